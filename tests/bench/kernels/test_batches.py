@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fk_bench.kernels.judge.clock.batches import GRAPH_CALLS, Batches, Lane
+from fk_bench.kernels.judge.clock.batches import GRAPH_CALLS, SINGLES, Batches, Lane, Timed
+from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena, memory_file
@@ -37,40 +38,62 @@ def batches(fd: int, count: int, cuda: bool, mode: str = "op", op: str = OP) -> 
     slots.refresh()
     lane = Lane(None, Arena(slots, 0, fd))  # type: ignore[arg-type]  # no process is needed
     made = Batches(slots, lane, lane, Checks(spec, case, mode), 4)
-    made.cuda = cuda
+    if cuda:
+        made.cuda, made.n = True, max(count - SINGLES, 2) // 2
+        made.segments = made._segments()
     return made
 
 
-@pytest.mark.parametrize("count", [4, 6, 40, 128, 600])
-def test_graphs_cover_all_slots_with_calls_alone(fd: int, count: int) -> None:
-    made = batches(fd, count, True)
-    drawn = {str(made._segments()) for _ in range(8)}
-    assert len(drawn) > 1  # secret
+@pytest.mark.parametrize("n", [2, 20, 60, 300])
+def test_graphs_cover_all_slots_with_calls_alone(fd: int, n: int) -> None:
+    made = batches(fd, 2 * n + SINGLES, True)
+    assert made.n == n
     for _ in range(20):
         segments = made._segments()
-        assert segments[0][0] == 0 and segments[-1][1] == count
+        assert segments[0][0] == 0 and segments[-1][1] == made.slots.count
         assert all(a[1] == b[0] for a, b in itertools.pairwise(segments))
-        assert all(0 < e - s <= max(GRAPH_CALLS, made.n) for s, e in segments)
-        assert any(e - s == 1 for s, e in segments)
+        assert all(0 < e - s <= GRAPH_CALLS for s, e in segments)
+        assert [[s, e] for s, e in segments if s >= 2 * n] == [
+            [s, s + 1] for s in range(2 * n, 2 * n + SINGLES)
+        ]
+    if n > GRAPH_CALLS // 2:
+        assert len({str(made._segments()) for _ in range(8)}) > 1  # secret
 
 
-@pytest.mark.parametrize("count", [4, 6, 40, 600])
+@pytest.mark.parametrize("n", [2, 20, 300])
 @pytest.mark.parametrize("cuda", [False, True])
-def test_batches_have_secret_lengths(fd: int, count: int, cuda: bool) -> None:
-    made = batches(fd, count, cuda)
-    lengths = set()
+def test_batches_have_secret_lengths(fd: int, n: int, cuda: bool) -> None:
+    made = batches(fd, 2 * n + (SINGLES if cuda else 0), cuda)
+    lengths, alone = set(), set()
     for _ in range(50):
         made.segments = made._segments()
         start, calls = made._span(False)
         lengths.add(calls)
-        assert start >= 0 and 0.7 * made.n <= calls <= made.n and start + calls <= count
-        alone, one = made._one()
-        assert one == 1 and 0 <= alone < count
+        assert start >= 0 and 0.7 * n <= calls <= n and start + calls <= 2 * n
+        one, count = made._one()
+        alone.add(one)
+        assert count == 1 and 0 <= one < made.slots.count
         if cuda:  # only whole graphs can be replayed
             edges = {x for segment in made.segments for x in segment}
-            assert {start, start + calls, alone, alone + 1} <= edges
-    assert made._span(True) == (0, count)
-    assert count < 40 or len(lengths) > 2
+            assert {start, start + calls, one, one + 1} <= edges
+    assert made._span(True) == (0, 2 * n)
+    assert len(alone) > 2 and (n < 300 or len(lengths) > 2)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_calls_of_long_batch_only_are_compared(fd: int, cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls behind 2n have made their outputs from earlier inputs."""
+    made = batches(fd, 8 + (SINGLES if cuda else 0), cuda)
+    made.candidate.outputs = [[torch.zeros(1)] for _ in range(made.slots.count)]
+    compared, ran = [], []
+    monkeypatch.setattr(made, "_check", lambda *args: None)
+    monkeypatch.setattr(
+        made, "_batch", lambda lane, start, count, *rest: (ran.append((start, count)), ([], []))[1]
+    )
+    monkeypatch.setattr(made.checks, "same", lambda *args: compared.append([len(o) for o in args[3:]]))
+    made._round(0, Timed(Samples(4), Samples(4), Samples(4)), True)
+    assert compared == [[8, 8]] and (0, 8) in ran
+    assert ((8, SINGLES) in ran) is cuda
 
 
 def places(made: Batches, position: int = 0) -> list[list[Place]]:
@@ -138,7 +161,7 @@ def test_any_place_is_mapped_inside_its_argument_or_wrong(fd: int, data: st.Data
         "stride": st.one_of(st.just(place.stride), st.lists(numbers, max_size=3)),
         "arena": st.one_of(st.integers(-8, 8).map(lambda d: max((place.arena or 0) + d, 0)), numbers),
     }
-    changed = Place(**{k: data.draw(v, label=k) for k, v in changes.items()})
+    changed = Place.model_validate({k: data.draw(v, label=k) for k, v in changes.items()})
     try:
         ((view,), _) = made._map(arena, [[changed], good[1]], ipc.Mapping())
     except Wrong:
