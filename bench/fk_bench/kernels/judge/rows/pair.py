@@ -22,7 +22,7 @@ DEATHS = 3  # after so many deaths a candidate's process is not restarted for th
 # CPU rounds are few and short, because every batch needs fresh inputs
 ROUNDS = {"cpu": (4, 5), "cuda": (5, 100)}  # least and most
 BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # target seconds of N calls
-MAX_CALLS = {"cpu": 20, "cuda": 1024}  # of a batch, N
+MAX_CALLS = {"cpu": 20, "cuda": 768}  # of a batch, N
 
 
 class Pair:
