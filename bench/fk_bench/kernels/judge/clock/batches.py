@@ -209,9 +209,10 @@ class Batches:
 
     def _segments(self) -> list[list[int]]:
         """Secret cuts of the slots into graphs of up to GRAPH_CALLS calls, and of one call behind 2n."""
+        most = max(1, min(GRAPH_CALLS, self.n // 4))
         cuts, at = {0, self.n, 2 * self.n}, 0
         while at < 2 * self.n:
-            at += RANDOM.randint(GRAPH_CALLS // 2, GRAPH_CALLS)
+            at += RANDOM.randint(-(-most // 2), most)
             cuts |= {min(at, 2 * self.n)}
         ordered = [*sorted(cuts), *range(2 * self.n + 1, self.slots.count + 1)]
         return [[a, b] for a, b in itertools.pairwise(ordered)]

@@ -152,7 +152,8 @@ def batched(candidate: Samples, baseline: Samples) -> str:
         if min(len(own), len(other)) < 3:
             continue
         extra = float(np.median(own) - np.median(other)) - (candidate.time - baseline.time)
-        noise = (_error(own) ** 2 + _error(other) ** 2 + baseline.spread**2) ** 0.5
+        mine = min(_error(own), 3 * _error(other))  # its own scatter must not widen the allowance much
+        noise = (mine**2 + _error(other) ** 2 + baseline.spread**2) ** 0.5
         if extra > max(ALONE * candidate.time, least, 5 * noise):
             return (
                 f"batched: a call alone takes {1e6 * (candidate.time + extra):.1f} us, in a batch "
@@ -223,7 +224,7 @@ def speedup(
     logs = np.log(above[(below > 0) & (above > 0)] / below[(below > 0) & (above > 0)])
     low, high = np.percentile(logs, (2.5, 97.5)) if len(logs) else (0.0, 0.0)
     t = t975(max(len(a) - 1, 1))
-    between = abs(np.log(again.time / baseline.time)) / 2**0.5
+    between = abs(np.log(again.time / baseline.time)) * 0.75**0.5  # of a side and the mean of two
     errors = (candidate.spread / counted, (baseline.spread + again.spread) / 2 / baseline.time, between)
     half = max(t * float(np.sqrt(sum(e**2 for e in errors))), (high - low) / 2)
     return Speedup(
