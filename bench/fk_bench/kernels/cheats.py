@@ -20,6 +20,7 @@ CHEATS = "tests/cheats"
 NO_GAIN = "no-gain"  # correct, and no faster than its honest twin
 # For a twin with invalid times and a cheat without times, which other load on the machine may cause
 TRIES = 3
+BUDGET_S = {"cpu": 10.0, "cuda": 60.0}  # of a case, so that a cheat that waits ends soon
 NOISE = 0.25  # a smaller gain cannot be told from noise in the few timed rounds
 
 
@@ -107,7 +108,8 @@ def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path | None 
 def _rows(judge: Judge, cheat: Cheat, file: Path, options: Options) -> list[Row]:
     names = () if cheat.case is None else (cheat.case,)
     judge.candidates = {cheat.op: file}
-    judge.options = dataclasses.replace(options, cases=cheat.sources, names=names)
+    budget = min(options.case_budget, BUDGET_S[options.device])
+    judge.options = dataclasses.replace(options, cases=cheat.sources, names=names, case_budget=budget)
     before = len(judge.rows)
     judge.op(cheat.op)
     return [r for r in judge.rows[before:] if r.kind == "case" and r.status is not Status.SKIPPED]
