@@ -229,10 +229,9 @@ class Batches:
         return (start, RANDOM.choice(ends) - start) if ends else (0, self.n)
 
     def _one(self) -> tuple[int, int]:
-        singles = self.slots.count - 2 * self.n
-        return (
-            2 * self.n + secrets.randbelow(singles) if singles else secrets.randbelow(self.slots.count)
-        ), 1
+        if self.singles:
+            return 2 * self.n + secrets.randbelow(self.singles), 1
+        return secrets.randbelow(self.slots.count), 1
 
     # -- outputs of a GPU's process
 

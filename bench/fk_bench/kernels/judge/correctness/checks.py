@@ -167,7 +167,7 @@ class Checks:
     ) -> None:  # fmt: skip
         """Compare the outputs of all calls with the baseline's on the same values.
 
-        The oracle decides: it runs for the calls whose outputs differ most, relative to the baseline's values.
+        The oracle decides: it runs for the calls whose outputs differ most from the baseline's.
         """
         distances = torch.stack([self._distance(a, b) for a, b in zip(outputs, others, strict=True)])
         for slot in distances.topk(min(SUSPECTS, len(outputs))).indices.tolist():

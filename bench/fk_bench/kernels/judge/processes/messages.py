@@ -18,9 +18,8 @@ from fk_bench.kernels.judge.processes.protocol import ChannelGarbage
 
 # The failures that a process may report of itself; all others are decided by the judge.
 FAILURES = frozenset({Status.COMPILE_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM})
-TRUSTED_FAILURES = FAILURES | {
-    Status.UNSUPPORTED
-}  # our own code may also say that it does not support a call
+# Our own code may also say that it does not support a call.
+TRUSTED_FAILURES = FAILURES | {Status.UNSUPPORTED}
 LIMIT, CAPTURE_LIMIT = 1 << 18, 8 << 20  # bytes of a message
 
 Text = Annotated[str, Field(max_length=1 << 16), AfterValidator(printable)]

@@ -62,9 +62,8 @@ class CaseRun:
         seen.passed_over = checks.passed_over
         try:
             slots, candidate, baseline = self._open(CHECKED, CHECKED)
-            if (
-                self.spec.dims_of is not None
-            ):  # the cost may depend on values, such as which experts have a token
+            # The cost may depend on values, such as which experts have a token.
+            if self.spec.dims_of is not None:
                 self.cost = self.spec.case_of(slots.masters[0], self.trial.case.name)
             self.candidate.stop()
             seen.chosen = checks.choose(self.baseline, baseline, slots, baselines)

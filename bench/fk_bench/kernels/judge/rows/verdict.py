@@ -16,7 +16,7 @@ from fk_bench.kernels.judge.processes.runner_process import RunnerError
 class Evidence:
     """Everything that the judge saw of a case.
 
-    refused  why it was not run: too large for a CPU, or no way to call it; with the status that this means
+    refused  status and reason of a case that was not run, because there is no way to call it
     failure  a process failed; wrong: an output was; broken: the judge itself failed
     chosen   the baseline, with `passed_over` {another: why not}; checked: the candidate's first calls
     timed    the times; None if none were wanted, or the checks ended before
