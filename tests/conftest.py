@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from hypothesis import settings
 
 if TYPE_CHECKING:
     from support.oracle import Oracle
 
-settings.register_profile("busy", deadline=None)  # an example may wait for the other worker
-settings.load_profile("busy")
+try:
+    from hypothesis import settings
+except ImportError:  # the hosts' environments, which run the checks of tests/integrations, do not have it
+    pass
+else:
+    settings.register_profile("busy", deadline=None)  # an example may wait for the other worker
+    settings.load_profile("busy")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
