@@ -23,7 +23,7 @@ LLAMA3_ROPE = {
 }
 
 
-def _tokenizer(folder: Path) -> None:
+def tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -102,7 +102,7 @@ def make_tiny(
                 parameter.normal_(1.0, 0.1, generator=generator)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    _tokenizer(folder)
+    tokenizer(folder)
     done.write_text(request)
     return folder
 
@@ -127,7 +127,7 @@ def make_tiny_bert(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
         for parameter in model.parameters():
             parameter.normal_(float(parameter.dim() == 1), 0.1, generator=generator)
     model.save_pretrained(folder)
-    _tokenizer(folder)
+    tokenizer(folder)
     return folder
 
 
