@@ -26,6 +26,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
     "mixtral": ("mixtral", {}),
+    **{k: (k, {}) for k in ("qwen2", "qwen3_moe", "mistral", "phi3", "olmo2", "olmoe", "granite", "gemma2", "cohere2")},
+    **{k: (k, {}) for k in ("smollm3", "starcoder2", "gpt_neox", "stablelm", "nemotron", "glm4")},
+    "gpt_neox_serial": ("gpt_neox", {"use_parallel_residual": False}),
+    "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
     "mixtral_window": ("mixtral", {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 3}),
 }  # fmt: skip
 
@@ -49,7 +53,7 @@ def test_logits_equal_transformers(folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     ids = torch.tensor([(i * 37) % 500 for i in range(45)])
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     expected = reference(ids[None]).logits[0]
     config = build.load_config(folder)
     model = build.build(folder, config, torch.device("cpu"), torch.float32)

@@ -37,7 +37,6 @@ ARCH = Architecture(
     layers=("mixtral_decoder_layer",),
     packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
     experts="fastkernels.models.llm.mixtral:checkpoint_experts",
-    unused=("*rotary_emb.inv_freq",),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     config_fields=("num_local_experts", "num_experts_per_tok"),
     public={

@@ -26,8 +26,7 @@ ARCH = Architecture(
     runner="Generate",
     model_type="qwen3",
     layers=("qwen3_decoder_layer",),
-    packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
-    unused=("*rotary_emb.inv_freq",),
+
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     config_fields=("head_dim",),
     config_defaults={"use_sliding_window": False},
