@@ -239,13 +239,15 @@ class DecoderLayer(nn.Module):
             norms.append(None if norm is None else layer.name(part))
             if norm is not None:
                 self.add_module(layer.name(part), make_norm(norm, hidden))
-        self.parts = (*own, *norms)
+        self.parts, self.norms = own, norms
 
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attend, mlp, *norms = (None if name is None else getattr(self, name) for name in self.parts)
-        before_attention, after_attention, before_mlp, after_mlp = norms
+        attend, mlp = (getattr(self, name) for name in self.parts)
+        before_attention, after_attention, before_mlp, after_mlp = (
+            None if name is None else getattr(self, name) for name in self.norms
+        )
         x, residual = add_and_norm(before_attention, hidden, residual)
         out = attend(positions, x)
         out = out if after_attention is None else after_attention(out)

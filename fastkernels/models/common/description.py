@@ -87,12 +87,17 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """A router and the gated MLPs (SiLU) of each token's top_k experts. normalize: their weights sum to 1."""
+    """A router and the gated MLPs (SiLU) of each token's top_k experts.
+
+    normalize  their weights sum to 1
+    names      an expert's gate, up and down projection in the checkpoint
+    """
 
     count: int
     top_k: int
     intermediate: int
     normalize: bool = True
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)

@@ -24,5 +24,6 @@ ARCH = Architecture(
     category="llm",
     runner="Generate",
     model_type="glm4",
+    packed={"qkv_proj": ("q_proj", "k_proj", "v_proj")},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
 )  # fmt: skip

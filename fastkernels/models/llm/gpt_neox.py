@@ -33,5 +33,6 @@ ARCH = Architecture(
         "attention.query_key_value": "self_attn.qkv_proj", "attention.dense": "self_attn.o_proj",
         "mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj",
     },
+    packed={},
     unused=("*.attention.bias", "*.attention.masked_bias", "*rotary_emb.inv_freq"),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.overrides.block.vllm import VllmLlamaDecoderLayer
 from fastkernels.overrides.embedding.vllm import (
@@ -71,6 +72,11 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.logits_processor(self.lm_head, hidden)
+
+
+def describe(config: Any) -> d.Decoder:
+    bias = config.attention_bias
+    return d.llama(config, bias=bias, out_bias=bias)
 
 
 ARCH = Architecture(

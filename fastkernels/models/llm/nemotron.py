@@ -23,5 +23,6 @@ ARCH = Architecture(
     category="llm",
     runner="Generate",
     model_type="nemotron",
+    packed={"qkv_proj": ("q_proj", "k_proj", "v_proj")},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
 )  # fmt: skip

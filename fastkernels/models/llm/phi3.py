@@ -17,5 +17,6 @@ ARCH = Architecture(
     category="llm",
     runner="Generate",
     model_type="phi3",
+    packed={},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
 )  # fmt: skip

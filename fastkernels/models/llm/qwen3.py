@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.llm.llama import LlamaForCausalLM
 from fastkernels.overrides.block.vllm import VllmQwen3DecoderLayer
@@ -17,6 +18,11 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     @staticmethod
     def decoder_layer(config: Any, prefix: str) -> nn.Module:
         return VllmQwen3DecoderLayer(config, prefix=prefix)
+
+
+def describe(config: Any) -> d.Decoder:
+    bias = config.attention_bias
+    return d.llama(config, bias=bias, out_bias=bias, head_norm=d.Norm(eps=config.rms_norm_eps))
 
 
 ARCH = Architecture(

@@ -25,6 +25,7 @@ ARCH = Architecture(
     category="llm",
     runner="Generate",
     model_type="starcoder2",
+    packed={"qkv_proj": ("q_proj", "k_proj", "v_proj")},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     parts={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"},
 )  # fmt: skip
