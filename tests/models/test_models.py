@@ -33,6 +33,28 @@ def test_greedy_equals_transformers(folder: Path, greedy: Any) -> None:
     assert len({tuple(t) for t in got}) == len(got)
 
 
+def test_small_steps_keep_tokens(folder: Path, greedy: Any) -> None:
+    """Prompts in chunks, prefix hits and preemption: as many tokens as transformers' and the same ones."""
+    llm = LLM(
+        str(folder), device="cpu", num_blocks=14, block_size=8, max_num_seqs=4, max_num_batched_tokens=16,
+        max_model_len=96,
+    )  # fmt: skip
+    prompts = [[*range(10, 34), i] for i in range(4)]
+    for _ in range(2):
+        got = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
+        assert got == [greedy(folder, prompt, 12) for prompt in prompts]
+    scheduler = llm.llm_engine.scheduler
+    assert scheduler.num_preemptions > 0 and scheduler.prefix_hits > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_keep_tokens(folder: Path, greedy: Any) -> None:
+    llm = LLM(str(folder), device="cpu", max_model_len=256, tensor_parallel_size=2)
+    got = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
+    llm.llm_engine.shutdown()
+    assert got == [greedy(folder, prompt, 12) for prompt in PROMPTS]
+
+
 @torch.inference_mode()
 def test_logits_equal_transformers(folder: Path) -> None:
     """Prefill all but two tokens, decode these, and compare each position with one full forward pass."""
