@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import QueueFull, Scheduler
+from fastkernels.engine.structured.constraint import Constraint
+from fastkernels.engine.structured.grammars import Grammars
 
 
 class LLMEngine(Engine):
@@ -37,6 +39,7 @@ class LLMEngine(Engine):
     def _start(self) -> None:
         config, limits = self.config, self.executor.limits
         self.eos_token_ids = _eos_token_ids(self.folder, self.hf_config, self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, self.hf_config.vocab_size, self.eos_token_ids)
         self.blocks = BlockManager(limits.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.blocks, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting
@@ -70,7 +73,9 @@ class LLMEngine(Engine):
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self.scheduler.check_size(len(ids), max_tokens)
         ends = {i for i in params.stop_token_ids or () if 0 <= i < vocab}
-        ends |= set() if params.ignore_eos else set(self.eos_token_ids)
+        # A grammar allows EOS only where the output is complete.
+        ends |= set() if params.ignore_eos and params.structured_outputs is None else set(self.eos_token_ids)
+        new_constraint = self._constraints(params)
         group = RequestGroup(request_id, text, ids, params, [])
         for index in range(params.n):
             seed = self._seeds.getrandbits(63) if params.seed is None else _wrap(params.seed + index)
@@ -78,7 +83,7 @@ class LLMEngine(Engine):
             group.sequences.append(
                 Request(
                     request_id, ids, own, max_tokens, frozenset(ends), text, self._detokenizer(ids, params), seed,
-                    priority, index,
+                    priority, index, new_constraint(),
                 )
             )  # fmt: skip
         if params.prompt_logprobs is not None:
@@ -175,6 +180,15 @@ class LLMEngine(Engine):
         else:
             self.stats.itl.append(now - request.last_token_time)
         request.last_token_time = now
+
+    def _constraints(self, params: SamplingParams) -> Callable[[], Constraint | None]:
+        """Makes the constraint of each of the request's sequences. Compiles its grammar, unless that is cached."""
+        if params.structured_outputs is None:
+            return lambda: None
+        if self.tokenizer is None:
+            raise ValueError("structured_outputs need a tokenizer, which skip_tokenizer_init left out")
+        grammar = self.grammars.get(params.structured_outputs)
+        return lambda: Constraint(self.hf_config.vocab_size, grammar)
 
     def _detokenizer(self, ids: list[int], params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None or not params.detokenize:

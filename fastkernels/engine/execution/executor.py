@@ -182,6 +182,11 @@ class _Checked:
         with self._executor._together():
             return self._own.result()
 
+    def sample(self, masks: Any) -> None:
+        with self._executor._together():
+            self._executor._send(pack(masks))
+            self._own.sample(masks)
+
 
 def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
     """Raise ValueError before any process is started: too few GPUs, or sizes that cannot be sharded."""

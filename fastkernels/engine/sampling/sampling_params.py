@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from fastkernels.engine.structured.params import StructuredOutputsParams
+
 MAX_N = 16384
 MAX_LOGPROBS = 20  # an engine's default
 MAX_STOP_STRINGS = 128
@@ -48,6 +50,7 @@ class SamplingParams:
     logprobs     number of most likely tokens with log-probabilities, plus the sampled one; -1: all; None: none
     prompt_logprobs  the same for the tokens of the prompt
     logit_bias   {token id: value added to its logit, in [-100, 100]}
+    structured_outputs  a StructuredOutputsParams: the output is JSON of a schema, a choice, ...
     detokenize   False: no text, and no stop strings
     skip_special_tokens  leave tokens such as EOS out of the text
     output_kind  content of each output; LLM.generate always returns the final one
@@ -74,6 +77,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: Mapping[int, float] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -99,6 +103,11 @@ class SamplingParams:
                 raise ValueError(f"{name} must be true or false, got {reprlib.repr(getattr(self, name))}")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind must be a RequestOutputKind, got {reprlib.repr(self.output_kind)}")
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
+            raise ValueError(
+                "structured_outputs must be StructuredOutputsParams, got"
+                f" {reprlib.repr(self.structured_outputs)}"
+            )
         self._check_stop()
         self._check_logit_bias()
         self._normalize()

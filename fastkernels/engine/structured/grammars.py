@@ -1,0 +1,165 @@
+"""Compiles the grammars of structured outputs for a model's vocabulary, in threads, each one once."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastkernels.engine.scheduling.detokenizer import special_ids
+from fastkernels.engine.structured.params import StructuredOutputsParams
+
+THREADS = 4
+CACHE_BYTES = 512 << 20
+DEADLINE = 30.0  # seconds to compile one grammar
+_LOCATION = re.compile(r"^(\[[\d:]+\] \S+: )?(Check failed: \(.*?\) is (true|false): )?")
+_COMMENT = re.compile(r"(#|//).*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A compiled grammar. words: the mask of the first token, int32 [W] as in step.TokenMasks."""
+
+    compiled: Any
+    words: np.ndarray
+    size: int
+
+    def matcher(self) -> Any:
+        """A matcher at the start of the output."""
+        import xgrammar
+
+        return xgrammar.GrammarMatcher(self.compiled)
+
+
+class Grammars:
+    """The grammars of one model: a cache of the latest CACHE_BYTES. Safe in any thread.
+
+    eos_token_ids: allowed where the output may end. Special tokens are never part of an output, except in structural
+    tags, which may name them.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]):
+        self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, list(eos_token_ids)
+        self.num_compiled = 0
+        self._compilers: dict[bool, Any] = {}
+        self._futures: OrderedDict[tuple[str, str, bool], Future[Grammar]] = OrderedDict()
+        self._lock, self._making = threading.Lock(), threading.Lock()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fastkernels-grammar")
+
+    def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:
+        """The grammar, or the ValueError that says what is wrong, as soon as it is compiled."""
+        key = (params.kind, params.text, params.disable_any_whitespace)
+        with self._lock:
+            future = self._futures.get(key)
+            if future is None or future.cancelled():
+                future = self._futures[key] = self._threads.submit(self._compile, *key)
+                future.add_done_callback(lambda done: self._compiled(key, done))
+            elif future.done():
+                self._futures.move_to_end(key)
+            return future
+
+    def get(self, params: StructuredOutputsParams) -> Grammar:
+        """Wait for the grammar. Raises ValueError."""
+        try:
+            return self.submit(params).result(DEADLINE)
+        except (FutureTimeout, TimeoutError) as error:
+            raise too_slow(params) from error
+
+    def close(self) -> None:
+        """End the threads, after what they compile now."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _compiled(self, key: tuple[str, str, bool], done: Future[Grammar]) -> None:
+        """Forget a failure, and the grammars that were used least recently if there are too many."""
+        with self._lock:
+            if done.cancelled() or done.exception() is not None:
+                self._futures.pop(key, None)
+                return
+            self.num_compiled += 1
+            ready = [(k, f.result().size) for k, f in self._futures.items() if f.done() and not f.exception()]
+            total = sum(size for _, size in ready)
+            for old, size in ready[:-1]:
+                if total <= CACHE_BYTES:
+                    break
+                if old != key:
+                    del self._futures[old]
+                    total -= size
+
+    def _compile(self, kind: str, text: str, one_line: bool) -> Grammar:
+        import xgrammar
+
+        compiler = self._compiler(kind == "structural_tag")
+        try:
+            if kind in ("json", "json_object"):
+                compiled = compiler.compile_json_schema(text, any_whitespace=not one_line)
+            elif kind == "regex":
+                compiled = compiler.compile_regex(text)
+            elif kind == "structural_tag":
+                compiled = compiler.compile_structural_tag(text)
+            elif kind == "grammar" and "::=" not in _COMMENT.sub("", text):
+                compiled = compiler.compile_lark(text)
+            else:
+                compiled = compiler.compile_grammar(text)
+            bits = xgrammar.allocate_token_bitmask(1, self.vocab_size)
+            xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits)
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # what xgrammar raises for bad input
+            reason = _LOCATION.sub("", str(error)).strip()
+            raise ValueError(f"structured_outputs: {kind} cannot be used: {reason}") from error
+        if not bits.any():
+            raise ValueError(
+                f"structured_outputs: {kind} cannot be used: no token of this model can begin such an output"
+            )
+        return Grammar(compiled, bits[0].numpy(), compiled.memory_size_bytes + 4 * bits.numel())
+
+    def _compiler(self, special: bool) -> Any:
+        """The compiler whose grammars spell special tokens, or never contain them."""
+        with self._making:  # a vocabulary takes a second
+            if special not in self._compilers:
+                self._compilers[special] = self._make_compiler(special)
+            return self._compilers[special]
+
+    def _make_compiler(self, special: bool) -> Any:
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            self.tokenizer, vocab_size=self.vocab_size, stop_token_ids=self.eos_token_ids or None
+        )
+        if not special:
+            vocab = info.decoded_vocab
+            for token in special_ids(self.tokenizer):
+                if token < len(vocab):
+                    vocab[token] = b""
+            info = xgrammar.TokenizerInfo(
+                vocab, xgrammar.VocabType.RAW, vocab_size=self.vocab_size, stop_token_ids=info.stop_token_ids,
+                add_prefix_space=info.add_prefix_space,
+            )  # fmt: skip
+        return xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
+
+
+def too_slow(params: StructuredOutputsParams) -> ValueError:
+    """The error for a grammar that is not compiled after DEADLINE seconds."""
+    return ValueError(
+        f"structured_outputs: {params.kind} is too complex: it takes more than {DEADLINE:g} s to compile"
+    )
+
+
+def next_words(matchers: Sequence[Any], vocab_size: int) -> np.ndarray:
+    """The masks of the matchers' next tokens, int32 [len(matchers), W]."""
+    import xgrammar
+
+    bits = torch.empty(xgrammar.allocate_token_bitmask(1, vocab_size).shape[1], dtype=torch.int32)
+    bits = bits.new_empty(len(matchers), len(bits))
+    if len(matchers) >= 2 * THREADS:
+        xgrammar.BatchGrammarMatcher(THREADS).batch_fill_next_token_bitmask(list(matchers), bits)
+    else:
+        for i, matcher in enumerate(matchers):
+            matcher.fill_next_token_bitmask(bits, i)
+    return bits.numpy()
