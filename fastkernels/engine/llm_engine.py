@@ -134,6 +134,10 @@ class LLMEngine(Engine):
         self._group_of.clear()
         self.requests.clear()
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.grammars.close()
+
     def has_unfinished_requests(self) -> bool:
         return self.core.busy
 
@@ -185,8 +189,6 @@ class LLMEngine(Engine):
         """Makes the constraint of each of the request's sequences. Compiles its grammar, unless that is cached."""
         if params.structured_outputs is None:
             return lambda: None
-        if self.tokenizer is None:
-            raise ValueError("structured_outputs need a tokenizer, which skip_tokenizer_init left out")
         grammar = self.grammars.get(params.structured_outputs)
         return lambda: Constraint(self.hf_config.vocab_size, grammar)
 

@@ -66,7 +66,7 @@ class Generation:
         return await self._answer(answer, body, raw)
 
     async def _answer(self, answer: Answer, body: GenerationRequest, raw: Request) -> Response:
-        requests = self._requests(answer.prompts, body)
+        requests = await self._requests(answer.prompts, body)
         # Queued before the status is sent: a full queue is a 429, not a broken stream.
         outputs = await self.context.open(requests)
         if body.stream:
@@ -81,7 +81,7 @@ class Generation:
             else Response(to_json(answer.whole(found)), media_type="application/json")
         )
 
-    def _requests(self, prompts: Sequence[Prompt], body: GenerationRequest) -> list[RequestGroup]:
+    async def _requests(self, prompts: Sequence[Prompt], body: GenerationRequest) -> list[RequestGroup]:
         sequences, most = len(prompts) * (body.n or 1), self.context.llm.config.max_waiting
         if sequences > most:
             raise ApiError(
@@ -91,14 +91,14 @@ class Generation:
             )
         own = uuid.uuid4().hex  # not the client's id: it may use one twice
         try:
+            params = body.sampling_params()
+            await self.context.llm.prepare(params)
             return [
-                self.context.llm.make_request(
-                    f"{own}-{i}", p.token_ids, body.sampling_params(), body.priority or 0
-                )
+                self.context.llm.make_request(f"{own}-{i}", p.token_ids, params, body.priority or 0)
                 for i, p in enumerate(prompts)
             ]
         except ValueError as error:
-            raise errors.refused(error) from error
+            raise errors.refused(error, body) from error
 
     async def _encode(self, body: CompletionRequest, text: str) -> list[int]:
         return await self.context.prompts.text(text, body.add_special_tokens is not False)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from fastkernels.engine.http import unserved
 from fastkernels.engine.http.unserved import field_error
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.structured.bodies import ResponseFormat, StructuredOutputs, structured_outputs
 
 MAX_N = 128
 MAX_PROMPTS = 1024
@@ -149,6 +150,15 @@ class GenerationRequest(Body):
     request_id: str | None = Field(None, min_length=1, max_length=256)
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None  # vLLM's older names
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | None = None  # SGLang's names
+    regex: str | None = None
+    ebnf: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationRequest:
@@ -182,6 +192,7 @@ class GenerationRequest(Body):
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             logit_bias=bias or None,
+            structured_outputs=structured_outputs(self),
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
             max_tokens=self.token_limit,

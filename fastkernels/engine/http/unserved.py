@@ -17,13 +17,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "user": ANYTHING, "metadata": ANYTHING, "store": ANYTHING, "safety_identifier": ANYTHING,
     "prompt_cache_key": ANYTHING, "prompt_cache_retention": ANYTHING, "service_tier": ANYTHING,
     "prediction": ANYTHING, "parallel_tool_calls": ANYTHING, "verbosity": ("medium",), "modalities": (["text"],),
-    "suffix": ("",), "response_format": ({"type": "text"},), "functions": ([],), "function_call": ("none", "auto"),
+    "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"),
     "audio": (), "moderation": (), "web_search_options": (), "prompt_cache_options": (),
     # vLLM
     "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,), "watermarking": (False,),
     "spaces_between_special_tokens": ANYTHING, "truncate_prompt_tokens": (), "truncation_side": ANYTHING,
     "allowed_token_ids": ([],), "bad_words": ([],), "logprob_token_ids": ([],), "prompt_embeds": (),
-    "structured_outputs": (), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
     "session_id": ANYTHING, "return_weight_versions": (False,), "routed_experts_prompt_start": (0,),
     "return_token_offsets": (False,), "return_prompt_text": (False,), "mm_payload": ANYTHING,
     "return_mm_kwargs": ANYTHING, "cache_salt": (), "kv_transfer_params": (), "ec_transfer_params": (),
@@ -31,7 +30,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template": (), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},), "include_reasoning": ANYTHING,
     "return_assistant_tokens_mask": (False,),
     # SGLang
-    "rid": ANYTHING, "extra_key": (), "lora_path": (), "regex": ("",), "ebnf": ("",), "json_schema": ("",),
+    "rid": ANYTHING, "extra_key": (), "lora_path": (),
     "stop_regex": ([], ""), "no_stop_trim": (False,), "session_params": ({},), "custom_params": ({},),
     "custom_logit_processor": (), "custom_labels": ANYTHING, "watermark": (), "images_config": (),
     "video_config": (), "data_parallel_rank": (), "return_hidden_states": (False,),

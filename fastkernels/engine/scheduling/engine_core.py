@@ -98,7 +98,11 @@ def _masks(batch: Batch) -> TokenMasks:
     """The masks of the batch's constrained rows. A sequence that has ended since it was scheduled needs none."""
     rows, words = [], []
     for row, request in enumerate(batch.requests):
-        if batch.offsets[row] >= 0 and request.constraint is not None and request.status is not Status.FINISHED:
+        if (
+            batch.offsets[row] >= 0
+            and request.constraint is not None
+            and request.status is not Status.FINISHED
+        ):
             rows.append(row)
             words.append(request.constraint.words)
     return TokenMasks(np.array(rows, np.int64), np.stack(words) if words else np.empty((0, 0), np.int32))

@@ -75,7 +75,11 @@ def advance(requests: Iterable[Request]) -> list[tuple[Request, str]]:
         if constraint.matcher is None:
             _update(request, None, ended)
         elif not constraint.matcher.accept_token(request.output_token_ids[-1]):
-            log.warning("request %s: its grammar does not accept token %d", request.request_id, request.output_token_ids[-1])
+            log.warning(
+                "request %s: its grammar does not accept token %d",
+                request.request_id,
+                request.output_token_ids[-1],
+            )
             ended.append((request, "abort"))
         elif constraint.matcher.is_terminated():
             ended.append((request, "stop"))
@@ -84,7 +88,9 @@ def advance(requests: Iterable[Request]) -> list[tuple[Request, str]]:
     if matched:
         matchers = [r.constraint.matcher for r in matched if r.constraint is not None]
         assert matched[0].constraint is not None
-        for request, words in zip(matched, next_words(matchers, matched[0].constraint.vocab_size), strict=True):
+        for request, words in zip(
+            matched, next_words(matchers, matched[0].constraint.vocab_size), strict=True
+        ):
             _update(request, words, ended)
     return ended
 

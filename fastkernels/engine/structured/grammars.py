@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ THREADS = 4
 CACHE_BYTES = 512 << 20
 DEADLINE = 30.0  # seconds to compile one grammar
 _LOCATION = re.compile(r"^(\[[\d:]+\] \S+: )?(Check failed: \(.*?\) is (true|false): )?")
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+_VOCABULARIES = {"json": "json", "json_object": "json", "structural_tag": "all"}  # the others: "text"
 _COMMENT = re.compile(r"(#|//).*$", re.MULTILINE)
 
 
@@ -43,23 +46,29 @@ class Grammars:
     """The grammars of one model: a cache of the latest CACHE_BYTES. Safe in any thread.
 
     eos_token_ids: allowed where the output may end. Special tokens are never part of an output, except in structural
-    tags, which may name them.
+    tags, which may name them. Tokens with control characters are never part of JSON, which allows only three of them,
+    between values; xgrammar allows them in strings whose length is bounded.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]):
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, list(eos_token_ids)
         self.num_compiled = 0
-        self._compilers: dict[bool, Any] = {}
+        self._compilers: dict[str, Any] = {}
         self._futures: OrderedDict[tuple[str, str, bool], Future[Grammar]] = OrderedDict()
         self._lock, self._making = threading.Lock(), threading.Lock()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fastkernels-grammar")
+        self._threads: ThreadPoolExecutor | None = None
 
     def submit(self, params: StructuredOutputsParams) -> Future[Grammar]:
-        """The grammar, or the ValueError that says what is wrong, as soon as it is compiled."""
+        """The grammar, or the ValueError that says what is wrong, as soon as it is compiled. Raises ValueError."""
+        if self.tokenizer is None:
+            raise ValueError("structured_outputs need a tokenizer, which skip_tokenizer_init left out")
         key = (params.kind, params.text, params.disable_any_whitespace)
         with self._lock:
             future = self._futures.get(key)
             if future is None or future.cancelled():
+                self._threads = self._threads or ThreadPoolExecutor(
+                    THREADS, thread_name_prefix="fastkernels-grammar"
+                )
                 future = self._futures[key] = self._threads.submit(self._compile, *key)
                 future.add_done_callback(lambda done: self._compiled(key, done))
             elif future.done():
@@ -70,12 +79,23 @@ class Grammars:
         """Wait for the grammar. Raises ValueError."""
         try:
             return self.submit(params).result(DEADLINE)
-        except (FutureTimeout, TimeoutError) as error:
-            raise too_slow(params) from error
+        except (FutureTimeoutError, TimeoutError) as error:
+            raise _too_slow(params) from error
+
+    async def ready(self, params: StructuredOutputsParams) -> None:
+        """Wait for the grammar without blocking the event loop. Raises ValueError."""
+        compiling = asyncio.wrap_future(self.submit(params))
+        try:  # shielded: other requests may wait for the same grammar
+            await asyncio.wait_for(asyncio.shield(compiling), DEADLINE)
+        except (asyncio.TimeoutError, TimeoutError) as error:
+            raise _too_slow(params) from error
 
     def close(self) -> None:
-        """End the threads, after what they compile now."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the threads, after what they compile now. The next grammar starts new ones."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self, key: tuple[str, str, bool], done: Future[Grammar]) -> None:
         """Forget a failure, and the grammars that were used least recently if there are too many."""
@@ -96,7 +116,7 @@ class Grammars:
     def _compile(self, kind: str, text: str, one_line: bool) -> Grammar:
         import xgrammar
 
-        compiler = self._compiler(kind == "structural_tag")
+        compiler = self._compiler(_VOCABULARIES.get(kind, "text"))
         try:
             if kind in ("json", "json_object"):
                 compiled = compiler.compile_json_schema(text, any_whitespace=not one_line)
@@ -119,24 +139,24 @@ class Grammars:
             )
         return Grammar(compiled, bits[0].numpy(), compiled.memory_size_bytes + 4 * bits.numel())
 
-    def _compiler(self, special: bool) -> Any:
-        """The compiler whose grammars spell special tokens, or never contain them."""
+    def _compiler(self, vocabulary: str) -> Any:
+        """The compiler for a vocabulary: 'all' tokens, those of 'text', or those of 'json'."""
         with self._making:  # a vocabulary takes a second
-            if special not in self._compilers:
-                self._compilers[special] = self._make_compiler(special)
-            return self._compilers[special]
+            if vocabulary not in self._compilers:
+                self._compilers[vocabulary] = self._make_compiler(vocabulary)
+            return self._compilers[vocabulary]
 
-    def _make_compiler(self, special: bool) -> Any:
+    def _make_compiler(self, vocabulary: str) -> Any:
         import xgrammar
 
         info = xgrammar.TokenizerInfo.from_huggingface(
             self.tokenizer, vocab_size=self.vocab_size, stop_token_ids=self.eos_token_ids or None
         )
-        if not special:
-            vocab = info.decoded_vocab
-            for token in special_ids(self.tokenizer):
-                if token < len(vocab):
-                    vocab[token] = b""
+        if vocabulary != "all":
+            special = special_ids(self.tokenizer)
+            vocab = [b"" if i in special else text for i, text in enumerate(info.decoded_vocab)]
+            if vocabulary == "json":
+                vocab = [b"" if _CONTROL.search(text) else text for text in vocab]
             info = xgrammar.TokenizerInfo(
                 vocab, xgrammar.VocabType.RAW, vocab_size=self.vocab_size, stop_token_ids=info.stop_token_ids,
                 add_prefix_space=info.add_prefix_space,
@@ -144,7 +164,7 @@ class Grammars:
         return xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
 
 
-def too_slow(params: StructuredOutputsParams) -> ValueError:
+def _too_slow(params: StructuredOutputsParams) -> ValueError:
     """The error for a grammar that is not compiled after DEADLINE seconds."""
     return ValueError(
         f"structured_outputs: {params.kind} is too complex: it takes more than {DEADLINE:g} s to compile"

@@ -77,7 +77,9 @@ class StructuredOutputsParams:
     def _choice(self) -> str:
         choices = self.choice
         if not isinstance(choices, (list, tuple)) or not choices:
-            raise ValueError(_message("choice", f"must be a list of strings, not empty, got {_short(choices)}"))
+            raise ValueError(
+                _message("choice", f"must be a list of strings, not empty, got {_short(choices)}")
+            )
         if len(choices) > MAX_CHOICES:
             raise ValueError(
                 _message("choice", f"has {len(choices)} entries, at most {MAX_CHOICES} are allowed")
@@ -94,6 +96,8 @@ class StructuredOutputsParams:
         tag = self._object("structural_tag", self.structural_tag)
         if not isinstance(tag, dict):
             raise ValueError(_message("structural_tag", f"must be a JSON object, got {_short(tag)}"))
+        if "structures" in tag:
+            tag = _triggered_tags(tag)
         return jsonlib.dumps(tag)
 
     @staticmethod
@@ -113,7 +117,9 @@ class StructuredOutputsParams:
     @staticmethod
     def _text(name: str, value: Any, empty: bool = False) -> str:
         if not isinstance(value, str) or not (value.strip() or empty):
-            raise ValueError(_message(name, f"must be a text{'' if empty else ', not empty'}, got {_short(value)}"))
+            raise ValueError(
+                _message(name, f"must be a text{'' if empty else ', not empty'}, got {_short(value)}")
+            )
         if "\0" in value:
             raise ValueError(_message(name, f"must not contain a NUL character, got {_short(value)}"))
         try:
@@ -121,6 +127,27 @@ class StructuredOutputsParams:
         except UnicodeEncodeError as error:
             raise ValueError(_message(name, f"is not valid Unicode text: {error}")) from error
         return value
+
+
+def _triggered_tags(tag: dict[str, Any]) -> dict[str, Any]:
+    """A tag of the older form {"structures": [{"begin", "schema", "end"}], "triggers": [...]} in the present one."""
+    try:
+        tags = [
+            {
+                "begin": s["begin"],
+                "content": {"type": "json_schema", "json_schema": s["schema"]},
+                "end": s["end"],
+            }
+            for s in tag["structures"]
+        ]
+        content = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            _message(
+                "structural_tag", f"needs triggers, and structures with begin, schema and end: {error!r}"
+            )
+        ) from error
+    return {"type": "structural_tag", "format": content}
 
 
 def _message(name: str, what: str) -> str:
