@@ -67,7 +67,12 @@ class AsyncLLM:
     @property
     def healthy(self) -> bool:
         """Whether the engine accepts requests."""
-        return self._thread.is_alive() and self.dead is None
+        return self._thread.is_alive() and self.dead is None and self.lost_rank is None
+
+    @property
+    def lost_rank(self) -> int | None:
+        """A rank whose process has ended; the engine's thread ends the engine as soon as it sees it."""
+        return self.engine.executor.lost_rank
 
     async def generate(
         self,

@@ -60,6 +60,11 @@ class Executor:
         """Raise WorkerDied if a rank has died."""
 
     @property
+    def lost_rank(self) -> int | None:
+        """A rank whose process has ended, possibly before `check` knows the reason. Safe in any thread."""
+        return None
+
+    @property
     def limits(self) -> Any:
         return self.runner.limits
 
@@ -131,6 +136,10 @@ class TensorParallelExecutor(Executor):
             self._send(pickle.dumps((what, args)))
             own = invoke(self.runner, what, args)
             return [own, *(worker.receive() for worker in self._ranks.workers)]
+
+    @property
+    def lost_rank(self) -> int | None:
+        return self._ranks.lost_rank
 
     def check(self) -> None:
         if self._ranks.failure is not None:
