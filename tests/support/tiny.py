@@ -107,6 +107,27 @@ def make_tiny(
     return folder
 
 
+def make_scripted(folder: str | Path, text: str) -> Path:
+    """A checkpoint that continues any prompt that ends with text[0] with the rest of `text`, greedily, then EOS.
+
+    Attention and MLPs add nothing, so a token decides the next one: the characters of `text` must be distinct ASCII.
+    """
+    from safetensors.torch import load_file, save_file
+    from transformers import PreTrainedTokenizerFast
+
+    folder = make_tiny(folder, dtype="float32")
+    ids = PreTrainedTokenizerFast.from_pretrained(folder)(text).input_ids
+    assert len(set(ids)) == len(ids) == len(text), f"a character occurs twice in {text!r}"
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        weight.fill_(1.0) if "norm" in name else weight.zero_()
+    for i, (token, following) in enumerate(zip(ids, [*ids[1:], 1], strict=True)):
+        weights["model.embed_tokens.weight"][token, i] = 1.0
+        weights["lm_head.weight"][following, i] = 10.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def make_tiny_bert(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
     """A random float32 BertModel in `folder`, with a tokenizer: 2 layers of 4 heads, hidden size 64.
 

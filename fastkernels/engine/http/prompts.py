@@ -73,6 +73,10 @@ class Prompts:
             raise ApiError(400, f"the chat template rejects these messages: {error}", "messages") from error
         return await self.text(text, bool(special), "messages")
 
+    def tail(self, ids: list[int]) -> str:
+        """The last text of a prompt, where a template may begin or end the reasoning."""
+        return "" if self.tokenizer is None else self.tokenizer.decode(ids[-16:], skip_special_tokens=False)
+
     def decode(self, ids: list[int]) -> str:
         """The text of these tokens, including special ones. Raises ApiError for an unknown token id."""
         if self.tokenizer is None:
@@ -92,6 +96,9 @@ class Prompts:
 def _for_template(index: int, message: dict[str, Any]) -> dict[str, Any]:
     """Convert a message to the form of templates: text as a string, arguments of tool calls as objects."""
     message["content"] = message.get("content") or ""
+    for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        if isinstance(message.get(name), str):  # templates use either name
+            message.setdefault(other, message[name])
     for call in message.get("tool_calls") or ():
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):

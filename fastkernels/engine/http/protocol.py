@@ -272,6 +272,30 @@ class Conversation(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+def _tool_choice(value: Any) -> Any:
+    if value in (None, "none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) else None
+    if (
+        isinstance(function, dict)
+        and value.get("type") == "function"
+        and isinstance(function.get("name"), str)
+    ):
+        return {"type": "function", "function": {"name": function["name"]}}
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
+
+
+_NAMED_CHOICE = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+_CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED_CHOICE]}
+
+
 class ChatCompletionRequest(GenerationRequest, Conversation):
     max_tokens: int | None = Field(None, ge=1, le=INT64)
     max_completion_tokens: int | None = Field(
@@ -279,7 +303,9 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
     )
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Annotated[Any, PlainValidator(_tool_choice), WithJsonSchema(_CHOICE_SCHEMA)] = None
+    parallel_tool_calls: bool | None = True
+    include_reasoning: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     echo: Annotated[Any, PlainValidator(_no_echo), WithJsonSchema(_NO_ECHO)] = False
 
@@ -288,6 +314,24 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "top_logprobs needs logprobs=true")
         return self
+
+    @model_validator(mode="after")
+    def _tool_choice_has_tools(self) -> ChatCompletionRequest:
+        if self.tool_choice in (None, "none", "auto"):
+            return self
+        names = [tool.function.name for tool in self.tools or ()]
+        if not names:
+            raise field_error("tool_choice", f"tool_choice {self.tool_choice!r} needs tools")
+        if self.named_tool is not None and self.named_tool not in names:
+            raise field_error(
+                "tool_choice", f"tool_choice names the function {self.named_tool!r}; tools has {names}"
+            )
+        return self
+
+    @property
+    def named_tool(self) -> str | None:
+        """The function that tool_choice names."""
+        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -298,8 +342,18 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
         return self.max_completion_tokens or self.max_tokens
 
 
+def _either_in_schema(schema: dict[str, Any]) -> None:
+    unserved.add_to_schema(schema)
+    schema["oneOf"] = [
+        {"required": [name], "properties": {name: {"type": kind}, other: {"type": "null"}}}
+        for name, kind, other in (("prompt", "string", "messages"), ("messages", "array", "prompt"))
+    ]
+
+
 class TokenizeRequest(Conversation):
     """Tokenize a prompt or messages."""
+
+    model_config = ConfigDict(json_schema_extra=_either_in_schema)
 
     messages: list[Message] | None = Field(None, min_length=1, max_length=4096)  # type: ignore[assignment]
     prompt: str | None = None
