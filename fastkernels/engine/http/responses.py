@@ -59,7 +59,7 @@ class Answer:
         return {**self._head(self.kind), "choices": choices, "usage": self.usage(), **self._top_level()}
 
     def opening(self) -> bytes:
-        """What a stream sends before the first output."""
+        """The events before the first output."""
         return b""
 
     def failed(self, message: str, status: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What a request's tools and tool_choice mean: how its answers are parsed, and what they must look like."""
+"""The meaning of a request's tools and tool_choice: the parser of its answers, and the schema of forced calls."""
 
 from __future__ import annotations
 

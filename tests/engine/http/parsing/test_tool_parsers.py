@@ -112,7 +112,8 @@ def test_calls_do_not_depend_on_the_cuts(tools, text, content, calls, cuts):
     text=st.lists(
         st.sampled_from(
             ["<tool_call>", "</tool_call>", "<function=", "noon", ">", "<parameter=", "</parameter>", "</function>",
-             "{", "}", "é", '"name"', '"arguments"', ":", ",", '"', "\\", "[TOOL_CALLS]", "[ARGS]", "[", "]", " ", "\n", "1"]
+             "{", "}", "é", '"name"', '"arguments"', ":", ",", '"', "\\", "[TOOL_CALLS]", "[ARGS]", "[", "]",
+             " ", "\n", "1"]
         ),
         max_size=25,
     ).map("".join),
