@@ -158,6 +158,22 @@ class Engine(ABC):
             raise ValueError(f"prompt token id {wrong!r} is not in the vocabulary (0 to {vocab - 1})")
         return text, ids
 
+    def truncate(self, ids: list[int], limit: int, side: str | None = None, room: int = 1) -> list[int]:
+        """At most `limit` tokens of a prompt, from its `side` ('left': the last ones; None: as the tokenizer says).
+
+        limit -1: as many as the model takes, with room for `room` more. Raises ValueError for more than that.
+        """
+        most = self.max_model_len - room
+        if limit > self.max_model_len:
+            raise ValueError(
+                f"truncate_prompt_tokens must be at most {self.max_model_len}, the maximum context length, got {limit}"
+            )
+        limit = most if limit == -1 else limit
+        if len(ids) <= limit:
+            return ids
+        side = side or getattr(self.tokenizer, "truncation_side", "right")
+        return ids[-limit:] if side == "left" else ids[:limit]
+
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer, which skip_tokenizer_init left out")

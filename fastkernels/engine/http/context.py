@@ -32,6 +32,15 @@ class Context:
                 404, f"the model {name!r} does not exist; this server has {self.model_name!r}", "model"
             )
 
+    def truncated(self, ids: list[int], limit: int | None, side: str | None, room: int = 1) -> list[int]:
+        """The prompt cut as truncate_prompt_tokens asks for; see Engine.truncate. Raises ApiError."""
+        if limit is None:
+            return ids
+        try:
+            return self.llm.engine.truncate(ids, limit, side, room)
+        except ValueError as error:
+            raise ApiError(400, str(error), "truncate_prompt_tokens") from error
+
     async def open(self, requests: Sequence[Any]) -> OutputStream:
         """Queue requests, all or none. Raises QueueFull, which counts as a refused request."""
         try:

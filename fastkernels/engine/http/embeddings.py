@@ -31,20 +31,23 @@ class Embeddings:
         """One vector for each input."""
         self.context.check_model(body.model)
         requests, own = [], uuid.uuid4().hex
-        inputs = body.inputs
+        inputs, params = body.inputs, PoolingParams(dimensions=body.dimensions)
         if len(inputs) > self.context.llm.config.max_waiting:
             raise ApiError(400, f"{len(inputs)} inputs are more than the queue holds", "input")
         for i, given in enumerate(inputs):
             special = body.add_special_tokens is not False
-            ids = (
-                given if isinstance(given, list) else await self.context.prompts.text(given, special, "input")
-            )
+            cut = body.truncate_prompt_tokens
+            ids = given
+            if not isinstance(given, list):
+                ids = await self.context.prompts.text(given, special, "input", any_length=cut is not None)
+            ids = self.context.truncated(ids, cut, body.truncation_side, room=0)
             try:
-                request = self.context.llm.make_request(
-                    f"{own}-{i}", ids, PoolingParams(), body.priority or 0
-                )
+                request = self.context.llm.make_request(f"{own}-{i}", ids, params, body.priority or 0)
             except ValueError as error:
-                raise ApiError(400, str(error).replace("the prompt", f"input {i}", 1), "input") from error
+                message = str(error)
+                if message.startswith("dimensions"):
+                    raise ApiError(400, message, "dimensions") from error
+                raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
             requests.append(request)
         outputs = await self.context.open(requests)
         try:

@@ -44,9 +44,13 @@ class Generation:
         prompts = []
         for given in body.prompts:
             ids = given if isinstance(given, list) else await self._encode(body, given)
+            ids = self._truncated(ids, body)
             text = ""
             if body.echo:
-                text = given if isinstance(given, str) else self.context.prompts.decode(given)
+                if isinstance(given, str) and body.truncate_prompt_tokens is None:
+                    text = given
+                else:
+                    text = self.context.prompts.decode(ids)
             prompts.append(Prompt(ids, text))
         answer = CompletionAnswer(
             self._id("cmpl", body, raw), self.context.model_name, body, prompts, self._spell(body)
@@ -60,6 +64,7 @@ class Generation:
         ids = await self.context.prompts.chat(
             body.model_copy(update={"tools": tools}), body.add_special_tokens, **more
         )
+        ids = self._truncated(ids, body)
         answer = ChatAnswer(
             self._id("chatcmpl", body, raw), self.context.model_name, body, [Prompt(ids)], self._spell(body)
         )
@@ -101,7 +106,11 @@ class Generation:
             raise errors.refused(error, body) from error
 
     async def _encode(self, body: CompletionRequest, text: str) -> list[int]:
-        return await self.context.prompts.text(text, body.add_special_tokens is not False)
+        special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens is not None
+        return await self.context.prompts.text(text, special, any_length=cut)
+
+    def _truncated(self, ids: list[int], body: GenerationRequest) -> list[int]:
+        return self.context.truncated(ids, body.truncate_prompt_tokens, body.truncation_side)
 
     def _spell(self, body: GenerationRequest) -> answer_logprobs.Spell:
         return answer_logprobs.speller(

@@ -38,11 +38,16 @@ class Prompts:
         """Parameters of apply_chat_template, which chat_template_kwargs must not set."""
         return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
 
-    async def text(self, text: str, special: bool = True, field: str = "prompt") -> list[int]:
-        """Token ids of a text. Raises ApiError without a tokenizer, or for a text too long for the model."""
+    async def text(
+        self, text: str, special: bool = True, field: str = "prompt", any_length: bool = False
+    ) -> list[int]:
+        """Token ids of a text. Raises ApiError without a tokenizer, or for a text too long for the model.
+
+        any_length: the text is truncated afterwards.
+        """
         if self.tokenizer is None:
             raise ApiError(400, f"{field} must be token ids: this server runs without a tokenizer", field)
-        if len(text) > self.max_characters:
+        if len(text) > self.max_characters and not any_length:
             raise ApiError(
                 400,
                 f"{field} has {len(text)} characters: more than {self.max_characters} cannot fit into the maximum"
@@ -71,7 +76,8 @@ class Prompts:
             text = await self._run(sum(len(m["content"]) for m in messages), render)
         except Exception as error:  # any exception of the template is about its input
             raise ApiError(400, f"the chat template rejects these messages: {error}", "messages") from error
-        return await self.text(text, bool(special), "messages")
+        cut = getattr(body, "truncate_prompt_tokens", None) is not None
+        return await self.text(text, bool(special), "messages", any_length=cut)
 
     def decode(self, ids: list[int]) -> str:
         """The text of these tokens, including special ones. Raises ApiError for an unknown token id."""
