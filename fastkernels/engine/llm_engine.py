@@ -56,9 +56,8 @@ class LLMEngine(Engine):
     ) -> RequestGroup:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"a language model takes SamplingParams, got {type(params).__name__}")
-        text, ids = self.token_ids_of(prompt)
-        if params.truncate_prompt_tokens is not None:
-            ids = self.truncate(ids, params.truncate_prompt_tokens, params.truncation_side)
+        limit = self.prompt_limit(params.truncate_prompt_tokens)
+        text, ids = self.token_ids_of(prompt, limit, params.truncation_side)
         vocab = self.hf_config.vocab_size
         room = self.max_model_len - len(ids)
         if room < 1:
@@ -195,7 +194,16 @@ class LLMEngine(Engine):
             return lambda: None
         structured = params.structured_outputs
         grammar = None if structured is None else self.grammars.get(structured)
-        return lambda: Constraint(self.hf_config.vocab_size, grammar, params.allowed_token_ids, banned)
+
+        def make() -> Constraint:
+            made = Constraint(self.hf_config.vocab_size, grammar, params.allowed_token_ids, banned)
+            if not made.words.any():
+                raise ValueError(
+                    "no token is allowed by structured_outputs, allowed_token_ids and bad_words together"
+                )
+            return made
+
+        return make
 
     def _banned(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences of bad_words: of each word alone, and after a space where that is another first token."""

@@ -32,12 +32,10 @@ class Context:
                 404, f"the model {name!r} does not exist; this server has {self.model_name!r}", "model"
             )
 
-    def truncated(self, ids: list[int], limit: int | None, side: str | None, room: int = 1) -> list[int]:
-        """The prompt cut as truncate_prompt_tokens asks for; see Engine.truncate. Raises ApiError."""
-        if limit is None:
-            return ids
+    def prompt_limit(self, wanted: int | None, room: int = 1) -> int | None:
+        """See Engine.prompt_limit. Raises ApiError."""
         try:
-            return self.llm.engine.truncate(ids, limit, side, room)
+            return self.llm.engine.prompt_limit(wanted, room)
         except ValueError as error:
             raise ApiError(400, str(error), "truncate_prompt_tokens") from error
 

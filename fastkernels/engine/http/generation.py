@@ -18,6 +18,7 @@ from fastkernels.engine.http.protocol import ChatCompletionRequest, CompletionRe
 from fastkernels.engine.http.responses import Answer, ChatAnswer, CompletionAnswer, Prompt
 from fastkernels.engine.http.streaming import EventStream, unless_gone
 from fastkernels.engine.scheduling.outputs import RequestGroup
+from fastkernels.engine.tokenizer import cut
 
 
 class Generation:
@@ -43,8 +44,7 @@ class Generation:
         self.context.check_model(body.model)
         prompts = []
         for given in body.prompts:
-            ids = given if isinstance(given, list) else await self._encode(body, given)
-            ids = self._truncated(ids, body)
+            ids = await self._encode(body, given)
             text = ""
             if body.echo:
                 if isinstance(given, str) and body.truncate_prompt_tokens is None:
@@ -62,9 +62,12 @@ class Generation:
         more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
         tools = body.tools if body.tool_choice != "none" else None
         ids = await self.context.prompts.chat(
-            body.model_copy(update={"tools": tools}), body.add_special_tokens, **more
+            body.model_copy(update={"tools": tools}),
+            body.add_special_tokens,
+            self.context.prompt_limit(body.truncate_prompt_tokens),
+            body.truncation_side,
+            **more,
         )
-        ids = self._truncated(ids, body)
         answer = ChatAnswer(
             self._id("chatcmpl", body, raw), self.context.model_name, body, [Prompt(ids)], self._spell(body)
         )
@@ -105,12 +108,12 @@ class Generation:
         except ValueError as error:
             raise errors.refused(error, body) from error
 
-    async def _encode(self, body: CompletionRequest, text: str) -> list[int]:
-        special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens is not None
-        return await self.context.prompts.text(text, special, any_length=cut)
-
-    def _truncated(self, ids: list[int], body: GenerationRequest) -> list[int]:
-        return self.context.truncated(ids, body.truncate_prompt_tokens, body.truncation_side)
+    async def _encode(self, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
+        limit, side = self.context.prompt_limit(body.truncate_prompt_tokens), body.truncation_side
+        if isinstance(prompt, list):
+            return prompt if limit is None else cut(prompt, limit, side)
+        special = body.add_special_tokens is not False
+        return await self.context.prompts.text(prompt, special, limit=limit, side=side)
 
     def _spell(self, body: GenerationRequest) -> answer_logprobs.Spell:
         return answer_logprobs.speller(
