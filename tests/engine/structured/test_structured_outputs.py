@@ -116,7 +116,7 @@ def test_complete_grammar_ends_without_eos(llm):
 
 
 def test_special_and_control_tokens_stay_out(llm):
-    biased = {0: 100.0, 2: 100.0, 3: 100.0, **dict.fromkeys(range(193, 226), 50.0)}  # bytes 0x00 to 0x20
+    biased = {0: 100.0, 2: 100.0, 3: 100.0, **dict.fromkeys(range(192, 225), 50.0)}  # bytes 0x00 to 0x20
     request = params(structured(json={"type": "string", "maxLength": 20}), temperature=0, logit_bias=biased)
     (output,) = llm.generate([[5]], request)
     assert isinstance(json.loads(output.outputs[0].text), str)
