@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -55,7 +56,8 @@ class LLMEngine(Engine):
     ) -> RequestGroup:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"a language model takes SamplingParams, got {type(params).__name__}")
-        text, ids = self.token_ids_of(prompt)
+        limit = self.prompt_limit(params.truncate_prompt_tokens)
+        text, ids = self.token_ids_of(prompt, limit, params.truncation_side)
         vocab = self.hf_config.vocab_size
         room = self.max_model_len - len(ids)
         if room < 1:
@@ -187,10 +189,39 @@ class LLMEngine(Engine):
 
     def _constraints(self, params: SamplingParams) -> Callable[[], Constraint | None]:
         """Makes the constraint of each of the request's sequences. Compiles its grammar, unless that is cached."""
-        if params.structured_outputs is None:
+        banned = self._banned(params.bad_words or ())
+        if params.structured_outputs is None and params.allowed_token_ids is None and not banned:
             return lambda: None
-        grammar = self.grammars.get(params.structured_outputs)
-        return lambda: Constraint(self.hf_config.vocab_size, grammar)
+        structured = params.structured_outputs
+        grammar = None if structured is None else self.grammars.get(structured)
+
+        def make() -> Constraint:
+            made = Constraint(self.hf_config.vocab_size, grammar, params.allowed_token_ids, banned)
+            if not made.words.any():
+                raise ValueError(
+                    "no token is allowed by structured_outputs, allowed_token_ids and bad_words together"
+                )
+            return made
+
+        return make
+
+    def _banned(self, words: Sequence[str]) -> list[list[int]]:
+        """The token sequences of bad_words: of each word alone, and after a space where that is another first token."""
+        tokenizer: Any = self.tokenizer
+        if words and tokenizer is None:
+            raise ValueError("bad_words need a tokenizer, which skip_tokenizer_init left out")
+        found: list[list[int]] = []
+        for word in words:
+            alone, spaced = (
+                list(tokenizer(prefix + word.lstrip(), add_special_tokens=False).input_ids)
+                for prefix in ("", " ")
+            )
+            if not alone:
+                raise ValueError(f"bad_words: {reprlib.repr(word)} has no token in this vocabulary")
+            found.append(alone)
+            if len(spaced) == len(alone) and spaced[0] != alone[0]:
+                found.append(spaced)
+        return found
 
     def _detokenizer(self, ids: list[int], params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None or not params.detokenize:

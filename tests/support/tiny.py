@@ -23,7 +23,8 @@ LLAMA3_ROPE = {
 }
 
 
-def _tokenizer(folder: Path) -> None:
+def byte_tokenizer() -> Any:
+    """A byte-level tokenizer without merges: one token for each byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +45,7 @@ def _tokenizer(folder: Path) -> None:
         model_max_length=2048,
     )
     fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
+    return fast
 
 
 SIZES: dict[str, Any] = {
@@ -102,7 +103,7 @@ def make_tiny(
                 parameter.normal_(1.0, 0.1, generator=generator)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    _tokenizer(folder)
+    byte_tokenizer().save_pretrained(folder)
     done.write_text(request)
     return folder
 
@@ -148,7 +149,7 @@ def make_tiny_bert(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
         for parameter in model.parameters():
             parameter.normal_(float(parameter.dim() == 1), 0.1, generator=generator)
     model.save_pretrained(folder)
-    _tokenizer(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 

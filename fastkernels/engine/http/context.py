@@ -36,6 +36,13 @@ class Context:
                 404, f"the model {name!r} does not exist; this server has {self.model_name!r}", "model"
             )
 
+    def prompt_limit(self, wanted: int | None, room: int = 1) -> int | None:
+        """See Engine.prompt_limit. Raises ApiError."""
+        try:
+            return self.llm.engine.prompt_limit(wanted, room)
+        except ValueError as error:
+            raise ApiError(400, str(error), "truncate_prompt_tokens") from error
+
     async def open(self, requests: Sequence[Any]) -> OutputStream:
         """Queue requests, all or none. Raises QueueFull, which counts as a refused request."""
         try:

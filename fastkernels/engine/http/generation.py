@@ -24,6 +24,7 @@ from fastkernels.engine.http.streaming import EventStream, unless_gone
 from fastkernels.engine.scheduling.outputs import RequestGroup
 from fastkernels.engine.structured.bodies import structured_outputs
 from fastkernels.engine.structured.params import StructuredOutputsParams
+from fastkernels.engine.tokenizer import cut
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,13 @@ class Generation:
         self.context.check_model(body.model)
         prompts = []
         for given in body.prompts:
-            ids = given if isinstance(given, list) else await self._encode(body, given)
+            ids = await self._encode(body, given)
             text = ""
             if body.echo:
-                text = given if isinstance(given, str) else self.context.prompts.decode(given)
+                if isinstance(given, str) and body.truncate_prompt_tokens is None:
+                    text = given
+                else:
+                    text = self.context.prompts.decode(ids)
             prompts.append(Prompt(ids, text))
         answer = CompletionAnswer(
             self._id("cmpl", body, raw), self.context.model_name, body, prompts, self._spell(body)
@@ -90,7 +94,10 @@ class Generation:
             change["skip_special_tokens"] = False
         body = body.model_copy(update=change)
         more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-        ids = await self.context.prompts.chat(body, body.add_special_tokens, **more)
+        ids = await self.context.prompts.chat(
+            body, body.add_special_tokens, self.context.prompt_limit(body.truncate_prompt_tokens),
+            body.truncation_side, **more,
+        )  # fmt: skip
         # A structured output begins at once, without reasoning.
         structured = tools.schema is not None or _is_structured(body)
         reasoning = None if structured else self.context.reasoning
@@ -173,8 +180,12 @@ class Generation:
                     field,
                 )
 
-    async def _encode(self, body: CompletionRequest, text: str) -> list[int]:
-        return await self.context.prompts.text(text, body.add_special_tokens is not False)
+    async def _encode(self, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
+        limit, side = self.context.prompt_limit(body.truncate_prompt_tokens), body.truncation_side
+        if isinstance(prompt, list):
+            return prompt if limit is None else cut(prompt, limit, side)
+        special = body.add_special_tokens is not False
+        return await self.context.prompts.text(prompt, special, limit=limit, side=side)
 
     def _spell(self, body: GenerationRequest) -> answer_logprobs.Spell:
         return answer_logprobs.speller(

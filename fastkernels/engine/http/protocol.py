@@ -20,6 +20,10 @@ MAX_STOP = 128
 INT64 = 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TruncatePrompt = Annotated[
+    Annotated[int, Field(ge=1, le=INT64)] | Literal[-1] | None,
+    Field(description="Use this number of the prompt's tokens, if it has more; -1: as many as fit."),
+]
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
 
@@ -148,6 +152,12 @@ class GenerationRequest(Body):
     add_special_tokens: bool | None = None
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
     request_id: str | None = Field(None, min_length=1, max_length=256)
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(
+        None, max_length=1000
+    )
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    truncate_prompt_tokens: TruncatePrompt = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
     response_format: ResponseFormat | None = None
@@ -192,6 +202,8 @@ class GenerationRequest(Body):
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             logit_bias=bias or None,
+            bad_words=self.bad_words,
+            allowed_token_ids=self.allowed_token_ids,
             structured_outputs=structured_outputs(self),
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
@@ -367,19 +379,18 @@ class TokenizeRequest(Conversation):
         return self
 
 
-def _no_dimensions(value: Any) -> None:
-    if value is not None:
-        raise ValueError("is not supported: vectors have the model's own size; leave it out")
-
-
 class EmbeddingRequest(Body):
-    """OpenAI's embeddings, with vLLM's add_special_tokens and priority."""
+    """OpenAI's embeddings, with vLLM's add_special_tokens, truncate_prompt_tokens, truncation_side and priority."""
 
     input: Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: Annotated[Any, PlainValidator(_no_dimensions), WithJsonSchema({"type": "null"})] = None
+    dimensions: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="For models with Matryoshka embeddings."
+    )
     user: str | None = Field(None, description="Accepted and ignored.")
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: TruncatePrompt = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
 
     @property

@@ -21,8 +21,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (), "moderation": (), "web_search_options": (), "prompt_cache_options": (),
     # vLLM
     "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,), "watermarking": (False,),
-    "spaces_between_special_tokens": ANYTHING, "truncate_prompt_tokens": (), "truncation_side": ANYTHING,
-    "allowed_token_ids": ([],), "bad_words": ([],), "logprob_token_ids": ([],), "prompt_embeds": (),
+    "spaces_between_special_tokens": ANYTHING,
+    "logprob_token_ids": ([],), "prompt_embeds": (),
     "session_id": ANYTHING, "return_weight_versions": (False,), "routed_experts_prompt_start": (0,),
     "return_token_offsets": (False,), "return_prompt_text": (False,), "mm_payload": ANYTHING,
     "return_mm_kwargs": ANYTHING, "cache_salt": (), "kv_transfer_params": (), "ec_transfer_params": (),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -19,6 +21,7 @@ from fastkernels.engine.scheduling.detokenizer import special_ids
 from fastkernels.engine.structured.params import StructuredOutputsParams
 
 THREADS = 4
+MANY = 8  # matchers whose masks are filled in several threads
 CACHE_BYTES = 512 << 20
 DEADLINE = 30.0  # seconds to compile one grammar
 _LOCATION = re.compile(r"^(\[[\d:]+\] \S+: )?(Check failed: \(.*?\) is (true|false): )?")
@@ -55,6 +58,7 @@ class Grammars:
         self.num_compiled = 0
         self._compilers: dict[str, Any] = {}
         self._futures: OrderedDict[tuple[str, str, bool], Future[Grammar]] = OrderedDict()
+        self._sizes: dict[tuple[str, str, bool], int] = {}  # of compiled grammars
         self._lock, self._making = threading.Lock(), threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -69,10 +73,8 @@ class Grammars:
                 self._threads = self._threads or ThreadPoolExecutor(
                     THREADS, thread_name_prefix="fastkernels-grammar"
                 )
-                future = self._futures[key] = self._threads.submit(self._compile, *key)
-                future.add_done_callback(lambda done: self._compiled(key, done))
-            elif future.done():
-                self._futures.move_to_end(key)
+                future = self._futures[key] = self._threads.submit(self._make, key)
+            self._futures.move_to_end(key)
             return future
 
     def get(self, params: StructuredOutputsParams) -> Grammar:
@@ -97,21 +99,23 @@ class Grammars:
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _compiled(self, key: tuple[str, str, bool], done: Future[Grammar]) -> None:
-        """Forget a failure, and the grammars that were used least recently if there are too many."""
-        with self._lock:
-            if done.cancelled() or done.exception() is not None:
+    def _make(self, key: tuple[str, str, bool]) -> Grammar:
+        """Compile a grammar, and forget those that were used least recently if there are too many."""
+        try:
+            grammar = self._compile(*key)
+        except BaseException:
+            with self._lock:
                 self._futures.pop(key, None)
-                return
+            raise
+        with self._lock:
             self.num_compiled += 1
-            ready = [(k, f.result().size) for k, f in self._futures.items() if f.done() and not f.exception()]
-            total = sum(size for _, size in ready)
-            for old, size in ready[:-1]:
-                if total <= CACHE_BYTES:
+            self._sizes[key] = grammar.size
+            for old in list(self._futures):
+                if sum(self._sizes.values()) <= CACHE_BYTES:
                     break
-                if old != key:
-                    del self._futures[old]
-                    total -= size
+                if old != key and old in self._sizes:
+                    del self._futures[old], self._sizes[old]
+        return grammar
 
     def _compile(self, kind: str, text: str, one_line: bool) -> Grammar:
         import xgrammar
@@ -161,7 +165,9 @@ class Grammars:
                 vocab, xgrammar.VocabType.RAW, vocab_size=self.vocab_size, stop_token_ids=info.stop_token_ids,
                 add_prefix_space=info.add_prefix_space,
             )  # fmt: skip
-        return xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
+        return xgrammar.GrammarCompiler(
+            info, max_threads=min(THREADS, os.cpu_count() or 1), cache_enabled=False
+        )
 
 
 def _too_slow(params: StructuredOutputsParams) -> ValueError:
@@ -173,13 +179,17 @@ def _too_slow(params: StructuredOutputsParams) -> ValueError:
 
 def next_words(matchers: Sequence[Any], vocab_size: int) -> np.ndarray:
     """The masks of the matchers' next tokens, int32 [len(matchers), W]."""
-    import xgrammar
-
-    bits = torch.empty(xgrammar.allocate_token_bitmask(1, vocab_size).shape[1], dtype=torch.int32)
-    bits = bits.new_empty(len(matchers), len(bits))
-    if len(matchers) >= 2 * THREADS:
-        xgrammar.BatchGrammarMatcher(THREADS).batch_fill_next_token_bitmask(list(matchers), bits)
+    bits = torch.empty(len(matchers), -(-vocab_size // 32), dtype=torch.int32)
+    if len(matchers) > MANY:
+        _batch_matcher().batch_fill_next_token_bitmask(list(matchers), bits)
     else:
         for i, matcher in enumerate(matchers):
             matcher.fill_next_token_bitmask(bits, i)
     return bits.numpy()
+
+
+@functools.cache
+def _batch_matcher() -> Any:
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher(min(THREADS, os.cpu_count() or 1))
