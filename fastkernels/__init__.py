@@ -23,6 +23,7 @@ _LAZY = {
     "EngineConfig": ".engine.config",
     "LLM": ".engine.llm",
     "SamplingParams": ".engine.sampling.sampling_params",
+    "StructuredOutputsParams": ".engine.structured.params",
 }
 __all__ = ["__version__", *_LAZY]
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from fastkernels.engine.config import EngineConfig
     from fastkernels.engine.llm import LLM
     from fastkernels.engine.sampling.sampling_params import SamplingParams
+    from fastkernels.engine.structured.params import StructuredOutputsParams
     from fastkernels.models.common.plan import plan
     from fastkernels.patch import Report, patch, patch_async
 

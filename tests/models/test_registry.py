@@ -99,7 +99,9 @@ def test_common_and_init_files_are_no_models(tmp_path: Path) -> None:
 
 
 def test_unknown_architecture_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownName, match=r"Did you mean 'LlamaForCausalLM'.*MixtralForCausalLM"):
+    with pytest.raises(
+        UnknownName, match=r"Did you mean 'LlamaForCausalLM'.*MixtralForCausalLM.*fk-bench list models"
+    ):
         registry.model_class("LlamaForCausalML")
 
 

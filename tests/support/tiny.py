@@ -23,7 +23,8 @@ LLAMA3_ROPE = {
 }
 
 
-def _tokenizer(folder: Path) -> None:
+def byte_tokenizer() -> Any:
+    """A byte-level tokenizer without merges: one token for each byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +45,7 @@ def _tokenizer(folder: Path) -> None:
         model_max_length=2048,
     )
     fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
+    return fast
 
 
 SIZES: dict[str, Any] = {
@@ -132,8 +133,29 @@ def make_tiny(
                 parameter.normal_(1.0, 0.1, generator=generator)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    _tokenizer(folder)
+    byte_tokenizer().save_pretrained(folder)
     done.write_text(request)
+    return folder
+
+
+def make_scripted(folder: str | Path, text: str) -> Path:
+    """A checkpoint that continues any prompt that ends with text[0] with the rest of `text`, greedily, then EOS.
+
+    Attention and MLPs add nothing, so a token decides the next one: the characters of `text` must be distinct ASCII.
+    """
+    from safetensors.torch import load_file, save_file
+    from transformers import PreTrainedTokenizerFast
+
+    folder = make_tiny(folder, dtype="float32")
+    ids = PreTrainedTokenizerFast.from_pretrained(folder)(text).input_ids
+    assert len(set(ids)) == len(ids) == len(text), f"a character occurs twice in {text!r}"
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        weight.fill_(1.0) if "norm" in name else weight.zero_()
+    for i, (token, following) in enumerate(zip(ids, [*ids[1:], 1], strict=True)):
+        weights["model.embed_tokens.weight"][token, i] = 1.0
+        weights["lm_head.weight"][following, i] = 10.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -157,7 +179,7 @@ def make_tiny_bert(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
         for parameter in model.parameters():
             parameter.normal_(float(parameter.dim() == 1), 0.1, generator=generator)
     model.save_pretrained(folder)
-    _tokenizer(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -83,7 +83,7 @@ def find(architecture: str) -> Model:
     """The model of an architecture. Raises UnknownName, which lists the known ones."""
     known = by_architecture()
     if architecture not in known:
-        raise UnknownName("architecture", architecture, known)
+        raise UnknownName("architecture", architecture, known, "`fk-bench list models` describes them.")
     return known[architecture]
 
 
