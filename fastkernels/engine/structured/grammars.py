@@ -165,7 +165,9 @@ class Grammars:
                 vocab, xgrammar.VocabType.RAW, vocab_size=self.vocab_size, stop_token_ids=info.stop_token_ids,
                 add_prefix_space=info.add_prefix_space,
             )  # fmt: skip
-        return xgrammar.GrammarCompiler(info, max_threads=min(THREADS, os.cpu_count() or 1), cache_enabled=False)
+        return xgrammar.GrammarCompiler(
+            info, max_threads=min(THREADS, os.cpu_count() or 1), cache_enabled=False
+        )
 
 
 def _too_slow(params: StructuredOutputsParams) -> ValueError:
