@@ -285,10 +285,10 @@ def report_command(
     json_only: _JSON = False,
 ) -> None:
     """Render RUN/report.html again from RUN/rows.jsonl."""
-    from fk_bench.serving import report
+    from fk_bench.serving.report import page
 
     try:
-        path = report.render(run if run.is_dir() else run.parent)
+        path = page.render(run if run.is_dir() else run.parent)
     except ConfigError as error:
         _fail("report", str(error))
     if not json_only:

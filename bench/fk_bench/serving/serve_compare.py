@@ -246,7 +246,7 @@ class Compare:
 
     def _finish(self) -> dict[str, Any]:
         """Write summary rows and the HTML report; return the JSON line."""
-        from fk_bench.serving import report
+        from fk_bench.serving.report import page
 
         known = {lane.name: lane for lane in self.lanes}
         for cell in summary.cells(self.record.rows):
@@ -262,7 +262,7 @@ class Compare:
         return {
             "command": COMMAND,
             "ok": complete and all(not result.problems for result in results),
-            "report": str(report.render(self.out)),
+            "report": str(page.render(self.out)),
             "rows": str(self.record.path),
             "at": top.label,
             "checked": summary.checked(results),

@@ -97,6 +97,11 @@ def cells(rows: Sequence[Row]) -> list[Cell]:
     return list(made.values())
 
 
+def names(rows: Sequence[Row]) -> list[str]:
+    """The lanes of a run, in the order of their first rows."""
+    return list(dict.fromkeys(r.subject.lane for r in rows if r.subject.lane))
+
+
 def lanes(rows: Sequence[Row], names: Sequence[str]) -> list[LaneResult]:
     """One result per lane, in the order of `names`."""
     last, made = latest(rows), cells(rows)
