@@ -1,4 +1,4 @@
-"""What all HTML reports share: the templates' environment, the name of a model, the layout of figures.
+"""The parts that all HTML reports share: the templates' environment, the name of a model, the layout of figures.
 
 A page is one self-contained file that loads nothing: style and scripts are in templates/base.html, plotly.js is inline.
 """

@@ -124,7 +124,7 @@ def test_other_lengths_are_in_tables_not_on_curves(tmp_path: Path) -> None:
     only.mkdir()
     text = render(add_other_lengths(only)).read_text()
     assert "input_len: 512" in text and "plot-pareto" not in text
-    assert text.count("Time to first token at c=16,2048-8") == 1
+    assert text.count("Time to first token, 16 requests in flight, 2048 tokens in and 8 out") == 1
 
 
 def test_levels_of_rows(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ NAMES = {
 
 
 class Outcome(str, Enum):
-    """What an interval shows at 95% confidence."""
+    """The conclusion of a 95% interval."""
 
     FASTER = "faster"
     SLOWER = "slower"
