@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from fk_bench.serving.config import CompareConfig
@@ -25,13 +26,16 @@ def estimate_s(config: CompareConfig, lanes: Sequence[Lane], weight_bytes: int, 
         if lane.url is None:
             total += _GPU_START_S if gpu else START_S[lane.host] + 4
         for level in config.levels:
-            requests = level.warmup + config.rounds * config.prompts_at(level)
+            if level.search:  # doublings and halvings of about ten seconds
+                total += config.rounds * 20 * math.log2(level.value / (level.start or 1.0))
+                continue
+            requests = (level.warmup + config.rounds * config.prompts_at(level)) * config.turns_of(level)
             input_len, output_len = config.lengths(level)
             # a prompt token costs about a twentieth of a generated one
             busy = requests * (output_len + input_len / 20) * token_s
-            if level.kind == "concurrency":
-                total += busy / min(batching, level.value)
-            else:
+            if level.kind == "rate":
                 total += max(requests / level.value, busy / batching)
+            else:
+                total += busy / (min(batching, level.value) if level.kind == "concurrency" else batching)
         total += 2 * config.agreement_prompts * config.agreement_len * token_s
     return total

@@ -104,8 +104,9 @@ class Fleet:
         report = folder / "report"
         shutil.rmtree(report, ignore_errors=True)
         report.mkdir(parents=True)
-        argv = lanes.command(lane, config.model, self.served_name, port, self.sizing)
-        env = lanes.environment(lane, config.model, report.absolute(), config.together)
+        profiles = self.profiles(lane).absolute() if config.profile else None
+        argv = lanes.command(lane, config.model, self.served_name, port, self.sizing, profiles)
+        env = lanes.environment(lane, config.model, report.absolute(), config.together, profiles)
         (folder / "command.sh").write_text(lanes.shell_line(env, argv) + "\n")
         removed = [name for name, value in env.items() if not value]
         added = {name: value for name, value in env.items() if value}
@@ -115,6 +116,10 @@ class Fleet:
         log = folder / "server.log"
         row.case.update(server_command=argv, env=env, log=str(log.relative_to(self.out)), port=port)
         return Server(lane.name, argv, env, folder / "cwd", log.absolute(), port)
+
+    def profiles(self, lane: Lane) -> Path:
+        """The folder of a lane's profiler."""
+        return self.out / "profiles" / lane.name
 
     def stop(self, running: Running) -> None:
         """End a lane that has finished, and write its row: what was patched, and whether it ran."""

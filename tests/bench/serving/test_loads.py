@@ -53,7 +53,10 @@ def test_num_prompts_by_run_and_load() -> None:
         ("rate=0", "rate= must be above 0, got 0"),
         ("rate=nan", "rate= must be above 0, got nan"),
         ("c=1.5", "c=: '1.5' is not a whole number"),
-        ("c=8,len=9", "'len=9' is not KEY=VALUE of a known key. Known: c, rate, in, out, prompts."),
+        (
+            "c=8,len=9",
+            "'len=9' is not KEY=VALUE of a known key. Known: c, rate, in, out, turns, prefix, groups, prompts.",
+        ),
         ("c=8,in", "'in' is not KEY=VALUE"),
         ("c=8,in=9,in=10", "in= is given twice"),
         ("in=9", "give one of c=N .* and rate=N"),

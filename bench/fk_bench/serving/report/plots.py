@@ -29,8 +29,8 @@ def _style(lane: str) -> dict[str, Any]:
 
 
 def _curve(result: LaneResult) -> list[Cell]:
-    """The cells on one curve: only loads of the run's lengths."""
-    return [cell for cell in result.cells if cell.level.own_lengths]
+    """The cells on one curve: only constant loads of the run's requests."""
+    return [cell for cell in result.cells if cell.level.plain]
 
 
 def _errors(cells: Sequence[Cell], metric: str) -> dict[str, Any]:
