@@ -62,9 +62,19 @@ def baselines(found: Sequence[Row], names: Sequence[str]) -> dict[str, str]:
 
 def in_words(level: Level) -> str:
     """'8 requests in flight, 2048 tokens in and 8 out'."""
-    many = "" if level.value == 1 else "s"
-    at = f"{level.value:g} request{many} " + ("in flight" if level.kind == "concurrency" else "per second")
-    return at if level.own_lengths else f"{at}, {level.input_len} tokens in and {level.output_len} out"
+    many, value, start = "" if level.value == 1 else "s", f"{level.value:g}", f"{level.start or 0:g}"
+    said = {
+        "concurrency": f"{value} request{many} in flight", "rate": f"{value} request{many} per second",
+        "ramp": f"{start} to {value} requests per second",
+        "trace": "arrivals of a trace" + ("" if level.value == 1 else f" at {value} times its speed"),
+        "max_concurrency": f"most requests in flight within the SLOs, {start} to {value}",
+        "max_rate": f"most requests per second within the SLOs, {start} to {value}",
+    }  # fmt: skip
+    parts = [said[level.kind]]
+    parts += [] if level.own_lengths else [f"{level.input_len} tokens in and {level.output_len} out"]
+    parts += [f"{level.turns} turns"] if level.turns else []
+    parts += [f"shared prefixes of {level.prefix[0]} tokens"] if level.prefix else []
+    return ", ".join(parts)
 
 
 def own_kernels(result: LaneResult) -> bool:

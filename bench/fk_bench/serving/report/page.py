@@ -30,6 +30,8 @@ class Column:
 
 # The table of results. The other latencies are in their own tab.
 COLUMNS = (
+    Column("max in flight", "max_concurrency_within_slo", 0, "Most requests in flight that met the SLOs", True),
+    Column("max req/s", "max_rate_within_slo", 2, "Most requests per second that met the SLOs", True),
     Column("output tok/s", "output_tokens_per_s", 1, "Tokens of completed requests over the time of the round", True),
     Column("TTFT p50", "ttft_ms_p50", 1, "Time to first token: from sending a request to its first chunk, ms", True),
     Column("TPOT p50", "tpot_ms_p50", 2, "Time per output token after the first: (E2EL - TTFT) / (n - 1), ms", True),
@@ -40,6 +42,19 @@ COLUMNS = (
 IN_FLIGHT = "Measured concurrency: mean number of requests in flight, from their latencies (Little's law)"
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+# Of a round's case: named elsewhere, or different from round to round
+_NOT_SHOWN = (
+    "kind",
+    "load",
+    "value",
+    "num_prompts",
+    "seed",
+    "own",
+    "warning",
+    "flushed_by",
+    "cached_tokens_from",
+    "probes",
+)
 CSS = {Outcome.FASTER: "good", Outcome.SLOWER: "bad", Outcome.SAME: "soft", Outcome.ONE_ROUND: "soft"}
 
 
@@ -71,19 +86,21 @@ def html(found: list[Row], warnings: list[str], run: Path | None = None) -> str:
     results, bases = summary.lanes(found, names), numbers.baselines(found, names)
     levels = sorted({c.level for r in results for c in r.cells}, key=lambda v: v.order)
     columns = [c for c in COLUMNS if any(c.metric in cell.mean for r in results for cell in r.cells)]
+    told = [t for t in TOLD if any(t[1] in cell.mean for r in results for cell in r.cells)]
     counted = requests.outcomes(found, run)
     first = found[0]
     return pages.render(
         "report.html",
         title=pages.model_name(first.subject.model), lane_names=names, first=first, when=pages.period(found),
-        case=numbers.case_text(_case(found)), warnings=warnings, on_cpu=not first.machine.gpus,
+        case=numbers.case_text(_case(found)), warnings=[*warnings, *_warnings(found)], on_cpu=not first.machine.gpus,
         checked=summary.checked(results),
         speeds=[_speed_card(v) for v in verdict.verdicts(results, bases)],
         agreement=_agreement_card(results), errors=_errors_card(results, found), cached=_cached(found),
         columns=columns, in_flight_tip=IN_FLIGHT, rule=numbers.RULE,
         levels=[_level(results, bases, v, columns, counted) for v in levels],
         lanes=[_lane(r, bases[r.lane]) for r in results], figures=plots.all_figures(results, counted),
-        statistics=STATISTICS, details=_details(results, bases), counted=[_outcomes(o, results) for o in counted],
+        statistics=STATISTICS, details=_details(results, bases), counted=[_outcomes(o, results, told) for o in counted],
+        told=[heading for heading, _, _ in told],
         failures=[(o.lane, o.level.label, text, n) for o in counted for text, n in o.errors.most_common()],
         versions=[(r.lane, r.row.versions) for r in results if r.row and r.row.versions],
     )  # fmt: skip
@@ -91,7 +108,7 @@ def html(found: list[Row], warnings: list[str], run: Path | None = None) -> str:
 
 def _case(found: Sequence[Row]) -> dict[str, Any]:
     first = summary.run_case(found)
-    return {k: v for k, v in first.items() if k not in ("kind", "load", "value", "num_prompts", "seed")}
+    return {k: v for k, v in first.items() if k not in _NOT_SHOWN}
 
 
 # -- cards
@@ -167,9 +184,19 @@ def _cached(found: Sequence[Row]) -> dict[str, Any]:
             both = share.setdefault(str(row.subject.lane), [0.0, 0.0])
             both[0] += row.metrics["cached_prompt_tokens"]
             both[1] += row.metrics.get("prompt_tokens", 0.0)
+    bad = any("cache" in str(row.case.get("warning", "")) for row in requests.measured_rounds(found))
     lines = [f"{lane}: {hit:.0f} of {all_:.0f} prompt tokens" for lane, (hit, all_) in share.items() if hit]
     top = max((hit / all_ for hit, all_ in share.values() if all_), default=0.0)
-    return {"big": f"{100 * top:.0f}%", "lines": lines} if lines else {}
+    return {"big": f"{100 * top:.0f}%", "lines": lines, "bad": bad} if lines else {}
+
+
+def _warnings(found: Sequence[Row]) -> list[str]:
+    """The warnings of rounds, each once for a lane and load."""
+    said: dict[tuple[str | None, str], str] = {}
+    for row in requests.measured_rounds(found):
+        if warning := row.case.get("warning"):
+            said.setdefault((row.subject.lane, summary.level_of(row).label), str(warning))
+    return [f"{lane} at {label}: {warning}" for (lane, label), warning in said.items()]
 
 
 # -- tables
@@ -242,7 +269,16 @@ def _details(results: Sequence[LaneResult], bases: dict[str, str]) -> list[dict[
     return found
 
 
-def _outcomes(one: requests.Outcomes, results: Sequence[LaneResult]) -> dict[str, Any]:
+# (heading, metric, digits) that only some servers tell: a column each where a lane has it
+TOLD = (
+    ("from cache", "cached_prompt_tokens", 0), ("draft acceptance", "spec_acceptance_rate", 3),
+    ("tokens per draft", "spec_acceptance_length", 2), ("SLO attainment", "slo_attainment", 3),
+)  # fmt: skip
+
+
+def _outcomes(
+    one: requests.Outcomes, results: Sequence[LaneResult], told: Sequence[tuple[str, str, int]]
+) -> dict[str, Any]:
     cell = numbers.cell_at(next((r for r in results if r.lane == one.lane), None), one.level)
     flight = [v for m in cell.rounds.values() if (v := numbers.in_flight(m)) is not None] if cell else []
     return {
@@ -252,7 +288,7 @@ def _outcomes(one: requests.Outcomes, results: Sequence[LaneResult]) -> dict[str
         "in_flight": f"{sum(flight) / len(flight):.1f}" if flight else "",
         "requests_per_s": _number(numbers.mean(cell, "requests_per_s"), None, 2)["text"],
         "prompt": _number(numbers.mean(cell, "prompt_tokens"), None, 0)["text"],
-        "cached": _number(numbers.mean(cell, "cached_prompt_tokens"), None, 0)["text"],
+        "told": [_number(numbers.mean(cell, metric), None, digits)["text"] for _, metric, digits in told],
         "output": _number(numbers.mean(cell, "output_tokens"), None, 0)["text"],
     }  # fmt: skip
 

@@ -141,7 +141,7 @@ def all_figures(results: Sequence[LaneResult], found: Sequence[Outcomes] = ()) -
     top = highest(levels)
     at = in_words(top)
     figures = []
-    if sum(level.own_lengths for level in levels) > 1:  # a single point is no curve
+    if sum(level.plain for level in levels) > 1:  # a single point is no curve
         figures += [
             ("pareto", "Throughput against interactivity: up and right is better", pareto(results)),
             ("throughput", "Throughput by load", against_load(results, "output_tokens_per_s")),
@@ -156,7 +156,7 @@ def all_figures(results: Sequence[LaneResult], found: Sequence[Outcomes] = ()) -
         ("ttft-distribution", f"Requests by time to first token, {at}", distribution(found, top, "ttft_ms")),
         ("e2el-distribution", f"Requests by end-to-end latency, {at}", distribution(found, top, "e2el_ms")),
     ]
-    others = sorted((v for v in levels if not v.own_lengths and v != top), key=lambda v: v.order)
+    others = sorted((v for v in levels if not v.plain and v != top), key=lambda v: v.order)
     for i, level in enumerate(others, start=1):
         title = f"Time to first token, {in_words(level)}"
         figures.append((f"ttft-percentiles-{i}", title, percentiles(results, level, "ttft_ms")))

@@ -18,8 +18,10 @@ from fk_bench.serving.summary import HIGHER_IS_BETTER, Cell, LaneResult, highest
 
 NAMES = {
     "output_tokens_per_s": "output tokens/s", "ttft_ms_p50": "TTFT p50", "tpot_ms_p50": "TPOT p50",
-    "e2el_ms_p50": "E2EL p50",
+    "e2el_ms_p50": "E2EL p50", "max_concurrency_within_slo": "requests in flight within the SLOs",
+    "max_rate_within_slo": "requests/s within the SLOs",
 }  # fmt: skip
+MEDIANS = ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "e2el_ms_p50")
 
 
 class Outcome(str, Enum):
@@ -136,13 +138,18 @@ def speedup(cell: Cell | None, base: Cell | None, metric: str) -> Speedup | None
     if not pairs:
         return None
     mine, theirs = zip(*pairs, strict=True)
-    above, below = (mine, theirs) if metric in HIGHER_IS_BETTER else (theirs, mine)
+    above, below = (
+        (mine, theirs) if metric in HIGHER_IS_BETTER or metric.startswith("max_") else (theirs, mine)
+    )
     ratio, interval = stats.paired_ratio(above, below)
     return Speedup(metric, cell.level, ratio, interval) if math.isfinite(ratio) else None
 
 
 def headline_metric(level: Level) -> str:
-    """Throughput of a closed loop; latency where arrivals are given, because they give the throughput too."""
+    """Throughput of a closed loop; latency where arrivals are given, because they give the throughput too; the load
+    that a search found."""
+    if level.search:
+        return f"max_{level.search}_within_slo"
     return "output_tokens_per_s" if level.kind == "concurrency" else "e2el_ms_p50"
 
 
@@ -169,7 +176,7 @@ def verdicts(results: Sequence[LaneResult], bases: dict[str, str]) -> list[Verdi
         top = highest([s.level for s in compared])
         headline = next(s for s in compared if s.level == top)
         mine, theirs = numbers.cell_at(result, top), numbers.cell_at(known.get(base), top)
-        others = [speedup(mine, theirs, m) for m in NAMES if m != headline.metric]
+        others = [speedup(mine, theirs, m) for m in MEDIANS if m != headline.metric]
         found.append(
             Verdict(result.lane, base, headline, tuple(s for s in others if s is not None), compared)
         )
