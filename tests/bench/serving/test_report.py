@@ -246,6 +246,38 @@ def test_requests_are_counted_by_outcome(tmp_path: Path) -> None:
     assert ">6.4<" in text  # in flight: 16 requests of 0.4 s in 1 s
 
 
+def test_cached_prompts_and_drafts_are_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "prefix cache" not in render(run).read_text()
+    rows, _ = read(run / "rows.jsonl")
+    for row in rows:
+        if row.kind == "round" and row.subject.lane == "vllm+fk":
+            row.metrics |= {
+                "cached_prompt_tokens": 2240.0,
+                "prompt_tokens": 2560.0,
+                "spec_acceptance_rate": 0.625,
+            }
+            row.case["warning"] = "2240 of 2560 prompt tokens were in the prefix cache"
+    (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in rows))
+    text = render(run).read_text()
+    card = text[text.index("Prompt tokens from a prefix cache") : text.index('id="results"')]
+    assert 'big bad">88%<' in card and "vllm+fk: 13440 of 15360 prompt tokens" in card
+    assert card.count("vllm+fk at c=1: 2240 of 2560") == 1
+    assert 'data-label="draft acceptance">0.625<' in text
+
+
+def test_searched_load_is_the_headline() -> None:
+    level = Level("max_rate", 16.0, start=1.0)
+    rounds = [{r: {**METRICS, "max_rate_within_slo": value + r} for r in range(3)} for value in (4.0, 8.0)]
+    names = ("vllm", "sglang")
+    results = [
+        LaneResult(n, cells=[Cell(n, level, c, dict(c[0]))]) for n, c in zip(names, rounds, strict=True)
+    ]
+    (only,) = verdicts(results, {"vllm": "vllm", "sglang": "vllm"})
+    assert only.headline is not None and only.headline.ratio == pytest.approx(9 / 5)
+    assert "requests/s within the SLOs" in only.text
+
+
 def test_title_is_the_models_name() -> None:
     assert model_name("/root/.cache/models/SmolLM2-135M-Instruct/") == "SmolLM2-135M-Instruct"
     assert model_name("/c/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e3") == "meta-llama/Llama-3.1-8B"
