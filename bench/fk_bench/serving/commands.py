@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fk_bench.core.output import last_line, table
+from fk_bench.core.panels import grouped
 from fk_bench.serving.config import (
     CompareConfig,
     ConfigError,
@@ -65,6 +66,26 @@ def _comma(values: tuple[Any, ...]) -> str:
     return ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values)
 
 
+PANELS = {
+    "Servers": (
+        "model", "lanes", "base", "python", "env", "server_args", "attach", "dtype", "tensor_parallel", "max_model_len",
+        "kv_tokens", "resident", "together", "ready_timeout", "port",
+    ),
+    "Load": ("concurrency", "rate", "loads", "rounds", "num_prompts", "slo", "flush", "profile", "request_timeout"),
+    "Load: arrivals, traces, search": (
+        "burstiness", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps", "trace", "trace_speed",
+        "trace_requests", "trace_block_size", "search", "slo_attainment",
+    ),
+    "Prompts": (
+        "input_len", "output_len", "dataset", "dataset_path", "ignore_eos", "seed", "turns", "prefix_len",
+        "prefix_groups",
+    ),
+    "Token agreement": ("agreement_prompts", "agreement_len", "min_agreement"),
+    "Output": ("out", "resume", "json_only"),
+}  # fmt: skip
+
+
+@grouped(PANELS)
 def serve_compare_command(
     ctx: typer.Context,
     model: Annotated[
@@ -198,7 +219,25 @@ def serve_compare_command(
     ] = None,
     json_only: _JSON = False,
 ) -> None:
-    """Compare real servers on the same prompts: interleaved rounds, confidence intervals, token agreement, a report."""
+    """Compare real servers on the same prompts: interleaved rounds, confidence intervals, token agreement, a report.
+
+    Each lane is a server in its own process and environment; +fk is the same
+    host with our kernels. Rounds alternate between the lanes, and intervals are
+    over rounds. The run's folder gets report.html, results.csv and rows.jsonl.
+
+    \b
+    TTFT     time to first token: from sending a request to its first chunk
+    TPOT     time per output token after the first: (E2EL - TTFT) / (tokens - 1)
+    ITL      inter-token latency: the gaps between chunks
+    E2EL     end-to-end latency: from sending a request to its last chunk
+    goodput  requests per second that meet every limit of --slo
+    p50      the median; p90, p95, p99 need 10, 20, 100 requests in a round
+
+    \b
+    Example, vLLM with and without our kernels at 1 and 32 requests in flight:
+    fk-bench serve-compare --model meta-llama/Llama-3.1-8B --lanes vllm,vllm+fk \\
+      --python vllm=.venv-vllm/bin/python --concurrency 1,32 --rounds 5
+    """
 
     def given(name: str) -> bool:
         source = ctx.get_parameter_source(name)

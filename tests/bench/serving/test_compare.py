@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fk_bench.core.rows import Row, read
+from fk_bench.serving.commands import PANELS
 from support.commands import BIN, fk_bench, last_json
 
 SMALL = (
@@ -347,6 +348,22 @@ def test_run_is_not_overwritten(compare, tmp_path: Path) -> None:
     (tmp_path / "run/rows.jsonl").write_text("")
     done = compare("vllm")
     assert done.returncode == 2 and "already holds a run" in done.stderr
+
+
+def test_help_explains_metrics_and_groups_options() -> None:
+    done = fk_bench("serve-compare", "--help", env={"COLUMNS": "100"})
+    assert done.returncode == 0
+    for said in (
+        "TTFT     time to first token",
+        "TPOT     time per output token",
+        "Example",
+        "--lanes vllm,vllm+fk",
+    ):
+        assert said in done.stdout
+    panels = re.findall(r"╭─ (.+?) ─+╮", done.stdout)
+    assert panels == ["Options", *PANELS]
+    own = done.stdout[done.stdout.index("─ Options") : done.stdout.index("─ Servers")]
+    assert re.findall(r"--[\w-]+", own) == ["--help"]  # every other option is in a group
 
 
 def test_unknown_command_and_help() -> None:
