@@ -15,7 +15,7 @@ import typer
 COMMANDS = {
     "doctor": (
         "info.doctor:doctor_command",
-        "machine, versions, hosts, the seam of each op in each host, and what is off and why",
+        "what works here: machine, hosts, ops that will be replaced, problems; --all: every op and why it is off",
     ),
     "list": (
         "info.listing:list_command",
