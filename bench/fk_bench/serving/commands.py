@@ -327,31 +327,13 @@ def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool)
             128 + error.number,
         )
     if not json_only:
-        _print_lanes(result)
+        from fk_bench.serving.report import terminal
+
+        terminal.show(compare.record.rows)
+        print(f"report: {result['report']}\ntable:  {result['csv']}\n")
     last_line(result)
     if not result["ok"]:
         raise SystemExit(1)
-
-
-def _print_lanes(result: dict[str, Any]) -> None:
-    if result["checked"]:
-        print("Run on a CPU: what was checked. Speeds are shown, not compared.")
-        for line in result["checked"]:
-            print(f"  {line}")
-        print()
-    columns = ["lane", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "agreement", "with", "with itself"]
-    columns += ["modules", "calls", "status"]
-    keys = ["lane", "output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "token_agreement", "base", "self_agreement",
-            "patched_modules", "patched_calls", "status"]  # fmt: skip
-    table(
-        f"serve-compare at {result['at']}",
-        columns,
-        [["" if x[k] is None else x[k] for k in keys] for x in result["lanes"]],
-    )
-    for line in result["lanes"]:
-        if line.get("reason"):
-            print(f"{line['lane']}: {line['reason']}")
-    print(f"report: {result['report']}\n")
 
 
 def diff_command(

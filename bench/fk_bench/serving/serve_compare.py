@@ -246,7 +246,7 @@ class Compare:
 
     def _finish(self) -> dict[str, Any]:
         """Write summary rows and the HTML report; return the JSON line."""
-        from fk_bench.serving.report import page
+        from fk_bench.serving.report import csv_file, numbers, page, requests, verdict
 
         known = {lane.name: lane for lane in self.lanes}
         for cell in summary.cells(self.record.rows):
@@ -263,9 +263,15 @@ class Compare:
             "command": COMMAND,
             "ok": complete and all(not result.problems for result in results),
             "report": str(page.render(self.out)),
+            "csv": str(self.out / csv_file.NAME),
             "rows": str(self.record.path),
             "at": top.label,
             "checked": summary.checked(results),
+            "verdict": verdict.lines(
+                results,
+                numbers.baselines(self.record.rows, self.names),
+                requests.measured_rounds(self.record.rows),
+            ),
             "warnings": self.warnings,
             "lanes": [summary.lane_line(result, top) for result in results],
         }
