@@ -4,7 +4,7 @@ As a lane's interpreter it answers the probe (`-c ...`) and serves for `-m MODUL
 select faults: STUB_NEVER_READY, STUB_DIE_AT=N (dies at the Nth completion), STUB_CRASH (exits at start), STUB_SHIFT=N
 (other tokens), STUB_SHORT (one token too few), STUB_CHILD=FILE (a grandchild that ignores SIGTERM, with its pid in
 FILE), STUB_DELAY=SECONDS per token, STUB_CALLS=N (calls in the report of a patched process), STUB_SLOTS=N (requests
-that generate at once), STUB_PROFILER=FILE (/start_profile and /stop_profile, recorded there with the completions).
+that generate at once), STUB_LOG=FILE (the path, time and prompt length of every POST), STUB_PROFILER (it has one).
 
 STUB_CACHE=N is a prefix cache of blocks of N tokens. It is reported in the usage, or at /metrics with STUB_METRICS=1,
 which also has counters of speculative decoding. STUB_NO_FLUSH: the cache cannot be emptied.
@@ -39,11 +39,6 @@ def cached(prompt: list[int]) -> int:
     return found * size
 
 
-def profiler(line: str) -> None:
-    with open(ENV["STUB_PROFILER"], "a") as file:
-        file.write(line + "\n")
-
-
 def tokens_for(prompt: list[int] | str, count: int) -> list[int]:
     shift = int(ENV.get("STUB_SHIFT", "0"))
     start = sum(prompt) if isinstance(prompt, list) else len(prompt)
@@ -74,11 +69,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         global served
         body = json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}")
+        if ENV.get("STUB_LOG"):
+            line = {"path": self.path, "time": time.monotonic(), "prompt": len(body.get("prompt", ()))}
+            with open(ENV["STUB_LOG"], "a") as file:
+                file.write(json.dumps(line) + "\n")
         if self.path == "/flush_cache" and not ENV.get("STUB_NO_FLUSH"):
             cache.clear()
             return self._send(200, b"{}")
         if self.path in ("/start_profile", "/stop_profile") and ENV.get("STUB_PROFILER"):
-            profiler(self.path)
             return self._send(200, b"{}")
         if self.path != "/v1/completions":
             return self._send(404, b"{}")
@@ -87,8 +85,6 @@ class Handler(BaseHTTPRequestHandler):
             print("stub: something terrible happened", flush=True)
             os._exit(3)
         ids = tokens_for(body["prompt"], body["max_tokens"] - bool(ENV.get("STUB_SHORT")))
-        if ENV.get("STUB_PROFILER"):
-            profiler("completion")
         with slots:
             self._generate(body["prompt"], ids)
 

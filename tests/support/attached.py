@@ -41,11 +41,14 @@ def stub(python: Path, **env: str) -> Iterator[str]:
 def attached(
     model: Path, url: str, out: Path, lane: str = "vllm", **options: Any
 ) -> tuple[dict[str, Any], list[Row]]:
-    """(the JSON line, the rows of the rounds and other loads) of a successful run, by default of one round."""
-    given = {"rounds": 1, "agreement_prompts": 0, "concurrency": (), **options}
+    """(the JSON line, the rows of its loads) of a successful run, by default of one round; one in `out` is resumed."""
     resume = (out / "run.json").exists()
-    config = CompareConfig(model=str(model), lanes=(lane,), attach={lane: url}, **given)
-    config = prepare(CompareConfig.load(out / "run.json") if resume else config, out, resume)
+    if resume:
+        config = CompareConfig.load(out / "run.json")
+    else:
+        given = {"rounds": 1, "agreement_prompts": 0, "concurrency": (), **options}
+        config = CompareConfig(model=str(model), lanes=(lane,), attach={lane: url}, **given)
+    config = prepare(config, out, resume)
     line = Compare(config, parse_lanes(config.lanes, attach=config.attach), out, Console(quiet=True)).run()
     rows, warnings = read(out / "rows.jsonl")
     assert line["ok"] and not warnings, [r.reason for r in rows if r.reason]

@@ -113,7 +113,7 @@ class Level:
         )
 
     def to_case(self) -> dict[str, Any]:
-        """What a row's case needs besides kind, value and lengths; from_case reads it."""
+        """The fields that a row's case needs in addition to kind, value and lengths; from_case reads them."""
         own = {"start": self.start, "turns": self.turns, "prefix": self.prefix}
         return {k: v for k, v in own.items() if v is not None}
 
@@ -122,8 +122,8 @@ class Level:
         own = case.get(OWN, {})
         prefix = tuple(own["prefix"]) if "prefix" in own else None
         return cls(
-            str(case["load"]), float(case["value"]), input_len, output_len, start=own.get("start"), turns=own.get("turns"),
-            prefix=prefix,
+            str(case["load"]), float(case["value"]), input_len, output_len, start=own.get("start"),
+            turns=own.get("turns"), prefix=prefix,
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from fk_bench.serving.metrics import Trace
 
 WARM_UP = -1  # number of the round with the warm-up prompts of a load
 PROFILE = -2  # number of the round with the profiler on
-# More cached tokens than this share of a prompt (beside one token a request, such as a common first one) are no chance.
+# Cached tokens beyond one a request (a common first token) and this share of all prompts are no accident.
 _CHANCE = 0.01
 
 

@@ -253,6 +253,7 @@ def test_attach(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
             "200",
             "--num-prompts",
             "4",
+            *("--burstiness", "2", "--prefix-len", "6", "--turns", "2", "--seed", "3", "--no-flush"),
             "--slo",
             "ttft:5000,tpot:500",
             "--out",
@@ -266,6 +267,8 @@ def test_attach(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and line["ok"], done.stderr
     rows, _ = read(Path(line["rows"]))
     rate = next(r for r in rows if r.kind == "round" and r.case["load"] == "rate")
+    assert (rate.case["burstiness"], rate.case["prefix_len"], rate.case["turns"]) == (2, 6, 2)
+    assert rate.case["seed"] == 3 and rate.metrics["requests"] == 8 and "flushed_by" not in rate.case
     assert rate.metrics["goodput_requests_per_s"] == pytest.approx(rate.metrics["requests_per_s"])
     gone = fk_bench(
         "serve-compare",

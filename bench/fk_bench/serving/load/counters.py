@@ -1,4 +1,4 @@
-"""What a server counts during a load: prefix-cache hits and accepted draft tokens, from its own endpoints.
+"""Counters of a server during a load: prefix-cache hits and accepted draft tokens, from its own endpoints.
 
 vLLM and our server have counters at /metrics. SGLang has them there with --enable-metrics, and its mean acceptance
 length since the start at /server_info.
