@@ -12,6 +12,7 @@ from fk_bench.core.progress import Display
 from fk_bench.core.rows import Row, Status
 from fk_bench.serving import lanes, process
 from fk_bench.serving.config import CompareConfig
+from fk_bench.serving.estimate import START
 from fk_bench.serving.lanes import Lane, Sizing
 from fk_bench.serving.process import Server, ServerError
 from fk_bench.serving.run_record import Record
@@ -90,7 +91,7 @@ class Fleet:
         self.starting.remove(running)
         self.running.append(running)
         display.line(f"{lane.name}: ready at {running.url}{took}")
-        display.advance()
+        display.advance(START)
 
     def _failed(self, row: Row, error: Exception, display: Display) -> None:
         row.status, row.reason = Status(getattr(error, "status", "failed")), str(error)

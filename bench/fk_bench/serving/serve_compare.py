@@ -24,7 +24,7 @@ from fk_bench.core.progress import Display, minutes
 from fk_bench.core.rows import Status
 from fk_bench.serving import agreement, lanes, metrics, summary
 from fk_bench.serving.config import OWN, CompareConfig, ConfigError, Level
-from fk_bench.serving.estimate import estimate_s
+from fk_bench.serving.estimate import AGREEMENT, START, Estimate
 from fk_bench.serving.fleet import Fleet, Running
 from fk_bench.serving.lanes import Lane
 from fk_bench.serving.load import datasets, replay
@@ -90,10 +90,9 @@ class Compare:
         """Measure what is missing; returns the one-line summary. Servers are always ended."""
         config = self.config
         todo = [lane for lane in self.lanes if self._pending(lane)]
-        steps = sum(len(self._left(lane, level)) for lane in todo for level in config.levels)
-        steps += len(todo) + sum(self._agreement_left(lane) for lane in todo)
-        estimate = estimate_s(config, todo, weight_bytes(config.model), bool(machine.machine().gpus))
-        with Display(self.console, steps) as display:
+        plan = self._plan(todo)
+        estimate = sum(seconds for _, seconds in plan.values())
+        with Display(self.console, plan) as display:
             for warning in self.record.warnings:
                 display.line(f"warning: {warning}")
             sizing = self.fleet.sizing
@@ -109,6 +108,17 @@ class Compare:
                 self.fleet.stop_all()
         self._agreement_rows()
         return self._finish()
+
+    def _plan(self, todo: Sequence[Lane]) -> dict[str, tuple[int, float]]:
+        """{kind of step: (steps, estimated seconds)}, for the progress and the time left."""
+        step = Estimate(self.config, weight_bytes(self.config.model), bool(machine.machine().gpus))
+        plan = {START: (len(todo), sum(step.start(lane) for lane in todo))}
+        for level in self.config.levels:
+            counts = [len(self._left(lane, level)) for lane in todo]
+            plan[level.label] = sum(counts), sum(step.rounds(level, n) for n in counts if n)
+        agreements = sum(self._agreement_left(lane) for lane in todo)
+        plan[AGREEMENT] = agreements, agreements * step.agreement()
+        return plan
 
     def _pending(self, lane: Lane) -> bool:
         rounds = any(self._left(lane, level) for level in self.config.levels)
@@ -169,7 +179,7 @@ class Compare:
             if isinstance(error, ServerError):
                 self.fleet.drop(running, status, str(error))
         if r >= 0:
-            display.advance()
+            display.advance(AGREEMENT if level is None else level.label)
 
     def _warm_up(self, running: Running, display: Display, level: Level) -> None:
         traces = asyncio.run(self.loads.warm_up(running, level))

@@ -191,6 +191,30 @@ def test_verdict_names_the_faster_lane_with_its_interval(tmp_path: Path) -> None
     assert "no significant difference" in render(make_run(tmp_path / "same")).read_text()
 
 
+def test_page_of_lanes_that_are_not_compared(tmp_path: Path) -> None:
+    """A lane on a CPU that runs its host's kernels, and one whose server never started."""
+    run = make_run(tmp_path / "run", lanes=("vllm", "vllm+fk"))
+    rows, _ = read(run / "rows.jsonl")
+    for row in rows:
+        if row.kind == "lane" and row.subject.lane == "vllm+fk":
+            row.case["patched_providers"] = {"rms_norm": "vllm"}
+    subject = Subject(model="m", lane="sglang", host="sglang")
+    rows.append(
+        Row(
+            run_id="r1",
+            command="c",
+            status=Status.DIED,
+            reason="exit 3",
+            subject=subject,
+            case={"kind": "lane"},
+        )
+    )
+    (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in rows))
+    text = render(run).read_text()
+    assert text.count('soft">not compared<') == 2 and "which proves the swap and no speed" in text
+    assert "no load was measured on both" in text and "sglang: died: exit 3" in text
+
+
 def test_verdict_compares_latency_at_a_given_rate() -> None:
     """Arrivals at a rate give the throughput too: a lane that only keeps up is not equal, it may be faster."""
     level = Level("rate", 4.0)

@@ -123,7 +123,7 @@ def _speed_card(one: Verdict) -> dict[str, Any]:
         "text": one.text,
     }
     if (head := one.headline) is None:
-        return {**card, "big": "not compared", "css": "soft"}
+        return {**card, "big": "not compared", "css": "soft", "outcome": ""}
     card |= {
         "big": head.words, "css": CSS[head.outcome], "ratio": verdict.times(head.ratio),
         "outcome": head.outcome.value if head.outcome is Outcome.ONE_ROUND else "", "wide": head.wide,
