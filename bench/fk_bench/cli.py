@@ -15,7 +15,7 @@ import typer
 COMMANDS = {
     "doctor": (
         "info.doctor:doctor_command",
-        "machine, versions, hosts, the seam of each op in each host, and what is off and why",
+        "what works here: machine, hosts, ops that will be replaced, problems; --all: every op and why it is off",
     ),
     "list": (
         "info.listing:list_command",
@@ -69,7 +69,7 @@ _HELP = "Measure kernels where they are used: alone, in whole models, and in rea
 def build(only: str | None = None) -> typer.Typer:
     """The application with one command imported, or with all of them (None)."""
     app = typer.Typer(
-        name="fk-bench", help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+        name="fk-bench", help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
         pretty_exceptions_enable=False,
     )  # fmt: skip
     app.callback()(_group)
