@@ -60,6 +60,15 @@ def test_patch_and_undo(kind: str, norms: int, dtype: torch.dtype, atol: float) 
     assert all("_fastkernels_patched" not in vars(m) for m in model.modules())
 
 
+def test_norms_of_an_unknown_forward_are_named() -> None:
+    config = transformers.GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)
+    model = transformers.GptOssForCausalLM(config).eval()
+    found = r"5 stay with the host: .*GptOssRMSNorm, whose forward is not one that rms_norm replaces"
+    for request in ({}, {"ops": "rms_norm"}):
+        with pytest.raises(PatchError, match=found):
+            fastkernels.patch(model, **request)
+
+
 _T5 = {
     "vocab_size": 97, "d_model": 72, "d_kv": 18, "d_ff": 130, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
     "decoder_start_token_id": 0,

@@ -38,6 +38,10 @@ class Adapter:
         """None if the source of this host class is a recorded one, else why the op is off."""
         return versions.unknown(self.host, self.version, target.path, host_class)
 
+    def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
+        """{reason: modules} of modules that may compute the op, without a target."""
+        return {}
+
     def batch_invariant(self) -> str | None:
         """The host's switch that makes results independent of the batch, if it is on."""
         return None

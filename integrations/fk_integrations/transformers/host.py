@@ -12,11 +12,13 @@ import inspect
 import os
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from fastkernels.core.reasons import Reason
+from fastkernels.core import registry
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import versions
@@ -29,6 +31,11 @@ FORWARDS: dict[str, dict[str, str]] = {
     "rms_norm": {"50b8139e32eaccc8": "LlamaRMSNorm"},
     "gated_mlp": {"5b8abf7af12a4b42": "LlamaMLP", "8380185829972097": "Idefics2MLP"},
     "t5_layer_norm": {"6e5716cbae314fd4": "T5LayerNorm"},
+}
+# {op: (end of the name, attributes)} of classes that may compute it
+LOOKS_LIKE = {
+    "rms_norm": ("RMSNorm", ("weight",)),
+    "gated_mlp": ("MLP", ("gate_proj", "up_proj", "down_proj")),
 }
 ATTRIBUTES = {
     "rms_norm": ("weight", "variance_epsilon"),
@@ -59,6 +66,13 @@ def _body_fingerprint(code: Any) -> str:
     return versions.fingerprint("\n".join(lines))
 
 
+@cache
+def _listed() -> set[str]:
+    """The paths of all listed targets."""
+    targets = (registry.get(name).targets_for("transformers") for name in registry.op_names())
+    return {target.path for several in targets for target in several}
+
+
 class TransformersAdapter(Adapter):
     """Targets are the model's classes with a known forward, and the listed activations."""
 
@@ -81,6 +95,24 @@ class TransformersAdapter(Adapter):
             for c, module in classes.items()
             if forward_fingerprint(c) in known and all(hasattr(module, a) for a in ATTRIBUTES[spec.name])
         ]
+
+    def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
+        """Modules that look like a norm or MLP of the op by name and attributes, and that no op replaces."""
+        found: Counter[Reason] = Counter()
+        for module in model.modules() if op in LOOKS_LIKE else ():
+            cls: Any = type(module)
+            (end, attributes), path = LOOKS_LIKE[op], f"{cls.__module__}:{cls.__qualname__}"
+            theirs = cls.__module__.startswith("transformers.") and not hasattr(cls, "fastkernels")
+            if (
+                not theirs
+                or not cls.__name__.endswith(end)
+                or not all(hasattr(module, a) for a in attributes)
+            ):
+                continue
+            if path not in _listed() and all(forward_fingerprint(cls) not in f for f in FORWARDS.values()):
+                name = path.replace(":", ".")
+                found[Reason(Kind.OTHER_CLASS, f"{name}, whose forward is not one that {op} replaces")] += 1
+        return dict(found)
 
     def unknown(self, target: Target, host_class: Any) -> Reason | None:
         if any(forward_fingerprint(host_class) in known for known in FORWARDS.values()):
