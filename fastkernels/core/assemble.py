@@ -128,7 +128,9 @@ def build(
         elif not (argument.rounding or argument.value or used & {name, argument.axis}):
             usual = _usual(argument, sizes)
             if value != usual:
-                raise ValueError(f"{cls.__name__} cannot be called with {name}={value!r}, only with {usual!r}")
+                raise ValueError(
+                    f"{cls.__name__} cannot be called with {name}={value!r}, only with {usual!r}"
+                )
     if isinstance(module, nn.Module):
         load(module, weights)
     mutated = [getattr(given, declaration.arguments[i].name) for i in declaration.mutated]

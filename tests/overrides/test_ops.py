@@ -149,7 +149,8 @@ LEAF = [
     (n, t)
     for n in ("rms_norm", "silu_and_mul", "rotary_emb")
     for t in registry.get(n).targets
-    if n != "rms_norm" or t.path.endswith(("layernorm:RMSNorm", "LlamaRMSNorm"))  # others: norm/test_host_norms.py
+    if n != "rms_norm"
+    or t.path.endswith(("layernorm:RMSNorm", "LlamaRMSNorm"))  # others: norm/test_host_norms.py
 ]
 
 

@@ -68,7 +68,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | No
 
 
 def _supports_triton(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, unit_offset: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
 ) -> str | None:
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
@@ -76,7 +80,11 @@ def _supports_triton(
 
 
 def _triton(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, unit_offset: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     _check(x, weight, bias)
     out, found = torch.empty(x.shape, dtype=x.dtype, device=x.device), rows(x)
@@ -95,7 +103,11 @@ def _triton(
 
 
 def _reference(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, unit_offset: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     _check(x, weight, bias)
     return reference(x, weight, bias, eps, unit_offset)

@@ -221,7 +221,9 @@ SPEC = OpSpec(
     cases=(  # Qwen3-Next 80B: heads of a gated delta net; Mamba 2 2.7B; Nemotron-H 8B, in groups
         Case("heads_32", {"tokens": 1024, "hidden": 128}, weight=36, tags=("model",)),
         Case("heads_8k", {"tokens": 262144, "hidden": 128}, weight=1, tags=("model",)),
-        Case("mamba_32", {"tokens": 32, "hidden": 5120, "norm_before_gate": False}, weight=64, tags=("model",)),
+        Case(
+            "mamba_32", {"tokens": 32, "hidden": 5120, "norm_before_gate": False}, weight=64, tags=("model",)
+        ),
         Case(
             "groups_32",
             {"tokens": 32, "hidden": 8192, "group_size": 1024, "norm_before_gate": False},

@@ -10,7 +10,11 @@ from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
 from fastkernels.overrides.norm.layer_norm import layer_norm, unsupported_weight
 from fastkernels.overrides.norm.rms_norm import rms_norm
-from fastkernels.overrides.norm.rms_norm_gated import MixerRMSNormGated, rms_norm_gated, unsupported_activation
+from fastkernels.overrides.norm.rms_norm_gated import (
+    MixerRMSNormGated,
+    rms_norm_gated,
+    unsupported_activation,
+)
 
 
 class SGLangRMSNorm_0_5_16(nn.Module):
@@ -190,7 +194,9 @@ class SGLangLayerNorm(nn.Module):
 class SGLangGemma4RMSNorm(nn.Module):
     """Gemma4RMSNorm: x [..., dim] times the weight [dim], rounded once; ones without with_scale."""
 
-    def __init__(self, dim: int, eps: float = 1e-6, scale_shift: float = 0.0, with_scale: bool = True) -> None:
+    def __init__(
+        self, dim: int, eps: float = 1e-6, scale_shift: float = 0.0, with_scale: bool = True
+    ) -> None:
         super().__init__()
         self.with_scale, self.eps, self.scale_shift = with_scale, eps, scale_shift
         if with_scale:
@@ -274,9 +280,7 @@ class SGLangGatedRMSNorm(nn.Module):
 
     def forward(self, x, z=None):
         activation = "sigmoid" if self.activation == "sigmoid" else "silu"
-        return rms_norm_gated(
-            x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, activation
-        )
+        return rms_norm_gated(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, activation)
 
 
 class SGLangFusedRMSNormGated(nn.Module):

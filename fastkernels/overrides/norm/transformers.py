@@ -262,9 +262,7 @@ _T5 = (
 _L2_NOTE = "transformers' linear attention binds the function at import: for forks and for our engine"
 
 
-def _target(
-    model: str, name: str, cls: str, seam: str = "leaf", note: str = "", **computes: Any
-) -> Target:
+def _target(model: str, name: str, cls: str, seam: str = "leaf", note: str = "", **computes: Any) -> Target:
     path = f"transformers.models.{model}.modeling_{model}:{name}"
     return Target("transformers", path, cls, seam, note=note, computes=computes)
 

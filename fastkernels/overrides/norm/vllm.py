@@ -13,7 +13,11 @@ from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
 from fastkernels.overrides.norm.layer_norm import layer_norm, unsupported_shape, unsupported_weight
 from fastkernels.overrides.norm.rms_norm import rms_norm
-from fastkernels.overrides.norm.rms_norm_gated import MixerRMSNormGated, rms_norm_gated, unsupported_activation
+from fastkernels.overrides.norm.rms_norm_gated import (
+    MixerRMSNormGated,
+    rms_norm_gated,
+    unsupported_activation,
+)
 
 
 class VllmRMSNorm(nn.Module):
@@ -208,7 +212,7 @@ class VllmNemotronLayerNorm1P_0_26(nn.LayerNorm):
 
 
 class VllmRMSNormGated(nn.Module):
-    """RMSNormGated: x, z [..., hidden_size]; the norm times act(z), or with norm_before_gate off the norm of x act(z)."""
+    """RMSNormGated: x, z [..., hidden_size]; the norm of x act(z), or with norm_before_gate the norm times act(z)."""
 
     def __init__(
         self,
@@ -233,9 +237,7 @@ class VllmRMSNormGated(nn.Module):
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         activation = "sigmoid" if self.activation == "sigmoid" else "silu"
-        return rms_norm_gated(
-            x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, activation
-        )
+        return rms_norm_gated(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, activation)
 
 
 class VllmFusedRMSNormGated(nn.Module):

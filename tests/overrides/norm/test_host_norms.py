@@ -107,11 +107,16 @@ def test_class_equals_that_of_torch(affine: bool, dtype: torch.dtype) -> None:
         mine.load_state_dict(theirs.state_dict())
         for found in (mine(x), ours.forward(theirs, x)):
             assert found.dtype == dtype
-            torch.testing.assert_close(found, theirs(x), atol=1e-5, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-5)
+            torch.testing.assert_close(
+                found, theirs(x), atol=1e-5, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-5
+            )
 
 
 def test_torch_norms_that_ops_do_not_compute_are_named() -> None:
-    assert TorchLayerNorm.supports(nn.LayerNorm(9)) is None and TorchRMSNorm.supports(nn.RMSNorm(9, 1e-5)) is None
+    assert (
+        TorchLayerNorm.supports(nn.LayerNorm(9)) is None
+        and TorchRMSNorm.supports(nn.RMSNorm(9, 1e-5)) is None
+    )
     assert "last 2 dimensions" in (TorchLayerNorm.supports(nn.LayerNorm((3, 9))) or "")
     assert "eps is None" in (TorchRMSNorm.supports(nn.RMSNorm(9)) or "")
 
@@ -145,5 +150,6 @@ def test_unsupported_arguments_are_named() -> None:
         rms_norm_gated(x, torch.ones(3), None, 1e-6)
     weight = torch.full((6,), 2**-9).bfloat16()
     assert torch.equal(
-        layer_norm(some(2, 6).bfloat16(), weight, None, 1e-6, True), layer_norm(some(2, 6).bfloat16(), None, None, 1e-6)
+        layer_norm(some(2, 6).bfloat16(), weight, None, 1e-6, True),
+        layer_norm(some(2, 6).bfloat16(), None, None, 1e-6),
     ), "1 + weight is rounded to the weight's dtype"
