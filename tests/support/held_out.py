@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import SIZES, tokenizer
+from support.tiny import SIZES, byte_tokenizer
 
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _MLA = {
@@ -78,8 +78,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_held_out(folder: str | Path, name: str, dtype: str = "bfloat16", seed: int = 0) -> Path:
     """A random checkpoint of ARCHITECTURES[name] in `folder`, with a tokenizer: 2 layers, hidden size 128.
 
-    The weights are large enough (std 0.1) that greedy choices have clear margins. A field of SIZES that the config lacks
-    is `...` in ARCHITECTURES.
+    The weights are large enough (std 0.1) that greedy choices have clear margins. A field of SIZES that the config
+    lacks is `...` in ARCHITECTURES.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
@@ -97,7 +97,7 @@ def make_held_out(folder: str | Path, name: str, dtype: str = "bfloat16", seed: 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    tokenizer(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
