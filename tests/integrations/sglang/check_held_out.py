@@ -1,7 +1,7 @@
 """Held-out architectures in SGLang: each one unpatched, patched and after undo."""
 
 import pytest
-from support.held_out import check_same, make_held_out
+from support.hosts.held_out import check_same, make_held_out
 from support.hosts.sglang_engine import generate, make_engine, with_stand_ins
 
 import fastkernels

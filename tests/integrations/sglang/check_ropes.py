@@ -7,7 +7,7 @@ import pytest
 import torch
 from fk_integrations.core.apply import apply
 from fk_integrations.sglang.scheduler import SglangAdapter
-from support.ropes import rope_inputs, rope_options
+from support.hosts.ropes import rope_inputs, rope_options
 
 from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 from support.checks import PROMPTS
-from support.held_out import ARCHITECTURES, check_same, make_held_out, transformers_logprobs
+from support.hosts.held_out import ARCHITECTURES, check_same, make_held_out, transformers_logprobs
 from support.hosts.vllm_engine import generate, make_llm
 
 import fastkernels

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fk_integrations.core.apply import apply
 from fk_integrations.vllm.host import VllmAdapter
-from support.ropes import rope_inputs, rope_options
+from support.hosts.ropes import rope_inputs, rope_options
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from fastkernels.core import registry

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ropes import rope_inputs, rope_options
+from support.hosts.ropes import rope_inputs, rope_options
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Target
