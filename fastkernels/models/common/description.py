@@ -17,7 +17,7 @@ ACTIVATIONS = {  # of transformers' configs: ours
 
 
 class Unsupported(ValueError):
-    """A config has a feature that no op of ours computes; the message names the field, its value and the allowed one."""
+    """A config has a feature that no op of ours computes; the message names field, value and the allowed one."""
 
 
 def refuse(config: Any, **allowed: Any) -> None:
