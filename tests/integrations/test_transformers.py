@@ -61,6 +61,24 @@ def test_patch_and_undo(kind: str, norms: int, dtype: torch.dtype, atol: float) 
     assert all("_fastkernels_patched" not in vars(m) for m in model.modules())
 
 
+class OddRMSNorm(transformers.models.llama.modeling_llama.LlamaRMSNorm):
+    """A norm that computes what no op does."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).abs()
+
+
+def test_norms_of_an_unknown_forward_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OddRMSNorm, "__module__", "transformers.models.odd.modeling_odd")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.__class__ = OddRMSNorm
+    found = r"5 stay with the host: .*OddRMSNorm, whose forward is not one that rms_norm replaces"
+    with pytest.raises(PatchError, match=found):
+        fastkernels.patch(model, ops="rms_norm")
+
+
 _T5 = {
     "vocab_size": 97, "d_model": 72, "d_kv": 18, "d_ff": 130, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
     "decoder_start_token_id": 0,

@@ -120,7 +120,7 @@ class TransformersGemmaMLP(GatedGeluMLP):
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
-def _is_gelu(act: nn.Module) -> bool:
+def _is_gelu(act: object) -> bool:
     return type(act).__name__ in (*ERF, *TANH) or type(act) is nn.GELU
 
 

@@ -55,6 +55,10 @@ class Adapter:
         version = self.version if target.host == self.host else versions.installed(target.host) or ""
         return versions.unknown(target.host, version, target.path, host_class)
 
+    def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
+        """{reason: modules} of modules that may compute the op, without a target."""
+        return {}
+
     def batch_invariant(self) -> str | None:
         """The host's switch that makes results independent of the batch, if it is on."""
         return None

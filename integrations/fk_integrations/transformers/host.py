@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -28,6 +29,11 @@ from fk_integrations.core.apply import Patched, apply
 
 STATE = "_fastkernels_patched"
 MODELS = "transformers.models."
+# {op: (end of the name, attributes)} of classes that may compute it
+LOOKS_LIKE = {
+    "rms_norm": ("RMSNorm", ("weight",)),
+    "gated_mlp": ("MLP", ("gate_proj", "up_proj", "down_proj")),
+}
 
 
 def installed_version() -> str | None:
@@ -59,6 +65,13 @@ def _known(path: str) -> frozenset[str]:
     return frozenset(entry["semantics"] for entry in recorded if "semantics" in entry)
 
 
+@cache
+def _listed() -> set[str]:
+    """The paths of all listed targets."""
+    targets = (registry.get(name).targets_for("transformers") for name in registry.op_names())
+    return {target.path for several in targets for target in several}
+
+
 class TransformersAdapter(Adapter):
     """Targets are the model's classes that compute what a listed class does, and torch's."""
 
@@ -78,6 +91,24 @@ class TransformersAdapter(Adapter):
             else:
                 found += [t for t in (*listed, *self.torch_targets(spec)) if t.path == path]
         return found
+
+    def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
+        """Modules that look like a norm or MLP of the op by name and attributes, and that no op replaces."""
+        found: Counter[Reason] = Counter()
+        for module in model.modules() if op in LOOKS_LIKE else ():
+            cls: Any = type(module)
+            (end, attributes), path = LOOKS_LIKE[op], f"{cls.__module__}:{cls.__qualname__}"
+            theirs = cls.__module__.startswith("transformers.") and not hasattr(cls, "fastkernels")
+            if (
+                not theirs
+                or not cls.__name__.endswith(end)
+                or not all(hasattr(module, a) for a in attributes)
+            ):
+                continue
+            if path not in _listed() and not any(_semantics(cls) in _known(listed) for listed in _listed()):
+                name = path.replace(":", ".")
+                found[Reason(Kind.OTHER_CLASS, f"{name}, whose forward is not one that {op} replaces")] += 1
+        return dict(found)
 
     def unknown(self, target: Target, host_class: Any) -> Reason | None:
         # `targets` has compared what a model's class computes.
