@@ -176,7 +176,7 @@ def _load_candidates(patched: Patched) -> None:
 
 
 def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
-    row = Row(patched.rank, spec.name, target.path.partition(":")[2], 0, "off")
+    row = Row(patched.rank, spec.name, target.name, 0, "off")
     requested = _requested(patched.request, spec.name)
     by_table = not requested and not target.default
     host_class = _resolve(target.path)

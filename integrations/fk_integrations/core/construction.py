@@ -71,7 +71,7 @@ class BeforeConstruction:
         rows = []
         for spec, target in plan(adapter, request):
             state = "off" if spec.name in request.disable else "planned"
-            rows.append(Row(0, spec.name, target.path.partition(":")[2], 0, state))
+            rows.append(Row(0, spec.name, target.name, 0, state))
         return rows + absent_rows(adapter, request, None, rows)
 
     def _values(self, request: Request) -> dict[str, str | None]:
