@@ -96,6 +96,18 @@ def test_calls_are_parsed_whole_and_streamed(client):
     assert calls == [("weather", first.function.arguments), ("noon", "{}")]
 
 
+def test_stream_helper_of_the_client_collects_the_calls(client):
+    """Its accumulator fails on deltas out of order."""
+    body = {"structured_outputs": {"regex": CALLS}}
+    with client.chat.completions.stream(
+        model="tiny", messages=MESSAGES, tools=TOOLS, seed=3, max_tokens=200, extra_body=body
+    ) as stream:
+        done = [e for e in stream if e.type == "tool_calls.function.arguments.done"]
+        message = stream.get_final_completion().choices[0].message
+    assert [(e.index, e.name) for e in done] == [(0, "weather"), (1, "noon")]
+    assert [c.function.arguments for c in message.tool_calls] == [e.arguments for e in done]
+
+
 def test_one_call_without_parallel_calls(client):
     whole = ask(client, CALLS, tools=TOOLS, parallel_tool_calls=False).choices[0].message
     assert [c.function.name for c in whole.tool_calls] == ["weather"]
