@@ -18,6 +18,7 @@ _LAZY = {
     "patch": ".patch",
     "patch_async": ".patch",
     "Report": ".patch",
+    "plan": ".models.common.plan",
     "AsyncLLM": ".engine.async_llm",
     "EngineConfig": ".engine.config",
     "LLM": ".engine.llm",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fastkernels.engine.llm import LLM
     from fastkernels.engine.sampling.sampling_params import SamplingParams
     from fastkernels.engine.structured.params import StructuredOutputsParams
+    from fastkernels.models.common.plan import plan
     from fastkernels.patch import Report, patch, patch_async
 
 

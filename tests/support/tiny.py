@@ -68,6 +68,36 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 64}),  # four heads of 64 are wider than the hidden size
     "gemma2": ("Gemma2", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [0]},
+    ),
+    "phi3": (
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmoe": ("Olmoe", {"intermediate_size": 64, "num_experts": 6, "num_experts_per_tok": 2}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "cohere2": (
+        "Cohere2",
+        {"num_hidden_layers": 4, "sliding_window": 8, "tie_word_embeddings": True, "logit_scale": 0.5},
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 9}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "nemotron": ("Nemotron", {}),
+    "glm4": ("Glm4", {}),
     "opt": ("OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
@@ -96,8 +126,8 @@ def make_tiny(
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or name.endswith("bias"):
                 parameter.normal_(0.0, 0.1, generator=generator)
             else:
                 parameter.normal_(1.0, 0.1, generator=generator)

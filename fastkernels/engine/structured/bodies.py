@@ -39,7 +39,7 @@ class ResponseFormat(_Strict):
 
     @property
     def is_text(self) -> bool:
-        """Whether it asks for nothing."""
+        """Whether it leaves the output free."""
         return self.type == "text"
 
     @model_validator(mode="after")
@@ -87,7 +87,7 @@ class StructuredOutputs(_Strict):
 
 
 def structured_outputs(body: Any) -> StructuredOutputsParams | None:
-    """What a body asks for; None if nothing. Raises ValueError, naming the field, also for two such fields."""
+    """The structured output of a body, None for a free one. Raises ValueError with the name of the field."""
     names = _given(body)
     if len(names) > 1:
         raise ValueError(f"{names[0]} and {names[1]} both constrain the output; use one of them")
@@ -111,7 +111,7 @@ def renamed(message: str, body: Any) -> str:
 
 
 def _given(body: Any) -> list[str]:
-    """The fields of the body that ask for a structured output."""
+    """The fields of the body that give a structured output."""
     names = ("response_format", "structured_outputs", *PLAIN_FIELDS)
     given = [name for name in names if getattr(body, name, None) is not None]
     if "response_format" in given and body.response_format.is_text:

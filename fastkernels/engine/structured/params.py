@@ -17,7 +17,7 @@ MAX_CHOICES = 10_000
 
 @dataclass
 class StructuredOutputsParams:
-    """What the output must be; exactly one kind is given.
+    """The form of an output; exactly one kind is given.
 
     json            an instance of a JSON schema, given as text or as an object
     regex           a match of a regular expression, from its first to its last character
