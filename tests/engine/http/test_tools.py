@@ -261,3 +261,34 @@ def test_unknown_parsers_are_refused_before_the_model_is_loaded(tmp_path):
     for config in (ServerConfig(tool_call_parser="hermess"), ServerConfig(reasoning_parser="qwen")):
         with pytest.raises(UnknownName, match="Did you mean"):
             Server(EngineConfig(str(tmp_path / "missing")), config)
+
+
+CHATML = (
+    "<|im_start|>system\nYou call functions.{% if tools %} These exist: {% for t in tools %}{{ t.function | tojson }}\n"
+    "{% endfor %}Call one with <tool_call>{{ '{' }}\"name\": ..., \"arguments\": ...{{ '}' }}</tool_call>{% endif %}"
+    "<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.slow
+def test_real_model_is_forced_to_a_sensible_call():
+    """Its tokens have several bytes, so that calls, names and arguments begin inside a token."""
+    from support.smollm2 import smollm2_path
+
+    question = [{"role": "user", "content": "How is the weather in Paris for the next 2 days?"}]
+    city = {"type": "string", "maxLength": 20}
+    parameters = {**PARAMETERS, "properties": {**PARAMETERS["properties"], "city": city}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    hermes = r'<tool_call>\{"name": "weather", "arguments": \{"city": "[A-Z][a-z]{1,12}", "days": [1-3]\}\}</tool_call>'
+    with live_server(smollm2_path(), ServerConfig("tiny")) as (url, server):
+        server.llm.engine.tokenizer.chat_template = CHATML
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            options = {"messages": question, "tools": tools, "temperature": 0}
+            for more in ({"tool_choice": "required", "parallel_tool_calls": False}, {"regex": hermes}):
+                (call,) = ask(client, **options, **more).choices[0].message.tool_calls
+                assert (
+                    call.function.name == "weather" and json.loads(call.function.arguments)["city"] == "Paris"
+                )
+                _, _, calls, reason = joined(ask(client, **options, **more, stream=True))
+                assert (calls, reason) == ([("weather", call.function.arguments)], "tool_calls")
