@@ -272,7 +272,8 @@ def _details(results: Sequence[LaneResult], bases: dict[str, str]) -> list[dict[
                     values.append(
                         {**_number(numbers.mean(cell, metric), cell.ci95.get(metric), 2), "speedup": ratio}
                     )
-                found.append({"lane": result.lane, "at": level.label, "name": heading, "values": values})
+                line = {"lane": result.lane, "base": bases[result.lane], "at": level.label}
+                found.append({**line, "name": heading, "values": values})
     return found
 
 
