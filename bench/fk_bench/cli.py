@@ -21,6 +21,10 @@ COMMANDS = {
         "info.listing:list_command",
         "ops, hosts or models; --signatures: how exactly each op matches each host version",
     ),
+    "describe": (
+        "info.describe:describe_command",
+        "the plan of a model: modules, ops, sizes, cost of a token, and what patch() replaces",
+    ),
     "stubs": ("info.stubs:stubs_command", "a working candidate file for each op, to start from"),
     "export": ("info.export:export_command", "an op as one self-contained file for a fork"),
     "serve": ("serving.serve:serve_command", "an OpenAI-compatible server on our own engine"),
