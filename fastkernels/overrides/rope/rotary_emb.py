@@ -264,6 +264,8 @@ def _rounding(name: str, device: str) -> tuple[bool, bool]:
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    if assemble.takes(cls.forward, "cos"):  # type: ignore[attr-defined]
+        raise ValueError(f"{cls.__name__} takes the cosines and sines of tokens, not a table")
     positions, query, key, head_size, table, neox, cast_cache, round_products = assemble.filled(
         args, 8, True, False
     )
@@ -274,8 +276,6 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
             f"{cls.__name__} has cast_cache={casts}, round_products={rounds} on {query.device.type}, not"
             f" {cast_cache}, {round_products}"
         )
-    if assemble.takes(cls.forward, "cos"):  # type: ignore[attr-defined]
-        raise ValueError(f"{cls.__name__} takes the cosines and sines of tokens, not a table")
     if "DynamicNTK" in cls.__name__ and table.shape[1] == 2:
         raise ValueError(f"{cls.__name__} needs a rotary_dim above 2")
     given = {
