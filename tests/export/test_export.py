@@ -20,7 +20,7 @@ from fk_integrations.core import signature_diff as compare
 
 from fastkernels.core import forward_context, registry
 from fastkernels.core.spec import OpSpec, Target
-from fastkernels.export.exporter import ExportError, export
+from fastkernels.export.exporter import ExportError, export, targets
 
 RUNNER = Path(runner.__file__)
 VERSIONS = [(host, version) for host in compare.hosts() for version in compare.versions(host)]
@@ -34,8 +34,10 @@ SHORT = ("rms_norm", "silu_and_mul", "rotary_emb")
 
 def _targets(spec: OpSpec, host: str, version: str) -> list[Target] | None:
     """The op's targets there, [] for a purely functional op, None if it is not for that host version."""
-    found = spec.targets_for(host, version)
-    return None if spec.targets and not found else found
+    try:
+        return targets(spec, host, version)
+    except ExportError:
+        return None
 
 
 def _ours(spec: OpSpec, host: str, found: list[Target]) -> Any:
@@ -244,7 +246,8 @@ def test_fork_files_are_kernels_and_few_lines(name: str) -> None:
         text = exported(name, host, version)
         lines, kernels = text[text.index("from __future__") :].count("\n"), kernel_lines(ast.parse(text))
         if name in SHORT:
-            assert lines <= 250 and kernels > 15, host
+            limit = 280 if (name, host) == ("rms_norm", "transformers") else 250  # six classes
+            assert lines <= limit and kernels > 15, host
         else:
             assert lines - kernels <= LARGER.get((name, host), LARGER.get(name, MOST)), host
 
