@@ -29,7 +29,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereForCausalLM", {"tie_word_embeddings": True}),
     "cohere2": ("Cohere2ForCausalLM", {"tie_word_embeddings": True, "sliding_window": 8}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", _MLA),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", {**_MLA, "topk_method": "noaux_tc"}),
     "deepseek_yarn": ("DeepseekV2ForCausalLM", {**_MLA, **_YARN}),
     "ernie4_5": ("Ernie4_5ForCausalLM", {"tie_word_embeddings": True}),
     "ernie4_5_moe": (
