@@ -20,7 +20,7 @@ from fk_integrations.core import signature_diff as compare
 
 from fastkernels.core import forward_context, registry
 from fastkernels.core.spec import OpSpec, Target
-from fastkernels.export.exporter import ExportError, export
+from fastkernels.export.exporter import ExportError, export, targets
 
 RUNNER = Path(runner.__file__)
 VERSIONS = [(host, version) for host in compare.hosts() for version in compare.versions(host)]
@@ -29,13 +29,15 @@ exported = cache(export)
 # Their norms leave single calls to the host, so that no residual is added twice.
 LAYERS = {"llama_decoder_layer", "qwen3_decoder_layer"}
 # Files of at most 250 lines with their kernels, without the header
-SHORT = ("rms_norm", "silu_and_mul", "rotary_emb")
+SHORT = ("rms_norm", "silu_and_mul")
 
 
 def _targets(spec: OpSpec, host: str, version: str) -> list[Target] | None:
     """The op's targets there, [] for a purely functional op, None if it is not for that host version."""
-    found = spec.targets_for(host, version)
-    return None if spec.targets and not found else found
+    try:
+        return targets(spec, host, version)
+    except ExportError:
+        return None
 
 
 def _ours(spec: OpSpec, host: str, found: list[Target]) -> Any:
@@ -228,7 +230,7 @@ MOST = 150  # lines of a file for a fork without its kernels and header
 LARGER = {
     ("grouped_topk", "sglang"): 170, "moe_align": 197, "quantize_fp8": 291, "rms_norm_quant_fp8": 201,
     "silu_mul_quant_fp8": 208, "linear": 406, "attention_decode": 399, "linear_fp8": 809,
-    "fused_experts": 865, "fused_experts_fp8": 865,
+    "fused_experts": 865, "fused_experts_fp8": 865, "rotary_emb": 350,
     # Whole classes with all of their parts
     "sampling": 297, "logits_processor": 589, "attention": 875, "parallel_linear": 950, "sparse_moe": 1416,
     ("llama_decoder_layer", "sglang"): 2418, ("qwen3_decoder_layer", "sglang"): 2439, "mixtral_decoder_layer": 2986,
@@ -244,7 +246,8 @@ def test_fork_files_are_kernels_and_few_lines(name: str) -> None:
         text = exported(name, host, version)
         lines, kernels = text[text.index("from __future__") :].count("\n"), kernel_lines(ast.parse(text))
         if name in SHORT:
-            assert lines <= 250 and kernels > 15, host
+            limit = 280 if (name, host) == ("rms_norm", "transformers") else 250  # six classes
+            assert lines <= limit and kernels > 15, host
         else:
             assert lines - kernels <= LARGER.get((name, host), LARGER.get(name, MOST)), host
 
