@@ -245,6 +245,7 @@ def test_tools_that_would_be_ignored_are_refused(live):
             ("{{ messages[0].content }}", "required", 400, "template ignores tools"),
             ("{{ messages[0].content }}", "none", 200, ""),
             ("{{ messages[0].content }}{{ tools }}", "auto", 400, "--tool-call-parser (hermes, llama3_json"),
+            (None, "auto", 400, "no chat template"),
         ):
             tokenizer.chat_template = template
             answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "tool_choice": choice})

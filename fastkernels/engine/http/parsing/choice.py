@@ -28,8 +28,8 @@ class ToolPlan:
 
 def plan_tools(body: ChatCompletionRequest, tool_format: ToolFormat) -> ToolPlan:
     """Raises ApiError for tools that the model would not see, or whose calls could not be found in its answer."""
-    if not body.tools or body.tool_choice == "none":
-        return ToolPlan()
+    if not body.tools or body.tool_choice == "none" or tool_format.template() is None:
+        return ToolPlan()  # without a template, the conversation itself is refused
     if not tool_format.reads_tools():
         raise ApiError(
             400,
