@@ -7,6 +7,7 @@ python -I exported.py FOLDER FORK    files for a fork, in FORK, over a host that
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,10 +79,23 @@ def layer_norm(ns: Any) -> list[Any]:
 
 
 def rotary_emb(ns: Any) -> list[Any]:
-    rope = (32, 32, 128, 10000.0, True, torch.float32)
-    modules = [ns.RotaryEmbedding(*rope), ns.Llama3RotaryEmbedding(*rope, 8.0, 1.0, 4.0, 64)]
-    positions = torch.arange(7)
-    return [list(m(positions, randn(7, 96), randn(7, 32))) for m in modules]
+    options = {
+        "head_size": 32, "rotary_dim": 32, "max_position_embeddings": 128, "base": 10000.0, "is_neox_style": True,
+        "dtype": torch.float32, "scaling_factor": 4.0, "scaling_factors": 2.0, "scaling_alpha": 2.0,
+        "max_trained_positions": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": 64,
+        "mrope_section": [8, 4, 4],
+    }  # fmt: skip
+    found = []
+    for name in ns.classes:
+        cls = getattr(ns, name)
+        taken = inspect.signature(cls).parameters
+        module = cls(**{option: value for option, value in options.items() if option in taken})
+        if name == "ApplyRotaryEmb":
+            found.append(module(randn(7, 3, 32), randn(7, 16), randn(7, 16)))
+        else:
+            positions = torch.arange(21).view(3, 7) if "mrope_section" in taken else torch.arange(7)
+            found.append(list(module(positions, randn(7, 96), randn(7, 32))))
+    return found
 
 
 def linear(ns: Any) -> list[Any]:

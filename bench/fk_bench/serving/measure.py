@@ -79,8 +79,7 @@ class Loads:
         return found
 
     async def warm_up(self, running: Running, level: Level) -> list[Trace]:
-        constant = level.probe(level.value) if level.search else level
-        return await self._send(running, self.samples[level, WARM_UP], constant, self.seed)
+        return await self._send(running, self.samples[level, WARM_UP], _warm_up_load(level), self.seed)
 
     async def measure(self, running: Running, level: Level, r: int) -> Measured:
         """One round of a load."""
@@ -136,13 +135,14 @@ class Loads:
 
     async def profile(self, running: Running, level: Level) -> tuple[list[Trace], str]:
         """A load with the profiler on: (its traces, '' or why the server cannot)."""
-        constant = level.probe(level.start or 1.0) if level.search else level
         async with Client(running.url, running.model, self.config.request_timeout) as http:
             status = await http.post("/start_profile")
             if status != 200:
                 return [], f"POST /start_profile: {'no answer' if status is None else f'HTTP {status}'}"
             try:
-                traces = await self._send(running, self.samples[level, PROFILE], constant, self.seed, http)
+                traces = await self._send(
+                    running, self.samples[level, PROFILE], _warm_up_load(level), self.seed, http
+                )
             finally:
                 status = await http.post("/stop_profile")
             return traces, "" if status == 200 else f"POST /stop_profile: HTTP {status}"
@@ -172,6 +172,12 @@ class Loads:
             assert config.ramp_up_strategy is not None and level.start is not None
             rates = arrivals.ramp(count, config.ramp_up_strategy, level.start, level.value)
         return arrivals.due_times(rates, config.burstiness, seed)
+
+
+def _warm_up_load(level: Level) -> Level:
+    """Itself, or a closed loop: the first requests of a trace may be far apart, and those of a search are not known."""
+    constant = level.kind in ("concurrency", "rate")
+    return level if constant else Level("concurrency", level.warmup)
 
 
 def cached_warning(found: Mapping[str, float]) -> str:

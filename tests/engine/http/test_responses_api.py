@@ -142,6 +142,7 @@ def test_items_reach_the_template(live, client):
         ("input", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ("max_output_tokens", {"max_output_tokens": 5000}, "max_output_tokens is 5000"),
         ("tools[0].type", {"tools": [{"type": "web_search"}]}, "web_search"),
+        ("tool_choice", {"tool_choice": "any"}, '"required"'),
         ("max_tokens", {"max_tokens": 5}, "unknown field"),
         ("top_logprobs", {"top_logprobs": 3}, "chat/completions"),
     ],

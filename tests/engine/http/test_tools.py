@@ -96,6 +96,18 @@ def test_calls_are_parsed_whole_and_streamed(client):
     assert calls == [("weather", first.function.arguments), ("noon", "{}")]
 
 
+def test_stream_helper_of_the_client_collects_the_calls(client):
+    """Its accumulator fails on deltas out of order."""
+    body = {"structured_outputs": {"regex": CALLS}}
+    with client.chat.completions.stream(
+        model="tiny", messages=MESSAGES, tools=TOOLS, seed=3, max_tokens=200, extra_body=body
+    ) as stream:
+        done = [e for e in stream if e.type == "tool_calls.function.arguments.done"]
+        message = stream.get_final_completion().choices[0].message
+    assert [(e.index, e.name) for e in done] == [(0, "weather"), (1, "noon")]
+    assert [c.function.arguments for c in message.tool_calls] == [e.arguments for e in done]
+
+
 def test_one_call_without_parallel_calls(client):
     whole = ask(client, CALLS, tools=TOOLS, parallel_tool_calls=False).choices[0].message
     assert [c.function.name for c in whole.tool_calls] == ["weather"]
@@ -249,3 +261,34 @@ def test_unknown_parsers_are_refused_before_the_model_is_loaded(tmp_path):
     for config in (ServerConfig(tool_call_parser="hermess"), ServerConfig(reasoning_parser="qwen")):
         with pytest.raises(UnknownName, match="Did you mean"):
             Server(EngineConfig(str(tmp_path / "missing")), config)
+
+
+CHATML = (
+    "<|im_start|>system\nYou call functions.{% if tools %} These exist: {% for t in tools %}{{ t.function | tojson }}\n"
+    "{% endfor %}Call one with <tool_call>{{ '{' }}\"name\": ..., \"arguments\": ...{{ '}' }}</tool_call>{% endif %}"
+    "<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.slow
+def test_real_model_is_forced_to_a_sensible_call():
+    """Its tokens have several bytes, so that calls, names and arguments begin inside a token."""
+    from support.smollm2 import smollm2_path
+
+    question = [{"role": "user", "content": "How is the weather in Paris for the next 2 days?"}]
+    city = {"type": "string", "maxLength": 20}
+    parameters = {**PARAMETERS, "properties": {**PARAMETERS["properties"], "city": city}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    hermes = r'<tool_call>\{"name": "weather", "arguments": \{"city": "[A-Z][a-z]{1,12}", "days": [1-3]\}\}</tool_call>'
+    with live_server(smollm2_path(), ServerConfig("tiny")) as (url, server):
+        server.llm.engine.tokenizer.chat_template = CHATML
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            options = {"messages": question, "tools": tools, "temperature": 0}
+            for more in ({"tool_choice": "required", "parallel_tool_calls": False}, {"regex": hermes}):
+                (call,) = ask(client, **options, **more).choices[0].message.tool_calls
+                assert (
+                    call.function.name == "weather" and json.loads(call.function.arguments)["city"] == "Paris"
+                )
+                _, _, calls, reason = joined(ask(client, **options, **more, stream=True))
+                assert (calls, reason) == ([("weather", call.function.arguments)], "tool_calls")

@@ -15,7 +15,10 @@ from fastkernels.engine.http.protocol import ChatCompletionRequest
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """parser() makes the parser of one answer, None: no tools; schema: JSON schema of the answer, None: any text."""
+    """parser() makes the parser of one answer, None: no tools; schema: JSON schema of the answer, None: any text.
+
+    keeps_special_tokens: whether special tokens must stay in the text, because the parser needs them
+    """
 
     parser: Callable[[], ToolParser] | None = None
     schema: dict[str, Any] | None = None
@@ -47,7 +50,7 @@ def plan_tools(body: ChatCompletionRequest, tool_format: ToolFormat) -> ToolPlan
         names = ", ".join(sorted(TOOL_PARSERS))
         how = f"start the server with --tool-call-parser ({names})"
         raise ApiError(400, f"the format of this model's tool calls is unknown: {how}", "tools")
-    return ToolPlan(lambda: parser(functions), None, parser.keeps_special_tokens)
+    return ToolPlan(lambda: parser(functions), keeps_special_tokens=True)
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
