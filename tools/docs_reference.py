@@ -96,7 +96,13 @@ def models() -> str:
     for name, model in sorted(known().items(), key=lambda m: (m[1].arch.category, m[0])):
         if model.arch.category != category:
             category = model.arch.category
-            lines += ["", f"## {category}", "", row("id", "architecture", "runner", "model"), row(*["---"] * 4)]
+            lines += [
+                "",
+                f"## {category}",
+                "",
+                row("id", "architecture", "runner", "model"),
+                row(*["---"] * 4),
+            ]
         names = ", ".join(f"`{n}`" for n in model.arch.names)
         lines.append(row(f"`{name}`", names, model.arch.runner, model.about))
     return "\n".join([*lines, ""])

@@ -21,7 +21,7 @@ from fastkernels.core.env import Environment
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-GENERATED = {DOCS / "reference" / name for name in ("ops.md", "commands.md", "environment.md")}
+GENERATED = {DOCS / "reference" / name for name in ("ops.md", "models.md", "commands.md", "environment.md")}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(set(DOCS.rglob("*.md")) - GENERATED)]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 OURS = ("fastkernels", "fk_bench", "fk_integrations")

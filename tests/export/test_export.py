@@ -29,7 +29,7 @@ exported = cache(export)
 # Their norms leave single calls to the host, so that no residual is added twice.
 LAYERS = {"llama_decoder_layer", "qwen3_decoder_layer"}
 # Files of at most 250 lines with their kernels, without the header
-SHORT = ("rms_norm", "silu_and_mul", "rotary_emb")
+SHORT = ("rms_norm", "silu_and_mul")
 
 
 def _targets(spec: OpSpec, host: str, version: str) -> list[Target] | None:
@@ -230,7 +230,7 @@ MOST = 150  # lines of a file for a fork without its kernels and header
 LARGER = {
     ("grouped_topk", "sglang"): 170, "moe_align": 197, "quantize_fp8": 291, "rms_norm_quant_fp8": 201,
     "silu_mul_quant_fp8": 208, "linear": 406, "attention_decode": 399, "linear_fp8": 809,
-    "fused_experts": 865, "fused_experts_fp8": 865,
+    "fused_experts": 865, "fused_experts_fp8": 865, "rotary_emb": 350,
     # Whole classes with all of their parts
     "sampling": 297, "logits_processor": 589, "attention": 875, "parallel_linear": 950, "sparse_moe": 1416,
     ("llama_decoder_layer", "sglang"): 2418, ("qwen3_decoder_layer", "sglang"): 2439, "mixtral_decoder_layer": 2986,

@@ -264,6 +264,8 @@ def _rounding(name: str, device: str) -> tuple[bool, bool]:
 
 
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    if assemble.takes(cls.forward, "cos"):  # type: ignore[attr-defined]
+        raise ValueError(f"{cls.__name__} takes the cosines and sines of tokens, not a table")
     positions, query, key, head_size, table, neox, cast_cache, round_products = assemble.filled(
         args, 8, True, False
     )
@@ -274,6 +276,8 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
             f"{cls.__name__} has cast_cache={casts}, round_products={rounds} on {query.device.type}, not"
             f" {cast_cache}, {round_products}"
         )
+    if "DynamicNTK" in cls.__name__ and table.shape[1] == 2:
+        raise ValueError(f"{cls.__name__} needs a rotary_dim above 2")
     given = {
         "head_size": head_size, "rotary_dim": table.shape[1], "max_position_embeddings": table.shape[0],
         "base": 10000, "is_neox_style": neox, "dtype": query.dtype,
@@ -282,15 +286,6 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": 64,
     }  # fmt: skip
     module = assemble.make(cls, table, **{name: given[name] for name in given if assemble.takes(cls, name)})
-    if assemble.takes(cls.forward, "cos"):  # type: ignore[attr-defined]
-        cos, sin = table[positions.flatten()].chunk(2, dim=-1)
-
-        def apply(x: torch.Tensor | None) -> torch.Tensor | None:
-            if x is None:
-                return None
-            return module(x.view(positions.numel(), -1, head_size), cos, sin).view(x.shape)
-
-        return lambda: (apply(query), apply(key))
     if not hasattr(module, "cos_sin_cache"):
         raise ValueError(f"{cls.__name__} has no cos_sin_cache")
     module.cos_sin_cache = table

@@ -22,6 +22,9 @@ from fastkernels.overrides.rope.rope_scaling import (
 from fastkernels.overrides.rope.rope_tables import Llama3, RopeModule, Span, inverse_frequencies
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
 
+_ON_POLICY = "rl_on_policy_target requires the host's native kernel"
+_GLM = "mrope_interleaved_glm is not supported"
+
 
 class SGLangRotaryEmbedding_0_5_16(RopeModule):
     """sglang.srt.layers.rotary_embedding.base.RotaryEmbedding before 0.5.21: float32 cache on CUDA, else in `dtype`.
@@ -42,7 +45,7 @@ class SGLangRotaryEmbedding_0_5_16(RopeModule):
     def supports(module: nn.Module) -> str | None:
         """Return why our forward does not serve this module (ours or the host's), None if it does."""
         if getattr(module, "_force_native", False):
-            return "rl_on_policy_target requires the host's native kernel"
+            return _ON_POLICY
         return None
 
     def forward(
@@ -174,9 +177,6 @@ class SGLangDeepseekScalingRotaryEmbedding(YaRN, SGLangRotaryEmbedding_0_5_16):
         return query, key
 
 
-_GLM = "mrope_interleaved_glm is not supported"
-
-
 class SGLangMRotaryEmbedding(SGLangRotaryEmbedding_0_5_16):
     """sglang.srt.layers.rotary_embedding.mrope.MRotaryEmbedding.
 
@@ -205,7 +205,7 @@ class SGLangMRotaryEmbedding(SGLangRotaryEmbedding_0_5_16):
         """Return why our forward does not serve this module (ours or the host's), None if it does."""
         if getattr(module, "mrope_interleaved_glm", False):
             return _GLM
-        return SGLangRotaryEmbedding_0_5_16.supports(module)
+        return _ON_POLICY if getattr(module, "_force_native", False) else None
 
     def forward(  # type: ignore[override]
         self,

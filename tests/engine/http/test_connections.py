@@ -58,6 +58,7 @@ def test_connection_without_a_request_is_closed(url, sent, first):
         assert LIMIT / 2 < time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_slow_answer_outlives_the_header_limit(url):
     body = {"prompt": [5], "max_tokens": 400, "ignore_eos": True}
     started = time.monotonic()

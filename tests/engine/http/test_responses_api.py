@@ -151,3 +151,19 @@ def test_bad_requests(live, field, body, words):
     answer = httpx.post(f"{live[0]}/v1/responses", json={"input": "Hi", **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, field) and words in error["message"], error
+
+
+def test_failure_in_a_stream_is_an_event(live, client):
+    _, server = live
+    stream = client.responses.create(
+        model="tiny", input="Hi", max_output_tokens=400, extra_body={"ignore_eos": True}, stream=True
+    )
+    events = []
+    for event in stream:
+        events.append(event)
+        if event.type.endswith("delta"):
+            server.llm.fail_all("a test ends it")
+    assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
+    assert events[-1].response.error.message == "a test ends it"
+    again = client.responses.create(model="tiny", input="Hi", temperature=0)
+    assert again.output_text == "YES"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from support.live import live_server
 
@@ -109,8 +111,6 @@ def test_stream_helper_of_the_client_collects_the_calls(client):
 
 
 def test_one_call_without_parallel_calls(client):
-    whole = ask(client, CALLS, tools=TOOLS, parallel_tool_calls=False).choices[0].message
-    assert [c.function.name for c in whole.tool_calls] == ["weather"]
     stream = ask(client, CALLS, tools=TOOLS, parallel_tool_calls=False, stream=True)
     assert [name for name, _ in joined(stream)[2]] == ["weather"]
 
@@ -139,6 +139,36 @@ def test_required_choice_forces_calls(client, stream):
 def check_weather(arguments):
     found = json.loads(arguments)
     assert set(found) == {"city", "days"} and isinstance(found["city"], str) and found["days"] in (1, 2, 3)
+
+
+def test_schemas_with_definitions_are_followed(client):
+    """Their references are relative to the function's own schema."""
+
+    class Place(pydantic.BaseModel):
+        x: Literal[1, 2]
+        near: Place | None
+
+    class Route(pydantic.BaseModel):
+        start: Place
+
+    class Place2(pydantic.BaseModel):
+        y: Literal[3]
+
+    class Stop(pydantic.BaseModel):
+        place: Place2
+
+    Place2.__name__ = "Place"  # another definition of the same name
+    options = [openai.pydantic_function_tool(m, name=m.__name__) for m in (Route, Stop)]
+    seen = set()
+    for seed in range(6):
+        answer = ask(client, tools=options, tool_choice="required", parallel_tool_calls=False, seed=seed)
+        for call in answer.choices[0].message.tool_calls:
+            if answer.choices[0].finish_reason != "length":
+                seen.add(call.function.name)
+                {"Route": Route, "Stop": Stop}[call.function.name].model_validate_json(
+                    call.function.arguments
+                )
+    assert seen == {"Route", "Stop"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -215,6 +245,7 @@ def test_tools_that_would_be_ignored_are_refused(live):
             ("{{ messages[0].content }}", "required", 400, "template ignores tools"),
             ("{{ messages[0].content }}", "none", 200, ""),
             ("{{ messages[0].content }}{{ tools }}", "auto", 400, "--tool-call-parser (hermes, llama3_json"),
+            (None, "auto", 400, "no chat template"),
         ):
             tokenizer.chat_template = template
             answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "tool_choice": choice})
