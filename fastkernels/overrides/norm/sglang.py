@@ -45,7 +45,9 @@ class SGLangRMSNorm_0_5_16(nn.Module):
     @staticmethod
     def supports(module: nn.Module) -> str | None:
         """None if our forward serves this module (ours or the host's), else the reason."""
-        for name, off in (("fp32_residual", False), ("override_orig_dtype", None), ("x_pad_to_multiple", 0)):
+        for name, off in (
+            ("fp32_residual", False), ("override_orig_dtype", None), ("x_pad_to_multiple", 0), ("_quant_linear", None),
+        ):  # fmt: skip
             if getattr(module, name, off) != off:
                 return f"{name}={getattr(module, name)!r} is not supported"
         return None
@@ -57,7 +59,7 @@ class SGLangRMSNorm_0_5_16(nn.Module):
         post_residual_addition: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if residual is not None and post_residual_addition is not None:
-            residual += post_residual_addition
+            residual = residual + post_residual_addition  # new memory, as in the host
         weight = self.weight if self.has_weight else None
         out = rms_norm(
             x,
@@ -99,7 +101,7 @@ class SGLangRMSNorm(SGLangRMSNorm_0_5_16):
         quant_linear: nn.Module | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if residual is not None and post_residual_addition is not None:
-            residual += post_residual_addition
+            residual = residual + post_residual_addition  # new memory, as in the host
         weight = self.weight if self.has_weight else None
         out = rms_norm(
             x,
