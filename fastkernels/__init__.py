@@ -18,10 +18,12 @@ _LAZY = {
     "patch": ".patch",
     "patch_async": ".patch",
     "Report": ".patch",
+    "plan": ".models.common.plan",
     "AsyncLLM": ".engine.async_llm",
     "EngineConfig": ".engine.config",
     "LLM": ".engine.llm",
     "SamplingParams": ".engine.sampling.sampling_params",
+    "StructuredOutputsParams": ".engine.structured.params",
 }
 __all__ = ["__version__", *_LAZY]
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from fastkernels.engine.config import EngineConfig
     from fastkernels.engine.llm import LLM
     from fastkernels.engine.sampling.sampling_params import SamplingParams
+    from fastkernels.engine.structured.params import StructuredOutputsParams
+    from fastkernels.models.common.plan import plan
     from fastkernels.patch import Report, patch, patch_async
 
 

@@ -70,7 +70,8 @@ class Row:
 
     state       'active': ours is in place; 'off': not used; 'planned': engines built from now on
     calls       runs of the op's body in that process since the patch (or since the last capture)
-    proof       'calls', or 'trace' if kernel names in a profiler trace of a replayed step show it
+    proof       'calls'; 'trace' if kernel names in a profiler trace of a replayed step show it; 'uncalled' if steps
+                have run and the model has called no module of the row
     reason      the reasons as one line
     left        {reason: calls} that stayed the host's because no tuned table lists ours as faster there
     candidate   the parts of a user's file that run here, 'function', 'class' or 'function+class', and its path
@@ -106,6 +107,8 @@ class Row:
 
 
 def _line(reason: Reason, modules: int) -> str:
+    if reason.kind is Kind.OTHER_CLASS:
+        return f"{modules} stay with the host: {reason.text}"
     if reason.kind.left:
         return f"{modules} left to the host: {reason.text}" if modules else f"left to the host: {reason.text}"
     return f"{modules} unsupported: {reason.text}" if modules else reason.text
@@ -180,8 +183,17 @@ class Report:
 
     @property
     def verified(self) -> bool:
-        """Whether ops are in place and each has run in every process since the patch or the last capture."""
-        return bool(self.active) and all(r.calls > 0 for r in self.active)
+        """Whether ops are in place and each has run in every process since the patch or the last capture.
+
+        Modules that the model never calls (`uncalled`) are not counted, if others have run.
+        """
+        needed = [r for r in self.active if r.proof != "uncalled"]
+        return bool(needed) and all(r.calls > 0 for r in needed)
+
+    @property
+    def uncalled(self) -> list[Row]:
+        """Active rows whose modules the model has not called, though steps have run."""
+        return [r for r in self.active if r.proof == "uncalled"]
 
     @property
     def patched_modules(self) -> int:
@@ -228,8 +240,13 @@ class Report:
     def __enter__(self) -> Report:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.undo()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.undo()
+        except PatchError as failure:
+            if error is None:
+                raise
+            log.warning("the patch was not undone: %s", failure)  # and `error`, the cause, is raised
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -286,8 +303,10 @@ def disagreement(replies: list[dict[str, Any]], request: Request) -> str | None:
 Candidates = Mapping[str, Any] | str | os.PathLike[str]
 
 
-def _request(ops: Iterable[str] | None, candidates: Candidates | None, strict: bool | None) -> Request:
+def _request(ops: Iterable[str] | str | None, candidates: Candidates | None, strict: bool | None) -> Request:
     env = Environment.read()
+    if isinstance(ops, str):
+        ops = [name.strip() for name in ops.split(",")]
     names = None if ops is None else check_names(ops)
     files = resolve(candidates)
     check_names(env.disable)
@@ -312,14 +331,14 @@ def find_host(target: Any) -> Host:
 
 def patch(
     target: Any,
-    ops: Iterable[str] | None = None,
+    ops: Iterable[str] | str | None = None,
     candidates: Candidates | None = None,
     strict: bool | None = None,
 ) -> Report:
     """Put our modules into a live engine or module, or (by a host's name) into every engine built from now on.
 
     target      vllm.LLM or LLMEngine, sglang.Engine, fastkernels.LLM, a transformers model, or 'vllm' / 'sglang'
-    ops         op names; None: all that are on by default for the host
+    ops         op names, or one name; None: all that are on by default for the host
     candidates  {op: path of a file}, or a folder of OP.py files: the user's kernels instead of ours; their code
                 runs in the host's processes
     strict      a fallback, an unknown version or an unsupported module is an error (default: FASTKERNELS_STRICT)
@@ -355,7 +374,7 @@ def patch_from_environment(engine: Any) -> None:
 
 async def patch_async(
     target: Any,
-    ops: Iterable[str] | None = None,
+    ops: Iterable[str] | str | None = None,
     candidates: Candidates | None = None,
     strict: bool | None = None,
 ) -> Report:

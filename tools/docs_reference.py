@@ -97,9 +97,15 @@ def commands() -> str:
     for name in cli.COMMANDS:
         command: Any = typer.main.get_command(cli.build(name))
         command = getattr(command, "commands", {name: command})[name]
-        lines += ["", f"## fk-bench {name}", "", inspect.cleandoc(command.help or "")]
-        lines += ["", row("option", "default", "meaning"), row("---", "---", "---")]
-        for p in command.params:
+        lines += ["", f"## fk-bench {name}", "", _text(command.help or "")]
+        panel = None
+        for p in sorted(
+            command.params, key=lambda p: panels(command).index(getattr(p, "rich_help_panel", None))
+        ):
+            if panel is None or panel[0] != getattr(p, "rich_help_panel", None):
+                panel = (getattr(p, "rich_help_panel", None),)
+                lines += ["", f"**{panel[0]}**"] if panel[0] else []
+                lines += ["", row("option", "default", "meaning"), row("---", "---", "---")]
             option = p.param_type_name == "option"
             flags = ", ".join(f"`{f}`" for f in (*p.opts, *p.secondary_opts)) if option else f"`{p.name}`"
             default = (
@@ -107,6 +113,18 @@ def commands() -> str:
             )
             lines.append(row(flags, default, getattr(p, "help", None) or ""))
     return "\n".join([*lines, ""])
+
+
+def panels(command: Any) -> list[str | None]:
+    """The titles of a command's groups of options, in the order of their first option."""
+    return list(dict.fromkeys(getattr(p, "rich_help_panel", None) for p in command.params))
+
+
+def _text(help_text: str) -> str:
+    """The text of --help as Markdown: a block that keeps its lines (\\b) becomes a block of code."""
+    return re.sub(
+        r"\x08\n(.*?)(?=\n\n|\Z)", r"```text\n\1\n```", inspect.cleandoc(help_text), flags=re.DOTALL
+    )
 
 
 def environment() -> str:

@@ -15,11 +15,15 @@ import typer
 COMMANDS = {
     "doctor": (
         "info.doctor:doctor_command",
-        "machine, versions, hosts, the seam of each op in each host, and what is off and why",
+        "what works here: machine, hosts, ops that will be replaced, problems; --all: every op and why it is off",
     ),
     "list": (
         "info.listing:list_command",
         "ops, hosts or models; --signatures: how exactly each op matches each host version",
+    ),
+    "describe": (
+        "info.describe:describe_command",
+        "the plan of a model: modules, ops, sizes, cost of a token, and what patch() replaces",
     ),
     "stubs": ("info.stubs:stubs_command", "a working candidate file for each op, to start from"),
     "export": ("info.export:export_command", "an op as one self-contained file for a fork"),
@@ -65,7 +69,7 @@ _HELP = "Measure kernels where they are used: alone, in whole models, and in rea
 def build(only: str | None = None) -> typer.Typer:
     """The application with one command imported, or with all of them (None)."""
     app = typer.Typer(
-        name="fk-bench", help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None,
+        name="fk-bench", help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
         pretty_exceptions_enable=False,
     )  # fmt: skip
     app.callback()(_group)

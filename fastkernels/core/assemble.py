@@ -87,8 +87,8 @@ def build(
 
     A constructor parameter gets the value of its expression in `constructor`, or of the axis or scalar argument with
     its name. The op's first argument becomes forward's first. Other arguments are passed to forward's parameters of
-    their names; tensors without one become the module's attributes of their names. Raises ValueError for an argument
-    that cls cannot express.
+    their names, or of names that `constructor` gives; tensors without one become the module's attributes of their
+    names. Raises ValueError for an argument that cls cannot express.
 
     computes  scalar arguments that this class has built in
     defaults  of the op's arguments
@@ -99,19 +99,20 @@ def build(
     scalars = {a.name: getattr(given, a.name) for a in declaration.arguments if isinstance(a, Scalar)}
     options: dict[str, Any] = {}
     used: set[str] = set()
-    for name in inspect.signature(cls).parameters:
+    for name in _parameters(cls):
         text = constructor.get(name, name if name in sizes.axes or name in scalars else "")
         if text:
             options[name], names = _option(text, sizes, scalars)
             used |= names
     module = make(cls, first, **options)
-    accepted = inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
+    forward = inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
+    accepted = {constructor.get(name, name): name for name in forward}
     passed: dict[str, Any] = {}
     weights: dict[str, torch.Tensor | None] = {}
     for argument in declaration.arguments[1:]:
         name, value = argument.name, getattr(given, argument.name)
         if name in accepted:
-            passed[name] = value
+            passed[accepted[name]] = value
         elif isinstance(argument, Tensor):
             if value is not None and not _has(module, name):
                 refuse(cls, **{name: value})
@@ -125,7 +126,11 @@ def build(
                     f"{cls.__name__} computes {name}={computes[name]!r}, and this case has {value!r}"
                 )
         elif not (argument.rounding or argument.value or used & {name, argument.axis}):
-            refuse(cls, **{name: None if value == _usual(argument, sizes) else value})
+            usual = _usual(argument, sizes)
+            if value != usual:
+                raise ValueError(
+                    f"{cls.__name__} cannot be called with {name}={value!r}, only with {usual!r}"
+                )
     if isinstance(module, nn.Module):
         load(module, weights)
     mutated = [getattr(given, declaration.arguments[i].name) for i in declaration.mutated]
@@ -133,11 +138,23 @@ def build(
     def call() -> Any:
         out = module(first, **passed)
         made = out if isinstance(out, tuple) else (out,)
+        if len(made) > len(declaration.outputs) and not mutated:  # a residual that was not passed
+            out = made[0] if len(declaration.outputs) == 1 else made[: len(declaration.outputs)]
         if len(made) == len(declaration.outputs) and mutated:
             return (*made, *mutated)
         return out
 
     return call
+
+
+def _parameters(cls: type) -> list[str]:
+    """Names of the constructor's parameters; of a base's constructor where this one only passes them on."""
+    for base in cls.__mro__ if isinstance(cls, type) else ():
+        init = base.__dict__.get("__init__")
+        found = inspect.signature(init).parameters.values() if init is not None else ()
+        if found and all(p.kind is not p.VAR_POSITIONAL for p in found):
+            return [p.name for p in found][1:]
+    return list(inspect.signature(cls).parameters)
 
 
 def _option(text: str, sizes: Sizes, scalars: Mapping[str, Any]) -> tuple[Any, set[str]]:

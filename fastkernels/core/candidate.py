@@ -134,7 +134,13 @@ def _import(op: str, file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, SystemExit):  # it would end the host's process without a word
+            raise CandidateError(
+                f"candidate {file} calls sys.exit({error.code!r}) while it is imported"
+            ) from error
+        if not isinstance(error, Exception):
+            raise
         raise CandidateError(f"candidate {file} does not import: {type(error).__name__}: {error}") from error
     return module

@@ -33,6 +33,18 @@ def _count(variable: str, value: str | None) -> int | None:
     return int(value)
 
 
+def _seconds(variable: str, value: str | None, default: float) -> float:
+    if value is None or not value.strip():
+        return default
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{variable}: expected a number of seconds above 0, got {value!r}")
+    return seconds
+
+
 def _candidates(variable: str, value: str | None) -> dict[str, str]:
     folder = (value or "").strip()
     if not folder or "=" in folder:
@@ -56,6 +68,8 @@ class Environment:
     tuned       FASTKERNELS_TUNED        a tuned table, or a folder of CHIP.json, used before the tables that ship
     disable     FASTKERNELS_DISABLE      ops that are off, comma-separated
     strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
+    trial_s     FASTKERNELS_TRIAL_S      seconds that the import of a candidate, and the trial step of a patch, may take
+                (default: 300)
     report      FASTKERNELS_REPORT       a folder to which every patched process writes its report
     overlap     FASTKERNELS_OVERLAP=0    start each kernel only after the previous one has ended
     graph_tokens FASTKERNELS_GRAPH_TOKENS the longest prompt in CUDA graphs of a patched vLLM; 0 keeps vLLM's limit
@@ -75,6 +89,7 @@ class Environment:
     tuned: str | None = None
     disable: tuple[str, ...] = ()
     strict: bool = False
+    trial_s: float = 300.0
     report: str | None = None
     overlap: bool = True
     graph_tokens: int | None = None
@@ -95,6 +110,7 @@ class Environment:
             tuned=e.get("FASTKERNELS_TUNED") or None,
             disable=_names(e.get("FASTKERNELS_DISABLE")),
             strict=_flag(e.get("FASTKERNELS_STRICT")),
+            trial_s=_seconds("FASTKERNELS_TRIAL_S", e.get("FASTKERNELS_TRIAL_S"), 300.0),
             report=e.get("FASTKERNELS_REPORT") or None,
             overlap=_flag(e.get("FASTKERNELS_OVERLAP") or "1"),
             graph_tokens=_count("FASTKERNELS_GRAPH_TOKENS", e.get("FASTKERNELS_GRAPH_TOKENS")),

@@ -18,6 +18,10 @@ class Kind(str, Enum):
     NOT_IN_HOST = "not_in_host"  # this host version has no such class
     UNKNOWN_VERSION = "unknown_version"  # the source of the host's class is not a recorded one
     NO_SUCH_MODULE = "no_such_module"  # the model has no module of the class
+    OTHER_CLASS = (
+        "other_class"  # a subclass, or another class of the same name: not known to compute the same
+    )
+    NO_SEAM = "no_seam"  # requested, and a live host has no place for the op
     CANDIDATE = "candidate"  # a user's candidate runs here
     CANDIDATE_UNCALLED = "candidate_uncalled"  # installed, and no call yet
     CANDIDATE_UNUSED = "candidate_unused"  # nothing in the model can run it
@@ -34,7 +38,9 @@ class Kind(str, Enum):
         return self.left or self in _HARMLESS
 
 
-_HARMLESS = (Kind.DISABLED, Kind.NO_SUCH_MODULE, Kind.CANDIDATE, Kind.CANDIDATE_UNCALLED, Kind.FUSED)
+_HARMLESS = (
+    Kind.DISABLED, Kind.NO_SUCH_MODULE, Kind.OTHER_CLASS, Kind.CANDIDATE, Kind.CANDIDATE_UNCALLED, Kind.FUSED,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,18 @@ if TYPE_CHECKING:
 
 
 class UnknownName(LookupError):
-    """A name that is not registered. The message lists the known names."""
+    """A name that is not registered. The message lists the known names.
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]):
+    more: what to do about it, at the end of the message
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], more: str = ""):
         known = sorted(known)
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")
+        super().__init__(
+            f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.{f' {more}' if more else ''}"
+        )
 
     def __str__(self) -> str:  # a subclass of KeyError would quote the message
         return str(self.args[0])

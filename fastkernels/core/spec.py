@@ -37,7 +37,7 @@ SEAMS = {
 class Target:
     """One host class (or function) that an op overrides.
 
-    host      'vllm', 'sglang' or 'transformers'
+    host      'vllm', 'sglang', 'transformers', or 'torch' for classes of torch.nn in models of every host
     path      'module.path:Name' in the host
     cls       name of our class (or function)
     seam      a key of SEAMS
@@ -61,6 +61,19 @@ class Target:
     def __post_init__(self) -> None:
         if self.seam not in SEAMS:
             raise ValueError(f"seam {self.seam!r} of {self.path} is not one of {', '.join(SEAMS)}")
+
+    @property
+    def of_a_model(self) -> bool:
+        """Whether only some models have this class: one of torch, or of a serving host's file for one model."""
+        return self.host == "torch" or (self.host != "transformers" and ".models." in self.path)
+
+    @property
+    def name(self) -> str:
+        """The class's name in reports, with its file where names repeat: RMSNorm, commandr.LayerNorm, nn.LayerNorm."""
+        module, _, name = self.path.partition(":")
+        if self.host == "torch":
+            return f"nn.{name}"
+        return f"{module.rpartition('.')[2]}.{name}" if self.of_a_model else name
 
     def applies_to(self, version: str) -> bool:
         from packaging.specifiers import SpecifierSet

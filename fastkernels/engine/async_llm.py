@@ -67,7 +67,12 @@ class AsyncLLM:
     @property
     def healthy(self) -> bool:
         """Whether the engine accepts requests."""
-        return self._thread.is_alive() and self.dead is None
+        return self._thread.is_alive() and self.dead is None and self.lost_rank is None
+
+    @property
+    def lost_rank(self) -> int | None:
+        """A rank whose process has ended; the engine's thread ends the engine as soon as it sees it."""
+        return self.engine.executor.lost_rank
 
     async def generate(
         self,
@@ -81,6 +86,7 @@ class AsyncLLM:
         Closing the iterator early aborts the request. A lower priority goes first. Raises ValueError, QueueFull (before
         the first output) and EngineError.
         """
+        await self.prepare(params)
         stream = await self.open([self.make_request(request_id, prompt, params, priority)])
         try:
             while not stream.finished:
@@ -88,6 +94,16 @@ class AsyncLLM:
                     yield output
         finally:
             stream.close()
+
+    async def prepare(self, params: Any) -> None:
+        """Wait until make_request can use these parameters at once: compile their grammar in another thread.
+
+        Raises ValueError for a grammar that cannot be used.
+        """
+        structured = getattr(params, "structured_outputs", None)
+        grammars = getattr(self.engine, "grammars", None)
+        if structured is not None and grammars is not None:
+            await grammars.ready(structured)
 
     def make_request(
         self, request_id: str, prompt: str | Sequence[int], params: Any, priority: int = 0

@@ -46,7 +46,31 @@ class EncodeEngine(Engine):
             raise ValueError(
                 f"the prompt has {len(ids)} tokens, and the maximum input length is {self.max_model_len} tokens"
             )
-        return EncodeRequest(request_id, text, ids, params or PoolingParams(), priority)
+        params = params or PoolingParams()
+        if params.dimensions is not None:
+            self._check_dimensions(params.dimensions)
+        return EncodeRequest(request_id, text, ids, params, priority)
+
+    def _check_dimensions(self, wanted: int) -> None:
+        """Raise ValueError for a size that the model's vectors cannot be cut to, as its config declares."""
+        sizes = getattr(self.hf_config, "matryoshka_dimensions", None)
+        if not sizes and not getattr(self.hf_config, "is_matryoshka", False):
+            raise ValueError(
+                f"dimensions cannot be set, got {wanted}: this model does not declare Matryoshka embeddings"
+            )
+        most = self.hf_config.hidden_size
+        if wanted > most or (sizes and wanted not in sizes):
+            allowed = f"one of {', '.join(map(str, sizes))}" if sizes else f"1 to {most}"
+            raise ValueError(f"dimensions must be {allowed}, got {wanted}")
+
+    def _cut(self, data: np.ndarray, size: int | None) -> np.ndarray:
+        """The first `size` values of vectors, of length 1 again if the model's vectors are."""
+        if size is None:
+            return data
+        data = data[..., :size]
+        if not self.runner.pooling.normalize:
+            return data
+        return data / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), 1e-12)
 
     def check_room(self, requests: Sequence[EncodeRequest]) -> None:
         self.scheduler.check_room(len(requests))
@@ -94,6 +118,11 @@ class EncodeEngine(Engine):
         self.stats.prompt_tokens += int(step.query_lens.sum())
         self.stats.encoded += batch
         return [
-            PoolingRequestOutput(r.request_id, r.prompt, r.prompt_token_ids, PoolingOutput(data))
+            PoolingRequestOutput(
+                r.request_id,
+                r.prompt,
+                r.prompt_token_ids,
+                PoolingOutput(self._cut(data, r.params.dimensions)),
+            )
             for r, data in zip(batch, found, strict=True)
         ]

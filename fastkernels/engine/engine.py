@@ -147,9 +147,18 @@ class Engine(ABC):
         """End the processes of other ranks. An engine with such processes cannot be used afterwards."""
         self.executor.shutdown()
 
-    def token_ids_of(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
-        """(text, token ids) of a prompt; text is None for token ids. Raises ValueError."""
-        text, ids = (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, _token_ids(prompt))
+    def token_ids_of(
+        self, prompt: str | Sequence[int], limit: int | None = None, side: str | None = None
+    ) -> tuple[str | None, list[int]]:
+        """(text, token ids) of a prompt; text is None for token ids. Raises ValueError.
+
+        limit, side: of tokenizer.encode.
+        """
+        if isinstance(prompt, str):
+            text, ids = prompt, self._encode(prompt, limit, side)
+        else:
+            text, ids = None, _token_ids(prompt)
+            ids = ids if limit is None else tokenizer.cut(ids, limit, side)
         vocab = self.hf_config.vocab_size
         if not ids:
             raise ValueError("the prompt is empty")
@@ -158,14 +167,22 @@ class Engine(ABC):
             raise ValueError(f"prompt token id {wrong!r} is not in the vocabulary (0 to {vocab - 1})")
         return text, ids
 
-    def _encode(self, text: str) -> list[int]:
+    def prompt_limit(self, wanted: int | None, room: int = 1) -> int | None:
+        """The most tokens of a prompt for truncate_prompt_tokens; -1 leaves room for `room` more. Raises ValueError."""
+        if wanted is not None and wanted > self.max_model_len:
+            raise ValueError(
+                f"truncate_prompt_tokens must be at most {self.max_model_len}, the maximum context length, got {wanted}"
+            )
+        return self.max_model_len - room if wanted == -1 else wanted
+
+    def _encode(self, text: str, limit: int | None, side: str | None) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer, which skip_tokenizer_init left out")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the prompt is not valid Unicode text: {error}") from error
-        return list(self.tokenizer(text).input_ids)
+        return tokenizer.encode(self.tokenizer, text, limit=limit, side=side)
 
 
 def make_engine(config: EngineConfig) -> Engine:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequest
 from fastkernels.engine.scheduling.request import RequestOutput
 
 Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
+Progress: TypeAlias = "bool | Callable[..., Any]"
 
 
 class LLM:
@@ -52,11 +54,14 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Progress = True,
     ) -> list[RequestOutput]:
         """Generate text. Returns one output for each prompt, in order.
 
         prompts          text, token ids, {'prompt': text}, {'prompt_token_ids': ids}, or a list of these
         sampling_params  one for all prompts, or one for each (default: SamplingParams(), 16 tokens at most)
+        use_tqdm         whether to show progress on standard error, or a callable that makes the progress bar, such
+                         as functools.partial(tqdm, leave=False)
 
         Raises ValueError for an unsupported request before anything runs. A step that fails ends all requests, and so
         does Ctrl-C.
@@ -73,59 +78,73 @@ class LLM:
                 f"{len(listed)} prompts and {len(each)} sampling_params: give one, or one for each"
             )
         final = {id(s): replace(s, output_kind=RequestOutputKind.FINAL_ONLY) for s in each}
-        return self._run(listed, [final[id(s)] for s in each])
+        return self._run(listed, [final[id(s)] for s in each], use_tqdm)
 
-    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[PoolingRequestOutput]:
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: Progress = True
+    ) -> list[PoolingRequestOutput]:
         """Encode each prompt to one vector: `outputs.embedding` is a list of floats, `outputs.data` an array [H].
 
-        prompts: as in `generate`. Raises ValueError for an unsupported request before anything runs.
+        prompts, use_tqdm: as in `generate`. Raises ValueError for an unsupported request before anything runs.
         """
-        return self.encode(prompts, "embed")
+        return self.encode(prompts, "embed", use_tqdm=use_tqdm)
 
     def encode(
-        self, prompts: Prompt | Sequence[Prompt], pooling_task: str = "token_embed"
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_task: str = "token_embed",
+        *,
+        use_tqdm: Progress = True,
     ) -> list[PoolingRequestOutput]:
         """Encode each prompt: `outputs.data` is an array [tokens, H], or [H] with pooling_task 'embed'.
 
-        prompts: as in `generate`. Raises ValueError for an unsupported request before anything runs.
+        prompts, use_tqdm: as in `generate`. Raises ValueError for an unsupported request before anything runs.
         """
         self._check_kind("embed", "Encode")
         listed = _as_list(prompts)
-        return self._run(listed, [PoolingParams(pooling_task)] * len(listed))
+        return self._run(listed, [PoolingParams(pooling_task)] * len(listed), use_tqdm)
 
     def _check_kind(self, method: str, kind: str) -> None:
         engine = self.llm_engine
         if engine.kind != kind:
             raise ValueError(f"{method}: {engine.config.model} is for {RUNNERS[engine.kind].use}")
 
-    def _run(self, prompts: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+    def _run(self, prompts: Sequence[Any], params: Sequence[Any], use_tqdm: Progress) -> list[Any]:
         engine = self.llm_engine
         ids = [str(next(self._ids)) for _ in prompts]
         # All requests are checked before the first is queued, so that a bad prompt leaves nothing behind.
         requests = [engine.make_request(i, p, s) for i, p, s in zip(ids, prompts, params, strict=True)]
         done: dict[str, Any] = {}
         waiting = list(reversed(requests))
+        bar = ProgressBar(use_tqdm, len(requests))
         try:
             while waiting or engine.has_unfinished_requests():
                 while waiting and engine.has_room(waiting[-1]):
                     request = waiting.pop()
                     engine.add_request(request.request_id, request)
-                done.update((o.request_id, o) for o in engine.step() if o.finished)
+                ended = [o for o in engine.step() if o.finished]
+                done.update((o.request_id, o) for o in ended)
+                bar.add(ended)
                 engine.take_stats()  # unused here, and they would accumulate
         except BaseException:
             engine.abort_all()  # a step may have been scheduled and not run, so that its blocks hold nothing
             raise
+        finally:
+            bar.close()
         return [done[i] for i in ids]
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: Progress = True,
+        *,
         add_generation_prompt: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
         """Continue conversations.
 
+        use_tqdm  as in `generate`
         messages  one conversation, [{'role': ..., 'content': ...}, ...], or a list of them
         template  keyword arguments of the tokenizer's chat template
 
@@ -140,7 +159,38 @@ class LLM:
             )["input_ids"]
             for c in _conversations(messages)
         ]
-        return self.generate(prompts, sampling_params)
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+
+class ProgressBar:
+    """vLLM's bar: finished prompts, and the input and output tokens per second of those."""
+
+    def __init__(self, use_tqdm: Progress, total: int):
+        self._bar: Any = None
+        if use_tqdm:
+            from tqdm.auto import tqdm
+
+            make = use_tqdm if callable(use_tqdm) else tqdm
+            self._bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
+        self._started = time.perf_counter()
+        self._read = self._made = 0
+
+    def add(self, outputs: Sequence[Any]) -> None:
+        """Count finished requests."""
+        if self._bar is None or not outputs:
+            return
+        for output in outputs:
+            self._read += len(output.prompt_token_ids)
+            if isinstance(output, RequestOutput):
+                self._made += sum(o.num_tokens for o in output.outputs)
+        seconds = max(time.perf_counter() - self._started, 1e-9)
+        speed = f"input: {self._read / seconds:.2f} tok/s, output: {self._made / seconds:.2f} tok/s"
+        self._bar.set_postfix_str(speed, refresh=False)
+        self._bar.update(len(outputs))
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import random
+import reprlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
 from fastkernels.engine.scheduling.request import Request, RequestOutput
 from fastkernels.engine.scheduling.scheduler import QueueFull, Scheduler
+from fastkernels.engine.structured.constraint import Constraint
+from fastkernels.engine.structured.grammars import Grammars
 
 
 class LLMEngine(Engine):
@@ -37,6 +40,7 @@ class LLMEngine(Engine):
     def _start(self) -> None:
         config, limits = self.config, self.executor.limits
         self.eos_token_ids = _eos_token_ids(self.folder, self.hf_config, self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, self.hf_config.vocab_size, self.eos_token_ids)
         self.blocks = BlockManager(limits.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.blocks, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting
@@ -52,7 +56,8 @@ class LLMEngine(Engine):
     ) -> RequestGroup:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"a language model takes SamplingParams, got {type(params).__name__}")
-        text, ids = self.token_ids_of(prompt)
+        limit = self.prompt_limit(params.truncate_prompt_tokens)
+        text, ids = self.token_ids_of(prompt, limit, params.truncation_side)
         vocab = self.hf_config.vocab_size
         room = self.max_model_len - len(ids)
         if room < 1:
@@ -70,7 +75,9 @@ class LLMEngine(Engine):
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self.scheduler.check_size(len(ids), max_tokens)
         ends = {i for i in params.stop_token_ids or () if 0 <= i < vocab}
-        ends |= set() if params.ignore_eos else set(self.eos_token_ids)
+        # A grammar allows EOS only where the output is complete.
+        ends |= set() if params.ignore_eos and params.structured_outputs is None else set(self.eos_token_ids)
+        new_constraint = self._constraints(params)
         group = RequestGroup(request_id, text, ids, params, [])
         for index in range(params.n):
             seed = self._seeds.getrandbits(63) if params.seed is None else _wrap(params.seed + index)
@@ -78,7 +85,7 @@ class LLMEngine(Engine):
             group.sequences.append(
                 Request(
                     request_id, ids, own, max_tokens, frozenset(ends), text, self._detokenizer(ids, params), seed,
-                    priority, index,
+                    priority, index, new_constraint(),
                 )
             )  # fmt: skip
         if params.prompt_logprobs is not None:
@@ -129,6 +136,10 @@ class LLMEngine(Engine):
         self._group_of.clear()
         self.requests.clear()
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.grammars.close()
+
     def has_unfinished_requests(self) -> bool:
         return self.core.busy
 
@@ -175,6 +186,42 @@ class LLMEngine(Engine):
         else:
             self.stats.itl.append(now - request.last_token_time)
         request.last_token_time = now
+
+    def _constraints(self, params: SamplingParams) -> Callable[[], Constraint | None]:
+        """Makes the constraint of each of the request's sequences. Compiles its grammar, unless that is cached."""
+        banned = self._banned(params.bad_words or ())
+        if params.structured_outputs is None and params.allowed_token_ids is None and not banned:
+            return lambda: None
+        structured = params.structured_outputs
+        grammar = None if structured is None else self.grammars.get(structured)
+
+        def make() -> Constraint:
+            made = Constraint(self.hf_config.vocab_size, grammar, params.allowed_token_ids, banned)
+            if not made.words.any():
+                raise ValueError(
+                    "no token is allowed by structured_outputs, allowed_token_ids and bad_words together"
+                )
+            return made
+
+        return make
+
+    def _banned(self, words: Sequence[str]) -> list[list[int]]:
+        """The token sequences of bad_words: of each word alone, and after a space where that is another first token."""
+        tokenizer: Any = self.tokenizer
+        if words and tokenizer is None:
+            raise ValueError("bad_words need a tokenizer, which skip_tokenizer_init left out")
+        found: list[list[int]] = []
+        for word in words:
+            alone, spaced = (
+                list(tokenizer(prefix + word.lstrip(), add_special_tokens=False).input_ids)
+                for prefix in ("", " ")
+            )
+            if not alone:
+                raise ValueError(f"bad_words: {reprlib.repr(word)} has no token in this vocabulary")
+            found.append(alone)
+            if len(spaced) == len(alone) and spaced[0] != alone[0]:
+                found.append(spaced)
+        return found
 
     def _detokenizer(self, ids: list[int], params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None or not params.detokenize:

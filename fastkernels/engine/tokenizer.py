@@ -29,6 +29,34 @@ def load(source: str | Path) -> Any:
         ) from error
 
 
+def encode(
+    tokenizer: Any, text: str, special: bool = True, limit: int | None = None, side: str | None = None
+) -> list[int]:
+    """Token ids of a text, at most `limit`.
+
+    side: as in `cut`. None, as vLLM does: as the tokenizer says, and the special tokens around the text are kept.
+    """
+    found = tokenizer(text, add_special_tokens=special, return_special_tokens_mask=limit is not None)
+    ids = list(found.input_ids)
+    if limit is None or len(ids) <= limit:
+        return ids
+    mask = found.special_tokens_mask
+    before = next((i for i, added in enumerate(mask) if not added), 0)
+    after = next((i for i, added in enumerate(reversed(mask)) if not added), 0)
+    room = limit - before - after
+    own = getattr(tokenizer, "truncation_side", "right")
+    if side is not None or room < 1:
+        return cut(ids, limit, side or own)
+    return ids[:before] + cut(ids[before : len(ids) - after], room, own) + ids[len(ids) - after :]
+
+
+def cut(ids: list[int], limit: int, side: str | None = None) -> list[int]:
+    """The first `limit` tokens; with side 'left', the last ones."""
+    if len(ids) <= limit:
+        return ids
+    return ids[-limit:] if side == "left" else ids[:limit]
+
+
 def is_plain(folder: Path) -> bool:
     """Whether AutoTokenizer would select one of PLAIN_CLASSES, and its files are in the folder."""
     try:

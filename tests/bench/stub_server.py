@@ -3,7 +3,11 @@
 As a lane's interpreter it answers the probe (`-c ...`) and serves for `-m MODULE ... --port P`. Environment variables
 select faults: STUB_NEVER_READY, STUB_DIE_AT=N (dies at the Nth completion), STUB_CRASH (exits at start), STUB_SHIFT=N
 (other tokens), STUB_SHORT (one token too few), STUB_CHILD=FILE (a grandchild that ignores SIGTERM, with its pid in
-FILE), STUB_DELAY=SECONDS per token, STUB_CALLS=N (calls in the report of a patched process).
+FILE), STUB_DELAY=SECONDS per token, STUB_CALLS=N (calls in the report of a patched process), STUB_SLOTS=N (requests
+that generate at once), STUB_LOG=FILE (the path, time and prompt length of every POST), STUB_PROFILER (it has one).
+
+STUB_CACHE=N is a prefix cache of blocks of N tokens. It is reported in the usage, or at /metrics with STUB_METRICS=1,
+which also has counters of speculative decoding. STUB_NO_FLUSH: the cache cannot be emptied.
 """
 
 from __future__ import annotations
@@ -12,12 +16,27 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 ENV = os.environ
 served = 0
+cache: set[tuple[int, ...]] = set()
+counters = {"prefix_cache_hits": 0, "spec_decode_num_drafts": 0, "spec_decode_num_draft_tokens": 0,
+            "spec_decode_num_accepted_tokens": 0}  # fmt: skip
+slots = threading.Semaphore(int(ENV.get("STUB_SLOTS", "1000")))
+
+
+def cached(prompt: list[int]) -> int:
+    """Tokens of the prompt in the cache; its whole blocks are then there, too."""
+    size = int(ENV.get("STUB_CACHE", "0"))
+    blocks = [tuple(prompt[:end]) for end in range(size, len(prompt) + 1, size)] if size else []
+    found = next((i for i, block in enumerate(blocks) if block not in cache), len(blocks))
+    cache.update(blocks)
+    counters["prefix_cache_hits"] += found * size
+    return found * size
 
 
 def tokens_for(prompt: list[int] | str, count: int) -> list[int]:
@@ -41,13 +60,23 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
+        if self.path == "/metrics" and ENV.get("STUB_METRICS"):
+            lines = [f"# TYPE vllm:{k} counter\nvllm:{k}_total {v}" for k, v in counters.items()]
+            return self._send(200, "\n".join([*lines, ""]).encode(), "text/plain")
         ready = self.path == "/v1/models" or not ENV.get("STUB_NEVER_READY")
         self._send(200 if ready else 503, json.dumps({"data": [{"id": "stub"}]}).encode())
 
     def do_POST(self) -> None:
         global served
         body = json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}")
-        if self.path == "/flush_cache":
+        if ENV.get("STUB_LOG"):
+            line = {"path": self.path, "time": time.monotonic(), "prompt": len(body.get("prompt", ()))}
+            with open(ENV["STUB_LOG"], "a") as file:
+                file.write(json.dumps(line) + "\n")
+        if self.path == "/flush_cache" and not ENV.get("STUB_NO_FLUSH"):
+            cache.clear()
+            return self._send(200, b"{}")
+        if self.path in ("/start_profile", "/stop_profile") and ENV.get("STUB_PROFILER"):
             return self._send(200, b"{}")
         if self.path != "/v1/completions":
             return self._send(404, b"{}")
@@ -56,6 +85,14 @@ class Handler(BaseHTTPRequestHandler):
             print("stub: something terrible happened", flush=True)
             os._exit(3)
         ids = tokens_for(body["prompt"], body["max_tokens"] - bool(ENV.get("STUB_SHORT")))
+        with slots:
+            self._generate(body["prompt"], ids)
+
+    def _generate(self, prompt: list[int] | str, ids: list[int]) -> None:
+        hits = cached(prompt) if isinstance(prompt, list) else 0
+        counters["spec_decode_num_drafts"] += len(ids)
+        counters["spec_decode_num_draft_tokens"] += 4 * len(ids)
+        counters["spec_decode_num_accepted_tokens"] += 3 * len(ids)
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("transfer-encoding", "chunked")
@@ -70,7 +107,9 @@ class Handler(BaseHTTPRequestHandler):
                     ]
                 }
             )
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
+        if ENV.get("STUB_CACHE") and not ENV.get("STUB_METRICS"):
+            usage["prompt_tokens_details"] = {"cached_tokens": hits}
         self._event({"choices": [], "usage": usage})
         self._chunk(b"data: [DONE]\n\n")
         self._chunk(b"")

@@ -264,3 +264,30 @@ def test_cuda_graphs_equal_eager_steps(tiny):
     eager, graphs = (LLM(str(tiny), enforce_eager=e, **settings) for e in (True, False))
     for n in (1, 3, 4):
         assert tokens(graphs.generate(PROMPTS[:n], GREEDY)) == tokens(eager.generate(PROMPTS[:n], GREEDY))
+
+
+def test_use_tqdm_shows_progress(llm, capsys):
+    llm.generate([[1, 2], [9, 8, 7]], GREEDY, use_tqdm=False)
+    assert "Processed prompts" not in capsys.readouterr().err
+    llm.generate([[1, 2], [9, 8, 7]], GREEDY)
+    shown = capsys.readouterr().err
+    assert "Processed prompts: 100%" in shown and "2/2" in shown and "output:" in shown
+    made = []
+
+    class Bar:
+        def __init__(self, **options):
+            made.append((options["total"], self))
+            self.done, self.closed = 0, False
+
+        def set_postfix_str(self, text, refresh):
+            self.speed = text
+
+        def update(self, n):
+            self.done += n
+
+        def close(self):
+            self.closed = True
+
+    llm.generate([[1, 2], [9, 8, 7], [4]], GREEDY, use_tqdm=Bar)
+    ((total, bar),) = made
+    assert (total, bar.done, bar.closed) == (3, 3, True)

@@ -55,7 +55,7 @@ def wait_until_ready(server, url):
 
 def test_server_patched_by_environment(tmp_path):
     reports = tmp_path / "reports"
-    ops = "rms_norm,silu_and_mul,attention"
+    ops = "rms_norm,silu_and_mul,attention,sampling"
     environment = {"FASTKERNELS_OPS": ops, "FASTKERNELS_PROVIDER": f"rms_norm:{HOST}"}
     server, url = serve(tmp_path, FASTKERNELS_REPORT=str(reports), **environment)
     try:
@@ -76,8 +76,16 @@ def test_server_patched_by_environment(tmp_path):
     assert rows["silu_and_mul"]["calls"] >= 8 * 2 and not rows["silu_and_mul"]["provider"]
     if HOST == "vllm":  # its KV cache on a CPU is packed for its own kernels
         assert rows["attention"]["state"] == "off" and "packed" in rows["attention"]["reason"]
+        patched = "rank 0: 7 modules patched", "  patched: rms_norm (5 RMSNorm), silu_and_mul (2 SiluAndMul)"
     else:
+        patched = (
+            "rank 0: 9 modules patched",
+            "  patched: rms_norm (5 RMSNorm), silu_and_mul (2 SiluAndMul), ",
+        )
         assert rows["attention"]["modules"] == 2 and rows["attention"]["calls"] >= 8 * 2 * 2
+    log = (tmp_path / "log").read_text()
+    for line in (*patched, "  off: sampling: not in a live host"):
+        assert log.count(line) == 1, line
 
 
 def test_an_unknown_op_ends_the_start_with_the_reason(tmp_path):

@@ -13,9 +13,11 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import apply
 from torch import nn
 
+import fastkernels
 from fastkernels.core import registry
 from fastkernels.core.reasons import Kind, Reason
-from fastkernels.patch import PatchError, Request, Row, disagreement, nothing_patched
+from fastkernels.core.registry import UnknownName
+from fastkernels.patch import PatchError, Report, Request, Row, disagreement, find_host, nothing_patched
 
 
 class Norm(nn.Module):
@@ -32,6 +34,10 @@ class Norm(nn.Module):
 
 class Other(Norm):
     """A class of the host that the model does not have."""
+
+
+class Sub(Norm):
+    """A subclass of the host's, which may compute something else."""
 
 
 class Host(Adapter):
@@ -170,3 +176,85 @@ def test_a_row_lists_reasons_that_left_it_to_the_host_last() -> None:
         {"kind": "unsupported", "text": "c", "modules": 1},
         {"kind": "left_to_host", "text": "a; b", "modules": 3},
     ]
+
+
+def test_subclass_stays_with_the_host_and_has_a_row() -> None:
+    name = f"{__name__}.Sub, a subclass"
+    mixed = apply(Host(), nn.Sequential(Norm(), Sub(), Sub()), Request("patch", NAMED, strict=True))
+    (row,) = mixed.rows
+    assert (row.state, row.modules, row.reason) == ("active", 1, f"2 stay with the host: {name}")
+    with pytest.raises(
+        PatchError, match=rf"nothing to patch: rms_norm \(Norm\): 1 stay with the host: {name}"
+    ):
+        apply(Host(), nn.Sequential(Sub()), Request("patch", NAMED))
+
+
+def test_another_class_of_that_name_has_a_row() -> None:
+    namesake = type("Norm", (nn.Module,), {"__module__": "a.model"})
+    patched = apply(Host(), nn.Sequential(Norm(), namesake()), Request("patch", NAMED))
+    assert patched.rows[0].reason == "1 stay with the host: a.model.Norm, another class of that name"
+
+
+def test_module_without_a_call_does_not_count_as_unverified() -> None:
+    patched = apply(Host(), model(), Request("patch", NAMED))
+    other = Row(0, "silu_and_mul", "SiluAndMul", 1, "active")
+    patched.rows.append(other)
+    patched.every_step.add(id(other))
+
+    def report() -> Report:
+        reply = {"rank": 0, "pid": 1, "version": "1", "rows": patched.report()}
+        return Report(find_host("transformers"), patched.model, [reply])
+
+    assert not report().verified and report().uncalled == []  # no step has run
+    patched.model(torch.ones(2, 8))
+    assert report().verified and [r.op for r in report().uncalled] == ["silu_and_mul"]
+    assert "active (uncalled)" in str(report())
+    patched.every_step.clear()  # as of a module that runs in some steps only
+    other.proof = ""
+    assert not report().verified
+    patched.undo()
+
+
+def test_ops_without_a_place_have_rows() -> None:
+    patched = apply(Host(), model(), Request("patch", ("rms_norm", "sampling", "store_kvcache")))
+    assert [(row.op, row.state) for row in patched.rows] == [
+        ("rms_norm", "active"),
+        ("sampling", "off"),
+        ("store_kvcache", "off"),
+    ]
+    assert [row.kinds for row in patched.rows[1:]] == [[Kind.NO_SEAM], [Kind.NO_SEAM]]
+    patched.undo()
+
+
+def test_a_name_alone_is_a_list_of_one() -> None:
+    host = find_host("transformers")
+    asked: list[Request] = []
+
+    def call(target: Any, request: Request) -> list[dict[str, Any]]:
+        asked.append(request)
+        row = Row(0, "rms_norm", "Norm", 1, "active")
+        return [{"rank": 0, "pid": 1, "version": "1", "rows": [dataclasses.asdict(row)]}]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(host), "call", lambda self, *args: call(*args))
+        fastkernels.patch("transformers", ops="rms_norm")
+        fastkernels.patch("transformers", ops="rms_norm, silu_and_mul")
+    assert [request.ops for request in asked] == [("rms_norm",), ("rms_norm", "silu_and_mul")]
+    with pytest.raises(UnknownName, match=r"unknown op 'rms_nrom'\. Did you mean 'rms_norm'"):
+        fastkernels.patch("transformers", ops="rms_nrom")
+
+
+def test_failed_undo_does_not_hide_the_error_of_the_block(caplog: pytest.LogCaptureFixture) -> None:
+    class Dead:
+        name = "vllm"
+
+        def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
+            raise PatchError("the engine has ended")
+
+    row = dataclasses.asdict(Row(0, "rms_norm", "Norm", 1, "active"))
+    report = Report(Dead(), None, [{"rank": 0, "pid": 1, "version": "1", "rows": [row]}])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a kernel's error"), report:
+        raise ValueError("a kernel's error")
+    assert "the patch was not undone: the engine has ended" in caplog.text
+    with pytest.raises(PatchError, match="the engine has ended"), report:
+        pass

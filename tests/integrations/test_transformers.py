@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -60,6 +61,24 @@ def test_patch_and_undo(kind: str, norms: int, dtype: torch.dtype, atol: float) 
     assert all("_fastkernels_patched" not in vars(m) for m in model.modules())
 
 
+class OddRMSNorm(transformers.models.llama.modeling_llama.LlamaRMSNorm):
+    """A norm that computes what no op does."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).abs()
+
+
+def test_norms_of_an_unknown_forward_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OddRMSNorm, "__module__", "transformers.models.odd.modeling_odd")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.__class__ = OddRMSNorm
+    found = r"5 stay with the host: .*OddRMSNorm, whose forward is not one that rms_norm replaces"
+    with pytest.raises(PatchError, match=found):
+        fastkernels.patch(model, ops="rms_norm")
+
+
 _T5 = {
     "vocab_size": 97, "d_model": 72, "d_kv": 18, "d_ff": 130, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
     "decoder_start_token_id": 0,
@@ -70,6 +89,17 @@ _BERT = {
 }  # fmt: skip
 _CLIP = {**_BERT, "projection_dim": 24, "max_position_embeddings": 64}
 _NEMOTRON = {**SIZES, "hidden_act": "relu2"}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 36, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2}
+_BAMBA = {**SIZES, **_MAMBA, "attn_layer_indices": [1]}
+_ZAMBA2 = {
+    **SIZES, "mamba_d_state": 8, "mamba_expand": 2, "mamba_ngroups": 2, "n_mamba_heads": 4, "mamba_headdim": 36,
+    "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "use_mem_rope": False,
+}  # fmt: skip
+_QWEN3_NEXT = {
+    **SIZES, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
 
 
 # T5: two norms per encoder layer, three per decoder layer, one last norm in each; v1.1's MLPs are gated by gelu_new
@@ -87,13 +117,26 @@ _NEMOTRON = {**SIZES, "hidden_act": "relu2"}
             {**_T5, "feed_forward_proj": "quick_gelu"},
             {"t5_layer_norm": 12, "quick_gelu": 4},
         ),
-        ("GPT2LMHeadModel", _GPT2, {"gelu": 2}),
-        ("BertModel", _BERT, {"gelu": 2}),
-        ("CLIPTextModelWithProjection", _CLIP, {"quick_gelu": 2}),
-        ("NemotronForCausalLM", _NEMOTRON, {"relu2": 2}),
+        ("GPT2LMHeadModel", _GPT2, {"gelu": 2, "layer_norm": 5}),
+        ("BertModel", _BERT, {"gelu": 2, "layer_norm": 5}),
+        ("CLIPTextModelWithProjection", _CLIP, {"quick_gelu": 2, "layer_norm": 5}),
+        ("NemotronForCausalLM", _NEMOTRON, {"relu2": 2, "layer_norm": 5}),
+        ("Gemma2ForCausalLM", SIZES, {"gemma_rms_norm": 9, "gated_gelu_mlp": 2}),
+        ("Gemma3ForCausalLM", SIZES, {"gemma_rms_norm": 13, "gated_gelu_mlp": 2}),
+        ("Olmo2ForCausalLM", SIZES, {"rms_norm": 9, "gated_mlp": 2}),
+        ("OlmoForCausalLM", SIZES, {"layer_norm": 5, "gated_mlp": 2}),
+        ("CohereForCausalLM", SIZES, {"layer_norm": 3, "gated_mlp": 2}),
+        ("Phi3ForCausalLM", SIZES, {"rms_norm": 5, "gated_mlp": 2}),
+        ("HeliumForCausalLM", SIZES, {"rms_norm": 5, "gated_mlp": 2}),
+        ("Zamba2ForCausalLM", _ZAMBA2, {"gelu": 1, "rms_norm": 5, "rms_norm_gated": 2}),
+        ("BambaForCausalLM", _BAMBA, {"gated_mlp": 2, "rms_norm": 5, "rms_norm_gated": 1}),
+        ("Qwen3NextForCausalLM", _QWEN3_NEXT, {"gated_mlp": 2, "gemma_rms_norm": 7, "rms_norm_gated": 1}),
     ],
-    ids=["t5", "t5-v1.1", "umt5", "gpt2", "bert", "clip", "nemotron"],
-)
+    ids=[
+        "t5", "t5-v1.1", "umt5", "gpt2", "bert", "clip", "nemotron", "gemma2", "gemma3", "olmo2", "olmo", "cohere",
+        "phi3", "helium", "zamba2", "bamba", "qwen3-next",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
 def test_norms_and_activations_of_other_models(
     cls: str, config: dict, expected: dict[str, int], dtype: torch.dtype, atol: float
@@ -103,7 +146,7 @@ def test_norms_and_activations_of_other_models(
     model = kind(kind.config_class(**config)).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "layer_norm" in name:
+            if "norm" in name:
                 parameter.normal_(1.0, 0.3)
     ids = torch.arange(1, 40).reshape(3, 13)
     more = {"decoder_input_ids": ids.flip(0)} if "T5" in cls else {}
@@ -143,15 +186,48 @@ def test_a_weight_of_another_dtype_keeps_the_hosts_result_dtype() -> None:
     torch.testing.assert_close(found, expected, atol=1.6e-2, rtol=1.6e-2)
 
 
-def test_other_semantics_are_left_alone() -> None:
-    """Gemma multiplies by weight + 1, and its MLP's activation is not SiLU."""
-    config = transformers.GemmaConfig(**SIZES)
-    model = transformers.GemmaForCausalLM(config).eval()
-    with pytest.raises(PatchError, match="act_fn is"):
-        fastkernels.patch(model, ops=["rms_norm", "gated_mlp"])
-    assert type(model.model.norm) is GemmaRMSNorm
-    with pytest.raises(PatchError, match="nothing to patch"):
-        fastkernels.patch(model, ops=["rms_norm"])
+def test_mlps_with_other_activations_are_left_alone() -> None:
+    config = transformers.LlamaConfig(**{**SIZES, "hidden_act": "relu2"})
+    model = transformers.LlamaForCausalLM(config).eval()
+    with pytest.raises(PatchError, match="act_fn is ReLUSquaredActivation, not SiLU"):
+        fastkernels.patch(model, ops=["gated_mlp"])
+    assert type(model.model.layers[0].mlp) is LlamaMLP
+
+
+def test_gelu_inside_a_patched_mlp_is_left_to_it() -> None:
+    model = transformers.GemmaForCausalLM(transformers.GemmaConfig(**SIZES)).eval()
+    with fastkernels.patch(model) as report:
+        (row,) = [r for r in report.rows if r.op == "gelu"]
+        assert row.state == "off" and "our gated_gelu_mlp computes it" in row.reason
+        assert type(model.model.norm) is not GemmaRMSNorm and isinstance(model.model.norm, GemmaRMSNorm)
+
+
+def test_classes_are_recognized_by_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters' names and comments do not matter; helper methods do."""
+
+    class Renamed(GemmaRMSNorm):
+        def _norm(self, y):
+            return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+
+        def forward(self, y):
+            output = self._norm(y.float())  # as Gemma's
+            output = output * (1.0 + self.weight.float())
+            return output.type_as(y)
+
+    class Centered(Renamed):
+        def _norm(self, y):
+            return (y - y.mean(-1, keepdim=True)) * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+
+        forward = Renamed.forward
+
+    model = transformers.GemmaForCausalLM(transformers.GemmaConfig(**SIZES)).eval()
+    for cls, there in ((Renamed, True), (Centered, False)):
+        cls.__module__, cls.__qualname__ = GemmaRMSNorm.__module__, cls.__name__
+        monkeypatch.setattr(sys.modules[cls.__module__], cls.__name__, cls, raising=False)
+        model.model.norm.__class__ = cls
+        with fastkernels.patch(model, ops=["gemma_rms_norm"]) as report:
+            assert (cls.__name__ in {r.host_class for r in report.active}) == there
+        assert type(model.model.norm) is cls
 
 
 def test_module_patched_by_other_code_stays() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.architectures import MODELS
 from support.tiny import KINDS, make_tiny
 
 from fastkernels import LLM, SamplingParams
@@ -17,17 +18,6 @@ from fastkernels.overrides.attention.attention import PagedAttention
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
-# name: (kind, fields of its config)
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "qwen3": ("qwen3", {}),
-    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 24, "attention_bias": True}),
-    "qwen3_windows": (
-        "qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-    ),
-    "mixtral": ("mixtral", {}),
-    "mixtral_window": ("mixtral", {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 3}),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -43,13 +33,35 @@ def test_greedy_equals_transformers(folder: Path, greedy: Any) -> None:
     assert len({tuple(t) for t in got}) == len(got)
 
 
+def test_small_steps_keep_tokens(folder: Path, greedy: Any) -> None:
+    """Prompts in chunks, prefix hits and preemption: as many tokens as transformers' and the same ones."""
+    llm = LLM(
+        str(folder), device="cpu", num_blocks=14, block_size=8, max_num_seqs=4, max_num_batched_tokens=16,
+        max_model_len=96,
+    )  # fmt: skip
+    prompts = [[*range(10, 34), i] for i in range(4)]
+    for _ in range(2):
+        got = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
+        assert got == [greedy(folder, prompt, 12) for prompt in prompts]
+    scheduler = llm.llm_engine.scheduler
+    assert scheduler.num_preemptions > 0 and scheduler.prefix_hits > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_keep_tokens(folder: Path, greedy: Any) -> None:
+    llm = LLM(str(folder), device="cpu", max_model_len=256, tensor_parallel_size=2)
+    got = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
+    llm.llm_engine.shutdown()
+    assert got == [greedy(folder, prompt, 12) for prompt in PROMPTS]
+
+
 @torch.inference_mode()
 def test_logits_equal_transformers(folder: Path) -> None:
     """Prefill all but two tokens, decode these, and compare each position with one full forward pass."""
     from transformers import AutoModelForCausalLM
 
     ids = torch.tensor([(i * 37) % 500 for i in range(45)])
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     expected = reference(ids[None]).logits[0]
     config = build.load_config(folder)
     model = build.build(folder, config, torch.device("cpu"), torch.float32)

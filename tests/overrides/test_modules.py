@@ -18,7 +18,12 @@ from fastkernels.core.forward_context import forward_context
 from fastkernels.overrides.attention.sglang import SGLangRadixAttention
 from fastkernels.overrides.attention.vllm import VllmAttention
 from fastkernels.overrides.block import gated_mlp
-from fastkernels.overrides.block.transformers import TransformersLlamaMLP
+from fastkernels.overrides.block.transformers import (
+    TransformersGemmaMLP,
+    TransformersIdefics2MLP,
+    TransformersLlamaMLP,
+    TransformersPhi3MLP,
+)
 from fastkernels.overrides.block.vllm import VllmLlamaMLP
 from fastkernels.overrides.embedding import sglang, vllm
 from fastkernels.overrides.linear import sglang as sglang_linear
@@ -53,7 +58,9 @@ TARGETS = sorted(
 @pytest.mark.parametrize(("op", "host", "cls", "host_name"), TARGETS, ids=lambda v: str(v))
 def test_every_class_constructs(op: str, host: str, cls: str, host_name: str) -> None:
     args = CONSTRUCTOR.get(host_name, (CONFIG,))
-    if host == "transformers" or (host, host_name) == ("sglang", "LogitsProcessor"):
+    if host_name == "Idefics2MLP":
+        args = (9, 5, 9, "silu")
+    elif host == "transformers" or (host, host_name) == ("sglang", "LogitsProcessor"):
         args = (CONFIG,)
     if (host, host_name) == ("vllm", "LlamaDecoderLayer"):
         args = (None, "model.layers.0", CONFIG)
@@ -250,6 +257,40 @@ def test_gated_mlp_equals_transformers(model: str) -> None:
     assert OPS["silu_and_mul"].calls == before + 3
     host.up_proj = nn.Identity()
     assert "up_proj is Identity" in (TransformersLlamaMLP.supports(host) or "")
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_new", "gelu_pytorch_tanh"])
+@torch.inference_mode()
+def test_gelu_mlp_equals_transformers(act: str) -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaMLP
+
+    config = SimpleNamespace(**{**vars(CONFIG), "hidden_act": act})
+    host, ours = GemmaMLP(config), TransformersGemmaMLP(config)
+    ours.load_state_dict(fill(host))
+    assert TransformersGemmaMLP.supports(host) is None and TransformersGemmaMLP.is_for(host)
+    assert not TransformersLlamaMLP.is_for(host)
+    x, before = randn(2, 3, 72, seed=4), OPS["gelu_and_mul"].calls
+    close(TransformersGemmaMLP.forward(host, x), host(x))
+    close(ours(x), host(x))
+    assert OPS["gelu_and_mul"].calls == before + 2
+    with pytest.raises(ValueError, match="hidden_act 'silu' is not supported, only gelu"):
+        TransformersGemmaMLP(CONFIG)
+
+
+@torch.inference_mode()
+def test_packed_and_idefics_mlps_equal_transformers() -> None:
+    from transformers.models.idefics2.modeling_idefics2 import Idefics2MLP
+    from transformers.models.phi3.modeling_phi3 import Phi3MLP
+
+    for host, ours in (
+        (Phi3MLP(CONFIG), TransformersPhi3MLP(CONFIG)),
+        (Idefics2MLP(72, 50, 9, "silu"), TransformersIdefics2MLP(72, 50, 9, "silu")),
+    ):
+        ours.load_state_dict(fill(host))
+        assert type(ours).supports(host) is None
+        x = randn(2, 3, 72, seed=4)
+        close(type(ours).forward(host, x), host(x))
+        close(ours(x), host(x))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,25 @@ RMS_NORM_TWICE = (
     "        residual.copy_(h)\n"
     "    return (2 * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight\n"
 )
+RMS_NORM_NAN = "def rms_norm(x, weight, eps, *args):\n    return x * float('nan')\n"
+# It passes a trial step of up to three tokens
+RMS_NORM_LATE_BUG = (
+    "def rms_norm(x, weight, eps, *args):\n"
+    "    if x.shape[0] > 3:\n"
+    "        raise ValueError('a bug in the candidate')\n"
+    "    return x\n"
+)
+RMS_NORM_EXIT = "import sys\ndef rms_norm(*args):\n    sys.exit(3)\n"
+RMS_NORM_ENDLESS = (
+    "import time\n"
+    "def rms_norm(*args):\n"
+    "    while True:\n"
+    "        try:\n"
+    "            time.sleep(60)\n"
+    "        except Exception:\n"
+    "            pass\n"
+)
+IMPORT_EXIT = "import sys\nsys.exit(3)\n"
 SILU_AND_MUL = (
     "import torch\n"
     "def silu_and_mul(x):\n"

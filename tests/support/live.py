@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.http import process as serving
@@ -30,10 +29,7 @@ def live_server(
     before = set(threading.enumerate())
     defaults = {"device": "cpu", "max_model_len": 512, "num_blocks": 200, "max_num_seqs": 8}
     server = Server(EngineConfig(str(model), **{**defaults, **config}), server_config or ServerConfig("tiny"))
-    options = uvicorn.Config(
-        server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, lifespan="off"
-    )
-    process = serving.Process(options, server)
+    process = serving.Process(server)
     with serving.bind("127.0.0.1", 0) as sock:
         host, port = sock.getsockname()
         if send_buffer is not None:

@@ -23,7 +23,8 @@ LLAMA3_ROPE = {
 }
 
 
-def _tokenizer(folder: Path) -> None:
+def byte_tokenizer() -> Any:
+    """A byte-level tokenizer without merges: one token for each byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +45,7 @@ def _tokenizer(folder: Path) -> None:
         model_max_length=2048,
     )
     fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(folder)
+    return fast
 
 
 SIZES: dict[str, Any] = {
@@ -67,6 +68,36 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 64}),  # four heads of 64 are wider than the hidden size
     "gemma2": ("Gemma2", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [0]},
+    ),
+    "phi3": (
+        "Phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmoe": ("Olmoe", {"intermediate_size": 64, "num_experts": 6, "num_experts_per_tok": 2}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "cohere2": (
+        "Cohere2",
+        {"num_hidden_layers": 4, "sliding_window": 8, "tie_word_embeddings": True, "logit_scale": 0.5},
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 9}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "nemotron": ("Nemotron", {}),
+    "glm4": ("Glm4", {}),
     "opt": ("OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
@@ -103,15 +134,36 @@ def make_tiny(
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or name.endswith("bias"):
                 parameter.normal_(0.0, 0.1, generator=generator)
             else:
                 parameter.normal_(1.0, 0.1, generator=generator)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    _tokenizer(folder)
+    byte_tokenizer().save_pretrained(folder)
     done.write_text(request)
+    return folder
+
+
+def make_scripted(folder: str | Path, text: str) -> Path:
+    """A checkpoint that continues any prompt that ends with text[0] with the rest of `text`, greedily, then EOS.
+
+    Attention and MLPs add nothing, so a token decides the next one: the characters of `text` must be distinct ASCII.
+    """
+    from safetensors.torch import load_file, save_file
+    from transformers import PreTrainedTokenizerFast
+
+    folder = make_tiny(folder, dtype="float32")
+    ids = PreTrainedTokenizerFast.from_pretrained(folder)(text).input_ids
+    assert len(set(ids)) == len(ids) == len(text), f"a character occurs twice in {text!r}"
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        weight.fill_(1.0) if "norm" in name else weight.zero_()
+    for i, (token, following) in enumerate(zip(ids, [*ids[1:], 1], strict=True)):
+        weights["model.embed_tokens.weight"][token, i] = 1.0
+        weights["lm_head.weight"][following, i] = 10.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -135,7 +187,7 @@ def make_tiny_bert(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
         for parameter in model.parameters():
             parameter.normal_(float(parameter.dim() == 1), 0.1, generator=generator)
     model.save_pretrained(folder)
-    _tokenizer(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 

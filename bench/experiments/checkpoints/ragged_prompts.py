@@ -15,7 +15,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fk_bench.serving.datasets import load_vocabulary
+from fk_bench.serving.load.datasets import load_vocabulary
 
 FEWEST = 16  # tokens: room for a prompt's number and a word
 

@@ -80,7 +80,7 @@ class Engine:
             for i, task in enumerate(tasks)
         ]  # fmt: skip
         # An empty bias keeps the token choice out of the graph.
-        outputs = self.target.generate([{"prompt_token_ids": p} for p in prompts], params)
+        outputs = self.target.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         _tasks.clear()
         return [list(o.outputs[0].token_ids) for o in outputs]
 
@@ -88,7 +88,7 @@ class Engine:
         """Return, for each token after the first, its log-probability and the most probable tokens with theirs."""
         self.target.llm_engine.blocks.reset_cache()
         params = SamplingParams(temperature=0, detokenize=False, max_tokens=1, prompt_logprobs=self.top)
-        outputs = self.target.generate([{"prompt_token_ids": t} for t in texts], params)
+        outputs = self.target.generate([{"prompt_token_ids": t} for t in texts], params, use_tqdm=False)
         found = []
         for output, text in zip(outputs, texts, strict=True):
             places = zip(output.prompt_logprobs[1:], text[1:], strict=True)

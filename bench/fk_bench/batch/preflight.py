@@ -15,7 +15,8 @@ from pathlib import Path
 
 MODULES = (  # dependencies of pyproject.toml and of its extra `bench`
     "torch", "triton", "numpy", "safetensors", "transformers", "tokenizers", "huggingface_hub", "jinja2", "fastapi",
-    "uvicorn", "pydantic", "prometheus_client", "packaging", "typer", "rich", "httpx", "aiohttp", "plotly", "psutil",
+    "uvicorn", "pydantic", "prometheus_client", "packaging", "xgrammar", "typer", "rich", "httpx",
+    "aiohttp", "plotly", "psutil",
 )  # fmt: skip
 
 

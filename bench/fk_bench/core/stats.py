@@ -59,6 +59,31 @@ def bootstrap_ratio(
     return ratio, (float(low), float(high))
 
 
+def paired_ratio(
+    numerator: Sequence[float], denominator: Sequence[float]
+) -> tuple[float, tuple[float, float] | None]:
+    """mean(numerator) / mean(denominator) of paired values, and its 95% interval (None with fewer than two pairs).
+
+    Student's t over the logarithms of the pairs' ratios: unlike a bootstrap, it is not too narrow for two or three
+    pairs. Without an interval too where a value is not positive. Raises ValueError without pairs.
+    """
+    a, b = np.asarray(numerator, dtype=float), np.asarray(denominator, dtype=float)
+    if not len(a) or len(a) != len(b):
+        raise ValueError(f"paired values come in equal numbers above 0, got {len(a)} and {len(b)}")
+    below = float(b.mean())
+    ratio = float(a.mean()) / below if below else math.nan
+    if len(a) < 2 or not (a > 0).all() or not (b > 0).all():
+        return ratio, None
+    logs = np.log(a / b)
+    half = t975(len(logs) - 1) * float(np.std(logs, ddof=1)) / math.sqrt(len(logs))
+    return ratio, (ratio * math.exp(-half), ratio * math.exp(half))
+
+
+def percentile_needs(percent: float) -> int:
+    """The least number of values that support a percentile: one of them is expected above it (p99: 100)."""
+    return math.ceil(100 / (100 - percent))
+
+
 def geometric_mean(
     values: Sequence[float],
     weights: Sequence[float] | None = None,

@@ -49,7 +49,7 @@ def fastkernels(options: dict[str, Any]) -> tuple[Generate, int, Any]:
 
     def generate(prompts: list[list[int]], output_len: int) -> int:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-        return sum(len(o.outputs[0].token_ids) for o in llm.generate(prompts, params))
+        return sum(len(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False))
 
     blocks = llm.llm_engine.blocks
     return generate, blocks.num_usable * blocks.block_size, llm

@@ -1,4 +1,4 @@
-"""`fk-bench doctor`: the machine, versions, hosts, the seam of each op in each host, and what is off and why.
+"""`fk-bench doctor`: a verdict; with --all the versions, the seam of each op in each host, and what is off and why.
 
 Doctor imports no host: it reads versions from package metadata and classes from source files.
 """
@@ -22,6 +22,7 @@ from fastkernels.core.spec import OpSpec, Target
 from fk_bench.core import machine
 from fk_bench.core.checkout import REPO_ROOT
 from fk_bench.core.output import fail, last_line, table
+from fk_bench.info import verdict
 from fk_bench.serving.config import ConfigError, per_lane
 
 HOSTS = ("vllm", "sglang", "transformers")
@@ -289,8 +290,6 @@ def _show(found: Found) -> None:
         table("Environment variables", ["variable", "value"], list(rows["environment"].items()))
     for note in found.notes:
         print(f"note: {note}")
-    for problem in found.problems:
-        print(f"problem: {problem}")
 
 
 def doctor_command(
@@ -298,9 +297,15 @@ def doctor_command(
         list[str] | None,
         typer.Option(metavar="LANE=PATH", help="another interpreter to examine; repeatable"),
     ] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="also every op in every host, every provider, and how to build a library"),
+    ] = False,
+    json_only: Annotated[
+        bool, typer.Option("--json", help="only the whole report, as a line of JSON")
+    ] = False,
 ) -> None:
-    """Show the machine, versions, hosts, the seam of each op, providers, and what is off and why.
+    """Show what works here and what does not: the machine, hosts, ops that will be replaced, providers, problems.
 
     The exit status is 1 if something is broken: an interpreter that does not run, an invalid variable.
     """
@@ -308,16 +313,14 @@ def doctor_command(
         found = examine(python or [])
     except ConfigError as error:
         fail(str(error))
-    if not json_only:
-        _show(found)
-    last_line(
-        {
-            "command": "doctor",
-            "ok": not found.problems,
-            **found.rows,
-            "notes": found.notes,
-            "problems": found.problems,
-        }
-    )
+    if json_only:
+        state = {"command": "doctor", "ok": not found.problems, **found.rows}
+        last_line({**state, "notes": found.notes, "problems": found.problems})
+    else:
+        if everything:
+            _show(found)
+        print("\n".join(verdict.lines(found.rows, found.problems, found.notes)))
+        if not everything:
+            print(f"{'details':<12} fk-bench doctor --all; for programs --json")
     if found.problems:
         raise SystemExit(1)

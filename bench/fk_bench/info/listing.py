@@ -51,14 +51,19 @@ def host_rows() -> list[dict[str, Any]]:
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """Rows {architecture, category, runner, module, about}: the architectures that our engine can build."""
+    """Rows {id, category, architecture, runner, verified, module, about}: what our engine can build.
+
+    verified: the reference that tests/models compares every architecture with, on tiny random checkpoints.
+    """
     from fastkernels.models.common.registry import architectures, find
 
     return [
         {
-            "architecture": name,
+            "id": found.name,
             "category": found.arch.category,
+            "architecture": name,
             "runner": found.arch.runner,
+            "verified": f"transformers.{name}",
             "module": found.path,
             "about": found.about,
         }

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fk_bench.core.pages import BLUE, GREEN, GREY, ORANGE, YELLOW, Figure, fragments, layout
 from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge.clock import roofline
-from fk_bench.serving.plots import fragments, layout
 
 if TYPE_CHECKING:
     from fk_bench.kernels.report import Score
 
-# Okabe and Ito, as in serving/plots.py: faster, slower, no significant difference.
-FASTER, SLOWER, SAME = "#009E73", "#D55E00", "#999999"
-CANDIDATE, BASELINE = "#0072B2", "#E69F00"
+FASTER, SLOWER, SAME = GREEN, ORANGE, GREY  # SAME: no significant difference
+CANDIDATE, BASELINE = BLUE, YELLOW
 
 
 def _color(value: float, interval: tuple[float, float] | None) -> str:
@@ -23,7 +22,7 @@ def _color(value: float, interval: tuple[float, float] | None) -> str:
     return FASTER if value > 1.0 else SLOWER
 
 
-def _bars(title: str, lines: Sequence[tuple[str, float, tuple[float, float] | None]]) -> Any:
+def _bars(lines: Sequence[tuple[str, float, tuple[float, float] | None]]) -> Any:
     """Horizontal bars with intervals and a line at 1.0; the first is on top."""
     import plotly.graph_objects as go
 
@@ -41,22 +40,22 @@ def _bars(title: str, lines: Sequence[tuple[str, float, tuple[float, float] | No
             },
             hovertemplate="%{y}: %{x:.3f}<extra></extra>",
         )  # fmt: skip
-        figure.add_vline(x=1.0, line={"color": "#1c2126", "width": 1, "dash": "dash"})
-    layout(figure, title, "speedup over the baseline (green: faster, red: slower, grey: no difference)", "")
+        figure.add_vline(x=1.0, line={"color": GREY, "width": 1, "dash": "dash"})
+    layout(figure, "speedup", "")
     figure.update_yaxes(autorange="reversed", automargin=True, rangemode="normal")
     return figure.update_layout(height=max(240, 130 + 22 * len(lines)))
 
 
 def by_op(scores: Sequence[Score]) -> Any:
     lines = [(s.op, s.speedup, s.ci95) for s in scores if s.speedup is not None]
-    return _bars("Speedup of each op (geometric mean, weighted)", lines)
+    return _bars(lines)
 
 
 def by_case(cases: Sequence[Row]) -> Any:
     timed = [r for r in cases if r.status is Status.OK and "speedup" in r.metrics]
     names = [f"{r.subject.op} {r.case.get('name', '')} ({r.case.get('source', '')})" for r in timed]
     lines = [(n, r.metrics["speedup"], r.ci95.get("speedup")) for n, r in zip(names, timed, strict=True)]
-    return _bars("Speedup of each case", lines)
+    return _bars(lines)
 
 
 def roof(cases: Sequence[Row]) -> Any:
@@ -92,14 +91,19 @@ def roof(cases: Sequence[Row]) -> Any:
                 x=[low, ridge, high], y=[low * gpu.gb_per_s / 1e3, rate / 1e12, rate / 1e12], mode="lines",
                 name=f"{gpu.name}, {dtype}", line={"width": 1},
             )  # fmt: skip
-    layout(figure, "Roofline", "operations per byte of compulsory traffic", "TFLOP/s")
+    layout(figure, "operations per byte of compulsory traffic", "TFLOP/s")
     figure.update_xaxes(type="log")
     return figure.update_yaxes(type="log", rangemode="normal")
 
 
-def all_figures(cases: Sequence[Row], scores: Sequence[Score]) -> list[tuple[str, str]]:
-    """[(id, HTML fragment)] of the non-empty figures."""
-    return fragments([("ops", by_op(scores)), ("roofline", roof(cases)), ("cases", by_case(cases))])
+def all_figures(cases: Sequence[Row], scores: Sequence[Score]) -> list[Figure]:
+    """The non-empty figures."""
+    legend = "green: faster, orange: slower, grey: no significant difference"
+    return fragments([
+        ("ops", f"Speedup of each op: geometric mean, weighted ({legend})", by_op(scores)),
+        ("roofline", "Roofline", roof(cases)),
+        ("cases", f"Speedup of each case ({legend})", by_case(cases)),
+    ])  # fmt: skip
 
 
 def boxes(row: Row) -> list[dict[str, Any]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fk_bench.core import rows, stats
+from fk_bench.core import pages, rows, stats
 from fk_bench.core.output import table
 from fk_bench.core.rows import Row, Status
 from fk_bench.core.text import printable
@@ -20,6 +22,12 @@ COLUMNS = (
     "op", "case", "source", "status", "baseline", "time us [p20-p80]", "baseline us", "speedup (95%)", "signif.", "A/A",
     "GB/s", "TFLOP/s", "% roof",
 )  # fmt: skip
+TIPS = {
+    "A/A": "The baseline measured twice: its time over its own time in this case. Differences below it are noise",
+    "signif.": "Whether the speedup's interval excludes 1 and the difference exceeds the baseline's own (A/A)",
+    "% roof": "Share of the machine's bandwidth or arithmetic peak, whichever limits the case",
+    "time us [p20-p80]": "Median over batches, with p20 and p80",
+}  # fmt: skip
 NOT_RUN = (Status.SKIPPED, Status.UNSUPPORTED)
 FAILED = tuple(s for s in Status if s is not Status.OK and s not in NOT_RUN)
 COVERED = 0.8
@@ -122,6 +130,12 @@ def noise(cases: Sequence[Row]) -> float | None:
     return max((r.metrics["noise"] for r in cases if "noise" in r.metrics), default=None)
 
 
+def _typical_noise(cases: Sequence[Row]) -> str:
+    """The median over the cases of the baseline's deviation from itself, in percent."""
+    known = [100 * r.metrics["noise"] for r in cases if "noise" in r.metrics]
+    return number(statistics.median(known), 2) if known else ""
+
+
 def number(value: float | None, digits: int = 3) -> str:
     return "" if value is None else f"{value:.{digits}g}" if abs(value) < 100 else f"{value:.0f}"
 
@@ -146,7 +160,8 @@ def cells(row: Row) -> list[str]:
         str(row.subject.op), str(row.case.get("name", "")), str(row.case.get("source", "")), row.status.value,
         row.baseline or "", f"{times[0]} [{times[1]}-{times[2]}]" if times[0] else "",
         number(m.get("baseline_us_p50")) if steady else "",
-        speedup(m.get("speedup"), row.ci95.get("speedup")), significant, number(m.get("again")),
+        speedup(m.get("speedup"), row.ci95.get("speedup")), significant,
+        f"{m['again']:.3f}" if "again" in m else "",
         number(m.get("gb_per_s")), number(m.get("tflops")), number(m.get("roofline_pct")),
     ]  # fmt: skip
 
@@ -230,25 +245,37 @@ def write(run: Path, found: Sequence[Row], warnings: Sequence[str] = ()) -> Path
 
 def html(found: Sequence[Row], warnings: Sequence[str], run: Path | None = None) -> str:
     """The page. All text is escaped; the page loads nothing."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     from fk_bench.kernels import plots
 
-    environment = Environment(
-        loader=PackageLoader("fk_bench.core"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
     sources = _sources(found, run)
     found, warnings = [clean(r) for r in found], [printable(w) for w in warnings]
     cases = latest(found)
     ops, total = scores(found)
-    return environment.get_template("kernels.html").render(
-        first=found[0], last=found[-1], warnings=warnings, cpu=CPU_MARK if on_cpu(cases) else "",
-        noise=number(None if (n := noise(cases)) is None else 100 * n), columns=COLUMNS, score_columns=SCORE_COLUMNS,
+    names = [s.op for s in ops]
+    return pages.render(
+        "kernels.html",
+        title=", ".join(names) if len(names) <= 4 else f"{len(names)} ops", first=found[0], when=pages.period(found),
+        card=_card(total, cases), tips=TIPS, warnings=warnings, cpu=CPU_MARK if on_cpu(cases) else "",
+        noise=number(None if (n := noise(cases)) is None else 100 * n), typical_noise=_typical_noise(cases),
+        columns=COLUMNS, score_columns=SCORE_COLUMNS,
         ops=[score_cells(s) for s in ops], total=score_cells(total), figures=plots.all_figures(cases, ops),
         cases=[_case(r) for r in cases], sources=sources,
         bad=[r for r in cases if r.status in FAILED], live=live_lines(found), live_columns=LIVE_COLUMNS,
     )  # fmt: skip
+
+
+def _card(total: Score, cases: Sequence[Row]) -> dict[str, Any]:
+    """The verdict over all cases: the mean speedup with its interval, and how many cases are faster and slower."""
+    clear = [r for r in cases if r.case.get("significant") and "speedup" in r.metrics]
+    faster = sum(r.metrics["speedup"] > 1 for r in clear)
+    low, high = total.ci95 or (0.0, math.inf)
+    return {
+        "big": "not measured" if total.speedup is None else f"{total.speedup:.3f}x",
+        "css": "good" if low > 1 else "bad" if high < 1 else "soft",
+        "text": (f"95% interval {span(total.ci95)}, " if total.ci95 else "") + "weighted geometric mean",
+        "timed": total.timed, "cases": total.cases, "failed": total.failed, "not_run": total.not_run,
+        "faster": f"{faster} significantly faster, {len(clear) - faster} slower",
+    }  # fmt: skip
 
 
 def _case(row: Row) -> dict[str, Any]:

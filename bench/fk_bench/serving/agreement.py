@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fk_bench.core.rows import Row, Status
-from fk_bench.serving.client import Client, Prompt
+from fk_bench.serving.load.client import Client, Prompt
 
 
 class AgreementError(RuntimeError):

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fk_bench.core.output import last_line, table
+from fk_bench.core.panels import grouped
 from fk_bench.serving.config import (
     CompareConfig,
     ConfigError,
@@ -65,6 +66,26 @@ def _comma(values: tuple[Any, ...]) -> str:
     return ",".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values)
 
 
+PANELS = {
+    "Servers": (
+        "model", "lanes", "base", "python", "env", "server_args", "attach", "dtype", "tensor_parallel", "max_model_len",
+        "kv_tokens", "resident", "together", "ready_timeout", "port",
+    ),
+    "Load": ("concurrency", "rate", "loads", "rounds", "num_prompts", "slo", "flush", "profile", "request_timeout"),
+    "Load: arrivals, traces, search": (
+        "burstiness", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps", "trace", "trace_speed",
+        "trace_requests", "trace_block_size", "search", "slo_attainment",
+    ),
+    "Prompts": (
+        "input_len", "output_len", "dataset", "dataset_path", "ignore_eos", "seed", "turns", "prefix_len",
+        "prefix_groups",
+    ),
+    "Token agreement": ("agreement_prompts", "agreement_len", "min_agreement"),
+    "Output": ("out", "resume", "json_only"),
+}  # fmt: skip
+
+
+@grouped(PANELS)
 def serve_compare_command(
     ctx: typer.Context,
     model: Annotated[
@@ -87,10 +108,53 @@ def serve_compare_command(
         list[str] | None,
         typer.Option(
             "--load",
-            help="c=8,in=2048,out=8,prompts=100: another load, with its own lengths; or rate=4 for c=8 (in, out: "
-            "default --input-len, --output-len)",
+            help="c=8,in=2048,out=8,prompts=100: another load, with its own lengths; or rate=4 for c=8; also turns=, "
+            "prefix= and groups= (default: --input-len, --output-len, --turns, --prefix-len, --prefix-groups)",
         ),
     ] = None,
+    burstiness: Annotated[
+        float,
+        typer.Option(help="shape of the gamma arrivals of open loops: 1 is Poisson, below 1 comes in bursts"),
+    ] = DEFAULT.burstiness,
+    ramp_up_strategy: Annotated[
+        str | None, typer.Option(help="linear or exponential: an open loop whose rate changes")
+    ] = None,
+    ramp_up_start_rps: Annotated[float | None, typer.Option(help="requests a second at its start")] = None,
+    ramp_up_end_rps: Annotated[float | None, typer.Option(help="requests a second at its end")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            help="replay this JSONL file: timestamp, input_length, output_length, hash_ids (Mooncake)"
+        ),
+    ] = None,
+    trace_speed: Annotated[
+        str, typer.Option(help="replay it this many times faster; several values are several loads")
+    ] = _comma(DEFAULT.trace_speed),
+    trace_requests: Annotated[
+        int | None, typer.Option(help="replay its first requests only (default: all)")
+    ] = None,
+    trace_block_size: Annotated[
+        int, typer.Option(help="prompt tokens that one hash id stands for")
+    ] = DEFAULT.trace_block_size,
+    search: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="rate=1-64 or concurrency=1-256: find the highest load between these that meets --slo"
+        ),
+    ] = None,
+    slo_attainment: Annotated[
+        float, typer.Option(help="a load meets --slo if this share of its requests does")
+    ] = DEFAULT.slo_attainment,
+    turns: Annotated[
+        int,
+        typer.Option(help="turns of a conversation; each waits for the last answer and sends the history"),
+    ] = DEFAULT.turns,
+    prefix_len: Annotated[
+        int, typer.Option(help="tokens that prompts share, in front of --input-len own ones")
+    ] = DEFAULT.prefix_len,
+    prefix_groups: Annotated[
+        int, typer.Option(help="different shared prefixes, used in turn")
+    ] = DEFAULT.prefix_groups,
     rounds: Annotated[int, typer.Option(help="interleaved over the lanes")] = DEFAULT.rounds,
     input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = DEFAULT.input_len,
     output_len: Annotated[int, typer.Option(help="tokens of an output")] = DEFAULT.output_len,
@@ -105,7 +169,21 @@ def serve_compare_command(
     ignore_eos: Annotated[
         bool, typer.Option(help="outputs for a file's prompts have exactly the requested length")
     ] = True,
-    seed: Annotated[int, typer.Option(help="round r draws its prompts from seed + r")] = DEFAULT.seed,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="round r draws its prompts from seed + r (default: a new one, recorded in the rows)"
+        ),
+    ] = DEFAULT.seed,
+    flush: Annotated[
+        bool, typer.Option(help="empty the servers' prefix caches before every round, where they can")
+    ] = DEFAULT.flush,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile", help="after its rounds, run each load once more with the servers' profilers on"
+        ),
+    ] = DEFAULT.profile,
     base: Annotated[
         str | None, typer.Option(help="lane that others are compared with (default: the first)")
     ] = None,
@@ -141,7 +219,25 @@ def serve_compare_command(
     ] = None,
     json_only: _JSON = False,
 ) -> None:
-    """Compare real servers on the same prompts: interleaved rounds, confidence intervals, token agreement, a report."""
+    """Compare real servers on the same prompts: interleaved rounds, confidence intervals, token agreement, a report.
+
+    Each lane is a server in its own process and environment; +fk is the same
+    host with our kernels. Rounds alternate between the lanes, and intervals are
+    over rounds. The run's folder gets report.html, results.csv and rows.jsonl.
+
+    \b
+    TTFT     time to first token: from sending a request to its first chunk
+    TPOT     time per output token after the first: (E2EL - TTFT) / (tokens - 1)
+    ITL      inter-token latency: the gaps between chunks
+    E2EL     end-to-end latency: from sending a request to its last chunk
+    goodput  requests per second that meet every limit of --slo
+    p50      the median; p90, p95, p99 need 10, 20, 100 requests in a round
+
+    \b
+    Example, vLLM with and without our kernels at 1 and 32 requests in flight:
+    fk-bench serve-compare --model meta-llama/Llama-3.1-8B --lanes vllm,vllm+fk \\
+      --python vllm=.venv-vllm/bin/python --concurrency 1,32 --rounds 5
+    """
 
     def given(name: str) -> bool:
         source = ctx.get_parameter_source(name)
@@ -159,20 +255,26 @@ def serve_compare_command(
         "loads": lambda: tuple(loads or ()),
         "num_prompts": lambda: comma_list("--num-prompts", num_prompts, int),
         "slo": lambda: slo_limits(slo),
+        "search": lambda: tuple(search or ()),
+        "trace_speed": lambda: comma_list("--trace-speed", trace_speed, float),
     }
     plain = {
         "rounds": rounds, "input_len": input_len, "output_len": output_len, "dataset": dataset, "seed": seed,
         "dataset_path": dataset_path, "ignore_eos": ignore_eos, "base": base, "agreement_prompts": agreement_prompts,
         "agreement_len": agreement_len, "min_agreement": min_agreement, "resident": resident, "kv_tokens": kv_tokens,
         "together": together, "max_model_len": max_model_len, "tensor_parallel": tensor_parallel, "dtype": dtype,
-        "ready_timeout": ready_timeout,
+        "ready_timeout": ready_timeout, "burstiness": burstiness, "ramp_up_strategy": ramp_up_strategy,
+        "ramp_up_start_rps": ramp_up_start_rps, "ramp_up_end_rps": ramp_up_end_rps, "trace": trace,
+        "trace_requests": trace_requests, "trace_block_size": trace_block_size, "slo_attainment": slo_attainment,
+        "turns": turns, "prefix_len": prefix_len, "prefix_groups": prefix_groups, "flush": flush, "profile": profile,
         "request_timeout": request_timeout, "port": port,
     }  # fmt: skip
     try:
         chosen = {k: v() for k, v in values.items() if given(k)} | {
             k: v for k, v in plain.items() if given(k)
         }
-        if "rate" in chosen and "concurrency" not in chosen and resume is None:
+        others = {"rate", "ramp_up_end_rps", "trace", "search"} & chosen.keys()
+        if others and "concurrency" not in chosen and resume is None:
             chosen["concurrency"] = ()
         config, folder = _configured(chosen, out, resume)
     except ConfigError as error:
@@ -185,8 +287,9 @@ def _configured(chosen: dict[str, Any], out: Path | None, resume: Path | None) -
         if out is not None and out.resolve() != resume.resolve():
             raise ConfigError("--resume continues in its own folder: leave --out out")
         recorded = CompareConfig.load(resume / "run.json")
-        if chosen.get("model") and Path(chosen["model"]).is_dir():
-            chosen["model"] = str(Path(chosen["model"]).absolute())
+        for name in ("model", "trace"):
+            if chosen.get(name) and Path(chosen[name]).exists():
+                chosen[name] = str(Path(chosen[name]).absolute())
         return resumed(recorded, chosen), resume
     if not chosen.get("model"):
         from fk_bench.serving.small_model import small_model
@@ -199,8 +302,8 @@ def _configured(chosen: dict[str, Any], out: Path | None, resume: Path | None) -
 def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool) -> None:
     from rich.console import Console
 
-    from fk_bench.serving.datasets import DatasetError
     from fk_bench.serving.lanes import LaneError, parse_lanes
+    from fk_bench.serving.load.datasets import DatasetError
     from fk_bench.serving.process import ServerError, check_port
     from fk_bench.serving.serve_compare import Compare, prepare
 
@@ -224,31 +327,13 @@ def _compare(config: CompareConfig, folder: Path, resume: bool, json_only: bool)
             128 + error.number,
         )
     if not json_only:
-        _print_lanes(result)
+        from fk_bench.serving.report import terminal
+
+        terminal.show(compare.record.rows)
+        print(f"report: {result['report']}\ntable:  {result['csv']}\n")
     last_line(result)
     if not result["ok"]:
         raise SystemExit(1)
-
-
-def _print_lanes(result: dict[str, Any]) -> None:
-    if result["checked"]:
-        print("Run on a CPU: what was checked. Speeds are shown, not compared.")
-        for line in result["checked"]:
-            print(f"  {line}")
-        print()
-    columns = ["lane", "output tok/s", "TTFT p50 ms", "TPOT p50 ms", "agreement", "with", "with itself"]
-    columns += ["modules", "calls", "status"]
-    keys = ["lane", "output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "token_agreement", "base", "self_agreement",
-            "patched_modules", "patched_calls", "status"]  # fmt: skip
-    table(
-        f"serve-compare at {result['at']}",
-        columns,
-        [["" if x[k] is None else x[k] for k in keys] for x in result["lanes"]],
-    )
-    for line in result["lanes"]:
-        if line.get("reason"):
-            print(f"{line['lane']}: {line['reason']}")
-    print(f"report: {result['report']}\n")
 
 
 def diff_command(
@@ -285,10 +370,10 @@ def report_command(
     json_only: _JSON = False,
 ) -> None:
     """Render RUN/report.html again from RUN/rows.jsonl."""
-    from fk_bench.serving import report
+    from fk_bench.serving.report import page
 
     try:
-        path = report.render(run if run.is_dir() else run.parent)
+        path = page.render(run if run.is_dir() else run.parent)
     except ConfigError as error:
         _fail("report", str(error))
     if not json_only:

@@ -12,6 +12,7 @@ from fk_bench.core.progress import Display
 from fk_bench.core.rows import Row, Status
 from fk_bench.serving import lanes, process
 from fk_bench.serving.config import CompareConfig
+from fk_bench.serving.estimate import START
 from fk_bench.serving.lanes import Lane, Sizing
 from fk_bench.serving.process import Server, ServerError
 from fk_bench.serving.run_record import Record
@@ -90,7 +91,7 @@ class Fleet:
         self.starting.remove(running)
         self.running.append(running)
         display.line(f"{lane.name}: ready at {running.url}{took}")
-        display.advance()
+        display.advance(START)
 
     def _failed(self, row: Row, error: Exception, display: Display) -> None:
         row.status, row.reason = Status(getattr(error, "status", "failed")), str(error)
@@ -104,8 +105,9 @@ class Fleet:
         report = folder / "report"
         shutil.rmtree(report, ignore_errors=True)
         report.mkdir(parents=True)
-        argv = lanes.command(lane, config.model, self.served_name, port, self.sizing)
-        env = lanes.environment(lane, config.model, report.absolute(), config.together)
+        profiles = self.profiles(lane).absolute() if config.profile else None
+        argv = lanes.command(lane, config.model, self.served_name, port, self.sizing, profiles)
+        env = lanes.environment(lane, config.model, report.absolute(), config.together, profiles)
         (folder / "command.sh").write_text(lanes.shell_line(env, argv) + "\n")
         removed = [name for name, value in env.items() if not value]
         added = {name: value for name, value in env.items() if value}
@@ -115,6 +117,10 @@ class Fleet:
         log = folder / "server.log"
         row.case.update(server_command=argv, env=env, log=str(log.relative_to(self.out)), port=port)
         return Server(lane.name, argv, env, folder / "cwd", log.absolute(), port)
+
+    def profiles(self, lane: Lane) -> Path:
+        """The folder of a lane's profiler."""
+        return self.out / "profiles" / lane.name
 
     def stop(self, running: Running) -> None:
         """End a lane that has finished, and write its row: what was patched, and whether it ran."""

@@ -160,8 +160,13 @@ def groups(lanes: Sequence[Lane], resident: int) -> list[list[Lane]]:
     return made
 
 
-def command(lane: Lane, model: str, served_name: str, port: int, sizing: Sizing) -> list[str]:
-    """The server's command line. The user's own arguments come last and take precedence."""
+def command(
+    lane: Lane, model: str, served_name: str, port: int, sizing: Sizing, profiles: Path | None = None
+) -> list[str]:
+    """The server's command line. The user's own arguments come last and take precedence.
+
+    profiles  folder for traces of the server's profiler; None: no profiler
+    """
     gpu = machine.machine().gpus > 0
     where = ["--host", "127.0.0.1", "--port", str(port)]
     if lane.host == "vllm":
@@ -173,7 +178,13 @@ def command(lane: Lane, model: str, served_name: str, port: int, sizing: Sizing)
             sizing.dtype,
             "--max-model-len",
             str(sizing.max_model_len),
+            "--enable-prompt-tokens-details",
         ]
+        if profiles is not None:
+            made += [
+                "--profiler-config",
+                json.dumps({"profiler": "torch", "torch_profiler_dir": str(profiles)}),
+            ]
         made += (
             _vllm_on_gpu(sizing) if gpu else ["--max-num-seqs", str(sizing.max_num_seqs), "--enforce-eager"]
         )
@@ -187,7 +198,7 @@ def command(lane: Lane, model: str, served_name: str, port: int, sizing: Sizing)
             "--context-length",
             str(sizing.max_model_len),
         ]
-        made += ["--max-total-tokens", str(sizing.kv_tokens)]
+        made += ["--max-total-tokens", str(sizing.kv_tokens), "--enable-cache-report"]
         made += (
             _sglang_on_gpu(sizing)
             if gpu
@@ -239,7 +250,9 @@ def kv_bytes(config: Mapping[str, Any]) -> int | None:
         return None
 
 
-def environment(lane: Lane, model: str, report: Path, together: bool = False) -> dict[str, str]:
+def environment(
+    lane: Lane, model: str, report: Path, together: bool = False, profiles: Path | None = None
+) -> dict[str, str]:
     """Variables to add to (or, if '', remove from) this process's environment for the lane's server."""
     made = {name: "" for name in os.environ if name.startswith("FASTKERNELS") and name != "FASTKERNELS_CACHE"}
     made.update({"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"})
@@ -251,6 +264,8 @@ def environment(lane: Lane, model: str, report: Path, together: bool = False) ->
         made["OMP_NUM_THREADS"] = str(max(1, machine.machine().cores - 1))
     if lane.host == "sglang" and together:  # other servers allocate meanwhile, unevenly
         made["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    if lane.host == "sglang" and profiles is not None:
+        made["SGLANG_TORCH_PROFILER_DIR"] = str(profiles)
     if lane.host == "vllm":
         made.update({"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"})
         if not machine.machine().gpus:

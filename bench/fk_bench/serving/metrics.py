@@ -5,6 +5,7 @@ E2EL    last chunk with a choice - send, on the client's clock
 TPOT    (E2EL - TTFT) / (n - 1); none if n < 2, n from the server's usage
 ITL     gaps between chunks, and how many tokens a chunk carried
 goodput requests that meet every SLO, per second
+lag     send - the time at which an open loop or a trace wanted to send
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from fk_bench.serving.load.client import Prompt
 
 PERCENTILES = (50, 90, 95, 99)
 SLO_NAMES = ("ttft", "tpot", "e2el")
@@ -29,7 +34,12 @@ class Chunk:
 
 @dataclass
 class Trace:
-    """One request as the client saw it. Times are seconds of one monotonic clock."""
+    """One request as the client saw it. Times are seconds of one monotonic clock.
+
+    cached_tokens  prompt tokens that the server found in its prefix cache; None if it does not say
+    turn           of a conversation, from 0
+    due            when an open loop wanted to send it; None in a closed loop
+    """
 
     sent: float
     chunks: list[Chunk] = field(default_factory=list)
@@ -39,6 +49,10 @@ class Trace:
     text: str = ""
     finish_reason: str | None = None
     error: str | None = None
+    cached_tokens: int | None = None
+    turn: int = 0
+    due: float | None = None
+    request: Prompt | None = None
 
     @property
     def ok(self) -> bool:
@@ -71,6 +85,9 @@ class Trace:
             "chunk_tokens": [c.tokens for c in self.chunks],
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
+            "cached_tokens": self.cached_tokens,
+            "turn": self.turn,
+            "due_s": None if self.due is None else round(self.due - start, 6),
             "finish_reason": self.finish_reason,
             "error": self.error,
         }
@@ -129,6 +146,12 @@ def summarize(
     metrics["duration_s"] = duration
     metrics["prompt_tokens"], metrics["output_tokens"] = prompt, output
     metrics.update(distribution("ttft_ms", [t.ttft * 1e3 for t in done]))
+    later = [t.ttft * 1e3 for t in done if t.turn]
+    if later:
+        metrics.update(distribution("ttft_first_turn_ms", [t.ttft * 1e3 for t in done if not t.turn]))
+        metrics.update(distribution("ttft_later_turns_ms", later))
+    if lags := [(t.sent - t.due) * 1e3 for t in done if t.due is not None]:
+        metrics["lag_ms_mean"], metrics["lag_ms_max"] = float(np.mean(lags)), max(lags)
     tpot = [t.tpot for t in done if t.tpot is not None]
     metrics.update(distribution("tpot_ms", [v * 1e3 for v in tpot]))
     metrics.update(distribution("itl_ms", [gap * 1e3 for t in done for gap in t.itl]))
@@ -146,5 +169,6 @@ def summarize(
         if gpus:
             metrics["output_tokens_per_s_per_gpu"] = output / duration / gpus
         if slo_ms:
-            metrics["goodput_requests_per_s"] = sum(t.meets(slo_ms) for t in traces) / duration
+            met = sum(t.meets(slo_ms) for t in traces)
+            metrics["goodput_requests_per_s"], metrics["slo_attainment"] = met / duration, met / len(traces)
     return metrics

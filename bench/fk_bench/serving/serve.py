@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Annotated
 
@@ -37,6 +38,27 @@ def serve(
     timeout_keep_alive: Annotated[
         int, typer.Option(min=0, help="seconds before an idle connection is closed")
     ] = SERVER.timeout_keep_alive,
+    header_timeout: Annotated[
+        float, typer.Option(min=0.1, help="seconds in which a connection must send a request's headers")
+    ] = SERVER.header_timeout,
+    allowed_origins: Annotated[
+        str, typer.Option(help="JSON list of origins that browsers may call from (CORS), such as '[\"*\"]'")
+    ] = "[]",
+    allow_credentials: Annotated[
+        bool, typer.Option("--allow-credentials", help="CORS: allow cookies and authorization headers")
+    ] = SERVER.allow_credentials,
+    allowed_methods: Annotated[str, typer.Option(help="CORS: JSON list of methods")] = '["*"]',
+    allowed_headers: Annotated[str, typer.Option(help="CORS: JSON list of headers")] = '["*"]',
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="format of tool calls: hermes, llama3_json, mistral, qwen3_coder or qwen3_xml"
+            " (default: detected from the chat template)"
+        ),
+    ] = SERVER.tool_call_parser,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="separate the reasoning of answers: deepseek_r1 or qwen3")
+    ] = SERVER.reasoning_parser,
     tokenizer: Annotated[
         str | None, typer.Option(help="folder or hub id (default: the model's)")
     ] = DEFAULT.tokenizer,
@@ -102,11 +124,15 @@ def serve(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    server_config = ServerConfig(
-        served_model_name=served_model_name, api_key=api_key, max_body_size=max_body_size, drain_timeout=drain_timeout,
-        stall_timeout=stall_timeout, timeout_keep_alive=timeout_keep_alive,
-    )  # fmt: skip
     try:
+        server_config = ServerConfig(
+            served_model_name=served_model_name, api_key=api_key, max_body_size=max_body_size,
+            drain_timeout=drain_timeout, stall_timeout=stall_timeout, timeout_keep_alive=timeout_keep_alive,
+            header_timeout=header_timeout, allowed_origins=_strings("--allowed-origins", allowed_origins),
+            allow_credentials=allow_credentials, allowed_methods=_strings("--allowed-methods", allowed_methods),
+            allowed_headers=_strings("--allowed-headers", allowed_headers), tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+        )  # fmt: skip
         config = EngineConfig(
             model=model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, device=device, dtype=dtype,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
@@ -123,6 +149,17 @@ def serve(
         raise typer.Exit(1) from error
     if status:
         raise typer.Exit(status)
+
+
+def _strings(flag: str, text: str) -> tuple[str, ...]:
+    """The strings of a JSON list, vLLM's form of these flags. Raises ValueError."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+        raise ValueError(f"{flag} must be a JSON list of strings, such as '[\"*\"]', got {text!r}")
+    return tuple(found)
 
 
 serve_command = serve

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Coroutine, Sequence
+import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,18 @@ from rich.console import Console
 from fk_bench.core import machine
 from fk_bench.core.progress import Display, minutes
 from fk_bench.core.rows import Status
-from fk_bench.serving import agreement, client, datasets, lanes, metrics, summary
-from fk_bench.serving.client import Client, Prompt
-from fk_bench.serving.config import CompareConfig, ConfigError, Level
-from fk_bench.serving.estimate import estimate_s
+from fk_bench.serving import agreement, lanes, metrics, summary
+from fk_bench.serving.config import OWN, CompareConfig, ConfigError, Level
+from fk_bench.serving.estimate import AGREEMENT, START, Estimate
 from fk_bench.serving.fleet import Fleet, Running
 from fk_bench.serving.lanes import Lane
+from fk_bench.serving.load import datasets, replay
+from fk_bench.serving.load.client import Client
+from fk_bench.serving.measure import PROFILE, WARM_UP, Loads, Measured, longest, watched
 from fk_bench.serving.process import ServerError
 from fk_bench.serving.run_record import Record
 
 COMMAND = "serve-compare"
-WARM_UP = -1  # number of the round with the warm-up prompts of a load
 
 
 class Compare:
@@ -40,39 +42,27 @@ class Compare:
     def __init__(self, config: CompareConfig, lane_list: Sequence[Lane], out: Path, console: Console):
         self.config, self.lanes, self.out, self.console = config, list(lane_list), out, console
         self.names = [lane.name for lane in self.lanes]
-        self.data = datasets.load(
-            config.dataset, config.model, config.seed, config.input_len, config.output_len,
+        data = datasets.load(
+            config.dataset, config.model, config.seed or 0, config.input_len, config.output_len,
             config.dataset_path, config.ignore_eos,
         )  # fmt: skip
-        self.samples = self._draw()
-        self.fixed = self.data.agreement(config.agreement_prompts, config.agreement_len)
+        self.data, self.loads = data, Loads(config, data)
+        self.fixed = data.agreement(config.agreement_prompts, config.agreement_len)
         self.record = Record(out, COMMAND, config.model)
         self.done = self.record.finished()
+        self.warnings: list[str] = []
         self.fleet = Fleet(config, self.lanes, self._sizing(), out, self.record)
-
-    def _draw(self) -> dict[tuple[Level, int], list[Prompt]]:
-        """All prompts, drawn before anything runs: every lane, and a resumed run, gets the same ones."""
-        levels, of = self.config.levels, self.config.lengths
-        samples = {
-            (lv, WARM_UP): self.data.draw(f"warm-up {lv.label}", WARM_UP, lv.warmup, of(lv)) for lv in levels
-        }
-        for r in range(self.config.rounds):
-            for level in levels:
-                prompts = self.config.prompts_at(level)
-                samples[level, r] = self.data.draw(level.label, r, prompts, of(level))
-        return samples
 
     def _sizing(self) -> lanes.Sizing:
         config = self.config
-        samples = [(level.in_flight, sample) for (level, _), sample in self.samples.items()]
-        samples += [(1, self.fixed)] if self.fixed else []
-        needs = [(together, longest(sample)) for together, sample in samples]
-        held = max(together * tokens for together, tokens in needs)
+        needs = self.loads.needs()
+        needs += [(1, longest(self.fixed), longest(self.fixed))] if self.fixed else []
+        held = max(tokens for _, _, tokens in needs)
         floor = 65536 if machine.machine().gpus else 8192
         kv_tokens = config.kv_tokens or max(floor, -(-held * 5 // 4 // 1024) * 1024)
         return lanes.Sizing(
-            max_model_len=config.max_model_len or max(tokens for _, tokens in needs),
-            max_num_seqs=max(16, *(together for together, _ in needs)),
+            max_model_len=config.max_model_len or max(tokens for _, tokens, _ in needs),
+            max_num_seqs=max(16, *(together for together, _, _ in needs)),
             kv_tokens=kv_tokens,
             residents=self._residents(),
             tensor_parallel=config.tensor_parallel,
@@ -100,10 +90,9 @@ class Compare:
         """Measure what is missing; returns the one-line summary. Servers are always ended."""
         config = self.config
         todo = [lane for lane in self.lanes if self._pending(lane)]
-        steps = sum(len(self._left(lane, level)) for lane in todo for level in config.levels)
-        steps += len(todo) + sum(self._agreement_left(lane) for lane in todo)
-        estimate = estimate_s(config, todo, weight_bytes(config.model), bool(machine.machine().gpus))
-        with Display(self.console, steps) as display:
+        plan = self._plan(todo)
+        estimate = sum(seconds for _, seconds in plan.values())
+        with Display(self.console, plan) as display:
             for warning in self.record.warnings:
                 display.line(f"warning: {warning}")
             sizing = self.fleet.sizing
@@ -120,6 +109,17 @@ class Compare:
         self._agreement_rows()
         return self._finish()
 
+    def _plan(self, todo: Sequence[Lane]) -> dict[str, tuple[int, float]]:
+        """{kind of step: (steps, estimated seconds)}, for the progress and the time left."""
+        step = Estimate(self.config, weight_bytes(self.config.model), bool(machine.machine().gpus))
+        plan = {START: (len(todo), sum(step.start(lane) for lane in todo))}
+        for level in self.config.levels:
+            counts = [len(self._left(lane, level)) for lane in todo]
+            plan[level.label] = sum(counts), sum(step.rounds(level, n) for n in counts if n)
+        agreements = sum(self._agreement_left(lane) for lane in todo)
+        plan[AGREEMENT] = agreements, agreements * step.agreement()
+        return plan
+
     def _pending(self, lane: Lane) -> bool:
         rounds = any(self._left(lane, level) for level in self.config.levels)
         return rounds or self._agreement_left(lane) or not self.record.lane_ok(lane.name)
@@ -134,15 +134,20 @@ class Compare:
         return self.out / "agreement" / f"{name}.json"
 
     def _group(self, group: Sequence[Lane], display: Display) -> None:
+        config = self.config
         self.fleet.start(group, display)
-        for level in self.config.levels:
+        for level in config.levels:
             waiting = [running for running in self.fleet.running if self._left(running.lane, level)]
             for running in waiting:
                 self._guarded(running, display, level, WARM_UP)
-            for r in range(self.config.rounds):
+            for r in range(config.rounds):
                 for running in waiting:
                     if running in self.fleet.running and r in self._left(running.lane, level):
                         self._guarded(running, display, level, r)
+            for running in [
+                running for running in waiting if config.profile and running in self.fleet.running
+            ]:
+                self._guarded(running, display, level, PROFILE)
         for running in [running for running in self.fleet.running if self._agreement_left(running.lane)]:
             self._guarded(running, display, None, 0)
         for running in list(self.fleet.running):
@@ -152,17 +157,16 @@ class Compare:
     def _guarded(self, running: Running, display: Display, level: Level | None, r: int) -> None:
         """One step of a lane. If its server ends, that is a failed row, and the run continues without the lane."""
         name = running.lane.name
-        what = (
-            "agreement"
-            if level is None
-            else level.label + (" warm-up" if r == WARM_UP else f" round {r + 1}")
-        )
+        phases = {WARM_UP: "warm-up", PROFILE: "profile"}
+        what = "agreement" if level is None else f"{level.label} {phases.get(r, f'round {r + 1}')}"
         display.doing(f"{name} {what}")
         try:
             if level is None:
                 self._agree(running)
             elif r == WARM_UP:
                 self._warm_up(running, display, level)
+            elif r == PROFILE:
+                self._profile(running, display, level)
             else:
                 self._measure(running, display, level, r)
         except (ServerError, agreement.AgreementError) as error:
@@ -174,11 +178,11 @@ class Compare:
             self.record.add(row)
             if isinstance(error, ServerError):
                 self.fleet.drop(running, status, str(error))
-        if r != WARM_UP:
-            display.advance()
+        if r >= 0:
+            display.advance(AGREEMENT if level is None else level.label)
 
     def _warm_up(self, running: Running, display: Display, level: Level) -> None:
-        traces = asyncio.run(self._load(running, self.samples[level, WARM_UP], level, self.config.seed))
+        traces = asyncio.run(self.loads.warm_up(running, level))
         failed = [t.error for t in traces if not t.ok]
         if failed:
             display.line(
@@ -186,41 +190,47 @@ class Compare:
             )
 
     def _measure(self, running: Running, display: Display, level: Level, r: int) -> None:
-        prompts = self.samples[level, r]
-        traces = asyncio.run(self._load(running, prompts, level, self.config.seed + r))
-        row = self.record.row(running.lane, *load_status(traces, prompts), self._case(level, r))
-        row.round = r
-        gpus = self.config.tensor_parallel if machine.machine().gpus else 0
-        found = metrics.summarize(traces, gpus, self.config.slo)
-        row.metrics = {k: v for k, v in found.items() if math.isfinite(v)}
-        self._save_requests(running.lane.name, level, r, traces)
+        if level.search:
+            found, probes = asyncio.run(self.loads.search(running, level, r))
+            for at, probe in probes:
+                row = self.record.row(
+                    running.lane, Status.OK, "", {**self._case(at, r), **probe.case, "kind": "probe"}
+                )
+                row.round, row.metrics = r, probe.metrics
+                self.record.add(row)
+        else:
+            found = asyncio.run(self.loads.measure(running, level, r))
+        row = self.record.row(running.lane, *load_status(found), {**self._case(level, r), **found.case})
+        row.round, row.metrics = r, found.metrics
+        self._save_requests(running.lane.name, level, r, found.traces)
         self.record.add(row)
         if row.status is Status.OK:
             self.done.add((running.lane.name, level, r))
         shown = [row.metrics.get(k, math.nan) for k in ("output_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50")]
         text = "{:8.1f} tok/s  TTFT {:7.1f} ms  TPOT {:6.1f} ms".format(*shown)
+        if level.search:
+            text = f"{level.search} {found.metrics[f'max_{level.search}_within_slo']:g}  {text}"
         bad = "" if row.status is Status.OK else f"  {row.status.value}: {row.reason}"
-        display.line(
-            f"{running.lane.name:<12} {level.label:<6} round {r + 1}/{self.config.rounds}  {text}{bad}"
-        )
+        where = f"{running.lane.name:<12} {level.label:<6} round {r + 1}/{self.config.rounds}"
+        display.line(f"{where}  {text}{bad}")
+        if found.warning:
+            display.line(f"warning: {' '.join(where.split())}: {found.warning}")
+            self.warnings.append(f"{' '.join(where.split())}: {found.warning}")
 
-    async def _load(
-        self, running: Running, prompts: Sequence[Prompt], level: Level, seed: int
-    ) -> list[metrics.Trace]:
-        async with Client(running.url, running.model, self.config.request_timeout) as http:
-            work: Coroutine[Any, Any, list[metrics.Trace]]
-            if level.kind == "concurrency":
-                await http.connect(min(int(level.value), len(prompts)))
-                work = client.closed_loop(http, prompts, int(level.value))
-            else:
-                await http.connect(16)
-                work = client.poisson(http, prompts, level.value, seed)
-            return await _watched(running, work)
+    def _profile(self, running: Running, display: Display, level: Level) -> None:
+        traces, problem = asyncio.run(self.loads.profile(running, level))
+        case = {**self._case(level, 0), "kind": "profile", "num_prompts": len(traces)}
+        if running.server is not None:
+            case["folder"] = str(self.fleet.profiles(running.lane).relative_to(self.out))
+        status = Status.UNSUPPORTED if problem else Status.OK
+        self.record.add(self.record.row(running.lane, status, problem, case))
+        if problem:
+            display.line(f"{running.lane.name} {level.label} profile: {problem}")
 
     def _agree(self, running: Running) -> None:
         async def collect() -> agreement.Outputs:
             async with Client(running.url, running.model, self.config.request_timeout) as http:
-                return await _watched(running, agreement.collect(http, self.fixed))
+                return await watched(running, agreement.collect(http, self.fixed))
 
         asyncio.run(collect()).save(self._agreement_file(running.lane.name))
 
@@ -246,7 +256,7 @@ class Compare:
 
     def _finish(self) -> dict[str, Any]:
         """Write summary rows and the HTML report; return the JSON line."""
-        from fk_bench.serving import report
+        from fk_bench.serving.report import csv_file, numbers, page, requests, verdict
 
         known = {lane.name: lane for lane in self.lanes}
         for cell in summary.cells(self.record.rows):
@@ -262,10 +272,17 @@ class Compare:
         return {
             "command": COMMAND,
             "ok": complete and all(not result.problems for result in results),
-            "report": str(report.render(self.out)),
+            "report": str(page.render(self.out)),
+            "csv": str(self.out / csv_file.NAME),
             "rows": str(self.record.path),
             "at": top.label,
             "checked": summary.checked(results),
+            "verdict": verdict.lines(
+                results,
+                numbers.baselines(self.record.rows, self.names),
+                requests.measured_rounds(self.record.rows),
+            ),
+            "warnings": self.warnings,
             "lanes": [summary.lane_line(result, top) for result in results],
         }
 
@@ -275,10 +292,28 @@ class Compare:
         case = {
             "kind": "round", "load": level.kind, "value": level.value, "dataset": config.dataset,
             "input_len": input_len, "output_len": output_len, "num_prompts": config.prompts_at(level),
-            "seed": config.seed + max(0, r), "dtype": self.fleet.sizing.dtype,
+            "seed": self.loads.seed + max(0, r), "dtype": self.fleet.sizing.dtype,
         }  # fmt: skip
         if not level.own_lengths:
             case[summary.RUN_LENGTHS] = [config.input_len, config.output_len]
+        if own := level.to_case():
+            case[OWN] = own
+        prefix, turns = config.prefix_of(level), config.turns_of(level)
+        if prefix[0]:
+            case["prefix_len"], case["prefix_groups"] = prefix
+        if turns > 1:
+            case["turns"] = turns
+        if level.kind != "concurrency" and config.burstiness != 1:
+            case["burstiness"] = config.burstiness
+        if level.kind == "ramp":
+            case["ramp_up_strategy"] = config.ramp_up_strategy
+        if level.kind == "trace":
+            sample = self.loads.trace
+            case["trace"] = Path(config.trace or "").name
+            case["input_len"] = round(sum(r.input_len for r in sample) / len(sample))
+            case["output_len"] = round(sum(r.output_len for r in sample) / len(sample))
+        if level.search:
+            case["slo_attainment"] = config.slo_attainment
         if config.slo:
             case["slo_ms"] = dict(config.slo)
         if self.data.repeated:
@@ -292,25 +327,15 @@ class Compare:
         file.write_text("".join(json.dumps(t.to_dict(start)) + "\n" for t in traces))
 
 
-async def _watched(running: Running, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`; raises ServerError at once if the server ends meanwhile."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=0.25)
-            running.check()
-        return task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def load_status(traces: Sequence[metrics.Trace], prompts: Sequence[Prompt]) -> tuple[Status, str]:
+def load_status(found: Measured) -> tuple[Status, str]:
     """Whether a load is valid: no failed request, and the requested lengths."""
+    traces = found.traces
     failed = [t.error for t in traces if not t.ok]
     if failed:
         return Status.FAILED, f"{len(failed)} of {len(traces)} requests failed: {failed[0]}"
-    for trace, prompt in zip(traces, prompts):  # noqa: B905
+    for trace in traces:
+        prompt = trace.request
+        assert prompt is not None
         if prompt.ignore_eos and trace.output_tokens != prompt.output_len:
             return (
                 Status.INVALID,
@@ -322,12 +347,6 @@ def load_status(traces: Sequence[metrics.Trace], prompts: Sequence[Prompt]) -> t
                 f"a prompt of {len(prompt.tokens)} tokens was counted as {trace.prompt_tokens}",
             )
     return Status.OK, ""
-
-
-def longest(prompts: Sequence[Prompt]) -> int:
-    """Tokens of the longest prompt with its output, plus a margin for the server; 2048 for a text prompt."""
-    lengths = [(len(p.tokens) if isinstance(p.tokens, list) else 2048) + p.output_len for p in prompts]
-    return -(-(max(lengths) + 64) // 64) * 64
 
 
 def weight_bytes(model: str) -> int:
@@ -345,5 +364,12 @@ def prepare(config: CompareConfig, out: Path, resume: bool) -> CompareConfig:
     if Path(config.model).is_dir():
         config = replace(config, model=str(Path(config.model).absolute()))
     out.mkdir(parents=True, exist_ok=True)
+    if (
+        config.seed is None
+    ):  # so that no prompt of this run is in the cache of a server that served another run
+        config = replace(config, seed=secrets.randbelow(2**31))
+    if config.trace is not None and not resume:
+        found = replay.read_trace(config.trace, config.trace_block_size, config.trace_requests)
+        config = replace(config, trace=str(Path(config.trace).absolute()), trace_requests=len(found))
     config.save(out / "run.json")
     return config

@@ -13,7 +13,8 @@ from fk_bench.serving.config import Level
 FAILURES = (Status.FAILED, Status.DIED, Status.TIMEOUT, Status.INVALID, Status.WRONG)
 HIGHER_IS_BETTER = (
     "output_tokens_per_s", "total_tokens_per_s", "requests_per_s", "goodput_requests_per_s", "tokens_per_s_per_user",
-    "output_tokens_per_s_per_gpu",
+    "output_tokens_per_s_per_gpu", "max_rate_within_slo", "max_concurrency_within_slo", "slo_attainment",
+    "prefix_cache_hit_rate", "spec_acceptance_rate", "spec_acceptance_length",
 )  # fmt: skip
 
 
@@ -58,8 +59,9 @@ RUN_LENGTHS = "run_lengths"
 def level_of(row: Row) -> Level:
     """The level of a 'round' or 'summary' row, equal to the one in the run's options."""
     case = row.case
-    other = (int(case["input_len"]), int(case["output_len"])) if RUN_LENGTHS in case else ()
-    return Level(str(case["load"]), float(case["value"]), *other)
+    own = RUN_LENGTHS in case
+    lengths = (int(case["input_len"]), int(case["output_len"])) if own else (None, None)
+    return Level.from_case(case, *lengths)
 
 
 def run_case(rows: Sequence[Row]) -> dict[str, Any]:
@@ -97,6 +99,11 @@ def cells(rows: Sequence[Row]) -> list[Cell]:
     return list(made.values())
 
 
+def names(rows: Sequence[Row]) -> list[str]:
+    """The lanes of a run, in the order of their first rows."""
+    return list(dict.fromkeys(r.subject.lane for r in rows if r.subject.lane))
+
+
 def lanes(rows: Sequence[Row], names: Sequence[str]) -> list[LaneResult]:
     """One result per lane, in the order of `names`."""
     last, made = latest(rows), cells(rows)
@@ -118,9 +125,11 @@ def lanes(rows: Sequence[Row], names: Sequence[str]) -> list[LaneResult]:
 
 
 def highest(levels: Sequence[Level]) -> Level:
-    """The level of the one-line summary: the highest concurrency, else the highest rate; with the run's lengths if
+    """The level of the one-line summary: the highest concurrency, else the highest rate; with the run's requests if
     any level has them."""
-    return max(levels, key=lambda level: (level.own_lengths, level.kind == "concurrency", level.value))
+    return max(
+        levels, key=lambda level: (level.plain, level.own_lengths, level.kind == "concurrency", level.value)
+    )
 
 
 def lane_line(result: LaneResult, level: Level) -> dict[str, object]:

@@ -60,6 +60,11 @@ class Executor:
         """Raise WorkerDied if a rank has died."""
 
     @property
+    def lost_rank(self) -> int | None:
+        """A rank whose process has ended, possibly before `check` knows the reason. Safe in any thread."""
+        return None
+
+    @property
     def limits(self) -> Any:
         return self.runner.limits
 
@@ -132,6 +137,10 @@ class TensorParallelExecutor(Executor):
             own = invoke(self.runner, what, args)
             return [own, *(worker.receive() for worker in self._ranks.workers)]
 
+    @property
+    def lost_rank(self) -> int | None:
+        return self._ranks.lost_rank
+
     def check(self) -> None:
         if self._ranks.failure is not None:
             self.shutdown()
@@ -181,6 +190,11 @@ class _Checked:
     def result(self) -> Any:
         with self._executor._together():
             return self._own.result()
+
+    def sample(self, masks: Any) -> None:
+        with self._executor._together():
+            self._executor._send(pack(masks))
+            self._own.sample(masks)
 
 
 def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:

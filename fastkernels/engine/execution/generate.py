@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +15,12 @@ from fastkernels.engine.execution.graphs import Graphs, Outputs
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs
 from fastkernels.engine.execution.memory_profile import activation_bytes
 from fastkernels.engine.execution.runner import Runner
-from fastkernels.engine.execution.step import PromptTargets, StepInput, StepOutput, TokenLogprobs
+from fastkernels.engine.execution.step import PromptTargets, StepInput, StepOutput, TokenLogprobs, TokenMasks
 from fastkernels.engine.execution.step_kernels import begin, finish
 from fastkernels.engine.execution.warm_up import warm_up
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors
+from fastkernels.engine.sampling.token_masks import to_device
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.sampling.sampling import sampling
 
@@ -90,11 +91,11 @@ class Generate(Runner):
         del old
 
     @torch.inference_mode()
-    def launch(self, step: StepInput) -> GenerateStep:
+    def launch(self, step: StepInput) -> GenerateStep | MaskedStep:
         """Start a step without waiting for the device. At most two steps may be in flight."""
         if step.new_rows:
             self.sampler.set_rows(step.new_rows)
-        plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0))
+        plan = self.sampler.plan(self.batch.sample_slots(step), np.maximum(step.offsets, 0), step.masked)
         self.batch.update(step.block_updates)
         inputs, outputs = self._run(step)
         rows = inputs.num_rows
@@ -103,15 +104,21 @@ class Generate(Runner):
             last = hidden[:rows] if inputs.decode_only else hidden.index_select(0, inputs.last_index[:rows])
             logits = self.model.compute_logits(last)
         drawn = drawn[:rows] if drawn is not None and plan.from_raw else None
-        tokens, logprobs = self.sampler(
-            logits[:rows], inputs.sample_slots[:rows], inputs.offsets[:rows], plan, drawn
-        )
-        if drawn is None:
-            self.batch.keep(tokens, inputs)
         prompt = {t.row: self._prompt_logprobs(hidden, step, t) for t in step.prompt_targets}
-        return GenerateStep(
-            self.batch.sampled[inputs.host_turn, :rows], logprobs, prompt, self._events[inputs.host_turn]
-        )
+
+        @torch.inference_mode()
+        def sample(masks: TokenMasks | None) -> GenerateStep:
+            tokens, logprobs = self.sampler(
+                logits[:rows], inputs.sample_slots[:rows], inputs.offsets[:rows], plan, drawn,
+                None if masks is None else to_device(masks, self.device),
+            )  # fmt: skip
+            if drawn is None:
+                self.batch.keep(tokens, inputs)
+            return GenerateStep(
+                self.batch.sampled[inputs.host_turn, :rows], logprobs, prompt, self._events[inputs.host_turn]
+            )
+
+        return MaskedStep(sample) if step.masked else sample(None)
 
     def _run(self, step: StepInput) -> tuple[Inputs, Outputs]:
         """Run the step, as a CUDA graph where one fits. A graph of a decode batch also samples."""
@@ -201,6 +208,22 @@ class GenerateStep:
             prompt[row] = TokenLogprobs(*joined)
         logprobs = None if self._logprobs is None else TokenLogprobs(*(t.numpy() for t in self._logprobs))
         return StepOutput(self._tokens.numpy().copy(), logprobs, prompt)
+
+
+class MaskedStep:
+    """A launched step (step.Pending) whose model runs while the host fills the masks for its sampling."""
+
+    def __init__(self, sample: Callable[[TokenMasks], GenerateStep]):
+        self._sample = sample
+        self._step: GenerateStep | None = None
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Sample with these masks. Called once, before the next launch, which may overwrite the logits."""
+        self._step = self._sample(masks)
+
+    def result(self) -> StepOutput:
+        assert self._step is not None, "sample() comes first"
+        return self._step.result()
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,13 @@ class Ranks:
         self._closing = False
         self._watcher: threading.Thread | None = None
 
+    @property
+    def lost_rank(self) -> int | None:
+        """A rank whose process has ended. Asks the kernel, so it does not wait for the watcher."""
+        if self.failure is not None:
+            return self.failure.rank
+        return next((w.rank for w in self.workers if w.process.poll() is not None), None)
+
     def start(self, setup: Setup) -> None:
         self.workers.append(Worker(setup))
 

@@ -56,6 +56,7 @@ class StepInput:
     num_decodes    rows with one query
     block_updates  [U, 3] int32: (slot, column, block) to write into the block tables
     new_rows       slots that get a new request before the step runs
+    masked         the step samples only when its Pending gets the TokenMasks
     """
 
     slots: np.ndarray
@@ -67,6 +68,18 @@ class StepInput:
     block_updates: np.ndarray
     new_rows: Sequence[NewRow] = ()
     prompt_targets: Sequence[PromptTargets] = ()
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """The tokens that rows [M] int64 of a step may sample: token t is allowed by bit t % 32 of words[:, t // 32].
+
+    words [M, W] int32, with W * 32 >= vocab_size.
+    """
+
+    rows: np.ndarray
+    words: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,10 @@ class Pending(Protocol):
 
     def result(self) -> StepOutput:
         """Wait for the step. Raises the error that it ended with."""
+        ...
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Sample the tokens of a masked step. Called once, before the next launch."""
         ...
 
 

@@ -15,6 +15,11 @@ class ServerConfig:
     drain_timeout       seconds for running requests to finish after SIGTERM
     stall_timeout       seconds until a client that does not read its stream is disconnected
     timeout_keep_alive  seconds until an idle connection is closed
+    header_timeout      seconds in which a connection must send the headers of a request
+    allowed_origins     origins whose pages may call the server from a browser (CORS); '*': any, (): none
+    allow_credentials, allowed_methods, allowed_headers  the other CORS options, as in vLLM
+    tool_call_parser    name of the parser of tool calls (tools/); None: detected from the chat template
+    reasoning_parser    name of the parser of reasoning (reasoning/); None: reasoning stays in the content
     """
 
     served_model_name: str | None = None
@@ -23,3 +28,10 @@ class ServerConfig:
     drain_timeout: float = 30.0
     stall_timeout: float = 60.0
     timeout_keep_alive: int = 60
+    header_timeout: float = 30.0
+    allowed_origins: tuple[str, ...] = ()
+    allow_credentials: bool = False
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None

@@ -10,6 +10,8 @@ from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.metrics import Metrics
+from fastkernels.engine.http.parsing.reasoning import ReasoningParser
+from fastkernels.engine.http.parsing.tool_parsers import ToolFormat
 from fastkernels.engine.http.prompts import Prompts
 from fastkernels.engine.scheduling.scheduler import QueueFull
 from fastkernels.engine.stream import OutputStream
@@ -17,13 +19,15 @@ from fastkernels.engine.stream import OutputStream
 
 @dataclass(frozen=True)
 class Context:
-    """One server's engine and its surroundings. model_name: what clients call the model."""
+    """One server's engine and its surroundings. model_name: what clients call the model; reasoning: None for none."""
 
     config: ServerConfig
     llm: AsyncLLM
     model_name: str
     metrics: Metrics
     prompts: Prompts
+    tools: ToolFormat
+    reasoning: type[ReasoningParser] | None
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for another model than this server's."""
@@ -31,6 +35,13 @@ class Context:
             raise ApiError(
                 404, f"the model {name!r} does not exist; this server has {self.model_name!r}", "model"
             )
+
+    def prompt_limit(self, wanted: int | None, room: int = 1) -> int | None:
+        """See Engine.prompt_limit. Raises ApiError."""
+        try:
+            return self.llm.engine.prompt_limit(wanted, room)
+        except ValueError as error:
+            raise ApiError(400, str(error), "truncate_prompt_tokens") from error
 
     async def open(self, requests: Sequence[Any]) -> OutputStream:
         """Queue requests, all or none. Raises QueueFull, which counts as a refused request."""

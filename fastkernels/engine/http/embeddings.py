@@ -17,6 +17,7 @@ from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.protocol import EmbeddingRequest
 from fastkernels.engine.http.streaming import unless_gone
 from fastkernels.engine.scheduling.encoding import PoolingParams
+from fastkernels.engine.tokenizer import cut
 
 
 class Embeddings:
@@ -31,20 +32,23 @@ class Embeddings:
         """One vector for each input."""
         self.context.check_model(body.model)
         requests, own = [], uuid.uuid4().hex
-        inputs = body.inputs
+        limit, side = self.context.prompt_limit(body.truncate_prompt_tokens, 0), body.truncation_side
+        inputs, params = body.inputs, PoolingParams(dimensions=body.dimensions)
         if len(inputs) > self.context.llm.config.max_waiting:
             raise ApiError(400, f"{len(inputs)} inputs are more than the queue holds", "input")
         for i, given in enumerate(inputs):
             special = body.add_special_tokens is not False
-            ids = (
-                given if isinstance(given, list) else await self.context.prompts.text(given, special, "input")
-            )
+            if isinstance(given, list):
+                ids = given if limit is None else cut(given, limit, side)
+            else:
+                ids = await self.context.prompts.text(given, special, "input", limit, side)
             try:
-                request = self.context.llm.make_request(
-                    f"{own}-{i}", ids, PoolingParams(), body.priority or 0
-                )
+                request = self.context.llm.make_request(f"{own}-{i}", ids, params, body.priority or 0)
             except ValueError as error:
-                raise ApiError(400, str(error).replace("the prompt", f"input {i}", 1), "input") from error
+                message = str(error)
+                if message.startswith("dimensions"):
+                    raise ApiError(400, message, "dimensions") from error
+                raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
             requests.append(request)
         outputs = await self.context.open(requests)
         try:

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from fastkernels.engine.async_llm import EngineError
 from fastkernels.engine.http.protocol import FIELDS
 from fastkernels.engine.scheduling.scheduler import QueueFull
+from fastkernels.engine.structured.bodies import renamed
 
 log = logging.getLogger("fastkernels")
 RETRY_AFTER = 1  # seconds, about the time until a full queue has room again
@@ -47,10 +48,14 @@ def error_response(error: Exception) -> JSONResponse:
     return JSONResponse(error_body(message, status, getattr(error, "param", None)), status, headers)
 
 
-def refused(error: ValueError) -> ApiError:
-    """A 400 for a ValueError of SamplingParams or the engine, whose message begins with the field."""
-    word = str(error).replace("the prompt", "prompt", 1).split(" ", 1)[0].rstrip(":,")
-    return ApiError(400, str(error), word if word in FIELDS else None)
+def refused(error: ValueError, body: Any = None) -> ApiError:
+    """A 400 for a ValueError of SamplingParams or the engine, whose message begins with the field.
+
+    body: the request, which may spell structured_outputs by another field.
+    """
+    message = str(error) if body is None else renamed(str(error), body)
+    word = message.replace("the prompt", "prompt", 1).split(" ", 1)[0].rstrip(":,")
+    return ApiError(400, message, word if word in FIELDS else None)
 
 
 def _status(error: Exception) -> tuple[int, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Checks every HTTP request first: shutdown, API key, and limits of the body."""
+"""Checks every HTTP request first: shutdown, API key, limits of the body, and the origin of a browser's page (CORS)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import hmac
 from collections.abc import Callable
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
+
+from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.errors import ApiError, error_response
 
 OPEN = frozenset(
@@ -23,12 +26,23 @@ class Gate:
     refusal()   the reason why requests are refused; None: they are accepted
     """
 
-    def __init__(self, app: Any, api_key: str | None, max_body_size: int, refusal: Callable[[], str | None]):
-        self.app, self.max_body_size, self.refusal = app, max_body_size, refusal
-        self._key = _digest(api_key) if api_key else None
+    def __init__(self, app: Any, config: ServerConfig, refusal: Callable[[], str | None]):
+        self.app, self.max_body_size, self.refusal = app, config.max_body_size, refusal
+        self._key = _digest(config.api_key) if config.api_key else None
         self.active = 0
+        self._entry: Any = self._check_and_pass
+        if (
+            config.allowed_origins
+        ):  # outermost: browsers send no key before they may, and must be able to read errors
+            self._entry = CORSMiddleware(
+                self._check_and_pass, config.allowed_origins, config.allowed_methods, config.allowed_headers,
+                config.allow_credentials,
+            )  # fmt: skip
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._entry(scope, receive, send)
+
+    async def _check_and_pass(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN:
             await self.app(scope, receive, send)
             return
@@ -52,7 +66,8 @@ class Gate:
             return
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if not kind:
-            scope["headers"] = [*scope["headers"], (b"content-type", b"application/json")]
+            kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+            scope["headers"] = [*kept, (b"content-type", b"application/json")]
         elif kind != b"application/json":
             raise ApiError(415, f"content-type must be application/json, not {kind.decode('latin-1')!r}")
         length = headers.get(b"content-length", b"0")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -14,16 +16,35 @@ from fastkernels.engine.http import errors, schema
 from fastkernels.engine.http import logprobs as answer_logprobs
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.parsing.choice import plan_tools
+from fastkernels.engine.http.parsing.message import MessageParser
 from fastkernels.engine.http.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from fastkernels.engine.http.responses import Answer, ChatAnswer, CompletionAnswer, Prompt
 from fastkernels.engine.http.streaming import EventStream, unless_gone
 from fastkernels.engine.scheduling.outputs import RequestGroup
+from fastkernels.engine.structured.bodies import structured_outputs
+from fastkernels.engine.structured.params import StructuredOutputsParams
+from fastkernels.engine.tokenizer import cut
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a chat's answers are generated and parsed.
+
+    make_parser  makes the parser of one answer; None: an answer is its text
+    schema       JSON schema of the answers; None: any text
+    """
+
+    body: ChatCompletionRequest
+    prompt: Prompt
+    make_parser: Callable[[], MessageParser] | None
+    schema: dict[str, Any] | None
 
 
 class Generation:
-    """PATHS: (path, method, schema) of the routes."""
+    """PATHS: (path, method, schema) of the routes. Also the base of other APIs' routes for the same models."""
 
-    PATHS = (
+    PATHS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("/v1/completions", "completions", schema.COMPLETION),
         ("/v1/chat/completions", "chat", schema.CHAT),
         ("/reset_prefix_cache", "reset_prefix_cache", schema.DONE),  # vLLM's name
@@ -43,10 +64,13 @@ class Generation:
         self.context.check_model(body.model)
         prompts = []
         for given in body.prompts:
-            ids = given if isinstance(given, list) else await self._encode(body, given)
+            ids = await self._encode(body, given)
             text = ""
             if body.echo:
-                text = given if isinstance(given, str) else self.context.prompts.decode(given)
+                if isinstance(given, str) and body.truncate_prompt_tokens is None:
+                    text = given
+                else:
+                    text = self.context.prompts.decode(ids)
             prompts.append(Prompt(ids, text))
         answer = CompletionAnswer(
             self._id("cmpl", body, raw), self.context.model_name, body, prompts, self._spell(body)
@@ -55,18 +79,45 @@ class Generation:
 
     async def chat(self, body: ChatCompletionRequest, raw: Request) -> Response:
         self.context.check_model(body.model)
-        more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-        tools = body.tools if body.tool_choice != "none" else None
-        ids = await self.context.prompts.chat(
-            body.model_copy(update={"tools": tools}), body.add_special_tokens, **more
-        )
+        plan = await self._plan(body)
         answer = ChatAnswer(
-            self._id("chatcmpl", body, raw), self.context.model_name, body, [Prompt(ids)], self._spell(body)
-        )
-        return await self._answer(answer, body, raw)
+            self._id("chatcmpl", body, raw), self.context.model_name, plan.body, [plan.prompt],
+            self._spell(body), make_parser=plan.make_parser,
+        )  # fmt: skip
+        return await self._answer(answer, plan.body, raw, plan.schema)
 
-    async def _answer(self, answer: Answer, body: GenerationRequest, raw: Request) -> Response:
-        requests = self._requests(answer.prompts, body)
+    async def _plan(self, body: ChatCompletionRequest) -> Plan:
+        """The prompt of a chat, and how its answers are parsed."""
+        tools = plan_tools(body, self.context.tools)
+        change: dict[str, Any] = {} if tools.parser is not None else {"tools": None}
+        if tools.keeps_special_tokens:
+            change["skip_special_tokens"] = False
+        body = body.model_copy(update=change)
+        more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+        ids = await self.context.prompts.chat(
+            body, body.add_special_tokens, self.context.prompt_limit(body.truncate_prompt_tokens),
+            body.truncation_side, **more,
+        )  # fmt: skip
+        # A structured output begins at once, without reasoning.
+        structured = tools.schema is not None or _is_structured(body)
+        reasoning = None if structured else self.context.reasoning
+        if tools.parser is None and reasoning is None:
+            return Plan(body, Prompt(ids), None, None)
+        tail = "" if reasoning is None else self.context.prompts.tail(ids)
+
+        def make_parser() -> MessageParser:
+            return MessageParser(
+                None if reasoning is None else reasoning(tail), None if tools.parser is None else tools.parser(),
+                body.parallel_tool_calls is False, body.include_reasoning is not False,
+            )  # fmt: skip
+
+        return Plan(body, Prompt(ids), make_parser, tools.schema)
+
+    async def _answer(
+        self, answer: Answer, body: GenerationRequest, raw: Request, json_schema: dict[str, Any] | None = None
+    ) -> Response:
+        """Generate. json_schema: the answers must be instances of it."""
+        requests = await self._requests(answer.prompts, body, json_schema)
         # Queued before the status is sent: a full queue is a 429, not a broken stream.
         outputs = await self.context.open(requests)
         if body.stream:
@@ -81,7 +132,9 @@ class Generation:
             else Response(to_json(answer.whole(found)), media_type="application/json")
         )
 
-    def _requests(self, prompts: Sequence[Prompt], body: GenerationRequest) -> list[RequestGroup]:
+    async def _requests(
+        self, prompts: Sequence[Prompt], body: GenerationRequest, json_schema: dict[str, Any] | None
+    ) -> list[RequestGroup]:
         sequences, most = len(prompts) * (body.n or 1), self.context.llm.config.max_waiting
         if sequences > most:
             raise ApiError(
@@ -89,19 +142,50 @@ class Generation:
                 f"{sequences} sequences (prompts times n) are more than the queue holds: {most}",
                 "prompt",
             )
+        for i, prompt in enumerate(prompts):
+            self._check_room(len(prompt.token_ids), body, f"prompt {i}" if len(prompts) > 1 else "the prompt")
         own = uuid.uuid4().hex  # not the client's id: it may use one twice
         try:
+            params = body.sampling_params()
+            if json_schema is not None:
+                if params.structured_outputs is not None:
+                    raise ApiError(
+                        400,
+                        "tool_choice and a structured output cannot both decide the answer",
+                        "tool_choice",
+                    )
+                wanted = StructuredOutputsParams(json=json_schema, disable_any_whitespace=True)
+                params = replace(params, structured_outputs=wanted)
+            await self.context.llm.prepare(params)
             return [
-                self.context.llm.make_request(
-                    f"{own}-{i}", p.token_ids, body.sampling_params(), body.priority or 0
-                )
+                self.context.llm.make_request(f"{own}-{i}", p.token_ids, params, body.priority or 0)
                 for i, p in enumerate(prompts)
             ]
         except ValueError as error:
-            raise errors.refused(error) from error
+            raise errors.refused(error, body) from error
 
-    async def _encode(self, body: CompletionRequest, text: str) -> list[int]:
-        return await self.context.prompts.text(text, body.add_special_tokens is not False)
+    def _check_room(self, tokens: int, body: GenerationRequest, prompt: str) -> None:
+        """Raise ApiError for more tokens than the context has room for, rather than generate fewer."""
+        most = self.context.llm.engine.max_model_len
+        room = most - tokens
+        if room < 1:
+            return  # the engine refuses the prompt itself
+        for field in ("min_tokens", "max_tokens", "max_completion_tokens"):
+            wanted = getattr(body, field, None) if field in body.model_fields_set else None
+            if wanted is not None and wanted > room:
+                raise ApiError(
+                    400,
+                    f"{field} is {wanted}, and the context has room for {room} tokens: its maximum length is {most}"
+                    f" tokens and {prompt} has {tokens}",
+                    field,
+                )
+
+    async def _encode(self, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
+        limit, side = self.context.prompt_limit(body.truncate_prompt_tokens), body.truncation_side
+        if isinstance(prompt, list):
+            return prompt if limit is None else cut(prompt, limit, side)
+        special = body.add_special_tokens is not False
+        return await self.context.prompts.text(prompt, special, limit=limit, side=side)
 
     def _spell(self, body: GenerationRequest) -> answer_logprobs.Spell:
         return answer_logprobs.speller(
@@ -113,3 +197,10 @@ class Generation:
         """The client's id from the body or the x-request-id header, or a new one."""
         given = body.request_id or raw.headers.get("x-request-id", "")[:256]
         return f"{prefix}-{given or uuid.uuid4().hex}"
+
+
+def _is_structured(body: GenerationRequest) -> bool:
+    try:
+        return structured_outputs(body) is not None
+    except ValueError:  # refused with the other parameters
+        return False

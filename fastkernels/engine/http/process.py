@@ -15,6 +15,7 @@ import uvicorn
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.startup import keep_objects
 from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.connection import limited
 from fastkernels.engine.http.server import Server
 
 log = logging.getLogger("fastkernels")
@@ -48,11 +49,7 @@ def serve(config: EngineConfig, sock: socket.socket, server_config: ServerConfig
     host, port = sock.getsockname()[:2]
     if not server.config.api_key and not _loopback(host):
         log.warning("%s accepts requests from the network without an API key: set --api-key", host)
-    options = uvicorn.Config(
-        server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(LAST_WORDS),
-        timeout_keep_alive=server.config.timeout_keep_alive, server_header=False, lifespan="off",
-    )  # fmt: skip
-    process = Process(options, server)
+    process = Process(server)
     address = f"[{host}]" if ":" in host else host
     log.info("serving %s at http://%s:%d/v1", server.model_name, address, port)
     process.run(sockets=[sock])
@@ -62,7 +59,13 @@ def serve(config: EngineConfig, sock: socket.socket, server_config: ServerConfig
 class Process(uvicorn.Server):
     """uvicorn's server with a graceful shutdown. It handles signals itself and does not raise them again."""
 
-    def __init__(self, options: uvicorn.Config, server: Server):
+    def __init__(self, server: Server):
+        config = server.config
+        options = uvicorn.Config(
+            server.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(LAST_WORDS),
+            timeout_keep_alive=config.timeout_keep_alive, server_header=False, lifespan="off",
+            http=limited(config.header_timeout),
+        )  # fmt: skip
         super().__init__(options)
         self.server = server
         self._drain: asyncio.Task[None] | None = None

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.protocol import Conversation
+from fastkernels.engine.tokenizer import encode
 
 SMALL = 4096  # characters tokenized in the event loop (about 1 ms); longer texts go to a thread
 T = TypeVar("T")
@@ -38,22 +39,43 @@ class Prompts:
         """Parameters of apply_chat_template, which chat_template_kwargs must not set."""
         return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
 
-    async def text(self, text: str, special: bool = True, field: str = "prompt") -> list[int]:
-        """Token ids of a text. Raises ApiError without a tokenizer, or for a text too long for the model."""
+    async def text(
+        self,
+        text: str,
+        special: bool = True,
+        field: str = "prompt",
+        limit: int | None = None,
+        side: str | None = None,
+    ) -> list[int]:
+        """Token ids of a text. Raises ApiError without a tokenizer, or for a text too long for the model.
+
+        limit, side: of tokenizer.encode.
+        """
         if self.tokenizer is None:
             raise ApiError(400, f"{field} must be token ids: this server runs without a tokenizer", field)
-        if len(text) > self.max_characters:
+        if len(text) > self.max_characters and limit is None:
             raise ApiError(
                 400,
                 f"{field} has {len(text)} characters: more than {self.max_characters} cannot fit into the maximum"
                 f" context length of {self.max_model_len} tokens",
                 field,
             )
-        encode = functools.partial(self.tokenizer, text, add_special_tokens=special)
-        return list((await self._run(len(text), encode)).input_ids)
+        return await self._run(
+            len(text), functools.partial(encode, self.tokenizer, text, special, limit, side)
+        )
 
-    async def chat(self, body: Conversation, special: bool | None = None, **more: Any) -> list[int]:
-        """Token ids of a conversation. `more` goes to the template. Raises ApiError for an error of the template."""
+    async def chat(
+        self,
+        body: Conversation,
+        special: bool | None = None,
+        limit: int | None = None,
+        side: str | None = None,
+        **more: Any,
+    ) -> list[int]:
+        """Token ids of a conversation. Raises ApiError for an error of the template.
+
+        limit, side: of tokenizer.encode; more: for the template
+        """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages")
         kwargs = {**more, **(body.chat_template_kwargs or {})}
@@ -71,7 +93,11 @@ class Prompts:
             text = await self._run(sum(len(m["content"]) for m in messages), render)
         except Exception as error:  # any exception of the template is about its input
             raise ApiError(400, f"the chat template rejects these messages: {error}", "messages") from error
-        return await self.text(text, bool(special), "messages")
+        return await self.text(text, bool(special), "messages", limit, side)
+
+    def tail(self, ids: list[int]) -> str:
+        """The last text of a prompt, where a template may begin or end the reasoning."""
+        return "" if self.tokenizer is None else self.tokenizer.decode(ids[-16:], skip_special_tokens=False)
 
     def decode(self, ids: list[int]) -> str:
         """The text of these tokens, including special ones. Raises ApiError for an unknown token id."""
@@ -92,6 +118,9 @@ class Prompts:
 def _for_template(index: int, message: dict[str, Any]) -> dict[str, Any]:
     """Convert a message to the form of templates: text as a string, arguments of tool calls as objects."""
     message["content"] = message.get("content") or ""
+    for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        if isinstance(message.get(name), str):  # templates use either name
+            message.setdefault(other, message[name])
     for call in message.get("tool_calls") or ():
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):

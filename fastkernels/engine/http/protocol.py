@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from fastkernels.engine.http import unserved
 from fastkernels.engine.http.unserved import field_error
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.structured.bodies import ResponseFormat, StructuredOutputs, structured_outputs
 
 MAX_N = 128
 MAX_PROMPTS = 1024
@@ -19,6 +20,10 @@ MAX_STOP = 128
 INT64 = 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TruncatePrompt = Annotated[
+    Annotated[int, Field(ge=1, le=INT64)] | Literal[-1] | None,
+    Field(description="Use this number of the prompt's tokens, if it has more; -1: as many as fit."),
+]
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
 
@@ -147,8 +152,23 @@ class GenerationRequest(Body):
     add_special_tokens: bool | None = None
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
     request_id: str | None = Field(None, min_length=1, max_length=256)
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(
+        None, max_length=1000
+    )
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    truncate_prompt_tokens: TruncatePrompt = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None  # vLLM's older names
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | None = None  # SGLang's names
+    regex: str | None = None
+    ebnf: str | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationRequest:
@@ -182,6 +202,9 @@ class GenerationRequest(Body):
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             logit_bias=bias or None,
+            bad_words=self.bad_words,
+            allowed_token_ids=self.allowed_token_ids,
+            structured_outputs=structured_outputs(self),
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
             max_tokens=self.token_limit,
@@ -261,6 +284,30 @@ class Conversation(Body):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+def _tool_choice(value: Any) -> Any:
+    if value in (None, "none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) else None
+    if (
+        isinstance(function, dict)
+        and value.get("type") == "function"
+        and isinstance(function.get("name"), str)
+    ):
+        return {"type": "function", "function": {"name": function["name"]}}
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
+
+
+_NAMED_CHOICE = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+_CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED_CHOICE]}
+
+
 class ChatCompletionRequest(GenerationRequest, Conversation):
     max_tokens: int | None = Field(None, ge=1, le=INT64)
     max_completion_tokens: int | None = Field(
@@ -268,7 +315,9 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
     )
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Annotated[Any, PlainValidator(_tool_choice), WithJsonSchema(_CHOICE_SCHEMA)] = None
+    parallel_tool_calls: bool | None = True
+    include_reasoning: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     echo: Annotated[Any, PlainValidator(_no_echo), WithJsonSchema(_NO_ECHO)] = False
 
@@ -277,6 +326,24 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "top_logprobs needs logprobs=true")
         return self
+
+    @model_validator(mode="after")
+    def _tool_choice_has_tools(self) -> ChatCompletionRequest:
+        if self.tool_choice in (None, "none", "auto"):
+            return self
+        names = [tool.function.name for tool in self.tools or ()]
+        if not names:
+            raise field_error("tool_choice", f"tool_choice {self.tool_choice!r} needs tools")
+        if self.named_tool is not None and self.named_tool not in names:
+            raise field_error(
+                "tool_choice", f"tool_choice names the function {self.named_tool!r}; tools has {names}"
+            )
+        return self
+
+    @property
+    def named_tool(self) -> str | None:
+        """The function that tool_choice names."""
+        return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -287,8 +354,18 @@ class ChatCompletionRequest(GenerationRequest, Conversation):
         return self.max_completion_tokens or self.max_tokens
 
 
+def _either_in_schema(schema: dict[str, Any]) -> None:
+    unserved.add_to_schema(schema)
+    schema["oneOf"] = [
+        {"required": [name], "properties": {name: {"type": kind}, other: {"type": "null"}}}
+        for name, kind, other in (("prompt", "string", "messages"), ("messages", "array", "prompt"))
+    ]
+
+
 class TokenizeRequest(Conversation):
     """Tokenize a prompt or messages."""
+
+    model_config = ConfigDict(json_schema_extra=_either_in_schema)
 
     messages: list[Message] | None = Field(None, min_length=1, max_length=4096)  # type: ignore[assignment]
     prompt: str | None = None
@@ -302,19 +379,18 @@ class TokenizeRequest(Conversation):
         return self
 
 
-def _no_dimensions(value: Any) -> None:
-    if value is not None:
-        raise ValueError("is not supported: vectors have the model's own size; leave it out")
-
-
 class EmbeddingRequest(Body):
-    """OpenAI's embeddings, with vLLM's add_special_tokens and priority."""
+    """OpenAI's embeddings, with vLLM's add_special_tokens, truncate_prompt_tokens, truncation_side and priority."""
 
     input: Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: Annotated[Any, PlainValidator(_no_dimensions), WithJsonSchema({"type": "null"})] = None
+    dimensions: int | None = Field(
+        None, ge=1, le=2**31 - 1, description="For models with Matryoshka embeddings."
+    )
     user: str | None = Field(None, description="Accepted and ignored.")
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: TruncatePrompt = None
+    truncation_side: Literal["left", "right"] | None = None
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
 
     @property

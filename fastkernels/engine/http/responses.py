@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_json
 
+from fastkernels.engine.http.errors import error_body
 from fastkernels.engine.http.logprobs import Spell, chat_logprobs, completion_logprobs, prompt_logprobs_body
+from fastkernels.engine.http.parsing.message import MessageParser, chat_delta, chat_message
 from fastkernels.engine.http.protocol import ChatCompletionRequest, CompletionRequest
 from fastkernels.engine.scheduling.request import CompletionOutput, PromptLogprobs, RequestOutput
 
@@ -56,6 +58,14 @@ class Answer:
                 choices.append(self._choice(prompt, out, True))
         return {**self._head(self.kind), "choices": choices, "usage": self.usage(), **self._top_level()}
 
+    def opening(self) -> bytes:
+        """The events before the first output."""
+        return b""
+
+    def failed(self, message: str, status: int) -> bytes:
+        """The last events of a stream that ends with an error."""
+        return event(error_body(message, status)) + b"data: [DONE]\n\n"
+
     def events(self, outputs: Outputs) -> bytes:
         """Server-sent events, one for each choice with news."""
         events: list[bytes] = []
@@ -64,11 +74,13 @@ class Answer:
             for out in output.outputs:
                 index = prompt * self.n + out.index
                 first = index not in self.begun
+                choice = self._choice(prompt, out, first)
+                if choice is None:
+                    continue
                 self.begun.add(index)
-                choice = to_json(self._choice(prompt, out, first))
                 more = self._first_fields() if first else b""
                 after = b',"usage":%b}\n\n' % to_json(self.usage()) if self.usage_always else self._after
-                events += (self._before, choice, b"]", more, after)
+                events += (self._before, to_json(choice), b"]", more, after)
         return b"".join(events)
 
     def closing(self) -> bytes:
@@ -102,7 +114,8 @@ class Answer:
         """Additional fields of the first event of a choice."""
         return b""
 
-    def _choice(self, prompt: int, out: CompletionOutput, first: bool) -> dict[str, Any]:
+    def _choice(self, prompt: int, out: CompletionOutput, first: bool) -> dict[str, Any] | None:
+        """None: nothing new, in a stream."""
         raise NotImplementedError
 
 
@@ -139,19 +152,37 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """In a stream, the first event of a choice carries the role."""
+    """In a stream, the first event of a choice carries the role.
+
+    make_parser: makes the parser of a choice's text; None: the text is the content
+    """
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     body: ChatCompletionRequest
 
+    def __init__(self, *args: Any, make_parser: Callable[[], MessageParser] | None = None):
+        super().__init__(*args)
+        self._parsers = None if make_parser is None else [make_parser() for _ in range(self.n)]
+
     def _first_fields(self) -> bytes:
         return b',"prompt_token_ids":%b' % to_json(self.prompts[0].token_ids) if self.ids else b""
 
-    def _choice(self, prompt: int, out: CompletionOutput, first: bool) -> dict[str, Any]:
-        message = {"role": "assistant", "content": out.text} if first else {"content": out.text}
+    def _choice(self, prompt: int, out: CompletionOutput, first: bool) -> dict[str, Any] | None:
+        message: dict[str, Any] = {"role": "assistant"} if first else {}
+        reason = out.finish_reason
+        if self._parsers is None:
+            message["content"] = out.text
+        else:
+            found = self._parsed(self._parsers[out.index], out)
+            if not (found or first or reason or self.ids or self.body.logprobs or self.usage_always):
+                return None
+            message.update({"content": "", **found} if first and self.body.stream else found)
+            # A named choice always calls its function, so it ends with "stop", as at OpenAI.
+            if self._parsers[out.index].num_calls and reason == "stop" and self.body.named_tool is None:
+                reason = "tool_calls"
         choice: dict[str, Any] = {
             "index": out.index, "delta" if self.body.stream else "message": message, "logprobs": None,
-            "finish_reason": out.finish_reason, "stop_reason": out.stop_reason,
+            "finish_reason": reason, "stop_reason": out.stop_reason,
         }  # fmt: skip
         if self.body.logprobs:
             top = self.body.top_logprobs or 0
@@ -159,6 +190,13 @@ class ChatAnswer(Answer):
         if self.ids:
             choice["token_ids"] = list(out.token_ids)
         return choice
+
+    def _parsed(self, parser: MessageParser, out: CompletionOutput) -> dict[str, Any]:
+        """The fields of a message, or in a stream of a delta."""
+        if not self.body.stream:
+            return chat_message(parser.whole(out.text))
+        pieces = parser.feed(out.text)
+        return chat_delta([*pieces, *parser.finish()] if out.finish_reason is not None else pieces)
 
     def _top_level(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

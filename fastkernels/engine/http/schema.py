@@ -61,7 +61,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
 
 class Choice(BaseModel):
     index: int
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None
     stop_reason: int | str | None
     token_ids: list[int] | None = None
 
@@ -73,9 +73,22 @@ class CompletionChoice(Choice):
     prompt_logprobs: PromptLogprobs = None
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AnswerMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Choice):
@@ -164,7 +177,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
-def _answers(model: type[BaseModel], stream: bool = False) -> dict[str, Any]:
+def answers(model: type[BaseModel], stream: bool = False) -> dict[str, Any]:
     """Keyword arguments of a route with this answer, and with a stream of server-sent events if `stream`."""
     ok: dict[str, Any] = {"model": model, "description": "The answer"}
     if stream:
@@ -184,8 +197,8 @@ def _text(description: str, media: str | None) -> dict[str, Any]:
 
 EMPTY = _text("Requests are taken", None)
 METRICS = _text("Prometheus' text format", "text/plain")
-VERSION, MODELS, MODEL = _answers(Version), _answers(ModelList), _answers(ModelCard)
-COMPLETION = _answers(Completion, stream=True)
-CHAT = _answers(ChatCompletion, stream=True)
-EMBEDDINGS = _answers(EmbeddingList)
-TOKENIZE, DETOKENIZE, DONE = _answers(Tokens), _answers(Text), _answers(Done)
+VERSION, MODELS, MODEL = answers(Version), answers(ModelList), answers(ModelCard)
+COMPLETION = answers(Completion, stream=True)
+CHAT = answers(ChatCompletion, stream=True)
+EMBEDDINGS = answers(EmbeddingList)
+TOKENIZE, DETOKENIZE, DONE = answers(Tokens), answers(Text), answers(Done)

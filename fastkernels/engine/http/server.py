@@ -29,12 +29,17 @@ from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.gate import Gate
 from fastkernels.engine.http.generation import Generation
 from fastkernels.engine.http.metrics import Metrics
+from fastkernels.engine.http.parsing.reasoning import find_reasoning_parser
+from fastkernels.engine.http.parsing.tool_parsers import ToolFormat, find_tool_parser
 from fastkernels.engine.http.prompts import Prompts
 from fastkernels.engine.http.protocol import DetokenizeRequest, TokenizeRequest
 from fastkernels.engine.http.report_file import ReportFile
+from fastkernels.engine.http.responses_api.routes import Responses
+from fastkernels.engine.http.sglang_api.routes import Sglang
 from fastkernels.engine.runners import RUNNERS
 
-ROUTES: dict[str, Any] = {"Generate": Generation, "Encode": Embeddings}  # by runner
+# By runner. PATHS: POST routes; GET_PATHS, where a class has them: GET routes
+ROUTES: dict[str, tuple[Any, ...]] = {"Generate": (Generation, Responses, Sglang), "Encode": (Embeddings,)}
 
 
 class StrictJSONRequest(Request):
@@ -69,23 +74,35 @@ class Server:
     def __init__(self, config: EngineConfig, server_config: ServerConfig | None = None):
         self.config = server_config or ServerConfig()
         self.model_name = self.config.served_model_name or config.model
+        # Checked before the model is loaded.
+        tool_parser, reasoning = (
+            self.config.tool_call_parser,
+            find_reasoning_parser(self.config.reasoning_parser),
+        )
+        if tool_parser is not None:
+            find_tool_parser(tool_parser)
         self.llm = AsyncLLM(config)
         engine = self.llm.engine
         self.metrics = Metrics(self.model_name, engine)
         self.prompts = Prompts(engine.tokenizer, engine.max_model_len)
-        self.context = Context(self.config, self.llm, self.model_name, self.metrics, self.prompts)
+        tools = ToolFormat(engine.tokenizer, tool_parser)
+        self.context = Context(
+            self.config, self.llm, self.model_name, self.metrics, self.prompts, tools, reasoning
+        )
         self.report = ReportFile(engine)
         self.llm.on_step = self._on_step
         self.draining = False
         self.created = int(time.time())
         self.routes = self._routes()
-        self.app = Gate(self.routes, self.config.api_key, self.config.max_body_size, self.refusal)
+        self.app = Gate(self.routes, self.config, self.refusal)
 
     def refusal(self) -> str | None:
         if self.llm.dead is not None:
             return f"the engine has ended: {self.llm.dead}"
         if self.draining:
             return "the server is shutting down"
+        if self.llm.lost_rank is not None:
+            return f"the engine has lost rank {self.llm.lost_rank}"
         return None if self.llm.healthy else "the engine has stopped"
 
     def close(self, timeout: float = 10.0) -> None:
@@ -120,12 +137,18 @@ class Server:
         ):
             app.add_api_route(path, post, methods=["POST"], response_model=None, **extra)
         served = self.llm.engine.kind
-        routes = ROUTES[served](self.context)
-        for path, name, extra in routes.PATHS:
-            app.add_api_route(path, getattr(routes, name), methods=["POST"], response_model=None, **extra)
-        for kind in ROUTES.keys() - {served}:
-            for path, _, _ in ROUTES[kind].PATHS:
-                app.add_api_route(path, self._not_served, methods=["POST"], include_in_schema=False)
+        for kind, classes in ROUTES.items():
+            for routes in classes:
+                own = routes(self.context) if kind == served else None
+                for method, paths in (("POST", routes.PATHS), ("GET", getattr(routes, "GET_PATHS", ()))):
+                    for path, name, extra in paths:
+                        if own is not None:
+                            handler = getattr(own, name)
+                            app.add_api_route(path, handler, methods=[method], response_model=None, **extra)
+                        else:
+                            app.add_api_route(
+                                path, self._not_served, methods=[method], include_in_schema=False
+                            )
         return app
 
     async def health(self) -> Response:

@@ -11,8 +11,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from fastkernels.engine.async_llm import EngineError
-from fastkernels.engine.http.errors import error_body
-from fastkernels.engine.http.responses import Answer, event
+from fastkernels.engine.http.responses import Answer
 from fastkernels.engine.stream import OutputStream
 
 log = logging.getLogger("fastkernels")
@@ -59,6 +58,9 @@ class EventStream(Response):
         clock = asyncio.get_running_loop().time
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         try:
+            opening = self.answer.opening()
+            if opening:
+                await send({"type": "http.response.body", "body": opening, "more_body": True})
             while not self.outputs.finished:
                 body = self.answer.events(await self.outputs.get())
                 self._writing_since = clock()
@@ -69,7 +71,7 @@ class EventStream(Response):
             if not isinstance(error, EngineError):
                 log.exception("a stream ended with an internal error")
             status = 503 if getattr(error, "stopped", False) else 500
-            last = event(error_body(str(error), status)) + b"data: [DONE]\n\n"
+            last = self.answer.failed(str(error), status)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, NewRow, SamplePlan, SlotFlags
+from fastkernels.engine.sampling.token_masks import DeviceMasks, apply_masks
 from fastkernels.overrides.sampling.sampling import sampling
 
 # Rows of Sampler.floats and Sampler.ints.
@@ -54,9 +55,12 @@ class Sampler:
         self.prompt_mask: torch.Tensor | None = None
         self.output_counts: torch.Tensor | None = None
 
-    def plan(self, slots: np.ndarray, offsets: np.ndarray) -> SamplePlan:
-        """The plan of a batch with these slots [B] and offsets [B], for the call with the same values."""
-        return self.flags.plan(slots, offsets)
+    def plan(self, slots: np.ndarray, offsets: np.ndarray, masked: bool = False) -> SamplePlan:
+        """The plan of a batch with these slots [B] and offsets [B], for the call with the same values.
+
+        masked: the call gets masks.
+        """
+        return self.flags.plan(slots, offsets, masked)
 
     def set_rows(self, rows: Sequence[NewRow]) -> None:
         """Fill slots with new requests, replacing their old contents."""
@@ -96,6 +100,7 @@ class Sampler:
         offsets: torch.Tensor,
         plan: SamplePlan,
         drawn: torch.Tensor | None = None,
+        masks: DeviceMasks | None = None,
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample one token a row, and count it for the penalties.
 
@@ -105,12 +110,15 @@ class Sampler:
         plan     self.plan of the same slots and offsets
         drawn    [B] int64: the result of `sampling` for these logits and drawing(slots), if known; only with
                  plan.from_raw
+        masks    the tokens that some rows may sample
 
         Returns token ids [B] int64 and the log-probabilities of the plan, both on the device.
         """
         raw = logits
         if not plan.from_raw:
             logits = logits.to(torch.float32, copy=True)
+        if masks is not None:
+            apply_masks(logits, masks)
         if plan.any_min_tokens:
             self._ban_ends(logits, slots, offsets)
         if plan.any_bias:

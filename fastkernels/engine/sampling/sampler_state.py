@@ -24,12 +24,13 @@ class SamplePlan:
     any_penalties: bool = False
     any_bias: bool = False
     any_min_tokens: bool = False
+    masked: bool = False
     num_logprobs: int = -1
 
     @property
     def from_raw(self) -> bool:
         """Whether all rows sample from the raw logits."""
-        return not (self.any_penalties or self.any_bias or self.any_min_tokens)
+        return not (self.any_penalties or self.any_bias or self.any_min_tokens or self.masked)
 
 
 _GREEDY, _DRAWN = SamplePlan(True), SamplePlan(False)
@@ -72,15 +73,16 @@ class SlotFlags:
             self.penalties[slot] or self.bias[slot] or self.min_tokens[slot] > 0 or wanted is not None
         )
 
-    def plan(self, slots: np.ndarray, offsets: np.ndarray) -> SamplePlan:
+    def plan(self, slots: np.ndarray, offsets: np.ndarray, masked: bool = False) -> SamplePlan:
         """slots, offsets: [B] integers, as in Sampler.__call__."""
         greedy = bool(self.greedy[slots].all())
-        if not self.special[slots].any():
+        if not masked and not self.special[slots].any():
             return _GREEDY if greedy else _DRAWN
         return SamplePlan(
             greedy,
             bool(self.penalties[slots].any()),
             bool(self.bias[slots].any()),
             bool((offsets < self.min_tokens[slots]).any()),
+            masked,
             int(self.logprobs[slots].max(initial=-1)),
         )

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from fastkernels.engine.structured.params import StructuredOutputsParams
+
 MAX_N = 16384
 MAX_LOGPROBS = 20  # an engine's default
 MAX_STOP_STRINGS = 128
 MAX_STOP_LENGTH = 1024  # characters of one stop string
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 1000
+TRUNCATION_SIDES = ("left", "right")
 MIN_TEMPERATURE = 0.01  # smaller positive temperatures are raised to it, as in vLLM
 
 
@@ -48,6 +52,11 @@ class SamplingParams:
     logprobs     number of most likely tokens with log-probabilities, plus the sampled one; -1: all; None: none
     prompt_logprobs  the same for the tokens of the prompt
     logit_bias   {token id: value added to its logit, in [-100, 100]}
+    bad_words    texts that the output must not contain, as the tokenizer splits them, alone and after a space
+    allowed_token_ids  the only tokens that may be generated, EOS included
+    truncate_prompt_tokens  the most tokens of the prompt that are used; -1: as many as leave room for one token
+    truncation_side  'right' uses the first ones, 'left' the last ones; None: as the tokenizer says
+    structured_outputs  a StructuredOutputsParams: the output is JSON of a schema, a choice, ...
     detokenize   False: no text, and no stop strings
     skip_special_tokens  leave tokens such as EOS out of the text
     output_kind  content of each output; LLM.generate always returns the final one
@@ -74,6 +83,11 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -99,8 +113,14 @@ class SamplingParams:
                 raise ValueError(f"{name} must be true or false, got {reprlib.repr(getattr(self, name))}")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind must be a RequestOutputKind, got {reprlib.repr(self.output_kind)}")
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, type(None))):
+            raise ValueError(
+                "structured_outputs must be StructuredOutputsParams, got"
+                f" {reprlib.repr(self.structured_outputs)}"
+            )
         self._check_stop()
         self._check_logit_bias()
+        self._check_tokens()
         self._normalize()
 
     def _check_stop(self) -> None:
@@ -139,6 +159,27 @@ class SamplingParams:
             biases[token] = float(bias)
         self.logit_bias = biases or None
 
+    def _check_tokens(self) -> None:
+        self.bad_words = list(dict.fromkeys(_list("bad_words", self.bad_words, MAX_BAD_WORDS)))
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip():
+                raise ValueError(f"bad_words must hold words that are not empty, got {reprlib.repr(word)}")
+        if self.allowed_token_ids is not None:
+            allowed = _list("allowed_token_ids", self.allowed_token_ids, 2**31)
+            if not allowed:
+                raise ValueError("allowed_token_ids must not be empty: no token could be generated")
+            for token in allowed:
+                _integer("allowed_token_ids", token, 0, 2**31 - 1)
+            self.allowed_token_ids = list(dict.fromkeys(allowed))
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+            if self.truncate_prompt_tokens == 0:
+                raise ValueError("truncate_prompt_tokens must be -1 or at least 1, got 0")
+        if self.truncation_side not in (None, *TRUNCATION_SIDES):
+            raise ValueError(
+                f"truncation_side must be 'left' or 'right', got {reprlib.repr(self.truncation_side)}"
+            )
+
     def _normalize(self) -> None:
         if self.seed == -1:
             self.seed = None
@@ -163,7 +204,7 @@ class SamplingParams:
                 raise ValueError(
                     f"{name} must be at most {limit} (max_logprobs of this engine), got {wanted}"
                 )
-        for name in ("stop_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
                     raise ValueError(f"{name}: token id {token} is not in the vocabulary of {vocab_size}")

@@ -17,11 +17,18 @@ TASKS = ("embed", "token_embed")
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """Parameters of an encoder's request. task: 'embed' (one vector) or 'token_embed' (one vector per token)."""
+    """Parameters of an encoder's request.
+
+    task        'embed' (one vector) or 'token_embed' (one vector per token)
+    dimensions  the size of the vectors, for a model with Matryoshka embeddings
+    """
 
     task: str = "embed"
+    dimensions: int | None = None
 
     def __post_init__(self) -> None:
+        if self.dimensions is not None and (not isinstance(self.dimensions, int) or self.dimensions < 1):
+            raise ValueError(f"dimensions must be at least 1, got {self.dimensions!r}")
         if self.task not in TASKS:
             raise ValueError(f"task {self.task!r} is not one of {', '.join(TASKS)}")
 

@@ -6,11 +6,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fastkernels.engine.execution.step import Launcher, Pending, StepOutput
-from fastkernels.engine.scheduling.outputs import append_token
+import numpy as np
+
+from fastkernels.engine.execution.step import Launcher, Pending, StepOutput, TokenMasks
+from fastkernels.engine.scheduling.outputs import append_token, end_early
 from fastkernels.engine.scheduling.request import Request, Status
 from fastkernels.engine.scheduling.scheduler import Batch, Scheduler
 from fastkernels.engine.scheduling.step_input import make_step
+from fastkernels.engine.structured.constraint import advance
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class EngineCore:
 
     With depth 2, a step is scheduled while the previous one runs and its tokens are unknown. A request that these
     tokens end computes one token too many, which is dropped.
+
+    A step with constrained rows (Batch.masked) is launched like any other, but samples only once the tokens of the
+    step before it are known and the masks that follow from them are filled. Its model runs meanwhile.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Launcher, depth: int = 1):
@@ -43,11 +49,16 @@ class EngineCore:
         """Launch the next batch and wait for the oldest one. None if no step has to be waited for."""
         batch = self.scheduler.schedule()
         if batch is not None:
-            self._in_flight.append((batch, self.executor.launch(make_step(batch))))
+            pending = self.executor.launch(make_step(batch))
+            self._in_flight.append((batch, pending))
+            if batch.masked:
+                before = self._collect_oldest() if len(self._in_flight) > 1 else None
+                pending.sample(_masks(batch))
+                if before is not None:
+                    return before
         if not self._in_flight or (batch is not None and len(self._in_flight) < self.depth):
             return None
-        oldest, pending = self._in_flight.popleft()
-        return self._collect(oldest, pending.result())
+        return self._collect_oldest()
 
     def end(self, requests: Iterable[Request]) -> None:
         """Remove unfinished requests. Results of steps in flight for them are dropped."""
@@ -59,8 +70,12 @@ class EngineCore:
         self.scheduler.remove_all()
         self.scheduler.blocks.reset_cache()
 
+    def _collect_oldest(self) -> StepResult:
+        batch, pending = self._in_flight.popleft()
+        return self._collect(batch, pending.result())
+
     def _collect(self, batch: Batch, output: StepOutput) -> StepResult:
-        news, ended = [], []
+        news, ended, constrained = [], [], []
         tokens = output.token_ids.tolist()
         for row, request in enumerate(batch.requests):
             if batch.offsets[row] >= 0 and request.status is not Status.FINISHED:
@@ -69,6 +84,25 @@ class EngineCore:
                 news.append((row, request))
                 if request.finish_reason is not None:
                     ended.append(request)
+                elif request.constraint is not None:
+                    constrained.append(request)
+        for request, reason in advance(constrained):
+            end_early(request, reason)
+            ended.append(request)
         if ended:
             self.scheduler.remove(ended)
         return StepResult(batch, output, news)
+
+
+def _masks(batch: Batch) -> TokenMasks:
+    """The masks of the batch's constrained rows. A sequence that has ended since it was scheduled needs none."""
+    rows, words = [], []
+    for row, request in enumerate(batch.requests):
+        if (
+            batch.offsets[row] >= 0
+            and request.constraint is not None
+            and request.status is not Status.FINISHED
+        ):
+            rows.append(row)
+            words.append(request.constraint.words)
+    return TokenMasks(np.array(rows, np.int64), np.stack(words) if words else np.empty((0, 0), np.int32))

@@ -69,6 +69,13 @@ def append_token(request: Request, token: int) -> None:
         request.finish("length")
 
 
+def end_early(request: Request, reason: str) -> None:
+    """End a sequence after its last token, for a reason that the token itself does not show."""
+    if request.detokenizer is not None and not _decodes_late(request.params):
+        request.detokenizer.finish(look=False)
+    request.finish(reason)
+
+
 def _decodes_late(params: SamplingParams) -> bool:
     """Whether the text is needed only at the end, and can be decoded then."""
     return params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop

@@ -12,6 +12,7 @@ from fastkernels.engine.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from fastkernels.engine.scheduling.detokenizer import Detokenizer
+    from fastkernels.engine.structured.constraint import Constraint
 
 
 class Status(Enum):
@@ -29,6 +30,7 @@ class Request:
     seed                 seed of its noise: params.seed, or chosen by the engine
     priority             lower goes first, as in vLLM
     index                its index among the caller's n sequences
+    constraint           the tokens that it may generate next, if not all
     slot                 its row in the ranks' state while it runs, otherwise -1
     block_table          KV blocks of its first num_computed_tokens tokens
     block_hashes         names of its first full blocks, computed on demand
@@ -51,6 +53,7 @@ class Request:
     seed: int = 0
     priority: int = 0
     index: int = 0
+    constraint: Constraint | None = None
     arrival: float = field(default_factory=time.monotonic)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: SampleLogprobs | None = None

@@ -49,6 +49,14 @@ class Batch:
     admitted: list[Request] = field(default_factory=list)
     num_decodes: int = 0
 
+    @property
+    def masked(self) -> bool:
+        """Whether a row that samples has a constraint."""
+        return any(
+            r.constraint is not None and offset >= 0
+            for r, offset in zip(self.requests, self.offsets, strict=True)
+        )
+
 
 def _key(request: Request) -> tuple[float, str, int]:
     return (request.arrival + request.priority * AGING, request.request_id, request.index)

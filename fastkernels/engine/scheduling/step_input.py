@@ -34,6 +34,7 @@ def make_step(batch: Batch) -> StepInput:
         block_updates=np.array(updates, np.int32).reshape(-1, 3),
         new_rows=[_new_row(r) for r in batch.admitted],
         prompt_targets=_prompt_targets(batch),
+        masked=batch.masked,
     )
 
 

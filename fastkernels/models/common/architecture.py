@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -13,13 +15,16 @@ class Architecture:
 
     names           `architectures` in config.json, e.g. ("LlamaForCausalLM",)
     category        the folder of the model file
-    model           class in the same file, or "module:Class"
+    model           class in the same file, or "module:Class"; by default the one that builds what the file's
+                    `describe(config)` returns, a description.Decoder
     runner          how the engine runs the model: a key of fastkernels.engine.runners.RUNNERS
     model_type      `model_type` in config.json
     layers          level-3 ops that the model is built of
-    packed          {our module: [checkpoint modules]}: weights that are stacked into one parameter, in order
+    packed          {our module: [checkpoint modules]}: weights that are stacked into one parameter, in order; Llama's
+                    by default
     experts         "module:function" that maps a config to vLLM's expert mapping (weights.expert_parts)
-    renamed         {prefix of a checkpoint key: prefix of our parameter}
+    renamed         {prefix of a checkpoint key: prefix of our parameter}; the first that fits counts
+    parts           {part of a checkpoint key: part of ours}, whole names between dots, applied after `renamed`
     unused          patterns (fnmatch) of checkpoint keys that the model does not need
     tied            {key that tie_word_embeddings makes unused: key that it copies}
     config_fields   fields beyond config.COMMON that let config.json be read without transformers; None: it is
@@ -31,14 +36,15 @@ class Architecture:
 
     names: tuple[str, ...]
     category: str
-    model: str
     runner: str
     model_type: str
+    model: str = "fastkernels.models.common.decoder:Decoder"
     layers: tuple[str, ...] = ()
-    packed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    packed: Mapping[str, Sequence[str]] = field(default_factory=lambda: PACKED)
     experts: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     tied: Mapping[str, str] = field(default_factory=dict)
     config_fields: tuple[str, ...] | None = None
     config_defaults: Mapping[str, Any] = field(default_factory=dict)

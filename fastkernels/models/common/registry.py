@@ -11,6 +11,7 @@ from typing import Any
 
 from fastkernels.core.registry import DuplicateName, UnknownName
 from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.description import Decoder
 
 MODELS_ROOT = Path(__file__).resolve().parents[1]
 MODELS_PACKAGE = "fastkernels.models"
@@ -82,13 +83,19 @@ def find(architecture: str) -> Model:
     """The model of an architecture. Raises UnknownName, which lists the known ones."""
     known = by_architecture()
     if architecture not in known:
-        raise UnknownName("architecture", architecture, known)
+        raise UnknownName("architecture", architecture, known, "`fk-bench list models` describes them.")
     return known[architecture]
 
 
 def model_class(architecture: str) -> Any:
     """The model class of an architecture. Raises UnknownName."""
     return load(find(architecture).path)
+
+
+def describe(config: Any) -> Decoder:
+    """What the model file of this config describes. Raises UnknownName, ValueError for what it does not support."""
+    names = getattr(config, "architectures", None) or [""]
+    return load(f"{find(names[0]).module}:describe")(config)
 
 
 def load(path: str) -> Any:

@@ -35,15 +35,18 @@ def load(model: nn.Module, folder: Path, arch: Architecture, config: Any) -> Non
     leftover: list[str] = []
     sources: dict[str, str] = {}  # key: the parameter it went into
     for file, key, read in iterate(folder):
-        own = _without_prefix(key, arch.renamed)
+        own = _own_key(key, arch)
         if own in tied or any(fnmatchcase(own, pattern) for pattern in arch.unused):
             continue
-        name, shard = _rename(own, packed)
-        if name not in parameters or shard not in todo[name]:
+        name, shard = (own, None) if own in parameters else _rename(own, packed)
+        parts = (
+            {shard} if shard is not None else todo.get(name, set())
+        )  # packed in the checkpoint, too: all parts
+        if not parts or not parts <= todo.get(name, set()):
             leftover.append(f"{key} ({file.name})")
             continue
         _load_one(parameters[name], read(), shard, file, key)
-        todo[name].discard(shard)
+        todo[name] -= parts
         sources[key] = name
     missing = sorted(
         _checkpoint_key(name, shard, packed) for name, shards in todo.items() for shard in shards
@@ -76,10 +79,13 @@ def expert_parts(mapping: Iterable[tuple[str, str, int, str]]) -> dict[str, tupl
     return {f"{theirs}weight": (f"{ours}weight", (shard, expert)) for ours, theirs, expert, shard in mapping}
 
 
-def _without_prefix(key: str, renamed: Mapping[str, str]) -> str:
-    for theirs, ours in renamed.items():
+def _own_key(key: str, arch: Architecture) -> str:
+    for theirs, ours in arch.renamed.items():
         if key.startswith(theirs):
-            return ours + key.removeprefix(theirs)
+            key = ours + key.removeprefix(theirs)
+            break
+    for theirs, ours in arch.parts.items():
+        key = f".{key}.".replace(f".{theirs}.", f".{ours}.")[1:-1]
     return key
 
 

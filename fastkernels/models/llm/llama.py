@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.overrides.block.vllm import VllmLlamaDecoderLayer
 from fastkernels.overrides.embedding.vllm import (
@@ -73,6 +74,11 @@ class LlamaForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden)
 
 
+def describe(config: Any) -> d.Decoder:
+    bias = config.attention_bias
+    return d.llama(config, bias=bias, out_bias=bias)
+
+
 ARCH = Architecture(
     names=("LlamaForCausalLM",),
     category="llm",
@@ -80,8 +86,7 @@ ARCH = Architecture(
     runner="Generate",
     model_type="llama",
     layers=("llama_decoder_layer",),
-    packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
-    unused=("*rotary_emb.inv_freq",),
+
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     config_fields=(),
     fast_tokenizer=True,

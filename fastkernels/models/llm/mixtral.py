@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.llm.llama import LlamaForCausalLM
 from fastkernels.overrides.block.vllm import VllmMixtralDecoderLayer
@@ -28,6 +29,24 @@ def checkpoint_experts(config: Any) -> list[tuple[str, str, int, str]]:
     return expert_mapping(config.num_local_experts)
 
 
+def describe(config: Any) -> d.Decoder:
+    norm = d.Norm(eps=config.rms_norm_eps)
+    experts = d.Experts(
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        config.intermediate_size,
+        names=("w1", "w3", "w2"),
+    )
+    layers = tuple(
+        d.Layer(
+            d.attention(config, window), experts, before_attention=norm, before_mlp=norm,
+            names={"mlp": "block_sparse_moe"},
+        )
+        for window in d.windows(config)
+    )  # fmt: skip
+    return d.Decoder(config.vocab_size, config.hidden_size, layers, norm, config.tie_word_embeddings)
+
+
 ARCH = Architecture(
     names=("MixtralForCausalLM",),
     category="llm",
@@ -37,7 +56,6 @@ ARCH = Architecture(
     layers=("mixtral_decoder_layer",),
     packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
     experts="fastkernels.models.llm.mixtral:checkpoint_experts",
-    unused=("*rotary_emb.inv_freq",),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     config_fields=("num_local_experts", "num_experts_per_tok"),
     public={

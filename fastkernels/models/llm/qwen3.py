@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.llm.llama import LlamaForCausalLM
 from fastkernels.overrides.block.vllm import VllmQwen3DecoderLayer
@@ -19,6 +20,11 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
         return VllmQwen3DecoderLayer(config, prefix=prefix)
 
 
+def describe(config: Any) -> d.Decoder:
+    bias = config.attention_bias
+    return d.llama(config, bias=bias, out_bias=bias, head_norm=d.Norm(eps=config.rms_norm_eps))
+
+
 ARCH = Architecture(
     names=("Qwen3ForCausalLM",),
     category="llm",
@@ -26,8 +32,7 @@ ARCH = Architecture(
     runner="Generate",
     model_type="qwen3",
     layers=("qwen3_decoder_layer",),
-    packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
-    unused=("*rotary_emb.inv_freq",),
+
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     config_fields=("head_dim",),
     config_defaults={"use_sliding_window": False},

@@ -66,11 +66,14 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         config = SimpleNamespace(
             hidden_size=hidden, intermediate_size=inner, hidden_act="silu", mlp_bias=False
         )
-        parts = dict(zip(("gate_proj", "up_proj", "down_proj"), (*gate_up.chunk(2), down), strict=True))
         module = assemble.make(cls, x, config)
+    elif assemble.takes(cls, "output_size"):
+        module = assemble.make(cls, x, hidden, inner, hidden, "silu")
     else:
-        parts = {"gate_up_proj": gate_up, "down_proj": down}
         module = assemble.make(cls, x, hidden, inner, "silu", prefix="mlp")
+    parts = {"gate_up_proj": gate_up, "down_proj": down}
+    if not hasattr(module, "gate_up_proj"):
+        parts = dict(zip(("gate_proj", "up_proj", "down_proj"), (*gate_up.chunk(2), down), strict=True))
     return partial(assemble.load(module, {f"{name}.weight": t for name, t in parts.items()}), x)
 
 

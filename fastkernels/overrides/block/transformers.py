@@ -1,4 +1,4 @@
-"""The gated MLP of transformers' Llama and of the models that copy it."""
+"""The gated MLPs of transformers' Llama, Gemma and Phi-3, and of the models that copy them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
+from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.block.gated_gelu_mlp import ERF, TANH, GatedGeluMLP
 from fastkernels.overrides.block.gated_mlp import check_activation
 
 
@@ -30,19 +32,113 @@ class TransformersLlamaMLP(nn.Module):
         self.act_fn = nn.SiLU()
 
     @staticmethod
+    def is_for(module: nn.Module) -> bool:
+        """Whether this op, not gated_gelu_mlp, is the one to compute or refuse this module."""
+        return not _is_gelu(module.act_fn)
+
+    @staticmethod
     def supports(module: nn.Module) -> str | None:
         """Return why our forward does not support this module (ours or the host's), or None."""
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            child = getattr(module, name, None)
-            if type(child) is not nn.Linear:
-                return f"{name} is {type(child).__name__}, not nn.Linear"
-            if "forward" in vars(child) or child._forward_hooks or child._forward_pre_hooks:
-                return f"{name} has hooks or a replaced forward"
-        act = type(getattr(module, "act_fn", None)).__name__
-        return None if act in ("SiLU", "SiLUActivation") else f"act_fn is {act}, not SiLU"
+        return _not_linear(module, "gate_proj", "up_proj", "down_proj") or _not_silu(module, "act_fn")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(silu_and_mul(_side_by_side(x, self.gate_proj, self.up_proj)))
+
+
+class TransformersIdefics2MLP(nn.Module):
+    """Idefics2MLP, also of Qwen2.5-VL's images: gate_proj, up_proj, down_proj are nn.Linear. x [..., H]."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, output_size: int, hidden_act: str):
+        super().__init__()
+        check_activation(hidden_act)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, output_size, bias=False)
+        self.act_fn = nn.SiLU()
+
+    is_for = staticmethod(TransformersLlamaMLP.is_for)
+    supports = staticmethod(TransformersLlamaMLP.supports)
+
+    def forward(self, x):
+        return self.down_proj(silu_and_mul(_side_by_side(x, self.gate_proj, self.up_proj)))
+
+
+class TransformersPhi3MLP(nn.Module):
+    """Phi3MLP, also of GLM-4: gate_up_proj (gate rows first) and down_proj are nn.Linear. hidden_states [..., H].
+
+    config: hidden_size, intermediate_size and hidden_act (silu).
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        check_activation(config.hidden_act)
+        self.config = config
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation_fn = nn.SiLU()
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return _not_linear(module, "gate_up_proj", "down_proj") or _not_silu(module, "activation_fn")
+
+    def forward(self, hidden_states: torch.FloatTensor) -> torch.FloatTensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(hidden_states)))
+
+
+class TransformersGemmaMLP(GatedGeluMLP):
+    """GemmaMLP: as TransformersLlamaMLP, gated by GELU. config: hidden_act is gelu, gelu_new or gelu_pytorch_tanh."""
+
+    def __init__(self, config):
+        super().__init__()
+        if config.hidden_act not in _GELU:
+            raise ValueError(f"hidden_act {config.hidden_act!r} is not supported, only {', '.join(_GELU)}")
+        self.config = config
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+        self.act_fn = nn.GELU(_GELU[config.hidden_act])
+
+    @staticmethod
+    def is_for(module: nn.Module) -> bool:
+        """Whether this op, not gated_mlp, is the one to compute or refuse this module."""
+        return _is_gelu(module.act_fn)
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return _not_linear(module, "gate_proj", "up_proj", "down_proj")
+
+    def forward(self, x):
+        approximate = getattr(
+            self.act_fn, "approximate", "none" if type(self.act_fn).__name__ in ERF else "tanh"
+        )
+        return self.down_proj(gelu_and_mul(_side_by_side(x, self.gate_proj, self.up_proj), approximate))
+
+
+_GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+
+
+def _is_gelu(act: object) -> bool:
+    return type(act).__name__ in (*ERF, *TANH) or type(act) is nn.GELU
+
+
+def _not_linear(module: nn.Module, *names: str) -> str | None:
+    """Why these parts of a module are not plain linear layers, or None."""
+    for name in names:
+        child = getattr(module, name, None)
+        if type(child) is not nn.Linear:
+            return f"{name} is {type(child).__name__}, not nn.Linear"
+        if "forward" in vars(child) or child._forward_hooks or child._forward_pre_hooks:
+            return f"{name} has hooks or a replaced forward"
+    return None
+
+
+def _not_silu(module: nn.Module, name: str) -> str | None:
+    """Why this part of a module is not SiLU, or None."""
+    act = type(getattr(module, name, None)).__name__
+    return None if act in ("SiLU", "SiLUActivation") else f"{name} is {act}, not SiLU"
 
 
 def _side_by_side(x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
@@ -65,14 +161,16 @@ _MODELS = (
     ("granite", "Granite"), ("olmo2", "Olmo2"),
 )  # fmt: skip
 
+
+def _target(model: str, name: str, cls: str) -> Target:
+    return Target("transformers", f"transformers.models.{model}.modeling_{model}:{name}", cls, "module")
+
+
 TARGETS = {
-    "gated_mlp": tuple(
-        Target(
-            "transformers",
-            f"transformers.models.{model}.modeling_{model}:{prefix}MLP",
-            "TransformersLlamaMLP",
-            "module",
-        )
-        for model, prefix in _MODELS
+    "gated_mlp": (
+        *(_target(model, f"{prefix}MLP", "TransformersLlamaMLP") for model, prefix in _MODELS),
+        _target("idefics2", "Idefics2MLP", "TransformersIdefics2MLP"),
+        _target("phi3", "Phi3MLP", "TransformersPhi3MLP"),
     ),
+    "gated_gelu_mlp": (_target("gemma", "GemmaMLP", "TransformersGemmaMLP"),),
 }

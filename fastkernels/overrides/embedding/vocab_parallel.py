@@ -154,9 +154,14 @@ class UnquantizedEmbedding:
     head = "ParallelLMHead"
 
     @classmethod
+    def applies(cls, module: nn.Module) -> bool:
+        """Whether this module looks anything up: the same method object computes a language-model head's logits."""
+        return cls.head not in (base.__name__ for base in type(module).__mro__)
+
+    @classmethod
     def supports(cls, module: nn.Module) -> str | None:
         """Return why our lookup does not support this module (ours or the host's), or None."""
-        if cls.head in (base.__name__ for base in type(module).__mro__):
+        if not cls.applies(module):
             return "a language-model head has no lookup"
         # For shards on CUDA both hosts run a fused kernel of their own and never call the method's lookup.
         fused = getattr(module, "use_fused_embedding", False) or hasattr(module, "_use_triton_embedding")

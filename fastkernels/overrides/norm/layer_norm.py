@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -15,10 +17,19 @@ from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_v
 
 
 def reference(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
-    """x: [..., H]; weight, bias: [H] or None. Computed in at least float32; returns x's shape and dtype."""
+    """x: [..., H]; weight, bias: [H] or None. Computed in at least float32; returns x's shape and dtype.
+
+    unit_offset: multiply by 1 + weight, rounded to weight's dtype (Nemotron).
+    """
     acc = torch.promote_types(x.dtype, torch.float32)
+    if weight is not None and unit_offset:
+        weight = weight + 1
     w, b = (None if t is None else t.to(acc) for t in (weight, bias))
     return F.layer_norm(x.to(acc), x.shape[-1:], w, b, eps).to(x.dtype)
 
@@ -26,7 +37,7 @@ def reference(
 @triton.jit
 def _layer_norm_kernel(
     x_ptr, w_ptr, b_ptr, out_ptr, n_inner, stride0, stride1, H, eps,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program per row, which is loaded once: mean and variance are computed from registers.
@@ -36,6 +47,8 @@ def _layer_norm_kernel(
     x = tl.load(x_ptr + (row // n_inner) * stride0 + (row % n_inner) * stride1 + cols, mask=inside, other=0.0)
     if HAS_W:  # loaded early, as in rms_norm
         w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        if OFFSET:
+            w = (w + 1.0).to(w_ptr.dtype.element_ty).to(tl.float32)
     if HAS_B:
         b = tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     h = x.to(tl.float32)
@@ -55,7 +68,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | No
 
 
 def _supports_triton(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
 ) -> str | None:
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
@@ -63,7 +80,11 @@ def _supports_triton(
 
 
 def _triton(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     _check(x, weight, bias)
     out, found = torch.empty(x.shape, dtype=x.dtype, device=x.device), rows(x)
@@ -76,26 +97,43 @@ def _triton(
     launch_kernel(
         _layer_norm_kernel, grid,
         x, weight, bias, out, *found, hidden, eps, HAS_W=weight is not None, HAS_B=bias is not None,
-        BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        OFFSET=unit_offset, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out
 
 
 def _reference(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    unit_offset: bool = False,
 ) -> torch.Tensor:
     _check(x, weight, bias)
-    return reference(x, weight, bias, eps)
+    return reference(x, weight, bias, eps, unit_offset)
 
 
 layer_norm = define(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
-    fake=lambda x, weight, bias, eps: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool unit_offset=False) -> Tensor",
+    fake=lambda x, weight, bias, eps, unit_offset=False: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
+
+
+def unsupported_shape(module: Any) -> str | None:
+    """Why our ops do not compute this norm with torch's attributes, or None."""
+    if len(module.normalized_shape) != 1:
+        return f"it normalizes the last {len(module.normalized_shape)} dimensions, not one"
+    return "eps is None: its value depends on torch's version" if module.eps is None else None
+
+
+def unsupported_weight(module: Any) -> str | None:
+    """Why a norm's weight does not fit our ops, or None."""
+    shape = tuple(module.weight.shape)
+    return None if len(shape) == 1 else f"weight has shape {shape}: each head has its own"
 
 
 _FLOAT32 = {"parameters": "float32"}
@@ -116,6 +154,7 @@ SPEC = OpSpec(
         Case("odd_1128", {"tokens": 3, "hidden": 1128, "bias": False}, dtype="float16", tags=("odd",)),
         Case("mixed", {"tokens": 7, "hidden": 576, **_FLOAT32}, tags=("odd",)),
         Case("plain", {"tokens": 5, "hidden": 63, "weight": False, "bias": False}, "float32", tags=("odd",)),
+        Case("offset", {"tokens": 9, "hidden": 200, "unit_offset": True}, tags=("odd",)),
         Case("heads_odd", {"tokens": 5, "heads": 9, "hidden": 64, "weight": False}, tags=("odd",)),
     ),
     arguments=(
@@ -123,6 +162,7 @@ SPEC = OpSpec(
         Tensor("weight", "hidden", "parameters", when="weight", mean=1, std=0.1),
         Tensor("bias", "hidden", "parameters", when="bias", std=0.1),
         Scalar("eps", default=1e-5),
+        Scalar("unit_offset", default=False),
     ),
     outputs=(Tensor("out", "tokens heads? hidden"),),
     axes={
@@ -136,6 +176,8 @@ SPEC = OpSpec(
     constructor={
         "hidden_size": "hidden",
         "dim": "hidden",
+        "normalized_shape": "hidden",
+        "param_shape": "hidden",
         "elementwise_affine": "weight",
         "bias": "bias",
         "dtype": "parameters",

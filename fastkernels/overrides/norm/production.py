@@ -109,28 +109,56 @@ def no_rms_norm(
     return first(half(x, weight, residual), same(x, weight, residual), dense(x, weight, residual), filled(x))
 
 
+_OFFSET = "has no unit offset"
+
+
 def _flashinfer_layer_norm() -> Function:
     from flashinfer.norm import layernorm
 
-    def layer_norm(x: T, weight: T, bias: T, eps: float) -> T:
+    def layer_norm(x: T, weight: T, bias: T, eps: float, *_: Any) -> T:
         return layernorm(x.view(-1, x.shape[-1]), weight, bias, eps).view(x.shape)
 
     return layer_norm
 
 
-def _flashinfer_no_layer_norm(x: T, weight: T | None, bias: T | None, eps: float) -> str | None:
+def _flashinfer_no_layer_norm(
+    x: T, weight: T | None, bias: T | None, eps: float, unit_offset: bool = False
+) -> str | None:
+    if unit_offset:
+        return _OFFSET
     wide = all(t is not None and t.dtype == torch.float32 for t in (weight, bias))
     if not wide or x.dtype != torch.bfloat16:
         return "takes bfloat16 with parameters in float32"
     return first(dense(x), filled(x))
 
 
-def _torch_layer_norm(x: T, weight: T | None, bias: T | None, eps: float) -> T:
+def _torch_layer_norm(x: T, weight: T | None, bias: T | None, eps: float, *_: Any) -> T:
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _torch_no_layer_norm(x: T, weight: T | None, bias: T | None, eps: float) -> str | None:
-    return same(x, weight, bias)
+def _torch_no_layer_norm(
+    x: T, weight: T | None, bias: T | None, eps: float, unit_offset: bool = False
+) -> str | None:
+    return _OFFSET if unit_offset else same(x, weight, bias)
+
+
+def _vllm_rms_norm_gated() -> Function:
+    from vllm.third_party.flash_linear_attention.ops.layernorm_guard import rmsnorm_fn
+
+    def rms_norm_gated(
+        x: T, weight: T, gate: T | None, eps: float, group_size: int | None = None,
+        norm_before_gate: bool = True, activation: str = "silu", *_: Any,
+    ) -> T:  # fmt: skip
+        return rmsnorm_fn(
+            x, weight, None, z=gate, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate,
+            activation=activation,
+        )  # fmt: skip
+
+    return rms_norm_gated
+
+
+def _vllm_no_rms_norm_gated(x: T, weight: T | None, gate: T | None, eps: float, *_: Any) -> str | None:
+    return "needs a weight" if weight is None else first(dense(x, weight, gate), filled(x))
 
 
 def _l2_norm(module: str) -> Any:
@@ -190,6 +218,10 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         from_sgl_kernel(_sglang_rms_norm("rmsnorm", "fused_add_rmsnorm"), no_rms_norm, **_NORM),
         from_flashinfer(_flashinfer_rms_norm("rmsnorm", "fused_add_rmsnorm"), no_rms_norm, **_NORM),
         inductor("rms_norm"),
+    ),
+    "rms_norm_gated": (
+        from_vllm(_vllm_rms_norm_gated, _vllm_no_rms_norm_gated),
+        inductor("rms_norm_gated"),
     ),
     "t5_layer_norm": (
         from_vllm(_vllm_t5_layer_norm, _no_rms_norm),

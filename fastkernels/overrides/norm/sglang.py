@@ -8,8 +8,13 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
-from fastkernels.overrides.norm.layer_norm import layer_norm
+from fastkernels.overrides.norm.layer_norm import layer_norm, unsupported_weight
 from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.norm.rms_norm_gated import (
+    MixerRMSNormGated,
+    rms_norm_gated,
+    unsupported_activation,
+)
 
 
 class SGLangRMSNorm_0_5_16(nn.Module):
@@ -188,6 +193,143 @@ class SGLangLayerNorm(nn.Module):
         return layer_norm(h, weight, bias, self.variance_epsilon).to(x.dtype)
 
 
+class SGLangGemma4RMSNorm(nn.Module):
+    """Gemma4RMSNorm: x [..., dim] times the weight [dim], rounded once; ones without with_scale."""
+
+    def __init__(
+        self, dim: int, eps: float = 1e-6, scale_shift: float = 0.0, with_scale: bool = True
+    ) -> None:
+        super().__init__()
+        self.with_scale, self.eps, self.scale_shift = with_scale, eps, scale_shift
+        if with_scale:
+            self.weight = nn.Parameter(torch.ones(dim))
+        else:
+            self.register_buffer("weight", torch.ones(dim), persistent=False)
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        shift = module.scale_shift if module.with_scale else 0.0
+        return None if shift == 0.0 else f"scale_shift={shift} is not supported"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight if self.with_scale else None, self.eps, None, None, False)
+
+
+class SGLangRMSNormWithoutScale(nn.Module):
+    """RMSNormWithoutScale: x [..., hidden_size] to the same, without a weight."""
+
+    def __init__(self, hidden_size: int, eps=1e-6) -> None:
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+
+    def forward(self, x):
+        return rms_norm(x, None, self.eps)
+
+
+class SGLangCohereLayerNorm(nn.Module):
+    """LayerNorm of Command R, without bias: (hidden_states [..., H], residuals), of which only the first changes."""
+
+    def __init__(self, param_shape=None, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(param_shape))
+        self.variance_epsilon = eps
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_weight(module)
+
+    def forward(self, hidden_states, residuals=None):
+        return layer_norm(hidden_states, self.weight, None, self.variance_epsilon), residuals
+
+
+class SGLangCohere2MoeLayerNorm(nn.Module):
+    """Cohere2MoeLayerNorm, without bias: hidden_states [..., hidden_size] to the same."""
+
+    def __init__(self, hidden_size, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        return layer_norm(hidden_states, self.weight, None, self.variance_epsilon)
+
+
+class SGLangGatedRMSNorm(nn.Module):
+    """RMSNorm of flash-linear-attention: x, z [..., hidden_size]; the norm times act(z), or the norm of x act(z)."""
+
+    def __init__(
+        self,
+        hidden_size,
+        eps=1e-5,
+        group_size=None,
+        norm_before_gate=True,
+        device=None,
+        dtype=None,
+        activation: str = "swish",
+    ) -> None:
+        super().__init__()
+        self.eps, self.group_size = eps, group_size
+        self.norm_before_gate, self.activation = norm_before_gate, activation
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_activation(module)
+
+    def forward(self, x, z=None):
+        activation = "sigmoid" if self.activation == "sigmoid" else "silu"
+        return rms_norm_gated(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, activation)
+
+
+class SGLangFusedRMSNormGated(nn.Module):
+    """FusedRMSNormGated of flash-linear-attention: x, g [..., hidden_size]; the norm times act(g).
+
+    Residuals, which no model of SGLang passes, are not supported.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        activation: str = "swish",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
+        self.eps, self.activation = eps, activation
+        weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("weight", weight if elementwise_affine else None)
+        self.register_parameter("bias", None)
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_activation(module)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor:
+        if residual is not None or prenorm:
+            raise ValueError("FusedRMSNormGated: residual and prenorm are not supported")
+        activation = "sigmoid" if self.activation == "sigmoid" else "silu"
+        return rms_norm_gated(x, self.weight, g, self.eps, None, True, activation)
+
+
+class SGLangMixer2RMSNormGated(MixerRMSNormGated):
+    """Mixer2RMSNormGated of Mamba 2: x, gate [..., full_hidden_size]; the norm of x silu(gate), in groups."""
+
+
 def sglang_l2norm_fwd(
     x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -208,22 +350,38 @@ class SGLangL2Norm(nn.Module):
 
 
 _HOST = "sglang.srt.layers.layernorm:"
-_FLA = "sglang.kernels.ops.attention.fla.l2norm:"
+_FLA = "sglang.kernels.ops.attention.fla."
 _L2_NOTE = "SGLang's linear attention binds the function at import: for forks and for our engine"
 
 TARGETS = {
     "rms_norm": (
         Target("sglang", _HOST + "RMSNorm", "SGLangRMSNorm_0_5_16", "leaf", "<0.5.21"),
         Target("sglang", _HOST + "RMSNorm", "SGLangRMSNorm", "leaf", ">=0.5.21"),
+        Target("sglang", _HOST + "Gemma4RMSNorm", "SGLangGemma4RMSNorm", "leaf"),
+        Target("sglang", _HOST + "RMSNormWithoutScale", "SGLangRMSNormWithoutScale", "leaf"),
     ),
     "gemma_rms_norm": (
         Target("sglang", _HOST + "GemmaRMSNorm", "SGLangGemmaRMSNorm", "leaf"),
         Target("sglang", _HOST + "Gemma3RMSNorm", "SGLangGemma3RMSNorm_0_5_16", "leaf", "<0.5.17"),
         Target("sglang", _HOST + "Gemma3RMSNorm", "SGLangGemma3RMSNorm", "leaf", ">=0.5.17"),
     ),
-    "layer_norm": (Target("sglang", _HOST + "LayerNorm", "SGLangLayerNorm", "leaf"),),
-    "l2_norm": (
-        Target("sglang", _FLA + "L2Norm", "SGLangL2Norm", "leaf"),
-        Target("sglang", _FLA + "l2norm_fwd", "sglang_l2norm_fwd", "function", note=_L2_NOTE),
+    "layer_norm": (
+        Target("sglang", _HOST + "LayerNorm", "SGLangLayerNorm", "leaf"),
+        Target("sglang", "sglang.srt.models.commandr:LayerNorm", "SGLangCohereLayerNorm", "leaf"),
+        Target(
+            "sglang", "sglang.srt.models.cohere2_moe:Cohere2MoeLayerNorm", "SGLangCohere2MoeLayerNorm", "leaf"
+        ),
     ),
-}
+    "rms_norm_gated": (
+        Target("sglang", _FLA + "layernorm_gated:RMSNorm", "SGLangGatedRMSNorm", "leaf"),
+        Target(
+            "sglang", "sglang.srt.layers.attention.mamba.mixer2_rms_norm_gated:Mixer2RMSNormGated",
+            "SGLangMixer2RMSNormGated", "leaf", computes={"norm_before_gate": False},
+        ),
+        Target("sglang", _FLA + "fused_norm_gate:FusedRMSNormGated", "SGLangFusedRMSNormGated", "leaf"),
+    ),
+    "l2_norm": (
+        Target("sglang", _FLA + "l2norm:L2Norm", "SGLangL2Norm", "leaf"),
+        Target("sglang", _FLA + "l2norm:l2norm_fwd", "sglang_l2norm_fwd", "function", note=_L2_NOTE),
+    ),
+}  # fmt: skip

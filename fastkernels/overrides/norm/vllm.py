@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from fastkernels.core import parallel
 from fastkernels.core.spec import Target
 from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
-from fastkernels.overrides.norm.layer_norm import layer_norm
+from fastkernels.overrides.norm.layer_norm import layer_norm, unsupported_shape, unsupported_weight
 from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.norm.rms_norm_gated import (
+    MixerRMSNormGated,
+    rms_norm_gated,
+    unsupported_activation,
+)
 
 
 class VllmRMSNorm(nn.Module):
@@ -99,6 +107,184 @@ class VllmLayerNorm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
+class VllmTPAwareRMSNorm(VllmRMSNorm):
+    """TPAwareRMSNorm of models from transformers; sharded inputs, which the host gathers, are not supported."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tp_rank, self.tp_size = parallel.get_tp_rank(), parallel.get_tp_size()
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_ranks(module)
+
+
+class VllmTPAwareGemmaRMSNorm(VllmGemmaRMSNorm):
+    """TPAwareGemmaRMSNorm; see VllmTPAwareRMSNorm."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tp_rank, self.tp_size = parallel.get_tp_rank(), parallel.get_tp_size()
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_ranks(module)
+
+
+def unsupported_ranks(module: nn.Module) -> str | None:
+    """Why a norm whose input may be sharded is the host's, or None."""
+    return None if module.tp_size == 1 else f"its input may be sharded over {module.tp_size} ranks"
+
+
+class VllmCohereRMSNorm(nn.Module):
+    """RMSNorm of Command R and Cohere 2 MoE: (hidden_states [..., H], residuals), of which only the first changes."""
+
+    def __init__(self, param_shape=None, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(param_shape))
+        self.variance_epsilon = eps
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_weight(module)
+
+    def forward(self, hidden_states, residuals=None):
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, None, None, False), residuals
+
+
+class VllmCohereLayerNorm(nn.Module):
+    """LayerNorm of Command R, without bias: (hidden_states [..., H], residuals), of which only the first changes."""
+
+    def __init__(self, param_shape=None, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(param_shape))
+        self.variance_epsilon = eps
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_weight(module)
+
+    def forward(self, hidden_states, residuals=None):
+        return layer_norm(hidden_states, self.weight, None, self.variance_epsilon), residuals
+
+
+class VllmNemotronLayerNorm1P(nn.Module):
+    """NemotronLayerNorm1P from 0.32 on: x [..., H] times 1 + weight [H]; with a residual, (out, x + residual)."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps = (hidden_size,), eps
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        x = x if residual is None else x + residual
+        out = layer_norm(x, self.weight, self.bias, self.eps, True)
+        return out if residual is None else (out, x)
+
+
+class VllmNemotronLayerNorm1P_0_26(nn.LayerNorm):
+    """NemotronLayerNorm1P before 0.32; see VllmNemotronLayerNorm1P."""
+
+    supports = staticmethod(unsupported_shape)
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+
+    def forward(self, x, residual=None):
+        x = x if residual is None else x + residual
+        out = layer_norm(x, self.weight, self.bias, self.eps, True)
+        return out if residual is None else (out, x)
+
+
+class VllmRMSNormGated(nn.Module):
+    """RMSNormGated: x, z [..., hidden_size]; the norm of x act(z), or with norm_before_gate the norm times act(z)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        activation: str = "swish",
+    ) -> None:
+        super().__init__()
+        self.eps, self.group_size = eps, group_size
+        self.norm_before_gate, self.activation = norm_before_gate, activation
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_activation(module)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        activation = "sigmoid" if self.activation == "sigmoid" else "silu"
+        return rms_norm_gated(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, activation)
+
+
+class VllmFusedRMSNormGated(nn.Module):
+    """FusedRMSNormGated of flash-linear-attention: x, g [..., hidden_size]; the norm times act(g).
+
+    Residuals, which no model of vLLM passes, are not supported.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        activation: str = "swish",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
+        self.eps, self.activation = eps, activation
+        weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("weight", weight if elementwise_affine else None)
+        self.register_parameter("bias", None)
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_activation(module)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor:
+        if residual is not None or prenorm:
+            raise ValueError("FusedRMSNormGated: residual and prenorm are not supported")
+        activation = "sigmoid" if self.activation == "sigmoid" else "silu"
+        return rms_norm_gated(x, self.weight, g, self.eps, None, True, activation)
+
+
+class VllmMixer2RMSNormGated(MixerRMSNormGated):
+    """Mixer2RMSNormGated of Mamba 2: x, gate [..., full_hidden_size]; the norm of x silu(gate), in groups."""
+
+
 def vllm_l2norm_fwd(
     x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
@@ -107,14 +293,44 @@ def vllm_l2norm_fwd(
 
 
 _HOST = "vllm.model_executor.layers.layernorm:"
+_MODELS = "vllm.model_executor.models."
+_FUSERS = _MODELS + "transformers.fusers.rms_norm:"
 _L2_NOTE = "vLLM's linear attention binds the function at import: for forks and for our engine"
 
 TARGETS = {
-    "rms_norm": (Target("vllm", _HOST + "RMSNorm", "VllmRMSNorm", "leaf"),),
-    "gemma_rms_norm": (Target("vllm", _HOST + "GemmaRMSNorm", "VllmGemmaRMSNorm", "leaf"),),
+    "rms_norm": (
+        Target("vllm", _HOST + "RMSNorm", "VllmRMSNorm", "leaf"),
+        Target("vllm", _FUSERS + "TPAwareRMSNorm", "VllmTPAwareRMSNorm", "leaf"),
+        Target("vllm", _MODELS + "commandr:RMSNorm", "VllmCohereRMSNorm", "leaf", ">=0.32"),
+        Target("vllm", _MODELS + "cohere2_moe:RMSNorm", "VllmCohereRMSNorm", "leaf", "<0.33"),
+    ),
+    "gemma_rms_norm": (
+        Target("vllm", _HOST + "GemmaRMSNorm", "VllmGemmaRMSNorm", "leaf"),
+        Target("vllm", _FUSERS + "TPAwareGemmaRMSNorm", "VllmTPAwareGemmaRMSNorm", "leaf"),
+    ),
     "layer_norm": (
         Target("vllm", _HOST + "LayerNorm", "VllmLayerNorm_0_26", "leaf", "<0.32"),
         Target("vllm", _HOST + "LayerNorm", "VllmLayerNorm", "leaf", ">=0.32"),
+        Target("vllm", _MODELS + "commandr:LayerNorm", "VllmCohereLayerNorm", "leaf"),
+        Target(
+            "vllm", _MODELS + "nemotron:NemotronLayerNorm1P", "VllmNemotronLayerNorm1P_0_26", "leaf", "<0.32",
+            computes={"unit_offset": True},
+        ),
+        Target(
+            "vllm", _MODELS + "nemotron:NemotronLayerNorm1P", "VllmNemotronLayerNorm1P", "leaf", ">=0.32",
+            computes={"unit_offset": True},
+        ),
+    ),
+    "rms_norm_gated": (
+        Target("vllm", _HOST + "RMSNormGated", "VllmRMSNormGated", "leaf"),
+        Target(
+            "vllm", "vllm.model_executor.layers.mamba.mamba_mixer2:Mixer2RMSNormGated", "VllmMixer2RMSNormGated",
+            "leaf", computes={"norm_before_gate": False},
+        ),
+        Target(
+            "vllm", "vllm.third_party.flash_linear_attention.ops.kda:FusedRMSNormGated", "VllmFusedRMSNormGated",
+            "leaf",
+        ),
     ),
     "l2_norm": (
         Target(

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from fastkernels.core.dispatch import Op, Provider
 
 
+def class_path(cls: type) -> str:
+    """A class as Target.path names it."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
 class Adapter:
     """One host in one process. Subclassed by each host; the defaults suit plain modules.
 
@@ -31,12 +36,28 @@ class Adapter:
     faster_on_cpu = False
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
-        """The op's targets for this host's version. `model` is None before construction."""
-        return spec.targets_for(self.host, self.version)
+        """The op's targets for this host's version. `model` is None before construction.
+
+        Classes of torch, and of a host's file for one model, are listed only where the model has them.
+        """
+        found = [*spec.targets_for(self.host, self.version), *self.torch_targets(spec)]
+        if model is None or not any(t.of_a_model for t in found):
+            return found
+        there = {class_path(type(m)) for m in model.modules()}
+        return [t for t in found if not t.of_a_model or t.path in there]
+
+    def torch_targets(self, spec: OpSpec) -> list[Target]:
+        """The op's targets for classes of torch.nn, which models of every host use."""
+        return spec.targets_for("torch", versions.installed("torch"))
 
     def unknown(self, target: Target, host_class: Any) -> Reason | None:
         """None if the source of this host class is a recorded one, else why the op is off."""
-        return versions.unknown(self.host, self.version, target.path, host_class)
+        version = self.version if target.host == self.host else versions.installed(target.host) or ""
+        return versions.unknown(target.host, version, target.path, host_class)
+
+    def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
+        """{reason: modules} of modules that may compute the op, without a target."""
+        return {}
 
     def batch_invariant(self) -> str | None:
         """The host's switch that makes results independent of the batch, if it is on."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from typing import Any
 
 from fastkernels.core import candidate, registry, tuning
@@ -18,6 +19,7 @@ from fastkernels.core.candidate import Candidate
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
+from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
 from fk_integrations.core import seam
 from fk_integrations.core.adapter import Adapter
@@ -31,7 +33,8 @@ log = logging.getLogger("fastkernels")
 class Patched:
     """The state of one patched process.
 
-    traced  ops whose kernels a profiler trace has shown
+    traced      ops whose kernels a profiler trace has shown
+    every_step  ids of the rows whose modules a model calls in every step, or never
     """
 
     adapter: Adapter
@@ -42,12 +45,18 @@ class Patched:
     candidates: dict[str, Candidate] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     traced: set[str] = field(default_factory=set)
+    every_step: set[int] = field(default_factory=set)
 
     def report(self) -> list[dict[str, Any]]:
         """The rows as dicts, with the counters as they are now."""
         for row in self.rows:
             if row.state == "active" or Kind.CANDIDATE_UNCALLED in row.kinds:
                 self._count(row)
+        active = [row for row in self.rows if row.state == "active"]
+        if any(row.calls for row in active):
+            for row in active:
+                if not row.calls and not row.proof and id(row) in self.every_step:
+                    row.proof = "uncalled"
         return [asdict(row) for row in self.rows]
 
     def _count(self, row: Row) -> None:
@@ -83,8 +92,8 @@ def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patc
     """Swap every module that the request names. Raises PatchError; nothing has changed then."""
     patched = change(adapter, model, request, rank)
     patched.reset()
-    if not any(row.state == "active" for row in patched.rows):
-        log.info("%s %s, rank %d: everything was left to the host", adapter.host, adapter.version, rank)
+    if rank == 0 or not adapter.whole:
+        log.info("%s", summary(patched))
     return patched
 
 
@@ -99,13 +108,14 @@ def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Pat
             patched.rows.append(_apply_target(patched, spec, target))
         patched.rows += _called_rows(patched)
         patched.rows += _candidate_rows(patched)
+        patched.rows += absent_rows(adapter, request, model, patched.rows, rank)
         _annotate(patched)
         if adapter.own and request.ops is not None:
             patched.rows = [row for row in patched.rows if row.op in request.ops]
         _check(patched)
-    except Exception as error:
+    except BaseException as error:
         patched.journal.undo()
-        if isinstance(error, PatchError):
+        if isinstance(error, PatchError) or not isinstance(error, (Exception, SystemExit)):
             raise
         raise PatchError(f"{type(error).__name__}: {error}") from error
     return patched
@@ -158,14 +168,15 @@ def _add_providers(patched: Patched) -> None:
 
 def _load_candidates(patched: Patched) -> None:
     for name, path in patched.request.candidates.items():
-        patched.candidates[name] = found = candidate.load(name, path)
+        with within(Environment.read().trial_s, f"the import of candidate {path}"):
+            patched.candidates[name] = found = candidate.load(name, path)
         undo = candidate.install(found)
         if undo is not None:
             patched.journal.add(undo)
 
 
 def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
-    row = Row(patched.rank, spec.name, target.path.partition(":")[2], 0, "off")
+    row = Row(patched.rank, spec.name, target.name, 0, "off")
     requested = _requested(patched.request, spec.name)
     by_table = not requested and not target.default
     host_class = _resolve(target.path)
@@ -175,12 +186,15 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         return row
     place = seam.find(target.seam)
     modules = place.modules(patched.adapter, patched.model, spec.name, host_class)
+    if (applies := getattr(registry.target_class(target), "applies", None)) is not None:
+        modules = [module for module in modules if applies(module)]
     whole = _why_all_off(patched, spec, target, host_class, modules, by_table)
     if whole is not None:
         row.explain({whole: 0})
         return row
     reasons: Counter[Reason] = Counter()
-    for reason in place.passed_over(patched.model, host_class):
+    known = cache(partial(_has_target, patched.adapter, patched.model))
+    for reason in place.passed_over(patched.model, host_class, known):
         reasons[_unless_requested(reason) if by_table else reason] += 1
     ours = _our_class(patched, spec, target)
     for module in modules:
@@ -198,7 +212,17 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if not row.modules and not reasons:
         reasons[Reason(Kind.NO_SUCH_MODULE, "the model has no such module")] = 0
     row.explain(reasons)
+    if place.every_step and not by_table and not row.candidate:
+        patched.every_step.add(id(row))
     return row
+
+
+def _has_target(adapter: Adapter, model: Any, path: str) -> bool:
+    """Whether a host class has a row of its own."""
+    targets = (
+        target for name in registry.op_names() for target in adapter.targets(registry.get(name), model)
+    )
+    return any(target.path == path and seam.find(target.seam).live for target in targets)
 
 
 def _why_off(
@@ -327,6 +351,70 @@ def _candidate_rows(patched: Patched) -> list[Row]:
             row.explain({Reason(Kind.CANDIDATE_UNUSED, text): 0})
         made.append(row)
     return made
+
+
+def absent_rows(adapter: Adapter, request: Request, model: Any, rows: list[Row], rank: int = 0) -> list[Row]:
+    """Rows of what has no other: requested ops without a target, and modules that are not recognized."""
+    made, present = [], {row.op for row in rows}
+    for name in registry.op_names() if request.ops is None else dict.fromkeys(request.ops):
+        reasons = adapter.unrecognized(name, model)
+        if request.ops is not None and name not in present:
+            reasons = reasons or {_why_absent(adapter, name): 0}
+        if reasons:
+            targets = registry.get(name).targets_for(adapter.host, adapter.version)
+            row = Row(rank, name, targets[0].path.partition(":")[2] if targets else f"{name}()", 0, "off")
+            row.explain(reasons)
+            made.append(row)
+    return made
+
+
+def _why_absent(adapter: Adapter, name: str) -> Reason:
+    """Why a requested op has no place in this host or model."""
+    targets = registry.get(name).targets_for(adapter.host, adapter.version)
+    if adapter.own or any(seam.find(target.seam).live for target in targets):
+        return Reason(Kind.NO_SUCH_MODULE, "the model has no such module")
+    inside = [op for op in registry.op_names() if name in registry.get(op).calls]
+    inside = [op for op in inside if registry.get(op).targets_for(adapter.host, adapter.version)]
+    if targets:
+        note = next((target.note for target in targets if target.note), f"it is a {targets[0].seam} there")
+        text = f"not in a live host: {note}"
+    else:
+        text = f"{adapter.host} {adapter.version} has no module or function that it replaces"
+    if inside:
+        text += f"; it runs inside {', '.join(inside)}"
+    return Reason(Kind.NO_SEAM, text)
+
+
+def summary(patched: Patched) -> str:
+    """The log's few lines about a patch: what is patched, and what stays with the host for which reason."""
+    adapter, rows = patched.adapter, patched.rows
+    active = [row for row in rows if row.state == "active"]
+    count = sum(row.modules for row in active)
+    head = f"{adapter.host} {adapter.version}, rank {patched.rank}: "
+    lines = [head + (f"{count} modules patched" if active else "everything was left to the host")]
+    if active:
+        lines.append(
+            "  patched: " + ", ".join(f"{row.op} ({row.modules} {row.host_class})" for row in active)
+        )
+    for title, chosen in _STAYS.items():
+        found: dict[str, dict[str, None]] = {}
+        for row in rows:
+            for reason in row.reasons:
+                if chosen(Kind(reason["kind"])):
+                    found.setdefault(reason["text"], {})[row.op] = None
+        for text, ops in list(found.items())[:3]:
+            lines.append(f"  {title}: {', '.join(ops)}: {text}")
+        if more := list(dict.fromkeys(op for ops in list(found.values())[3:] for op in ops)):
+            lines.append(f"  {title}: {', '.join(more)}: other reasons, in the report")
+    return "\n".join(lines)
+
+
+_SILENT = (Kind.NO_SUCH_MODULE, Kind.CANDIDATE, Kind.CANDIDATE_UNCALLED)
+_STAYS: dict[str, Callable[[Kind], bool]] = {
+    "left to the host": lambda kind: kind.left,
+    "stays with the host": lambda kind: kind is Kind.OTHER_CLASS,
+    "off": lambda kind: not kind.left and kind is not Kind.OTHER_CLASS and kind not in _SILENT,
+}
 
 
 def _annotate(patched: Patched) -> None:

@@ -11,7 +11,7 @@ from fastkernels.core.env import Environment
 from fastkernels.patch import PatchError, Request, Row
 from fk_integrations.core import reports
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import plan
+from fk_integrations.core.apply import absent_rows, plan
 
 
 class BeforeConstruction:
@@ -71,8 +71,8 @@ class BeforeConstruction:
         rows = []
         for spec, target in plan(adapter, request):
             state = "off" if spec.name in request.disable else "planned"
-            rows.append(Row(0, spec.name, target.path.partition(":")[2], 0, state))
-        return rows
+            rows.append(Row(0, spec.name, target.name, 0, state))
+        return rows + absent_rows(adapter, request, None, rows)
 
     def _values(self, request: Request) -> dict[str, str | None]:
         candidates = ",".join(f"{k}={os.path.abspath(v)}" for k, v in request.candidates.items())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fastkernels.core.reasons import Reason
+from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 
@@ -36,23 +37,46 @@ class Seam:
     live      whether the seam exists in a loaded model; the others are for forks and our own engine
     optional  whether an unsupported module counts as left to the host when the op was not requested
     first     whether its targets are handled before all others, which depend on what it changes
+    every_step  whether a model calls its modules in every step or never; others may wait for a decode
     """
 
     live = True
     optional = False
     first = False
+    every_step = False
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         """The modules of exactly this host class, each once; a subclass may have been changed by other code."""
         return [m for m in model.modules() if type(m) is host_class]
 
-    def passed_over(self, model: Any, host_class: type) -> list[Reason]:
-        """A reason for each module of the same kind that the target does not cover."""
+    def passed_over(self, model: Any, host_class: type, known: Callable[[str], bool]) -> list[Reason]:
+        """A reason for each module of the same kind that no target covers.
+
+        known  whether a class, by its path, is a target
+        """
         return []
 
     def swap(self, swap: Swap) -> Reason | None:
         """Make the change, noted in the journal; None, or why nothing was changed."""
         raise NotImplementedError(f"{type(self).__name__} is not for live models")
+
+
+def other_classes(model: Any, host_class: type, known: Callable[[str], bool]) -> list[Reason]:
+    """A reason for each module of a subclass of the host's class, or of another class with its name."""
+    found: list[Reason] = []
+    for module in model.modules():
+        kind: Any = type(module)
+        derived = issubclass(kind, host_class)
+        if kind is host_class or hasattr(kind, "fastkernels") or not (derived or _namesake(kind, host_class)):
+            continue
+        if not known(f"{kind.__module__}:{kind.__qualname__}"):
+            what = "a subclass" if derived else "another class of that name"
+            found.append(Reason(Kind.OTHER_CLASS, f"{kind.__module__}.{kind.__qualname__}, {what}"))
+    return found
+
+
+def _namesake(kind: type, host_class: type) -> bool:
+    return kind.__name__ == host_class.__name__ and not kind.__module__.startswith("torch.")
 
 
 def names() -> list[str]:

@@ -9,6 +9,7 @@ writes signatures/HOST-VERSION.json:
         "call": the method that states the call ("" for a function, which is its own),
         "methods": {"__init__": "(hidden_size, eps=1e-06, *, prefix='')", "forward": ..., ...},
         "static": [methods that are static],
+        "semantics": a hash of what `forward` computes (models of transformers only),
         "surface": what the host itself uses of a class that we replace; see surface.py}}}
 
 A signature is its text without `self` and annotations: names, order, kinds and defaults. A default that is a
@@ -189,6 +190,9 @@ def describe(sources: Sources, path: str) -> dict[str, Any] | None:
             if isinstance(item, ast.FunctionDef) and item.name in METHODS:
                 methods[item.name] = signature_text(item, sources, where, bound=not _is_static(item))
                 static = [s for s in static if s != item.name] + ([item.name] if _is_static(item) else [])
+    if path.startswith("transformers.models."):
+        own = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+        entry["semantics"] = versions.semantics(own.get)
     dispatched = methods.get("forward", "").startswith("(*") and "forward_native" in methods
     calls = [m for m in CALLS if m in methods and not (dispatched and m == "forward")]
     if dispatched:

@@ -6,12 +6,14 @@ HOST/signatures/VERSION.json: {"host", "version", "classes": {"module:Name": {"f
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
 import importlib.metadata
 import inspect
 import json
 import sys
 import textwrap
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,44 @@ def fingerprint(source: str) -> str:
     """A hash of the source text without blank lines and trailing spaces. The same under every Python."""
     lines = [line.rstrip() for line in textwrap.dedent(source).splitlines() if line.strip()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def semantics(methods: Callable[[str], ast.FunctionDef | None], name: str = "forward") -> str:
+    """A hash of what a method computes: its statements and those of the methods of its class that it calls.
+
+    Comments, docstrings, annotations and the names of parameters do not matter. '' if there is no such method.
+
+    methods  the class's own method of a name, None if it has none
+    """
+    found: dict[str, str] = {}
+    todo = [name]
+    while todo:
+        name = todo.pop()
+        node = None if name in found else methods(name)
+        if node is None:
+            continue
+        tree = _Renamed(node).visit(ast.Module(_without_docstring(copy.deepcopy(node.body)), []))
+        found[name] = ast.unparse(tree)
+        called = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
+        todo += [f.attr for f in called if isinstance(f, ast.Attribute) and ast.unparse(f.value) == "p0"]
+    return hashlib.sha256("\n".join(found.values()).encode()).hexdigest()[:16] if found else ""
+
+
+class _Renamed(ast.NodeTransformer):
+    """Call the parameters of a function p0, p1, ...; keyword arguments and attributes keep their names."""
+
+    def __init__(self, node: ast.FunctionDef):
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        self.names = {a.arg: f"p{i}" for i, a in enumerate(arguments)}
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self.names.get(node.id, node.id), node.ctx)
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0]
+    text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return body[1:] if text else body
 
 
 def installed(*distributions: str) -> str | None:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply, change
+from fk_integrations.core.cancellation import or_undone
 
 VARIABLE = "FASTKERNELS_CANDIDATES"
 Reply = dict[str, Any]
@@ -175,7 +176,12 @@ class FastKernelsHost:
         return _call(engine, request)
 
     async def call_async(self, target: Any, request: Request) -> list[Reply]:
-        return await asyncio.to_thread(self.call, target, request)
+        """The same from a running event loop. A cancelled patch is undone."""
+        undo = partial(asyncio.to_thread, self.call, target, Request("undo"))
+        replies: list[Reply] = await or_undone(
+            asyncio.to_thread(self.call, target, request), undo if request.action == "patch" else None
+        )
+        return replies
 
     def _by_name(self, request: Request) -> Reply:
         if request.action == "patch":

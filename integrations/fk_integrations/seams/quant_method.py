@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
@@ -17,7 +18,7 @@ class QuantMethod(Seam):
         """Modules of the class, or with a method object of it that is their own (a LoRA wrapper shows another's)."""
         return [m for m in model.modules() if host_class in (type(m), type(vars(m).get("quant_method")))]
 
-    def passed_over(self, model: Any, host_class: type) -> list[Reason]:
+    def passed_over(self, model: Any, host_class: type, known: Callable[[str], bool]) -> list[Reason]:
         """Linear layers with another method of the same family: quantized ones."""
         family = host_class.__base__
         if family is None or family.__name__ != "LinearMethodBase":

@@ -15,18 +15,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastkernels.core import registry
+from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
+from fastkernels.core.trial import import_in_child
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import versions
+from fk_integrations.core.cancellation import or_undone
 from fk_integrations.core.construction import BeforeConstruction
 
 RPC = "fastkernels_rpc"
 SCHEDULER = "sglang.srt.managers.scheduler"
 IDLE_WAIT_S = 10.0  # an answered request leaves the scheduler a step or two later
+RPC_WAIT_S = 1800.0  # in addition to the deadline of trials: graphs may be captured again
 REPLY_WAIT_S = 120.0  # of the other pipeline stages, after the first stage has answered
 
 
@@ -98,28 +103,129 @@ class SglangHost:
         """See Host. `target`: sglang.Engine, or the string 'sglang' (engines built from now on)."""
         if isinstance(target, str):
             return self._before.call(request)
-        refusal = _unreachable(target)
-        if refusal is not None:
-            raise PatchError(refusal)
-        deadline = time.monotonic() + IDLE_WAIT_S
-        while True:
-            replies = _send(target, request)
-            if not any(r.get("busy") for r in replies) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        # No step after a refusal: nothing was changed, and a step crashes an engine with released memory.
-        failed = any(r.get("error") and not r.get("refused") for r in replies)
-        if failed and request.action in ("patch", "undo") and any(r.get("graphs") for r in replies):
-            _check_one_step(target, replies)
+        if request.action == "patch" and _in_a_loop():
+            raise PatchError("an event loop runs in this thread: use `await fastkernels.patch_async(engine)`")
+        replies = self._carry_out(target, request)
+        if not _in_a_loop() and _needs_step(target, request, replies):
+            replies = self._after_step(target, request, replies, _run_step(target))
         return replies
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
-        """The same from a running event loop; the engine must be idle."""
-        return await asyncio.to_thread(self.call, target, request)
+        """The same from a running event loop; the engine must be idle. A cancelled patch is undone."""
+        if isinstance(target, str):
+            return self._before.call(request)
+        undo = partial(asyncio.to_thread, self._carry_out, target, Request("undo"))
+        replies: list[dict[str, Any]] = await or_undone(
+            self._call_async(target, request), undo if request.action == "patch" else None
+        )
+        return replies
+
+    async def _call_async(self, engine: Any, request: Request) -> list[dict[str, Any]]:
+        replies = await asyncio.to_thread(self._carry_out, engine, request)
+        if _needs_step(engine, request, replies):
+            failure = await _step(engine)
+            replies = await asyncio.to_thread(self._after_step, engine, request, replies, failure)
+        return replies
+
+    def _carry_out(self, engine: Any, request: Request) -> list[dict[str, Any]]:
+        """One request to an engine that is idle within IDLE_WAIT_S."""
+        refusal = _unreachable(engine)
+        if refusal is not None:
+            raise PatchError(refusal)
+        if request.action == "patch":
+            try:
+                import_in_child(request.candidates, Environment.read().trial_s)
+            except CandidateError as error:
+                raise PatchError(str(error)) from error
+        deadline = time.monotonic() + IDLE_WAIT_S
+        while True:
+            replies = _send(engine, request)
+            if not any(r.get("busy") for r in replies) or time.monotonic() > deadline:
+                return replies
+            time.sleep(0.05)
+
+    def _after_step(
+        self, engine: Any, request: Request, replies: list[dict[str, Any]], failure: str | None
+    ) -> list[dict[str, Any]]:
+        """The replies after a step: of a patch those of the trial, else the failure added to the first error."""
+        if any(r.get("error") for r in replies):
+            if failure is not None:
+                first = next(r for r in replies if r.get("error"))
+                first["error"] += f"; and the restored engine fails a step: {failure}"
+            return replies
+        trial = _send(engine, Request("trial_end"))
+        if failure is not None and not any(r.get("error") for r in trial):
+            trial[0]["error"] = failure
+        if any(r.get("error") for r in trial):
+            undone = self._carry_out(engine, Request("undo"))
+            for reply, undo in zip(trial, undone, strict=True):
+                if undo.get("error"):
+                    also = f"the engine could not be put back and must be restarted: {undo['error']}"
+                    reply["error"] = "; ".join(filter(None, [reply.get("error"), also]))
+        return trial
+
+
+def _needs_step(engine: Any, request: Request, replies: list[dict[str, Any]]) -> bool:
+    """Whether a step is to be run: the trial of a patch, or the first one of an engine that was restored."""
+    if any(r.get("paused") for r in replies):
+        return False
+    if getattr(engine.server_args, "disaggregation_mode", "null") != "null":
+        return False
+    if any(r.get("error") for r in replies):
+        # No step after a refusal: nothing was changed, and a step crashes an engine with released memory.
+        failed = any(r.get("error") and not r.get("refused") for r in replies)
+        return failed and request.action in ("patch", "undo") and any(r.get("graphs") for r in replies)
+    active = any(row["state"] == "active" for r in replies for row in r["rows"])
+    return request.action == "patch" and active
+
+
+def _in_a_loop() -> bool:
+    """Whether an event loop runs in this thread that cannot run another step meanwhile, as nest_asyncio's can."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return not getattr(loop, "_nest_patched", False)
+
+
+def _run_step(engine: Any) -> str | None:
+    loop = getattr(engine, "loop", None) or asyncio.get_event_loop()
+    if loop.is_running() and _in_another_thread(loop):
+        return asyncio.run_coroutine_threadsafe(_step(engine), loop).result()
+    failure: str | None = loop.run_until_complete(_step(engine))
+    return failure
+
+
+def _in_another_thread(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is not loop
+    except RuntimeError:
+        return True
+
+
+async def _step(engine: Any) -> str | None:
+    """Run a prefill and a decode; None, or why it failed. Raises PatchError if it does not end."""
+    limit = 2 * Environment.read().trial_s + 60  # a scheduler ends the trial of its modules earlier
+    try:
+        if getattr(engine.tokenizer_manager, "is_generation", True):
+            sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+            run = engine.async_generate(input_ids=[[1, 2, 3]], sampling_params=sampling)
+        else:
+            run = engine.async_encode("a")
+        await asyncio.wait_for(run, limit)
+    except asyncio.TimeoutError:
+        raise PatchError(
+            f"a step of the changed engine did not end within {limit:g} s; it must be restarted"
+        ) from None
+    except Exception as error:
+        return f"a step failed: {type(error).__name__}: {error}"
+    return None
 
 
 def _unreachable(engine: Any) -> str | None:
     """Why not every process of this engine can be reached; None if they can."""
+    if engine.send_to_rpc is None:
+        return "the engine has ended (it was shut down), so nothing is left to patch or undo"
     args = engine.server_args
     if getattr(args, "nnodes", 1) > 1:
         return "the engine runs on several machines: start it with FASTKERNELS=1 on each of them"
@@ -132,6 +238,8 @@ def _send(engine: Any, request: Request) -> list[dict[str, Any]]:
     """One request to all schedulers, and their replies in rank order."""
     with tempfile.TemporaryDirectory(prefix="fastkernels-") as folder:
         message = json.dumps({**json.loads(request.to_json()), "folder": folder})
+        socket = engine.send_to_rpc
+        limit, socket.RCVTIMEO = socket.RCVTIMEO, int(1000 * (RPC_WAIT_S + Environment.read().trial_s))
         try:
             engine.collective_rpc(RPC, request=message)
         except Exception as error:
@@ -144,6 +252,8 @@ def _send(engine: Any, request: Request) -> list[dict[str, Any]]:
             raise PatchError(
                 f"SGLang's schedulers could not be reached: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            socket.RCVTIMEO = limit
         return _collect(Path(folder))
 
 
@@ -159,15 +269,6 @@ def _collect(folder: Path) -> list[dict[str, Any]]:
                 f"only ranks {got} answered within {REPLY_WAIT_S:.0f} s; the others' state is unknown"
             )
         time.sleep(0.01)
-
-
-def _check_one_step(engine: Any, replies: list[dict[str, Any]]) -> None:
-    """Run a step of the restored engine after a failure; add its error to the first one."""
-    first = next(r for r in replies if r.get("error"))
-    try:
-        engine.generate(input_ids=[[1, 2, 3]], sampling_params={"temperature": 0, "max_new_tokens": 2})
-    except Exception as error:
-        first["error"] += f"; and the restored engine fails a step: {type(error).__name__}: {error}"
 
 
 HOST = SglangHost()

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core.dispatch import Provider
+from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
+from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import call_recording, proof, reports, versions
 from fk_integrations.core.adapter import Adapter
@@ -27,6 +29,7 @@ from fk_integrations.sglang.attention import backends
 
 log = logging.getLogger("fastkernels")
 _patched: list[Patched] = []  # at most one: a scheduler process has one target model
+_trial: list[Trial] = []  # at most one
 
 
 class Refused(PatchError):
@@ -125,10 +128,11 @@ def answer(scheduler: Any, request: str) -> None:
             "busy": isinstance(error, Busy),
             "refused": isinstance(error, Refused),
         }
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a candidate may call sys.exit()
         log.exception("fastkernels: %s failed", raw["action"])
         extra = {"error": f"{type(error).__name__}: {error}"}
-    reply = {**_reply(), "graphs": bool(_captured(_runner(scheduler))), **extra}
+    paused = bool(getattr(scheduler, "_engine_paused", False))
+    reply = {**_reply(), "graphs": bool(_captured(_runner(scheduler))), "paused": paused, **extra}
     file = Path(raw["folder"]) / f"{reply['rank']}.json"
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(reply))
@@ -165,11 +169,51 @@ def _patch(scheduler: Any, request: Request) -> None:
     error: str | None = None
     try:
         _apply(runner, request)
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         error = str(failure)
     _agree(scheduler, error, _take_back)
     _recapture(scheduler, runner, _take_back)
     scheduler.flush_cache()  # cached keys and values came from other kernels
+    _trial[:] = [Trial(runner, _patched[0])]
+
+
+def _trial_end(scheduler: Any, request: Request) -> None:
+    """Let steps run without a guard again. Raises PatchError if a step of the trial failed in this rank."""
+    failures = [error for trial in _trial if (error := trial.end()) is not None]
+    _trial.clear()
+    if failures:
+        raise PatchError(failures[0])
+
+
+class Trial:
+    """A guard of a model runner's steps, from a patch to the end of its first request.
+
+    SGLang ends all processes when a step raises. The guard restores the host's classes instead and runs the step again.
+    """
+
+    def __init__(self, runner: Any, patched: Patched):
+        self.runner, self.failure = runner, None
+        stock = runner.forward
+
+        @functools.wraps(stock)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.failure is not None:
+                return stock(*args, **kwargs)
+            try:
+                with within(Environment.read().trial_s, "the trial step"):
+                    return stock(*args, **kwargs)
+            except (Exception, SystemExit) as error:
+                log.exception("fastkernels: the trial step failed")
+                self.failure = f"the trial step failed: {type(error).__name__}: {error}"
+            patched.undo()
+            return stock(*args, **kwargs)
+
+        runner.forward = forward
+
+    def end(self) -> str | None:
+        """Remove the guard; the failure of a step, or None."""
+        vars(self.runner).pop("forward", None)
+        return self.failure
 
 
 def _undo(scheduler: Any, request: Request) -> None:
@@ -179,19 +223,51 @@ def _undo(scheduler: Any, request: Request) -> None:
     _refuse(scheduler, runner)
     taken = _patched.pop()
     taken.undo()
+    _end_trials()
 
     def again() -> None:
         _apply(runner, taken.request)
 
     _recapture(scheduler, runner, again)
     scheduler.flush_cache()
+    _clear_pools(runner)
     reports.write("sglang", taken.rank, _reply())
 
 
 def _take_back() -> None:
     """Restore classes and candidates after a patch that failed."""
+    _end_trials()
     while _patched:
         _patched.pop().undo()
+
+
+def _end_trials() -> None:
+    while _trial:
+        _trial.pop().end()
+
+
+def _clear_pools(runner: Any) -> None:
+    """Set keys and values in the pools to zero, as at the start. States of linear attention are, at their allocation.
+
+    Attention multiplies what is behind a sequence's end by zero, which does not remove the NaN of another kernel.
+    """
+    import torch
+
+    todo = [getattr(runner, "token_to_kv_pool", None)]
+    while todo:
+        pool = todo.pop()
+        for name, value in vars(pool).items() if pool is not None else ():
+            if name in _CACHED:
+                for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(tensor, torch.Tensor):
+                        tensor.zero_()
+            elif name.endswith("_kv_pool"):  # of a hybrid pool: layers with a window, and all others
+                todo.append(value)
+    if torch.device(runner.device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+_CACHED = ("k_buffer", "v_buffer", "kv_buffer", "k_scale_buffer", "v_scale_buffer")
 
 
 def _refuse(scheduler: Any, runner: Any) -> None:
@@ -257,7 +333,7 @@ def _capture_or_restore(scheduler: Any, runner: Any, back: Callable[[], None]) -
     error: str | None = None
     try:
         _capture(runner)
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         log.exception("fastkernels: CUDA graphs could not be captured again")
         error = f"CUDA graphs could not be captured again: {type(failure).__name__}: {failure}"
 
@@ -338,6 +414,6 @@ def _record_stop(scheduler: Any, request: Request) -> dict[str, Any]:
 
 
 _ACTIONS: dict[str, Callable[[Any, Request], dict[str, Any] | None]] = {
-    "patch": _patch, "undo": _undo, "report": _report, "reset": _reset,
+    "patch": _patch, "undo": _undo, "trial_end": _trial_end, "report": _report, "reset": _reset,
     "trace_start": _trace_start, "trace_stop": _trace_stop, "record_start": _record_start, "record_stop": _record_stop,
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """transformers: norms, gated MLPs and activations of a live model.
 
-transformers repeats the same few lines under a hundred class names. Norms and MLPs are therefore recognized by a
-fingerprint of their forward's body; the listed targets are examples, used to compare signatures. An activation is one
-class that all models share, recognized by its path and the fingerprint of its source, as in other hosts.
+transformers repeats the same few lines under hundreds of class names. Norms and MLPs are therefore recognized by what
+their forward computes: each listed target is an example, whose semantics are recorded with its signature. An activation
+is one class that all models share, recognized by its path and the fingerprint of its source, as in other hosts.
 """
 
 from __future__ import annotations
@@ -12,28 +12,27 @@ import inspect
 import os
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
-from fastkernels.core.reasons import Reason
+from fastkernels.core import registry
+from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
+from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import versions
-from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.adapter import Adapter, class_path
 from fk_integrations.core.apply import Patched, apply
 
 STATE = "_fastkernels_patched"
-# {op: {fingerprint of a forward's body: a class that has it}}
-FORWARDS: dict[str, dict[str, str]] = {
-    "rms_norm": {"50b8139e32eaccc8": "LlamaRMSNorm"},
-    "gated_mlp": {"5b8abf7af12a4b42": "LlamaMLP", "8380185829972097": "Idefics2MLP"},
-    "t5_layer_norm": {"6e5716cbae314fd4": "T5LayerNorm"},
-}
-ATTRIBUTES = {
-    "rms_norm": ("weight", "variance_epsilon"),
-    "t5_layer_norm": ("weight", "variance_epsilon"),
-    "gated_mlp": ("gate_proj", "up_proj", "down_proj", "act_fn"),
+MODELS = "transformers.models."
+# {op: (end of the name, attributes)} of classes that may compute it
+LOOKS_LIKE = {
+    "rms_norm": ("RMSNorm", ("weight",)),
+    "gated_mlp": ("MLP", ("gate_proj", "up_proj", "down_proj")),
 }
 
 
@@ -41,26 +40,40 @@ def installed_version() -> str | None:
     return versions.installed("transformers")
 
 
-def forward_fingerprint(cls: Any) -> str:
-    """The fingerprint of the current forward's body, '' if its source cannot be read."""
-    return _body_fingerprint(getattr(cls.__dict__.get("forward"), "__code__", None))
+def _semantics(cls: type) -> str:
+    """What the current forward of a class computes, as recorded for targets; '' if its source cannot be read."""
+
+    def method(name: str) -> ast.FunctionDef | None:
+        return _parsed(getattr(vars(cls).get(name), "__code__", None))
+
+    return versions.semantics(method) if method("forward") is not None else ""
 
 
 @cache
-def _body_fingerprint(code: Any) -> str:
+def _parsed(code: Any) -> ast.FunctionDef | None:
     try:
-        source = textwrap.dedent(inspect.getsource(code))  # not of the function, which may be a wrapper's
-    except (OSError, TypeError):
-        return ""
-    function = ast.parse(source).body[0]
-    if not isinstance(function, ast.FunctionDef):
-        return ""
-    lines = source.splitlines()[function.body[0].lineno - 1 : function.end_lineno]
-    return versions.fingerprint("\n".join(lines))
+        node = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+    except (OSError, TypeError):  # not of the function, which may be a wrapper's
+        return None
+    return node if isinstance(node, ast.FunctionDef) else None
+
+
+@cache
+def _known(path: str) -> frozenset[str]:
+    """What the forward of a target's class computes, in all recorded versions."""
+    recorded = (data["classes"].get(path, {}) for data in versions.recorded("transformers").values())
+    return frozenset(entry["semantics"] for entry in recorded if "semantics" in entry)
+
+
+@cache
+def _listed() -> set[str]:
+    """The paths of all listed targets."""
+    targets = (registry.get(name).targets_for("transformers") for name in registry.op_names())
+    return {target.path for several in targets for target in several}
 
 
 class TransformersAdapter(Adapter):
-    """Targets are the model's classes with a known forward, and the listed activations."""
+    """Targets are the model's classes that compute what a listed class does, and torch's."""
 
     host = "transformers"
 
@@ -68,24 +81,54 @@ class TransformersAdapter(Adapter):
         self.version = installed_version() or ""
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
-        known = FORWARDS.get(spec.name)
         listed = spec.targets_for(self.host, self.version)
-        classes: dict[Any, Any] = {
-            type(m): m for m in model.modules() if type(m).__module__.startswith("transformers.")
-        }
-        if known is None or not listed:
-            paths = {f"{c.__module__}:{c.__qualname__}" for c in classes}
-            return [t for t in listed if t.path in paths]
-        return [
-            replace(listed[0], path=f"{c.__module__}:{c.__qualname__}", note="")
-            for c, module in classes.items()
-            if forward_fingerprint(c) in known and all(hasattr(module, a) for a in ATTRIBUTES[spec.name])
-        ]
+        found = []
+        for cls, module in {type(m): m for m in model.modules()}.items():
+            path = class_path(cls)
+            if path.startswith(MODELS):
+                same = (t for t in listed if _semantics(cls) in _known(t.path) and _is_for(t, module))
+                found += [replace(t, path=path, note="") for t in islice(same, 1)]
+            else:
+                found += [t for t in (*listed, *self.torch_targets(spec)) if t.path == path]
+        return found
+
+    def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
+        """Modules that look like a norm or MLP of the op by name and attributes, and that no op replaces."""
+        found: Counter[Reason] = Counter()
+        for module in model.modules() if op in LOOKS_LIKE else ():
+            cls: Any = type(module)
+            (end, attributes), path = LOOKS_LIKE[op], f"{cls.__module__}:{cls.__qualname__}"
+            theirs = cls.__module__.startswith("transformers.") and not hasattr(cls, "fastkernels")
+            if (
+                not theirs
+                or not cls.__name__.endswith(end)
+                or not all(hasattr(module, a) for a in attributes)
+            ):
+                continue
+            if path not in _listed() and not any(_semantics(cls) in _known(listed) for listed in _listed()):
+                name = path.replace(":", ".")
+                found[Reason(Kind.OTHER_CLASS, f"{name}, whose forward is not one that {op} replaces")] += 1
+        return dict(found)
 
     def unknown(self, target: Target, host_class: Any) -> Reason | None:
-        if any(forward_fingerprint(host_class) in known for known in FORWARDS.values()):
-            return None  # `targets` has compared the source
-        return super().unknown(target, host_class)
+        # `targets` has compared what a model's class computes.
+        return None if target.path.startswith(MODELS) else super().unknown(target, host_class)
+
+    def fused(self, model: Any, op: str, module: Any) -> Reason | None:
+        if op != "gelu":
+            return None
+        mlps = (
+            m for m in model.modules() if getattr(m, "act_fn", getattr(m, "activation_fn", None)) is module
+        )
+        if not any(issubclass(getattr(type(m), "fastkernels", object), GatedGeluMLP) for m in mlps):
+            return None
+        return Reason(Kind.LEFT_TO_HOST, "our gated_gelu_mlp computes it with the product after it")
+
+
+def _is_for(target: Target, module: Any) -> bool:
+    """Whether the op is what this module computes: that of an MLP depends on its activation, not on its class."""
+    test = getattr(registry.target_class(target), "is_for", None)
+    return test is None or test(module)
 
 
 class TransformersHost:

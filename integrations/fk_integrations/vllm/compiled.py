@@ -17,9 +17,11 @@ from typing import Any
 
 import fastkernels
 from fastkernels.core.env import Environment
+from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
 
 log = logging.getLogger("fastkernels")
+REWARM_S = 1800.0
 _KEYS: set[str] = set()
 _STOCK_HASH: list[Callable[[Any], str]] = []
 
@@ -44,6 +46,25 @@ def fingerprint(request: Request) -> str:
             raise PatchError(f"candidate for {op}: there is no file {file}")
         _add(digest, f"{op}={path}", path.read_bytes())
     return digest.hexdigest()
+
+
+def swapped(key: str, model: Any) -> str:
+    """The key with all modules that run our code: tables of the chip, and what a layer supports, decide on them too."""
+    digest = hashlib.sha256(key.encode())
+    for name, module in model.named_modules():
+        for part in [module, *_parts(module, depth=3)]:
+            ours = vars(type(part)).get("fastkernels")
+            if ours is not None:
+                _add(digest, name, f"{ours.__module__}.{ours.__qualname__}".encode())
+    return digest.hexdigest()
+
+
+def _parts(owner: Any, depth: int) -> Iterator[Any]:
+    """Objects that are not modules, in a module's attributes: methods, schemes, their kernels."""
+    for name, value in vars(owner).items():
+        if depth and hasattr(value, "__dict__") and not name.startswith("_") and not callable(value):
+            yield value
+            yield from _parts(value, depth - 1)
 
 
 def source_digest(root: Path) -> str:
@@ -296,9 +317,11 @@ def swap(worker: Any, change: Callable[[], Callable[[], None] | None]) -> None:
     def second() -> None:
         if compiled.needed:
             compiled.drop()
-            compiled.rewarm()
-        worker.execute_dummy_batch()
-        _synchronize(worker)
+            with within(REWARM_S, "compiling and capturing the changed model"):
+                compiled.rewarm()
+        with within(Environment.read().trial_s, "the trial step"):
+            worker.execute_dummy_batch()
+            synchronize(worker)
 
     try:
         _together(worker, first)
@@ -327,14 +350,15 @@ def _put_back(worker: Any, compiled: Compiled, error: PatchError, same: bool) ->
             compiled.drop()
             compiled.rewarm()
         worker.execute_dummy_batch()
-        _synchronize(worker)
+        synchronize(worker)
     except Exception as broken:
         raise PatchError(
             f"{error}. The engine could not be put back and must be restarted: {broken}"
         ) from broken
 
 
-def _synchronize(worker: Any) -> None:
+def synchronize(worker: Any) -> None:
+    """Wait for all work on the worker's device."""
     import torch
 
     if torch.device(worker.device).type != "cpu":
@@ -348,7 +372,7 @@ def _together(worker: Any, step: Callable[[], None]) -> None:
         step()
     except PatchError as error:
         mine = str(error)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a candidate may call sys.exit()
         log.exception("fastkernels: rank %s failed", worker.rank)
         mine = f"{type(error).__name__}: {error}"
     failed = [e for e in _gather(mine) if e is not None]

@@ -5,22 +5,27 @@ Known: 0.26.0, 0.32.0 and 0.33.0. Asleep, the plugin only adds WorkerBase.fastke
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import registry
+from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Reason
+from fastkernels.core.trial import import_in_child
 from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
+from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.construction import BeforeConstruction
 from fk_integrations.core.journal import Journal
 
@@ -30,6 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
 STATE = "_fastkernels_patched"
+FAILED = "_fastkernels_failed_step"
+ENDED = "the engine has ended (it was shut down, or a step failed: see its log), so nothing is left to patch or undo"
 ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or resume_generation(), then patch or undo"
 
 
@@ -114,7 +121,8 @@ def fastkernels_rpc(self: Any, request: str) -> str:
 def _reply(worker: Any, error: str | None = None, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     patched: Patched | None = vars(worker).get(STATE)
     rows = patched.report() if patched is not None else []
-    return {**_process(_rank(worker), rows), "stage": _stage(worker), "error": error, **(extra or {})}
+    place = {"stage": _stage(worker), "failed_step": vars(worker).get(FAILED)}
+    return {**_process(_rank(worker), rows), **place, "error": error, **(extra or {})}
 
 
 def _process(rank: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -137,16 +145,17 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
 
     if STATE in vars(worker):
         raise PatchError("this engine is patched already: undo that patch first (report.undo())")
-    key = compiled.fingerprint(request)
 
     def change() -> Callable[[], None]:
         patched = apply(VllmAdapter(worker), worker.get_model(), request, _rank(worker))
+        key = compiled.swapped(compiled.fingerprint(request), worker.get_model())
         compiled.add_key(key)
         patched.journal.add(lambda: compiled.remove_key(key))
         added = vars(worker).pop(graphs.STATE, None)
         if added is not None:
             added.before_capture()
         vars(worker)[STATE] = patched
+        _note_failures(worker, patched.journal)
 
         def back() -> None:
             vars(worker).pop(STATE, None)
@@ -155,7 +164,11 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
         return back
 
     if live:
-        compiled.swap(worker, change)
+        try:
+            compiled.swap(worker, change)
+        except PatchError:
+            _clear_kv_cache(worker)  # a trial step may have written to it
+            raise
     else:
         change()
     reports.start("vllm", _rank(worker), lambda: _reply(worker))
@@ -173,7 +186,47 @@ def _undo(worker: Any, request: Request) -> None:
         patched.undo()
 
     compiled.swap(worker, change)
+    _clear_kv_cache(worker)
     reports.write("vllm", _rank(worker), _reply(worker))
+
+
+def _note_failures(worker: Any, journal: Journal) -> None:
+    """Keep the error of the last step if it raised: its requests can never finish, and an undo may abort them."""
+    stock = worker.execute_model
+
+    @functools.wraps(stock)
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = stock(*args, **kwargs)
+        except Exception as error:
+            vars(worker)[FAILED] = f"{type(error).__name__}: {error}"
+            raise
+        vars(worker).pop(FAILED, None)
+        return result
+
+    def back() -> None:
+        vars(worker).pop("execute_model", None)
+        vars(worker).pop(FAILED, None)
+
+    worker.execute_model = execute_model
+    journal.add(back)
+
+
+def _clear_kv_cache(worker: Any) -> None:
+    """Set keys, values and states of all blocks to zero, as at the start.
+
+    Attention multiplies what is behind a sequence's end by zero, which does not remove the NaN of another kernel.
+    """
+    from fk_integrations.vllm import compiled
+
+    caches = list(getattr(worker.model_runner, "kv_caches", None) or [])
+    while caches:
+        cache = caches.pop()
+        if isinstance(cache, (list, tuple)):  # states of one layer
+            caches += cache
+        elif cache is not None:
+            cache.zero_()
+    compiled.synchronize(worker)
 
 
 def _report(worker: Any, request: Request) -> None:
@@ -230,12 +283,21 @@ def register() -> None:
         return
     from fk_integrations.vllm import compiled
 
+    _log_like_vllm()
     request = Request.from_environment(env)
     registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
     WorkerBase.fastkernels_key = compiled.fingerprint(request)
     compiled.add_key(WorkerBase.fastkernels_key)
     if stock is None:
         WorkerBase.__init__ = _patched_after_loading(WorkerBase.__init__)
+
+
+def _log_like_vllm() -> None:
+    """Show our log where vLLM shows its own, from the same level on. vLLM configures no other logger."""
+    theirs = logging.getLogger("vllm")
+    if theirs.handlers and not log.handlers:
+        log.handlers, log.propagate = list(theirs.handlers), theirs.propagate
+        log.setLevel(theirs.level)
 
 
 def _patched_after_loading(stock: Callable[..., None]) -> Callable[..., None]:
@@ -292,37 +354,114 @@ class VllmHost:
                 "AsyncLLM: use `await fastkernels.patch_async(engine)`, `await report.undo_async()`"
             )
         engine = getattr(target, "llm_engine", target)
+        _try_candidates(request)
         changes = request.action in ("patch", "undo")
-        if changes and engine.has_unfinished_requests():
-            raise PatchError(
-                "the engine has unfinished requests: let them finish (or abort them), then patch"
-            )
-        if changes and engine.is_sleeping():
-            raise PatchError(ASLEEP)
         try:
-            replies = engine.collective_rpc(RPC, args=(request.to_json(),))
+            if _ended(engine):
+                raise PatchError(ENDED)
+            if request.action == "undo" and engine.has_unfinished_requests():
+                _abort_failed(engine)
+            if changes and engine.has_unfinished_requests():
+                raise PatchError(
+                    "the engine has unfinished requests: let them finish (or abort them), then patch or undo"
+                )
+            if changes and engine.is_sleeping():
+                raise PatchError(ASLEEP)
+            if changes:
+                _reset_caches(engine)
+            replies = _in_order(engine.collective_rpc(RPC, args=(request.to_json(),)))
+        except PatchError:
+            raise
         except Exception as error:
             raise _unreachable(error) from error
-        if changes:
-            engine.reset_prefix_cache()  # cached keys and values came from other kernels
-        return _in_order(replies)
+        return replies
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
-        """The same for AsyncLLM: new requests wait, running ones are finished first."""
+        """The same for AsyncLLM: new requests wait, running ones are finished first.
+
+        A cancellation leaves the engine as it was before the call, and running.
+        """
         if not _is_async(target):
             return self.call(target, request)
-        changes = request.action in ("patch", "undo")
-        if changes and await target.is_sleeping():
-            raise PatchError(ASLEEP)
-        if changes:
-            await target.pause_generation(mode="wait", clear_cache=True)
+        await asyncio.to_thread(_try_candidates, request)
         try:
-            return _in_order(await target.collective_rpc(RPC, args=(request.to_json(),)))
+            if _ended(target) or target.errored:
+                raise PatchError(ENDED)
+            if request.action not in ("patch", "undo"):
+                return await _rpc_async(target, request)
+            if await target.is_sleeping():
+                raise PatchError(ASLEEP)
+            return await _while_paused(target, request)
+        except PatchError:
+            raise
         except Exception as error:
             raise _unreachable(error) from error
-        finally:
-            if changes:
-                await target.resume_generation()
+
+
+def _try_candidates(request: Request) -> None:
+    """Import the candidates of a patch in a child process. Raises PatchError."""
+    if request.action == "patch":
+        try:
+            import_in_child(request.candidates, Environment.read().trial_s)
+        except CandidateError as error:
+            raise PatchError(str(error)) from error
+
+
+def _ended(engine: Any) -> bool:
+    """Whether an LLMEngine or AsyncLLM was shut down, or has died."""
+    core = engine.engine_core
+    if hasattr(core, "resources"):
+        return bool(core.resources.engine_dead)
+    finalizer = getattr(core, "_finalizer", None)  # of an engine core in this process
+    return finalizer is not None and not finalizer.alive
+
+
+def _abort_failed(engine: Any) -> None:
+    """Abort the requests of a step that raised in a worker of this process: no later step can finish them."""
+    report = _in_order(engine.collective_rpc(RPC, args=(Request("report").to_json(),)))
+    failed = next((reply["failed_step"] for reply in report if reply.get("failed_step")), None)
+    if failed is not None:
+        requests = list(engine.output_processor.request_states)
+        log.warning("%d requests are aborted, because a step failed: %s", len(requests), failed)
+        core = engine.engine_core
+        engine.output_processor.abort_requests(requests, internal=True)
+        core.abort_requests(requests)
+
+
+def _reset_caches(engine: Any) -> None:
+    """Forget keys, values and encoder outputs, which the kernels before a change have computed. Raises PatchError."""
+    if engine.reset_prefix_cache() is False:
+        raise PatchError(
+            "vLLM cannot empty its prefix cache, because blocks of it are in use: try again when nothing runs"
+        )
+    if hasattr(engine, "reset_encoder_cache"):  # not in 0.26
+        engine.reset_encoder_cache()
+
+
+async def _rpc_async(engine: Any, request: Request) -> list[dict[str, Any]]:
+    return _in_order(await engine.collective_rpc(RPC, args=(request.to_json(),)))
+
+
+async def _while_paused(engine: Any, request: Request) -> list[dict[str, Any]]:
+    """Carry out a patch or undo between two steps. However it ends, the engine runs afterwards."""
+    pause = asyncio.ensure_future(engine.pause_generation(mode="wait", clear_cache=True))
+    try:
+        await asyncio.shield(pause)
+        undo = partial(_rpc_async, engine, Request("undo")) if request.action == "patch" else None
+        return await or_undone(_rpc_async(engine, request), undo)
+    finally:
+        await to_the_end(_resume(engine, pause))
+
+
+async def _resume(engine: Any, pause: asyncio.Future[None]) -> None:
+    try:
+        await engine.resume_generation()
+        pause.cancel()
+    except Exception:
+        if pause.done():
+            raise
+        await pause  # data-parallel engines resume only after all of them have paused
+        await engine.resume_generation()
 
 
 def _register_again() -> None:
@@ -341,6 +480,8 @@ def _in_order(replies: list[str]) -> list[dict[str, Any]]:
 
 def _unreachable(error: Exception) -> PatchError:
     text = f"{type(error).__name__}: {error}"
+    if type(error).__name__ == "EngineDeadError":
+        return PatchError(ENDED)
     if RPC in text and ("not implemented" in text or "has no attribute" in text):
         return PatchError(
             "vLLM's workers did not load the fastkernels plugin. It must be installed in vLLM's environment before the"

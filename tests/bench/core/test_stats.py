@@ -5,7 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from fk_bench.core.stats import bootstrap_ratio, geometric_mean, mean_ci, t975
+from fk_bench.core.stats import (
+    bootstrap_ratio,
+    geometric_mean,
+    mean_ci,
+    paired_ratio,
+    percentile_needs,
+    t975,
+)
 
 
 def test_student_quantiles() -> None:
@@ -32,6 +39,28 @@ def test_mean_ci_covers() -> None:
         assert interval is not None
         hits += interval[0] <= 7 <= interval[1]
     assert 925 <= hits <= 975
+
+
+def test_paired_ratio_covers_with_three_rounds() -> None:
+    """A drift of the machine cancels in pairs; the interval of so few pairs covers as often as it claims."""
+    rng = random.Random(2)
+    hits = 0
+    for _ in range(1000):
+        drift = [rng.uniform(0.5, 2) for _ in range(3)]
+        mine = [1.1 * d * rng.lognormvariate(0, 0.02) for d in drift]
+        theirs = [d * rng.lognormvariate(0, 0.02) for d in drift]
+        ratio, interval = paired_ratio(mine, theirs)
+        assert interval is not None and interval[0] <= ratio <= interval[1]
+        hits += interval[0] <= 1.1 <= interval[1]
+    assert 920 <= hits <= 980
+    assert paired_ratio([3.0], [2.0]) == (1.5, None)
+    assert paired_ratio([0.0, 1.0], [1.0, 1.0]) == (0.5, None)
+    with pytest.raises(ValueError, match="equal numbers"):
+        paired_ratio([1.0], [])
+
+
+def test_percentile_needs() -> None:
+    assert [percentile_needs(p) for p in (50, 90, 95, 99)] == [2, 10, 20, 100]
 
 
 def test_bootstrap_ratio() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,10 +181,30 @@ def test_doctor_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
     status, out, _ = run(capsys, "doctor", "--json")
     assert status == 0 and len(out.splitlines()) == 1 and last(out)["ok"] is True
-    status, out, _ = run(capsys, "doctor", "--python", "vllm=/no/such/python")
+    broken = ("--python", "vllm=/no/such/python")
+    status, out, _ = run(capsys, "doctor", "--json", *broken)
     assert status == 1 and not last(out)["ok"] and "no such interpreter: /no/such/python" in out
+    status, out, _ = run(capsys, "doctor", *broken)
+    assert status == 1 and out.startswith("1 problem\n")
+    assert re.search("^problem +--python vllm: no such interpreter: /no/such/python$", out, re.M)
     status, out, err = run(capsys, "doctor", "--python", "nonsense")
     assert status == 2 and "--python: expected LANE=VALUE" in err
+
+
+def test_doctor_answers_in_ten_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
+    monkeypatch.setenv("FASTKERNELS_DISABLE", "rms_norm")
+    status, out, _ = run(capsys, "doctor")
+    found = {line[:12].strip(): line[12:].strip() for line in out.splitlines()}
+    assert status == 0 and len(out.splitlines()) <= 10 and "{" not in out
+    assert out.startswith("ok: nothing is broken") and "cores" in found["machine"]
+    assert re.search(r"\d+ ops on, .*1 off \(mostly: FASTKERNELS_DISABLE\)", found["transformers"])
+    assert found["variables"] == "FASTKERNELS_DISABLE=rms_norm" and "--all" in found["details"]
+    assert re.match(r".*cpu: (\d+) of \1 ops have one", found["providers"])
+    status, whole, _ = run(capsys, "doctor", "--all")
+    assert status == 0 and len(whole.splitlines()) > 100 and "GELUActivation" in whole
 
 
 def test_doctor_explains_libraries_without_wheels(monkeypatch: pytest.MonkeyPatch) -> None:

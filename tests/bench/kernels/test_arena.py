@@ -74,7 +74,7 @@ def test_publish_of_one_slot_leaves_the_others(fds: tuple[int, int]) -> None:
     arena = Arena(slots, 0, fds[0])
     arena.publish()
     slots.refresh()
-    arena.publish(3)
+    arena.publish(3, 1)
     assert [equal(slots, arena, s) for s in range(5)] == [False, False, False, True, False]
     assert not arena.changed(3) and arena.changed(2) and arena.changed()
 
@@ -86,7 +86,7 @@ def test_change_of_one_bit_is_seen(fds: tuple[int, int]) -> None:
     x = layout.tensors(arena.args_of(2))[0].view(torch.uint8)
     x.view(-1)[-1] ^= 1
     assert [arena.changed(s) for s in range(5)] == [False, False, True, False, False] and arena.changed()
-    arena.publish(2)
+    arena.publish(2, 1)
     arena.output_views(0)[0].fill_(1.0)  # outputs are for the process to write
     assert not arena.changed()
 

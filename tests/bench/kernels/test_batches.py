@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock.batches import GRAPH_CALLS, Batches, Lane, Timed, singles
 from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
@@ -15,6 +16,8 @@ from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena, memory_file
 from fk_bench.kernels.judge.memory.slots import Slots
 from fk_bench.kernels.judge.processes.messages import Place
+from fk_bench.kernels.judge.processes.runner_process import RunnerError
+from fk_bench.kernels.judge.rows.verdict import Evidence, decide
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -151,6 +154,15 @@ def test_output_at_odd_address_is_wrong(fd: int, at: int, more: int) -> None:
     place = Place(nbytes=out.bytes + more, stride=[out.shape[-1], 1], arena=(good[0][0].arena or 0) + at)
     with pytest.raises(Wrong, match="an address that no"):
         made._map(made.candidate, [[place], good[1]], ipc.Mapping())
+
+
+def test_impossible_place_of_the_baseline_is_its_failure(fd: int) -> None:
+    made = batches(fd, 2, False, "op")
+    made.candidate = Lane(made.baseline.side, made.baseline.arena)
+    with pytest.raises(RunnerError, match="an argument that the op does not write") as caught:
+        made._map(made.baseline, places(made), ipc.Mapping())
+    verdict = decide(Evidence(failure=caught.value))
+    assert (verdict.status, verdict.reason[:13]) == (Status.FAILED, "the baseline:")
 
 
 numbers = st.one_of(st.integers(0, 40), st.integers(0, 1 << 40))

@@ -11,7 +11,7 @@ from fk_bench.core.rows import Machine, Row, Status, Subject, append
 from fk_bench.kernels import report
 from fk_bench.serving.config import ConfigError
 from fk_bench.serving.diff import compare
-from fk_bench.serving.report import render
+from fk_bench.serving.report.page import render
 from support.commands import fk_bench, last_json
 
 H200 = Machine(gpu="NVIDIA H200", gpus=1, cpu="cpu", cores=16)

@@ -39,10 +39,23 @@ def test_slot_holds_expected_values(op: str, case: str, rolls: bool, monkeypatch
             monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
             for t in layout.tensors([slots.args_of(s) for s in range(slots.count)]):
                 t.zero_()
-            slots._fill_at_once()
+            slots._fill_at_once(slice(0, slots.count))
         for s in range(slots.count):
             for t, want in zip(layout.tensors(slots.args_of(s)), slots.expected(s), strict=True):
                 assert torch.equal(t, want)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "topk_softmax"])
+def test_refresh_of_some_slots_leaves_the_others(op: str) -> None:
+    slots = make_slots(op, "odd_63", True)
+    before = [[t.clone() for t in layout.tensors(slots.args_of(s))] for s in range(slots.count)]
+    slots.refresh(2, 3)
+    for s in range(slots.count):
+        now = layout.tensors(slots.args_of(s))
+        same = all(torch.equal(a, b) for a, b in zip(now, before[s], strict=True))
+        assert same == (s not in (2, 3, 4))
+        if not same:
+            assert all(torch.equal(a, b) for a, b in zip(now, slots.expected(s), strict=True))
 
 
 def test_values_are_rolled_unless_memory_is_shared() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fk_bench.core.rows import Row, read
+from fk_bench.serving.commands import PANELS
 from support.commands import BIN, fk_bench, last_json
 
 SMALL = (
@@ -78,7 +79,8 @@ def test_whole_run(compare, tmp_path: Path) -> None:
     lanes = ("vllm", "vllm+fk", "sglang")
     # A B C A B C
     assert rounds(rows) == [(lane, level, r) for level in ("c=1", "c=4") for r in (0, 1) for lane in lanes]
-    assert {r.case["seed"] for r in rows if r.kind == "round" and r.round == 1} == {1}
+    (first,) = {r.case["seed"] for r in rows if r.kind == "round" and r.round == 0}
+    assert {r.case["seed"] for r in rows if r.kind == "round" and r.round == 1} == {first + 1}
     assert Path(line["report"]).stat().st_size > 1_000_000
     command = (tmp_path / "run/servers/vllm+fk/command.sh").read_text()
     assert "FASTKERNELS=1" in command and "vllm.entrypoints.cli.main serve" in command
@@ -251,6 +253,7 @@ def test_attach(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
             "200",
             "--num-prompts",
             "4",
+            *("--burstiness", "2", "--prefix-len", "6", "--turns", "2", "--seed", "3", "--no-flush"),
             "--slo",
             "ttft:5000,tpot:500",
             "--out",
@@ -264,6 +267,8 @@ def test_attach(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and line["ok"], done.stderr
     rows, _ = read(Path(line["rows"]))
     rate = next(r for r in rows if r.kind == "round" and r.case["load"] == "rate")
+    assert (rate.case["burstiness"], rate.case["prefix_len"], rate.case["turns"]) == (2, 6, 2)
+    assert rate.case["seed"] == 3 and rate.metrics["requests"] == 8 and "flushed_by" not in rate.case
     assert rate.metrics["goodput_requests_per_s"] == pytest.approx(rate.metrics["requests_per_s"])
     gone = fk_bench(
         "serve-compare",
@@ -346,6 +351,22 @@ def test_run_is_not_overwritten(compare, tmp_path: Path) -> None:
     (tmp_path / "run/rows.jsonl").write_text("")
     done = compare("vllm")
     assert done.returncode == 2 and "already holds a run" in done.stderr
+
+
+def test_help_explains_metrics_and_groups_options() -> None:
+    done = fk_bench("serve-compare", "--help", env={"COLUMNS": "100"})
+    assert done.returncode == 0
+    for said in (
+        "TTFT     time to first token",
+        "TPOT     time per output token",
+        "Example",
+        "--lanes vllm,vllm+fk",
+    ):
+        assert said in done.stdout
+    panels = re.findall(r"╭─ (.+?) ─+╮", done.stdout)
+    assert panels == ["Options", *PANELS]
+    own = done.stdout[done.stdout.index("─ Options") : done.stdout.index("─ Servers")]
+    assert re.findall(r"--[\w-]+", own) == ["--help"]  # every other option is in a group
 
 
 def test_unknown_command_and_help() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from fk_bench.core.rows import read
 from fk_bench.serving.config import CompareConfig, ConfigError, Level, resumed
-from fk_bench.serving.estimate import estimate_s
-from fk_bench.serving.lanes import Lane
+from fk_bench.serving.estimate import Estimate
 from fk_bench.serving.serve_compare import Compare
 from rich.console import Console
 from support.commands import fk_bench, last_json
@@ -53,7 +52,10 @@ def test_num_prompts_by_run_and_load() -> None:
         ("rate=0", "rate= must be above 0, got 0"),
         ("rate=nan", "rate= must be above 0, got nan"),
         ("c=1.5", "c=: '1.5' is not a whole number"),
-        ("c=8,len=9", "'len=9' is not KEY=VALUE of a known key. Known: c, rate, in, out, prompts."),
+        (
+            "c=8,len=9",
+            "'len=9' is not KEY=VALUE of a known key. Known: c, rate, in, out, turns, prefix, groups, prompts.",
+        ),
         ("c=8,in", "'in' is not KEY=VALUE"),
         ("c=8,in=9,in=10", "in= is given twice"),
         ("in=9", "give one of c=N .* and rate=N"),
@@ -108,10 +110,10 @@ def test_servers_are_sized_for_largest_level(words_model: Path, tmp_path: Path) 
 
 
 def test_estimate_uses_lengths_of_load() -> None:
-    lane = [Lane("vllm", "vllm", False, "python", url="http://x")]
-
     def seconds(*loads: str) -> float:
-        return estimate_s(config(*loads), lane, 0, gpu=False)
+        made = config(*loads)
+        step = Estimate(made, 0, gpu=False)
+        return sum(step.rounds(level, made.rounds) for level in made.levels)
 
     long, short, own = (
         seconds(f"c=2,in={a},out={b},prompts=10") - seconds() for a, b in ((2000, 10), (20, 10), (128, 33))
@@ -170,6 +172,6 @@ def test_run_with_other_lengths_is_resumed(words_model: Path, stub_python: Path,
     }
     assert len(means) == 6 and means["sglang", "concurrency", 70] == 8  # c=1 and c=4 do not differ here
     report = (run / "report.html").read_text()
-    assert "<h2>c=4,70-2: 70 tokens in, 2 out</h2>" in report
+    assert "<h2>4 requests in flight, 70 tokens in and 2 out " in report
     other = fk_bench("serve-compare", "--resume", run, "--load", "c=4,in=71,out=2")
     assert other.returncode == 2 and "--load was c=4,in=70,out=2,prompts=8, rate=200" in other.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fk_bench.serving.client import read_event
+from fk_bench.serving.load.client import read_event
 from fk_bench.serving.metrics import Chunk, Trace, parse_slo, summarize
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from fk_bench.core.pages import model_name
 from fk_bench.core.rows import Machine, Row, Status, Subject, append, read
 from fk_bench.serving import summary
 from fk_bench.serving.config import ConfigError, Level
 from fk_bench.serving.diff import compare
-from fk_bench.serving.report import render
+from fk_bench.serving.report.page import render
+from fk_bench.serving.report.requests import outcomes
+from fk_bench.serving.report.verdict import verdicts
+from fk_bench.serving.summary import Cell, LaneResult
 from support.commands import fk_bench, last_json
 
 METRICS = {
@@ -24,6 +30,10 @@ METRICS = {
     "ttft_ms_p90": 60.0,
     "ttft_ms_p95": 65.0,
     "ttft_ms_p99": 70.0,
+    "requests": 16.0,
+    "requests_failed": 0.0,
+    "duration_s": 1.0,
+    "e2el_ms_mean": 400.0,
 }
 
 
@@ -38,7 +48,10 @@ def make_run(
         for value in (1, 8):
             for r in range(3):
                 factor = (scale or {}).get(lane, 1.0) * (1 + 0.01 * (r - 1))
-                metrics = {k: v * factor if "per_s" in k else v / factor for k, v in METRICS.items()}
+                metrics = {
+                    k: v * factor if "per_s" in k else v / factor if "ms" in k else v
+                    for k, v in METRICS.items()
+                }
                 case = {"kind": "round", "load": "concurrency", "value": value, "num_prompts": 4, "seed": r}
                 rows.append(Row(**common, subject=subject, case=case, round=r, metrics=metrics))
         rows.append(
@@ -76,9 +89,10 @@ def test_report_is_self_contained_and_matches_rows(tmp_path: Path) -> None:
     assert [v for v in loads.found if not v.startswith("data:")] == []
     style = "".join(re.findall(r"<style>(.*?)</style>", text, re.S))
     assert "url(" not in style and "@import" not in style
-    assert text.index("<table>") < text.index("plot-pareto")  # the table first
+    order = [text.index(part) for part in ('id="verdict"', "<table", "plot-pareto")]
+    assert order == sorted(order)
     assert "&lt;b&gt;m&lt;/b&gt;" in text and "<b>m</b>" not in text
-    assert "100.0 <small>± 2.5</small>" in text  # 4.303 * 1 / sqrt(3)
+    assert '100.0<small class="under">± 2.5</small>' in text  # 4.303 * 1 / sqrt(3)
     assert "0.9871" in text and ">77<" in text
     assert "env -u B A=1 vllm serve &#39;x y&#39;" in text
     assert text.count("Plotly.newPlot(") >= 5
@@ -99,16 +113,18 @@ def add_other_lengths(run: Path, lanes: tuple[str, ...] = ("vllm", "vllm+fk")) -
 def test_other_lengths_are_in_tables_not_on_curves(tmp_path: Path) -> None:
     run = add_other_lengths(make_run(tmp_path / "run"))
     text = render(run).read_text()
-    assert re.findall(r"<h2>(c=.*?)</h2>", text) == ["c=1", "c=8", "c=16,2048-8: 2048 tokens in, 8 out"]
-    assert "350.0" in text  # p99 of the first token
-    assert "Time to first token at c=16,2048-8" in text and "Time to first token at c=8" in text
+    words = ["1 request in flight", "8 requests in flight"]
+    words.append("16 requests in flight, 2048 tokens in and 8 out")
+    assert re.findall(r'<h2>(\d+ req.*?) <span class="soft">', text) == words
+    assert "250.0" in text  # p50 of the first token
+    assert all(f"Time to first token, {at}" in text for at in words[1:])
     curve = text[text.index('"plot-ttft"') : text.index('"plot-tpot"')]
     assert '"c=8"' in curve and "2048" not in curve
     only = tmp_path / "only"
     only.mkdir()
     text = render(add_other_lengths(only)).read_text()
     assert "input_len: 512" in text and "plot-pareto" not in text
-    assert text.count("Time to first token at c=16,2048-8") == 1
+    assert text.count("Time to first token, 16 requests in flight, 2048 tokens in and 8 out") == 1
 
 
 def test_levels_of_rows(tmp_path: Path) -> None:
@@ -149,7 +165,7 @@ def test_problems_are_shown_at_the_top(tmp_path: Path) -> None:
     )
     append(run / "rows.jsonl", [died])
     text = render(run).read_text()
-    assert text.index("it &lt;died&gt;") < text.index("<table>")
+    assert text.index("it &lt;died&gt;") < text.index("<table")
 
 
 def test_report_command(tmp_path: Path) -> None:
@@ -161,6 +177,161 @@ def test_report_command(tmp_path: Path) -> None:
     assert "half-written line, skipped" in (run / "report.html").read_text()
     done = fk_bench("report", tmp_path)
     assert done.returncode == 2 and "has no rows.jsonl" in done.stderr
+
+
+def test_verdict_names_the_faster_lane_with_its_interval(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", {"vllm+fk": 1.2})
+    text = render(run).read_text()
+    card = text[text.index("vllm+fk against vllm") : text.index("Token agreement")]
+    assert "20.0% faster" in card and "1.200x output tokens/s (95% interval 1.200 to 1.200)" in card
+    assert "8 requests in flight" in card and "2 loads: 2 faster" in card
+    assert "TTFT p50" in card and "Measured on a CPU" in text
+    slower = render(make_run(tmp_path / "slower", {"vllm+fk": 0.9})).read_text()
+    assert "10.0% slower" in slower
+    assert "no significant difference" in render(make_run(tmp_path / "same")).read_text()
+
+
+def test_page_of_lanes_that_are_not_compared(tmp_path: Path) -> None:
+    """A lane on a CPU that runs its host's kernels, and one whose server never started."""
+    run = make_run(tmp_path / "run", lanes=("vllm", "vllm+fk"))
+    rows, _ = read(run / "rows.jsonl")
+    for row in rows:
+        if row.kind == "lane" and row.subject.lane == "vllm+fk":
+            row.case["patched_providers"] = {"rms_norm": "vllm"}
+    subject = Subject(model="m", lane="sglang", host="sglang")
+    rows.append(
+        Row(
+            run_id="r1",
+            command="c",
+            status=Status.DIED,
+            reason="exit 3",
+            subject=subject,
+            case={"kind": "lane"},
+        )
+    )
+    (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in rows))
+    text = render(run).read_text()
+    assert text.count('soft">not compared<') == 2 and "which proves the swap and no speed" in text
+    assert "no load was measured on both" in text and "sglang: died: exit 3" in text
+
+
+def test_verdict_compares_latency_at_a_given_rate() -> None:
+    """Arrivals at a rate give the throughput too: a lane that only keeps up is not equal, it may be faster."""
+    level = Level("rate", 4.0)
+    rounds = {r: {**METRICS, "e2el_ms_p50": 400.0 + r} for r in range(3)}
+    faster = {r: {**m, "e2el_ms_p50": m["e2el_ms_p50"] / 2} for r, m in rounds.items()}
+    results = [
+        LaneResult(name, cells=[Cell(name, level, cells, dict(cells[0]))])
+        for name, cells in (("vllm", rounds), ("sglang", faster))
+    ]
+    (only,) = verdicts(results, {"vllm": "vllm", "sglang": "vllm"})
+    assert only.headline is not None and only.headline.ratio == pytest.approx(2)
+    assert "E2EL p50" in only.text and "4 requests per second" in only.text
+
+
+def test_verdict_without_agreement_phase_has_a_baseline(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", {"vllm+fk": 1.2})
+    kept = [r for r in read(run / "rows.jsonl")[0] if r.kind != "agreement"]
+    (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in kept))
+    assert "20.0% faster" in render(run).read_text()
+
+
+def test_percentiles_need_enough_requests(tmp_path: Path) -> None:
+    """16 requests a round support p90, and neither p95 nor p99."""
+    run = make_run(tmp_path / "run", lanes=("vllm",))
+    text = render(run).read_text()
+    table = text[text.index("Every latency") : text.index('id="requests"')]
+    assert ">60.00<" in table and "65.00" not in table and "70.00" not in table
+    rows, _ = read(run / "rows.jsonl")
+    for row in rows:
+        if row.kind == "round":
+            row.metrics["requests"] = 100.0
+    (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in rows))
+    text = render(run).read_text()
+    table = text[text.index("Every latency") : text.index('id="requests"')]
+    assert ">65.00<" in table and ">70.00<" in table and "p99 100" in table
+
+
+def test_requests_are_counted_by_outcome(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", lanes=("vllm",))
+    rows, _ = read(run / "rows.jsonl")
+    rows[2].metrics["requests_failed"], rows[2].status = 2.0, Status.FAILED
+    (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in rows))
+    (run / "requests").mkdir()
+    lines = [{"error": f"HTTP 500: request {i} broke", "chunks_s": []} for i in (17, 18)]
+    lines += [{"error": None, "chunks_s": [0.1, 0.2], "finish_reason": "stop"}] * 14
+    (run / "requests" / "vllm.c=1.r2.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (one, other) = outcomes(rows, run)
+    assert (one.sent, one.completed, one.failed) == (48, 46, 2) and other.failed == 0
+    assert one.errors == {"HTTP 500: request N broke": 2} and one.finished == {"stop": 14}
+    assert one.rounds == {"ok": 2, "failed": 1}
+    text = render(run).read_text()
+    assert "HTTP 500: request N broke" in text and re.search(r'big bad">2 <small>of 96<', text)
+    assert ">6.4<" in text  # in flight: 16 requests of 0.4 s in 1 s
+
+
+def test_cached_prompts_and_drafts_are_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "prefix cache" not in render(run).read_text()
+    rows, _ = read(run / "rows.jsonl")
+    for row in rows:
+        if row.kind == "round" and row.subject.lane == "vllm+fk":
+            row.metrics |= {
+                "cached_prompt_tokens": 2240.0,
+                "prompt_tokens": 2560.0,
+                "spec_acceptance_rate": 0.625,
+            }
+            row.case["warning"] = "2240 of 2560 prompt tokens were in the prefix cache"
+    (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in rows))
+    text = render(run).read_text()
+    card = text[text.index("Prompt tokens from a prefix cache") : text.index('id="results"')]
+    assert 'big bad">88%<' in card and "vllm+fk: 13440 of 15360 prompt tokens" in card
+    assert card.count("vllm+fk at c=1: 2240 of 2560") == 1
+    assert 'data-label="draft acceptance">0.625<' in text
+
+
+def test_searched_load_is_the_headline() -> None:
+    level = Level("max_rate", 16.0, start=1.0)
+    rounds = [{r: {**METRICS, "max_rate_within_slo": value + r} for r in range(3)} for value in (4.0, 8.0)]
+    names = ("vllm", "sglang")
+    results = [
+        LaneResult(n, cells=[Cell(n, level, c, dict(c[0]))]) for n, c in zip(names, rounds, strict=True)
+    ]
+    (only,) = verdicts(results, {"vllm": "vllm", "sglang": "vllm"})
+    assert only.headline is not None and only.headline.ratio == pytest.approx(9 / 5)
+    assert "requests/s within the SLOs" in only.text
+
+
+def test_title_is_the_models_name() -> None:
+    assert model_name("/root/.cache/models/SmolLM2-135M-Instruct/") == "SmolLM2-135M-Instruct"
+    assert model_name("/c/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e3") == "meta-llama/Llama-3.1-8B"
+    assert model_name("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
+    assert model_name("Llama-3.1-8B shapes, random weights") == "Llama-3.1-8B shapes, random weights"
+
+
+def test_page_title_is_no_path(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    rows, _ = read(run / "rows.jsonl")
+    for row in rows:
+        row.subject.model = "/home/user/models/SmolLM2"
+    (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in rows))
+    text = render(run).read_text()
+    assert re.search("<title>(.*?)</title>", text)[1] == "SmolLM2: vllm, vllm+fk (serve-compare)"  # type: ignore[index]
+    assert "<h1>SmolLM2</h1>" in text and "/home/user" not in text
+
+
+def test_csv_has_each_lane_and_load(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", {"vllm+fk": 1.2})
+    render(run)
+    with (run / "results.csv").open(newline="") as file:
+        lines = {(x["lane"], x["load"]): x for x in csv.DictReader(file)}
+    assert set(lines) == {(lane, load) for lane in ("vllm", "vllm+fk") for load in ("c=1", "c=8")}
+    fast = lines["vllm+fk", "c=8"]
+    assert fast["baseline"] == "vllm" and float(fast["output_tokens_per_s"]) == pytest.approx(120)
+    assert float(fast["speedup_output_tokens_per_s"]) == pytest.approx(1.2)
+    assert float(fast["ttft_ms_p50_ci95_low"]) < float(fast["ttft_ms_p50"])
+    assert fast["ttft_ms_p90"] and "ttft_ms_p99" not in fast
+    assert lines["vllm", "c=1"]["speedup_ttft_ms_p50"] == ""
 
 
 def test_diff_gate(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ from support.tiny import make_tiny_llama
 from fastkernels.engine.execution.attention.base import metadata_of
 from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.graphs import Graphs, Outputs
-from fastkernels.engine.execution.step import SAMPLED, PromptTargets, StepInput, StepOutput
+from fastkernels.engine.execution.step import (
+    SAMPLED,
+    PromptTargets,
+    StepInput,
+    StepOutput,
+    TokenMasks,
+)
 from fastkernels.engine.sampling.sampler_state import SamplePlan
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 
@@ -108,13 +115,16 @@ def scenario(driver: Driver) -> list[StepInput]:
     return steps
 
 
-def play(runner: Generate) -> list[StepOutput]:
-    """Run the steps with two in flight."""
+def play(runner: Generate, masks: Iterator[TokenMasks] | None = None) -> list[StepOutput]:
+    """Run the steps with two in flight; with masks, every other step is masked and sampled after the step before."""
     found, pending = [], None
-    for step in scenario(Driver(runner)):
-        following = runner.launch(step)
+    for i, step in enumerate(scenario(Driver(runner))):
+        masked = masks is not None and i % 2 == 0
+        following = runner.launch(replace(step, masked=masked))
         if pending is not None:
             found.append(pending.result())
+        if masks is not None and masked:
+            following.sample(next(masks))
         pending = following
     assert pending is not None
     return [*found, pending.result()]
@@ -136,6 +146,34 @@ def test_graphs_equal_eager_steps(tiny: Path, device: str) -> None:
             assert (x.token_ids == y.token_ids).all() and (x.ranks == y.ranks).all()
             np.testing.assert_allclose(x.logprobs, y.logprobs, rtol=1e-4, atol=1e-4)
     assert len({t for out in got for t in out.token_ids.tolist()}) > 30  # otherwise the test proves little
+    assert torch.equal(eager.batch.last_tokens[:8], runner.batch.last_tokens[:8])
+
+
+def masks_of(steps: list[StepInput]) -> list[TokenMasks]:
+    """Masks with few tokens for some rows of every other step."""
+    draw, found = np.random.default_rng(0), []
+    for step in steps[::2]:
+        rows = np.flatnonzero(draw.random(len(step.slots)) < 0.6)
+        bits = draw.random((len(rows), 512)) < 0.02
+        bits[:, 7] = True
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        found.append(TokenMasks(rows.astype(np.int64), words))
+    return found
+
+
+@pytest.mark.parametrize("device", WHERE)
+def test_masked_steps_with_graphs_equal_eager_ones(tiny: Path, device: str) -> None:
+    eager, runner = runner_of(tiny, device, graphs=False), runner_of(tiny, device, graphs=True)
+    masks = masks_of(scenario(Driver(eager)))
+    want, got = play(eager, iter(masks)), play(runner, iter(masks))
+    assert runner.graphs is not None and runner.graphs.replays["decode"] == 26
+    for i, (a, b) in enumerate(zip(want, got, strict=True)):
+        assert a.token_ids.tolist() == b.token_ids.tolist(), f"step {i}"
+    for output, mask in zip(got[::2], masks, strict=True):
+        tokens = output.token_ids[mask.rows]
+        assert (mask.words[np.arange(len(tokens)), tokens // 32] >> (tokens % 32) & 1).all()
+    free = play(runner_of(tiny, device, graphs=True))
+    assert [o.token_ids.tolist() for o in free] != [o.token_ids.tolist() for o in got]
     assert torch.equal(eager.batch.last_tokens[:8], runner.batch.last_tokens[:8])
 
 

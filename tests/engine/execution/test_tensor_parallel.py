@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny import make_tiny
 
 import fastkernels
-from fastkernels import LLM, SamplingParams
+from fastkernels import LLM, SamplingParams, StructuredOutputsParams
 from fastkernels.engine.async_llm import AsyncLLM
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.executor import WorkerDied
@@ -62,14 +63,14 @@ def test_packed_step_round_trips(updates):
         np.array([4, 2]), np.array([1, 3], np.int32), np.array([9, 3], np.int32), np.array([5, -1]),
         np.array([-1, 3, 4, 5]), 1, np.array(updates, np.int32).reshape(-1, 3),
         [NewRow(2, SamplingParams(logit_bias={3: 1.0}), 7, frozenset({1}), (3, 4))],
-        [PromptTargets(1, 2, np.array([4, 5]))],
+        [PromptTargets(1, 2, np.array([4, 5]))], True,
     )  # fmt: skip
     got = unpack(pickle.loads(pack(step)))
     for field in fields(StepInput):
         sent, found = getattr(step, field.name), getattr(got, field.name)
         if isinstance(sent, np.ndarray):
             assert np.array_equal(sent, found) and (sent.dtype, sent.shape) == (found.dtype, found.shape)
-    assert (got.num_decodes, got.new_rows) == (1, step.new_rows)
+    assert (got.num_decodes, got.new_rows, got.masked) == (1, step.new_rows, True)
     assert got.prompt_targets[0].targets.tolist() == [4, 5]
 
 
@@ -93,6 +94,20 @@ def shape_of(runner, name):
 
 def test_all_kinds_of_requests_equal_transformers(two, tiny, oracle):
     oracle.check_requests(tiny, two)
+
+
+def test_structured_outputs_on_two_ranks(two, tiny):
+    digits = StructuredOutputsParams(regex="[0-9]{3}-[0-9]{5}")
+    params = [
+        SamplingParams(seed=3, max_tokens=20, structured_outputs=digits),
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=20, structured_outputs=digits),
+    ]
+    with LLM(str(tiny), **SETTINGS, num_blocks=40) as one:
+        want = one.generate(PROMPTS[:3], params)
+    got = two.generate(PROMPTS[:3], params)
+    assert tokens(got) == tokens(want)
+    assert all(re.fullmatch("[0-9]{3}-[0-9]{5}", got[i].outputs[0].text) for i in (0, 2))
 
 
 def test_prefix_hits_and_preemption(two, tiny, greedy):

@@ -15,6 +15,7 @@ import pytest
 from support.live import live_server, metric, wait_for
 from support.minilm import minilm_path
 from support.server_process import ended, start
+from support.tiny import make_tiny_bert
 
 from fastkernels import LLM
 from fastkernels.engine.http.config import ServerConfig
@@ -74,7 +75,9 @@ def test_text_and_token_ids_give_the_same(url, expected):
             "input",
             "input 1 has 302 tokens, and the maximum input length is 256",
         ),
-        ({"input": "a", "dimensions": 8}, "dimensions", "dimensions: is not supported"),
+        ({"input": "a", "dimensions": 8}, "dimensions", "got 8: this model does not declare Matryoshka"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
+        ({"input": "a", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "at most 256"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
         ({"input": "a", "model": "other"}, "model", "does not exist"),
         ({"input": "a", "temperature": 1}, "temperature", "unknown field 'temperature'"),
@@ -85,6 +88,38 @@ def test_bad_input_names_the_field(url, body, param, words):
     assert answer.status_code == (404 if param == "model" else 400), answer.text
     error = answer.json()["error"]
     assert error["param"] == param and words in error["message"]
+
+
+def test_batches_are_cut_and_encoded(url):
+    """A cut text keeps the special tokens around it, unless a side is given; token ids are cut as they are."""
+    ids = post(url, "/tokenize", prompt=TEXTS[0]).json()["tokens"]
+    for given, cut, same in (
+        ([TEXTS[0], "a"], {"truncate_prompt_tokens": 5}, [*ids[:4], ids[-1]]),
+        ([TEXTS[0], "a"], {"truncate_prompt_tokens": 5, "truncation_side": "right"}, ids[:5]),
+        ([TEXTS[0], "a"], {"truncate_prompt_tokens": 5, "truncation_side": "left"}, ids[-5:]),
+        ([ids, ids[:2]], {"truncate_prompt_tokens": 5}, ids[:5]),
+        (["word " * 300, "a"], {"truncate_prompt_tokens": -1}, None),
+    ):
+        answer = post(url, input=given, encoding_format="base64", **cut).json()
+        found = [np.frombuffer(base64.b64decode(d["embedding"]), "<f4") for d in answer["data"]]
+        assert [len(v) for v in found] == [384, 384]
+        if same is None:
+            assert answer["usage"]["prompt_tokens"] == 256 + 3
+        else:
+            (want,) = post(url, input=same).json()["data"]
+            np.testing.assert_allclose(found[0], want["embedding"], atol=1e-6)
+
+
+def test_matryoshka_vectors_are_cut(tmp_path):
+    folder = make_tiny_bert(tmp_path / "bert", matryoshka_dimensions=[16, 32])
+    with live_server(folder, ServerConfig("bert"), num_blocks=None, max_model_len=None) as (url, _):
+        (whole,) = post(url, input="abc").json()["data"]
+        (part,) = post(url, input="abc", dimensions=16).json()["data"]
+        start = np.array(whole["embedding"][:16])
+        np.testing.assert_allclose(part["embedding"], start / np.linalg.norm(start), atol=1e-6)
+        answer = post(url, input="abc", dimensions=17)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "dimensions must be one of 16, 32, got 17"
 
 
 def test_neutral_fields_are_accepted(url):

@@ -39,6 +39,8 @@ ROUTES = [
     ("GET", "/health"), ("GET", "/ping"), ("GET", "/version"), ("GET", "/metrics"), ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
     ("POST", "/tokenize"), ("POST", "/detokenize"), ("POST", "/reset_prefix_cache"), ("POST", "/flush_cache"),
+    ("POST", "/v1/responses"), ("POST", "/generate"), ("GET", "/model_info"), ("GET", "/get_model_info"),
+    ("GET", "/server_info"), ("GET", "/get_server_info"),
 ]  # fmt: skip
 
 
@@ -96,4 +98,6 @@ def test_document_contains_the_limits(server):
     n = fields["properties"]["n"]["anyOf"][0]
     assert (n["minimum"], n["maximum"]) == (1, 128)
     assert fields["properties"]["suffix"]["enum"] == [None, ""]
+    tokenize = document["components"]["schemas"]["TokenizeRequest"]
+    assert [option["required"] for option in tokenize["oneOf"]] == [["prompt"], ["messages"]]
     assert "422" not in document["paths"]["/v1/completions"]["post"]["responses"]

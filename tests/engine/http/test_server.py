@@ -165,6 +165,7 @@ def test_tools_and_template_arguments_reach_the_template(live, client):
         more = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
         text = rendered(messages=more, tools=[tool], chat_template_kwargs={"mood": "gay"})
         assert text.endswith("[weather]gayBern")
+        server.context.tools.name = "hermes"  # the template has no format of calls that could be detected
         out = client.chat.completions.create(
             model="tiny", messages=MESSAGES, tools=[tool], tool_choice="auto", max_tokens=2
         )
@@ -173,7 +174,7 @@ def test_tools_and_template_arguments_reach_the_template(live, client):
         )
         assert out.usage.prompt_tokens == none.usage.prompt_tokens + len("[weather]")
     finally:
-        tokenizer.chat_template = template
+        tokenizer.chat_template, server.context.tools.name = template, None
     refused = post(
         url, "/v1/chat/completions", messages=MESSAGES, chat_template_kwargs={"chat_template": "x"}
     )

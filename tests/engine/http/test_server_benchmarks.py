@@ -59,7 +59,9 @@ def test_vllm_bench_serve(url, tiny, tmp_path, python, backend, path):
     assert result["mean_ttft_ms"] > 0 and result["mean_itl_ms"] > 0
 
 
-@pytest.mark.parametrize("backend", ["vllm", pytest.param("sglang-oai-chat", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["vllm", *(pytest.param(b, marks=pytest.mark.slow) for b in ("sglang", "sglang-oai-chat"))]
+)
 @pytest.mark.parametrize("python", [pytest.param(SGLANG[0], marks=SGLANG[1])])
 def test_sglang_bench_serving(url, tiny, tmp_path, python, backend):
     result = tmp_path / "result.jsonl"

@@ -12,6 +12,8 @@ import time
 import httpx
 import psutil
 import pytest
+import typer
+from fk_bench.serving.serve import serve
 from support.server_process import FK_BENCH, ended, start
 
 LONG = {"prompt": [5], "ignore_eos": True, "stream": True}
@@ -121,3 +123,9 @@ def test_dead_engine_ends_the_server(tiny):
     assert answers[0].status_code == 503 and answers[0].headers["retry-after"]
     status, errors = ended(process, 30)
     assert status == 1 and "the engine has ended" in errors
+
+
+def test_origins_that_are_no_json_list_are_refused(capsys):
+    with pytest.raises(typer.Exit):
+        serve("nowhere", allowed_origins="https://a.example")
+    assert "--allowed-origins must be a JSON list of strings" in capsys.readouterr().err

@@ -1,10 +1,22 @@
 """A live sglang.Engine, one for all tests: patch, proof in the scheduler's process, exact undo, refusals."""
 
+import contextlib
 import os
 import time
 
 import pytest
-from support.checks import LEAVES, PROMPTS, RMS_NORM_TWICE, check_all_left, check_folder
+from support.checks import (
+    IMPORT_EXIT,
+    LEAVES,
+    PROMPTS,
+    RMS_NORM_BUG,
+    RMS_NORM_ENDLESS,
+    RMS_NORM_EXIT,
+    RMS_NORM_NAN,
+    RMS_NORM_TWICE,
+    check_all_left,
+    check_folder,
+)
 from support.hosts.sglang_engine import forced, generate, ids, make_engine
 
 import fastkernels
@@ -14,9 +26,13 @@ from fastkernels.patch import PatchError, Request, find_host
 
 @pytest.fixture(scope="module")
 def engine():
-    engine = make_engine()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("FASTKERNELS_TRIAL_S", "3")  # of the scheduler
+        engine = make_engine()
     yield engine
     engine.shutdown()
+    with pytest.raises(PatchError, match="the engine has ended"):
+        fastkernels.patch(engine)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +51,8 @@ def test_default_patch_on_a_cpu_leaves_all_to_sglang(engine, stock):
 
 def test_patch_runs_in_the_scheduler_and_undo_is_exact(engine, stock):
     report = fastkernels.patch(engine, ops=LEAVES)
+    assert report.verified  # by the trial step
+    report.reset()
     patched = generate(engine)
     rows = {(r.op, r.host_class): r for r in report.refresh().rows}
     steps = 8 * len(PROMPTS)
@@ -100,6 +118,33 @@ def test_a_folder_of_candidates(engine, stock, folder):
     with fastkernels.patch(engine, ops=["rms_norm", "silu_and_mul"], candidates=folder) as report:
         assert [p for _, p in generate(engine)] != [p for _, p in stock]
         check_folder(report, folder)
+    assert generate(engine) == stock
+
+
+BROKEN = {
+    "raises": (RMS_NORM_BUG, "the trial step failed: ValueError: a bug in the candidate"),
+    "exits": (RMS_NORM_EXIT, "the trial step failed: SystemExit: 3"),
+    "exits at import": (IMPORT_EXIT, r"calls sys.exit\(3\) while it is imported"),
+    "is endless": (RMS_NORM_ENDLESS, "the trial step did not end within 3 s"),
+}
+
+
+@pytest.mark.parametrize(("source", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_candidate_is_refused(source, message, engine, stock, candidate):
+    with pytest.raises(PatchError, match=message):
+        fastkernels.patch(engine, ops=["rms_norm"], candidates={"rms_norm": candidate(source)})
+    (reply,) = find_host(engine).call(engine, Request("report"))
+    assert reply["rows"] == []
+    assert generate(engine) == stock
+
+
+def test_undo_after_nan_is_exact(engine, stock, candidate):
+    with fastkernels.patch(
+        engine, ops=["rms_norm"], candidates={"rms_norm": candidate(RMS_NORM_NAN)}
+    ) as report:
+        with contextlib.suppress(ValueError):  # NaN is no JSON
+            generate(engine)
+        assert report.refresh().verified
     assert generate(engine) == stock
 
 

@@ -39,8 +39,35 @@ async def run():
         assert report.verified and report.patched_calls >= 64 * 5
         await report.undo_async()
         assert await tokens(engine, "3") == stock
+        for number, delay in enumerate((0, 0.02, 0.1)):
+            await cancelled(engine, stock, number, delay)
     finally:
         engine.shutdown()
+    with pytest.raises(PatchError, match="the engine has ended"):
+        await fastkernels.patch_async(engine)
+    with pytest.raises(PatchError, match="the engine has ended"):
+        await report.refresh_async()
+
+
+async def cancelled(engine, stock, number, delay):
+    """A patch that is cancelled while it waits leaves the engine running, without a change."""
+    from fk_integrations.vllm.host import HOST
+
+    from fastkernels.patch import Request
+
+    running = asyncio.create_task(tokens(engine, f"long {number}", 192))
+    await asyncio.sleep(0.05)
+    patch = asyncio.create_task(fastkernels.patch_async(engine, ops=["rms_norm"]))
+    await asyncio.sleep(delay)
+    assert not running.done()
+    patch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await patch
+    assert not await engine.is_paused()
+    assert await asyncio.wait_for(tokens(engine, f"next {number}"), 60) == stock
+    (reply,) = await HOST.call_async(engine, Request("report"))
+    assert reply["rows"] == []
+    assert (await running)[:64] == stock
 
 
 def test_async_engine():

@@ -6,9 +6,14 @@ import os
 import pytest
 import torch
 from support.checks import (
+    IMPORT_EXIT,
     LEAVES,
     PROMPTS,
     RMS_NORM_BUG,
+    RMS_NORM_ENDLESS,
+    RMS_NORM_EXIT,
+    RMS_NORM_LATE_BUG,
+    RMS_NORM_NAN,
     RMS_NORM_TWICE,
     check_all_left,
     check_folder,
@@ -217,10 +222,63 @@ def test_failing_candidate_leaves_everything_as_it_was(llm, candidate):
             llm, ops=["rms_norm", "silu_and_mul"], candidates={"rms_norm": candidate(RMS_NORM_BUG)}
         )
     assert modules(llm) == before
+    for source, message in (
+        (IMPORT_EXIT, r"calls sys.exit\(3\) while it is imported"),
+        (RMS_NORM_EXIT, "SystemExit: 3"),
+    ):
+        with pytest.raises(PatchError, match=message):
+            fastkernels.patch(llm, candidates={"rms_norm": candidate(source)})
+    assert modules(llm) == before
     with pytest.raises(PatchError, match="there is no file"):
         fastkernels.patch(llm, candidates={"rms_norm": "/nowhere.py"})
     with pytest.raises(UnknownName, match="Did you mean 'rms_norm'"):
         fastkernels.patch(llm, ops=["rms_nrom"])
+
+
+def test_endless_candidate_is_ended(llm, candidate, monkeypatch):
+    before, file = modules(llm), candidate(RMS_NORM_ENDLESS)
+    monkeypatch.setenv("FASTKERNELS_TRIAL_S", "2")
+    with pytest.raises(PatchError, match=r"the trial step did not end within 2 s \(FASTKERNELS_TRIAL_S\)"):
+        fastkernels.patch(llm, ops=["rms_norm"], candidates={"rms_norm": file})
+    assert modules(llm) == before
+
+
+def test_undo_after_nan_is_exact(llm, candidate):
+    with fastkernels.patch(llm, ops=["rms_norm"], candidates={"rms_norm": candidate(RMS_NORM_NAN)}):
+        generate(llm)
+        caches = worker(llm).model_runner.kv_caches
+        assert any(cache.isnan().any() for cache in caches)
+    assert not any(cache.any() for cache in caches)
+
+
+def test_undo_after_a_candidate_raised(llm, candidate):
+    before = modules(llm)
+    report = fastkernels.patch(llm, ops=["rms_norm"], candidates={"rms_norm": candidate(RMS_NORM_LATE_BUG)})
+    with pytest.raises(ValueError, match="a bug in the candidate"):
+        generate(llm)
+    assert llm.llm_engine.has_unfinished_requests()
+    report.undo()
+    assert not llm.llm_engine.has_unfinished_requests() and modules(llm) == before
+    assert "execute_model" not in vars(worker(llm))
+
+
+def test_every_requested_op_has_a_row(llm, caplog):
+    requested = ["rms_norm", "sampling", "logits_processor", "store_kvcache"]
+    with caplog.at_level("INFO", "fastkernels"), fastkernels.patch(llm, ops=requested) as report:
+        rows = {row.op: row for row in report.rows}
+        assert list(rows) == requested and [row.op for row in report.active] == ["rms_norm"]
+        assert "not in a live host: in a live host the host's sampler stays" in rows["sampling"].reason
+        assert "it runs inside attention" in rows["store_kvcache"].reason
+    (block,) = [r.getMessage() for r in caplog.records if "patched" in r.getMessage()]
+    first, patched, *off = block.splitlines()
+    assert first == "vllm 0.32.0, rank 0: 5 modules patched" and patched == "  patched: rms_norm (5 RMSNorm)"
+    assert len(off) == 3 and all(line.startswith("  off: ") for line in off)
+    with fastkernels.patch(llm, ops="rms_norm") as report:
+        assert [row.op for row in report.rows] == ["rms_norm"]
+    with pytest.raises(PatchError, match=r"nothing to patch: sampling .*not in a live host"):
+        fastkernels.patch(llm, ops="sampling")
+    with pytest.raises(PatchError, match=r"strict: .*sampling .*not in a live host"):
+        fastkernels.patch(llm, ops=requested, strict=True)
 
 
 def test_unfinished_requests_are_refused(llm):
@@ -232,6 +290,12 @@ def test_unfinished_requests_are_refused(llm):
         fastkernels.patch(llm, ops=["rms_norm"])
     while engine.has_unfinished_requests():
         engine.step()
+
+
+def test_strict_accepts_an_untied_head(llm):
+    assert not worker(llm).get_model().config.tie_word_embeddings
+    with fastkernels.patch(llm, ops=["embedding"], strict=True) as report:
+        assert [(row.op, row.modules, row.reason) for row in report.rows] == [("embedding", 1, "")]
 
 
 def test_report_file_has_the_counters(llm, tmp_path, monkeypatch):
@@ -267,6 +331,23 @@ def test_compile_key_differs_while_patched(llm):
             keys.add(config.compute_hash())
         assert VllmConfig.compute_hash is stock and config.compute_hash() == asleep
     assert len(keys) == 2 and asleep not in keys
+
+
+def test_compile_key_follows_the_swapped_modules(llm, monkeypatch):
+    """A tuned table, or what a layer supports, decides without a change of the request."""
+    from fastkernels.core import registry
+
+    config, keys = llm.llm_engine.vllm_config, set()
+    norms = {id(m) for m in worker(llm).get_model().modules() if type(m).__name__ == "RMSNorm"}
+    for left in (0, 1):
+        skipped = sorted(norms)[:left]
+        ours = registry.op_class("rms_norm", "VllmRMSNorm")
+        stays = staticmethod(lambda m, s=skipped: "not this one" if id(m) in s else None)
+        monkeypatch.setattr(ours, "supports", stays, raising=False)
+        with fastkernels.patch(llm, ops=["rms_norm"]) as report:
+            assert report.patched_modules == 5 - left
+            keys.add(config.compute_hash())
+    assert len(keys) == 2
 
 
 def test_calls_are_recorded(llm, stock, tmp_path):

@@ -14,7 +14,11 @@ from fastkernels.patch import PatchError
 def llm():
     llm = make_llm(str(BASE), enable_lora=True, max_lora_rank=8, max_loras=1)
     yield llm
+    report = fastkernels.patch(llm, ops=LEAVES)
     llm.llm_engine.engine_core.shutdown()
+    for call in (report.refresh, report.undo, lambda: fastkernels.patch(llm)):
+        with pytest.raises(PatchError, match="the engine has ended"):
+            call()
 
 
 def test_lora(llm, tmp_path):

@@ -15,20 +15,23 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fk_bench.kernels.judge.clock.timing import Samples
+from fk_bench.core.rows import Status
+from fk_bench.kernels.judge.clock.timing import Samples, unsteady
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena
+from fk_bench.kernels.judge.memory.outputs import BadPlace, map_outputs
 from fk_bench.kernels.judge.memory.slots import FLUSH_BYTES, Slots, poison
 from fk_bench.kernels.judge.processes.messages import Place, Traced
-from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
+from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 
 TRACED = 32  # calls traced by CUPTI
 GRAPH_CALLS = 64  # most calls of a graph
 POISONED = 32  # outputs per batch
-CHECKED_ROUNDS = 2  # early rounds in which two sampled calls are checked; in the others one
+CHECKED_ROUNDS = 1  # early rounds in which two sampled calls are checked; in the others one
 COMPARED_ROUNDS = {"cpu": 2, "cuda": 3}  # secret rounds in which the outputs of all calls are compared
 ALONE_REQUESTS = 1  # per round and side
+EXTENDED = 3  # times as many rounds while the machine disturbs them
 SINGLES = 8, 256  # GPU: least and most calls that have a graph each, behind the 2n calls of batches
 RANDOM = random.SystemRandom()
 
@@ -93,6 +96,10 @@ class Batches:
             )
             for r in range(-1, self.rounds):  # the first one warms up
                 self._round(r, timed, r in compared)
+            for r in range(self.rounds, EXTENDED * self.rounds):
+                if timed.candidate.steady and not unsteady(timed.baseline, timed.again):
+                    break
+                self._round(r, timed, RANDOM.randrange(self.rounds) < len(compared))
             if self.cuda:  # at the end and on both sides, because a process is slower once CUPTI is attached
                 for lane in (self.baseline, self.candidate):
                     timed.traced = lane.side.ask("trace", calls=min(TRACED, self.n))
@@ -103,11 +110,21 @@ class Batches:
                 mapping.close()
         return timed
 
+    def _map(self, lane: Lane, places: list[list[Place]], mapping: ipc.Mapping) -> list[list[torch.Tensor]]:
+        try:
+            return map_outputs(lane.arena, places, mapping, over_inputs=lane.side.trusted)
+        except BadPlace as error:
+            if lane is self.candidate:
+                raise Wrong(str(error)) from None
+            raise RunnerError(Status.WRONG, str(error), False, "baseline") from None
+
     # -- a round
 
     def _round(self, r: int, timed: Timed, compared: bool) -> None:
-        groups = ["long", "short", "again", *["alone"] * ALONE_REQUESTS, *["singles"] * self.cuda]
-        RANDOM.shuffle(groups)
+        groups = ["long"]
+        if r >= 0 or self.cuda:  # every graph is uploaded once before it is timed
+            groups += ["short", "again", *["alone"] * ALONE_REQUESTS, *["singles"] * self.cuda]
+            RANDOM.shuffle(groups)
         for group in groups:
             if group == "again":
                 for long in RANDOM.sample((False, True), 2):
@@ -127,7 +144,7 @@ class Batches:
             if group == "alone" and not self.slots.layout.shared:
                 self.slots.renew(start)
             else:
-                self.slots.refresh()
+                self.slots.refresh(*self._fresh(start, count))
             for lane in RANDOM.sample((self.candidate, self.baseline), 2):
                 mine = lane is self.candidate
                 into = None if r < 0 else timed.candidate if mine else timed.baseline
@@ -144,7 +161,7 @@ class Batches:
     ) -> tuple[list[Sampled], list[int]]:
         """One timed request; before a call alone, only its own inputs are refreshed."""
         lane.side.stop()
-        one = start if group == "alone" and not self.slots.layout.shared else None
+        fresh = (start, 1) if group == "alone" and not self.slots.layout.shared else self._fresh(start, count)
         poisoned = RANDOM.sample(range(start, start + count), min(count, POISONED))
         self._poison(lane, poisoned)
         picked = sorted({start + secrets.randbelow(count), start + count - 1})
@@ -157,10 +174,10 @@ class Batches:
         if self.cuda:
             torch.cuda.synchronize()
         else:
-            lane.arena.publish(one)
+            lane.arena.publish(*fresh)
         begin = time.perf_counter()
         if self._flush is not None:
-            given = self._give(lane, one)
+            given = self._give(lane, fresh)
             self._flush.sum()
             torch.cuda.synchronize()
         lane.side.begin("run", start=start, count=count)
@@ -183,11 +200,17 @@ class Batches:
                     into.given.append(given)
         return held, poisoned
 
-    def _give(self, lane: Lane, slot: int | None) -> float:
+    def _fresh(self, start: int, count: int) -> tuple[int, int]:
+        """(start, count) of the slots to refresh before a batch; all on a GPU, where the copy is inside the clock, and
+        all if they share memory.
+        """
+        return (0, self.slots.count) if self.cuda or self.slots.layout.shared else (start, count)
+
+    def _give(self, lane: Lane, slots: tuple[int, int]) -> float:
         """Copy the inputs by a kernel, which work of the other process delays; returns the seconds it took."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        lane.arena.publish(slot)
+        lane.arena.publish(*slots)
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
@@ -232,64 +255,3 @@ class Batches:
         if self.singles:
             return 2 * self.n + secrets.randbelow(self.singles), 1
         return secrets.randbelow(self.slots.count), 1
-
-    # -- outputs of a GPU's process
-
-    def _map(self, lane: Lane, shared: list[list[Place]], mapping: ipc.Mapping) -> list[list[torch.Tensor]]:
-        """Map a side's own output memory. Calls must not share any of it, nor use an argument's.
-
-        Production's kernels may: some write their result over an input, which the op does not allow a candidate.
-        """
-        if len(shared) != self.slots.count or any(len(r) != len(self.slots.outs) for r in shared):
-            raise Wrong("the process named the outputs of other calls than those to capture")
-        found: list[list[torch.Tensor]] = []
-        places: set[int] = set()
-        for slot, result in enumerate(shared):
-            views = []
-            for out, place in zip(self.slots.outs, result, strict=True):
-                if not out.bytes:
-                    views.append(torch.empty(out.shape, dtype=out.dtype, device="cuda"))
-                    continue
-                reach = 1 + sum((n - 1) * s for n, s in zip(out.shape, place.stride, strict=False))
-                if (
-                    len(place.stride) != len(out.shape)
-                    or max(out.bytes, reach * out.dtype.itemsize) > place.nbytes
-                ):
-                    raise Wrong(
-                        f"an output has {place.nbytes} bytes and strides {place.stride} for {out.shape}"
-                    )
-                raw = self._bytes(lane, slot, place, mapping)
-                key = raw.data_ptr()
-                if key % out.dtype.itemsize or place.nbytes % out.dtype.itemsize:
-                    raise Wrong(f"an output lies at an address that no {out.dtype} has")
-                if key in places:
-                    raise Wrong("two calls returned the same memory: the first one's result is lost")
-                places.add(key)
-                views.append(raw.view(out.dtype).as_strided(out.shape, place.stride))
-            found.append(views)
-        return found
-
-    def _bytes(self, lane: Lane, slot: int, place: Place, mapping: ipc.Mapping) -> torch.Tensor:
-        if place.arena is not None:
-            arena = lane.arena
-            raw = arena.bytes[place.arena :][: place.nbytes]
-            written = [
-                t for i, a in enumerate(arena.args_of(slot)) if i in self.slots.may_change
-                for t in layout.tensors(a)
-            ]  # fmt: skip
-            allowed = lane.side.trusted or any(_within(raw, t) for t in written)
-            if len(raw) < place.nbytes or not allowed:
-                raise Wrong("an output lies in memory of an argument that the op does not write")
-            return raw
-        if place.handle is None or place.offset is None:
-            raise Wrong("the process names no memory for an output")
-        try:
-            return mapping.bytes_at({"handle": place.handle, "offset": place.offset, "nbytes": place.nbytes})
-        except RuntimeError as error:
-            raise Wrong(f"an output lies in memory that cannot be mapped: {error}") from None
-
-
-def _within(raw: torch.Tensor, t: torch.Tensor) -> bool:
-    start = t.data_ptr()
-    reach = (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
-    return start <= raw.data_ptr() and raw.data_ptr() + raw.nbytes <= start + reach

@@ -49,22 +49,24 @@ class Arena:
         self._places, self._bound = places, dict[int, list[Any]]()
         stride = slots.layout.stride
         self._grid = self.bytes[: places * stride].view(places, stride)
+        self._words = self._grid.view(torch.int64)  # indexing copies word by word
         self._index = torch.tensor(self.cells, device=slots.device)
         self._read_only = slots.read_only()
 
-    def publish(self, slot: int | None = None) -> None:
-        """Copy the values of all slots, or of one, from the judge's private memory."""
+    def publish(self, start: int = 0, count: int | None = None) -> None:
+        """Copy the values of `count` slots from `start` (None: to the last), and those that all slots share, from the
+        judge's private memory.
+        """
         if not self.slots.layout.stride and not self.slots.layout.shared:
             return
-        private = self.slots.grid
-        if slot is None:
-            self._grid[self._index] = private
-            shared = self.slots.layout.shared
-            if shared:
-                start = self._places * self.slots.layout.stride
-                self.bytes[start:][:shared].copy_(self.slots.private[-shared:])
+        part = slice(start, None if count is None else start + count)
+        if count == 1:
+            self._grid[self.cells[start]].copy_(self.slots.grid[start])
         else:
-            self._grid[self.cells[slot]].copy_(private[slot])
+            self._words[self._index[part]] = self.slots.grid[part].view(torch.int64)
+        if shared := self.slots.layout.shared:
+            at = self._places * self.slots.layout.stride
+            self.bytes[at:][:shared].copy_(self.slots.private[-shared:])
         self._wait()
 
     def args_of(self, slot: int) -> list[Any]:
@@ -99,11 +101,16 @@ class Arena:
             if slot is not None:
                 here, private = self._grid[self.cells[slot], part], self.slots.grid[slot, part]
             else:
-                here, private = self._grid[:, part][self._index], self.slots.grid[:, part]
+                here, private = self._rows(self._grid, part)[self._index], self._rows(self.slots.grid, part)
             if not torch.equal(here, private):
                 return True
         start, size = self._places * self.slots.layout.stride, self.slots.layout.shared
         return bool(size) and not torch.equal(self.bytes[start:][:size], self.slots.private[-size:])
+
+    @staticmethod
+    def _rows(grid: torch.Tensor, part: slice) -> torch.Tensor:
+        rows = grid[:, part]
+        return rows if (part.stop - part.start) % 8 else rows.view(torch.int64)
 
     def close(self) -> None:
         """Free it. No tensor of this memory may be used afterwards."""

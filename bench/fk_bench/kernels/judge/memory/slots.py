@@ -104,10 +104,8 @@ class Slots:
         self.grid = self.private[: self.count * self.layout.stride].view(self.count, self.layout.stride)
         self.plan = self.layout.to_json()
         self._bound: dict[int, list[Any]] = {}
-        self.factors: list[float] = []
-        self.origin: list[int] = []
-        self.shifts: list[int] = []
-        self.codes: list[int] = []
+        self.factors, self.origin = [1.0] * self.count, [0] * self.count
+        self.shifts, self.codes = [0] * self.count, [0] * self.count
         self._alone = self._alone_in_their_regions()
         self._permuter = None
         if self.rolls and self.spec.permutable is not None:
@@ -126,30 +124,35 @@ class Slots:
 
     # -- inputs
 
-    def refresh(self) -> None:
-        """Refill everything: some masters are new, and slots are reassigned, with each master used equally often."""
-        wanted = min(MASTERS if self.scales else MASTERS_EXACT, self.count)
+    def refresh(self, start: int = 0, count: int | None = None) -> None:
+        """Refill `count` slots from `start` (None: to the last). Some masters are new, and each is used equally often.
+
+        What other slots hold remains, but `expected` no longer knows it.
+        """
+        count = self.count - start if count is None else count
+        wanted = min(MASTERS if self.scales else MASTERS_EXACT, count)
         kept = self.masters[1 - wanted :] if self.scales and wanted > 1 else []
         self.masters = [*kept, *(self.make(self._generator()) for _ in range(wanted - len(kept)))]
-        self.fill(secrets.SystemRandom().sample([s % wanted for s in range(self.count)], self.count))
+        self.fill(secrets.SystemRandom().sample([s % wanted for s in range(count)], count), start)
 
-    def fill(self, origin: list[int]) -> None:
-        """Give slot s the values of master origin[s]: floats are multiplied by a secret factor in (0.8, 1] and rolled,
-        or permuted as the op allows, so that all slots have different results.
+    def fill(self, origin: list[int], start: int = 0) -> None:
+        """Give slot start + i the values of master origin[i]: floats are multiplied by a secret factor in (0.8, 1] and
+        rolled, or permuted as the op allows, so that all slots have different results.
 
         Without rolling, a cached output of a master would also give that of its multiple: norms and products scale.
         """
-        self.origin = origin
-        self.codes = self._permuter.draw(origin) if self._permuter is not None else []
-        self.shifts = [secrets.randbits(40) for _ in origin]
+        part = slice(start, start + len(origin))
+        self.origin[part] = origin
+        if self._permuter is not None:
+            self.codes[part] = self._permuter.draw(origin)
+        self.shifts[part] = [secrets.randbits(40) for _ in origin]
         span = 0.2 if self.scales else 0.0
-        self.factors = [1.0 - span * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
+        self.factors[part] = [1.0 - span * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
         if len(origin) == 1:
-            for s in range(self.count):
-                for into, value in zip(layout.tensors(self.args_of(s)), self.expected(s), strict=True):
-                    into.copy_(value)
+            for into, value in zip(layout.tensors(self.args_of(start)), self.expected(start), strict=True):
+                into.copy_(value)
             return
-        self._fill_at_once()
+        self._fill_at_once(part)
 
     def renew(self, slot: int) -> None:
         """Give one slot new values, from another master if there is one."""
@@ -165,21 +168,20 @@ class Slots:
             if not everywhere:  # memory of all slots keeps the values of slot 0
                 into.copy_(value)
 
-    def _fill_at_once(self) -> None:
-        index = torch.tensor(self.origin, device=self.device)
-        factor = torch.tensor(self.factors, device=self.device, dtype=torch.float32)
+    def _fill_at_once(self, slots: slice) -> None:
+        start, count = slots.start, slots.stop - slots.start
+        index = torch.tensor(self.origin[slots], device=self.device)
+        factor = torch.tensor(self.factors[slots], device=self.device, dtype=torch.float32)
         per_slot = [layout.tensors(m) for m in self.masters]
         shared = [r["shared"] for r in self._regions()]
-        for i, first in enumerate(layout.tensors(self.args_of(0))):
+        for i, first in enumerate(layout.tensors(self.args_of(start))):
             if not first.numel():
                 continue
             if shared[i]:
                 first.copy_(self._value(0, i, per_slot[self.origin[0]][i]))
                 continue
             step = self.layout.stride // first.element_size()
-            pool = first.as_strided(
-                (self.count, *first.shape), (step, *first.stride()), first.storage_offset()
-            )
+            pool = first.as_strided((count, *first.shape), (step, *first.stride()), first.storage_offset())
             rolled = scalable(first) and self._rolled(i)
             for m, value in enumerate([p[i] for p in per_slot]):
                 rows = (index == m).nonzero().flatten()
@@ -191,9 +193,9 @@ class Slots:
                     part = rows[at : at + chunk]
                     made = value
                     if self._permuter is not None and self._permuter.permutes(i):
-                        made = self._permuter.apply(i, value, [self.codes[s] for s in part.tolist()])
+                        made = self._permuter.apply(i, value, [self.codes[start + s] for s in part.tolist()])
                     elif turns is not None:
-                        from_ = [self._shift(s, i) for s in part.tolist()]
+                        from_ = [self._shift(start + s, i) for s in part.tolist()]
                         made = turns[torch.tensor(from_, device=self.device)].view(len(part), *value.shape)
                     if scalable(first):
                         made = made * factor[part].view(-1, *([1] * first.dim())).to(value.dtype)

@@ -98,7 +98,7 @@ class CaseRun:
         if timing.charge(timed.candidate, timed.baseline) > 0:
             return 2  # in longer batches the cost of starting them matters less
         if timing.unsteady(timed.baseline, timed.again) or not timed.candidate.steady:
-            return 1
+            return 0  # more rounds did not help
         return 1 if timing.invalid(timed.candidate, timed.baseline, 0.0) else 0
 
     def _time(self, checks: Checks, own: float, longer: int) -> Timed:

@@ -113,15 +113,11 @@ class Judge:
         return self.rows[before:]
 
     def _judge_cases(self, pair: Pair, found: Sequence[Trial]) -> None:
-        spec = pair.spec
         try:
             for trial in found:
                 begin = time.perf_counter()
-                not_here = trial.gpu_only(spec) if self.options.device == "cpu" else None
-                if not_here is not None:
-                    row = self.row(spec, trial, Status.SKIPPED, not_here)
-                else:
-                    row = self._case(pair, trial)
+                row = self._case(pair, trial)
+                if row.status is not Status.SKIPPED:
                     wall = time.perf_counter() - begin
                     row.metrics |= {"wall_s": wall, "overhead_s": max(wall - pair.busy_s, 0.0)}
                 if pair.choice is not None:

@@ -90,6 +90,8 @@ class Pair:
     def run(self, trial: Trial) -> tuple[Evidence, CaseRun | None]:
         """The evidence of one case, and the run that made it."""
         self.busy_s = 0.0
+        if self.options.device == "cpu" and (reason := trial.gpu_only(self.spec)) is not None:
+            return Evidence(refused=(Status.SKIPPED, reason)), None
         if self.calling.problem:
             status = Status.UNSUPPORTED if self.calling.unsupported else Status.SIGNATURE_MISMATCH
             return Evidence(refused=(status, self.calling.problem)), None

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fk_bench.serving.datasets import DatasetError, load, load_vocabulary
+from fk_bench.serving.load.datasets import DatasetError, load, load_vocabulary
 
 
 def test_random_prompts_have_exact_lengths_and_ordinary_tokens(words_model: Path) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from fk_bench.serving.client import Client, Prompt, closed_loop
+from fk_bench.serving.load.arrivals import closed_loop
+from fk_bench.serving.load.client import Client, Prompt
 from fk_bench.serving.metrics import Trace
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -1,15 +1,12 @@
-"""An OpenAI-compatible streaming client that records the arrival of every chunk."""
+"""An OpenAI-compatible streaming client that records the arrival of every chunk, and what a server says of itself."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -20,11 +17,16 @@ FLUSH_ENDPOINTS = ("/reset_prefix_cache", "/flush_cache")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request. `tokens` are ids, or text without a tokenizer; output_len is exact with ignore_eos."""
+    """One request, or a conversation. output_len is exact with ignore_eos.
+
+    tokens  ids, or text without a tokenizer
+    later   ids of the user's later turns; each is sent after the answer to the one before, with the history
+    """
 
     tokens: list[int] | str
     output_len: int
     ignore_eos: bool = True
+    later: tuple[tuple[int, ...], ...] = ()
 
 
 class Client:
@@ -52,11 +54,13 @@ class Client:
         }  # fmt: skip
         return json.dumps(fields).encode()
 
-    async def stream(self, prompt: Prompt | bytes) -> Trace:
-        """Send one request, or its body, and read the whole stream. Errors go to Trace.error; only a cancellation is
-        raised."""
-        body = prompt if isinstance(prompt, bytes) else self.body(prompt)
-        trace = Trace(time.perf_counter())
+    async def stream(self, prompt: Prompt, body: bytes | None = None) -> Trace:
+        """Send one request and read the whole stream. Errors go to Trace.error; only a cancellation is raised.
+
+        body  of the prompt, serialized in advance
+        """
+        body = body or self.body(prompt)
+        trace = Trace(time.perf_counter(), request=prompt)
         headers, line = {"content-type": "application/json"}, b""
         try:
             async with self._http.post(f"{self.url}/v1/completions", data=body, headers=headers) as reply:
@@ -90,12 +94,25 @@ class Client:
     async def flush(self) -> str | None:
         """Empty the prefix cache. Returns the endpoint that did it, None if the server has none."""
         for path in FLUSH_ENDPOINTS:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                async with self._http.post(self.url + path) as reply:
-                    await reply.read()
-                    if reply.status == 200:
-                        return path
+            if await self.post(path) == 200:
+                return path
         return None
+
+    async def post(self, path: str) -> int | None:
+        """The status of an empty POST; None if the server does not answer."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._http.post(self.url + path) as reply:
+                await reply.read()
+                return reply.status
+        return None
+
+    async def get(self, path: str) -> str:
+        """The body of a GET; '' if the server does not answer or has no such path."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._http.get(self.url + path) as reply:
+                text = await reply.text(errors="replace")
+                return text if reply.status == 200 else ""
+        return ""
 
 
 def read_event(trace: Trace, data: str, now: float) -> None:
@@ -114,49 +131,11 @@ def read_event(trace: Trace, data: str, now: float) -> None:
     usage = event.get("usage")
     if usage:
         trace.prompt_tokens, trace.output_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        details = usage.get("prompt_tokens_details") or {}
+        trace.cached_tokens = details.get("cached_tokens", trace.cached_tokens)
     for choice in event.get("choices") or ():
         ids = choice.get("token_ids")
         trace.chunks.append(Chunk(now, None if ids is None else len(ids)))
         trace.token_ids.extend(ids or ())
         trace.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
         trace.finish_reason = choice.get("finish_reason") or trace.finish_reason
-
-
-async def closed_loop(client: Client, prompts: Sequence[Prompt], concurrency: int) -> list[Trace]:
-    """Send all prompts, `concurrency` at a time: each that ends starts the next. Returns traces in prompt order."""
-    # Serialized before the first is sent, so that requests of one wave arrive together.
-    waiting = iter(enumerate([client.body(p) for p in prompts]))
-    traces: dict[int, Trace] = {}
-
-    async def worker() -> None:
-        for index, body in waiting:
-            traces[index] = await client.stream(body)
-
-    await _all([worker() for _ in range(min(concurrency, len(prompts)))])
-    return [traces[i] for i in range(len(prompts))]
-
-
-async def poisson(client: Client, prompts: Sequence[Prompt], rate: float, seed: int) -> list[Trace]:
-    """Send all prompts at exponential intervals of mean 1 / rate seconds, whatever the server does (an open loop)."""
-    rng, bodies = random.Random(seed), [client.body(p) for p in prompts]
-    start, at, due = time.perf_counter(), 0.0, []
-    for _ in prompts:
-        due.append(at)
-        at += rng.expovariate(rate)
-
-    async def one(body: bytes, when: float) -> Trace:
-        await asyncio.sleep(max(0.0, start + when - time.perf_counter()))
-        return await client.stream(body)
-
-    return await _all([one(b, t) for b, t in zip(bodies, due, strict=True)])
-
-
-async def _all(coroutines: Sequence[Any]) -> list[Any]:
-    """gather, but a cancellation or an error first ends every request."""
-    tasks = [asyncio.ensure_future(c) for c in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

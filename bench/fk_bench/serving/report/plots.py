@@ -5,39 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fk_bench.core.pages import BLUE, GREEN, GREY, ORANGE, Figure, fragments, layout
 from fk_bench.serving.config import Level
+from fk_bench.serving.report.numbers import in_words, mean
+from fk_bench.serving.report.requests import Outcomes
 from fk_bench.serving.summary import Cell, LaneResult, highest
 
-# Okabe and Ito, distinguishable for colour-blind readers. One colour a host: solid as shipped, dashed with our kernels.
-COLORS = {"vllm": "#0072B2", "sglang": "#D55E00", "fastkernels": "#009E73"}
+# One colour a host: solid as shipped, dashed with our kernels.
+COLORS = {"vllm": BLUE, "sglang": ORANGE, "fastkernels": GREEN}
 LABELS = {
     "output_tokens_per_s": "output tokens/s", "tokens_per_s_per_user": "tokens/s per user", "ttft_ms": "TTFT, ms",
     "tpot_ms": "TPOT, ms", "itl_ms": "ITL, ms", "e2el_ms": "E2EL, ms",
 }  # fmt: skip
+_POINTS = 400  # of a distribution's curve
 
 
 def _style(lane: str) -> dict[str, Any]:
     host, _, patched = lane.partition("+")
-    color = COLORS.get(host, "#555555")
+    color = COLORS.get(host, GREY)
     line = {"color": color, "dash": "dash" if patched else "solid", "width": 2}
     marker = {"color": color, "size": 9, "symbol": "diamond-open" if patched else "circle"}
     return {"name": lane, "legendgroup": lane, "line": line, "marker": marker, "mode": "lines+markers"}
 
 
-def layout(figure: Any, title: str, x: str, y: str) -> Any:
-    """The layout that all figures of our reports share."""
-    figure.update_layout(
-        title=title, template="plotly_white", height=420, margin={"l": 70, "r": 20, "t": 50, "b": 55},
-        legend={"orientation": "h", "y": -0.22}, font={"family": "system-ui, sans-serif", "size": 13},
-    )  # fmt: skip
-    figure.update_xaxes(title=x)
-    figure.update_yaxes(title=y, rangemode="tozero")
-    return figure
-
-
 def _curve(result: LaneResult) -> list[Cell]:
-    """The cells on one curve: only loads of the run's lengths."""
-    return [cell for cell in result.cells if cell.level.own_lengths]
+    """The cells on one curve: only constant loads of the run's requests."""
+    return [cell for cell in result.cells if cell.level.plain]
 
 
 def _errors(cells: Sequence[Cell], metric: str) -> dict[str, Any]:
@@ -63,10 +56,10 @@ def pareto(results: Sequence[LaneResult]) -> Any:
                 hovertemplate="%{text}: %{y:.1f} tok/s at %{x:.1f} tok/s per user", **_style(result.lane),
             )  # fmt: skip
     unit = "output tokens/s per GPU" if y.endswith("gpu") else "output tokens/s"
-    return layout(figure, "Throughput against interactivity (Pareto)", "tokens/s per user", unit)
+    return layout(figure, "tokens/s per user", unit)
 
 
-def against_load(results: Sequence[LaneResult], metric: str, title: str) -> Any:
+def against_load(results: Sequence[LaneResult], metric: str) -> Any:
     """A metric over the loads of the run's lengths: mean and 95% interval over rounds."""
     import plotly.graph_objects as go
 
@@ -78,17 +71,18 @@ def against_load(results: Sequence[LaneResult], metric: str, title: str) -> Any:
                 x=[cell.level.label for cell in points], y=[cell.mean[metric] for cell in points],
                 error_y=_errors(points, metric), **_style(result.lane),
             )  # fmt: skip
-    return layout(figure, title, "load (c: requests in flight, rate: requests/s)", _unit(metric))
+    return layout(figure, "load (c: requests in flight, rate: requests/s)", _unit(metric))
 
 
-def percentiles(results: Sequence[LaneResult], level: Level, name: str, title: str) -> Any:
-    """p50, p90, p95 and p99 of a latency for every lane at one load."""
+def percentiles(results: Sequence[LaneResult], level: Level, name: str) -> Any:
+    """The percentiles of a latency that the requests support, for every lane at one load."""
     import plotly.graph_objects as go
 
     figure = go.Figure()
     for cell in (c for r in results for c in r.cells if c.level == level):
-        found = [(p, cell.mean.get(f"{name}_{p}")) for p in ("p50", "p90", "p95", "p99")]
-        if found[0][1] is not None:
+        known = [(p, mean(cell, f"{name}_{p}")) for p in ("p50", "p90", "p95", "p99")]
+        found = [(p, v) for p, v in known if v is not None]
+        if found:
             patched = "+" in cell.lane
             color = _style(cell.lane)["marker"]["color"]
             marker = {
@@ -97,9 +91,27 @@ def percentiles(results: Sequence[LaneResult], level: Level, name: str, title: s
                 "pattern": {"shape": "/" if patched else ""},
             }
             figure.add_bar(x=[p for p, _ in found], y=[v for _, v in found], name=cell.lane, marker=marker)
-    return layout(
-        figure, f"{title} at {level.label}", "percentile over requests, mean over rounds", LABELS[name]
-    )
+    return layout(figure, "percentile over requests, mean over rounds", LABELS[name])
+
+
+def distribution(found: Sequence[Outcomes], level: Level, name: str) -> Any:
+    """The share of requests of all rounds that were faster than a latency, for every lane at one load."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for one in (o for o in found if o.level == level):
+        values = sorted(1e3 * v for v in (one.ttft_s if name == "ttft_ms" else one.e2el_s))
+        if len(values) < 2:
+            continue
+        step = max(1, len(values) // _POINTS)
+        kept = list(range(0, len(values), step))
+        style = {**_style(one.lane), "mode": "lines"}
+        style["line"] = {**style["line"], "shape": "hv"}
+        figure.add_scatter(
+            x=[values[i] for i in kept], y=[100 * (i + 1) / len(values) for i in kept],
+            hovertemplate="%{y:.0f}% within %{x:.1f} ms", **style,
+        )  # fmt: skip
+    return layout(figure, LABELS[name], "% of requests")
 
 
 def rounds(results: Sequence[LaneResult], level: Level, metric: str = "output_tokens_per_s") -> Any:
@@ -109,9 +121,9 @@ def rounds(results: Sequence[LaneResult], level: Level, metric: str = "output_to
     figure = go.Figure()
     for cell in (c for r in results for c in r.cells if c.level == level):
         numbered = [(r + 1, m[metric]) for r, m in sorted(cell.rounds.items()) if metric in m]
-        figure.add_scatter(x=[r for r, _ in numbered], y=[v for _, v in numbered], **_style(cell.lane))
-    figure = layout(figure, f"Throughput round by round at {level.label}", "round", _unit(metric))
-    return figure.update_xaxes(dtick=1)
+        if numbered:
+            figure.add_scatter(x=[r for r, _ in numbered], y=[v for _, v in numbered], **_style(cell.lane))
+    return layout(figure, "round", _unit(metric)).update_xaxes(dtick=1)
 
 
 def _unit(metric: str) -> str:
@@ -121,37 +133,31 @@ def _unit(metric: str) -> str:
     return metric
 
 
-def all_figures(results: Sequence[LaneResult]) -> list[tuple[str, str]]:
-    """[(id, HTML fragment)] of a serve-compare report."""
+def all_figures(results: Sequence[LaneResult], found: Sequence[Outcomes] = ()) -> list[Figure]:
+    """The figures of a serve-compare report."""
     levels = list(dict.fromkeys(cell.level for r in results for cell in r.cells))
     if not levels:
         return []
     top = highest(levels)
-    figures = [
-        ("pareto", pareto(results)),
-        ("ttft", against_load(results, "ttft_ms_p50", "Time to first token, median")),
-        ("tpot", against_load(results, "tpot_ms_p50", "Time per output token, median")),
-        ("e2el", against_load(results, "e2el_ms_p50", "End-to-end latency, median")),
-        ("ttft-percentiles", percentiles(results, top, "ttft_ms", "Time to first token")),
-        ("itl-percentiles", percentiles(results, top, "itl_ms", "Inter-token latency")),
-        ("rounds", rounds(results, top)),
+    at = in_words(top)
+    figures = []
+    if sum(level.plain for level in levels) > 1:  # a single point is no curve
+        figures += [
+            ("pareto", "Throughput against interactivity: up and right is better", pareto(results)),
+            ("throughput", "Throughput by load", against_load(results, "output_tokens_per_s")),
+            ("ttft", "Time to first token by load, median", against_load(results, "ttft_ms_p50")),
+            ("tpot", "Time per output token by load, median", against_load(results, "tpot_ms_p50")),
+            ("e2el", "End-to-end latency by load, median", against_load(results, "e2el_ms_p50")),
+        ]
+    figures += [
+        ("rounds", f"Throughput round by round, {at}", rounds(results, top)),
+        ("ttft-percentiles", f"Time to first token, {at}", percentiles(results, top, "ttft_ms")),
+        ("itl-percentiles", f"Inter-token latency, {at}", percentiles(results, top, "itl_ms")),
+        ("ttft-distribution", f"Requests by time to first token, {at}", distribution(found, top, "ttft_ms")),
+        ("e2el-distribution", f"Requests by end-to-end latency, {at}", distribution(found, top, "e2el_ms")),
     ]
-    others = sorted((v for v in levels if not v.own_lengths and v != top), key=lambda v: v.order)
+    others = sorted((v for v in levels if not v.plain and v != top), key=lambda v: v.order)
     for i, level in enumerate(others, start=1):
-        name = f"ttft-percentiles-{i}"
-        figures.append((name, percentiles(results, level, "ttft_ms", "Time to first token")))
+        title = f"Time to first token, {in_words(level)}"
+        figures.append((f"ttft-percentiles-{i}", title, percentiles(results, level, "ttft_ms")))
     return fragments(figures)
-
-
-def fragments(figures: Sequence[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """[(id, HTML fragment)] of the non-empty figures. The first one contains plotly.js, so that the page loads
-    nothing."""
-    made = []
-    for i, (name, figure) in enumerate(f for f in figures if f[1].data):
-        html = figure.to_html(
-            full_html=False, include_plotlyjs=i == 0, include_mathjax=False, div_id=f"plot-{name}",
-            default_width="100%", default_height=f"{figure.layout.height or 420}px",
-            config={"displaylogo": False, "responsive": True},
-        )  # fmt: skip
-        made.append((name, html))
-    return made

@@ -1,7 +1,7 @@
 """Prompts: 'random' ids of exact lengths, a ShareGPT file, or a file of prompts.
 
 A Dataset draws disjoint samples: draw(part, round, count) never repeats a prompt within a run, and returns the same
-prompts to every lane.
+prompts to every lane. Random prompts of a group may share a prefix, and those of a conversation have later turns.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fk_bench.serving.client import Prompt
+from fk_bench.serving.load.client import Prompt
 
 NAMES = ("random", "sharegpt", "prompts")
 # For the agreement phase: fixed texts of several lengths and kinds that a real model continues with confidence.
@@ -53,7 +54,7 @@ class Vocabulary:
         """The ids; without a tokenizer.json the text itself, which the server then tokenizes."""
         return text if self.tokenizer is None else list(self.tokenizer.encode(text).ids)
 
-    @property
+    @cached_property
     def ordinary(self) -> list[int]:
         return [i for i in range(self.size) if i not in self.special]
 
@@ -110,34 +111,76 @@ class Dataset:
     repeated: bool = False
     _seen: set[tuple[int, ...]] = field(default_factory=set)
     _used: int = 0
-    _drawn: dict[tuple[str, int, int, int, int], list[Prompt]] = field(default_factory=dict)
+    _drawn: dict[tuple[Any, ...], list[Prompt]] = field(default_factory=dict)
 
     def draw(
-        self, part: str, round_: int, count: int, lengths: tuple[int, int] | None = None
+        self,
+        part: str,
+        round_: int,
+        count: int,
+        lengths: tuple[int, int] | None = None,
+        prefix: tuple[int, int] = (0, 1),
+        turns: int = 1,
     ) -> list[Prompt]:
         """`count` prompts for this part of the run (a level or a warm-up) and round: the same in every call.
 
-        lengths  tokens of a prompt and of its output, for random prompts only; None: the data set's
+        The rest is for random prompts only:
+        lengths  tokens of a prompt (of each turn) and of its output; None: the data set's
+        prefix   (tokens, groups): prompt i starts with the prefix of group i % groups
+        turns    of a conversation
         """
-        key = (part, round_, count, *(lengths or (self.input_len, self.output_len)))
+        lengths = lengths or (self.input_len, self.output_len)
+        key = (part, round_, count, lengths, prefix, turns)
         if key not in self._drawn:
-            self._drawn[key] = self._from_texts(count) if self.texts else self._random(*key)
+            if self.texts:
+                self._drawn[key] = self._from_texts(count)
+            else:
+                rng = random.Random(f"{self.seed + round_}/{part}")
+                prompts = self._random(rng, [lengths] * count)
+                self._drawn[key] = self._extended(prompts, rng, lengths[0], prefix, turns)
         return self._drawn[key]
 
-    def _random(self, part: str, round_: int, count: int, input_len: int, output_len: int) -> list[Prompt]:
-        rng = random.Random(f"{self.seed + round_}/{part}")
+    def warm_up(self, part: str, count: int, **shape: Any) -> list[Prompt]:
+        """Random prompts as long as those of draw(), so that no measured prompt is in a server's cache."""
+        if not self.texts:
+            return self.draw(f"warm-up {part}", -1, count, **shape)
+        like = [self.texts[i % len(self.texts)] for i in range(count)]
+        lengths = [
+            (
+                len(self.vocabulary.encode(text)) if self.vocabulary.tokenizer else self.input_len,
+                output or self.output_len,
+            )
+            for text, output in like
+        ]
+        return self._random(random.Random(f"{self.seed}/warm-up {part}"), lengths)
+
+    def _random(self, rng: random.Random, lengths: Sequence[tuple[int, int]]) -> list[Prompt]:
         ordinary = self.vocabulary.ordinary
         prompts: list[Prompt] = []
         attempts = 0
-        while len(prompts) < count:
+        while len(prompts) < len(lengths):
+            input_len, output_len = lengths[len(prompts)]
             ids = tuple(rng.choices(ordinary, k=input_len))
             attempts += 1
-            if ids in self._seen and attempts < 100 * count:
+            if ids in self._seen and attempts < 100 * len(lengths):
                 continue
             self.repeated |= ids in self._seen
             self._seen.add(ids)
             prompts.append(Prompt(list(ids), output_len, True))
         return prompts
+
+    def _extended(
+        self, prompts: list[Prompt], rng: random.Random, turn_len: int, prefix: tuple[int, int], turns: int
+    ) -> list[Prompt]:
+        """With a shared prefix in front, and later turns."""
+        length, groups = prefix
+        ordinary = self.vocabulary.ordinary
+        prefixes = [rng.choices(ordinary, k=length) for _ in range(groups)]
+        made = []
+        for i, prompt in enumerate(prompts):
+            later = tuple(tuple(rng.choices(ordinary, k=turn_len)) for _ in range(turns - 1))
+            made.append(replace(prompt, tokens=[*prefixes[i % groups], *prompt.tokens], later=later))
+        return made
 
     def _from_texts(self, count: int) -> list[Prompt]:
         order = list(range(len(self.texts)))

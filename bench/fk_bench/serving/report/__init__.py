@@ -1,0 +1,1 @@
+"""The results of a serve-compare run for people, made from its rows: verdict, HTML page, terminal table, CSV."""

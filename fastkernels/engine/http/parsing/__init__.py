@@ -1,0 +1,1 @@
+"""Parse the text of an answer as it arrives: reasoning, content and tool calls."""

@@ -1,0 +1,1 @@
+"""SGLang's own API: /generate and the routes that its benchmark calls."""

@@ -1,0 +1,97 @@
+"""SGLang's routes."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from pydantic import ValidationError
+
+from fastkernels import __version__
+from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.generation import Generation
+from fastkernels.engine.http.protocol import CompletionRequest
+from fastkernels.engine.http.responses import Prompt
+from fastkernels.engine.http.sglang_api import schema
+from fastkernels.engine.http.sglang_api.answer import SglangAnswer
+from fastkernels.engine.http.sglang_api.protocol import DEFAULT_TOKENS, SglangRequest, SglangSampling
+
+NAMES = {  # of a completion, by SGLang's name where it differs
+    "min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+}  # fmt: skip
+
+
+class Sglang(Generation):
+    PATHS = (("/generate", "generate", schema.GENERATE),)
+    GET_PATHS = (
+        ("/model_info", "model_info", schema.MODEL_INFO),
+        ("/get_model_info", "model_info", schema.MODEL_INFO),
+        ("/server_info", "server_info", schema.SERVER_INFO),
+        ("/get_server_info", "server_info", schema.SERVER_INFO),
+    )
+
+    async def model_info(self) -> dict[str, Any]:
+        llm, config = self.context.llm, self.context.config
+        hf = llm.engine.hf_config
+        return {
+            "model_path": llm.config.model, "served_model_name": self.context.model_name,
+            "tokenizer_path": llm.config.tokenizer or llm.config.model, "is_generation": True,
+            "load_format": llm.config.load_format, "reasoning_parser": config.reasoning_parser,
+            "tool_call_parser": config.tool_call_parser, "model_type": getattr(hf, "model_type", None),
+            "architectures": getattr(hf, "architectures", None),
+        }  # fmt: skip
+
+    async def server_info(self) -> dict[str, Any]:
+        """internal_states is empty: SGLang's clients look there for what this engine does not have."""
+        return {
+            **await self.model_info(), "version": __version__, "tp_size": self.context.llm.config.tensor_parallel_size,
+            "max_total_num_tokens": self._num_kv_tokens(), "context_length": self.context.llm.engine.max_model_len,
+            "internal_states": [],
+        }  # fmt: skip
+
+    def _num_kv_tokens(self) -> int:
+        blocks = self.context.llm.engine.blocks
+        return blocks.num_usable * blocks.block_size
+
+    async def generate(self, body: SglangRequest, raw: Request) -> Response:
+        self.context.check_model(body.model)
+        prompts = []
+        for given in body.prompts:
+            ids = given if isinstance(given, list) else await self.context.prompts.text(given, True, "text")
+            prompts.append(Prompt(ids))
+        try:
+            completion = CompletionRequest.model_validate(self._completion(body, prompts))
+        except ValidationError as error:
+            where = ("body", "sampling_params")
+            found: list[Any] = [{**e, "loc": (*where, *e["loc"])} for e in error.errors()]
+            raise RequestValidationError(found) from error
+        answer = SglangAnswer(
+            body.rid or uuid.uuid4().hex, self.context.model_name, completion, prompts, self._spell(completion), body
+        )  # fmt: skip
+        try:
+            return await self._answer(answer, completion, raw)
+        except ApiError as error:  # by SGLang's name of the field
+            name = next((k for k, v in NAMES.items() if v == error.param), None)
+            if name is None:
+                raise
+            message = str(error.detail).replace(str(error.param), name)
+            raise ApiError(error.status_code, message, f"sampling_params.{name}") from error
+
+    def _completion(self, body: SglangRequest, prompts: list[Prompt]) -> dict[str, Any]:
+        """The body of the completion that this is."""
+        given = body.sampling_params or SglangSampling.model_validate({})
+        completion = {NAMES.get(k, k): v for k, v in given.model_dump(exclude_unset=True).items()}
+        if completion.get("max_tokens") is None:
+            room = self.context.llm.engine.max_model_len - max(len(p.token_ids) for p in prompts)
+            completion["max_tokens"] = max(1, min(DEFAULT_TOKENS, room))
+        if body.return_logprob:
+            completion["logprobs"] = body.top_logprobs_num or 0
+            if (body.logprob_start_len or 0) >= 0:
+                completion["prompt_logprobs"] = body.top_logprobs_num or 0
+        # Token ids, so that nothing is tokenized again.
+        ids = [p.token_ids for p in prompts]
+        return {**completion, "prompt": ids, "stream": bool(body.stream), "priority": body.priority or 0}

@@ -1,0 +1,1 @@
+"""Constraints on generated tokens: structured outputs, bad_words and allowed_token_ids."""

@@ -1,0 +1,309 @@
+"""Modules of a decoder-only language model, built from its description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.core import parallel
+from fastkernels.models.common import description
+from fastkernels.models.common.description import Attention, Experts, Layer, Mlp, Norm
+from fastkernels.models.common.registry import describe
+from fastkernels.overrides.activation.vllm import (
+    VllmGELU,
+    VllmGeluAndMul,
+    VllmGELUTanh,
+    VllmReLUSquaredActivation,
+    VllmSiluAndMul,
+)
+from fastkernels.overrides.attention.vllm import VllmAttention
+from fastkernels.overrides.block.self_attention import HeadNorms
+from fastkernels.overrides.block.vllm import LlamaAttention
+from fastkernels.overrides.embedding.vllm import (
+    VllmLogitsProcessor,
+    VllmParallelLMHead,
+    VllmVocabParallelEmbedding,
+)
+from fastkernels.overrides.linear.vllm import (
+    VllmColumnParallelLinear,
+    VllmMergedColumnParallelLinear,
+    VllmQKVParallelLinear,
+    VllmReplicatedLinear,
+    VllmRowParallelLinear,
+)
+from fastkernels.overrides.moe import sparse_moe
+from fastkernels.overrides.moe.fused_experts import fused_experts
+from fastkernels.overrides.moe.topk_softmax import topk_softmax
+from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmLayerNorm, VllmRMSNorm
+from fastkernels.overrides.rope.vllm import get_rope
+
+ACTIVATIONS: dict[tuple[str, bool], Callable[[], nn.Module]] = {  # (activation, gated)
+    ("silu", True): VllmSiluAndMul,
+    ("gelu", True): VllmGeluAndMul,
+    ("gelu_tanh", True): lambda: VllmGeluAndMul("tanh"),
+    ("silu", False): nn.SiLU,
+    ("gelu", False): VllmGELU,
+    ("gelu_tanh", False): VllmGELUTanh,
+    ("relu2", False): VllmReLUSquaredActivation,
+}
+
+
+def make_norm(norm: Norm, size: int) -> nn.Module:
+    """The norm of rows of `size` channels. Raises ValueError for an unknown kind."""
+    if norm.kind == "rms":
+        return VllmRMSNorm(size, eps=norm.eps)
+    if norm.kind == "gemma":
+        return VllmGemmaRMSNorm(size, eps=norm.eps)
+    if norm.kind in ("layer", "layer_1p"):
+        made = VllmLayerNorm(size, norm.eps, bias=norm.bias)
+        if norm.kind == "layer_1p":
+            made.weight.weight_loader = _load_plus_one  # type: ignore[union-attr, attr-defined]
+        return made
+    raise ValueError(f"norm kind {norm.kind!r} is not one of 'rms', 'gemma', 'layer', 'layer_1p'")
+
+
+def _load_plus_one(param: nn.Parameter, loaded: torch.Tensor) -> None:
+    param.data.copy_(loaded + 1)
+
+
+def add_and_norm(
+    norm: nn.Module | None, delta: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (norm(residual + delta), residual + delta); a residual's memory is overwritten."""
+    if residual is None:
+        return (delta if norm is None else norm(delta)), delta
+    if isinstance(norm, (VllmRMSNorm, VllmGemmaRMSNorm)):
+        return norm(delta, residual)
+    residual = residual + delta
+    return (residual if norm is None else norm(residual)), residual
+
+
+class WideNorm(nn.Module):
+    """RMS norm over all heads, of which this rank has a part: x [T, size / ranks] to the same."""
+
+    def __init__(self, norm: Norm, size: int, heads: int) -> None:
+        super().__init__()
+        self.rank, self.ranks = parallel.get_tp_rank(), parallel.get_tp_size()
+        parallel.divide(heads, self.ranks, "heads under one norm")
+        self.size, self.eps = size, norm.eps
+        self.weight = nn.Parameter(torch.ones(size // self.ranks), requires_grad=False)
+        self.weight.weight_loader = self._load  # type: ignore[attr-defined]
+
+    def _load(self, param: nn.Parameter, loaded: torch.Tensor) -> None:
+        if loaded.shape != (self.size,):
+            raise ValueError(f"expected shape ({self.size},)")
+        param.data.copy_(loaded.chunk(self.ranks)[self.rank])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        squares = parallel.all_reduce(wide.square().sum(-1, keepdim=True))
+        return (wide * torch.rsqrt(squares / self.size + self.eps)).to(x.dtype) * self.weight
+
+
+class NoRope(nn.Module):
+    """A layer without positions."""
+
+    def forward(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return q, k
+
+
+class DecoderAttention(HeadNorms, LlamaAttention):
+    """Self-attention of a description: positions [T] and hidden_states [T, H] to [T, H]."""
+
+    def __init__(self, a: Attention, hidden: int, prefix: str) -> None:
+        nn.Module.__init__(self)
+        self.hidden_size, self.head_dim = hidden, a.head_size
+        self.qkv_proj = VllmQKVParallelLinear(
+            hidden, a.head_size, a.heads, a.kv_heads, bias=a.bias, prefix=f"{prefix}.qkv_proj"
+        )
+        self.o_proj = VllmRowParallelLinear(
+            a.heads * a.head_size, hidden, bias=a.out_bias, prefix=f"{prefix}.o_proj"
+        )
+        self.rotary_emb = (
+            NoRope() if a.rope is None
+            else get_rope(a.head_size, a.max_positions, not a.interleaved, a.rope)
+        )  # fmt: skip
+        self._split_heads()
+        self.norms = "head" if a.head_norm else "wide" if a.wide_norm else ""
+        for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
+            if a.head_norm is not None:
+                setattr(self, name, make_norm(a.head_norm, a.head_size))
+            elif a.wide_norm is not None and parallel.get_tp_size() > 1:
+                setattr(self, name, WideNorm(a.wide_norm, heads * a.head_size, heads))
+            elif a.wide_norm is not None:
+                setattr(self, name, make_norm(a.wide_norm, heads * a.head_size))
+        self.attn = VllmAttention(
+            self.num_heads, a.head_size, a.head_size**-0.5 if a.scale is None else a.scale,
+            num_kv_heads=self.num_kv_heads, logits_soft_cap=a.softcap or None, per_layer_sliding_window=a.window,
+            prefix=f"{prefix}.attn",
+        )  # fmt: skip
+        if a.by_head:
+            for parameter in self.qkv_proj.parameters():
+                parameter.weight_loader = self._load_by_head  # type: ignore[attr-defined]
+
+    def _head_norms(self) -> tuple[Any, ...]:
+        return (self.q_norm, self.k_norm) if self.norms == "head" else ()
+
+    def _before_rope(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.norms == "wide":
+            return self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+        return super()._before_rope(q, k) if self.norms else (q, k)
+
+    def _fuses(self, qkv: torch.Tensor) -> bool:
+        return self.norms != "wide" and super()._fuses(qkv)
+
+    def _load_by_head(
+        self, param: nn.Parameter, loaded: torch.Tensor, loaded_shard_id: str | None = None
+    ) -> None:
+        """Sort the rows [heads, 3, head_size] of a packed projection to [3, heads, head_size]."""
+        if loaded_shard_id is None:
+            rows = loaded.reshape(-1, 3, self.head_dim, *loaded.shape[1:])
+            loaded = rows.transpose(0, 1).reshape(loaded.shape)
+        self.qkv_proj.weight_loader(param, loaded, loaded_shard_id)
+
+
+class DecoderMlp(nn.Module):
+    """The MLP of a description: x [T, H] to the same."""
+
+    def __init__(self, mlp: Mlp, hidden: int, prefix: str) -> None:
+        super().__init__()
+        self.gated = mlp.gated
+        if mlp.gated:
+            self.gate_up_proj = VllmMergedColumnParallelLinear(
+                hidden, [mlp.intermediate] * 2, bias=mlp.bias, prefix=f"{prefix}.gate_up_proj"
+            )
+        else:
+            self.up_proj = VllmColumnParallelLinear(
+                hidden, mlp.intermediate, bias=mlp.bias, prefix=f"{prefix}.up_proj"
+            )
+        self.act_fn = ACTIVATIONS[mlp.activation, mlp.gated]()
+        self.down_proj = VllmRowParallelLinear(
+            mlp.intermediate, hidden, bias=mlp.bias, prefix=f"{prefix}.down_proj"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner, _ = self.gate_up_proj(x) if self.gated else self.up_proj(x)
+        out, _ = self.down_proj(self.act_fn(inner))
+        return out
+
+
+class DecoderExperts(nn.Module):
+    """The mixture of experts of a description: x [T, H] to the same."""
+
+    def __init__(self, experts: Experts, hidden: int, prefix: str) -> None:
+        super().__init__()
+        self.top_k, self.normalize = experts.top_k, experts.normalize
+        self.gate = VllmReplicatedLinear(hidden, experts.count, bias=False, prefix=f"{prefix}.gate")
+        self.experts = sparse_moe.Experts(
+            experts.count, hidden, experts.intermediate, prefix=f"{prefix}.experts"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, _ = self.gate(x)
+        weights, ids, _ = topk_softmax(scores, self.top_k, self.normalize)
+        out = fused_experts(x, self.experts.w13_weight, self.experts.w2_weight, weights, ids)
+        return parallel.all_reduce(out)
+
+
+def expert_mapping(config: Any) -> list[tuple[str, str, int, str]]:
+    """vLLM's expert_params_mapping for checkpoints that name an expert's parts as an MLP's; see sparse_moe."""
+    return [
+        (f"experts.{ours}_", f"experts.{expert}.{theirs}.", expert, shard)
+        for expert in range(config.num_experts)
+        for ours, theirs, shard in (
+            ("w13", "gate_proj", "w1"),
+            ("w2", "down_proj", "w2"),
+            ("w13", "up_proj", "w3"),
+        )
+    ]
+
+
+class DecoderLayer(nn.Module):
+    """One layer: positions [T], and hidden [T, H], which is not yet added to the residual [T, H]; returns both."""
+
+    def __init__(self, layer: Layer, hidden: int, prefix: str) -> None:
+        super().__init__()
+        self.parallel, self.multiplier = layer.parallel, layer.multiplier
+        own = layer.name("self_attn"), layer.name("mlp")
+        self.add_module(own[0], DecoderAttention(layer.attention, hidden, f"{prefix}.{own[0]}"))
+        make = DecoderExperts if isinstance(layer.mlp, Experts) else DecoderMlp
+        self.add_module(own[1], make(layer.mlp, hidden, f"{prefix}.{own[1]}"))  # type: ignore[arg-type]
+        norms = []
+        for part in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
+            norm = getattr(layer, part)
+            norms.append(None if norm is None else layer.name(part))
+            if norm is not None:
+                self.add_module(layer.name(part), make_norm(norm, hidden))
+        self.parts, self.norms = own, norms
+
+    def forward(
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        attend, mlp = (getattr(self, name) for name in self.parts)
+        before_attention, after_attention, before_mlp, after_mlp = (
+            None if name is None else getattr(self, name) for name in self.norms
+        )
+        x, residual = add_and_norm(before_attention, hidden, residual)
+        out = attend(positions, x)
+        out = out if after_attention is None else after_attention(out)
+        if self.parallel:
+            y = x if before_mlp is None else before_mlp(residual)
+        else:
+            out = out if self.multiplier == 1.0 else out * self.multiplier
+            y, residual = add_and_norm(before_mlp, out, residual)
+        done = mlp(y)
+        done = done if after_mlp is None else after_mlp(done)
+        done = done + out if self.parallel else done
+        return (done if self.multiplier == 1.0 else done * self.multiplier), residual
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, d: description.Decoder) -> None:
+        super().__init__()
+        self.embed_tokens = VllmVocabParallelEmbedding(d.vocab, d.hidden, prefix="model.embed_tokens")
+        self.layers = nn.ModuleList(
+            DecoderLayer(layer, d.hidden, f"model.layers.{i}") for i, layer in enumerate(d.layers)
+        )
+        self.norm = make_norm(d.norm, d.hidden)
+        self.scale = d.embedding_scale
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self.embed_tokens(input_ids), None
+        if self.scale != 1.0:
+            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype)
+        for layer in self.layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return add_and_norm(self.norm, hidden, residual)[0]
+
+
+class Decoder(nn.Module):
+    """The model that the file of an architecture describes. config: transformers' config of that architecture.
+
+    Has the interface of every language model, see llama.py. Sharded over the group of fastkernels.core.parallel.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        d = describe(config)
+        self.config = config
+        self.model = DecoderModel(d)
+        self.lm_head: Any = VllmParallelLMHead(d.vocab, d.hidden, bias=d.head_bias, prefix="lm_head")
+        if d.tied:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = VllmLogitsProcessor(
+            d.vocab, scale=d.logits_scale, soft_cap=d.logits_softcap or None
+        )
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        bias = getattr(self.lm_head, "bias", None)
+        return self.logits_processor(self.lm_head, hidden, bias)

@@ -1,0 +1,211 @@
+"""What a decoder-only language model is made of, as data: the file of a model describes it, and two readers use that.
+
+`decoder.Decoder` builds the modules, and `plan.plan` lists them without a tensor. Neither torch nor an op is imported.
+Sizes are of the whole model, before it is shared over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ACTIVATIONS = {  # of transformers' configs: ours
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
+}  # fmt: skip
+
+
+class Unsupported(ValueError):
+    """A config asks for what no op of ours computes. The message names the field, its value and what is supported."""
+
+
+def refuse(config: Any, **allowed: Any) -> None:
+    """Raise Unsupported for the first field of the config that is neither absent, None nor the allowed value."""
+    for name, value in allowed.items():
+        found = getattr(config, name, None)
+        if found is not None and found != value:
+            raise Unsupported(f"config.{name}={found!r} is not supported, only {value!r}")
+
+
+def activation(config: Any, name: str = "hidden_act") -> str:
+    """The activation that a field of the config names, as an entry of ACTIVATIONS. Raises Unsupported."""
+    found = getattr(config, name)
+    if found not in ACTIVATIONS:
+        raise Unsupported(f"config.{name}={found!r} is not supported, only {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[found]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """kind: 'rms', 'gemma' (RMS with weight + 1), 'layer', or 'layer_1p' (LayerNorm with weight + 1)."""
+
+    kind: str = "rms"
+    eps: float = 1e-6
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Self-attention with a KV cache: q, k and v in one projection, rotary embedding, paged attention, projection.
+
+    scale         of the scores; None: head_size ** -0.5
+    window        tokens that a query sees, itself included; None: all
+    softcap       cap * tanh(score / cap); 0: none
+    rope          parameters of the rotary embedding as transformers has them; None: no positions in this layer
+    interleaved   pairs of the rotary embedding are neighbours (GPT-J) instead of halves (NeoX)
+    head_norm     the norm of each query and key head, before the rotary embedding
+    wide_norm     one norm over all query heads, and one over all key heads
+    by_head       the checkpoint's packed projection has q, k and v of one head after the other
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    bias: bool = False
+    out_bias: bool = False
+    scale: float | None = None
+    window: int | None = None
+    softcap: float = 0.0
+    rope: Mapping[str, Any] | None = None
+    max_positions: int = 8192
+    interleaved: bool = False
+    head_norm: Norm | None = None
+    wide_norm: Norm | None = None
+    by_head: bool = False
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down(act(gate(x)) * up(x)), or without a gate down(act(up(x)))."""
+
+    intermediate: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A router and the gated MLPs (SiLU) of each token's top_k experts.
+
+    normalize  their weights sum to 1
+    names      an expert's gate, up and down projection in the checkpoint
+    """
+
+    count: int
+    top_k: int
+    intermediate: int
+    normalize: bool = True
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer on the residual stream x:
+
+        x += multiplier * after_attention(attention(before_attention(x)))
+        x += multiplier * after_mlp(mlp(before_mlp(x)))
+
+    or, if `parallel`, both from the same x; without before_mlp the MLP then reads what the attention reads. Norms that
+    are None are left out. names: the modules' names in the checkpoint, where they are not Llama's.
+    """
+
+    attention: Attention
+    mlp: Mlp | Experts
+    before_attention: Norm | None = None
+    after_attention: Norm | None = None
+    before_mlp: Norm | None = None
+    after_mlp: Norm | None = None
+    parallel: bool = False
+    multiplier: float = 1.0
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def name(self, part: str) -> str:
+        """The name of a module: self_attn, mlp, or one of the four norms."""
+        return self.names.get(part, NAMES.get(part, part))
+
+
+NAMES = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder-only language model: embedding, layers, final norm, head.
+
+    tied              the head's weight is the embedding's
+    head_bias         the head has a bias
+    embedding_scale   multiplies the embedding; logits_scale multiplies the logits
+    logits_softcap    cap * tanh(logit / cap); 0: none
+    """
+
+    vocab: int
+    hidden: int
+    layers: tuple[Layer, ...]
+    norm: Norm
+    tied: bool = False
+    head_bias: bool = False
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_softcap: float = 0.0
+
+
+def head_size(config: Any) -> int:
+    """The size of an attention head. Raises Unsupported if none is given and the hidden size does not divide."""
+    given = getattr(config, "head_dim", None)
+    if given:
+        return given
+    if config.hidden_size % config.num_attention_heads:
+        raise Unsupported(
+            f"config.hidden_size={config.hidden_size} is not a multiple of"
+            f" num_attention_heads={config.num_attention_heads}, and there is no head_dim"
+        )
+    return config.hidden_size // config.num_attention_heads
+
+
+def rope(config: Any, kind: str = "") -> dict[str, Any]:
+    """The rotary parameters of a config; kind: those of one layer type, where layers differ."""
+    found = getattr(config, "rope_parameters", None)
+    found = dict(found.get(kind, found)) if isinstance(found, Mapping) else {}
+    found.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
+    partial = getattr(config, "partial_rotary_factor", None)
+    if partial is not None:
+        found.setdefault("partial_rotary_factor", partial)
+    return found
+
+
+def windows(config: Any) -> list[int | None]:
+    """The window of each layer; None: full attention. From layer_types, or the same window in all layers."""
+    size, count = getattr(config, "sliding_window", None), config.num_hidden_layers
+    types = getattr(config, "layer_types", None)
+    if not size or getattr(config, "use_sliding_window", True) is False:
+        return [None] * count
+    if types is None:
+        return [size] * count
+    return [size if kind == "sliding_attention" else None for kind in types]
+
+
+def attention(config: Any, window: int | None = None, **differs: Any) -> Attention:
+    """Llama's attention with the sizes of a config. differs: fields of Attention that are not Llama's."""
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if config.num_attention_heads % kv_heads:
+        raise Unsupported(
+            f"config.num_attention_heads={config.num_attention_heads} is not a multiple of"
+            f" num_key_value_heads={kv_heads}"
+        )
+    made: dict[str, Any] = {
+        "heads": config.num_attention_heads, "kv_heads": kv_heads, "head_size": head_size(config), "window": window,
+        "rope": rope(config), "max_positions": config.max_position_embeddings,
+    }  # fmt: skip
+    return Attention(**{**made, **differs})
+
+
+def llama(config: Any, **differs: Any) -> Decoder:
+    """Llama with the sizes and the windows of a config. differs: fields of Attention that are not Llama's."""
+    norm = Norm(eps=config.rms_norm_eps)
+    mlp = Mlp(config.intermediate_size, activation(config), bias=bool(getattr(config, "mlp_bias", False)))
+    layers = tuple(
+        Layer(attention(config, window, **differs), mlp, before_attention=norm, before_mlp=norm)
+        for window in windows(config)
+    )
+    return Decoder(config.vocab_size, config.hidden_size, layers, norm, bool(config.tie_word_embeddings))

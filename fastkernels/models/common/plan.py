@@ -1,0 +1,249 @@
+"""The plan of a model: its modules with op, sizes and checkpoint names, and what a token costs. No tensor is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fastkernels.models.common import registry
+from fastkernels.models.common.architecture import Architecture
+from fastkernels.models.common.description import Attention, Decoder, Experts, Layer, Mlp, Norm
+
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_and_mul"}
+PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "relu2": "relu2"}
+NORMS = {"rms": "rms_norm", "gemma": "gemma_rms_norm", "layer": "layer_norm", "layer_1p": "layer_norm"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One module.
+
+    path       its name in our model; keys: the tensors of a checkpoint that it is made of
+    op         the op that runs; arguments: what it is built with
+    shapes     {parameter: shape} of the whole model
+    layout     how ranks share the parameters: 'columns', 'rows', 'heads', 'vocabulary', 'inner', or '' (each has all)
+    read       parameters that one token reads, if not all (experts, embeddings)
+    flops      operations for one token, without those that depend on the context
+    """
+
+    path: str
+    op: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    layout: str = ""
+    keys: tuple[str, ...] = ()
+    read: int | None = None
+    flops: int = 0
+
+    @property
+    def parameters(self) -> int:
+        return sum(prod(shape) for shape in self.shapes.values())
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{k}={v!r}" for k, v in self.arguments.items())
+        sizes = " ".join(f"{k}{list(v)}" for k, v in self.shapes.items())
+        return "  ".join(part for part in (self.path, f"{self.op}({given})", sizes, self.layout) if part)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All modules of a model in the order in which they run; `str(plan)` has one line for each.
+
+    tied: the head's weight is the embedding's and counts once.
+    """
+
+    architecture: str
+    category: str
+    dtype: str
+    items: tuple[Item, ...]
+    attentions: tuple[Attention, ...]
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        return sum(item.parameters for item in self.items)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * SIZES[self.dtype]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of parameters that a step with one token reads."""
+        read = sum(item.parameters if item.read is None else item.read for item in self.items)
+        return read * SIZES[self.dtype]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token in all layers, while every window holds it."""
+        return sum(2 * a.kv_heads * a.head_size for a in self.attentions) * SIZES[self.dtype]
+
+    def kv_bytes(self, context: int) -> int:
+        """Bytes of keys and values that the next token of a sequence reads: windows bound them."""
+        seen = (2 * a.kv_heads * a.head_size * min(context, a.window or context) for a in self.attentions)
+        return sum(seen) * SIZES[self.dtype]
+
+    def flops(self, tokens: int, context: int) -> int:
+        """Operations of `tokens` new tokens of a sequence that ends with `context` tokens."""
+        own = tokens * sum(item.flops for item in self.items)
+        first = context - tokens
+        for a in self.attentions:
+            window = a.window or context
+            pairs = sum(min(first + i + 1, window) for i in range(tokens))
+            own += 4 * a.heads * a.head_size * pairs
+        return own
+
+    def ops(self) -> list[str]:
+        return sorted({item.op for item in self.items})
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self.items)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.architecture} ({self.category}), {self.dtype}", *map(str, self.items)])
+
+
+def plan(model: Any, dtype: str = "") -> Plan:
+    """The plan of a model.
+
+    model  a config as transformers has it, or the folder or hub id of a checkpoint
+    dtype  of the weights; by default the config's, or bfloat16
+    Raises CheckpointError, UnknownName for an architecture that no model file describes, and Unsupported.
+    """
+    config = _config(model) if isinstance(model, (str, Path)) else model
+    names = getattr(config, "architectures", None) or [""]
+    arch = registry.find(names[0]).arch
+    described = registry.describe(config)
+    dtype = dtype or str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    items = tuple(_items(described, arch))
+    attentions = tuple(layer.attention for layer in described.layers)
+    return Plan(names[0], arch.category, dtype, items, attentions, described.tied)
+
+
+def _config(model: str | Path) -> Any:
+    from fastkernels.models.common import build, checkpoint
+
+    return build.load_config(checkpoint.resolve(str(model)))
+
+
+def _items(d: Decoder, arch: Architecture) -> Iterator[Item]:
+    table: dict[str, tuple[int, ...]] = {"weight": (d.vocab, d.hidden)}
+    embed, head = "model.embed_tokens", "lm_head"
+    yield Item(embed, "embedding", {}, table, "vocabulary", _keys(f"{embed}.weight", arch), d.hidden)
+    for i, layer in enumerate(d.layers):
+        yield from _layer(layer, d.hidden, f"model.layers.{i}", arch)
+    yield _norm(d.norm, "model.norm", d.hidden, arch)
+    shapes = {} if d.tied else dict(table)
+    if d.head_bias:
+        shapes["bias"] = (d.vocab,)
+    arguments = {"scale": d.logits_scale, "soft_cap": d.logits_softcap}
+    yield Item(
+        head, "logits_processor", {k: v for k, v in arguments.items() if v not in (0.0, 1.0)}, shapes, "vocabulary",
+        tuple(k for name in shapes for k in _keys(f"{head}.{name}", arch)), d.vocab * d.hidden,
+        2 * d.vocab * d.hidden,
+    )  # fmt: skip
+
+
+def _layer(layer: Layer, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    def norm(part: str) -> Iterator[Item]:
+        if getattr(layer, part) is not None:
+            yield _norm(getattr(layer, part), f"{path}.{layer.name(part)}", hidden, arch)
+
+    yield from norm("before_attention")
+    yield from _attention(layer.attention, hidden, f"{path}.{layer.name('self_attn')}", arch)
+    yield from norm("after_attention")
+    yield from norm("before_mlp")
+    mlp, name = layer.mlp, f"{path}.{layer.name('mlp')}"
+    if isinstance(mlp, Experts):
+        yield from _experts(mlp, hidden, name, arch)
+    else:
+        yield from _mlp(mlp, hidden, name, arch)
+    yield from norm("after_mlp")
+
+
+def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    rows = (a.heads + 2 * a.kv_heads) * a.head_size
+    yield _linear(f"{path}.qkv_proj", rows, hidden, a.bias, "heads", arch)
+    for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
+        if a.head_norm is not None:
+            yield _norm(a.head_norm, f"{path}.{name}", a.head_size, arch)
+        elif a.wide_norm is not None:
+            yield _norm(a.wide_norm, f"{path}.{name}", heads * a.head_size, arch, "heads")
+    if a.rope is not None:
+        arguments = {
+            "head_size": a.head_size,
+            "is_neox_style": not a.interleaved,
+            **{k: v for k, v in a.rope.items() if v is not None},
+        }
+        yield Item(f"{path}.rotary_emb", "rotary_emb", arguments)
+    arguments = {"num_heads": a.heads, "num_kv_heads": a.kv_heads, "head_size": a.head_size}
+    optional = {
+        "scale": a.scale,
+        "per_layer_sliding_window": a.window,
+        "logits_soft_cap": a.softcap or None,
+    }
+    arguments |= {k: v for k, v in optional.items() if v is not None}
+    yield Item(f"{path}.attn", "attention", arguments, layout="heads")
+    yield _linear(f"{path}.o_proj", hidden, a.heads * a.head_size, a.out_bias, "rows", arch)
+
+
+def _mlp(mlp: Mlp, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    n, name = (2, "gate_up_proj") if mlp.gated else (1, "up_proj")
+    yield _linear(f"{path}.{name}", n * mlp.intermediate, hidden, mlp.bias, "columns", arch)
+    op = GATES[mlp.activation] if mlp.gated else PLAIN.get(mlp.activation, mlp.activation)
+    tanh = {"approximate": "tanh"} if mlp.activation == "gelu_tanh" else {}
+    yield Item(f"{path}.act_fn", op, tanh)
+    yield _linear(f"{path}.down_proj", hidden, mlp.intermediate, mlp.bias, "rows", arch)
+
+
+def _experts(experts: Experts, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    yield _linear(f"{path}.gate", experts.count, hidden, False, "", arch)
+    yield Item(
+        f"{path}.router",
+        "topk_softmax",
+        {"top_k": experts.top_k, "renormalize": experts.normalize},
+    )
+    n, inner, each = experts.count, experts.intermediate, 3 * experts.intermediate * hidden
+    shapes = {"w13_weight": (n, 2 * inner, hidden), "w2_weight": (n, hidden, inner)}
+    keys = tuple(
+        _theirs(f"{path}.experts.{e}.{part}.weight", arch) for e in range(n) for part in experts.names
+    )
+    yield Item(
+        f"{path}.experts", "fused_experts", {"top_k": experts.top_k}, shapes, "inner", keys, experts.top_k * each,
+        2 * experts.top_k * each,
+    )  # fmt: skip
+
+
+def _linear(path: str, rows: int, columns: int, bias: bool, layout: str, arch: Architecture) -> Item:
+    shapes: dict[str, tuple[int, ...]] = {"weight": (rows, columns)}
+    if bias:
+        shapes["bias"] = (rows,)
+    keys = tuple(key for name in shapes for key in _keys(f"{path}.{name}", arch))
+    return Item(path, "linear", {}, shapes, layout, keys, flops=2 * rows * columns)
+
+
+def _norm(norm: Norm, path: str, size: int, arch: Architecture, layout: str = "") -> Item:
+    shapes = {"weight": (size,), **({"bias": (size,)} if norm.bias else {})}
+    keys = tuple(key for name in shapes for key in _keys(f"{path}.{name}", arch))
+    return Item(path, NORMS[norm.kind], {"eps": norm.eps}, shapes, layout, keys)
+
+
+def _keys(parameter: str, arch: Architecture) -> tuple[str, ...]:
+    """The names of a parameter in a checkpoint: several for one that is packed here."""
+    module, _, name = parameter.rpartition(".")
+    above, _, own = module.rpartition(".")
+    parts = arch.packed.get(own, (own,))
+    return tuple(_theirs(".".join(filter(None, (above, part, name))), arch) for part in parts)
+
+
+def _theirs(key: str, arch: Architecture) -> str:
+    for theirs, ours in arch.parts.items():
+        key = f".{key}.".replace(f".{ours}.", f".{theirs}.")[1:-1]
+    for theirs, ours in arch.renamed.items():
+        if key.startswith(ours):
+            return theirs + key.removeprefix(ours)
+    return key

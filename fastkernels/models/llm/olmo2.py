@@ -1,0 +1,30 @@
+"""OLMo-2 (arXiv 2501.00656): norms behind attention and MLP, and over all query and all key heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastkernels.models.common import description as d
+from fastkernels.models.common.architecture import Architecture
+
+
+def describe(config: Any) -> d.Decoder:
+    norm = d.Norm(eps=config.rms_norm_eps)
+    attention = d.attention(
+        config, bias=config.attention_bias, out_bias=config.attention_bias, wide_norm=norm
+    )
+    layer = d.Layer(
+        attention, d.Mlp(config.intermediate_size, d.activation(config)), after_attention=norm, after_mlp=norm,
+        names={"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
+    )  # fmt: skip
+    layers = (layer,) * config.num_hidden_layers
+    return d.Decoder(config.vocab_size, config.hidden_size, layers, norm, config.tie_word_embeddings)
+
+
+ARCH = Architecture(
+    names=("Olmo2ForCausalLM",),
+    category="llm",
+    runner="Generate",
+    model_type="olmo2",
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+)  # fmt: skip

@@ -1,0 +1,251 @@
+"""Tool calls and reasoning through OpenAI's client. Grammars make the random model write calls."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+from support.live import live_server
+
+from fastkernels.core.registry import UnknownName
+from fastkernels.engine.config import EngineConfig
+from fastkernels.engine.http.config import ServerConfig
+from fastkernels.engine.http.server import Server
+
+HERMES = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.reasoning or '' }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %};"
+    "{% endfor %}"
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "of a city", "parameters": PARAMETERS},
+    },
+    {"type": "function", "function": {"name": "noon"}},
+]
+MESSAGES = [{"role": "user", "content": "Hi"}]
+CALLS = (
+    r'Let me see\.\n<tool_call>\n\{"name": "weather", "arguments": \{"city": "[A-Z][a-z]{2}", "days": [1-3]\}\}'
+    r"\n</tool_call>"
+    r'\n<tool_call>\n\{"name": "noon", "arguments": \{\}\}\n</tool_call>'
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def live(tiny):
+    with live_server(tiny, ServerConfig("tiny", reasoning_parser="qwen3")) as (url, server):
+        server.llm.engine.tokenizer.chat_template = HERMES
+        yield url, server
+
+
+@pytest.fixture(scope="module")
+def client(live):
+    with openai.OpenAI(base_url=f"{live[0]}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client, regex=None, **more):
+    extra = {"structured_outputs": {"regex": regex}} if regex else {}
+    extra.update(more.pop("extra_body", {}))
+    options = {"model": "tiny", "messages": MESSAGES, "seed": 3, "max_tokens": 200, **more}
+    return client.chat.completions.create(**options, extra_body=extra)
+
+
+def joined(stream):
+    """(content, reasoning, calls, finish reason) of a stream's choice 0, with the shape of each delta checked."""
+    content = reasoning = ""
+    calls, reason = [], None
+    for chunk in stream:
+        for choice in chunk.choices:
+            delta, reason = choice.delta, choice.finish_reason or reason
+            content += delta.content or ""
+            reasoning += getattr(delta, "reasoning", None) or ""
+            for call in delta.tool_calls or []:
+                if call.index == len(calls):
+                    assert call.id and call.type == "function" and call.function.name
+                    calls.append([call.function.name, ""])
+                else:
+                    assert call.index == len(calls) - 1 and call.id is None and call.function.name is None
+                calls[-1][1] += call.function.arguments
+    return content, reasoning, [tuple(c) for c in calls], reason
+
+
+def test_calls_are_parsed_whole_and_streamed(client):
+    whole = ask(client, CALLS, tools=TOOLS).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content == "Let me see."
+    first, second = whole.message.tool_calls
+    assert first.id != second.id and (second.function.name, second.function.arguments) == ("noon", "{}")
+    found = json.loads(first.function.arguments)
+    assert set(found) == {"city", "days"} and len(found["city"]) == 3 and found["days"] in (1, 2, 3)
+    chunks = list(ask(client, CALLS, tools=TOOLS, stream=True))
+    deltas = [c.choices[0].delta for c in chunks]
+    assert deltas[0].role == "assistant" and sum(bool(d.tool_calls) for d in deltas) > 10, "arguments stream"
+    assert all(d.content or d.tool_calls for d in deltas[1:-1]), "no empty chunks"
+    content, _, calls, reason = joined(chunks)
+    assert (content, reason) == ("Let me see.", "tool_calls")
+    assert calls == [("weather", first.function.arguments), ("noon", "{}")]
+
+
+def test_one_call_without_parallel_calls(client):
+    whole = ask(client, CALLS, tools=TOOLS, parallel_tool_calls=False).choices[0].message
+    assert [c.function.name for c in whole.tool_calls] == ["weather"]
+    stream = ask(client, CALLS, tools=TOOLS, parallel_tool_calls=False, stream=True)
+    assert [name for name, _ in joined(stream)[2]] == ["weather"]
+
+
+def test_cut_off_call_is_content(client):
+    choice = ask(client, CALLS, tools=TOOLS, max_tokens=60).choices[0]
+    assert choice.finish_reason == "length" and choice.message.tool_calls is None
+    assert choice.message.content.startswith('Let me see.\n<tool_call>\n{"name": "weather"')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_choice_forces_calls(client, stream):
+    answer = ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, stream=stream)
+    if stream:
+        content, _, calls, reason = joined(answer)
+    else:
+        (choice,) = answer.choices
+        content, reason = choice.message.content or "", choice.finish_reason
+        calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
+    ((name, arguments),) = calls
+    assert content == "" and reason == "tool_calls" and name in ("weather", "noon")
+    if name == "weather":
+        check_weather(arguments)
+
+
+def check_weather(arguments):
+    found = json.loads(arguments)
+    assert set(found) == {"city", "days"} and isinstance(found["city"], str) and found["days"] in (1, 2, 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_named_choice_forces_that_function(client, stream):
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = ask(client, tools=TOOLS, tool_choice=choice, stream=stream)
+    if stream:
+        ((name, arguments),) = joined(answer)[2]
+    else:
+        ((name, arguments),) = [
+            (c.function.name, c.function.arguments) for c in answer.choices[0].message.tool_calls
+        ]
+    assert name == "weather"
+    check_weather(arguments)
+
+
+def test_many_forced_calls_at_once(live):
+    """n choices and several requests in one batch, each with its own parser."""
+    url, _ = live
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "n": 4, "max_tokens": 200}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
+    assert len(answer["choices"]) == 4
+    for choice in answer["choices"]:
+        if choice["finish_reason"] != "length":
+            for call in choice["message"]["tool_calls"]:
+                assert call["function"]["name"] in ("weather", "noon")
+                assert isinstance(json.loads(call["function"]["arguments"]), dict)
+
+
+def test_tool_results_reach_the_template(live, client):
+    url, _ = live
+    call = {"id": "1", "type": "function", "function": {"name": "noon", "arguments": '{"at": 1}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "why"},
+        {"role": "tool", "tool_call_id": "1", "content": "12"},
+    ]
+    ids = httpx.post(f"{url}/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
+    text = httpx.post(f"{url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert text == 'weather noon user:Hi;assistant:why<tool_call>{"at": 1}</tool_call>;tool:12;'
+    assert ask(client, messages=messages, tools=TOOLS, max_tokens=2).usage.prompt_tokens == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("field", "body", "words"),
+    [
+        ("tool_choice", {"tool_choice": "required"}, "needs tools"),
+        ("tool_choice", {"tool_choice": "any", "tools": TOOLS}, '"required"'),
+        (
+            "tool_choice",
+            {"tool_choice": {"type": "function", "function": {"name": "sun"}}, "tools": TOOLS},
+            "'sun'",
+        ),
+        (
+            "tool_choice",
+            {"tool_choice": "required", "tools": TOOLS, "guided_regex": "a"},
+            "cannot both decide",
+        ),
+    ],
+)
+def test_bad_choices(live, field, body, words):
+    answer = httpx.post(f"{live[0]}/v1/chat/completions", json={"messages": MESSAGES, **body})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field) and words in error["message"]
+
+
+def test_tools_that_would_be_ignored_are_refused(live):
+    url, server = live
+    tokenizer = server.llm.engine.tokenizer
+    body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 1}
+    try:
+        for template, choice, status, words in (
+            ("{{ messages[0].content }}", "auto", 400, "template ignores tools"),
+            ("{{ messages[0].content }}", "required", 400, "template ignores tools"),
+            ("{{ messages[0].content }}", "none", 200, ""),
+            ("{{ messages[0].content }}{{ tools }}", "auto", 400, "--tool-call-parser (hermes, llama3_json"),
+        ):
+            tokenizer.chat_template = template
+            answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "tool_choice": choice})
+            assert answer.status_code == status and words in answer.text
+    finally:
+        tokenizer.chat_template = HERMES
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """A model that answers '\\n' with reasoning and YES, behind a template that begins the reasoning."""
+    from support.tiny import make_scripted
+
+    folder = make_scripted(tmp_path_factory.mktemp("scripted"), "\nso</think>YES")
+    with live_server(folder, ServerConfig("tiny", reasoning_parser="qwen3")) as (url, server):
+        server.llm.engine.tokenizer.chat_template = (
+            "{{ messages[0].content }}{% if thinks is not defined %}<think>{% endif %}{{ '\n' }}"
+        )
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            yield url, client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("shown", [True, False])
+def test_reasoning_is_separate(thinker, stream, shown):
+    _, client = thinker
+    answer = ask(client, temperature=0, stream=stream, extra_body={"include_reasoning": shown})
+    if stream:
+        content, reasoning, _, reason = joined(answer)
+    else:
+        (choice,) = answer.choices
+        content, reason = choice.message.content, choice.finish_reason
+        reasoning = getattr(choice.message, "reasoning", None) or ""
+    assert (content, reasoning, reason) == ("YES", "so" if shown else "", "stop")
+
+
+def test_answer_without_reasoning_is_content(thinker):
+    _, client = thinker
+    answer = ask(client, temperature=0, extra_body={"chat_template_kwargs": {"thinks": False}})
+    assert answer.choices[0].message.content == "so</think>YES"
+
+
+def test_unknown_parsers_are_refused_before_the_model_is_loaded(tmp_path):
+    for config in (ServerConfig(tool_call_parser="hermess"), ServerConfig(reasoning_parser="qwen")):
+        with pytest.raises(UnknownName, match="Did you mean"):
+            Server(EngineConfig(str(tmp_path / "missing")), config)
