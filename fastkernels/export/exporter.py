@@ -12,6 +12,7 @@ import builtins
 import re
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +118,7 @@ class Replaced:
     methods: list[tuple[Source, Statement, Uses]]
     dispatched: bool = False
     others: tuple[str, ...] = ()  # paths of further classes that get the same methods
+    assigned: Mapping[str, Key] = field(default_factory=dict)  # methods that are functions of ours
 
     @property
     def names(self) -> list[str]:
@@ -124,8 +126,8 @@ class Replaced:
 
     @property
     def supports(self) -> bool:
-        """Whether the first method is `supports`, which the others call."""
-        return self.methods[0][1].node.name == "supports"  # type: ignore[attr-defined]
+        """Whether there is a method `supports`, which the others call."""
+        return "supports" in [*self.assigned, *(s.node.name for _, s, _ in self.methods)]  # type: ignore[attr-defined]
 
 
 def targets(spec: OpSpec, host: str, version: str) -> list[Target]:
@@ -158,6 +160,15 @@ def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
     return kept
 
 
+def printed(found: list[Target]) -> list[Target]:
+    """Targets of one file for a fork: the classes of the first module with classes, and all functions.
+
+    Classes of one name in several modules, or modules of many models, cannot be in one file.
+    """
+    first = next((_module(t) for t in found if not _is_function(t)), "")
+    return [t for t in found if _is_function(t) or _module(t) == first]
+
+
 def _is_for(spec: OpSpec, host: str, version: str) -> bool:
     """Whether the op has a file for a fork of this host version."""
     try:
@@ -171,17 +182,23 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     """Return the text of the file.
 
     standalone  write whole classes, constructors included, that need no host
-    only        the module of the host whose classes and functions the file replaces; '' for all
+    only        the module of the host whose classes and functions the file replaces; '' for those of `printed`
 
     Raises UnknownName for the op, ExportError for the host or version.
     """
     spec = registry.get(op)
     found = (targets if standalone else fork_targets)(spec, host, version)
+    modules = list(dict.fromkeys(_module(t) for t in found))
     namespace = f"{PACKAGE}_{op}_{host}"
     if only:
-        several = len({_module(t) for t in found}) > 1
         found = [t for t in found if _module(t) == only]
-        namespace += f"_{only.rpartition('.')[2]}" if several else ""
+        if not found:
+            raise ExportError(f"{op} has nothing for {only}. It has: {', '.join(modules) or 'no module'}")
+        namespace += f"_{only.rpartition('.')[2]}" if len(modules) > 1 else ""
+    elif standalone:  # one name, one class
+        found = list({t.path.partition(":")[2]: t for t in reversed(found)}.values())[::-1]
+    else:
+        found = printed(found)
     module = registry.op_modules()[op]
     kept = [] if standalone else [t for t in found if _keeps_host_class(t)]
     whole = [t for t in found if t not in kept]
@@ -194,6 +211,7 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     replaced = [_replaced(group, fork) for group in alike.values()]
     roots = [origin(t.module, t.cls, fork) for t in whole]
     roots += [k for r in replaced for _, _, uses in r.methods for k in _keys(uses)]
+    roots += [key for r in replaced for key in r.assigned.values()]
     if not found:
         alone = (op,) if fork else ("reference", op)
         roots += [(module, name) for name in alone if name in read(module, fork).bound]
@@ -326,20 +344,26 @@ def _replaced(found: list[Target], fork: bool) -> Replaced:
     target, *others = found
     ours = registry.target_class(target)
     methods = []
-    for name in _methods(target):
-        owner = next(k for k in ours.__mro__ if name in vars(k))
-        if owner.__module__.partition(".")[0] != PACKAGE:
+    assigned: dict[str, Key] = {}
+    for name, function in _methods(target).items():
+        module, _, owner = f"{function.__module__}.{function.__qualname__}".rpartition(".")[0].rpartition(".")
+        if function.__module__.partition(".")[0] != PACKAGE:
             raise ExportError(f"{target.cls} has no method {name} of its own")
-        source = read(owner.__module__, fork)
-        body = source.bound[owner.__name__].node.body  # type: ignore[attr-defined]
-        node = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == name)
+        if "." not in function.__qualname__:
+            assigned[name] = origin(function.__module__, function.__qualname__, fork)
+            continue
+        source = read(module, fork)
+        body = source.bound[owner].node.body  # type: ignore[attr-defined]
+        node = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function.__name__)
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
         statement = Statement(node, (), source.at(first, 0), source.lines[node.end_lineno or 0] - 1)
         methods.append((source, statement, _uses(source, node)))
     about = (ours.__doc__ or "").strip().partition("\n")[0]
     dispatched = target.seam == "leaf" and target.host in DISPATCHERS
     paths = tuple(t.path for t in others)
-    return Replaced(target.cls, target.path, target.path.partition(":")[2], about, methods, dispatched, paths)
+    return Replaced(
+        target.cls, target.path, target.path.partition(":")[2], about, methods, dispatched, paths, assigned
+    )
 
 
 def _class_text(
@@ -354,6 +378,7 @@ def _class_text(
         text += "".join(
             f"    host_{m} = {_host_name(r.path)}.{m}\n" for m in names_of_methods if m != "supports"
         )
+    text += "".join(f"    {m} = {names[key]}\n" for m, key in r.assigned.items())
     for source, statement, uses in r.methods:
         method, name = _copied(source, statement, uses, names, namespace), statement.node.name  # type: ignore[attr-defined]
         if name == "supports":
@@ -374,7 +399,7 @@ def _class_text(
     for path in r.others:
         name, host = path.partition(":")[2], _host_name(path)
         text += f"\n\nclass {name}({host}):\n"
-        for m in names_of_methods:
+        for m in (*r.assigned, *names_of_methods):
             both = f"    {m}, host_{m} = {r.name}.{m}, {host}.{m}\n"
             text += f"    supports = {r.name}.supports\n" if m == "supports" else both
     return text

@@ -78,7 +78,7 @@ def _link(source: str, target: str) -> None:
 def _outputs(
     host: str, checkpoints: list[Path], work: Path, site: Path | None
 ) -> tuple[dict[str, Any], set[str]]:
-    """What the models give, and our kernels that ran, in Triton's interpreter."""
+    """Outputs of the models, and our kernels that ran in Triton's interpreter."""
     kernels, out = work / "kernels.txt", work / "outputs.json"
     kernels.write_text("")
     paths = [*([str(site)] if site else []), str(TESTS / "support" / "forked_site")]

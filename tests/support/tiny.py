@@ -101,9 +101,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
-    "olmo2": ("Olmo2", {}),
-    "qwen2": ("Qwen2", {}),
-    "granite": ("Granite", {}),
     "gpt_oss": (
         "GptOss",  # YaRN with a factor of 32
         {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},

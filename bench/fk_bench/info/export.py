@@ -33,6 +33,9 @@ def export_command(
     standalone: Annotated[
         bool, typer.Option("--standalone", help="whole classes with constructors, which need no host")
     ] = False,
+    module: Annotated[
+        str, typer.Option(help="the host's module whose classes to print (default: the first that has some)")
+    ] = "",
     into: Annotated[
         Path | None,
         typer.Option(
@@ -48,7 +51,7 @@ def export_command(
             for file in fork.put(op, host, newest(host, host_version), into):
                 print(file)
             return
-        text = export(op, host, newest(host, host_version), standalone)
+        text = export(op, host, newest(host, host_version), standalone, module)
     except (registry.UnknownName, ExportError) as error:
         fail(str(error))
     sys.stdout.write(text)

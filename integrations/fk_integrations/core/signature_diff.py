@@ -109,7 +109,7 @@ def difference(entry: dict[str, Any], ours: Any) -> str:
 
 
 def lacking(entry: dict[str, Any], ours: Any) -> tuple[str, ...]:
-    """What the host uses of its class (the recorded surface) and ours does not have."""
+    """Members that the host uses of its class (the recorded surface) and ours does not have."""
     surface = entry.get("surface", {})
     names = {*surface.get("overridden", ()), *surface.get("used", ())}
     return tuple(sorted(n for n in names if not hasattr(ours, n) and n not in _set_by_methods(ours)))

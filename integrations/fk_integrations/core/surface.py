@@ -1,4 +1,4 @@
-"""Find what a host's own code uses of a class besides its constructor and call, by AST: nothing is imported.
+"""Find what a host's own code uses of a class in addition to its constructor and call, by AST: nothing is imported.
 
     overridden  methods and attributes that the host's subclasses define anew
     used        those that its subclasses call, and that other code of the host uses on an instance or the class
@@ -211,7 +211,7 @@ def _is_own(node: ast.expr) -> bool:
 
 
 def _imports(tree: ast.Module, name: str, package: bool) -> dict[str, Key]:
-    """What every `from` import of the file binds, wherever it is."""
+    """Names that `from` imports bind, anywhere in the file."""
     found: dict[str, Key] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -238,7 +238,7 @@ def _defined(cls: ast.ClassDef) -> set[str]:
 
 
 def _members(cls: ast.ClassDef) -> set[str]:
-    """What the class's body binds, and the attributes that its methods set."""
+    """Names that the class's body binds, and attributes that its methods set."""
     stored = (n for n in ast.walk(cls) if _is_own(n) and isinstance(n.ctx, ast.Store))  # type: ignore[arg-type, attr-defined]
     return _defined(cls) | {n.attr for n in stored}  # type: ignore[attr-defined]
 
