@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the generated pages of the docs site: ops, commands and environment variables, from the code itself.
+"""Write the generated pages of the docs site: ops, models, commands and environment variables, from the code itself.
 
 `make docs` runs it before the build. The pages are not in git: `docs/reference/*.md` but `api.md`.
 """
@@ -82,6 +82,32 @@ def op_file(name: str) -> Path:
     return Path(inspect.getsourcefile(registry.op_module(name)) or "")
 
 
+def models() -> str:
+    """Every architecture that the engine builds, by category."""
+    from fastkernels.models.common.registry import models as known
+
+    lines = [
+        "# Models", "",
+        "Our engine builds these architectures (`fk-bench list models`). The tests compare each with transformers on",
+        "tiny random checkpoints: logits of a prefill and of decode steps, and greedy tokens with chunked prompts,",
+        "prefix hits, preemption and two ranks. `fk-bench describe ID` prints sizes and costs.",
+    ]  # fmt: skip
+    category = ""
+    for name, model in sorted(known().items(), key=lambda m: (m[1].arch.category, m[0])):
+        if model.arch.category != category:
+            category = model.arch.category
+            lines += [
+                "",
+                f"## {category}",
+                "",
+                row("id", "architecture", "runner", "model"),
+                row(*["---"] * 4),
+            ]
+        names = ", ".join(f"`{n}`" for n in model.arch.names)
+        lines.append(row(f"`{name}`", names, model.arch.runner, model.about))
+    return "\n".join([*lines, ""])
+
+
 def commands() -> str:
     """Every command of fk-bench with its arguments and options."""
     import typer.main
@@ -149,7 +175,7 @@ def environment() -> str:
     return "\n".join([*lines, *(row(f"`{name}`", meaning) for name, meaning in found), ""])
 
 
-PAGES = {"ops.md": ops, "commands.md": commands, "environment.md": environment}
+PAGES = {"ops.md": ops, "models.md": models, "commands.md": commands, "environment.md": environment}
 
 if __name__ == "__main__":
     for page, make in PAGES.items():

@@ -133,6 +133,9 @@ class Replaced:
 def targets(spec: OpSpec, host: str, version: str) -> list[Target]:
     """The op's targets in that host version; none for a purely functional op. Raises ExportError that lists them."""
     found = spec.targets_for(host, version)
+    names = {t.path.partition(":")[2] for t in found if not t.of_a_model}
+    # A file has one class of a name: that of the host's layers, not the namesake in a model's file.
+    found = [t for t in found if not t.of_a_model or t.path.partition(":")[2] not in names]
     if not found and spec.targets:
         there = sorted({f"{t.host} {t.versions}".strip() for t in spec.targets})
         raise ExportError(
@@ -147,7 +150,8 @@ def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
     Raises ExportError, also for an op that only has classes that are built anew: in a fork they would lack what the
     host's subclasses and callers use.
     """
-    found = targets(spec, host, version)
+    targets(spec, host, version)  # raises if there is none
+    found = spec.targets_for(host, version)  # namesakes in models' files, too
     kept = [t for t in found if t.seam != "standalone" and (_keeps_host_class(t) or _is_function(t))]
     if found and not kept:
         names = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found))

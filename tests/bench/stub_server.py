@@ -68,6 +68,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         global served
+        if self.headers["content-type"] not in (None, "application/json"):
+            return self._send(415, b"{}")
         body = json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}")
         if ENV.get("STUB_LOG"):
             line = {"path": self.path, "time": time.monotonic(), "prompt": len(body.get("prompt", ()))}

@@ -27,6 +27,7 @@ NEVER = {
     "VllmParallelLMHead_0_32": "has no lookup",
     "VllmParallelLMHead": "has no lookup",
     "SGLangParallelLMHead": "has no lookup",
+    "VllmApplyRotaryEmb": "takes the cosines and sines of tokens",
     "VllmTopKTopPSampler": "draws its seeds from torch's generators",
     "SGLangLlamaDecoderLayer": "carries hidden states and residual as one sum",
     "SGLangMixtralDecoderLayer": "carries hidden states and residual as one sum",

@@ -21,7 +21,7 @@ from fastkernels.core.env import Environment
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-GENERATED = {DOCS / "reference" / name for name in ("ops.md", "commands.md", "environment.md")}
+GENERATED = {DOCS / "reference" / name for name in ("ops.md", "models.md", "commands.md", "environment.md")}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(set(DOCS.rglob("*.md")) - GENERATED)]
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 OURS = ("fastkernels", "fk_bench", "fk_integrations")
@@ -189,7 +189,9 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     from fastkernels.engine.execution.startup import Phases
     from fastkernels.engine.http import protocol
     from fastkernels.engine.http.metrics import Metrics
+    from fastkernels.engine.http.responses_api.protocol import ResponsesRequest
     from fastkernels.engine.http.server import ROUTES, Server
+    from fastkernels.engine.http.sglang_api.protocol import SglangRequest, SglangSampling
     from fastkernels.engine.scheduling.scheduler import Scheduler
 
     text = (DOCS / "serve.md").read_text()
@@ -206,6 +208,9 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
         **protocol.CompletionRequest.model_fields,
         **protocol.ChatCompletionRequest.model_fields,
         **protocol.EmbeddingRequest.model_fields,
+        **SglangRequest.model_fields,
+        **SglangSampling.model_fields,
+        **ResponsesRequest.model_fields,
     }
     implied = {"model", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty"}
     assert {f for f in fields if f"`{f}`" not in text} <= implied

@@ -21,7 +21,7 @@ from fk_integrations.core import signature_diff as compare
 from fastkernels.core import cuda_rtc, forward_context, registry
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.export import fork
-from fastkernels.export.exporter import ExportError, export, fork_targets, printed
+from fastkernels.export.exporter import ExportError, export, fork_targets, printed, targets
 
 RUNNER = Path(runner.__file__)
 VERSIONS = [(host, version) for host in compare.hosts() for version in compare.versions(host)]
@@ -30,13 +30,15 @@ exported = cache(export)
 # Their norms leave single calls to the host, so that no residual is added twice.
 LAYERS = {"llama_decoder_layer", "qwen3_decoder_layer"}
 # Files of at most 250 lines with their kernels, without the header
-SHORT = ("rms_norm", "silu_and_mul", "rotary_emb")
+SHORT = ("rms_norm", "silu_and_mul")
 
 
 def _targets(spec: OpSpec, host: str, version: str) -> list[Target] | None:
     """The op's targets there, [] for a purely functional op, None if it is not for that host version."""
-    found = spec.targets_for(host, version)
-    return None if spec.targets and not found else found
+    try:
+        return targets(spec, host, version)
+    except ExportError:
+        return None
 
 
 def _fork_targets(spec: OpSpec, host: str, version: str) -> list[Target] | None:
@@ -241,7 +243,7 @@ LARGER = {
     ("grouped_topk", "sglang"): 169, "moe_align": 196, "quantize_fp8": 290, "rms_norm_quant_fp8": 200,
     "silu_mul_quant_fp8": 207, "linear": 405, "attention_decode": 398, "linear_fp8": 807,
     "fused_experts": 864, "fused_experts_fp8": 864, "rms_norm_gated": 159,
-    ("llama_decoder_layer", "vllm"): 156, ("qwen3_decoder_layer", "vllm"): 156,
+    ("llama_decoder_layer", "vllm"): 156, ("qwen3_decoder_layer", "vllm"): 156, "rotary_emb": 350,
 }  # fmt: skip
 
 
@@ -254,7 +256,8 @@ def test_fork_files_are_kernels_and_few_lines(name: str) -> None:
         text = exported(name, host, version)
         lines, kernels = text[text.index("from __future__") :].count("\n"), kernel_lines(ast.parse(text))
         if name in SHORT:
-            assert lines <= 250 and kernels > 15, host
+            limit = 280 if (name, host) == ("rms_norm", "transformers") else 250  # six classes
+            assert lines <= limit and kernels > 15, host
         else:
             assert lines - kernels <= LARGER.get((name, host), LARGER.get(name, MOST)), host
 

@@ -16,11 +16,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 SLOW = (
-    "check_async", "check_construction", "check_export", "check_gemma", "check_pipeline", "check_quant",
-    "check_tensor_parallel", "check_works_more", ("sglang", "check_by_table"), ("sglang", "check_server"),
-    ("sglang", "check_works"),
+    "check_async", "check_construction", "check_export", "check_gemma", "check_held_out", "check_pipeline",
+    "check_quant", "check_ropes", "check_tensor_parallel", "check_works_more", ("sglang", "check_by_table"),
+    ("sglang", "check_server"), ("sglang", "check_works"), ("sglang", "check_norms"),
 )  # fmt: skip
-IN_PROCESS = ("check_eager", "check_experts", "check_construction", "check_works", "check_works_more")
+IN_PROCESS = (
+    "check_eager", "check_experts", "check_construction", "check_held_out", "check_works", "check_works_more",
+)  # fmt: skip
+SECONDS = {"check_held_out": 1200}  # one engine after the other
 CHECKS = [
     pytest.param(
         host,
@@ -29,6 +32,7 @@ CHECKS = [
         marks=[
             getattr(pytest.mark, host),
             *([pytest.mark.slow] if check.stem in SLOW or (host, check.stem) in SLOW else []),
+            pytest.mark.timeout(SECONDS.get(check.stem, 400) + 100),
             pytest.mark.skipif(
                 not (ROOT / f".venv-{host}").exists(), reason=f"no .venv-{host}: run `make setup`"
             ),
@@ -86,7 +90,7 @@ def test_engine(host: str, check: Path, tiny: dict[str, Path], tmp_path: Path) -
             command, cwd=ROOT, env=chosen, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = process.wait(timeout=400)
+            code = process.wait(timeout=SECONDS.get(check.stem, 400))
         finally:
             _end(process)
         log.seek(0)

@@ -19,7 +19,6 @@ from support.kernels.op_cases import call, make_args, mismatch, mutated, odd_cas
 from fastkernels.core import registry
 from fastkernels.core.dispatch import Op
 from fastkernels.core.spec import Case, OpSpec
-from fastkernels.overrides.rope.rope_tables import cos_sin_table, inverse_frequencies, llama3_frequencies
 from fastkernels.overrides.rope.vllm import get_rope
 
 CASES = odd_cases()
@@ -145,13 +144,10 @@ def build(name: str, cls: str, *args: Any, **kwargs: Any) -> torch.nn.Module:
     return registry.op_class(name, cls)(*args, **kwargs)
 
 
-LEAF = [
-    (n, t)
-    for n in ("rms_norm", "silu_and_mul", "rotary_emb")
-    for t in registry.get(n).targets
-    if n != "rms_norm"
-    or t.path.endswith(("layernorm:RMSNorm", "LlamaRMSNorm"))  # others: norm/test_host_norms.py
-]
+# Others: norm/test_host_norms.py, rope/test_rope_classes.py
+PLAIN = ("layernorm:RMSNorm", "LlamaRMSNorm")
+LEAF = [("rms_norm", t) for t in registry.get("rms_norm").targets if t.path.endswith(PLAIN)]
+LEAF += [("silu_and_mul", t) for t in registry.get("silu_and_mul").targets]
 
 
 @pytest.mark.parametrize(("name", "target"), LEAF, ids=[f"{n}-{t.cls}" for n, t in LEAF])
@@ -159,7 +155,7 @@ def test_module_equals_op(name: str, target: Any) -> None:
     x = torch.randn(7, 96).bfloat16()
     if name == "silu_and_mul":
         assert torch.equal(build(name, target.cls)(x), F.silu(x[:, :48]) * x[:, 48:])
-    elif name == "rms_norm":
+    else:
         module = build(name, target.cls, 96, eps=1e-5).bfloat16()
         with torch.no_grad():
             module.weight.copy_(torch.rand(96))
@@ -172,18 +168,6 @@ def test_module_equals_op(name: str, target: Any) -> None:
             return
         out, new = module(x, residual)
         assert torch.equal(out, want) and torch.equal(new, total) and new is residual
-    else:
-        scaling = (8.0, 1.0, 4.0, 64) if "Llama3" in target.cls else ()
-        module = build(name, target.cls, 32, 24, 128, 10000, True, torch.bfloat16, *scaling)
-        positions, query, key = torch.arange(7) + 60, x.clone(), x[:, :32].clone()
-        freq = inverse_frequencies(10000, 24)
-        freq = llama3_frequencies(freq, *scaling) if scaling else freq
-        cache = cos_sin_table(freq, 128).bfloat16()
-        native = target.host == "sglang"
-        want = registry.get(name).reference(positions, query, key, 32, cache, True, True, native)
-        got = module(positions, query, key)
-        assert got[0] is query and got[1] is key
-        assert torch.equal(query, want[0]) and torch.equal(key, want[1]) and not torch.equal(query, x)
 
 
 def test_llama3_scaling_is_transformers() -> None:

@@ -38,6 +38,13 @@ RMS_NORM_ENDLESS = (
     "            pass\n"
 )
 IMPORT_EXIT = "import sys\nsys.exit(3)\n"
+ONLY_RANK_1_FAILS = (
+    "import os\n"
+    "import torch.distributed as dist\n"
+    "if dist.is_initialized() and dist.get_rank() == 1:\n"
+    "    raise RuntimeError('not on this rank')\n"
+    "from fastkernels.overrides.norm.rms_norm import _reference as rms_norm\n"
+)
 SILU_AND_MUL = (
     "import torch\n"
     "def silu_and_mul(x):\n"

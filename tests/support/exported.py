@@ -7,6 +7,7 @@ python -I exported.py FOLDER FORK    files for a fork, in FORK, over a host that
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -78,10 +79,23 @@ def layer_norm(ns: Any) -> list[Any]:
 
 
 def rotary_emb(ns: Any) -> list[Any]:
-    rope = (32, 32, 128, 10000.0, True, torch.float32)
-    modules = [ns.RotaryEmbedding(*rope), ns.Llama3RotaryEmbedding(*rope, 8.0, 1.0, 4.0, 64)]
-    positions = torch.arange(7)
-    return [list(m(positions, randn(7, 96), randn(7, 32))) for m in modules]
+    options = {
+        "head_size": 32, "rotary_dim": 32, "max_position_embeddings": 128, "base": 10000.0, "is_neox_style": True,
+        "dtype": torch.float32, "scaling_factor": 4.0, "scaling_factors": 2.0, "scaling_alpha": 2.0,
+        "max_trained_positions": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": 64,
+        "mrope_section": [8, 4, 4],
+    }  # fmt: skip
+    found = []
+    for name in ns.classes:
+        cls = getattr(ns, name)
+        taken = inspect.signature(cls).parameters
+        module = cls(**{option: value for option, value in options.items() if option in taken})
+        if name == "ApplyRotaryEmb":
+            found.append(module(randn(7, 3, 32), randn(7, 16), randn(7, 16)))
+        else:
+            positions = torch.arange(21).view(3, 7) if "mrope_section" in taken else torch.arange(7)
+            found.append(list(module(positions, randn(7, 96), randn(7, 32))))
+    return found
 
 
 def linear(ns: Any) -> list[Any]:
@@ -161,6 +175,12 @@ def gated_mlp(ns: Any) -> list[Any]:
     if ns.host == "transformers":
         return [filled(cls(CONFIG))(randn(5, 64)) for cls in made]
     return [filled(cls(64, 63, "silu"))(randn(5, 64)) for cls in made]
+
+
+def gated_gelu_mlp(ns: Any) -> list[Any]:
+    config = SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu_pytorch_tanh"})
+    config.hidden_activation = config.hidden_act
+    return [filled(getattr(ns, name)(config))(randn(5, 64)) for name in ns.classes]
 
 
 def decoder_layer(ns: Any, layer: Any) -> list[Any]:
@@ -322,6 +342,12 @@ def mixtral_decoder_layer(ns: Any) -> list[Any]:
         return [layer(*arguments[: layer.forward.__code__.co_argcount - 1]), *cache]
 
 
+def rms_norm_gated(ns: Any) -> list[Any]:
+    more = {"Mixer2RMSNormGated": (1,), "Zamba2RMSNormGated": (32,)}  # groups, and the size of a group
+    modules = [filled(getattr(ns, name)(64, *more.get(name, ()))) for name in ns.classes]
+    return [m.float()(randn(5, 64), randn(5, 64) + 1) for m in modules]
+
+
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
@@ -329,10 +355,10 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
-        linear_fp8,
+        linear_fp8, rms_norm_gated,
     )
 }  # fmt: skip
-EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2"), activation)
+EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2"), activation) | {"gated_gelu_mlp": gated_gelu_mlp}
 
 
 def run(namespaces: dict[str, Any], inputs: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -45,8 +45,14 @@ def live_server(
             thread.join(20)
     assert not thread.is_alive()
     others = ("asyncio_", "tqdm_monitor")  # threads that the standard library and tqdm keep
-    left = [t for t in set(threading.enumerate()) - before if not t.name.startswith(others)]
-    assert left == [], left
+
+    def left() -> list[threading.Thread]:
+        return [t for t in set(threading.enumerate()) - before if not t.name.startswith(others)]
+
+    until = time.monotonic() + 5  # threads of a pool end soon after it is shut down
+    while left() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert left() == [], left()
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:

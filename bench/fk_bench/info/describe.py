@@ -45,7 +45,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def costs(made: Plan, context: int, gpu: str) -> dict[str, Any]:
-    """What a token costs at this context: bytes, operations, and the floor of a decode step on the GPU."""
+    """Bytes and operations of a token at this context, and the floor of a decode step on the GPU."""
     moved = made.read_bytes + made.kv_bytes(context)
     peaks = roofline.peaks(gpu)
     floor = roofline.floor_us(moved, made.flops(1, context), made.dtype, peaks)

@@ -44,12 +44,15 @@ class Loads:
             else []
         )
         self.samples: dict[tuple[Level, int], list[Prompt]] = {}
+        self._replayed: tuple[tuple[Level, int] | None, list[Prompt]] = (None, [])
         for level in config.levels:
             self.samples[level, WARM_UP] = data.warm_up(level.label, level.warmup, **self._shape(level))
         for r in range(config.rounds):
             for level in config.levels:
-                if not level.search:
-                    self.samples[level, r] = self._draw(level, r)
+                if not level.search and level.kind != "trace":
+                    self.samples[level, r] = data.draw(
+                        level.label, r, config.prompts_at(level), **self._shape(level)
+                    )
         if config.profile:
             for level in config.levels:
                 self.samples[level, PROFILE] = data.warm_up(
@@ -60,31 +63,33 @@ class Loads:
         of = self.config
         return {"lengths": of.lengths(level), "prefix": of.prefix_of(level), "turns": of.turns_of(level)}
 
-    def _draw(self, level: Level, r: int) -> list[Prompt]:
-        """Drawn before anything runs: every lane, and a resumed run, gets the same ones."""
-        if level.kind == "trace":
+    def prompts(self, level: Level, r: int) -> list[Prompt]:
+        """Of a round. Those of a trace are drawn when they are needed: a day of requests has gigabytes of tokens."""
+        if level.kind != "trace":
+            return self.samples[level, r]
+        if self._replayed[0] != (level, r):
             seed, size = f"{self.seed + r}/{level.label}", self.config.trace_block_size
-            return replay.prompts_of(self.trace, self.data.vocabulary, seed, size)
-        return self.data.draw(level.label, r, self.config.prompts_at(level), **self._shape(level))
+            self._replayed = (level, r), replay.prompts_of(self.trace, self.data.vocabulary, seed, size)
+        return self._replayed[1]
 
     def needs(self) -> list[tuple[int, int, int]]:
         """Of every sample: (requests that a server holds at once, tokens of the longest one, tokens of all these)."""
         found = []
         for (level, _), sample in self.samples.items():
             together, most = level.in_flight, longest(sample)
-            # Requests of a trace differ by orders of magnitude: its longest ones do not all come at once.
-            lengths = sorted((longest([p]) for p in sample), reverse=True)[:together]
-            held = sum(lengths) if level.kind == "trace" else together * most
-            found.append((together, most, held))
+            found.append((together, most, together * most))
+        if self.trace:  # its requests differ by orders of magnitude: the longest ones do not all come at once
+            together = Level("trace", 1.0).in_flight
+            lengths = sorted((room(r.input_len + r.output_len) for r in self.trace), reverse=True)
+            found.append((together, lengths[0], sum(lengths[:together])))
         return found
 
     async def warm_up(self, running: Running, level: Level) -> list[Trace]:
-        constant = level.probe(level.value) if level.search else level
-        return await self._send(running, self.samples[level, WARM_UP], constant, self.seed)
+        return await self._send(running, self.samples[level, WARM_UP], _warm_up_load(level), self.seed)
 
     async def measure(self, running: Running, level: Level, r: int) -> Measured:
         """One round of a load."""
-        return await self._measure(running, level, self.samples[level, r], self.seed + r)
+        return await self._measure(running, level, self.prompts(level, r), self.seed + r)
 
     async def _measure(
         self, running: Running, level: Level, prompts: Sequence[Prompt], seed: int
@@ -136,13 +141,14 @@ class Loads:
 
     async def profile(self, running: Running, level: Level) -> tuple[list[Trace], str]:
         """A load with the profiler on: (its traces, '' or why the server cannot)."""
-        constant = level.probe(level.start or 1.0) if level.search else level
         async with Client(running.url, running.model, self.config.request_timeout) as http:
             status = await http.post("/start_profile")
             if status != 200:
                 return [], f"POST /start_profile: {'no answer' if status is None else f'HTTP {status}'}"
             try:
-                traces = await self._send(running, self.samples[level, PROFILE], constant, self.seed, http)
+                traces = await self._send(
+                    running, self.samples[level, PROFILE], _warm_up_load(level), self.seed, http
+                )
             finally:
                 status = await http.post("/stop_profile")
             return traces, "" if status == 200 else f"POST /stop_profile: HTTP {status}"
@@ -174,6 +180,12 @@ class Loads:
         return arrivals.due_times(rates, config.burstiness, seed)
 
 
+def _warm_up_load(level: Level) -> Level:
+    """Itself, or a closed loop: the first requests of a trace may be far apart, and those of a search are not known."""
+    constant = level.kind in ("concurrency", "rate")
+    return level if constant else Level("concurrency", level.warmup)
+
+
 def cached_warning(found: Mapping[str, float]) -> str:
     """A warning if prompts that share nothing were in the server's prefix cache, else ''."""
     cached, prompt = found.get("cached_prompt_tokens", 0.0), found.get("prompt_tokens", 0.0)
@@ -192,7 +204,12 @@ def longest(prompts: Sequence[Prompt]) -> int:
     for p in prompts:
         first = len(p.tokens) if isinstance(p.tokens, list) else 2048
         lengths.append(first + p.output_len + sum(len(turn) + p.output_len for turn in p.later))
-    return -(-(max(lengths) + 64) // 64) * 64
+    return room(max(lengths))
+
+
+def room(tokens: int) -> int:
+    """Tokens that a server needs for a request of so many: a margin, in steps of 64."""
+    return -(-(tokens + 64) // 64) * 64
 
 
 async def watched(running: Running, work: Coroutine[Any, Any, Any]) -> Any:

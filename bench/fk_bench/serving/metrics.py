@@ -148,6 +148,7 @@ def summarize(
     metrics.update(distribution("ttft_ms", [t.ttft * 1e3 for t in done]))
     later = [t.ttft * 1e3 for t in done if t.turn]
     if later:
+        metrics["requests_later_turns"] = len(later)
         metrics.update(distribution("ttft_first_turn_ms", [t.ttft * 1e3 for t in done if not t.turn]))
         metrics.update(distribution("ttft_later_turns_ms", later))
     if lags := [(t.sent - t.due) * 1e3 for t in done if t.due is not None]:

@@ -20,6 +20,7 @@ import psutil
 from rich.console import Console
 
 from fk_bench.core import machine
+from fk_bench.core.pages import model_name
 from fk_bench.core.progress import Display, minutes
 from fk_bench.core.rows import Status
 from fk_bench.serving import agreement, lanes, metrics, summary
@@ -97,7 +98,7 @@ class Compare:
                 display.line(f"warning: {warning}")
             sizing = self.fleet.sizing
             display.line(
-                f"serve-compare of {config.model}: {len(todo)} of {len(self.lanes)} lanes to measure, at "
+                f"serve-compare of {model_name(config.model)}: {len(todo)} of {len(self.lanes)} lanes to measure, at "
                 f"{', '.join(level.label for level in config.levels)}, {config.rounds} rounds, {sizing.dtype}, "
                 f"{sizing.residents} servers at a time; about {minutes(estimate)}; results in {self.out}"
             )

@@ -14,6 +14,7 @@ from fastkernels.engine.execution.attention import AttentionBackend, make_backen
 from fastkernels.engine.execution.graphs import Graphs, Outputs
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs
 from fastkernels.engine.execution.memory_profile import activation_bytes
+from fastkernels.engine.execution.packed_weights import pack_weights
 from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.step import PromptTargets, StepInput, StepOutput, TokenLogprobs, TokenMasks
 from fastkernels.engine.execution.step_kernels import begin, finish
@@ -40,6 +41,8 @@ class Generate(Runner):
 
     def _loaded(self) -> None:
         self.layers = [m for m in self.model.modules() if isinstance(m, PagedAttention)]
+        if self.device.type == "cpu":
+            pack_weights(self.model)
         self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
         self.sampler = Sampler(self.device, self.hf_config.vocab_size, self.config.max_num_seqs)
 

@@ -58,14 +58,12 @@ class EventStream(Response):
         clock = asyncio.get_running_loop().time
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         try:
-            opening = self.answer.opening()
-            if opening:
-                await send({"type": "http.response.body", "body": opening, "more_body": True})
-            while not self.outputs.finished:
-                body = self.answer.events(await self.outputs.get())
+            body = self.answer.opening()
+            while body or not self.outputs.finished:
+                body = body or self.answer.events(await self.outputs.get())
                 self._writing_since = clock()
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-                self._writing_since = None
+                self._writing_since, body = None, b""
             last = self.answer.closing()
         except Exception as error:  # the status has been sent: the error is an event
             if not isinstance(error, EngineError):

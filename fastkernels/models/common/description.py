@@ -1,4 +1,4 @@
-"""What a decoder-only language model is made of, as data: the file of a model describes it, and two readers use that.
+"""Descriptions of decoder-only language models as data: the file of a model returns one, and two readers use it.
 
 `decoder.Decoder` builds the modules, and `plan.plan` lists them without a tensor. Neither torch nor an op is imported.
 Sizes are of the whole model, before it is shared over ranks.
@@ -17,7 +17,7 @@ ACTIVATIONS = {  # of transformers' configs: ours
 
 
 class Unsupported(ValueError):
-    """A config asks for what no op of ours computes. The message names the field, its value and what is supported."""
+    """A config has a feature that no op of ours computes; the message names field, value and the allowed one."""
 
 
 def refuse(config: Any, **allowed: Any) -> None:

@@ -93,7 +93,7 @@ def model_class(architecture: str) -> Any:
 
 
 def describe(config: Any) -> Decoder:
-    """What the model file of this config describes. Raises UnknownName, ValueError for what it does not support."""
+    """The description that the model file of this config returns. Raises UnknownName and Unsupported."""
     names = getattr(config, "architectures", None) or [""]
     return load(f"{find(names[0]).module}:describe")(config)
 

@@ -15,6 +15,7 @@ from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.shapes import optional, unless
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import (
+    attention_decode_cpu,
     attention_decode_cuda,
     attention_decode_split,
     cases,
@@ -305,6 +306,12 @@ attention_decode = define(
             out=True,
         ),
         Provider("flashinfer", flashinfer.decode, module="flashinfer", supports=flashinfer.supports_decode),
+        Provider(
+            "sdpa",
+            attention_decode_cpu.decode_sdpa,
+            devices=("cpu",),
+            supports=attention_decode_cpu.supports_sdpa,
+        ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
     key=Key(

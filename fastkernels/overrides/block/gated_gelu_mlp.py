@@ -69,7 +69,9 @@ SPEC = OpSpec(
         _case("one", 1, 1, 1, "odd", "float32"),
         _case("odd_63", 63, 72, 130, "odd"),
         _case("odd_5", 5, 100, 63, "odd", "float32", "none"),
+        _case("odd_9", 9, 33, 257, "odd", "float32"),
         _case("narrow", 70, 8, 3, "odd", "float32"),
+        _case("wide", 3, 257, 40, "odd", "float32", "none"),
         _case("half", 7, 64, 48, "odd", "float16"),
     ),
     arguments=(

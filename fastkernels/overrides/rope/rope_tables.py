@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,28 +33,40 @@ def llama3_frequencies(
     return torch.where(wavelength < original_max / high_freq_factor, inv_freq, scaled)
 
 
-def cos_sin_table(inv_freq: torch.Tensor, max_positions: int, start: int = 0) -> torch.Tensor:
-    """[max_positions, rotary_dim] float32: the cosines, then the sines, of position * frequency."""
-    t = torch.arange(start, start + max_positions, dtype=torch.float, device=inv_freq.device)
+def cos_sin_table(
+    inv_freq: torch.Tensor, max_positions: int, start: int = 0, divisor: float = 1.0, magnitude: float = 1.0
+) -> torch.Tensor:
+    """[max_positions, rotary_dim] float32: the cosines, then the sines, of position / divisor * frequency, scaled."""
+    t = torch.arange(start, start + max_positions, dtype=torch.float, device=inv_freq.device) / divisor
     angles = torch.outer(t, inv_freq)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude
+
+
+class Span(NamedTuple):
+    """Arguments of cos_sin_table for consecutive rows of a module's table."""
+
+    inv_freq: torch.Tensor
+    rows: int
+    start: int = 0
+    divisor: float = 1.0
+    magnitude: float = 1.0
 
 
 _TABLES: WeakValueDictionary[tuple, torch.Tensor] = WeakValueDictionary()
 
 
-def shared_table(
-    inv_freq: torch.Tensor, max_positions: int, start: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Return cos_sin_table in this dtype on this device; equal arguments share one tensor, which must not be written.
+def shared_table(spans: Sequence[Span], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the spans' rows in this dtype on this device; equal arguments share one tensor, which must not be written.
 
     The cache holds weak references. A table of 131072 positions and 128 channels takes 32 MiB in bfloat16, which would
     be 1 GiB for 32 layers.
     """
-    key = (tuple(inv_freq.tolist()), max_positions, start, dtype, device, torch.is_inference_mode_enabled())
+    parts = tuple((tuple(span.inv_freq.tolist()), *span[1:]) for span in spans)
+    key = (parts, dtype, device, torch.is_inference_mode_enabled())
     table = _TABLES.get(key)
     if table is None:
-        table = _TABLES[key] = cos_sin_table(inv_freq, max_positions, start).to(device, dtype)
+        rows = torch.cat([cos_sin_table(*span) for span in spans])
+        table = _TABLES[key] = rows.to(device, dtype)
     return table
 
 
@@ -91,10 +103,11 @@ class RopeModule(nn.Module):
     def _inv_freq(self) -> torch.Tensor:
         return inverse_frequencies(self.base, self.rotary_dim)
 
-    def _make_cache(self, dtype: torch.dtype, start: int = 0) -> None:
-        table = shared_table(
-            self._inv_freq(), self.max_position_embeddings, start, dtype, torch.get_default_device()
-        )
+    def _spans(self) -> list[Span]:
+        return [Span(self._inv_freq(), self.max_position_embeddings)]
+
+    def _make_cache(self, dtype: torch.dtype) -> None:
+        table = shared_table(self._spans(), dtype, torch.get_default_device())
         self.register_buffer("cos_sin_cache", table, persistent=False)
 
 

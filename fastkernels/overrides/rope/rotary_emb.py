@@ -253,25 +253,42 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
     return {name: t.unflatten(-1, (-1, size)) for name, t in found.items()} if call["by_head"] else found
 
 
+def _rounding(name: str, device: str) -> tuple[bool, bool]:
+    """(cast_cache, round_products) of a class: on the CPU, PyTorch code of the hosts rounds after every operation."""
+    cpu = device == "cpu"
+    if "DeepseekScaling" in name:
+        return cpu and name.startswith("SGLang"), cpu
+    if "MRotary" in name or "ApplyRotary" in name:
+        return True, cpu
+    return (cpu, cpu) if name.startswith("SGLang") else (True, False)
+
+
 def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    if assemble.takes(cls.forward, "cos"):  # type: ignore[attr-defined]
+        raise ValueError(f"{cls.__name__} takes the cosines and sines of tokens, not a table")
     positions, query, key, head_size, table, neox, cast_cache, round_products = assemble.filled(
         args, 8, True, False
     )
-    # vLLM rounds the table but not the products; SGLang rounds both on the CPU and neither on a GPU.
-    sglang = assemble.takes(cls.forward, "offsets")  # type: ignore[attr-defined]
-    casts, rounds = (query.device.type == "cpu",) * 2 if sglang else (True, False)
+    casts, rounds = _rounding(cls.__name__, query.device.type)
     exact = query.dtype == torch.float32  # rounding products changes nothing
     if (casts != cast_cache and table.dtype != query.dtype) or (rounds != round_products and not exact):
         raise ValueError(
             f"{cls.__name__} has cast_cache={casts}, round_products={rounds} on {query.device.type}, not"
             f" {cast_cache}, {round_products}"
         )
-    scaling = (
-        (8.0, 1.0, 4.0, 64) if assemble.takes(cls, "scaling_factor") else ()
-    )  # unused, since the table is given
-    sizes = head_size, table.shape[1], table.shape[0], 10000
-    module = assemble.make(cls, table, *sizes, neox, query.dtype, *scaling)
-    assemble.load(module, {"cos_sin_cache": table})
+    if "DynamicNTK" in cls.__name__ and table.shape[1] == 2:
+        raise ValueError(f"{cls.__name__} needs a rotary_dim above 2")
+    given = {
+        "head_size": head_size, "rotary_dim": table.shape[1], "max_position_embeddings": table.shape[0],
+        "base": 10000, "is_neox_style": neox, "dtype": query.dtype,
+        # unused, since the table is given
+        "scaling_factor": 2.0, "scaling_factors": 2.0, "scaling_alpha": 2.0, "max_trained_positions": table.shape[0],
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": 64,
+    }  # fmt: skip
+    module = assemble.make(cls, table, **{name: given[name] for name in given if assemble.takes(cls, name)})
+    if not hasattr(module, "cos_sin_cache"):
+        raise ValueError(f"{cls.__name__} has no cos_sin_cache")
+    module.cos_sin_cache = table
     return partial(module, positions, query, key)
 
 

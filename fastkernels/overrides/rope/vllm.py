@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.rope.rope_tables import Llama3, RopeModule, rotate
+from fastkernels.overrides.rope.rope_scaling import (
+    DynamicNTKAlpha,
+    Gemma4,
+    LinearScaling,
+    YaRN,
+    axes_chosen,
+    dynamic_base,
+    ntk_frequencies,
+    yarn_magnitude,
+)  # fmt: skip
+from fastkernels.overrides.rope.rope_tables import Llama3, RopeModule, Span, inverse_frequencies, rotate
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
 
 
@@ -39,6 +51,241 @@ class VllmLlama3RotaryEmbedding(Llama3, VllmRotaryEmbedding):
     """vllm.model_executor.layers.rotary_embedding.llama3_rope.Llama3RotaryEmbedding; see VllmRotaryEmbedding."""
 
 
+class VllmLinearScalingRotaryEmbedding(LinearScaling, VllmRotaryEmbedding):
+    """vllm.model_executor.layers.rotary_embedding.linear_scaling_rope.LinearScalingRotaryEmbedding."""
+
+
+class VllmDynamicNTKAlphaRotaryEmbedding(DynamicNTKAlpha, VllmRotaryEmbedding):
+    """vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope.DynamicNTKAlphaRotaryEmbedding."""
+
+
+class VllmGemma4RotaryEmbedding(Gemma4, VllmRotaryEmbedding):
+    """vllm.model_executor.layers.rotary_embedding.gemma4_rope.Gemma4RotaryEmbedding."""
+
+
+class VllmNTKScalingRotaryEmbedding(VllmRotaryEmbedding):
+    """vllm.model_executor.layers.rotary_embedding.ntk_scaling_rope.NTKScalingRotaryEmbedding."""
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        scaling_factor: float, dtype: torch.dtype, mixed_b: float | None = None,
+    ) -> None:  # fmt: skip
+        self.scaling_factor = scaling_factor
+        self.mixed_b = mixed_b
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _inv_freq(self) -> torch.Tensor:
+        return ntk_frequencies(self.base, self.rotary_dim, self.scaling_factor, self.mixed_b)
+
+
+class VllmDynamicNTKScalingRotaryEmbedding(VllmRotaryEmbedding):
+    """vllm.model_executor.layers.rotary_embedding.dynamic_ntk_scaling_rope.DynamicNTKScalingRotaryEmbedding."""
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, max_trained_positions: int, base: float,
+        is_neox_style: bool, scaling_factor: float, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.scaling_factor = scaling_factor
+        self.max_trained_positions = max_trained_positions
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _inv_freq(self) -> torch.Tensor:
+        longer = self.scaling_factor * self.max_position_embeddings / self.max_trained_positions
+        base = dynamic_base(self.base, longer - (self.scaling_factor - 1), self.rotary_dim)
+        return inverse_frequencies(base, self.rotary_dim)
+
+
+class VllmYaRNScalingRotaryEmbedding(YaRN, VllmRotaryEmbedding):
+    """vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope.YaRNScalingRotaryEmbedding."""
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        scaling_factor: float, dtype: torch.dtype, *, beta_fast: int = 32, beta_slow: int = 1,
+        mscale: float | None = None, mscale_all_dim: float | None = None, attention_factor: float | None = None,
+        truncate: bool = True,
+    ) -> None:  # fmt: skip
+        self.scaling_factor = scaling_factor
+        self.beta_fast = beta_fast
+        self.beta_slow = beta_slow
+        self.truncate = truncate
+        self.mscale = _magnitude(scaling_factor, mscale, mscale_all_dim, attention_factor)
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+
+class VllmYaRNScalingRotaryEmbedding_0_26(YaRN, VllmRotaryEmbedding):
+    """vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope.YaRNScalingRotaryEmbedding before 0.32."""
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        scaling_factor: float, dtype: torch.dtype, *, extrapolation_factor: float = 1, attn_factor: float = 1,
+        beta_fast: int = 32, beta_slow: int = 1, apply_yarn_scaling: bool = True, truncate: bool = True,
+    ) -> None:  # fmt: skip
+        self.scaling_factor = scaling_factor
+        self.extrapolation_factor = extrapolation_factor
+        self.attn_factor = attn_factor
+        self.beta_fast = beta_fast
+        self.beta_slow = beta_slow
+        self.truncate = truncate
+        self.mscale = float(attn_factor * (yarn_magnitude(scaling_factor) if apply_yarn_scaling else 1.0))
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+
+def _magnitude(factor: float, mscale: float | None, over: float | None, given: float | None) -> float:
+    if given is not None:
+        return float(given)
+    if mscale and over:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, over)
+    return yarn_magnitude(factor)
+
+
+class VllmDeepseekScalingRotaryEmbedding(YaRN):
+    """vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope.DeepseekScalingRotaryEmbedding.
+
+    forward: as in VllmRotaryEmbedding; positions + offsets, and the cache as it is: float32 where the host keeps it so.
+    """
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        scaling_factor: float, dtype: torch.dtype, *, beta_fast: int = 32, beta_slow: int = 1, mscale: float = 1,
+        mscale_all_dim: float = 0, init_cache: bool = True,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        self.scaling_factor = scaling_factor
+        self.beta_fast = beta_fast
+        self.beta_slow = beta_slow
+        over = yarn_magnitude(scaling_factor, mscale_all_dim)
+        self.mscale = yarn_magnitude(scaling_factor, mscale) / over * getattr(self, "attn_factor", 1)
+        self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+        if init_cache:
+            self._make_cache(dtype)
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        at = positions if offsets is None else positions + offsets
+        native = not query.is_cuda  # there the host rounds after every operation
+        how = (self.head_size, self.cos_sin_cache, self.is_neox_style, False, native)
+        return rotate(rotary_emb, at, query, key, *how)
+
+
+class VllmDeepseekScalingRotaryEmbedding_0_26(VllmDeepseekScalingRotaryEmbedding):
+    """vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope.DeepseekScalingRotaryEmbedding before 0.32."""
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        scaling_factor: float, dtype: torch.dtype, *, extrapolation_factor: float = 1, attn_factor: float = 1,
+        beta_fast: int = 32, beta_slow: int = 1, mscale: float = 1, mscale_all_dim: float = 0, init_cache: bool = True,
+    ) -> None:  # fmt: skip
+        self.extrapolation_factor = extrapolation_factor
+        self.attn_factor = attn_factor
+        super().__init__(
+            head_size, rotary_dim, max_position_embeddings, base, is_neox_style, scaling_factor, dtype,
+            beta_fast=beta_fast, beta_slow=beta_slow, mscale=mscale, mscale_all_dim=mscale_all_dim,
+            init_cache=init_cache,
+        )  # fmt: skip
+
+
+class VllmMRotaryEmbedding(YaRN):
+    """vllm.model_executor.layers.rotary_embedding.mrope.MRotaryEmbedding: with scaling_factor, YaRN's table.
+
+    forward: positions [T], or temporal, height and width positions [3, T]; query, key as in `reference`. The host
+    does not use offsets. Returns (query, key), changed in place; new tensors under torch.compile.
+    """
+
+    scaling_factor: float | None  # type: ignore[assignment]
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        dtype: torch.dtype, mrope_section: Sequence[int] | None = None, mrope_interleaved: bool = False, *,
+        positions_factor: int = 4, scaling_factor: float | None = None, beta_fast: int = 32, beta_slow: int = 1,
+        mscale: float | None = None, mscale_all_dim: float | None = None, attention_factor: float | None = None,
+        truncate: bool = True,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        if mrope_section and sum(mrope_section) != rotary_dim // 2:
+            raise ValueError(
+                f"mrope_section {list(mrope_section)} must sum to rotary_dim / 2 = {rotary_dim // 2}"
+            )
+        self.scaling_factor = scaling_factor
+        self.beta_fast = beta_fast
+        self.beta_slow = beta_slow
+        self.truncate = truncate
+        self.mscale = 1.0
+        if scaling_factor is not None:
+            self.mscale = _magnitude(scaling_factor, mscale, mscale_all_dim, attention_factor)
+        self.cache_max_position_num = max_position_embeddings * positions_factor
+        self._setup(head_size, rotary_dim, self.cache_max_position_num, base, is_neox_style, dtype)
+        self.mrope_section = mrope_section
+        self.mrope_interleaved = mrope_interleaved
+        self._make_cache(dtype)
+
+    def _spans(self) -> list[Span]:
+        return super()._spans() if self.scaling_factor is not None else RopeModule._spans(self)
+
+    def _inv_freq(self) -> torch.Tensor:
+        return super()._inv_freq() if self.scaling_factor is not None else RopeModule._inv_freq(self)
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        at, table = axes_chosen(positions, self.cos_sin_cache, self.mrope_section, self.mrope_interleaved)
+        native = not query.is_cuda  # there the host rounds after every operation
+        return rotate(rotary_emb, at, query, key, self.head_size, table, self.is_neox_style, True, native)
+
+
+class VllmMRotaryEmbedding_0_26(VllmMRotaryEmbedding):
+    """vllm.model_executor.layers.rotary_embedding.mrope.MRotaryEmbedding before 0.32."""
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        dtype: torch.dtype, mrope_section: Sequence[int] | None = None, mrope_interleaved: bool = False, *,
+        scaling_factor: float | None = None, extrapolation_factor: float = 1, attn_factor: float = 1,
+        beta_fast: int = 32, beta_slow: int = 1, truncate: bool = True,
+    ) -> None:  # fmt: skip
+        self.extrapolation_factor = extrapolation_factor
+        self.attn_factor = attn_factor
+        magnitude = None if scaling_factor is None else yarn_magnitude(scaling_factor) * attn_factor
+        super().__init__(
+            head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, mrope_section,
+            mrope_interleaved, scaling_factor=scaling_factor, beta_fast=beta_fast, beta_slow=beta_slow,
+            attention_factor=magnitude, truncate=truncate,
+        )  # fmt: skip
+
+
+class VllmApplyRotaryEmb(nn.Module):
+    """vllm.model_executor.layers.rotary_embedding.common.ApplyRotaryEmb: the rotation, with given cosines and sines.
+
+    forward: x [S, H, D] or [B, S, H, D]; cos, sin [S, rotary_dim / 2]. Returns a new tensor.
+    """
+
+    def __init__(
+        self, enforce_enable: bool = False, is_neox_style: bool = True, enable_fp32_compute: bool = False
+    ) -> None:
+        super().__init__()
+        self.is_neox_style = is_neox_style
+        self.enable_fp32_compute = enable_fp32_compute
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        new = x.clone(memory_format=torch.contiguous_format)
+        tokens = math.prod(x.shape[:-2])
+        positions = torch.arange(tokens, device=x.device) % cos.shape[0]
+        rounds = not self.enable_fp32_compute
+        native = rounds and not x.is_cuda  # there the host rounds after every operation
+        table = torch.cat((cos, sin), dim=-1)
+        rotary_emb(
+            positions, new.flatten(0, -3), None, x.shape[-1], table, self.is_neox_style, rounds, native
+        )
+        return new
+
+
 def get_rope(
     head_size: int,
     max_position: int,
@@ -67,10 +314,37 @@ def get_rope(
 
 
 _ROPE = "vllm.model_executor.layers.rotary_embedding."
+_CLONES = "Off by default: a copy and a kernel, where the host's kernel writes its result itself."
+
+
+def _target(path: str, cls: str, versions: str = "") -> Target:
+    return Target("vllm", _ROPE + path, cls, "leaf", versions)
+
+
+_YARN = "yarn_scaling_rope:YaRNScalingRotaryEmbedding"
+_DEEPSEEK = "deepseek_scaling_rope:DeepseekScalingRotaryEmbedding"
+_MROPE = "mrope:MRotaryEmbedding"
+_DYNAMIC = "dynamic_ntk_scaling_rope:DynamicNTKScalingRotaryEmbedding"
+_ALPHA = "dynamic_ntk_alpha_rope:DynamicNTKAlphaRotaryEmbedding"
+_LINEAR = "linear_scaling_rope:LinearScalingRotaryEmbedding"
 
 TARGETS = {
     "rotary_emb": (
-        Target("vllm", _ROPE + "base:RotaryEmbedding", "VllmRotaryEmbedding", "leaf"),
-        Target("vllm", _ROPE + "llama3_rope:Llama3RotaryEmbedding", "VllmLlama3RotaryEmbedding", "leaf"),
+        _target("base:RotaryEmbedding", "VllmRotaryEmbedding"),
+        _target("llama3_rope:Llama3RotaryEmbedding", "VllmLlama3RotaryEmbedding"),
+        _target(_LINEAR, "VllmLinearScalingRotaryEmbedding"),
+        _target("ntk_scaling_rope:NTKScalingRotaryEmbedding", "VllmNTKScalingRotaryEmbedding"),
+        _target(_DYNAMIC, "VllmDynamicNTKScalingRotaryEmbedding"),
+        _target(_ALPHA, "VllmDynamicNTKAlphaRotaryEmbedding"),
+        _target("gemma4_rope:Gemma4RotaryEmbedding", "VllmGemma4RotaryEmbedding"),
+        _target(_YARN, "VllmYaRNScalingRotaryEmbedding_0_26", "<0.32"),
+        _target(_YARN, "VllmYaRNScalingRotaryEmbedding", ">=0.32"),
+        _target(_DEEPSEEK, "VllmDeepseekScalingRotaryEmbedding_0_26", "<0.32"),
+        _target(_DEEPSEEK, "VllmDeepseekScalingRotaryEmbedding", ">=0.32"),
+        _target(_MROPE, "VllmMRotaryEmbedding_0_26", "<0.32"),
+        _target(_MROPE, "VllmMRotaryEmbedding", ">=0.32"),
+        Target(
+            "vllm", _ROPE + "common:ApplyRotaryEmb", "VllmApplyRotaryEmb", "leaf", default=False, note=_CLONES
+        ),
     ),
 }

@@ -41,7 +41,7 @@ def installed_version() -> str | None:
 
 
 def _semantics(cls: type) -> str:
-    """What the current forward of a class computes, as recorded for targets; '' if its source cannot be read."""
+    """Semantics of the current forward of a class, as recorded for targets; '' if its source cannot be read."""
 
     def method(name: str) -> ast.FunctionDef | None:
         return _parsed(getattr(vars(cls).get(name), "__code__", None))
@@ -60,7 +60,7 @@ def _parsed(code: Any) -> ast.FunctionDef | None:
 
 @cache
 def _known(path: str) -> frozenset[str]:
-    """What the forward of a target's class computes, in all recorded versions."""
+    """Semantics of the forward of a target's class, in all recorded versions."""
     recorded = (data["classes"].get(path, {}) for data in versions.recorded("transformers").values())
     return frozenset(entry["semantics"] for entry in recorded if "semantics" in entry)
 

@@ -32,7 +32,9 @@ def test_shipped_captures_are_found() -> None:
 
 
 def test_templates_are_found() -> None:
-    assert {"kernels.html", "report.html"} <= set(PackageLoader("fk_bench.core").list_templates())
+    assert {"base.html", "kernels.html", "report.html"} <= set(
+        PackageLoader("fk_bench.core").list_templates()
+    )
 
 
 @pytest.mark.parametrize("script", [OFFLINE, command.HOST_PROCESS], ids=lambda p: p.name)

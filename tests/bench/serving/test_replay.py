@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from fk_bench.serving.load.datasets import DatasetError, load_vocabulary
+from fk_bench.serving.config import CompareConfig
+from fk_bench.serving.load.datasets import DatasetError, load, load_vocabulary
 from fk_bench.serving.load.replay import prompts_of, read_trace
+from fk_bench.serving.measure import Loads
 from support.attached import attached, stub
 
 # ms, input_length, output_length, hash ids of blocks of 16 tokens
@@ -61,6 +63,16 @@ def test_hash_ids_stand_for_equal_tokens(words_model: Path, tmp_path: Path) -> N
     assert a[:32] == b[:32] and a[32:] != b[32:] and a[:16] == c[:16] and a[16:32] != c[16:32]
     assert prompts_of(found, vocabulary, "1", 16)[0].tokens[:16] != a[:16]
     assert len(read_trace(str(tmp_path / "trace.jsonl"), 16, 2)) == 2
+
+
+def test_rounds_and_speeds_have_fresh_tokens(words_model: Path, tmp_path: Path) -> None:
+    options = {"trace": str(trace_file(tmp_path)), "trace_block_size": 16, "trace_requests": 4}
+    config = CompareConfig(concurrency=(), trace_speed=(1.0, 2.0), rounds=2, seed=3, **options)
+    loads = Loads(config, load("random", str(words_model), 3, 8, 4))
+    hands = [loads.prompts(level, r) for level in config.levels for r in (0, 1)]
+    assert len({tuple(hand[0].tokens[:16]) for hand in hands}) == 4
+    assert loads.prompts(config.levels[0], 0) == hands[0]  # as in another lane
+    assert max(tokens for _, tokens, _ in loads.needs()) == 256  # the warm-up: 128 + 32, and room
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,19 @@ def test_percentiles_need_enough_requests(tmp_path: Path) -> None:
     assert ">65.00<" in table and ">70.00<" in table and "p99 100" in table
 
 
+def test_percentiles_of_turns_need_enough_turns(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", lanes=("vllm",))
+    rows, _ = read(run / "rows.jsonl")
+    for row in rows:
+        if row.kind == "round":
+            row.metrics["requests_later_turns"] = 12.0  # of 16
+            for turn, value in (("first_turn", 31.0), ("later_turns", 41.0)):
+                row.metrics |= {f"ttft_{turn}_ms_mean": value, f"ttft_{turn}_ms_p90": value + 0.5}
+    (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in rows))
+    text = render(run).read_text()
+    assert ">31.00<" in text and ">41.00<" in text and ">41.50<" in text and "31.50" not in text
+
+
 def test_requests_are_counted_by_outcome(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", lanes=("vllm",))
     rows, _ = read(run / "rows.jsonl")

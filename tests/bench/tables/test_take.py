@@ -76,7 +76,7 @@ def test_rows_of_a_whole_run_become_documents(tmp_path: Path) -> None:
     flat = {
         "skinny-linear": "skinny-linear",
         "decode-attention": "decode-attention",
-        "linear-fp8": "linear-fp8",
+        "linear-fp8": "skinny-linear-tp2",
     }
     for name, file in sources.items():
         (run_folder / name).mkdir(parents=True)

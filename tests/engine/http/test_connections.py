@@ -44,7 +44,9 @@ def test_connection_without_a_request_is_closed(url, sent, first):
     with connect(url) as sock:
         if first:
             sock.sendall(first)
-            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += sock.recv(1 << 16)
             if not sent:
                 return  # an idle connection after an answer has timeout_keep_alive
         started = time.monotonic()
@@ -56,6 +58,7 @@ def test_connection_without_a_request_is_closed(url, sent, first):
         assert LIMIT / 2 < time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_slow_answer_outlives_the_header_limit(url):
     body = {"prompt": [5], "max_tokens": 400, "ignore_eos": True}
     started = time.monotonic()

@@ -142,6 +142,7 @@ def test_items_reach_the_template(live, client):
         ("input", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ("max_output_tokens", {"max_output_tokens": 5000}, "max_output_tokens is 5000"),
         ("tools[0].type", {"tools": [{"type": "web_search"}]}, "web_search"),
+        ("tool_choice", {"tool_choice": "any"}, '"required"'),
         ("max_tokens", {"max_tokens": 5}, "unknown field"),
         ("top_logprobs", {"top_logprobs": 3}, "chat/completions"),
     ],
@@ -150,3 +151,19 @@ def test_bad_requests(live, field, body, words):
     answer = httpx.post(f"{live[0]}/v1/responses", json={"input": "Hi", **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, field) and words in error["message"], error
+
+
+def test_failure_in_a_stream_is_an_event(live, client):
+    _, server = live
+    stream = client.responses.create(
+        model="tiny", input="Hi", max_output_tokens=400, extra_body={"ignore_eos": True}, stream=True
+    )
+    events = []
+    for event in stream:
+        events.append(event)
+        if event.type.endswith("delta"):
+            server.llm.fail_all("a test ends it")
+    assert events[-1].type == "response.failed" and events[-1].response.status == "failed"
+    assert events[-1].response.error.message == "a test ends it"
+    again = client.responses.create(model="tiny", input="Hi", temperature=0)
+    assert again.output_text == "YES"

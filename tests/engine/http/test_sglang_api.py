@@ -101,6 +101,8 @@ def test_structured_output(url):
         ),
         ("sampling_params.top_p", {"text": "a", "sampling_params": {"top_p": 2}}, "2"),
         ("max_tokens", {"text": "a", "sampling_params": {"max_tokens": 2}}, "unknown field"),
+        ("input_ids", {"input_ids": [[1], []]}, "token ids"),
+        ("input_ids", {"input_ids": [1, -1]}, "token ids"),
         ("lora_path", {"text": "a", "lora_path": "x"}, "not supported"),
         (
             "logprob_start_len",

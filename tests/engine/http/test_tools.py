@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from support.live import live_server
 
@@ -96,9 +98,19 @@ def test_calls_are_parsed_whole_and_streamed(client):
     assert calls == [("weather", first.function.arguments), ("noon", "{}")]
 
 
+def test_stream_helper_of_the_client_collects_the_calls(client):
+    """Its accumulator fails on deltas out of order."""
+    body = {"structured_outputs": {"regex": CALLS}}
+    with client.chat.completions.stream(
+        model="tiny", messages=MESSAGES, tools=TOOLS, seed=3, max_tokens=200, extra_body=body
+    ) as stream:
+        done = [e for e in stream if e.type == "tool_calls.function.arguments.done"]
+        message = stream.get_final_completion().choices[0].message
+    assert [(e.index, e.name) for e in done] == [(0, "weather"), (1, "noon")]
+    assert [c.function.arguments for c in message.tool_calls] == [e.arguments for e in done]
+
+
 def test_one_call_without_parallel_calls(client):
-    whole = ask(client, CALLS, tools=TOOLS, parallel_tool_calls=False).choices[0].message
-    assert [c.function.name for c in whole.tool_calls] == ["weather"]
     stream = ask(client, CALLS, tools=TOOLS, parallel_tool_calls=False, stream=True)
     assert [name for name, _ in joined(stream)[2]] == ["weather"]
 
@@ -127,6 +139,36 @@ def test_required_choice_forces_calls(client, stream):
 def check_weather(arguments):
     found = json.loads(arguments)
     assert set(found) == {"city", "days"} and isinstance(found["city"], str) and found["days"] in (1, 2, 3)
+
+
+def test_schemas_with_definitions_are_followed(client):
+    """Their references are relative to the function's own schema."""
+
+    class Place(pydantic.BaseModel):
+        x: Literal[1, 2]
+        near: Place | None
+
+    class Route(pydantic.BaseModel):
+        start: Place
+
+    class Place2(pydantic.BaseModel):
+        y: Literal[3]
+
+    class Stop(pydantic.BaseModel):
+        place: Place2
+
+    Place2.__name__ = "Place"  # another definition of the same name
+    options = [openai.pydantic_function_tool(m, name=m.__name__) for m in (Route, Stop)]
+    seen = set()
+    for seed in range(6):
+        answer = ask(client, tools=options, tool_choice="required", parallel_tool_calls=False, seed=seed)
+        for call in answer.choices[0].message.tool_calls:
+            if answer.choices[0].finish_reason != "length":
+                seen.add(call.function.name)
+                {"Route": Route, "Stop": Stop}[call.function.name].model_validate_json(
+                    call.function.arguments
+                )
+    assert seen == {"Route", "Stop"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -203,6 +245,7 @@ def test_tools_that_would_be_ignored_are_refused(live):
             ("{{ messages[0].content }}", "required", 400, "template ignores tools"),
             ("{{ messages[0].content }}", "none", 200, ""),
             ("{{ messages[0].content }}{{ tools }}", "auto", 400, "--tool-call-parser (hermes, llama3_json"),
+            (None, "auto", 400, "no chat template"),
         ):
             tokenizer.chat_template = template
             answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "tool_choice": choice})
@@ -249,3 +292,34 @@ def test_unknown_parsers_are_refused_before_the_model_is_loaded(tmp_path):
     for config in (ServerConfig(tool_call_parser="hermess"), ServerConfig(reasoning_parser="qwen")):
         with pytest.raises(UnknownName, match="Did you mean"):
             Server(EngineConfig(str(tmp_path / "missing")), config)
+
+
+CHATML = (
+    "<|im_start|>system\nYou call functions.{% if tools %} These exist: {% for t in tools %}{{ t.function | tojson }}\n"
+    "{% endfor %}Call one with <tool_call>{{ '{' }}\"name\": ..., \"arguments\": ...{{ '}' }}</tool_call>{% endif %}"
+    "<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.slow
+def test_real_model_is_forced_to_a_sensible_call():
+    """Its tokens have several bytes, so that calls, names and arguments begin inside a token."""
+    from support.smollm2 import smollm2_path
+
+    question = [{"role": "user", "content": "How is the weather in Paris for the next 2 days?"}]
+    city = {"type": "string", "maxLength": 20}
+    parameters = {**PARAMETERS, "properties": {**PARAMETERS["properties"], "city": city}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    hermes = r'<tool_call>\{"name": "weather", "arguments": \{"city": "[A-Z][a-z]{1,12}", "days": [1-3]\}\}</tool_call>'
+    with live_server(smollm2_path(), ServerConfig("tiny")) as (url, server):
+        server.llm.engine.tokenizer.chat_template = CHATML
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            options = {"messages": question, "tools": tools, "temperature": 0}
+            for more in ({"tool_choice": "required", "parallel_tool_calls": False}, {"regex": hermes}):
+                (call,) = ask(client, **options, **more).choices[0].message.tool_calls
+                assert (
+                    call.function.name == "weather" and json.loads(call.function.arguments)["city"] == "Paris"
+                )
+                _, _, calls, reason = joined(ask(client, **options, **more, stream=True))
+                assert (calls, reason) == ([("weather", call.function.arguments)], "tool_calls")

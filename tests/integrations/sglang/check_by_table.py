@@ -51,6 +51,7 @@ def test_decodes_are_ours_and_prefills_the_hosts(engine, monkeypatch):
     engine = engine()
     stock = generate(engine)
     with fastkernels.patch(engine) as report:
+        report.reset()
         assert ids(generate(engine)) == ids(stock)
         row = attention(report)
         decodes = 7 * len(PROMPTS)  # the first of eight tokens is of the prefill
@@ -63,6 +64,7 @@ def test_decodes_are_ours_and_prefills_the_hosts(engine, monkeypatch):
         assert any("no table lists as faster" in why for why in attention(report).left)
     assert generate(engine) == stock
     with fastkernels.patch(engine, ops=["attention"]) as report:
+        report.reset()
         assert ids(generate(engine)) == ids(stock)
         assert attention(report).calls == 2 * 2 * 8 * len(PROMPTS) and not attention(report).left
     monkeypatch.setenv("FASTKERNELS_DISABLE", "attention_decode")

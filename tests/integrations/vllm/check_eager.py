@@ -290,6 +290,14 @@ def test_unfinished_requests_are_refused(llm):
         fastkernels.patch(llm, ops=["rms_norm"])
     while engine.has_unfinished_requests():
         engine.step()
+    report = fastkernels.patch(llm, ops=["rms_norm"])
+    engine.add_request("1", "abc", SamplingParams(max_tokens=2, ignore_eos=True))
+    engine.step()
+    with pytest.raises(PatchError, match="unfinished"):
+        report.undo()  # no step has failed: the request is not aborted
+    while engine.has_unfinished_requests():
+        engine.step()
+    report.undo()
 
 
 def test_strict_accepts_an_untied_head(llm):

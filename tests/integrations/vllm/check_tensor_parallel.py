@@ -3,18 +3,11 @@
 import os
 
 import pytest
+from support.checks import ONLY_RANK_1_FAILS
 from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
 from fastkernels.patch import PatchError
-
-ONLY_RANK_1_FAILS = (
-    "import os\n"
-    "import torch.distributed as dist\n"
-    "if dist.is_initialized() and dist.get_rank() == 1:\n"
-    "    raise RuntimeError('not on this rank')\n"
-    "from fastkernels.overrides.norm.rms_norm import _reference as rms_norm\n"
-)
 
 
 @pytest.fixture(scope="module")

@@ -117,6 +117,9 @@ def others(m: Model, tokens: int) -> None:
     triton("layer_norm", x, empty(m["hidden"]), empty(m["hidden"]), 1e-5)
     triton("t5_layer_norm", x, empty(m["hidden"]), 1e-6)
     triton("l2_norm", parts[0])
+    triton("rms_norm_gated", x, empty(m["hidden"]), empty(tokens, m["hidden"]), 1e-5, None, False)
+    triton("rms_norm_gated", x, empty(m["hidden"]), empty(tokens, m["hidden"]), 1e-5, 1024, False)
+    triton("rms_norm_gated", parts[0], empty(HEAD), parts[1], 1e-6)
 
 
 def experts(m: Model, tokens: int) -> None:

@@ -101,7 +101,8 @@ class Client:
     async def post(self, path: str) -> int | None:
         """The status of an empty POST; None if the server does not answer."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self._http.post(self.url + path) as reply:
+            # aiohttp would name a type for the body that is not there, which a server may refuse.
+            async with self._http.post(self.url + path, skip_auto_headers=("content-type",)) as reply:
                 await reply.read()
                 return reply.status
         return None

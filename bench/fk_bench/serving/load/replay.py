@@ -70,10 +70,14 @@ def prompts_of(
 ) -> list[Prompt]:
     """Random prompts of the trace's lengths, with equal tokens for equal hash ids; other ones for another seed."""
     ordinary = vocabulary.ordinary
+    blocks: dict[object, list[int]] = {}
     made = []
     for i, request in enumerate(requests):
-        names = request.blocks or [f"request {i}"]
         size = block_size if request.blocks else request.input_len
-        tokens = [t for name in names for t in random.Random(f"{seed}/{name}").choices(ordinary, k=size)]
+        tokens: list[int] = []
+        for name in request.blocks or [f"request {i}"]:
+            if name not in blocks:
+                blocks[name] = random.Random(f"{seed}/{name}").choices(ordinary, k=size)
+            tokens += blocks[name]
         made.append(Prompt(tokens[: request.input_len], request.output_len))
     return made

@@ -22,6 +22,9 @@ _PERCENTILE = re.compile(r"(.+)_p(\d+)$")
 def count(metrics: dict[str, float], name: str) -> float:
     """The values in one round behind the distribution of a latency: requests, or gaps between chunks for ITL."""
     done = metrics.get("requests", 0.0) - metrics.get("requests_failed", 0.0)
+    if name.startswith("ttft_") and name != "ttft_ms":
+        later = metrics.get("requests_later_turns", 0.0)
+        return later if name == "ttft_later_turns_ms" else done - later
     if name != "itl_ms":
         return done
     return metrics.get("output_tokens", 0.0) / metrics.get("tokens_per_chunk_mean", 1.0) - done

@@ -40,7 +40,14 @@ COLUMNS = (
     Column("tok/s per user", "tokens_per_s_per_user", 1, "1 / TPOT, mean over requests"),
 )  # fmt: skip
 IN_FLIGHT = "Measured concurrency: mean number of requests in flight, from their latencies (Little's law)"
-LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
+LATENCIES = {
+    "ttft_ms": "TTFT",
+    "ttft_first_turn_ms": "TTFT, first turn",
+    "ttft_later_turns_ms": "TTFT, later turns",
+    "tpot_ms": "TPOT",
+    "itl_ms": "ITL",
+    "e2el_ms": "E2EL",
+}
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 # Of a round's case: named elsewhere, or different from round to round
 _NOT_SHOWN = (
@@ -265,7 +272,8 @@ def _details(results: Sequence[LaneResult], bases: dict[str, str]) -> list[dict[
                     values.append(
                         {**_number(numbers.mean(cell, metric), cell.ci95.get(metric), 2), "speedup": ratio}
                     )
-                found.append({"lane": result.lane, "at": level.label, "name": heading, "values": values})
+                line = {"lane": result.lane, "base": bases[result.lane], "at": level.label}
+                found.append({**line, "name": heading, "values": values})
     return found
 
 
@@ -273,6 +281,7 @@ def _details(results: Sequence[LaneResult], bases: dict[str, str]) -> list[dict[
 TOLD = (
     ("from cache", "cached_prompt_tokens", 0), ("draft acceptance", "spec_acceptance_rate", 3),
     ("tokens per draft", "spec_acceptance_length", 2), ("SLO attainment", "slo_attainment", 3),
+    ("lag ms", "lag_ms_mean", 1),
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,10 @@ from fastkernels.engine.http.protocol import ChatCompletionRequest
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """parser() makes the parser of one answer, None: no tools; schema: JSON schema of the answer, None: any text."""
+    """parser() makes the parser of one answer, None: no tools; schema: JSON schema of the answer, None: any text.
+
+    keeps_special_tokens: whether special tokens must stay in the text, because the parser needs them
+    """
 
     parser: Callable[[], ToolParser] | None = None
     schema: dict[str, Any] | None = None
@@ -24,8 +28,8 @@ class ToolPlan:
 
 def plan_tools(body: ChatCompletionRequest, tool_format: ToolFormat) -> ToolPlan:
     """Raises ApiError for tools that the model would not see, or whose calls could not be found in its answer."""
-    if not body.tools or body.tool_choice == "none":
-        return ToolPlan()
+    if not body.tools or body.tool_choice == "none" or tool_format.template() is None:
+        return ToolPlan()  # without a template, the conversation itself is refused
     if not tool_format.reads_tools():
         raise ApiError(
             400,
@@ -38,24 +42,42 @@ def plan_tools(body: ChatCompletionRequest, tool_format: ToolFormat) -> ToolPlan
         return ToolPlan(lambda: Arguments([named]), _parameters(named))
     if body.tool_choice == "required":
         most = {} if body.parallel_tool_calls is not False else {"maxItems": 1}
-        calls = [_call(function) for function in functions]
-        return ToolPlan(
-            lambda: Calls(functions), {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
-        )
+        calls = [_call(function, i) for i, function in enumerate(functions)]
+        schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+        whole = {f"{i}": _moved(_parameters(f), i) for i, f in enumerate(functions) if _has_references(f)}
+        return ToolPlan(lambda: Calls(functions), {**schema, "$defs": whole} if whole else schema)
     parser = tool_format.parser()
     if parser is None:
         names = ", ".join(sorted(TOOL_PARSERS))
         how = f"start the server with --tool-call-parser ({names})"
         raise ApiError(400, f"the format of this model's tool calls is unknown: {how}", "tools")
-    return ToolPlan(lambda: parser(functions), None, parser.keeps_special_tokens)
+    return ToolPlan(lambda: parser(functions), keeps_special_tokens=True)
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     return function.get("parameters") or {"type": "object", "properties": {}}
 
 
-def _call(function: dict[str, Any]) -> dict[str, Any]:
-    properties = {"name": {"const": function["name"]}, "parameters": _parameters(function)}
+def _call(function: dict[str, Any], index: int) -> dict[str, Any]:
+    parameters = {"$ref": f"#/$defs/{index}"} if _has_references(function) else _parameters(function)
+    properties = {"name": {"const": function["name"]}, "parameters": parameters}
     return {
         "type": "object", "properties": properties, "required": ["name", "parameters"], "additionalProperties": False,
     }  # fmt: skip
+
+
+def _has_references(function: dict[str, Any]) -> bool:
+    return '"$ref"' in json.dumps(_parameters(function))
+
+
+def _moved(schema: Any, index: int) -> Any:
+    """The schema with references that hold after it has become #/$defs/INDEX of another."""
+    if isinstance(schema, list):
+        return [_moved(item, index) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, index) for key, value in schema.items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        moved["$ref"] = f"#/$defs/{index}{target[1:]}"
+    return moved

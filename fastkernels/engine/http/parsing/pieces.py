@@ -41,12 +41,12 @@ Piece: TypeAlias = "Content | Reasoning | CallStart | CallArguments"
 class ToolParser:
     """Finds tool calls in a text that arrives in parts. One instance parses one answer.
 
-    tools  the functions of the request, as its JSON objects
-    keeps_special_tokens  whether the format's markers are special tokens, which must then stay in the text
-    forced                whether the answer can be nothing but calls, possibly cut off at its maximum length
+    tools   the functions of the request, as its JSON objects
+    forced  whether the answer can be nothing but calls, possibly cut off at its maximum length; otherwise the format
+            has markers, which are special tokens in some models and must stay in the text
     """
 
-    keeps_special_tokens = forced = False
+    forced = False
 
     def __init__(self, tools: Sequence[dict[str, Any]]):
         self.tools = {tool["name"]: tool for tool in tools}

@@ -68,9 +68,7 @@ class ToolFormat:
 
     def reads_tools(self) -> bool:
         """Whether the template shows tools to the model: a conversation with one differs from the same without."""
-        template = self.template()
-        if template is None:
-            return True  # refused for that reason
+        template = self.template() or ""
         if template not in self._reads:
             self._reads[template] = self._differs()
         return self._reads[template]

@@ -89,18 +89,18 @@ class Hermes(_Objects):
             if self._state == "call":
                 found, text = self._feed_call(text)
                 pieces += found
-                if self._call is None:  # a call may lack its closing marker
+                if self._call is None and self._started is not None:  # a call may lack its closing marker
                     self._state, self._scan = "after", MarkerScan(self.CLOSE, self.marker)
+                elif self._call is None:
+                    self._state, self._scan = "content", MarkerScan(self.marker)
                 continue
             before, marker, text = self._scan.feed(text)
-            if self._state == "after":
-                before = before.strip()
             pieces += self._content(before)
             if marker == self.marker:
                 self._state = "call"
                 self._announced()
             elif marker:
-                self._state, self._scan = "content", MarkerScan(self.marker)
+                self._state, self._scan, self._space = "content", MarkerScan(self.marker), ""
         return pieces
 
     def finish(self) -> list[Piece]:
@@ -115,7 +115,6 @@ class Llama3Json(_Objects):
     The format has no other marker, so an object that is no call of a tool is content.
     """
 
-    keeps_special_tokens = True
     TAG = "<|python_tag|>"
 
     def __init__(self, tools: Sequence[dict[str, Any]]):
@@ -157,7 +156,6 @@ class Llama3Json(_Objects):
 class Mistral(_Objects):
     """[TOOL_CALLS] and a JSON list of calls; since version 11 of the format, [TOOL_CALLS]name[ARGS]{...} for each."""
 
-    keeps_special_tokens = True
     marker, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
     def __init__(self, tools: Sequence[dict[str, Any]]):

@@ -79,7 +79,6 @@ class ResponseAnswer(Answer):
         request, details = self.request, None
         if self.status == "incomplete":
             details = {"reason": "max_output_tokens"}
-        choice = request.tool_choice
         return {
             "id": self.id, "object": "response", "created_at": self.created, "completed_at": self.finished_at,
             "status": self.status, "background": False, "error": None, "incomplete_details": details,
@@ -91,7 +90,7 @@ class ResponseAnswer(Answer):
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": {"format": {"type": "text"}} if request.text is None
             else request.text.model_dump(by_alias=True, exclude_none=True),
-            "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
+            "tool_choice": request.tool_choice or "auto",
             "tools": [t.model_dump() for t in request.tools or ()],
             "top_p": 1.0 if request.top_p is None else request.top_p, "truncation": "disabled",
             "usage": None if self.status == "in_progress" else self.usage(), "user": request.user,

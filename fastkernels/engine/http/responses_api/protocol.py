@@ -87,9 +87,20 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
 
-class NamedTool(Strict):
-    type: Literal["function"]
-    name: str
+def _tool_choice(value: Any) -> Any:
+    if value in (None, "none", "auto", "required"):
+        return value
+    if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("name"), str):
+        return {"type": "function", "name": value["name"]}
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "name": ...}')
+
+
+_NAMED_CHOICE = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+    "required": ["type", "name"],
+}
+_CHOICE_SCHEMA = {"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED_CHOICE]}
 
 
 class Reasoning(Strict):
@@ -125,7 +136,7 @@ class ResponsesRequest(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = False
     tools: list[FunctionTool] | None = Field(None, max_length=512)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Annotated[Any, PlainValidator(_tool_choice), WithJsonSchema(_CHOICE_SCHEMA)] = None
     parallel_tool_calls: bool | None = True
     reasoning: Reasoning | None = None
     text: Text | None = None

@@ -71,10 +71,9 @@ def _chat(body: ResponsesRequest) -> dict[str, Any]:
     if body.tools:
         tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools]
         chat["tools"] = [{"type": "function", "function": tool} for tool in tools]
-    if isinstance(body.tool_choice, str):
-        chat["tool_choice"] = body.tool_choice
-    elif body.tool_choice is not None:
-        chat["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+    choice = body.tool_choice
+    named = isinstance(choice, dict)
+    chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if named else choice
     if body.reasoning is not None and body.reasoning.effort is not None:
         chat["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:

@@ -31,7 +31,29 @@ _TEXT = {
         {"type": "null"},
     ]
 }
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+def _input_ids(value: Any) -> Any:
+    """Token ids of one prompt or of several."""
+    if value is None:
+        return None
+    prompts = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+    for ids in prompts:
+        if not isinstance(ids, list) or not ids or set(map(type, ids)) != {int} or min(ids) < 0:
+            raise ValueError("must be a list of token ids, not empty, or a list of such lists")
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts are allowed, got {len(prompts)}")
+    return value
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_INPUT_IDS = {
+    "anyOf": [
+        _IDS,
+        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+        {"type": "null"},
+    ]
+}
 
 
 class SglangSampling(Strict):
@@ -70,7 +92,7 @@ class SglangRequest(Body):
     """One prompt or several, as text or as token ids."""
 
     text: Annotated[Any, PlainValidator(_text), WithJsonSchema(_TEXT)] = None
-    input_ids: Ids | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    input_ids: Annotated[Any, PlainValidator(_input_ids), WithJsonSchema(_INPUT_IDS)] = None
     sampling_params: SglangSampling | None = None
     stream: bool | None = False
     return_logprob: bool | None = False

@@ -49,7 +49,7 @@ XML = (
 CASES = [  # (parser, text, content, calls)
     ("hermes", f"Let me see.\n\n{HERMES}\n", "Let me see.", (W,)),
     ("hermes", f'{HERMES}\n<tool_call>\n{{"arguments": {{}}, "name": "noon"}}\n</tool_call>', None, (W, N)),
-    ("hermes", f"{HERMES}<tool_call>{{'no'}}</tool_call>", "<tool_call>{'no'}", (W,)),
+    ("hermes", f"{HERMES}<tool_call>{{'no'}}</tool_call>", "<tool_call>{'no'}</tool_call>", (W,)),
     ("hermes", f"{HERMES} and more", " and more", (W,)),
     ("hermes", 'a < b <tool {"x": 1} \n', 'a < b <tool {"x": 1} \n', ()),
     (
@@ -107,7 +107,7 @@ def test_calls_do_not_depend_on_the_cuts(tools, text, content, calls, cuts):
 
 
 @pytest.mark.parametrize("tools", sorted(TOOL_PARSERS))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     text=st.lists(
         st.sampled_from(

@@ -127,7 +127,7 @@ class Slots:
     def refresh(self, start: int = 0, count: int | None = None) -> None:
         """Refill `count` slots from `start` (None: to the last). Some masters are new, and each is used equally often.
 
-        What other slots hold remains, but `expected` no longer knows it.
+        Other slots keep their values, but `expected` no longer knows them.
         """
         count = self.count - start if count is None else count
         wanted = min(MASTERS if self.scales else MASTERS_EXACT, count)

@@ -1,0 +1,163 @@
+"""Figures of vLLM's, SGLang's and guidellm's benchmarks against those of serve-compare, on the same running server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.attached import attached
+from support.environments import cache_root
+from support.server_process import start
+from support.tiny import make_tiny_llama
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[3]
+REQUESTS, CONCURRENCY, INPUT, OUTPUT = 32, 4, 64, 32
+GUIDELLM = "guidellm==0.8.1"
+# The rounds of serve-compare before and after a client give the noise of the machine; a client's figure may lie outside
+# of them by this factor, because three rounds do not find the extremes.
+MARGIN = 1.3
+Figures = dict[str, float]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """(folder of the model, URL) of our server in a process of its own."""
+    folder = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+    with open(folder.parent / "log", "w") as log:
+        process, url = start(folder, log=log, num_blocks=2000)
+        try:
+            yield folder, url
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def run(*command: object) -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FASTKERNELS", "PYTHONPATH"))}
+    env = {**kept, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([str(c) for c in command], env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def interpreter(host: str) -> Path:
+    python = ROOT / f".venv-{host}" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no .venv-{host}: run `make setup`")
+    return python
+
+
+def vllm_bench(folder: Path, url: str, out: Path) -> Figures:
+    run(
+        interpreter("vllm"), "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai", "--base-url",
+        url, "--endpoint", "/v1/completions", "--model", folder, "--dataset-name", "random", "--random-input-len",
+        INPUT, "--random-output-len", OUTPUT, "--num-prompts", REQUESTS, "--max-concurrency", CONCURRENCY,
+        "--ignore-eos", "--num-warmups", CONCURRENCY, "--seed", 1, "--save-result", "--result-dir", out,
+        "--result-filename", "vllm.json",
+    )  # fmt: skip
+    return _of_vllm_and_sglang(json.loads((out / "vllm.json").read_text()))
+
+
+def sglang_bench(backend: str) -> Callable[[Path, str, Path], Figures]:
+    def bench(folder: Path, url: str, out: Path) -> Figures:
+        run(
+            interpreter("sglang"), "-m", "sglang.bench_serving", "--backend", backend, "--base-url", url, "--model",
+            folder, "--dataset-name", "random-ids", "--random-input-len", INPUT, "--random-output-len", OUTPUT,
+            "--random-range-ratio", "1.0", "--num-prompts", REQUESTS, "--max-concurrency", CONCURRENCY,
+            "--warmup-requests", CONCURRENCY, "--seed", 2, "--output-file", out / "sglang.jsonl",
+        )  # fmt: skip
+        return _of_vllm_and_sglang(json.loads((out / "sglang.jsonl").read_text().splitlines()[-1]))
+
+    return bench
+
+
+def _of_vllm_and_sglang(found: Figures) -> Figures:
+    assert found["completed"] == REQUESTS and found["total_output_tokens"] == REQUESTS * OUTPUT
+    return {
+        "output_tokens_per_s": found["output_throughput"],
+        "ttft_ms_p50": found["median_ttft_ms"],
+        "tpot_ms_p50": found["median_tpot_ms"],
+    }
+
+
+def guidellm(folder: Path, url: str, out: Path) -> Figures:
+    """In an environment of its own: its requirements conflict with those of the hosts."""
+    environment = cache_root() / GUIDELLM.replace("==", "-")
+    if not (environment / "complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=True)
+        subprocess.run([str(environment / "bin/pip"), "install", "-q", GUIDELLM], check=True)
+        (environment / "complete").touch()
+    run(
+        environment / "bin/guidellm", "run", "--disable-console", "--backend",
+        f"kind=openai_http,target={url},model={folder},request_format=/v1/completions", "--profile",
+        f"kind=concurrent,streams={CONCURRENCY}", "--constraint", f"kind=max_requests,count={REQUESTS}", "--data",
+        f"kind=synthetic_text,prompt_tokens={INPUT},output_tokens={OUTPUT}", "--tokenizer",
+        f"kind=huggingface_auto,model={folder}", "--output", f"kind=json,path={out / 'guidellm.json'}",
+    )  # fmt: skip
+    (benchmark,) = json.loads((out / "guidellm.json").read_text())["benchmarks"]
+    found = benchmark["metrics"]
+    assert found["request_totals"]["successful"] == REQUESTS
+    # its "time per output token" counts the first token, too; its inter-token latency is the field's TPOT
+    return {
+        "output_tokens_per_s": found["output_tokens_per_second"]["successful"]["mean"],
+        "ttft_ms_p50": found["time_to_first_token_ms"]["successful"]["median"],
+        "tpot_ms_p50": found["inter_token_latency_ms"]["successful"]["median"],
+    }
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        pytest.param(vllm_bench, id="vllm"),
+        pytest.param(sglang_bench("vllm"), id="sglang-openai"),
+        pytest.param(sglang_bench("sglang"), id="sglang-native"),
+        pytest.param(guidellm, id="guidellm"),
+    ],
+)
+def test_figures_agree_within_noise(
+    client: Callable[[Path, str, Path], Figures], server: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, url = server
+    options = {
+        "concurrency": (CONCURRENCY,),
+        "num_prompts": (REQUESTS,),
+        "input_len": INPUT,
+        "output_len": OUTPUT,
+    }
+    rounds = attached(folder, url, tmp_path / "before", "fastkernels", rounds=3, **options)[1]
+    theirs = client(folder, url, tmp_path)
+    rounds += attached(folder, url, tmp_path / "after", "fastkernels", rounds=3, **options)[1]
+    for metric, value in theirs.items():
+        ours = [row.metrics[metric] for row in rounds]
+        assert min(ours) / MARGIN <= value <= max(ours) * MARGIN, (metric, value, ours)
+
+
+def test_loads_on_our_server(server: tuple[Path, str], tmp_path: Path) -> None:
+    """Prefix hits of our engine (blocks of 16 tokens) with a trace, conversations and a search; none without."""
+    folder, url = server
+    lines = [(0, 40, 4, [1, 2, 3]), (200, 48, 4, [1, 2, 4]), (700, 32, 4, [5, 6])]
+    keys = ("timestamp", "input_length", "output_length", "hash_ids")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in lines))
+    line, rows = attached(
+        folder, url, tmp_path / "run", "fastkernels", rounds=2, loads=("c=2,turns=3,prompts=2", "c=4,prompts=8"),
+        trace=str(trace), trace_block_size=16, search=("concurrency=1-2",), slo={"ttft": 60e3}, input_len=32,
+        output_len=16,
+    )  # fmt: skip
+    cached = {(r.case["load"], r.case.get("turns", 1)): r.metrics["cached_prompt_tokens"] for r in rows}
+    assert cached["trace", 1] == 32
+    # Turns of 32, 80 and 128 prompt tokens; the engine has computed all but the last token of the turn before.
+    assert cached["concurrency", 3] == 2 * (32 + 80)
+    assert cached["concurrency", 1] == cached["max_concurrency", 1] == 0
+    assert {r.case["flushed_by"] for r in rows} == {"/reset_prefix_cache"}
+    assert {r.metrics["max_concurrency_within_slo"] for r in rows if r.case["load"] == "max_concurrency"} == {
+        2.0
+    }
+    assert (
+        all("raise its upper limit" in warning for warning in line["warnings"]) and len(line["warnings"]) == 2
+    )

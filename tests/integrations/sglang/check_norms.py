@@ -1,0 +1,58 @@
+"""Every norm of SGLang and torch against the host's own, without an engine."""
+
+import torch
+from fk_integrations.core.apply import apply
+from fk_integrations.sglang.scheduler import SglangAdapter
+from sglang.srt.runtime_context import get_parallel
+from torch import nn
+
+from fastkernels.patch import Request
+
+OPS = ("rms_norm", "gemma_rms_norm", "layer_norm", "rms_norm_gated")
+
+
+class Alone(SglangAdapter):
+    """Without a model runner."""
+
+    def batch_invariant(self) -> None:
+        return None
+
+
+def test_norms_equal_the_hosts(monkeypatch):
+    """Patched, as close as the dtype allows, and undone exactly."""
+    from sglang.kernels.ops.attention.fla import layernorm_gated
+    from sglang.srt.layers import layernorm
+    from sglang.srt.layers.attention.mamba import mixer2_rms_norm_gated as mixer2
+    from sglang.srt.models import cohere2_moe, commandr
+
+    torch.compiler.set_stance("force_eager")  # Cohere's functions are compiled
+    monkeypatch.setattr(mixer2, "is_dp_attention_enabled", lambda: False)
+    with get_parallel().override(tp_size=1, tp_rank=0):
+        mixers = {"mixer": mixer2.Mixer2RMSNormGated(64, 1), "mixer_groups": mixer2.Mixer2RMSNormGated(64, 4)}
+    made = {
+        "gemma4": layernorm.Gemma4RMSNorm(64), "gemma4_bare": layernorm.Gemma4RMSNorm(64, with_scale=False),
+        "bare": layernorm.RMSNormWithoutScale(64), "cohere": commandr.LayerNorm(64),
+        "cohere_moe": cohere2_moe.Cohere2MoeLayerNorm(64), "torch": nn.LayerNorm(64), "torch_rms": nn.RMSNorm(64, 1e-5),
+        **mixers,
+    }  # fmt: skip
+    if layernorm_gated._use_cpu:  # SGLang's own runs on CPUs with AMX only
+        made["gated"] = layernorm_gated.RMSNorm(64)
+    gated = ("mixer", "mixer_groups", "gated")
+    model = nn.ModuleDict(made).bfloat16()
+    x, gate = torch.randn(5, 64).bfloat16() + 1, torch.randn(5, 64).bfloat16()
+
+    def run():
+        return {n: norm(x, gate) if n in gated else norm(x) for n, norm in model.items()}
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(0.5, 1.5)
+        classes, expected = [type(m) for m in model.modules()], run()
+        patched = apply(Alone(), model, Request("patch", ops=OPS), 0)
+        assert [n for n, m in model.items() if type(m) in classes] == []
+        found = run()
+        for name, theirs in expected.items():
+            torch.testing.assert_close(found[name], theirs, msg=lambda text, name=name: f"{name}: {text}")
+        patched.undo()
+        assert [type(m) for m in model.modules()] == classes
+        torch.testing.assert_close(run(), expected, rtol=0, atol=0)
