@@ -100,6 +100,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {}),
     "opt": ("OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "gpt_oss": (
+        "GptOss",  # YaRN with a factor of 32
+        {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 
 
