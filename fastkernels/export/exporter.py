@@ -12,7 +12,9 @@ import builtins
 import re
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastkernels import __version__
 from fastkernels.core import registry
@@ -54,7 +56,36 @@ FORK = "Each class below keeps its host base class; its methods replace the host
 FUNCTIONS = (
     "The functions replace the host's functions of the same name, which run calls that no kernel supports."
 )
-STANDALONE = "Standalone classes with the host's constructor signatures."
+PLACE = "With --into FORK, `fk-bench export` saves it next to the host's module, which then imports it last."
+STANDALONE = "Standalone classes with the host's constructor signatures, for code without the host."
+# The host's subclasses and callers use more of a class than its constructor and forward.
+REFUSAL = """
+
+def _refuse(cls: type, **options: object) -> None:
+    if cls.__module__.startswith("{host}."):
+        raise TypeError(f"{{cls.__name__}} needs the class of {host}: in a fork, export {op} without --standalone")
+
+
+for _class in ({names}):
+    _refuse(_class)
+    _class.__init_subclass__ = classmethod(_refuse)
+"""
+# A subclass of a class with several forward methods that overrides one of them has a computation of its own.
+DISPATCHED = '''
+
+def _keep_own(cls: type, **options: object) -> None:
+    """Give a subclass that overrides forward_cuda or its like the host's forward, which calls it."""
+    ours = next(c for c in cls.__mro__[1:] if c in _CLASSES)
+    names = [name for name in dir(ours.__base__) if name.startswith("forward_")]
+    if cls.forward is ours.forward and any(getattr(cls, n) != getattr(ours.__base__, n) for n in names):
+        cls.forward = ours.__base__.forward
+
+
+_CLASSES = ({names})
+for _class in _CLASSES:
+    _class.__init_subclass__ = classmethod(_keep_own)
+'''
+DISPATCHERS = ("vllm", "sglang")  # hosts whose leaf classes choose among forward_cuda, forward_cpu, ...
 # A class put in by these seams has the host's constructor; of ours only the methods count.
 METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts")
 
@@ -85,6 +116,18 @@ class Replaced:
     name: str
     about: str
     methods: list[tuple[Source, Statement, Uses]]
+    dispatched: bool = False
+    others: tuple[str, ...] = ()  # paths of further classes that get the same methods
+    assigned: Mapping[str, Key] = field(default_factory=dict)  # methods that are functions of ours
+
+    @property
+    def names(self) -> list[str]:
+        return [path.partition(":")[2] for path in (self.path, *self.others)]
+
+    @property
+    def supports(self) -> bool:
+        """Whether there is a method `supports`, which the others call."""
+        return "supports" in [*self.assigned, *(s.node.name for _, s, _ in self.methods)]  # type: ignore[attr-defined]
 
 
 def targets(spec: OpSpec, host: str, version: str) -> list[Target]:
@@ -101,26 +144,78 @@ def targets(spec: OpSpec, host: str, version: str) -> list[Target]:
     return found
 
 
-def export(op: str, host: str, version: str, standalone: bool = False) -> str:
+def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
+    """Those targets that a fork can replace: methods of classes that stay the host's, and functions.
+
+    Raises ExportError, also for an op that only has classes that are built anew: in a fork they would lack what the
+    host's subclasses and callers use.
+    """
+    targets(spec, host, version)  # raises if there is none
+    found = spec.targets_for(host, version)  # namesakes in models' files, too
+    kept = [t for t in found if t.seam != "standalone" and (_keeps_host_class(t) or _is_function(t))]
+    if found and not kept:
+        names = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found))
+        inner = [c for c in spec.calls if _is_for(registry.get(c), host, version)]
+        instead = f"Export what it calls ({', '.join(inner)}), or use" if inner else "Use"
+        raise ExportError(
+            f"{spec.name} has no file for a fork of {host} {version}: {names} would lose what {host} itself calls on"
+            f" it. {instead} --standalone for code without {host}."
+        )
+    return kept
+
+
+def printed(found: list[Target]) -> list[Target]:
+    """Targets of one file for a fork: the classes of the first module with classes, and all functions.
+
+    Classes of one name in several modules, or modules of many models, cannot be in one file.
+    """
+    first = next((_module(t) for t in found if not _is_function(t)), "")
+    return [t for t in found if _is_function(t) or _module(t) == first]
+
+
+def _is_for(spec: OpSpec, host: str, version: str) -> bool:
+    """Whether the op has a file for a fork of this host version."""
+    try:
+        fork_targets(spec, host, version)
+    except ExportError:
+        return False
+    return True
+
+
+def export(op: str, host: str, version: str, standalone: bool = False, only: str = "") -> str:
     """Return the text of the file.
 
     standalone  write whole classes, constructors included, that need no host
+    only        the module of the host whose classes and functions the file replaces; '' for those of `printed`
 
     Raises UnknownName for the op, ExportError for the host or version.
     """
     spec = registry.get(op)
-    found = targets(spec, host, version)
-    if not standalone:  # a fork keeps classes that we only rebuild, if the op has others
-        found = [t for t in found if t.seam != "standalone"] or found
+    found = (targets if standalone else fork_targets)(spec, host, version)
+    modules = list(dict.fromkeys(_module(t) for t in found))
+    namespace = f"{PACKAGE}_{op}_{host}"
+    if only:
+        found = [t for t in found if _module(t) == only]
+        if not found:
+            raise ExportError(f"{op} has nothing for {only}. It has: {', '.join(modules) or 'no module'}")
+        namespace += f"_{only.rpartition('.')[2]}" if len(modules) > 1 else ""
+    elif standalone:  # one name, one class
+        found = list({t.path.partition(":")[2]: t for t in reversed(found)}.values())[::-1]
+    else:
+        found = printed(found)
     module = registry.op_modules()[op]
     kept = [] if standalone else [t for t in found if _keeps_host_class(t)]
     whole = [t for t in found if t not in kept]
     # Whole classes need no host. Methods and functions leave unsupported calls to the host's code of the same name;
     # a functional op, which no host has, leaves them to its caller.
-    fork = not standalone and all(_is_function(t) for t in whole)
-    replaced = [_replaced(t, fork) for t in {t.cls: t for t in reversed(kept)}.values()][::-1]
+    fork = not standalone
+    alike: dict[Any, list[Target]] = {}
+    for target in kept:
+        alike.setdefault(tuple(_methods(target).values()), []).append(target)
+    replaced = [_replaced(group, fork) for group in alike.values()]
     roots = [origin(t.module, t.cls, fork) for t in whole]
     roots += [k for r in replaced for _, _, uses in r.methods for k in _keys(uses)]
+    roots += [key for r in replaced for key in r.assigned.values()]
     if not found:
         alone = (op,) if fork else ("reference", op)
         roots += [(module, name) for name in alone if name in read(module, fork).bound]
@@ -130,9 +225,8 @@ def export(op: str, host: str, version: str, standalone: bool = False) -> str:
     aliases = _host_names(whole, fork)
     hosts = {origin(t.module, t.cls, fork): t.path for t in reversed(whole)} if falls_back else {}
     names = _final_names(parts, order, module, aliases)
-    namespace = f"{PACKAGE}_{op}_{host}"
-    text = _header(spec, found, host, version, namespace, parts, replaced, falls_back)
-    imported = [r.path for r in replaced] + list(hosts.values())
+    text = _header(spec, found, host, version, namespace, parts, replaced, fork)
+    imported = [path for r in replaced for path in (r.path, *r.others)] + list(hosts.values())
     text += "\n".join(_external(parts, replaced, imported)) + "\n"
     attributes = _attributes(parts, replaced)
     after_definition = False  # two blank lines around a definition, none between plain statements
@@ -151,12 +245,12 @@ def export(op: str, host: str, version: str, standalone: bool = False) -> str:
     written: dict[str, str] = {}
     for r in replaced:
         text += _class_text(r, names, namespace, written, falls_back)
-    alias_names = list(aliases.values())
-    for r in replaced:
-        same = dict.fromkeys(t.path.partition(":")[2] for t in kept if t.cls == r.ours)
-        alias_names.append([r.name, *(name for name in same if name != r.name)])
-    for first, *others in alias_names:
+    if dispatched := [name for r in replaced if r.dispatched for name in r.names]:
+        text += DISPATCHED.format(names="".join(f"{name}, " for name in dispatched).rstrip())
+    for first, *others in aliases.values():
         text += "\n" + "".join(f"{other} = {first}\n" for other in others) if others else ""
+    if built := list(dict.fromkeys(n for t, n in _named(whole) if not fork and not _is_function(t))):
+        text += REFUSAL.format(host=host, op=op, names="".join(f"{name}, " for name in built).rstrip())
     if falls_back:
         text = errors_of_the_host(text)
     if fork:
@@ -164,6 +258,14 @@ def export(op: str, host: str, version: str, standalone: bool = False) -> str:
     text = compact(text)
     compile(text, f"{op}.py", "exec")
     return text
+
+
+def _module(target: Target) -> str:
+    return target.path.partition(":")[0]
+
+
+def _named(found: list[Target]) -> list[tuple[Target, str]]:
+    return [(t, t.path.partition(":")[2]) for t in found]
 
 
 def _keeps_host_class(target: Target) -> bool:
@@ -181,7 +283,7 @@ def _host_name(path: str) -> str:
     return f"Host{name}" if name[0].isupper() else f"host_{name.lstrip('_')}"
 
 
-def _with_fallback(text: str, host: str) -> str:
+def _with_fallback(text: str, host: str, supports: bool = False) -> str:
     """The function or method with its body in a `try`; calls that no kernel supports go to `host`, as given."""
     node = ast.parse(textwrap.dedent(text)).body[0]
     assert isinstance(node, ast.FunctionDef)
@@ -189,32 +291,83 @@ def _with_fallback(text: str, host: str) -> str:
     positional = [x.arg for x in (*a.posonlyargs, *a.args)]
     called = positional[1:] if positional[:1] == ["self"] else positional
     called = called + [f"{x.arg}={x.arg}" for x in a.kwonlyargs]
+    stored = {
+        n.id
+        for s in node.body
+        for n in ast.walk(s)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
+    if changed := [x.arg for s in node.body for n in ast.walk(s) if isinstance(n, ast.AugAssign)
+                   for x in (*a.args, *a.kwonlyargs) if ast.unparse(n.target) == x.arg]:  # fmt: skip
+        raise ExportError(f"{node.name} changes {', '.join(changed)}, which the host's code then gets")
     documented = ast.get_docstring(node) is not None and len(node.body) > 1
     first = node.body[1 if documented else 0].lineno - 1
     while first > 0 and lines[first - 1].lstrip().startswith("#"):
         first -= 1
     indent = re.match(r" *", lines[node.body[0].lineno - 1])[0]  # type: ignore[index]
     body = ["    " + line if line else line for line in lines[first:]]
+    head: list[str] = []
+    if supports:
+        head += [
+            f"{indent}if self.supports() is not None:",
+            f"{indent}    return {host}({', '.join(called)})",
+        ]
+    if stored & {*positional, *(x.arg for x in a.kwonlyargs)}:  # the host's code gets the arguments as given
+        if a.kwonlyargs:
+            raise ExportError(f"{node.name} assigns to its arguments")
+        head, called = [*head, f"{indent}given = ({', '.join(called)})"], ["*given"]
     tail = [f"{indent}except Unsupported:", f"{indent}    return {host}({', '.join(called)})"]
-    return "\n".join([*lines[:first], f"{indent}try:", *body, *tail])
+    return "\n".join([*lines[:first], *head, f"{indent}try:", *body, *tail])
 
 
-def _replaced(target: Target, fork: bool) -> Replaced:
+def _with_check(text: str, host: str) -> str:
+    """The method, which first leaves a module that it does not support to `host`."""
+    node = ast.parse(textwrap.dedent(text)).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    lines, indent = text.split("\n"), "        "
+    at = node.body[0].lineno - 1
+    arguments = ", ".join(x.arg for x in node.args.args[1:])
+    check = [f"{indent}if self.supports() is not None:", f"{indent}    return {host}({arguments})"]
+    return "\n".join([*lines[:at], *check, *lines[at:]])
+
+
+def _methods(target: Target) -> dict[str, Any]:
+    """The methods of our class that a fork's class gets, by name."""
     ours = registry.target_class(target)
     names = getattr(ours, "live_methods", ("forward",))
+    if target.seam in ("leaf", "module") and hasattr(ours, "supports"):
+        names = (
+            "supports",
+            *names,
+        )  # a patch asks it once; a fork's class has instances of any configuration
+    return {name: getattr(ours, name) for name in names}
+
+
+def _replaced(found: list[Target], fork: bool) -> Replaced:
+    """The classes that get the methods of one of ours."""
+    target, *others = found
+    ours = registry.target_class(target)
     methods = []
-    for name in names:
-        owner = next((k for k in ours.__mro__ if name in vars(k)), None)
-        if owner is None or owner.__module__.partition(".")[0] != PACKAGE:
+    assigned: dict[str, Key] = {}
+    for name, function in _methods(target).items():
+        module, _, owner = f"{function.__module__}.{function.__qualname__}".rpartition(".")[0].rpartition(".")
+        if function.__module__.partition(".")[0] != PACKAGE:
             raise ExportError(f"{target.cls} has no method {name} of its own")
-        source = read(owner.__module__, fork)
-        body = source.bound[owner.__name__].node.body  # type: ignore[attr-defined]
-        node = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == name)
+        if "." not in function.__qualname__:
+            assigned[name] = origin(function.__module__, function.__qualname__, fork)
+            continue
+        source = read(module, fork)
+        body = source.bound[owner].node.body  # type: ignore[attr-defined]
+        node = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function.__name__)
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
         statement = Statement(node, (), source.at(first, 0), source.lines[node.end_lineno or 0] - 1)
         methods.append((source, statement, _uses(source, node)))
     about = (ours.__doc__ or "").strip().partition("\n")[0]
-    return Replaced(target.cls, target.path, target.path.partition(":")[2], about, methods)
+    dispatched = target.seam == "leaf" and target.host in DISPATCHERS
+    paths = tuple(t.path for t in others)
+    return Replaced(
+        target.cls, target.path, target.path.partition(":")[2], about, methods, dispatched, paths, assigned
+    )
 
 
 def _class_text(
@@ -224,21 +377,41 @@ def _class_text(
     text = f"\n\nclass {r.name}({_host_name(r.path)}):\n"
     if r.about:
         text += f'    """{r.about}"""\n'
+    names_of_methods = [statement.node.name for _, statement, _ in r.methods]  # type: ignore[attr-defined]
+    if r.others:  # methods that several classes have cannot use super()
+        text += "".join(
+            f"    host_{m} = {_host_name(r.path)}.{m}\n" for m in names_of_methods if m != "supports"
+        )
+    text += "".join(f"    {m} = {names[key]}\n" for m, key in r.assigned.items())
     for source, statement, uses in r.methods:
         method, name = _copied(source, statement, uses, names, namespace), statement.node.name  # type: ignore[attr-defined]
-        if falls_back and all(u.key is None or u.key[0] != LAYER for u in uses.uses):
-            method = _with_fallback(method, f"super().{name}")
+        if name == "supports":
+            method = re.sub(
+                r' *@staticmethod\n|(?<=\n) +"""[^\n]*"""\n', "", method
+            )  # called as a method here
+        host = f"self.host_{name}" if r.others else f"super().{name}"
+        if name != "supports":
+            if falls_back and all(u.key is None or u.key[0] != LAYER for u in uses.uses):
+                method = _with_fallback(method, host, r.supports)
+            elif r.supports:
+                method = _with_check(method, host)
         if method in written and "super()" not in method:
             text += f"\n    {name} = {written[method]}.{name}\n"
         else:
             written[method] = r.name
             text += f"\n{method}\n"
+    for path in r.others:
+        name, host = path.partition(":")[2], _host_name(path)
+        text += f"\n\nclass {name}({host}):\n"
+        for m in (*r.assigned, *names_of_methods):
+            both = f"    {m}, host_{m} = {r.name}.{m}, {host}.{m}\n"
+            text += f"    supports = {r.name}.supports\n" if m == "supports" else both
     return text
 
 
 def _header(
     spec: OpSpec, found: list[Target], host: str, version: str, namespace: str, parts: dict[str, Part],
-    replaced: list[Replaced], falls_back: bool,
+    replaced: list[Replaced], fork: bool,
 ) -> str:  # fmt: skip
     titles = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found)) or f"The function {spec.name}"
     module = registry.op_modules()[spec.name]
@@ -247,11 +420,12 @@ def _header(
     files = sorted(f"{name.replace('.', '/')}.py" for name in modules)
     cuda = f"{PACKAGE}.core.cuda_rtc" in parts
     functions = FUNCTIONS if found else "Calls that the kernel does not support raise Unsupported."
+    place = [PLACE] if found else []
     return HEADER.format(
         names=titles, host=host, version=version, docstring=docstring, own=__version__, op=spec.name,
         files=", ".join(files), namespace=namespace,
         needs=f"torch{', cuda-bindings' if cuda else ''} and triton",
-        form=FORK if replaced else functions if falls_back else STANDALONE,
+        form="\n".join([FORK if replaced else functions, *place]) if fork else STANDALONE,
     )  # fmt: skip
 
 

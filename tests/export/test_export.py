@@ -18,9 +18,10 @@ import pytest
 import torch
 from fk_integrations.core import signature_diff as compare
 
-from fastkernels.core import forward_context, registry
+from fastkernels.core import cuda_rtc, forward_context, registry
 from fastkernels.core.spec import OpSpec, Target
-from fastkernels.export.exporter import ExportError, export, targets
+from fastkernels.export import fork
+from fastkernels.export.exporter import ExportError, export, fork_targets, printed, targets
 
 RUNNER = Path(runner.__file__)
 VERSIONS = [(host, version) for host in compare.hosts() for version in compare.versions(host)]
@@ -40,8 +41,16 @@ def _targets(spec: OpSpec, host: str, version: str) -> list[Target] | None:
         return None
 
 
+def _fork_targets(spec: OpSpec, host: str, version: str) -> list[Target] | None:
+    """Those that the file for a fork replaces; None if there is no such file."""
+    try:
+        return printed(fork_targets(spec, host, version))
+    except ExportError:
+        return None
+
+
 def _ours(spec: OpSpec, host: str, found: list[Target]) -> Any:
-    classes = {t.path.partition(":")[2]: registry.target_class(t) for t in found}
+    classes = {t.path.partition(":")[2]: registry.target_class(t) for t in reversed(found)}
     # A host's function may have our op's name.
     names = classes if spec.op is None else {spec.name: spec.op, **classes}
     return SimpleNamespace(
@@ -108,28 +117,28 @@ def test_standalone_files_run_alone(host: str, version: str, tmp_path: Path) -> 
 def test_fork_files_run_kernels_or_the_host(host: str, interpreted: str, tmp_path: Path) -> None:
     """Over a stand-in for the host: on a CPU its code runs, with the same arguments; in Triton's interpreter ours."""
     version, paths, classes = compare.versions(host)[-1], {}, {}
-    fork = tmp_path / "fork"
-    fork.mkdir()
+    pasted = tmp_path / "fork"
+    pasted.mkdir()
     for name in registry.op_names():
-        found = _targets(registry.get(name), host, version)
+        found = _fork_targets(registry.get(name), host, version)
         text = exported(name, host, version) if found else ""
         if not found or "Unsupported" not in text:
             continue
         alone = exported(name, host, version, standalone=True)
         (tmp_path / f"{name}.py").write_text(alone.replace(f"fastkernels_{name}_{host}", f"stand_in_{name}"))
-        (fork / f"{name}.py").write_text(text)
-        ours = {t.path: registry.target_class(t) for t in found if t.seam != "standalone"}
+        (pasted / f"{name}.py").write_text(text)
+        ours = {t.path: registry.target_class(t) for t in found}
         paths[name] = {
             path: getattr(cls, "live_methods", ("forward",)) if isinstance(cls, type) else ()
             for path, cls in ours.items()
         }
         classes[name] = [t.path.partition(":")[2] for t in found]
-    torch.save({"host": host, "paths": paths, "classes": classes}, fork / "forks.pt")
-    command = [sys.executable, "-I", str(RUNNER), str(tmp_path), str(fork)]
+    torch.save({"host": host, "paths": paths, "classes": classes}, pasted / "forks.pt")
+    command = [sys.executable, "-I", str(RUNNER), str(tmp_path), str(pasted)]
     env = {**os.environ, "TRITON_INTERPRET": interpreted}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/", env=env)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = torch.load(fork / "outputs.pt", weights_only=False)
+    found = torch.load(pasted / "outputs.pt", weights_only=False)
     for name, outputs in found["theirs"].items():
         assert outputs, f"{name}: nothing was compared"
         _same(found["ours"][name], outputs)
@@ -187,8 +196,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("standalone", [False, True], ids=["fork", "standalone"])
-@pytest.mark.parametrize("name, host, version", CASES, ids=lambda v: v)
+FORKS = [case for case in CASES if _fork_targets(registry.get(case[0]), *case[1:]) is not None]
+
+
+@pytest.mark.parametrize(
+    "name, host, version, standalone", [(*c, False) for c in FORKS] + [(*c, True) for c in CASES], ids=str
+)
 def test_file_imports_only_torch_triton_and_host(
     name: str, host: str, version: str, standalone: bool
 ) -> None:
@@ -200,8 +213,7 @@ def test_file_imports_only_torch_triton_and_host(
     bound |= {
         t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
     }
-    found = registry.get(name).targets_for(host, version)
-    written = found if standalone else [t for t in found if t.seam != "standalone"] or found
+    written = (_targets if standalone else _fork_targets)(registry.get(name), host, version)
     assert {target.path.partition(":")[2] for target in written} <= bound
     for node in ast.walk(tree):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
@@ -228,12 +240,10 @@ def kernel_lines(tree: ast.Module) -> int:
 MOST = 150  # lines of a file for a fork without its kernels and header
 # Files above it, with the reasons in docs/patch.md: (op, host), or the op for all of its hosts. They only shrink.
 LARGER = {
-    ("grouped_topk", "sglang"): 170, "moe_align": 197, "quantize_fp8": 291, "rms_norm_quant_fp8": 201,
-    "silu_mul_quant_fp8": 208, "linear": 406, "attention_decode": 399, "linear_fp8": 809,
-    "fused_experts": 865, "fused_experts_fp8": 865, "rotary_emb": 350,
-    # Whole classes with all of their parts
-    "sampling": 297, "logits_processor": 589, "attention": 875, "parallel_linear": 950, "sparse_moe": 1416,
-    ("llama_decoder_layer", "sglang"): 2418, ("qwen3_decoder_layer", "sglang"): 2439, "mixtral_decoder_layer": 2986,
+    ("grouped_topk", "sglang"): 169, "moe_align": 196, "quantize_fp8": 290, "rms_norm_quant_fp8": 200,
+    "silu_mul_quant_fp8": 207, "linear": 405, "attention_decode": 398, "linear_fp8": 807,
+    "fused_experts": 864, "fused_experts_fp8": 864, "rms_norm_gated": 159,
+    ("llama_decoder_layer", "vllm"): 156, ("qwen3_decoder_layer", "vllm"): 156, "rotary_emb": 350,
 }  # fmt: skip
 
 
@@ -241,7 +251,7 @@ LARGER = {
 def test_fork_files_are_kernels_and_few_lines(name: str) -> None:
     for host in ("vllm", "sglang", "transformers"):
         version = compare.versions(host)[-1]
-        if _targets(registry.get(name), host, version) is None:
+        if _fork_targets(registry.get(name), host, version) is None:
             continue
         text = exported(name, host, version)
         lines, kernels = text[text.index("from __future__") :].count("\n"), kernel_lines(ast.parse(text))
@@ -292,12 +302,65 @@ print("same")
         assert done.stdout.endswith("same\n"), done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", ["linear", "attention_decode"])
-def test_cuda_source_is_embedded(name: str) -> None:
-    text = exported(name, "vllm", "0.33.0")
-    assert "__global__" in text and "class CudaSource" in text and "__file__" not in text
-    if name == "linear":  # parameters are literals: the file reads no table
-        assert re.search(r"partial\(linear_\w+, .*\w+=\d+", text) and "tuned" not in text
+COMPILED = """
+import importlib, os, sys, types
+import torch
+opened = []
+sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
+sys.modules.update(dict.fromkeys(["fastkernels", "fk_integrations", "fk_bench"]))  # importing them fails
+for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.linear"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["vllm.model_executor.layers.linear"].UnquantizedLinearMethod = type("UnquantizedLinearMethod", (), {})
+sys.path.insert(0, sys.argv[1])
+os.chdir(sys.argv[2])
+file = importlib.import_module(sys.argv[3])
+found = []
+class Kernel:
+    def __init__(self, source, name, options, device, types, shared):
+        code = file._cubin(source, ("--gpu-architecture=sm_90a", *options))
+        found.append((name, options, code[:4]))
+    def launch(self, *args, **kwargs): ...
+# All but the launch runs as on a GPU.
+file.Kernel, file.INTERPRETED, file.tensor_map = Kernel, True, lambda *args: None
+file.supports_wgmma = file.supports_cuda = lambda *args: None
+torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=0)
+if sys.argv[3] == "linear":
+    file._run_linear(torch.zeros(4, 512).bfloat16(), torch.zeros(16896, 512).bfloat16())
+else:
+    cache = torch.zeros(4, 16, 2, 128, dtype=torch.bfloat16)
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    lengths = torch.tensor([20], dtype=torch.int32)
+    query = torch.zeros(1, 8, 128).bfloat16()
+    file._run_attention_decode(query, cache, cache, lengths, table, 32, 0.1, -1, 0.0, 1.0, 1.0)
+(kernel,) = found
+print(*kernel)
+assert kernel[2] == b"\x7fELF", kernel
+wrong = [f for f in opened if f.endswith((".cu", ".cuh", ".json")) or "fastkernels/" in f]
+assert not wrong and not os.listdir(), wrong
+"""
+
+
+@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason="NVRTC is not installed")
+@pytest.mark.parametrize(
+    "name, winner",
+    [("linear", ("-DROWS=128", "-DAHEAD=2", "-DSPLITS=1")), ("attention_decode", ("-DKEYS=16",))],
+)
+def test_cuda_files_compile_their_own_source(name: str, winner: tuple[str, ...], tmp_path: Path) -> None:
+    """In an empty folder, without this package: the source and the tuned parameters are in the file."""
+    empty, folder = tmp_path / "empty", tmp_path / "exports"
+    empty.mkdir()
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(exported(name, "vllm", "0.33.0"))
+    command = [sys.executable, "-I", "-B", "-c", COMPILED, str(folder), str(empty), name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(f"'{option}'" in done.stdout for option in winner), done.stdout
+
+
+@pytest.mark.parametrize("name, host, version", FORKS, ids=str)
+def test_no_fork_file_reads_a_file(name: str, host: str, version: str) -> None:
+    text = exported(name, host, version)
+    assert not re.search(r"__file__|\bopen\(|importlib\.resources|tuned/|json\.load", text)
 
 
 def _python(version: str) -> str | None:
@@ -314,11 +377,128 @@ def test_exported_files_parse_under(version: str, tmp_path: Path) -> None:
     python = _python(version)
     if python is None:
         pytest.skip(f"there is no python{version}")
-    for name, host, host_version in CASES:
+    for name, host, host_version in FORKS:
         (tmp_path / f"{name}_{host}_{host_version}.py").write_text(exported(name, host, host_version))
     code = "import pathlib, sys\nfor f in pathlib.Path(sys.argv[1]).glob('*.py'): compile(f.read_text(), f, 'exec')"
     done = subprocess.run([python, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "name, host, instead",
+    [
+        ("sampling", "vllm", "Use --standalone"),
+        ("logits_processor", "vllm", "Use --standalone"),
+        ("attention", "sglang", "attention_decode, attention_prefill"),
+        ("llama_decoder_layer", "sglang", "rms_norm"),
+    ],
+)
+def test_class_built_anew_is_not_for_a_fork(name: str, host: str, instead: str) -> None:
+    """It would lose what the host calls on its own class."""
+    with pytest.raises(ExportError, match=f"{name} has no file for a fork of {host}.*would lose.*{instead}"):
+        export(name, host, compare.versions(host)[-1])
+    assert exported(name, host, compare.versions(host)[-1], standalone=True)
+
+
+def test_standalone_class_refuses_the_hosts_subclasses(tmp_path: Path) -> None:
+    """They override methods that it does not have, or use attributes of the host's class."""
+    (tmp_path / "alone.py").write_text(exported("rotary_emb", "vllm", "0.33.0", standalone=True))
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import alone
+class Own(alone.RotaryEmbedding): ...
+try:
+    class YaRN(alone.RotaryEmbedding):
+        __module__ = "vllm.model_executor.layers.rotary_embedding.yarn"
+        def _compute_inv_freq(self, scale): ...
+except TypeError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert "YaRN needs the class of vllm: in a fork, export rotary_emb without" in done.stdout, done.stderr
+
+
+SUBCLASSES = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from vllm.model_executor.layers import rotary_embedding as host
+ours, theirs = host.RotaryEmbedding, host.HostRotaryEmbedding
+assert ours is not theirs and issubclass(ours, theirs)
+class Table(ours):
+    def _compute_inv_freq(self): return 3
+class Native(ours):
+    def forward_native(self, *args): return "native"
+class Mixin:
+    def forward_cuda(self, *args): return "cuda"
+class Mixed(Mixin, ours): ...
+class Further(Native): ...
+class Whole(ours):
+    def forward(self, *args): return "whole"
+    def forward_native(self, *args): return "native"
+assert Table.forward is ours.forward and Table()._compute_inv_freq() == 3
+assert Native.forward is Further.forward is Mixed.forward is theirs.forward
+assert Native()(1, 2) == Further()(1, 2) == "native" and Whole()(1, 2) == "whole"
+assert ours()(torch.arange(3), torch.zeros(3, 8)) == ("dispatched", None)
+assert host.base.__file__.endswith("base.py") and ours.enabled() and ours().extra() == 5
+"""
+HOST_ROPE = """
+import torch
+class RotaryEmbedding(torch.nn.Module):
+    head_size, is_neox_style, cos_sin_cache = 8, True, torch.zeros(9, 8)
+    enabled = classmethod(lambda cls: True)
+    def forward(self, *args): return self.forward_native(*args)
+    def forward_native(self, positions, query, key=None): return "dispatched", key
+    def forward_cuda(self, *args): return self.forward_native(*args)
+    def extra(self): return 5
+HostRotaryEmbedding = RotaryEmbedding
+"""
+
+
+def _fork_of_a_rope(folder: Path) -> Path:
+    rope = folder / "vllm/model_executor/layers/rotary_embedding"
+    rope.mkdir(parents=True)
+    for package in (rope, *rope.parents[:3]):
+        (package / "__init__.py").touch()
+    (rope / "base.py").write_text(HOST_ROPE)
+    for target in registry.get("rotary_emb").targets_for("vllm", "0.33.0"):
+        module, _, name = target.path.partition(":")
+        file = rope / f"{module.rpartition('.')[2]}.py"
+        if file.name != "base.py":
+            text = file.read_text() if file.is_file() else "from .base import *\n"
+            file.write_text(f"{text}class {name}(RotaryEmbedding): ...\n")
+    (rope / "__init__.py").write_text("from .base import RotaryEmbedding, HostRotaryEmbedding\n")
+    return rope
+
+
+def test_fork_class_keeps_what_subclasses_override(tmp_path: Path) -> None:
+    """A subclass with tables of its own gets our forward, one with another computation the host's."""
+    rope = _fork_of_a_rope(tmp_path)
+    os.link(rope / "base.py", tmp_path / "linked.py")
+    files = fork.put("rotary_emb", "vllm", "0.33.0", tmp_path)
+    assert rope / "fk_rotary_emb_base.py" in files and (tmp_path / "linked.py").read_text() == HOST_ROPE
+    once = (rope / "base.py").read_text()
+    assert once.endswith("rotary_embedding.fk_rotary_emb_base import RotaryEmbedding  # noqa: E402, F811\n")
+    fork.put("rotary_emb", "vllm", "0.33.0", tmp_path)
+    assert (rope / "base.py").read_text() == once
+    command = [sys.executable, "-c", SUBCLASSES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_fork_of_another_version_is_not_changed(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="has no package 'vllm'"):
+        fork.put("rotary_emb", "vllm", "0.33.0", tmp_path)
+    rope = _fork_of_a_rope(tmp_path)
+    (rope / "base.py").write_text("class Rope: ...\n")
+    with pytest.raises(ExportError, match=r"base.py does not define RotaryEmbedding: is this vllm 0.33.0\?"):
+        fork.put("rotary_emb", "vllm", "0.33.0", tmp_path)
+    assert not list(rope.glob("fk_*")) and (rope / "base.py").read_text() == "class Rope: ...\n"
+    with pytest.raises(ExportError, match="no class or function of vllm has the op softplus"):
+        fork.put("softplus", "vllm", "0.33.0", tmp_path)
 
 
 def test_unknown_host_version_lists_known_ones() -> None:

@@ -186,6 +186,94 @@ def test_an_overload_is_not_the_function(tmp_path: Path) -> None:
     assert entry["fingerprint"] == versions.fingerprint("def f(x, y=3): ...") and entry["line"] == 5
 
 
+HOST_ROPE = """
+import torch
+class Dispatched(torch.nn.Module):
+    def forward(self, *args): return self.forward_native(*args)
+    @classmethod
+    def enabled(cls): return True
+class Rope(Dispatched):
+    def __init__(self, size):
+        self.size, self.table = size, self._table()
+    def _table(self): ...
+    def _rotate(self, x): ...
+    def _unused(self): ...
+    def forward_native(self, x): return self._rotate(x)
+    def describe(self): ...
+"""
+HOST_MODEL = """
+from host.layers.rope import Rope
+from host import layers
+def get_rope(size) -> "Rope | None": return Rope(size)
+class Yarn(Rope):
+    def _table(self): return self.size
+class Whole(Yarn):
+    def _rotate(self, x): return super().forward_native(x)
+class Attention:
+    def __init__(self): self.rope = get_rope(3)
+    def forward(self, x): return self.rope.table
+def plan(module, other: Rope):
+    if isinstance(module, Rope):
+        module.describe()
+    other.of_no_class, x.enabled
+    return Rope.enabled()
+"""
+
+
+def test_recorder_finds_what_the_host_uses_of_a_class(tmp_path: Path) -> None:
+    """Overridden by subclasses at any depth; used on the class, on `self.NAME`, on arguments; passed by the call."""
+    for name, text in (
+        ("__init__", ""),
+        ("layers.__init__", ""),
+        ("layers.rope", HOST_ROPE),
+        ("model", HOST_MODEL),
+    ):
+        _module(tmp_path, f"host.{name}", text)
+    _module(
+        tmp_path,
+        "host.modular_model",
+        "from host.layers.rope import Rope\nclass A(Rope):\n    def _unused(self): ...",
+    )
+    path = "host.layers.rope:Rope"
+    entry = record.record("host", "1.0", tmp_path, [path], [path])["classes"][path]
+    assert entry["surface"] == {
+        "overridden": ["_rotate", "_table"],
+        "used": ["describe", "enabled", "forward_native", "size", "table"],
+        "reached": ["_rotate", "forward", "forward_native"],
+    }
+
+    class Ours(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.size = size
+            self.register_buffer("table", None)
+
+        def describe(self) -> None: ...
+
+    assert compare.lacking(entry, Ours) == ("_rotate", "_table", "enabled", "forward_native")
+    assert "surface" not in record.record("host", "1.0", tmp_path, [path])["classes"][path]
+
+
+def test_class_that_lacks_what_the_host_uses_is_not_exact() -> None:
+    rows = {(r.op, r.path.partition(":")[2]): r for r in ROWS if (r.host, r.version) == ("vllm", "0.32.0")}
+    head, rope = rows["logits_processor", "LogitsProcessor"], rows["rotary_emb", "RotaryEmbedding"]
+    assert not head.exact and {"get_top_tokens"} <= set(head.lacks) and "lacks" in head.difference
+    assert rope.exact and rope.inherits and {"forward_native", "enabled"} <= set(rope.lacks)
+
+
+def test_overrides_of_host_subclasses_reach_a_fork() -> None:
+    """A subclass that overrides a part of a replaced call keeps the host's forward in a fork."""
+    for row in ROWS:
+        surface = versions.recorded(row.host)[row.version]["classes"].get(row.path, {}).get("surface", {})
+        if row.inherits:
+            cls = registry.op_class(row.op, row.cls)
+            ours = {"forward", *getattr(cls, "live_methods", ())}
+            parts = set(surface.get("overridden", ())) & set(surface.get("reached", ())) - ours
+            # Its only subclass, MRotaryEmbedding, has forward methods of its own.
+            parts -= {"_match_cos_sin_cache_dtype"}
+            assert all(name.startswith("forward_") for name in parts), (row.path, row.version, parts)
+
+
 def test_wrong_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(record.RecordError, match="no folder 'vllm'"):
         record.record("vllm", "1.0", tmp_path, [])

@@ -177,6 +177,12 @@ def gated_mlp(ns: Any) -> list[Any]:
     return [filled(cls(64, 63, "silu"))(randn(5, 64)) for cls in made]
 
 
+def gated_gelu_mlp(ns: Any) -> list[Any]:
+    config = SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu_pytorch_tanh"})
+    config.hidden_activation = config.hidden_act
+    return [filled(getattr(ns, name)(config))(randn(5, 64)) for name in ns.classes]
+
+
 def decoder_layer(ns: Any, layer: Any) -> list[Any]:
     metadata, cache = two_sequences(ns, 1, 32)
     layer = filled(layer)
@@ -336,6 +342,12 @@ def mixtral_decoder_layer(ns: Any) -> list[Any]:
         return [layer(*arguments[: layer.forward.__code__.co_argcount - 1]), *cache]
 
 
+def rms_norm_gated(ns: Any) -> list[Any]:
+    more = {"Mixer2RMSNormGated": (1,), "Zamba2RMSNormGated": (32,)}  # groups, and the size of a group
+    modules = [filled(getattr(ns, name)(64, *more.get(name, ()))) for name in ns.classes]
+    return [m.float()(randn(5, 64), randn(5, 64) + 1) for m in modules]
+
+
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
@@ -343,10 +355,10 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
-        linear_fp8,
+        linear_fp8, rms_norm_gated,
     )
 }  # fmt: skip
-EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2"), activation)
+EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2"), activation) | {"gated_gelu_mlp": gated_gelu_mlp}
 
 
 def run(namespaces: dict[str, Any], inputs: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -1,13 +1,15 @@
-"""`fk-bench export OP --host HOST`: print one self-contained file for a fork, and nothing else."""
+"""`fk-bench export OP --host HOST`: print one self-contained file for a fork, or put it into the fork."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fastkernels.core import registry
+from fastkernels.export import fork
 from fastkernels.export.exporter import ExportError, export
 from fk_bench.core.output import fail
 
@@ -31,10 +33,25 @@ def export_command(
     standalone: Annotated[
         bool, typer.Option("--standalone", help="whole classes with constructors, which need no host")
     ] = False,
+    module: Annotated[
+        str, typer.Option(help="the host's module whose classes to print (default: the first that has some)")
+    ] = "",
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            help="a folder with the host's package: save the file next to each module that it replaces parts of"
+        ),
+    ] = None,
 ) -> None:
     """Print the op's classes under the host's own names, with all they need, as one file for a fork."""
+    if into is not None and standalone:
+        fail("--into puts methods into the host's own classes: use it without --standalone")
     try:
-        text = export(op, host, newest(host, host_version), standalone)
+        if into is not None:
+            for file in fork.put(op, host, newest(host, host_version), into):
+                print(file)
+            return
+        text = export(op, host, newest(host, host_version), standalone, module)
     except (registry.UnknownName, ExportError) as error:
         fail(str(error))
     sys.stdout.write(text)

@@ -15,7 +15,7 @@ WHAT = ("ops", "hosts", "models")
 
 
 def signature_rows() -> list[dict[str, Any]]:
-    """Rows {op, host, version, class, path, exact, difference} for every op, host and recorded version."""
+    """Rows {op, host, version, class, path, exact, difference, lacks, inherits} for every op, host and version."""
     from fk_integrations.core.signature_diff import comparisons
 
     return [c.to_dict() for c in comparisons()]
@@ -78,10 +78,18 @@ def _about(module: ModuleType) -> str:
 
 
 def _print_signatures(rows: list[dict[str, Any]]) -> None:
-    columns = ["op", "host", "version", "class", "exact", "difference"]
-    table("Signatures", columns, [[r[c] for c in columns] for r in rows])
+    columns = ["op", "host", "version", "class", "exact", "in a fork", "built alone it lacks", "difference"]
+    table("Signatures", columns, [[_cell(r, c) for c in columns] for r in rows])
     exact = sum(r["exact"] for r in rows)
     print(f"{exact} of {len(rows)} exact")
+
+
+def _cell(row: dict[str, Any], column: str) -> Any:
+    if column == "in a fork":
+        return "the host's class with our methods" if row["inherits"] else ""
+    if column == "built alone it lacks":
+        return ", ".join(row["lacks"])
+    return row[column]
 
 
 def _print_definition(op: str, json_only: bool) -> None:

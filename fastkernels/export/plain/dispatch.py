@@ -15,8 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on
 
 def register(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define torch.ops.fastkernels.NAME, which torch.compile and CUDA graphs can call."""
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
+    name = LIBRARY.define(schema)
     LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fastkernels, name).default

@@ -18,8 +18,7 @@ class Unsupported(RuntimeError): ...  # the kernel does not support the call
 
 def register(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define torch.ops.fastkernels.NAME, which torch.compile and CUDA graphs can call."""
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
+    name = LIBRARY.define(schema)
     LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fastkernels, name).default
@@ -27,8 +26,7 @@ def register(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> C
 
 def guarded(schema: str, kernel: Any, fake: Any, supports: Any) -> Any:
     """Define the op of a kernel; the returned function raises Unsupported for calls that it does not support."""
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
+    name = LIBRARY.define(schema)
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
     overload = getattr(torch.ops.fastkernels, name).default

@@ -33,3 +33,14 @@ def run_layer(
     hidden = layer.self_attn(hidden_states=hidden, **inputs)
     hidden = apply_norm(layer.post_attention_layernorm, hidden, residual)
     return layer.mlp(hidden), residual
+
+
+class DecoderLayer:
+    @staticmethod
+    def supports(layer: Any) -> str | None:
+        """Return why `run_layer` does not compute this layer, None if it does."""
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            plain = type(norm).__name__.removeprefix("Vllm") == "RMSNorm" and norm.has_weight
+            if not plain or norm.variance_size_override is not None:
+                return f"a norm is {norm}"
+        return None

@@ -15,7 +15,8 @@ from fastkernels.overrides.norm.rms_norm import rms_norm
 
 def unsupported_norm(norm: Any) -> str | None:
     """Return why `apply_norm` does not compute this norm, or None."""
-    if not type(norm).__name__.endswith("RMSNorm") and "RMSNorm_" not in type(norm).__name__:
+    name = type(norm).__name__.removeprefix("Vllm").removeprefix("SGLang").partition("_")[0]
+    if name != "RMSNorm":  # GemmaRMSNorm adds one to its weight
         return f"a norm is {type(norm).__name__}, not RMSNorm"
     for name, off in (
         ("variance_size_override", None), ("fp32_residual", False), ("override_orig_dtype", None),

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import inspect
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any
 
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec, Target
+from fastkernels.export.exporter import METHOD_SEAMS
 from fk_integrations.core.versions import PACKAGE, recorded
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One (op, host class, version). exact: same names, order, kinds and defaults of __init__ and of the call."""
+    """One (op, host class, version).
+
+    exact     same names, order, kinds and defaults of __init__ and of the call; and a fork's class has all that the
+              host uses: it inherits from the host's class, or ours lacks nothing
+    lacks     what the host's subclasses override and its code uses, and our own class, built without the host, lacks
+    inherits  whether a live host and a fork keep the host's class, with methods of ours
+    """
 
     op: str
     host: str
@@ -25,6 +35,8 @@ class Comparison:
     path: str
     exact: bool
     difference: str
+    lacks: tuple[str, ...] = ()
+    inherits: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         row = asdict(self)
@@ -96,12 +108,52 @@ def difference(entry: dict[str, Any], ours: Any) -> str:
     return "; ".join(lines)
 
 
+def lacking(entry: dict[str, Any], ours: Any) -> tuple[str, ...]:
+    """Members that the host uses of its class (the recorded surface) and ours does not have."""
+    surface = entry.get("surface", {})
+    names = {*surface.get("overridden", ()), *surface.get("used", ())}
+    return tuple(sorted(n for n in names if not hasattr(ours, n) and n not in _set_by_methods(ours)))
+
+
+@cache
+def _set_by_methods(ours: type) -> frozenset[str]:
+    """Attributes that the methods of the class and its bases set on `self`."""
+    names = set()
+    for base in ours.__mro__:
+        if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc"):
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+            names |= {
+                n.attr
+                for n in ast.walk(tree)
+                if isinstance(n, ast.Attribute)
+                and isinstance(n.ctx, ast.Store)
+                and ast.unparse(n.value) == "self"
+            } | {n.args[0].value for n in ast.walk(tree) if _registers(n)}  # type: ignore[attr-defined]
+    return frozenset(names)
+
+
+def _registers(node: ast.AST) -> bool:
+    """Whether the node is self.register_buffer("name", ...) or register_parameter."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("register_buffer", "register_parameter")
+        and isinstance(node.args[0], ast.Constant)
+    )
+
+
 def compare(spec: OpSpec, target: Target, version: str) -> Comparison:
     """Compare the target's class with the record of that version, which must have the target's path."""
-    ours = registry.target_class(target)
-    found = difference(recorded(target.host)[version]["classes"][target.path], ours)
+    ours, entry = registry.target_class(target), recorded(target.host)[version]["classes"][target.path]
+    found = difference(entry, ours)
+    lacks = lacking(entry, ours) if isinstance(ours, type) else ()
+    inherits = isinstance(ours, type) and target.seam in METHOD_SEAMS
+    if lacks and not inherits:
+        found = "; ".join([*([found] if found else []), f"lacks {', '.join(lacks)}, which the host uses"])
     reason = f"{found}. {target.note}" if found and target.note else found
-    return Comparison(spec.name, target.host, version, target.cls, target.path, not found, reason)
+    return Comparison(
+        spec.name, target.host, version, target.cls, target.path, not found, reason, lacks, inherits
+    )
 
 
 def hosts() -> list[str]:

@@ -9,7 +9,8 @@ writes signatures/HOST-VERSION.json:
         "call": the method that states the call ("" for a function, which is its own),
         "methods": {"__init__": "(hidden_size, eps=1e-06, *, prefix='')", "forward": ..., ...},
         "static": [methods that are static],
-        "semantics": a hash of what `forward` computes (models of transformers only)}}}
+        "semantics": a hash of what `forward` computes (models of transformers only),
+        "surface": what the host itself uses of a class that we replace; see surface.py}}}
 
 A signature is its text without `self` and annotations: names, order, kinds and defaults. A default that is a
 literal, or a module's constant, is its repr; any other is its source text.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +29,7 @@ from typing import Any
 
 from fk_integrations.core import versions
 from fk_integrations.core.host_classes import LISTED
+from fk_integrations.core.surface import Package
 
 METHODS = (
     "__init__", "forward", "forward_native", "apply", "embedding", "forward_extend", "forward_decode",
@@ -200,8 +203,12 @@ def describe(sources: Sources, path: str) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def record(host: str, version: str, root: Path, paths: list[str]) -> dict[str, Any]:
+def record(
+    host: str, version: str, root: Path, paths: list[str], replaced: Collection[str] = ()
+) -> dict[str, Any]:
     """The recorded data of one host version. Paths that this version does not have are left out.
+
+    replaced: paths of classes whose surface is recorded, too, which reads the whole package
 
     Raises RecordError when `root` holds no package of the host's name.
     """
@@ -209,15 +216,19 @@ def record(host: str, version: str, root: Path, paths: list[str]) -> dict[str, A
         raise RecordError(f"{root} has no folder {host!r}: give the folder that the wheel was unpacked into")
     sources = Sources(root)
     found = {path: describe(sources, path) for path in sorted(set(paths))}
-    return {"host": host, "version": version, "classes": {p: d for p, d in found.items() if d is not None}}
+    classes = {p: d for p, d in found.items() if d is not None}
+    package = Package(sources, host, {path.partition(":")[2] for path in replaced}) if replaced else None
+    for path in classes.keys() & set(replaced):
+        if package is not None and classes[path]["kind"] == "class":
+            classes[path]["surface"] = package.surface(*path.split(":"))
+    return {"host": host, "version": version, "classes": classes}
 
 
-def wanted(host: str) -> list[str]:
-    """Every path that a target names for the host, and the listed ones."""
+def named(host: str) -> list[str]:
+    """Every path that a target names for the host."""
     from fastkernels.core import registry
 
-    named = [t.path for op in registry.op_names() for t in registry.get(op).targets_for(host)]
-    return [*named, *LISTED.get(host, ())]
+    return [t.path for op in registry.op_names() for t in registry.get(op).targets_for(host)]
 
 
 def write(data: dict[str, Any], folder: Path = versions.PACKAGE) -> Path:
@@ -238,9 +249,9 @@ def main(argv: list[str] | None = None) -> int:
         "--add", nargs="*", default=[], metavar="PATH", help="further module.path:Name to record"
     )
     args = parser.parse_args(argv)
-    paths = [*wanted(args.host), *args.add]
+    paths = [*named(args.host), *LISTED.get(args.host, ()), *args.add]
     try:
-        data = record(args.host, args.version, args.source_dir, paths)
+        data = record(args.host, args.version, args.source_dir, paths, named(args.host))
     except RecordError as error:
         parser.error(str(error))
     missing = sorted(set(paths) - set(data["classes"]))
