@@ -258,3 +258,20 @@ def test_failed_undo_does_not_hide_the_error_of_the_block(caplog: pytest.LogCapt
     assert "the patch was not undone: the engine has ended" in caplog.text
     with pytest.raises(PatchError, match="the engine has ended"), report:
         pass
+
+
+def test_op_shows_the_classes_that_the_model_has() -> None:
+    class Two(Host):
+        def targets(self, spec: Any, model: Any) -> list[Any]:
+            paths = (f"{__name__}:{name}" for name in ("Other", "Norm", "Sub"))
+            return [dataclasses.replace(t, path=path) for t in super().targets(spec, model) for path in paths]
+
+    patched = apply(Two(), model(), Request("patch", NAMED))
+    assert [(row.host_class, row.modules) for row in patched.rows] == [("Norm", 2)]
+    patched.undo()
+    with pytest.raises(
+        PatchError, match=r"^nothing to patch: rms_norm \(Other\): the model has no such module$"
+    ):
+        apply(Two(), nn.Sequential(nn.Linear(2, 2)), Request("patch", NAMED))
+    with pytest.raises(PatchError, match=r"^nothing to patch: .*no such module$"):  # whatever the source
+        apply(Two(unknown=True), nn.Sequential(nn.Linear(2, 2)), Request("patch", NAMED))

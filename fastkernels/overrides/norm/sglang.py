@@ -334,6 +334,7 @@ class SGLangL2Norm(nn.Module):
 
 _HOST = "sglang.srt.layers.layernorm:"
 _FLA = "sglang.kernels.ops.attention.fla."
+_UNMEASURED = "on request: not measured yet against the host's Triton kernel on a GPU"
 _L2_NOTE = "SGLang's linear attention binds the function at import: for forks and for our engine"
 
 TARGETS = {
@@ -356,12 +357,15 @@ TARGETS = {
         ),
     ),
     "rms_norm_gated": (
-        Target("sglang", _FLA + "layernorm_gated:RMSNorm", "SGLangGatedRMSNorm", "leaf"),
+        Target("sglang", _FLA + "layernorm_gated:RMSNorm", "SGLangGatedRMSNorm", "leaf", "", False, _UNMEASURED),
         Target(
             "sglang", "sglang.srt.layers.attention.mamba.mixer2_rms_norm_gated:Mixer2RMSNormGated",
-            "SGLangMixer2RMSNormGated", "leaf", computes={"norm_before_gate": False},
+            "SGLangMixer2RMSNormGated", "leaf", "", False, _UNMEASURED, {"norm_before_gate": False},
         ),
-        Target("sglang", _FLA + "fused_norm_gate:FusedRMSNormGated", "SGLangFusedRMSNormGated", "leaf"),
+        Target(
+            "sglang", _FLA + "fused_norm_gate:FusedRMSNormGated", "SGLangFusedRMSNormGated", "leaf", "", False,
+            _UNMEASURED,
+        ),
     ),
     "l2_norm": (
         Target("sglang", _FLA + "l2norm:L2Norm", "SGLangL2Norm", "leaf"),

@@ -295,6 +295,7 @@ def vllm_l2norm_fwd(
 _HOST = "vllm.model_executor.layers.layernorm:"
 _MODELS = "vllm.model_executor.models."
 _FUSERS = _MODELS + "transformers.fusers.rms_norm:"
+_UNMEASURED = "on request: not measured yet against the host's Triton kernel on a GPU"
 _L2_NOTE = "vLLM's linear attention binds the function at import: for forks and for our engine"
 
 TARGETS = {
@@ -322,14 +323,14 @@ TARGETS = {
         ),
     ),
     "rms_norm_gated": (
-        Target("vllm", _HOST + "RMSNormGated", "VllmRMSNormGated", "leaf"),
+        Target("vllm", _HOST + "RMSNormGated", "VllmRMSNormGated", "leaf", "", False, _UNMEASURED),
         Target(
             "vllm", "vllm.model_executor.layers.mamba.mamba_mixer2:Mixer2RMSNormGated", "VllmMixer2RMSNormGated",
-            "leaf", computes={"norm_before_gate": False},
+            "leaf", "", False, _UNMEASURED, {"norm_before_gate": False},
         ),
         Target(
             "vllm", "vllm.third_party.flash_linear_attention.ops.kda:FusedRMSNormGated", "VllmFusedRMSNormGated",
-            "leaf",
+            "leaf", "", False, _UNMEASURED,
         ),
     ),
     "l2_norm": (

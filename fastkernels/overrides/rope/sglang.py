@@ -249,8 +249,11 @@ class SGLangYaRNScalingMRotaryEmbedding(YaRN, SGLangMRotaryEmbedding):
 _ROPE = "sglang.srt.layers.rotary_embedding."
 
 
-def _target(path: str, cls: str, versions: str = "") -> Target:
-    return Target("sglang", _ROPE + path, cls, "leaf", versions)
+_SECTIONS = "Off by default: the rows of three positions are gathered before the kernel."
+
+
+def _target(path: str, cls: str, versions: str = "", note: str = "") -> Target:
+    return Target("sglang", _ROPE + path, cls, "leaf", versions, default=not note, note=note)
 
 
 _DYNAMIC = "rope_variant:DynamicNTKScalingRotaryEmbedding"
@@ -268,7 +271,7 @@ TARGETS = {
         _target("rope_variant:Gemma4RotaryEmbedding", "SGLangGemma4RotaryEmbedding"),
         _target("yarn:YaRNScalingRotaryEmbedding", "SGLangYaRNScalingRotaryEmbedding"),
         _target(_DEEPSEEK, "SGLangDeepseekScalingRotaryEmbedding"),
-        _target("mrope:MRotaryEmbedding", "SGLangMRotaryEmbedding"),
-        _target("mrope:YaRNScalingMRotaryEmbedding", "SGLangYaRNScalingMRotaryEmbedding"),
+        _target("mrope:MRotaryEmbedding", "SGLangMRotaryEmbedding", note=_SECTIONS),
+        _target("mrope:YaRNScalingMRotaryEmbedding", "SGLangYaRNScalingMRotaryEmbedding", note=_SECTIONS),
     ),
 }

@@ -317,8 +317,11 @@ _ROPE = "vllm.model_executor.layers.rotary_embedding."
 _CLONES = "Off by default: a copy and a kernel, where the host's kernel writes its result itself."
 
 
-def _target(path: str, cls: str, versions: str = "") -> Target:
-    return Target("vllm", _ROPE + path, cls, "leaf", versions)
+_SECTIONS = "Off by default: the rows of three positions are gathered before the kernel."
+
+
+def _target(path: str, cls: str, versions: str = "", note: str = "") -> Target:
+    return Target("vllm", _ROPE + path, cls, "leaf", versions, default=not note, note=note)
 
 
 _YARN = "yarn_scaling_rope:YaRNScalingRotaryEmbedding"
@@ -341,10 +344,8 @@ TARGETS = {
         _target(_YARN, "VllmYaRNScalingRotaryEmbedding", ">=0.32"),
         _target(_DEEPSEEK, "VllmDeepseekScalingRotaryEmbedding_0_26", "<0.32"),
         _target(_DEEPSEEK, "VllmDeepseekScalingRotaryEmbedding", ">=0.32"),
-        _target(_MROPE, "VllmMRotaryEmbedding_0_26", "<0.32"),
-        _target(_MROPE, "VllmMRotaryEmbedding", ">=0.32"),
-        Target(
-            "vllm", _ROPE + "common:ApplyRotaryEmb", "VllmApplyRotaryEmb", "leaf", default=False, note=_CLONES
-        ),
+        _target(_MROPE, "VllmMRotaryEmbedding_0_26", "<0.32", _SECTIONS),
+        _target(_MROPE, "VllmMRotaryEmbedding", ">=0.32", _SECTIONS),
+        _target("common:ApplyRotaryEmb", "VllmApplyRotaryEmb", note=_CLONES),
     ),
 }

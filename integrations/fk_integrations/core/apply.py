@@ -106,6 +106,7 @@ def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Pat
         found = plan(adapter, request, model)
         for spec, target in sorted(found, key=lambda pair: not seam.find(pair[1].seam).first):
             patched.rows.append(_apply_target(patched, spec, target))
+        patched.rows = _without_absent(patched.rows)
         patched.rows += _called_rows(patched)
         patched.rows += _candidate_rows(patched)
         patched.rows += absent_rows(adapter, request, model, patched.rows, rank)
@@ -217,6 +218,19 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     return row
 
 
+def _without_absent(rows: list[Row]) -> list[Row]:
+    """The rows without those of classes that the model does not have; an op without any other keeps one of them."""
+    shown = {row.op for row in rows if row.kinds != [Kind.NO_SUCH_MODULE]}
+    kept = []
+    for row in rows:
+        if row.kinds != [Kind.NO_SUCH_MODULE]:
+            kept.append(row)
+        elif row.op not in shown:
+            shown.add(row.op)
+            kept.append(row)
+    return kept
+
+
 def _has_target(adapter: Adapter, model: Any, path: str) -> bool:
     """Whether a host class has a row of its own."""
     targets = (
@@ -255,7 +269,7 @@ def _why_all_off(
             return Reason(
                 Kind.LEFT_TO_HOST, f"on a CPU our {spec.name} is plain PyTorch, slower than the host's"
             )
-    return adapter.unknown(target, host_class)
+    return adapter.unknown(target, host_class) if modules else None
 
 
 def _stays(patched: Patched, spec: OpSpec, module: Any, by_table: bool, requested: bool) -> Reason | None:

@@ -215,6 +215,15 @@ def test_page_of_lanes_that_are_not_compared(tmp_path: Path) -> None:
     assert "no load was measured on both" in text and "sglang: died: exit 3" in text
 
 
+def test_unfinished_run_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "every server ran to the end" in render(run).read_text()
+    kept = [r for r in read(run / "rows.jsonl")[0] if r.kind != "lane"]
+    (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in kept))
+    text = render(run).read_text()
+    assert "the run is not finished" in text and "ran to the end" not in text
+
+
 def test_verdict_compares_latency_at_a_given_rate() -> None:
     """Arrivals at a rate give the throughput too: a lane that only keeps up is not equal, it may be faster."""
     level = Level("rate", 4.0)

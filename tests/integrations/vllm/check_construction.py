@@ -15,7 +15,7 @@ def test_patch_by_name(monkeypatch):
     stock = VllmConfig.compute_hash
     asleep = VllmConfig().compute_hash()
     report = fastkernels.patch("vllm", ops=["rms_norm"])
-    assert [(r.op, r.state) for r in report.rows] == [("rms_norm", "planned")] and not report.verified
+    assert {(r.op, r.state) for r in report.rows} == {("rms_norm", "planned")} and not report.verified
     assert os.environ["FASTKERNELS"] == "1" and os.environ["FASTKERNELS_OPS"] == "rms_norm"
     with pytest.raises(PatchError, match="set already"):
         fastkernels.patch("vllm")

@@ -27,12 +27,16 @@ def test_gemma_runs_ours_and_undo_is_exact(tmp_path):
 
 
 def test_norms_equal_the_hosts(tmp_path):
-    """Every norm of vLLM and torch, without an engine: patched, as close as the dtype allows, and undone exactly."""
+    """Every norm of vLLM and torch, without an engine: patched, as close as the dtype allows, and undone exactly.
+
+    A router's GateLinear has no class of ours: `linear` replaces its quant_method.
+    """
     from fk_integrations.core.apply import apply
     from fk_integrations.vllm.host import VllmAdapter
     from torch import nn
     from vllm import distributed
     from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.layernorm import LayerNorm, RMSNormGated
     from vllm.model_executor.layers.mamba.mamba_mixer2 import Mixer2RMSNormGated
     from vllm.model_executor.models import cohere2_moe, commandr
@@ -86,3 +90,15 @@ def test_norms_equal_the_hosts(tmp_path):
         assert [type(m) for m in model.modules()] == classes
         torch.testing.assert_close(ours, nemotron(x, residual))
         torch.testing.assert_close(run(), expected, rtol=0, atol=0)
+
+        routed = nn.ModuleDict(
+            {"gate": GateLinear(64, 8, out_dtype=torch.float32, params_dtype=torch.bfloat16)}
+        )
+        routed["gate"].weight.normal_()
+        routed["gate"].cpu_linear = nn.functional.linear  # as vLLM sets it for weights that it does not pack
+        x = torch.randn(5, 64).bfloat16()
+        stock, _ = routed["gate"](x)
+        patched = apply(VllmAdapter(), routed, Request("patch", ops=("linear",)), 0)
+        torch.testing.assert_close(routed["gate"](x)[0], stock, rtol=1.6e-2, atol=1e-2)
+        assert [(r["modules"], r["calls"]) for r in patched.report() if r["state"] == "active"] == [(1, 1)]
+        patched.undo()

@@ -180,6 +180,7 @@ def _errors_card(results: Sequence[LaneResult], found: Sequence[Row]) -> dict[st
         "sent": counted.sent,
         "css": "bad" if bad else "good",
         "problems": counted.problems,
+        "finished": all(r.row is not None for r in results),
     }
 
 
