@@ -69,12 +69,16 @@ def t5_layer_norm(ns: Any) -> list[Any]:
 
 
 def gemma_rms_norm(ns: Any) -> list[Any]:
+    if ns.host == "transformers":
+        return [filled(getattr(ns, name)(63))(randn(5, 63)) for name in ns.classes]
     norm = filled(ns.GemmaRMSNorm(63, eps=1e-5))
     more = [filled(ns.Gemma3RMSNorm(63))(randn(5, 63))] if ns.host == "sglang" else []
     return [norm(randn(5, 63)), *norm(randn(5, 63), randn(5, 63) + 1), *more]
 
 
 def layer_norm(ns: Any) -> list[Any]:
+    if ns.host == "transformers":
+        return [filled(getattr(ns, name)(63))(randn(5, 63) + 1) for name in ns.classes]
     return [filled(ns.LayerNorm(63))(randn(5, 63) + 1), filled(ns.LayerNorm(63, eps=0.1))(randn(2, 3, 63))]
 
 
