@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import MODELS
-from support.tiny import KINDS, make_tiny
+from support.tiny import KINDS, MODELS, make_tiny
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.forward_context import AttentionMetadata, forward_context

@@ -6,8 +6,7 @@ import math
 
 import pytest
 from safetensors import safe_open
-from support.architectures import MODELS
-from support.tiny import make_tiny
+from support.tiny import MODELS, make_tiny
 
 from fastkernels.models.common.plan import plan
 
