@@ -10,7 +10,7 @@ from fk_bench.serving.load import counters
 from fk_bench.serving.load.datasets import load
 from fk_bench.serving.measure import PROFILE, WARM_UP, Loads, cached_warning
 from fk_bench.serving.metrics import Chunk, Trace
-from support.attached import attached, stub
+from support.serving.attached import attached, stub
 
 SIZE = {"concurrency": (2,), "num_prompts": (4,), "input_len": 64, "output_len": 2}
 

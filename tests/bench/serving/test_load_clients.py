@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.attached import attached
 from support.environments import cache_root
 from support.server_process import start
+from support.serving.attached import attached
 from support.tiny import make_tiny_llama
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from fk_bench.serving.config import CompareConfig
 from fk_bench.serving.load.datasets import DatasetError, load, load_vocabulary
 from fk_bench.serving.load.replay import prompts_of, read_trace
 from fk_bench.serving.measure import Loads
-from support.attached import attached, stub
+from support.serving.attached import attached, stub
 
 # ms, input_length, output_length, hash ids of blocks of 16 tokens
 TRACE = ((5000, 40, 3, [1, 2, 3]), (5600, 10, 1, [9]), (5300, 48, 2, [1, 5, 6]), (5150, 40, 2, [1, 2, 4]))
