@@ -17,7 +17,6 @@ from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
 from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.norm.rms_norm import rms_norm
-from fastkernels.overrides.norm.rms_norm_gated import rms_norm_gated
 from fastkernels.overrides.norm.t5_layer_norm import t5_layer_norm
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
@@ -58,7 +57,6 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "quick_gelu": quick_gelu,
     "relu2": relu2,
     "l2_norm": l2_norm,
-    "rms_norm_gated": lambda x: rms_norm_gated(x, _weight(x), x.flip(-1), 1e-6),
     "t5_layer_norm": lambda x: t5_layer_norm(x, _weight(x), 1e-6),
     "silu_and_mul": silu_and_mul,
     "rotary_emb": _rotated,

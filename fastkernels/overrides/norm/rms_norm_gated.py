@@ -273,5 +273,4 @@ SPEC = OpSpec(
     },
     flops="9 * tokens * heads * hidden",
     activations=("x",),
-    batch_invariant=True,  # a row is in one program, whose tile depends on the group's size
 )
