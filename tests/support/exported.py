@@ -40,7 +40,13 @@ def filled(module: torch.nn.Module) -> torch.nn.Module:
 
 def rms_norm(ns: Any) -> list[Any]:
     if ns.host == "transformers":
-        return [filled(getattr(ns, name)(63, eps=1e-5))(randn(5, 63)) for name in ns.classes]
+        sizeless = [
+            name
+            for name in ns.classes
+            if next(iter(inspect.signature(getattr(ns, name)).parameters)) == "eps"
+        ]
+        made = [getattr(ns, n)(*(() if n in sizeless else (63,)), eps=1e-5) for n in ns.classes]
+        return [filled(norm)(randn(5, 63)) for norm in made]
     norm = filled(ns.RMSNorm(63, eps=1e-5))
     return [norm(randn(5, 63)), *norm(randn(5, 63), randn(5, 63) + 1)]
 
@@ -175,10 +181,13 @@ CONFIG = SimpleNamespace(
 
 
 def gated_mlp(ns: Any) -> list[Any]:
-    made = [getattr(ns, name) for name in ns.classes]
-    if ns.host == "transformers":
-        return [filled(cls(CONFIG))(randn(5, 64)) for cls in made]
-    return [filled(cls(64, 63, "silu"))(randn(5, 64)) for cls in made]
+    sizes = {"hidden_size": 64, "intermediate_size": 63, "output_size": 64, "hidden_act": "silu"}
+    found = []
+    for cls in (getattr(ns, name) for name in ns.classes):
+        taken = inspect.signature(cls).parameters
+        made = cls(CONFIG) if "config" in taken else cls(**{k: v for k, v in sizes.items() if k in taken})
+        found.append(filled(made)(randn(5, 64)))
+    return found
 
 
 def gated_gelu_mlp(ns: Any) -> list[Any]:
