@@ -12,6 +12,7 @@ from fastkernels import LLM, SamplingParams
 from fastkernels.core import dispatch
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampler_state import LogprobsTensors, NewRow, SamplePlan
+from fastkernels.engine.sampling.token_masks import DeviceMasks
 
 _tasks: dict[int, dict[str, Any]] = {}  # by the request's seed
 
@@ -35,10 +36,11 @@ class Forced(Sampler):
         offsets: torch.Tensor,
         plan: SamplePlan,
         drawn: torch.Tensor | None = None,
+        masks: DeviceMasks | None = None,
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
         forced = [(i, self.requests[slot]) for i, slot in enumerate(slots.tolist()) if slot in self.requests]
         if not forced:
-            return super().__call__(logits, slots, offsets, plan, drawn)
+            return super().__call__(logits, slots, offsets, plan, drawn, masks)
         changed = logits.to(torch.float32, copy=True)
         step(changed, forced)
         return changed.argmax(-1), None

@@ -21,15 +21,9 @@ def reference(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    unit_offset: bool = False,
 ) -> torch.Tensor:
-    """x: [..., H]; weight, bias: [H] or None. Computed in at least float32; returns x's shape and dtype.
-
-    unit_offset: multiply by 1 + weight, rounded to weight's dtype (Nemotron).
-    """
+    """x: [..., H]; weight, bias: [H] or None. Computed in at least float32; returns x's shape and dtype."""
     acc = torch.promote_types(x.dtype, torch.float32)
-    if weight is not None and unit_offset:
-        weight = weight + 1
     w, b = (None if t is None else t.to(acc) for t in (weight, bias))
     return F.layer_norm(x.to(acc), x.shape[-1:], w, b, eps).to(x.dtype)
 
@@ -37,7 +31,7 @@ def reference(
 @triton.jit
 def _layer_norm_kernel(
     x_ptr, w_ptr, b_ptr, out_ptr, n_inner, stride0, stride1, H, eps,
-    HAS_W: tl.constexpr, HAS_B: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program per row, which is loaded once: mean and variance are computed from registers.
@@ -47,8 +41,6 @@ def _layer_norm_kernel(
     x = tl.load(x_ptr + (row // n_inner) * stride0 + (row % n_inner) * stride1 + cols, mask=inside, other=0.0)
     if HAS_W:  # loaded early, as in rms_norm
         w = tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        if OFFSET:
-            w = (w + 1.0).to(w_ptr.dtype.element_ty).to(tl.float32)
     if HAS_B:
         b = tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     h = x.to(tl.float32)
@@ -72,7 +64,6 @@ def _supports_triton(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    unit_offset: bool = False,
 ) -> str | None:
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
@@ -84,7 +75,6 @@ def _triton(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    unit_offset: bool = False,
 ) -> torch.Tensor:
     _check(x, weight, bias)
     out, found = torch.empty(x.shape, dtype=x.dtype, device=x.device), rows(x)
@@ -97,7 +87,7 @@ def _triton(
     launch_kernel(
         _layer_norm_kernel, grid,
         x, weight, bias, out, *found, hidden, eps, HAS_W=weight is not None, HAS_B=bias is not None,
-        OFFSET=unit_offset, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        BLOCK=block, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out
 
@@ -107,20 +97,24 @@ def _reference(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    unit_offset: bool = False,
 ) -> torch.Tensor:
     _check(x, weight, bias)
-    return reference(x, weight, bias, eps, unit_offset)
+    return reference(x, weight, bias, eps)
 
 
 layer_norm = define(
-    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps, bool unit_offset=False) -> Tensor",
-    fake=lambda x, weight, bias, eps, unit_offset=False: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    fake=lambda x, weight, bias, eps: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
+
+
+def one_more(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """The factor of a norm that stores its weight minus one, in the weight's dtype (Nemotron)."""
+    return None if weight is None else weight + 1
 
 
 def unsupported_shape(module: Any) -> str | None:
@@ -154,7 +148,6 @@ SPEC = OpSpec(
         Case("odd_1128", {"tokens": 3, "hidden": 1128, "bias": False}, dtype="float16", tags=("odd",)),
         Case("mixed", {"tokens": 7, "hidden": 576, **_FLOAT32}, tags=("odd",)),
         Case("plain", {"tokens": 5, "hidden": 63, "weight": False, "bias": False}, "float32", tags=("odd",)),
-        Case("offset", {"tokens": 9, "hidden": 200, "unit_offset": True}, tags=("odd",)),
         Case("heads_odd", {"tokens": 5, "heads": 9, "hidden": 64, "weight": False}, tags=("odd",)),
     ),
     arguments=(
@@ -162,7 +155,6 @@ SPEC = OpSpec(
         Tensor("weight", "hidden", "parameters", when="weight", mean=1, std=0.1),
         Tensor("bias", "hidden", "parameters", when="bias", std=0.1),
         Scalar("eps", default=1e-5),
-        Scalar("unit_offset", default=False),
     ),
     outputs=(Tensor("out", "tokens heads? hidden"),),
     axes={

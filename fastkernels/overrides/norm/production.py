@@ -109,37 +109,28 @@ def no_rms_norm(
     return first(half(x, weight, residual), same(x, weight, residual), dense(x, weight, residual), filled(x))
 
 
-_OFFSET = "has no unit offset"
-
-
 def _flashinfer_layer_norm() -> Function:
     from flashinfer.norm import layernorm
 
-    def layer_norm(x: T, weight: T, bias: T, eps: float, *_: Any) -> T:
+    def layer_norm(x: T, weight: T, bias: T, eps: float) -> T:
         return layernorm(x.view(-1, x.shape[-1]), weight, bias, eps).view(x.shape)
 
     return layer_norm
 
 
-def _flashinfer_no_layer_norm(
-    x: T, weight: T | None, bias: T | None, eps: float, unit_offset: bool = False
-) -> str | None:
-    if unit_offset:
-        return _OFFSET
+def _flashinfer_no_layer_norm(x: T, weight: T | None, bias: T | None, eps: float) -> str | None:
     wide = all(t is not None and t.dtype == torch.float32 for t in (weight, bias))
     if not wide or x.dtype != torch.bfloat16:
         return "takes bfloat16 with parameters in float32"
     return first(dense(x), filled(x))
 
 
-def _torch_layer_norm(x: T, weight: T | None, bias: T | None, eps: float, *_: Any) -> T:
+def _torch_layer_norm(x: T, weight: T | None, bias: T | None, eps: float) -> T:
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _torch_no_layer_norm(
-    x: T, weight: T | None, bias: T | None, eps: float, unit_offset: bool = False
-) -> str | None:
-    return _OFFSET if unit_offset else same(x, weight, bias)
+def _torch_no_layer_norm(x: T, weight: T | None, bias: T | None, eps: float) -> str | None:
+    return same(x, weight, bias)
 
 
 def _vllm_rms_norm_gated() -> Function:

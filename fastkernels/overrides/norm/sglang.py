@@ -50,9 +50,11 @@ class SGLangRMSNorm_0_5_16(nn.Module):
     @staticmethod
     def supports(module: nn.Module) -> str | None:
         """None if our forward serves this module (ours or the host's), else the reason."""
-        for name in ("fp32_residual", "override_orig_dtype", "x_pad_to_multiple", "_quant_linear"):
+        for name in ("fp32_residual", "override_orig_dtype", "x_pad_to_multiple"):
             if getattr(module, name, None):
                 return f"{name}={getattr(module, name)!r} is not supported"
+        if getattr(getattr(module, "_quant_linear", None), "input_scale", None) is not None:
+            return "it quantizes the input of the linear layer after it"
         return None
 
     def forward(

@@ -13,7 +13,7 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
-from fastkernels.overrides.norm.layer_norm import layer_norm, unsupported_shape, unsupported_weight
+from fastkernels.overrides.norm.layer_norm import layer_norm, one_more, unsupported_shape, unsupported_weight
 from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.norm.rms_norm_gated import rms_norm_gated, unsupported_activation
 from fastkernels.overrides.norm.t5_layer_norm import t5_layer_norm
@@ -150,7 +150,7 @@ class TransformersNemotronLayerNorm1P(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return layer_norm(input, self.weight, self.bias, self.eps, True)
+        return layer_norm(input, one_more(self.weight), self.bias, self.eps)
 
 
 class TransformersQwen3NextRMSNormGated(nn.Module):
@@ -281,7 +281,7 @@ TARGETS = {
     "layer_norm": (
         _target("cohere", "CohereLayerNorm", "TransformersCohereLayerNorm"),
         _target("olmo", "OlmoLayerNorm", "TransformersOlmoLayerNorm"),
-        _target("nemotron", "NemotronLayerNorm1P", "TransformersNemotronLayerNorm1P", unit_offset=True),
+        _target("nemotron", "NemotronLayerNorm1P", "TransformersNemotronLayerNorm1P"),
     ),
     "rms_norm_gated": (
         _target("qwen3_next", "Qwen3NextRMSNormGated", "TransformersQwen3NextRMSNormGated"),

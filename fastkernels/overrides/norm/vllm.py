@@ -11,7 +11,7 @@ from fastkernels.core import parallel
 from fastkernels.core.spec import Target
 from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
-from fastkernels.overrides.norm.layer_norm import layer_norm, unsupported_shape, unsupported_weight
+from fastkernels.overrides.norm.layer_norm import layer_norm, one_more, unsupported_shape, unsupported_weight
 from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.norm.rms_norm_gated import (
     MixerRMSNormGated,
@@ -185,7 +185,7 @@ class VllmNemotronLayerNorm1P(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         x = x if residual is None else x + residual
-        out = layer_norm(x, self.weight, self.bias, self.eps, True)
+        out = layer_norm(x, one_more(self.weight), self.bias, self.eps)
         return out if residual is None else (out, x)
 
 
@@ -207,7 +207,7 @@ class VllmNemotronLayerNorm1P_0_26(nn.LayerNorm):
 
     def forward(self, x, residual=None):
         x = x if residual is None else x + residual
-        out = layer_norm(x, self.weight, self.bias, self.eps, True)
+        out = layer_norm(x, one_more(self.weight), self.bias, self.eps)
         return out if residual is None else (out, x)
 
 
@@ -315,11 +315,9 @@ TARGETS = {
         Target("vllm", _MODELS + "commandr:LayerNorm", "VllmCohereLayerNorm", "leaf"),
         Target(
             "vllm", _MODELS + "nemotron:NemotronLayerNorm1P", "VllmNemotronLayerNorm1P_0_26", "leaf", "<0.32",
-            computes={"unit_offset": True},
         ),
         Target(
             "vllm", _MODELS + "nemotron:NemotronLayerNorm1P", "VllmNemotronLayerNorm1P", "leaf", ">=0.32",
-            computes={"unit_offset": True},
         ),
     ),
     "rms_norm_gated": (

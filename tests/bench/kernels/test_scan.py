@@ -21,6 +21,7 @@ OWN = {
     # providers that load a library, by the names that its versions use
     "attention/fa3.py": {"dynamic-code", "fallback", "inspection", "patching"},
     "attention/flashinfer.py": {"baseline-library", "pointer-cache"},  # keeps plans for a batch of the host
+    "linear/linear.py": {"pointer-cache"},  # finds the copy of a weight that oneDNN packed
     "linear/linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},
     "linear/linear_fp8_libraries.py": {"baseline-library", "dynamic-code"},
     "moe/expert_libraries.py": {"dynamic-code"},

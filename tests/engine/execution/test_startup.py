@@ -126,7 +126,7 @@ def test_server_freezes_objects_of_the_start(monkeypatch: pytest.MonkeyPatch) ->
 
     def start(*_: Any) -> Any:
         made.append([object() for _ in range(10)])
-        config = SimpleNamespace(api_key="key", timeout_keep_alive=5)
+        config = SimpleNamespace(api_key="key", timeout_keep_alive=5, header_timeout=30.0)
         return SimpleNamespace(config=config, app=None, model_name="m", llm=SimpleNamespace(dead=None))
 
     monkeypatch.setattr(serving, "Server", start)

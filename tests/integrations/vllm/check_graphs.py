@@ -232,7 +232,7 @@ class Worker:
         return cache
 
     def get_model(self):
-        return None
+        return torch.nn.Module()
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_a_live_engine_keeps_its_sizes(patching):
     """Its buffers are as long as its largest graph; on a GPU, capturing a longer one fails."""
     config = configuration()
     live = worker(config, cudagraph_dispatcher=dispatcher(config))
-    live.get_model = lambda: None
+    live.get_model = torch.nn.Module
     vllm._patch(live, Request("patch"))
     assert sizes(config) == OWN
     check_v1(live.model_runner.cudagraph_dispatcher, longest=512)

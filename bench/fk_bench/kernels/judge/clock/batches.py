@@ -31,7 +31,7 @@ POISONED = 32  # outputs per batch
 CHECKED_ROUNDS = 1  # early rounds in which two sampled calls are checked; in the others one
 COMPARED_ROUNDS = {"cpu": 2, "cuda": 3}  # secret rounds in which the outputs of all calls are compared
 ALONE_REQUESTS = 1  # per round and side
-EXTENDED = 3  # times as many rounds while the machine disturbs them
+EXTENDED = 3  # times as many rounds while the machine disturbs the baseline's
 SINGLES = 8, 256  # GPU: least and most calls that have a graph each, behind the 2n calls of batches
 RANDOM = random.SystemRandom()
 
@@ -97,7 +97,8 @@ class Batches:
             for r in range(-1, self.rounds):  # the first one warms up
                 self._round(r, timed, r in compared)
             for r in range(self.rounds, EXTENDED * self.rounds):
-                if timed.candidate.steady and not unsteady(timed.baseline, timed.again):
+                quiet = not unsteady(timed.baseline, timed.again)
+                if quiet and (timed.candidate.steady or r >= 2 * self.rounds):
                     break
                 self._round(r, timed, RANDOM.randrange(self.rounds) < len(compared))
             if self.cuda:  # at the end and on both sides, because a process is slower once CUPTI is attached
