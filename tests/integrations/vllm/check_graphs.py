@@ -234,6 +234,9 @@ class Worker:
     def get_model(self):
         return torch.nn.Module()
 
+    def execute_model(self, *args):
+        return None
+
 
 @pytest.fixture
 def patching(monkeypatch):
@@ -268,6 +271,7 @@ def test_a_live_engine_keeps_its_sizes(patching):
     config = configuration()
     live = worker(config, cudagraph_dispatcher=dispatcher(config))
     live.get_model = torch.nn.Module
+    live.execute_model = lambda *args: None
     vllm._patch(live, Request("patch"))
     assert sizes(config) == OWN
     check_v1(live.model_runner.cudagraph_dispatcher, longest=512)
