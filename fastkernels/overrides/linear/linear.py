@@ -124,7 +124,12 @@ def linear_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         return F.linear(x, weight, bias)
     if not 0 < x.numel() <= PACKED_ROWS * weight.shape[1]:
         return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), packed, bias, "none", [], "")
+    # oneDNN compiles and keeps a kernel for each number of rows, so there are only powers of two.
+    flat = x.reshape(-1, x.shape[-1])
+    rows = 1 << (len(flat) - 1).bit_length()
+    padded = flat if rows == len(flat) else F.pad(flat, (0, 0, 0, rows - len(flat)))
+    out = torch.ops.mkldnn._linear_pointwise(padded.contiguous(), packed, bias, "none", [], "")
+    return out[: len(flat)].view(*x.shape[:-1], out.shape[-1])
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
