@@ -216,9 +216,9 @@ def test_continuous_usage_and_cached_tokens(client):
     options = {"model": "tiny", "prompt": list(range(10, 110)), "stream": True, **GREEDY}
     usage = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(client.completions.create(**options, stream_options=usage))
-    counts = [c.usage.completion_tokens for c in chunks]  # on a busy machine a chunk may hold two tokens
+    counts = [c.usage.completion_tokens for c in chunks]  # on a busy machine a chunk may hold several tokens
     assert counts[-2:] == [12, 12] and len(counts) > 6
-    assert all(0 < more - less <= 3 for less, more in zip([0, *counts[:-2]], counts[:-1], strict=True)), (
+    assert all(0 < more - less <= 6 for less, more in zip([0, *counts[:-2]], counts[:-1], strict=True)), (
         counts
     )
     again = list(client.completions.create(**options, stream_options=usage))
