@@ -50,12 +50,14 @@ class SGLangRMSNorm_0_5_16(nn.Module):
     @staticmethod
     def supports(module: nn.Module) -> str | None:
         """None if our forward serves this module (ours or the host's), else the reason."""
-        for name in ("fp32_residual", "override_orig_dtype", "x_pad_to_multiple"):
-            if getattr(module, name, None):
-                return f"{name}={getattr(module, name)!r} is not supported"
+        off = [
+            n
+            for n in ("fp32_residual", "override_orig_dtype", "x_pad_to_multiple")
+            if getattr(module, n, None)
+        ]
         if getattr(getattr(module, "_quant_linear", None), "input_scale", None) is not None:
-            return "it quantizes the input of the linear layer after it"
-        return None
+            off.append("_quant_linear")
+        return f"{off[0]}={getattr(module, off[0])!r} is not supported" if off else None
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.clock.timing import Samples, unsteady
+from fk_bench.kernels.judge.clock.timing import Samples, batched, unsteady
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena
@@ -31,7 +31,7 @@ POISONED = 32  # outputs per batch
 CHECKED_ROUNDS = 1  # early rounds in which two sampled calls are checked; in the others one
 COMPARED_ROUNDS = {"cpu": 2, "cuda": 3}  # secret rounds in which the outputs of all calls are compared
 ALONE_REQUESTS = 1  # per round and side
-EXTENDED = 3  # times as many rounds while the machine disturbs the baseline's
+EXTENDED = 3  # times as many rounds while the machine seems to disturb them
 SINGLES = 8, 256  # GPU: least and most calls that have a graph each, behind the 2n calls of batches
 RANDOM = random.SystemRandom()
 
@@ -97,8 +97,7 @@ class Batches:
             for r in range(-1, self.rounds):  # the first one warms up
                 self._round(r, timed, r in compared)
             for r in range(self.rounds, EXTENDED * self.rounds):
-                quiet = not unsteady(timed.baseline, timed.again)
-                if quiet and (timed.candidate.steady or r >= 2 * self.rounds):
+                if not self._disturbed(timed) and (timed.candidate.steady or r >= 2 * self.rounds):
                     break
                 self._round(r, timed, RANDOM.randrange(self.rounds) < len(compared))
             if self.cuda:  # at the end and on both sides, because a process is slower once CUPTI is attached
@@ -118,6 +117,11 @@ class Batches:
             if lane is self.candidate:
                 raise Wrong(str(error)) from None
             raise RunnerError(Status.WRONG, str(error), False, "baseline") from None
+
+    @staticmethod
+    def _disturbed(timed: Timed) -> bool:
+        """Whether more rounds may change the verdict: a busy machine also delays some calls alone."""
+        return bool(unsteady(timed.baseline, timed.again) or batched(timed.candidate, timed.baseline))
 
     # -- a round
 
