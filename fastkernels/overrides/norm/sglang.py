@@ -50,13 +50,9 @@ class SGLangRMSNorm_0_5_16(nn.Module):
     @staticmethod
     def supports(module: nn.Module) -> str | None:
         """None if our forward serves this module (ours or the host's), else the reason."""
-        off = [
-            n
-            for n in ("fp32_residual", "override_orig_dtype", "x_pad_to_multiple")
-            if getattr(module, n, None)
-        ]
-        if getattr(getattr(module, "_quant_linear", None), "input_scale", None) is not None:
-            off.append("_quant_linear")
+        quantized = getattr(getattr(module, "_quant_linear", None), "input_scale", None) is not None
+        names = ("fp32_residual", "override_orig_dtype", "x_pad_to_multiple")
+        off = [name for name in names if getattr(module, name, None)] + ["_quant_linear"] * quantized
         return f"{off[0]}={getattr(module, off[0])!r} is not supported" if off else None
 
     def forward(
