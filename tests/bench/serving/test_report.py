@@ -325,7 +325,7 @@ def test_searched_load_is_the_headline() -> None:
 
 
 def test_title_is_the_models_name() -> None:
-    assert model_name("/root/.cache/models/SmolLM2-135M-Instruct/") == "SmolLM2-135M-Instruct"
+    assert model_name("/data/models/SmolLM2-135M-Instruct/") == "SmolLM2-135M-Instruct"
     assert model_name("/c/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e3") == "meta-llama/Llama-3.1-8B"
     assert model_name("meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
     assert model_name("Llama-3.1-8B shapes, random weights") == "Llama-3.1-8B shapes, random weights"

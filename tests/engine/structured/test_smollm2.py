@@ -48,10 +48,10 @@ def test_real_model_follows_forms_and_answers():
         chats = [[{"role": "user", "content": text}] for text, _ in requests]
         outputs = [o.outputs[0] for o in llm.chat(chats, [p for _, p in requests])]
         free = llm.chat(chats[4], requests[4][1])[0].outputs[0]
-    city, capital, date, cat, beside, total = (o.text for o in outputs)
+    city, capital, date, cat, plain, total = (o.text for o in outputs)
     jsonschema_rs.validate(SCHEMA, json.loads(city))
     assert "Paris" in city and json.loads(city)["country"] == "France" and capital.endswith("Paris.")
     assert re.fullmatch(DATE, date) and re.fullmatch(r"\d+( \+ \d+)*", total)
     assert outputs[3].finish_reason == "length" or isinstance(json.loads(cat), dict)
-    assert beside == free.text and "Paris" in beside
+    assert plain == free.text and "Paris" in beside
     assert {o.finish_reason for o in outputs[:3]} == {"stop"}
