@@ -53,5 +53,5 @@ def test_real_model_follows_forms_and_answers():
     assert "Paris" in city and json.loads(city)["country"] == "France" and capital.endswith("Paris.")
     assert re.fullmatch(DATE, date) and re.fullmatch(r"\d+( \+ \d+)*", total)
     assert outputs[3].finish_reason == "length" or isinstance(json.loads(cat), dict)
-    assert plain == free.text and "Paris" in beside
+    assert plain == free.text and "Paris" in plain
     assert {o.finish_reason for o in outputs[:3]} == {"stop"}
