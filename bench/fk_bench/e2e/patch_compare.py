@@ -76,7 +76,9 @@ def patch_compare_command(
     load_format: Annotated[str, typer.Option(help="dummy: random weights; auto: the checkpoint's")] = "dummy",
     dtype: Annotated[str, typer.Option(help="auto: bfloat16, or float32 on a CPU that emulates it")] = "auto",
     tensor_parallel: Annotated[int, typer.Option(help="GPUs")] = 1,
-    gpu_share: Annotated[float, typer.Option(help="share of the GPU's memory")] = 0.9,
+    gpu_share: Annotated[
+        float, typer.Option(help="share of the memory (default: 0.9, on a CPU 0.3)", show_default=False)
+    ] = 0.0,
     engine_args: Annotated[str, typer.Option(help="JSON of more arguments of the engine")] = "{}",
     timeout: Annotated[float, typer.Option(help="seconds for a start, a patch or a run")] = 600.0,
     seed: Annotated[int, typer.Option(help="of the prompts, which are new for every run")] = 0,
@@ -115,10 +117,11 @@ def patch_compare_command(
     done = {row.subject.model for row in made if row.case["state"] == "end"}
     longest = max((load.input_len + load.output_len for load in plan), default=0) + 16
     most = max((load.requests for load in plan), default=1)
+    on_gpu = machine.machine().gpus > 0
     settings: dict[str, Any] = {
         "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
         "max_model_len": longest, "max_num_seqs": max(most, 8), "kv_tokens": None,
-        "gpu": machine.machine().gpus > 0, "gpu_share": gpu_share, "tensor_parallel": tensor_parallel,
+        "gpu": on_gpu, "gpu_share": gpu_share or (0.9 if on_gpu else 0.3), "tensor_parallel": tensor_parallel,
         "engine_args": extra,
     }  # fmt: skip
     failed = []
@@ -129,7 +132,7 @@ def patch_compare_command(
         try:
             path = _prepared(model, load_format, folder)
             comparison = _Comparison(
-                host, python or sys.executable, {**settings, "model": path}, folder, timeout,
+                host, machine.absolute(python or sys.executable), {**settings, "model": path}, folder, timeout,
                 before_construction, comma_list("--ops", ops, str) if ops else None,
             )  # fmt: skip
             case = {
@@ -145,6 +148,8 @@ def patch_compare_command(
     results = summary(made)
     if not json_only:
         show(results)
+        if not on_gpu:
+            print("on a CPU the ratios say nothing about a GPU")
         print(f"rows: {file}\n")
     last_line({"command": COMMAND, "ok": not failed, "rows": str(file), "failed": failed, "results": results})
     if failed:
