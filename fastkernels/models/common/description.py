@@ -195,11 +195,6 @@ def windows(config: Any) -> list[int | None]:
 def attention(config: Any, window: int | None = None, **differs: Any) -> Attention:
     """Llama's attention with the sizes of a config. differs: fields of Attention that are not Llama's."""
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if config.num_attention_heads % kv_heads:
-        raise Unsupported(
-            f"config.num_attention_heads={config.num_attention_heads} is not a multiple of"
-            f" num_key_value_heads={kv_heads}"
-        )
     made: dict[str, Any] = {
         "heads": config.num_attention_heads, "kv_heads": kv_heads, "head_size": head_size(config), "window": window,
         "rope": rope(config), "max_positions": config.max_position_embeddings,
