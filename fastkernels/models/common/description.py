@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastkernels.overrides.block import attention_sizes
+from fastkernels.overrides.block.attention_sizes import rope_parameters
+
 ACTIVATIONS = {  # of transformers' configs: ours
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
@@ -152,26 +155,10 @@ class Decoder:
 
 def head_size(config: Any) -> int:
     """The size of an attention head. Raises Unsupported if none is given and the hidden size does not divide."""
-    given = getattr(config, "head_dim", None)
-    if given:
-        return given
-    if config.hidden_size % config.num_attention_heads:
-        raise Unsupported(
-            f"config.hidden_size={config.hidden_size} is not a multiple of"
-            f" num_attention_heads={config.num_attention_heads}, and there is no head_dim"
-        )
-    return config.hidden_size // config.num_attention_heads
-
-
-def rope(config: Any, kind: str = "") -> dict[str, Any]:
-    """The rotary parameters of a config; kind: those of one layer type, where layers differ."""
-    found = getattr(config, "rope_parameters", None)
-    found = dict(found.get(kind, found)) if isinstance(found, Mapping) else {}
-    found.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
-    partial = getattr(config, "partial_rotary_factor", None)
-    if partial is not None:
-        found.setdefault("partial_rotary_factor", partial)
-    return found
+    try:
+        return attention_sizes.head_size(config)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
 
 
 def windows(config: Any) -> list[int | None]:
@@ -195,7 +182,7 @@ def attention(config: Any, window: int | None = None, **differs: Any) -> Attenti
         )
     made: dict[str, Any] = {
         "heads": config.num_attention_heads, "kv_heads": kv_heads, "head_size": head_size(config), "window": window,
-        "rope": rope(config), "max_positions": config.max_position_embeddings,
+        "rope": rope_parameters(config), "max_positions": config.max_position_embeddings,
     }  # fmt: skip
     return Attention(**{**made, **differs})
 
