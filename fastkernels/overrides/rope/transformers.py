@@ -39,6 +39,7 @@ def _rotated(
         positions = positions.repeat(batch)
     by_token = [x if heads_at == 2 else x.transpose(1, 2) for x in (q, k)]
     flat = [x.flatten(0, 1) for x in by_token]
+    assert rotary_emb.functional is not None
     new = rotary_emb.functional(positions, *flat, q.shape[-1], table, True, rounds, rounds)
     back = [n.view(x.shape) for n, x in zip(new, by_token, strict=True)]
     new_q, new_k = (x if heads_at == 2 else x.transpose(1, 2) for x in back)

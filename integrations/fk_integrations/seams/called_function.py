@@ -22,6 +22,7 @@ class CalledFunction(Seam):
         return [m for m in model.modules() if host_class in called(type(m)).values()]
 
     def swap(self, swap: Swap) -> Reason | None:
-        swap.journal.set_class(swap.module, calling_class(type(swap.module), swap.host_class, swap.ours))
+        cls: Any = type(swap.module)
+        swap.journal.set_class(swap.module, calling_class(cls, swap.host_class, swap.ours))
         swap.adapter.repin(swap.module, swap.journal)
         return None

@@ -116,9 +116,9 @@ class TransformersAdapter(Adapter):
         listed = [t for t in listed if t.seam == "called_function"]
         if not listed:
             return []
-        kinds = {type(m) for m in model.modules()}
+        kinds: set[Any] = {type(m) for m in model.modules()}
         tables = [k for k in kinds if k.__module__ == cls.__module__ and "RotaryEmbedding" in k.__name__]
-        if not tables or not all(map(_halves_repeat, tables)):
+        if not tables or not all(_halves_repeat(k) for k in tables):
             return []
         return [
             replace(t, path=f"{cls.__module__}:{name}", note="")

@@ -23,7 +23,7 @@ def rope_options(cls: type, dtype: torch.dtype = torch.bfloat16, **changes: Any)
 
 
 def rope_inputs(cls: type, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    """positions [7] and query and key, by head where the class takes that; x, cosines and sines where it has no table."""
+    """positions [7] and query and key, by head if the class takes that; x, cosines and sines if it has no table."""
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(7, heads, 32, generator=generator).to(dtype) for heads in (3, 1))
     if "enforce_enable" in inspect.signature(cls).parameters:
