@@ -39,8 +39,13 @@ def _rotated(
         positions = positions.repeat(batch)
     by_token = [x if heads_at == 2 else x.transpose(1, 2) for x in (q, k)]
     flat = [x.flatten(0, 1) for x in by_token]
-    assert rotary_emb.functional is not None
-    new = rotary_emb.functional(positions, *flat, q.shape[-1], table, True, rounds, rounds)
+    how = (q.shape[-1], table, True, rounds, rounds)
+    functional = getattr(rotary_emb, "functional", None)  # a file for a fork has the op alone
+    if functional is not None:
+        new = functional(positions, *flat, *how)
+    else:
+        new = [x.clone(memory_format=torch.contiguous_format) for x in flat]
+        rotary_emb(positions, *new, *how)
     back = [n.view(x.shape) for n, x in zip(new, by_token, strict=True)]
     new_q, new_k = (x if heads_at == 2 else x.transpose(1, 2) for x in back)
     return new_q, new_k
