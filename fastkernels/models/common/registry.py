@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -68,6 +72,35 @@ def read_models(root: Path = MODELS_ROOT, package: str = MODELS_PACKAGE) -> dict
 def models() -> dict[str, Model]:
     """The models of this installation by name; see read_models."""
     return read_models()
+
+
+@contextmanager
+def using(file: Path) -> Iterator[Model]:
+    """Run a block with a model file that lies outside the package, in place of those with its name or architectures.
+
+    Raises InvalidModelFile.
+    """
+    model = _read(file, f"fastkernels_model_{file.stem}")
+    before = dict(models())
+    taken = set(model.arch.names)
+    kept = {k: m for k, m in before.items() if k != model.name and not taken & set(m.arch.names)}
+    spec = importlib.util.spec_from_file_location(model.module, file)
+    assert spec is not None and spec.loader is not None, file
+    code = importlib.util.module_from_spec(spec)
+    sys.modules[model.module] = code
+    try:
+        spec.loader.exec_module(code)
+        _replace({**kept, model.name: model})
+        yield model
+    finally:
+        _replace(before)
+        sys.modules.pop(model.module, None)
+
+
+def _replace(known: dict[str, Model]) -> None:
+    found = models()
+    found.clear()
+    found.update(known)
 
 
 def by_architecture() -> dict[str, Model]:
