@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from fk_integrations.transformers.tiny_models import fields
+
 from fastkernels.models.common import description as d
 from fk_bench.scaffold.samples import Sample, Samples, equal
-from fk_integrations.transformers.tiny_models import fields
 
 FORMULAS = ("{}", "{}**-0.5", "1 / {}", "{}**0.5", "{} or 0.0")
 
@@ -81,7 +82,15 @@ class Search:
     def _right(text: str, names: dict[str, Any], value: Any) -> bool:
         try:
             found = eval(text, dict(names))  # our own formulas
-        except (AttributeError, TypeError, ZeroDivisionError, IndexError, KeyError, OverflowError, ValueError):
+        except (
+            AttributeError,
+            TypeError,
+            ZeroDivisionError,
+            IndexError,
+            KeyError,
+            OverflowError,
+            ValueError,
+        ):
             return False
         if isinstance(value, bool):
             return bool(found) == value and not isinstance(found, str)
@@ -116,7 +125,12 @@ class Search:
         for name in self.names:
             if isinstance(values[name], int) and not isinstance(values[name], bool):
                 at = self.attribute[name]
-                yield from (f"(i + 1) % {at} == 0", f"(i + 1) % {at} != 0", f"i % {at} == 0", f"i % {at} != 0")
+                yield from (
+                    f"(i + 1) % {at} == 0",
+                    f"(i + 1) % {at} != 0",
+                    f"i % {at} == 0",
+                    f"i % {at} != 0",
+                )
 
 
 def literal(value: Any) -> str:

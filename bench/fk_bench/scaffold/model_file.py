@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from fastkernels.models.common import description as d
@@ -10,7 +11,6 @@ from fastkernels.models.common.architecture import PACKED
 from fk_bench.info.stub_source import WIDTH, fold
 from fk_bench.scaffold.expressions import NoExpression, Search, literal
 from fk_bench.scaffold.samples import Samples, equal, normal
-from fk_integrations.transformers import tiny_models
 
 NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
@@ -22,10 +22,8 @@ def text(samples: Samples, about: str, category: str = "llm") -> str:
             body = _Describe(samples).text()
             break
         except NoExpression as error:
-            free = {f for f in error.fields if f and f not in tiny_models.SIZES}
-            if not free:
+            if not samples.drop(error.fields):
                 raise
-            samples.drop(free)
     return "\n".join([
         f'"""{about}"""', "", "from __future__ import annotations", "", "from typing import Any", "",
         "from fastkernels.models.common import description as d",
@@ -56,7 +54,11 @@ class _Describe:
         for s in self.samples.all:
             try:
                 made = eval(expression, {"config": s.config, "d": d})
-            except (NameError, AttributeError, ValueError):  # it names a layer's i, or a field that is not there
+            except (
+                NameError,
+                AttributeError,
+                ValueError,
+            ):  # it names a layer's i, or a field that is not there
                 return False
             if not equal(normal(made), s.decoder):
                 return False
@@ -86,7 +88,9 @@ class _Describe:
             there = [n for n in map(get, s.decoder.layers) if n is not None]
             if any(not equal(n, there[0]) for n in there):
                 raise NoExpression(what, {s.field} - {""})
-        norms = [next((n for n in map(get, s.decoder.layers) if n is not None), None) for s in self.samples.all]
+        norms = [
+            next((n for n in map(get, s.decoder.layers) if n is not None), None) for s in self.samples.all
+        ]
         made = self._norm(what, norms)
         made = "norm" if made == self.norm else made
         when = self.search.condition(f"whether there is {what}", lambda layer: get(layer) is not None)
@@ -114,12 +118,15 @@ class _Describe:
         for name in ("head_size", "bias", "out_bias", "scale", "softcap", "by_head"):
             add(name)
         for name in ("head_norm", "wide_norm"):
-            if made := self._optional_norm(f"attention.{name}", lambda layer, n=name: getattr(layer.attention, n)):
+            if made := self._optional_norm(
+                f"attention.{name}", lambda layer, n=name: getattr(layer.attention, n)
+            ):
                 found.append(f"{name}={made}")
         ropes = [s.decoder.layers for s in self.samples.all]
         if any(layer.attention.interleaved for layers in ropes for layer in layers):
             style = search.condition(
-                "attention.interleaved", lambda layer: layer.attention.interleaved or layer.attention.rope is None
+                "attention.interleaved",
+                lambda layer: layer.attention.interleaved or layer.attention.rope is None,
             )
             found.append(f"interleaved={style}")
         if not search.fits("d.rope(config)", lambda layer: layer.attention.rope):
@@ -137,18 +144,23 @@ class _Describe:
 
     def _mlp(self) -> str:
         search = self.search
-        inner = search.of_layers("mlp.intermediate", lambda layer: layer.mlp.intermediate, ("config.intermediate_size",))
-        act = search.of_layers("mlp.activation", lambda layer: layer.mlp.activation, ("d.activation(config)",))
+        inner = search.of_layers(
+            "mlp.intermediate", attrgetter("mlp.intermediate"), ("config.intermediate_size",)
+        )
+        act = search.of_layers("mlp.activation", attrgetter("mlp.activation"), ("d.activation(config)",))
         made = [inner, act]
         for name, usual in (("gated", True), ("bias", False)):
-            if not search.always(lambda layer, n=name: getattr(layer.mlp, n), usual):
-                value = search.of_layers(f"mlp.{name}", lambda layer, n=name: getattr(layer.mlp, n))
-                made.append(f"{name}={value}")
+            if not search.always(attrgetter(f"mlp.{name}"), usual):
+                made.append(f"{name}={search.of_layers(f'mlp.{name}', attrgetter(f'mlp.{name}'))}")
         return f"d.Mlp({', '.join(made)})"
 
     def _layers(self, differs: list[str]) -> list[str]:
         search, first = self.search, self.samples.all[0].decoder.layers[0]
-        norms = [f"{part}={made}" for part in NORMS if (made := self._optional_norm(part, lambda layer, p=part: getattr(layer, p)))]
+        norms = [
+            f"{part}={made}"
+            for part in NORMS
+            if (made := self._optional_norm(part, lambda layer, p=part: getattr(layer, p)))
+        ]
         more = []
         if not search.always(lambda layer: layer.parallel, False):
             more.append(f"parallel={search.condition('layer.parallel', lambda layer: layer.parallel)}")
@@ -188,16 +200,16 @@ class _Describe:
     def _decoder(self) -> str:
         search = self.search
         made = [
-            search.of_model("vocab", lambda m: m.vocab, ("config.vocab_size",)),
-            search.of_model("hidden", lambda m: m.hidden, ("config.hidden_size",)),
+            search.of_model("vocab", attrgetter("vocab"), ("config.vocab_size",)),
+            search.of_model("hidden", attrgetter("hidden"), ("config.hidden_size",)),
             "layers",
             "norm",
-            search.of_model("tied", lambda m: m.tied, ("config.tie_word_embeddings",)),
+            search.of_model("tied", attrgetter("tied"), ("config.tie_word_embeddings",)),
         ]
         for name, usual in (
             ("head_bias", False), ("embedding_scale", 1.0), ("logits_scale", 1.0), ("logits_softcap", 0.0),
         ):  # fmt: skip
-            text = search.of_model(name, lambda m, n=name: getattr(m, n))
+            text = search.of_model(name, attrgetter(name))
             if text != literal(usual):
                 made.append(f"{name}={text}")
         return _fold("return d.Decoder(", made, ")", 1)
@@ -245,10 +257,14 @@ def _architecture(samples: Samples, category: str) -> str:
         f'    model_type="{config.model_type}",',
     ]
     packed = {
-        ours: parts for ours, parts in PACKED.items() if parts[0] in names or parts[-1] in names and parts[0] in names
+        ours: parts
+        for ours, parts in PACKED.items()
+        if parts[0] in names or (parts[-1] in names and parts[0] in names)
     }
     if packed != PACKED:
-        inside = ", ".join(f'"{k}": ({", ".join(f"{chr(34)}{p}{chr(34)}" for p in v)})' for k, v in packed.items())
+        inside = ", ".join(
+            f'"{k}": ({", ".join(f"{chr(34)}{p}{chr(34)}" for p in v)})' for k, v in packed.items()
+        )
         lines.append(f"    packed={{{inside}}},")
     lines.append('    tied={"lm_head.weight": "model.embed_tokens.weight"},')
     prefixes = {
@@ -259,7 +275,9 @@ def _architecture(samples: Samples, category: str) -> str:
         theirs: ours
         for role, theirs in names.items()
         if role not in prefixes
-        for ours in [f"{'mlp' if role in ('gate_proj', 'up_proj', 'gate_up_proj', 'down_proj') else 'self_attn'}.{role}"]
+        for ours in [
+            f"{'mlp' if role in ('gate_proj', 'up_proj', 'gate_up_proj', 'down_proj') else 'self_attn'}.{role}"
+        ]
         if theirs != ours
     }
     for name, mapping in (("renamed", renamed), ("parts", parts)):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastkernels.models.common import description as d
 from fk_integrations.transformers import tiny_models
 from fk_integrations.transformers.decoder_roles import Observed, Unexplained, observe
+
+from fastkernels.models.common import description as d
 
 # What differs between descriptions of equal models.
 TOLERANCE = 1e-3  # relative, of numbers that are measured
@@ -34,11 +35,22 @@ class Samples:
     def config(self) -> Any:
         return self.all[0].config
 
-    def drop(self, fields: set[str]) -> None:
-        """Leave out the samples of these fields; the model file then refuses other values of them."""
-        for name in fields:
+    @property
+    def sizes(self) -> set[str]:
+        """The fields whose values in the samples are not those of the real model."""
+        names = getattr(self.config, "attribute_map", {})
+        return {names.get(name, name) for name in tiny_models.SIZES}
+
+    def drop(self, fields: set[str]) -> bool:
+        """Leave out the samples of these fields: the model file then refuses other values of them.
+
+        Returns False where that is not possible: the given config itself, and sizes, cannot be left out.
+        """
+        free = fields - self.sizes - {""}
+        for name in free:
             self.refused[name] = tiny_models.fields(self.config)[name]
-        self.all = [s for s in self.all if s.field not in fields]
+        self.all = [s for s in self.all if s.field not in free]
+        return bool(free)
 
 
 def collect(config: Any) -> Samples:
@@ -52,7 +64,6 @@ def collect(config: Any) -> Samples:
     base = observe(model, small)
     base.names.update(_stored(base.names, tiny_models.checkpoint_names(model)))
     made = Samples(base, [Sample(small, normal(base.decoder))], {})
-    sizes = {getattr(small, "attribute_map", {}).get(name, name) for name in tiny_models.SIZES}
     for name, values in tiny_models.perturbations(small):
         unexplained = False
         for value in values:
@@ -72,7 +83,7 @@ def collect(config: Any) -> Samples:
             unexplained = False
             if not isinstance(value, list):
                 break
-        if unexplained and name not in sizes:
+        if unexplained and name not in made.sizes:
             made.refused[name] = tiny_models.fields(small)[name]
     return made
 
@@ -98,7 +109,8 @@ def normal(decoder: d.Decoder) -> d.Decoder:
         a = replace(
             a, scale=a.head_size**-0.5 if a.scale is None else a.scale, interleaved=a.interleaved and a.rope is not None
         )  # fmt: skip
-        layers.append(replace(layer, attention=a, names=dict(layer.names)))
+        names = {part: name for part, name in layer.names.items() if getattr(layer, part, True) is not None}
+        layers.append(replace(layer, attention=a, names=names))
     return replace(decoder, layers=tuple(layers), tied=bool(decoder.tied))
 
 

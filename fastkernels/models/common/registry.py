@@ -116,7 +116,8 @@ def find(architecture: str) -> Model:
     """The model of an architecture. Raises UnknownName, which lists the known ones."""
     known = by_architecture()
     if architecture not in known:
-        raise UnknownName("architecture", architecture, known, "`fk-bench list models` describes them.")
+        more = "`fk-bench list models` describes them; `fk-bench scaffold FOLDER` writes a model file for another one."
+        raise UnknownName("architecture", architecture, known, more)
     return known[architecture]
 
 

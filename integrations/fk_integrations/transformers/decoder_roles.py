@@ -20,11 +20,15 @@ from fk_integrations.transformers.recording import AttentionCall, ModuleCall, Re
 
 
 class Unexplained(ValueError):
-    """A module computes what no description expresses. path: its name; module: itself, or None for a formula."""
+    """A module computes what no description expresses. path: its name, '' for the model; also: further ones."""
 
-    def __init__(self, path: str, reason: str, module: nn.Module | None = None):
+    def __init__(self, path: str, reason: str, also: tuple[Unexplained, ...] = ()):
         super().__init__(f"{path or 'the model'}: {reason}")
-        self.path, self.reason, self.module = path, reason, module
+        self.path, self.reason, self.also = path, reason, also
+
+    @property
+    def all(self) -> tuple[Unexplained, ...]:
+        return (self, *self.also)
 
 
 @dataclass
@@ -55,7 +59,8 @@ def observe(model: Any, config: Any) -> Observed:
     scale = probe.ratio(first.inputs[0], table[made.ids])
     if scale is None:
         raise Unexplained(f"{stack}.0", "the first layer reads more than the scaled embedding of the tokens")
-    layers, seen = [], {}
+    layers: list[d.Layer] = []
+    seen: dict[str, str] = {}
     for i in range(config.num_hidden_layers):
         layer, own = _layer(made, f"{stack}.{i}", config)
         if i and own != seen:
@@ -66,12 +71,12 @@ def observe(model: Any, config: Any) -> Observed:
     names["norm"], names["head"] = norm.path, head.path
     final = probe.find_norm(norm.module, norm.output.shape[-1])
     if final is None:
-        raise Unexplained(norm.path, "it computes no norm that an op computes", norm.module)
+        raise Unexplained(norm.path, "it computes no norm that an op computes")
     logits_scale, softcap = _logits(made, head)
     weight: Any = head.module.weight
     decoder = d.Decoder(
         table.shape[0], table.shape[1], tuple(layers), final, tied=weight is table,
-        head_bias=getattr(head.module, "bias", None) is not None, embedding_scale=scale, logits_scale=logits_scale,
+        head_bias=_has_bias(head), embedding_scale=scale, logits_scale=logits_scale,
         logits_softcap=softcap,
     )  # fmt: skip
     return Observed(decoder, {**names, **seen})
@@ -118,7 +123,14 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
     if len(attended) != 1:
         raise Unexplained(path, f"{len(attended)} calls of attention in one layer")
     inside = made.inside(path)
-    attention, names, reads, writes = _attention(made, attended[0], path, config)
+    try:
+        attention, names, reads, writes = _attention(made, attended[0], path, config)
+    except Unexplained as error:
+        try:
+            _mlp(inside, attended[0], path)
+        except Unexplained as other:
+            raise Unexplained(error.path, error.reason, (other,)) from None
+        raise
     mlp, mlp_names, mlp_reads, mlp_writes = _mlp(inside, attended[0], path)
     names |= mlp_names
     norms = _Norms([c for c in inside if "." not in c.path[len(path) + 1 :]], path)
@@ -140,7 +152,7 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
         if multiplier is not None and not same(y, middle.reshape(x.shape) + multiplier * m.reshape(x.shape)):
             multiplier = None
     if multiplier is None:
-        raise Unexplained(path, "its output is not x + multiplier * (attention + MLP)", own.module)
+        raise Unexplained(path, "its output is not x + multiplier * (attention + MLP)")
     parts = {
         "before_attention": before_attention, "after_attention": after_attention, "before_mlp": before_mlp,
         "after_mlp": after_mlp,
@@ -163,7 +175,9 @@ class _Norms:
         self.path = path
         neutral = (nn.Dropout, nn.Identity)
         self.calls = [
-            c for c in calls if c.inputs and not list(c.module.children()) and not isinstance(c.module, neutral)
+            c
+            for c in calls
+            if c.inputs and not list(c.module.children()) and not isinstance(c.module, neutral)
         ]
 
     def find(self, x: torch.Tensor, y: torch.Tensor) -> ModuleCall | None:
@@ -186,13 +200,13 @@ class _Norms:
     def kind(self, call: ModuleCall) -> d.Norm:
         found = probe.find_norm(call.module, call.output.shape[-1])
         if found is None:
-            raise Unexplained(call.path, "it computes no norm that an op computes", call.module)
+            raise Unexplained(call.path, "it computes no norm that an op computes")
         return found
 
     def check_all_used(self, used: list[ModuleCall]) -> None:
         for call in self.calls:
             if not any(call is u for u in used):
-                raise Unexplained(call.path, "its place in the layer is not known", call.module)
+                raise Unexplained(call.path, "its place in the layer is not known")
 
 
 def _attention(
@@ -202,7 +216,7 @@ def _attention(
     inside = made.inside(seen.path)
     if seen.unknown:
         raise Unexplained(seen.path, f"attention has {', '.join(seen.unknown)}")
-    heads, tokens, size = seen.q.shape
+    heads, _, size = seen.q.shape
     if seen.k.shape[2] != size or seen.v.shape[2] != size:
         raise Unexplained(
             seen.path, f"queries have {size}, keys {seen.k.shape[2]} and values {seen.v.shape[2]} channels"
@@ -213,27 +227,30 @@ def _attention(
     if out is None:
         raise Unexplained(seen.path, "no linear layer reads the output of attention alone")
     names = {"o_proj": out.path[len(layer) + 1 :]}
-    bias = {"out_bias": getattr(out.module, "bias", None) is not None}
     plain = d.Attention(
-        heads, kv_heads, size, scale=size**-0.5 if seen.scale is None else seen.scale, window=_window(seen), softcap=seen.softcap, **bias,
-    )  # fmt: skip
-    if max_positions := getattr(config, "max_position_embeddings", None):
-        plain = replace(plain, max_positions=max_positions)
+        heads,
+        kv_heads,
+        size,
+        out_bias=_has_bias(out),
+        scale=size**-0.5 if seen.scale is None else seen.scale,
+        window=_window(seen),
+        softcap=seen.softcap,
+        max_positions=getattr(config, "max_position_embeddings", None) or d.Attention.max_positions,
+    )
     projections = [c for c in linears if c is not out]
-    rest = [
-        c
-        for c in inside
-        if c not in linears and not list(c.module.children()) and not isinstance(c.module, nn.Dropout)
-    ]
+    if any(not same(c.inputs[0], projections[0].inputs[0]) for c in projections):
+        raise Unexplained(seen.path, "its projections read different tensors")
+    leaves = [c for c in inside if not list(c.module.children()) and not isinstance(c.module, nn.Dropout)]
+    rest = [c for c in leaves if all(c is not linear for linear in linears)]
     for q, k, v, by_head, roles in _projected(projections, seen, layer):
         normed = _head_norms(rest, q, k, heads, kv_heads, size, layer)
         if normed is None or not same(v, seen.v.transpose(0, 1)):
             continue
         q, k, norms, norm_names = normed
-        turned = _rope(replace(plain, by_head=by_head, **norms), q, k, seen, config, made)
+        turned = _rope(replace(plain, by_head=by_head, **norms), q, k, seen, config)
         if turned is None:
             continue
-        has = {getattr(c.module, "bias", None) is not None for c in projections}
+        has = {_has_bias(c) for c in projections}
         if len(has) > 1:
             raise Unexplained(seen.path, "some of its projections have a bias, others have none")
         names |= {**roles, **norm_names}
@@ -241,12 +258,11 @@ def _attention(
     raise Unexplained(
         seen.path,
         "its queries, keys and values are not projections, norms and a rotary embedding that ops compute",
-        dict(made_modules(made))[seen.path],
     )
 
 
-def made_modules(made: Recording) -> list[tuple[str, nn.Module]]:
-    return [(c.path, c.module) for c in made.calls]
+def _has_bias(call: ModuleCall) -> bool:
+    return getattr(call.module, "bias", None) is not None
 
 
 def _window(seen: AttentionCall) -> int | None:
@@ -289,7 +305,10 @@ def _head_norms(
     rest: list[ModuleCall], q: torch.Tensor, k: torch.Tensor, heads: int, kv_heads: int, size: int, layer: str
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any], dict[str, str]] | None:
     """(q, k, fields of Attention, names) after the norms among `rest`; None if one of these is not explained."""
-    used, names, found, kinds = [], {}, [], set()
+    used: list[ModuleCall] = []
+    names: dict[str, str] = {}
+    found: list[torch.Tensor] = []
+    kinds: set[tuple[str, d.Norm]] = set()
     for role, x, count in (("q_norm", q, heads), ("k_norm", k, kv_heads)):
         call = next(
             (c for c in rest if c.inputs and any(same(c.inputs[0], t) for t in (x, x.transpose(0, 1)))), None
@@ -332,17 +351,23 @@ def close(a: Any, b: Any, rtol: float = 1e-3) -> bool:
 
 
 def _rope(
-    a: d.Attention, q: torch.Tensor, k: torch.Tensor, seen: AttentionCall, config: Any, made: Recording
+    a: d.Attention, q: torch.Tensor, k: torch.Tensor, seen: AttentionCall, config: Any
 ) -> d.Attention | None:
     """The attention with the rotary embedding that leads from q and k to what attention reads; None if none does."""
     before = q.transpose(0, 1), k.transpose(0, 1)
     if same(before[0], seen.q) and same(before[1], seen.k):
         return replace(a, rope=None)
-    for kind in ("", *dict.fromkeys(getattr(config, "layer_types", None) or ())):
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind, own in given.items() if isinstance(own, dict)] or [
+        ""
+    ]  # one for each type of layer
+    for kind in kinds:
         for interleaved in (False, True):
             tried = replace(a, rope=d.rope(config, kind), interleaved=interleaved)
             try:
-                fits = all(same(probe.rotated(tried, x), y) for x, y in zip(before, (seen.q, seen.k), strict=True))
+                fits = all(
+                    same(probe.rotated(tried, x), y) for x, y in zip(before, (seen.q, seen.k), strict=True)
+                )
             except (ValueError, RuntimeError):  # a kind of scaling, or sizes, that no module of ours has
                 continue
             if fits:
@@ -356,23 +381,22 @@ def _mlp(
     """(MLP, names, what it reads, what it writes)."""
     outside = [c for c in inside if not f"{c.path}.".startswith(f"{seen.path}.")]
     linears = [c for c in outside if c.inputs and probe.is_linear(c.module, c.inputs[0], c.output)]
-    weighted = [c for c in outside if "." in c.path[len(layer) + 1 :] and list(c.module.parameters(recurse=False))]
+    weighted = [
+        c for c in outside if "." in c.path[len(layer) + 1 :] and list(c.module.parameters(recurse=False))
+    ]
     strange = [c for c in weighted if c not in linears]
     if strange or not 2 <= len(linears) <= 3:
         culprit = strange[0] if strange else None
         path = culprit.path if culprit else layer
         what = f"{len(linears)} linear layers beside attention, where an MLP has 2 or 3"
-        raise Unexplained(
-            path, "it is part of an MLP that no description expresses" if culprit else what,
-            culprit.module if culprit else None,
-        )  # fmt: skip
+        raise Unexplained(path, "it is part of an MLP that no description expresses" if culprit else what)
     *ups, down = linears
     inner = down.inputs[0].reshape(down.inputs[0].shape[-2:])
-    has = {getattr(c.module, "bias", None) is not None for c in linears}
+    has = {_has_bias(c) for c in linears}
     if len(has) > 1:
-        raise Unexplained(down.path, "some linear layers of the MLP have a bias, others have none", down.module)
+        raise Unexplained(down.path, "some linear layers of the MLP have a bias, others have none")
     if len(ups) == 2 and not same(ups[0].inputs[0], ups[1].inputs[0]):
-        raise Unexplained(ups[1].path, "it reads something else than the MLP's first linear layer", ups[1].module)
+        raise Unexplained(ups[1].path, "it reads something else than the MLP's first linear layer")
     flat = [c.output.reshape(inner.shape[0], -1) for c in ups]
     width = inner.shape[1]
 
@@ -393,4 +417,4 @@ def _mlp(
             if same(function(gate) * (1.0 if up is None else up), inner, 2e-5):
                 mlp = d.Mlp(width, act, gated=up is not None, bias=has.pop())
                 return mlp, {**names, **roles}, ups[0].inputs[0], down.output
-    raise Unexplained(down.path, "what it reads is not act(gate) * up or act(up) with an activation of ours", down.module)
+    raise Unexplained(down.path, "what it reads is not act(gate) * up or act(up) with an activation of ours")

@@ -52,8 +52,9 @@ def is_linear(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the module computes x W^T + b with its parameters weight and bias."""
     own = dict(module.named_parameters(recurse=False))
     weight, bias = own.pop("weight", None), own.pop("bias", None)
-    fits = weight is not None and weight.dim() == 2 and not own and x.shape[-1] == weight.shape[1]
-    return fits and y.shape[-1] == weight.shape[0] and same(F.linear(x, weight, bias), y)
+    if weight is None or weight.dim() != 2 or own or weight.shape != (y.shape[-1], x.shape[-1]):
+        return False
+    return same(F.linear(x, weight, bias), y)
 
 
 def find_norm(module: nn.Module, size: int) -> Norm | None:

@@ -13,7 +13,15 @@ from torch import nn
 PROBE = "fastkernels_probe"  # the name of the attention function that records
 TOKENS = 12
 # Arguments of an attention function that change nothing that a causal mask does not say.
-NEUTRAL = ("dropout", "sliding_window", "position_ids", "is_causal", "cache_position", "output_attentions", "use_cache")
+NEUTRAL = (
+    "dropout",
+    "sliding_window",
+    "position_ids",
+    "is_causal",
+    "cache_position",
+    "output_attentions",
+    "use_cache",
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,9 @@ def _hook(made: Recording, path: str) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         outputs = _tensors([output])
         if outputs:
-            made.calls.append(ModuleCall(path, module, tuple(_tensors([*args, *kwargs.values()])), outputs[0]))
+            made.calls.append(
+                ModuleCall(path, module, tuple(_tensors([*args, *kwargs.values()])), outputs[0])
+            )
 
     return hook
 

@@ -23,6 +23,14 @@ class NoReference(ValueError):
     """transformers has no language model for a config; the message says why."""
 
 
+def quiet() -> None:
+    """Keep transformers' warnings about small configs, and its progress bars, out of a command's output."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def read(source: str | Path) -> Any:
     """The config of a folder with config.json, of such a file, of a model type ('qwen2'), or of a hub id.
 
@@ -76,7 +84,7 @@ def _named(config: Any) -> Any:
     return config
 
 
-def reference_class(config: Any) -> type:
+def reference_class(config: Any) -> Any:
     """The class of transformers for the config's first architecture. Raises NoReference."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -112,7 +120,8 @@ def shrunk(config: Any) -> Any:
     total = found.get(layers_name)
     if not isinstance(total, int) or total < 1:
         raise NoReference(f"config.num_hidden_layers={total!r}: the number of layers must be at least 1")
-    layers, small = min(total, LAYERS), {}
+    layers = min(total, LAYERS)
+    small: dict[str, Any] = {}
     for name, size in SIZES.items():
         if isinstance(found.get(names.get(name, name)), int):
             small[names.get(name, name)] = size
