@@ -146,6 +146,8 @@ def _list(folder: Path, found: list[dict[str, Any]]) -> Path:
 def _unmatched(config: Any, folder: Path, problems: list[tuple[str, str]], start: float) -> int:
     """Write and show the list of what no op or description computes."""
     model = module_walk.on_meta(config)
+    known = {path for path, _ in problems}
+    problems = [*problems, *(m for m in module_walk.missing(model) if m[0] not in known)]
     found = [module_walk.find(model, path).to_dict() | {"reason": reason} for path, reason in problems]
     path = _list(folder, found)
     rows = [(f["path"] or "(the model)", f["class"], f["source"], f["count"], f["reason"]) for f in found]

@@ -56,11 +56,7 @@ class Samples:
 def collect(config: Any) -> Samples:
     """Observe a small copy of the model, and one for each field of the config. Raises NoReference, Unexplained."""
     small = tiny_models.shrunk(config)
-    try:
-        model = tiny_models.build(small)
-    except Exception as error:  # of any class of transformers
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise tiny_models.NoReference(f"transformers cannot build the model of this config: {why}") from error
+    small, model = _built(small)
     base = observe(model, small)
     base.names.update(_stored(base.names, tiny_models.checkpoint_names(model)))
     made = Samples(base, [Sample(small, normal(base.decoder))], {})
@@ -86,6 +82,21 @@ def collect(config: Any) -> Samples:
         if unexplained and name not in made.sizes:
             made.refused[name] = tiny_models.fields(small)[name]
     return made
+
+
+def _built(small: Any) -> tuple[Any, Any]:
+    """(config, model). Raises NoReference."""
+    try:
+        return small, tiny_models.build(small)
+    except Exception as error:  # of any class of transformers
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        try:
+            full = tiny_models.completed(small)
+            return full, tiny_models.build(full)
+        except Exception:
+            raise tiny_models.NoReference(
+                f"transformers cannot build the model of this config: {why}"
+            ) from error
 
 
 def _stored(names: dict[str, str], keys: dict[str, str]) -> dict[str, str]:

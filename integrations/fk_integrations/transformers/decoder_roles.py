@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from fastkernels.models.common import description as d
-from fk_integrations.transformers import module_probes as probe
-from fk_integrations.transformers.module_probes import same
+from fk_integrations.transformers import decoder_probes as probe
+from fk_integrations.transformers.decoder_probes import same
 from fk_integrations.transformers.recording import AttentionCall, ModuleCall, Recording, record
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fk_integrations.transformers.matching import match
 from fk_integrations.transformers.tiny_models import reference_class
 
 
@@ -39,6 +40,16 @@ def on_meta(config: Any) -> Any:
     """The reference model of a config on the device 'meta'."""
     with torch.device("meta"), torch.no_grad():
         return reference_class(config)._from_config(config)
+
+
+def missing(model: Any) -> list[tuple[str, str]]:
+    """(name of the first module, what no op computes) of each class of module in a model that no op computes."""
+    found: dict[Any, tuple[str, str]] = {}
+    for path, module in model.named_modules():
+        needs = match(module).needs
+        if needs:
+            found.setdefault((type(module), needs), (path, needs))
+    return list(found.values())
 
 
 def find(model: Any, path: str) -> Walked:

@@ -140,6 +140,12 @@ def shrunk(config: Any) -> Any:
         raise NoReference(f"the config cannot be made small: {' '.join(str(error).split())[:300]}") from error
 
 
+def completed(config: Any) -> Any:
+    """The small config with sizes that it leaves to its class, for classes that then cannot build their own default."""
+    open_sizes = [n for n in ("head_dim", "num_key_value_heads") if fields(config).get(n, 0) is None]
+    return changed(config, **{name: SIZES[name] for name in open_sizes})
+
+
 def _shorter(rope: dict[str, Any]) -> dict[str, Any]:
     """Rotary parameters whose factors for each frequency fit the small head."""
     rotated = int(SIZES["head_dim"] * (rope.get("partial_rotary_factor") or 1.0)) // 2

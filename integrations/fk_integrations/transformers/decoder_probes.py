@@ -1,4 +1,4 @@
-"""Numerical probes of single modules: which norm, linear layer or activation computes the same."""
+"""Numerical probes of the parts of a decoder: which numbers and which parts of a description give recorded values."""
 
 from __future__ import annotations
 
