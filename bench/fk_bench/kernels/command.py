@@ -123,7 +123,9 @@ def kernels_command(
     run = _directory(out)
     try:
         return (
-            _cheats(options, run, json) if cheats else _judge(names, candidates, options, run, json, damaged)
+            _cheats(options, run, json)
+            if cheats
+            else _judge(names, candidates, options, run, json, damaged, task)
         )
     except ZygoteError as error:
         fail(" ".join(str(error).split()))
@@ -136,6 +138,7 @@ def _judge(
     run: Path,
     quiet: bool,
     damaged: list[str],
+    task: Path | None = None,
 ) -> int:
     from fk_bench.kernels import report
     from fk_bench.kernels.judge import judge_ops
@@ -168,6 +171,8 @@ def _judge(
         result["speedup"] = round(total.metrics["speedup_geomean"], 4)
     if candidates:
         result["candidates"] = report.live(found, candidates)
+    if task is not None:
+        result["task"] = str(task)
     if damaged:
         result["warnings"] = damaged
     if not ran:

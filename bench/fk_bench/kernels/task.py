@@ -1,7 +1,7 @@
 """Task files: one kernel of one model, with its sizes inlined, for `fk-bench kernels --task FILE`.
 
-Only the literal TASK of a file is read; its code is never run. A task chooses an op and calls of it. What is right, how
-exact it must be, and which values are drawn come from the op's SPEC alone.
+Only the literal TASK of a file is read; its code is never run. A task chooses an op and calls of it. The
+reference, the tolerance and the values come from the op's SPEC alone.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _check_arguments(where: str, spec: OpSpec, case: Case, stated: Any) -> None:
         try:
             if isinstance(argument, Scalar):
                 want: Any = argument.of(sizes)
-                want = str(want) if argument.dtype else want
+                want = str(want) if argument.dtype and want is not None else want
             elif not argument.there(sizes):
                 want = None
             else:

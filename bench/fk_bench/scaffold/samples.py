@@ -10,7 +10,6 @@ from fk_integrations.transformers.decoder_roles import Observed, Unexplained, ob
 
 from fastkernels.models.common import description as d
 
-# What differs between descriptions of equal models.
 TOLERANCE = 1e-3  # relative, of numbers that are measured
 
 

@@ -52,7 +52,7 @@ TASK = {task}
 
 RUNNER = '''
 
-def _make(argument, device, generator):
+def task_make(argument, device, generator):
     """One argument of a case: a random tensor, or the value itself."""
     if not isinstance(argument, dict):
         return getattr(torch, argument[6:]) if str(argument).startswith("torch.") else argument
@@ -74,18 +74,18 @@ def _make(argument, device, generator):
     return made.to(device)
 
 
-def _flat(found):
+def task_flat(found):
     found = found if isinstance(found, (tuple, list)) else (found,)
     return [t for t in found if t is not None]
 
 
-def _check(function, case, device):
+def task_check(function, case, device):
     """Compare one call with the reference; returns what is wrong, or an empty text."""
     generator = torch.Generator().manual_seed(0)
-    args = {name: _make(a, device, generator) for name, a in case["arguments"].items()}
+    args = {name: task_make(a, device, generator) for name, a in case["arguments"].items()}
     copies = {name: a.clone() if isinstance(a, torch.Tensor) else a for name, a in args.items()}
-    expected = _flat(reference(**copies))
-    got = _flat(function(*args.values())) + [args[name] for name in TASK["mutated"] if args[name] is not None]
+    expected = task_flat(reference(**copies))
+    got = task_flat(function(*args.values())) + [args[name] for name in TASK["mutated"] if args[name] is not None]
     if len(got) != len(expected):
         return f"{len(got)} results, expected {len(expected)}"
     atol, rtol = TASK["tolerance"][case["dtype"]]
@@ -99,26 +99,26 @@ def _check(function, case, device):
     return ""
 
 
-def _size(case):
+def task_size(case):
     return max([math.prod(a["shape"]) for a in case["arguments"].values() if isinstance(a, dict)], default=0)
 
 
-def _main(path=""):
+def task_main(path=""):
     function = runpy.run_path(path)[TASK["op"]] if path else globals()[TASK["op"]]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     failed = 0
     for case in TASK["cases"]:
-        if device == "cpu" and _size(case) > 1 << 24:
+        if device == "cpu" and task_size(case) > 1 << 24:
             print(f"{case['name']:<40} skipped: too large for a CPU")
             continue
-        problem = _check(function, case, device)
+        problem = task_check(function, case, device)
         failed += bool(problem)
         print(f"{case['name']:<40} {'WRONG: ' + problem if problem else 'ok'}", flush=True)
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:2]))
+    sys.exit(task_main(*sys.argv[1:2]))
 '''
 
 
@@ -178,7 +178,7 @@ def _task(spec: OpSpec, model: str, cases: Iterable[Case]) -> str:
 
 
 def _arguments(spec: OpSpec, case: Case, seen: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    """What each argument of a case is: a number, None, or a tensor's dtype, shape and distribution."""
+    """The arguments of a case by name: a number, None, or a tensor's dtype, shape and distribution."""
     sizes = spec.declaration.sizes(case.dims, case.dtype)
     call = Call(spec.declaration, sizes, "cpu", torch.Generator().manual_seed(0))
     given = dict(spec.declaration.values(call)) if spec.declaration.values is not None else {}
@@ -186,7 +186,7 @@ def _arguments(spec: OpSpec, case: Case, seen: dict[Any, dict[str, Any]]) -> dic
     for argument in spec.arguments:
         if isinstance(argument, Scalar):
             value = argument.of(sizes)
-            found[argument.name] = str(value) if argument.dtype else value
+            found[argument.name] = str(value) if argument.dtype and value is not None else value
         elif not argument.there(sizes):
             found[argument.name] = None
         else:

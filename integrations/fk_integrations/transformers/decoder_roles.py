@@ -33,7 +33,7 @@ class Unexplained(ValueError):
 
 @dataclass
 class Observed:
-    """What one forward pass shows.
+    """The result of one observed forward pass.
 
     names  {role: name of the module in transformers}: embedding, layers, norm, head, and of a layer, relative to it:
            q_proj, k_proj, v_proj or qkv_proj, o_proj, q_norm, k_norm, gate_proj, up_proj or gate_up_proj, down_proj
@@ -194,7 +194,7 @@ class _Norms:
         return found
 
     def source(self, y: torch.Tensor) -> torch.Tensor:
-        """What the norm that writes y reads; y itself if none does."""
+        """The input of the norm that writes y; y itself if none does."""
         return next((c.inputs[0] for c in self.calls if same(c.output, y)), y)
 
     def kind(self, call: ModuleCall) -> d.Norm:
@@ -388,7 +388,7 @@ def _mlp(
     if strange or not 2 <= len(linears) <= 3:
         culprit = strange[0] if strange else None
         path = culprit.path if culprit else layer
-        what = f"{len(linears)} linear layers beside attention, where an MLP has 2 or 3"
+        what = f"{len(linears)} linear layers outside attention, where an MLP has 2 or 3"
         raise Unexplained(path, "it is part of an MLP that no description expresses" if culprit else what)
     *ups, down = linears
     inner = down.inputs[0].reshape(down.inputs[0].shape[-2:])

@@ -53,7 +53,7 @@ def missing(model: Any) -> list[tuple[str, str]]:
 
 
 def find(model: Any, path: str) -> Walked:
-    """What is at a path of the small copy, in the model at its real sizes."""
+    """The module at a path of the small copy, in the model at its real sizes."""
     module = model.get_submodule(path)
     cls = type(module)
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
