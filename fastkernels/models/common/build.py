@@ -13,6 +13,7 @@ from torch import nn
 from fastkernels.core import parallel
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common import weights
+from fastkernels.models.common.checkpoint import iterate
 from fastkernels.models.common.registry import architectures, find, model_class
 
 
@@ -66,8 +67,10 @@ def build(
     """
     if load_format == "auto":
         weights.weight_files(folder)
-    blank = skeleton(folder, config, dtype)
+    blank, arch = skeleton(folder, config, dtype), find(architecture_of(config, folder)).arch
     _check_room(blank, device)
+    if load_format == "auto":  # names and shapes, before a value is read
+        weights.fill(blank, iterate(folder, "meta"), arch, config, folder)
     with _defaults(dtype, device), torch.inference_mode(False), torch.no_grad():
         model = type(blank)(config)
         if load_format == "dummy":
@@ -75,7 +78,7 @@ def build(
                 whole = skeleton(folder, config, dtype)
             weights.dummy(model, seed, {name: p.shape for name, p in whole.named_parameters()})
         else:
-            weights.load(model, folder, find(architecture_of(config, folder)).arch, config)
+            weights.load(model, folder, arch, config)
     return model.eval().requires_grad_(False)
 
 

@@ -15,6 +15,8 @@ ACTIVATIONS = {  # of transformers' configs: ours
     "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
 
+ROPE_TYPES = ("default", "llama3")
+
 
 class Unsupported(ValueError):
     """A config has a feature that no op of ours computes; the message names field, value and the allowed one."""
@@ -164,10 +166,15 @@ def head_size(config: Any) -> int:
 
 
 def rope(config: Any, kind: str = "") -> dict[str, Any]:
-    """The rotary parameters of a config; kind: those of one layer type, where layers differ."""
+    """The rotary parameters of a config; kind: those of one layer type, where layers differ. Raises Unsupported."""
     found = getattr(config, "rope_parameters", None)
     found = dict(found.get(kind, found)) if isinstance(found, Mapping) else {}
     found.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
+    scaling = found.get("rope_type") or found.get("type") or "default"
+    if scaling not in ROPE_TYPES:
+        raise Unsupported(
+            f"config.rope_parameters: rope_type={scaling!r} is not supported, only {', '.join(map(repr, ROPE_TYPES))}"
+        )
     partial = getattr(config, "partial_rotary_factor", None)
     if partial is not None:
         found.setdefault("partial_rotary_factor", partial)
