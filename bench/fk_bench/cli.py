@@ -56,6 +56,10 @@ COMMANDS = {
         "explain.command:explain_command",
         "where a model's step spends its time: floor, host's time, best provider, predicted gain",
     ),
+    "coverage": (
+        "coverage.command:coverage_command",
+        "audit every modeling file of the installed transformers: which architectures our ops can compute",
+    ),
     "routing": (
         "routing.command:routing_command",
         "captured and uniform random routing compared: load, hot experts, time of fused_experts",

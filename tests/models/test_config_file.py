@@ -12,7 +12,8 @@ import pytest
 from support.tiny import KINDS, SIZES
 
 from fastkernels.models.common import build, config
-from fastkernels.overrides.block.self_attention import head_size, rope_parameters, sliding_window
+from fastkernels.overrides.block.attention_sizes import head_size, rope_parameters
+from fastkernels.overrides.block.self_attention import sliding_window
 
 NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
 OLD = {
