@@ -36,6 +36,10 @@ COMMANDS = {
         "e2e.command:e2e_command",
         "whole models offline in several hosts; --scheduler-only: the CPU cost of a step",
     ),
+    "patch-compare": (
+        "e2e.patch_compare:patch_compare_command",
+        "a host against itself, stock and patched in turn, for many models",
+    ),
     "kernels": (
         "kernels.command:kernels_command",
         "judge ops case by case: a candidate, or our own, against production",

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastkernels.overrides.block import attention_sizes
-from fastkernels.overrides.block.attention_sizes import rope_parameters
 
 ACTIVATIONS = {  # of transformers' configs: ours
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
+
+ROPE_TYPES = ("default", "llama3")
 
 
 class Unsupported(ValueError):
@@ -161,6 +162,17 @@ def head_size(config: Any) -> int:
         raise Unsupported(str(error)) from error
 
 
+def rope(config: Any, kind: str = "") -> dict[str, Any]:
+    """The rotary parameters of a config; kind: those of one layer type, where layers differ. Raises Unsupported."""
+    found = attention_sizes.rope_parameters(config, kind)
+    scaling = found.get("rope_type") or found.get("type") or "default"
+    if scaling not in ROPE_TYPES:
+        raise Unsupported(
+            f"config.rope_parameters: rope_type={scaling!r} is not supported, only {', '.join(map(repr, ROPE_TYPES))}"
+        )
+    return found
+
+
 def windows(config: Any) -> list[int | None]:
     """The window of each layer; None: full attention. From layer_types, or the same window in all layers."""
     size, count = getattr(config, "sliding_window", None), config.num_hidden_layers
@@ -175,14 +187,9 @@ def windows(config: Any) -> list[int | None]:
 def attention(config: Any, window: int | None = None, **differs: Any) -> Attention:
     """Llama's attention with the sizes of a config. differs: fields of Attention that are not Llama's."""
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if config.num_attention_heads % kv_heads:
-        raise Unsupported(
-            f"config.num_attention_heads={config.num_attention_heads} is not a multiple of"
-            f" num_key_value_heads={kv_heads}"
-        )
     made: dict[str, Any] = {
         "heads": config.num_attention_heads, "kv_heads": kv_heads, "head_size": head_size(config), "window": window,
-        "rope": rope_parameters(config), "max_positions": config.max_position_embeddings,
+        "rope": rope(config), "max_positions": config.max_position_embeddings,
     }  # fmt: skip
     return Attention(**{**made, **differs})
 

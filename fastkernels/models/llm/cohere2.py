@@ -6,7 +6,6 @@ from typing import Any
 
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.overrides.block.attention_sizes import rope_parameters
 
 
 def describe(config: Any) -> d.Decoder:
@@ -16,7 +15,7 @@ def describe(config: Any) -> d.Decoder:
         d.Layer(
             d.attention(
                 config, window, bias=bias, out_bias=bias, interleaved=True,
-                rope=None if window is None else rope_parameters(config),
+                rope=None if window is None else d.rope(config),
             ),
             mlp, before_attention=norm, parallel=True,
         )

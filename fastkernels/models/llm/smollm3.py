@@ -6,7 +6,6 @@ from typing import Any
 
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.overrides.block.attention_sizes import rope_parameters
 
 
 def describe(config: Any) -> d.Decoder:
@@ -14,7 +13,7 @@ def describe(config: Any) -> d.Decoder:
     mlp = d.Mlp(config.intermediate_size, d.activation(config), bias=config.mlp_bias)
     layers = tuple(
         d.Layer(
-            d.attention(config, window, bias=bias, out_bias=bias, rope=rope_parameters(config) if positions else None),
+            d.attention(config, window, bias=bias, out_bias=bias, rope=d.rope(config) if positions else None),
             mlp, before_attention=norm, before_mlp=norm,
         )
         for window, positions in zip(d.windows(config), config.no_rope_layers, strict=True)  # 1: with positions

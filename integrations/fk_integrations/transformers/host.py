@@ -72,6 +72,41 @@ def _listed() -> set[str]:
     return {target.path for several in targets for target in several}
 
 
+@cache
+def _by_semantics() -> dict[str, list[tuple[str, Target]]]:
+    """{what a forward computes: (op, target)} of the targets that are classes of a model."""
+    found: dict[str, list[tuple[str, Target]]] = {}
+    for op in registry.op_names():
+        for target in registry.get(op).targets_for("transformers", installed_version()):
+            if target.path.startswith(MODELS) and target.seam != "function":
+                for semantics in _known(target.path):
+                    found.setdefault(semantics, []).append((op, target))
+    return found
+
+
+@cache
+def _by_path() -> dict[str, tuple[str, Target]]:
+    """{path: (op, target)} of the targets outside models: of transformers, and of torch."""
+    found: dict[str, tuple[str, Target]] = {}
+    for op in registry.op_names():
+        spec = registry.get(op)
+        for host in ("transformers", "torch"):
+            for target in spec.targets_for(host, versions.installed(host)):
+                if not target.path.startswith(MODELS):
+                    found[target.path] = (op, target)
+    return found
+
+
+def target_of(module: Any) -> tuple[str, Target] | None:
+    """(op, target) of the listed class that this module's class is, or whose forward computes the same; or None."""
+    cls = type(module)
+    path = class_path(cls)
+    if not path.startswith(MODELS):
+        return _by_path().get(path)
+    same = _by_semantics().get(_semantics(cls), [])
+    return next(((op, target) for op, target in same if _is_for(target, module)), None)
+
+
 class TransformersAdapter(Adapter):
     """Targets are the model's classes that compute what a listed class does, and torch's."""
 

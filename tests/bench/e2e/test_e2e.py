@@ -11,7 +11,7 @@ import torch
 from fk_bench.core.rows import read
 from fk_bench.e2e import startup
 from fk_bench.info import stubs
-from support.commands import fk_bench, last_json
+from support.commands import fk_bench, fk_bench_here, last_json
 
 
 def test_offline_run(tmp_path: Path) -> None:
@@ -139,5 +139,5 @@ def test_host_that_fails_to_start_reports_why(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options(tmp_path: Path, arguments: list[str], message: str) -> None:
-    done = fk_bench("e2e", *arguments, "--out", tmp_path / "run")
+    done = fk_bench_here("e2e", *arguments, "--out", tmp_path / "run")
     assert done.returncode == 2 and message in done.stderr and not (tmp_path / "run").exists()
