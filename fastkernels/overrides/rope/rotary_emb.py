@@ -43,23 +43,25 @@ def reference(
     truncates: truncate a bfloat16 result instead of rounding it; see host_truncates.
     Returns new (query, key) of the given shapes and dtypes.
     """
-    new = [None if x is None else x.clone(memory_format=torch.contiguous_format) for x in (query, key)]
-    _rotate(positions, new, head_size, cos_sin_cache, is_neox_style, cast_cache, round_products, truncates)
-    return new[0], new[1]
+    new_query = query.clone(memory_format=torch.contiguous_format)
+    new_key = None if key is None else key.clone(memory_format=torch.contiguous_format)
+    flags = (is_neox_style, cast_cache, round_products, truncates)
+    _rotate(positions, new_query, new_key, head_size, cos_sin_cache, *flags)
+    return new_query, new_key
 
 
 def _rotate(
-    positions: torch.Tensor, tensors: list[torch.Tensor | None], head_size: int, cos_sin_cache: torch.Tensor,
-    is_neox_style: bool, cast_cache: bool, round_products: bool, truncates: bool,
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, head_size: int,
+    cos_sin_cache: torch.Tensor, is_neox_style: bool, cast_cache: bool, round_products: bool, truncates: bool,
 ) -> None:  # fmt: skip
-    """Rotate tensors of one dtype in place; see reference."""
-    dtype = tensors[0].dtype
+    """Rotate in place; see reference."""
+    dtype = query.dtype
     compute = dtype if round_products else torch.promote_types(dtype, torch.float32)
     rows = cos_sin_cache.index_select(0, positions.flatten())
     if cast_cache or round_products:
         rows = rows.to(dtype)
     cos, sin = rows.to(compute).unsqueeze(-2).chunk(2, dim=-1)
-    for x in tensors:
+    for x in (query, key):
         if x is not None:
             heads = x.view(positions.numel(), -1, head_size)[..., : rows.shape[-1]]
             x1, x2 = _pairs(heads.to(compute), is_neox_style)
@@ -206,7 +208,7 @@ def rotate_in_place(
     check(positions, query, head_size, cos_sin_cache)
     truncates = query.dtype == torch.bfloat16 and is_neox_style and not round_products and not query.is_cuda
     flags = (is_neox_style, cast_cache, round_products, truncates and host_truncates())
-    _rotate(positions, [query, key], head_size, cos_sin_cache, *flags)
+    _rotate(positions, query, key, head_size, cos_sin_cache, *flags)
 
 
 rotary_emb = define(

@@ -10,8 +10,8 @@ from support.hosts.vllm_engine import generate, make_llm
 import fastkernels
 from fastkernels.core import registry
 
-# vLLM's CPU kernel for rotary embeddings misreads three-dimensional queries, which this model has.
-WRONG_IN_VLLM = ("deepseek_v2",)
+# vLLM's CPU kernel for rotary embeddings misreads three-dimensional queries, which these models have.
+WRONG_IN_VLLM = ("deepseek_v2", "deepseek_v3")
 # vLLM's NewGELU rounds after each of its operations and ours once, so close choices differ in bfloat16.
 ROUNDED_IN_VLLM = ("gptj",)
 
