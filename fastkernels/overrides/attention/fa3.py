@@ -120,3 +120,54 @@ def attend(
             max_seqlen_q=max_seqlen_q, softmax_scale=scale, causal=True, window_size=window, softcap=softcap,
         )  # fmt: skip
     return out if v_scale == 1.0 else out * v_scale
+
+
+def supports_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    attn_mask: torch.Tensor | None = None,
+    *_: Any,
+) -> str | None:
+    """Return why FlashAttention-3 does not compute this call of attention_dense, or None."""
+    if _capability(q.device.index or 0)[0] != 9:
+        return "FlashAttention-3 needs a Hopper GPU (compute capability 9.x)"
+    if attn_mask is not None:
+        return "FlashAttention-3 takes no mask"
+    if q.dtype not in (torch.float16, torch.bfloat16) or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} are not all float16 or all bfloat16"
+    if q.shape[3] > 256 or q.shape[3] % 8:
+        return f"head size {q.shape[3]} is not a multiple of 8 up to 256"
+    return None
+
+
+def attend_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    attn_mask: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+) -> torch.Tensor:
+    """Run FlashAttention-3 with the arguments of attention_dense.reference, a batch as concatenated sequences."""
+    (batch, n_q), n_k = q.shape[:2], k.shape[1]
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        cu_seqlens_q, cu_seqlens_k = (
+            torch.arange(batch + 1, dtype=torch.int32, device=q.device) * n for n in (n_q, n_k)
+        )
+        max_seqlen_q, max_seqlen_k = n_q, n_k
+    flat = [t.reshape(-1, *t.shape[2:]) for t in (q, k, v)]
+    shared = {"softmax_scale": scale, "causal": False}
+    if _entry()[1]:
+        found = _entry()[0](
+            *flat, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, fa_version=3, **shared
+        )
+    else:
+        entry = importlib.import_module(MODULES[1]).flash_attn_varlen_func
+        found = entry(*flat, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **shared)
+    out = found[0] if isinstance(found, tuple) else found
+    return out.reshape(q.shape)

@@ -258,6 +258,8 @@ def _rounding(name: str, device: str) -> tuple[bool, bool]:
     cpu = device == "cpu"
     if "DeepseekScaling" in name:
         return cpu and name.startswith("SGLang"), cpu
+    if "LongRoPE" in name:
+        return True, True
     if "MRotary" in name or "ApplyRotary" in name:
         return True, cpu
     return (cpu, cpu) if name.startswith("SGLang") else (True, False)
@@ -284,11 +286,14 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         # unused, since the table is given
         "scaling_factor": 2.0, "scaling_factors": 2.0, "scaling_alpha": 2.0, "max_trained_positions": table.shape[0],
         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": 64,
+        "original_max_position_embeddings": table.shape[0], "short_factor": [1.0] * (table.shape[1] // 2),
+        "long_factor": [1.0] * (table.shape[1] // 2),
     }  # fmt: skip
     module = assemble.make(cls, table, **{name: given[name] for name in given if assemble.takes(cls, name)})
-    if not hasattr(module, "cos_sin_cache"):
+    names = [name for name in ("cos_sin_cache", "long_short_cos_sin_cache") if hasattr(module, name)]
+    if not names:
         raise ValueError(f"{cls.__name__} has no cos_sin_cache")
-    module.cos_sin_cache = table
+    setattr(module, names[0], table)
     return partial(module, positions, query, key)
 
 

@@ -20,6 +20,7 @@ import fastkernels
 from fastkernels.core.env import Environment
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
+from fk_integrations.core.heap import frozen_again
 
 log = logging.getLogger("fastkernels")
 REWARM_S = 1800.0
@@ -306,6 +307,7 @@ def _serving_state(runner: Any) -> Iterator[None]:
             table.cpu.copy_(cpu)
 
 
+@frozen_again()
 def swap(worker: Any, change: Callable[[], Callable[[], None] | None]) -> None:
     """Run `change` (it returns its own undo, or None), then compile, capture and run one step, in every rank.
 
