@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 PADDED = 2  # sequences of unequal lengths are padded while this costs at most so many times their keys
 
+
 def supports_sdpa(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, seq_lens: Any = None, block_table: Any = None,
     max_seqlen_k: int = 0, scale: float = 1.0, window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0,
@@ -65,7 +66,7 @@ def _attend(
     else:
         columns = torch.arange(-(-longest // block_size)) + torch.tensor(skipped).unsqueeze(1)
         used = (seq_lens.unsqueeze(1) - 1).clamp_(min=0) // block_size
-        blocks = block_table.gather(1, torch.minimum(columns, used)).view(-1)
+        blocks = block_table.gather(1, torch.minimum(columns, used)).view(-1).clamp_(min=0)
     key, value = (
         cache.index_select(0, blocks).view(len(lens), -1, *cache.shape[2:])[:, :longest]
         for cache in (key_cache, value_cache)

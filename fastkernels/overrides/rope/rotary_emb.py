@@ -43,32 +43,29 @@ def reference(
     truncates: truncate a bfloat16 result instead of rounding it; see host_truncates.
     Returns new (query, key) of the given shapes and dtypes.
     """
-    new_query = query.clone(memory_format=torch.contiguous_format)
-    new_key = None if key is None else key.clone(memory_format=torch.contiguous_format)
-    flags = (is_neox_style, cast_cache, round_products, truncates)
-    _rotate(positions, new_query, new_key, head_size, cos_sin_cache, *flags)
-    return new_query, new_key
+    new = [x.clone(memory_format=torch.contiguous_format) for x in (query, key) if x is not None]
+    _rotate(positions, new, head_size, cos_sin_cache, is_neox_style, cast_cache, round_products, truncates)
+    return new[0], None if key is None else new[1]
 
 
 def _rotate(
-    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, head_size: int,
-    cos_sin_cache: torch.Tensor, is_neox_style: bool, cast_cache: bool, round_products: bool, truncates: bool,
+    positions: torch.Tensor, tensors: list[torch.Tensor], head_size: int, cos_sin_cache: torch.Tensor,
+    is_neox_style: bool, cast_cache: bool, round_products: bool, truncates: bool,
 ) -> None:  # fmt: skip
-    """Rotate in place; see reference."""
-    dtype = query.dtype
+    """Rotate tensors of one dtype in place; see reference."""
+    dtype = tensors[0].dtype
     compute = dtype if round_products else torch.promote_types(dtype, torch.float32)
     rows = cos_sin_cache.index_select(0, positions.flatten())
     if cast_cache or round_products:
         rows = rows.to(dtype)
     cos, sin = rows.to(compute).unsqueeze(-2).chunk(2, dim=-1)
-    for x in (query, key):
-        if x is not None:
-            heads = x.view(positions.numel(), -1, head_size)[..., : rows.shape[-1]]
-            x1, x2 = _pairs(heads.to(compute), is_neox_style)
-            new1, new2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-            out1, out2 = _pairs(heads, is_neox_style)
-            out1.copy_(truncate(new1) if truncates else new1)
-            out2.copy_(truncate(new2) if truncates else new2)
+    for x in tensors:
+        heads = x.view(positions.numel(), -1, head_size)[..., : rows.shape[-1]]
+        x1, x2 = _pairs(heads.to(compute), is_neox_style)
+        new1, new2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        out1, out2 = _pairs(heads, is_neox_style)
+        out1.copy_(truncate(new1) if truncates else new1)
+        out2.copy_(truncate(new2) if truncates else new2)
 
 
 def _pairs(x: torch.Tensor, is_neox_style: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +205,7 @@ def rotate_in_place(
     check(positions, query, head_size, cos_sin_cache)
     truncates = query.dtype == torch.bfloat16 and is_neox_style and not round_products and not query.is_cuda
     flags = (is_neox_style, cast_cache, round_products, truncates and host_truncates())
-    _rotate(positions, query, key, head_size, cos_sin_cache, *flags)
+    _rotate(positions, [query] if key is None else [query, key], head_size, cos_sin_cache, *flags)
 
 
 rotary_emb = define(
