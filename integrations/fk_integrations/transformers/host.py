@@ -59,12 +59,18 @@ def _function_semantics(function: FunctionType) -> str:
 
 
 @cache
-def _halves_repeat(source: type) -> bool:
-    """Whether a class of rotary embeddings gives every frequency to channel j and to j + rotary_dim / 2."""
+def _repeats(source: type) -> str:
+    """The channels to which a class of rotary embeddings gives one frequency.
+
+    'halves': j and j + rotary_dim / 2; 'pairs': 2 j and 2 j + 1; '' for another class.
+    """
     try:
-        return "torch.cat((freqs, freqs), dim=-1)" in inspect.getsource(source)
+        code = inspect.getsource(source)
     except (OSError, TypeError):
-        return False
+        return ""
+    if "torch.cat((freqs, freqs), dim=-1)" in code:
+        return "halves"
+    return "pairs" if "torch.repeat_interleave(freqs, 2, dim=-1)" in code else ""
 
 
 @cache
@@ -125,6 +131,10 @@ def target_of(module: Any) -> tuple[str, Target] | None:
     return next(((op, target) for op, target in same if _is_for(target, module)), None)
 
 
+# Functions that read tables in which neighbouring channels have the same frequency.
+OF_PAIRS = ("transformers_cohere_apply_rotary_pos_emb",)
+
+
 class TransformersAdapter(Adapter):
     """Targets are the model's classes that compute what a listed class does, and torch's."""
 
@@ -153,13 +163,13 @@ class TransformersAdapter(Adapter):
             return []
         kinds: set[Any] = {type(m) for m in model.modules()}
         tables = [k for k in kinds if k.__module__ == cls.__module__ and "RotaryEmbedding" in k.__name__]
-        if not tables or not all(_halves_repeat(k) for k in tables):
-            return []
+        layouts = {_repeats(k) for k in tables}
         return [
             replace(t, path=f"{cls.__module__}:{name}", note="")
             for name, function in called(cls).items()
             for t in listed
             if _function_semantics(function) in _known(t.path)
+            and layouts == {"pairs" if t.cls in OF_PAIRS else "halves"}
         ][:1]
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
