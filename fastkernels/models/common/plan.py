@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common import registry
+from fastkernels.models.common import checks, registry
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Attention, Decoder, Experts, Layer, Mlp, Norm
 
@@ -117,6 +117,7 @@ def plan(model: Any, dtype: str = "") -> Plan:
     config = _config(model) if isinstance(model, (str, Path)) else model
     names = getattr(config, "architectures", None) or [""]
     arch = registry.find(names[0], config).arch
+    checks.check(config)
     described = registry.describe(config)
     dtype = dtype or str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
     items = tuple(_items(described, arch))

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -71,6 +75,35 @@ def models() -> dict[str, Model]:
     return read_models()
 
 
+@contextmanager
+def using(file: Path) -> Iterator[Model]:
+    """Run a block with a model file that lies outside the package, in place of those with its name or architectures.
+
+    Raises InvalidModelFile.
+    """
+    model = _read(file, f"fastkernels_model_{file.stem}")
+    before = dict(models())
+    taken = set(model.arch.names)
+    kept = {k: m for k, m in before.items() if k != model.name and not taken & set(m.arch.names)}
+    spec = importlib.util.spec_from_file_location(model.module, file)
+    assert spec is not None and spec.loader is not None, file
+    code = importlib.util.module_from_spec(spec)
+    sys.modules[model.module] = code
+    try:
+        spec.loader.exec_module(code)
+        _replace({**kept, model.name: model})
+        yield model
+    finally:
+        _replace(before)
+        sys.modules.pop(model.module, None)
+
+
+def _replace(known: dict[str, Model]) -> None:
+    found = models()
+    found.clear()
+    found.update(known)
+
+
 def by_architecture() -> dict[str, Model]:
     """{architecture name in config.json: Model}."""
     return {name: model for model in models().values() for name in model.arch.names}
@@ -93,7 +126,7 @@ def find(architecture: str, config: Any = None) -> Model:
 
 def _hint(architecture: str, config: Any) -> str:
     """Advice about an architecture without a model file, for the end of an error."""
-    hint = "`fk-bench list models` describes them."
+    hint = "`fk-bench list models` describes them; `fk-bench scaffold FOLDER` writes a model file for another one."
     hosts = entry_points(group="fastkernels.hosts", name="transformers")
     needs = None
     if config is not None and hosts:
@@ -101,12 +134,9 @@ def _hint(architecture: str, config: Any) -> str:
     if needs is None:
         return hint
     if not needs:
-        return f"{hint} Every module of {architecture} has an op: `fk-bench scaffold CONFIG` writes the model file."
+        return f"{hint} Every module of {architecture} has an op."
     named = "; ".join(f"{what}: {', '.join(classes)}" for what, classes in needs.items())
-    return (
-        f"{hint} Modules of {architecture} for which no op is known to compute the same: {named}."
-        " `fk-bench scaffold CONFIG` writes a model file with the rest, and a task for each of these."
-    )
+    return f"{hint} Modules of {architecture} for which no op is known to compute the same: {named}."
 
 
 def model_class(architecture: str) -> Any:

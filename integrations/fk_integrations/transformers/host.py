@@ -1,7 +1,8 @@
-"""transformers: norms, gated MLPs and activations of a live model.
+"""transformers: norms, gated MLPs, rotations and activations of a live model.
 
 transformers repeats the same few lines under hundreds of class names. Norms and MLPs are therefore recognized by what
-their forward computes: each listed target is an example, whose semantics are recorded with its signature. An activation
+their forward computes, rotations by what the function computes that an attention module's forward calls: each listed
+target is an example, whose semantics are recorded with its signature. An activation
 is one class that all models share, recognized by its path and the fingerprint of its source, as in other hosts.
 """
 
@@ -20,9 +21,12 @@ from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core.adapter import Adapter, class_path
 from fk_integrations.core.apply import Patched, apply
+from fk_integrations.core.live_class import called
 from fk_integrations.transformers.architectures import needs
 from fk_integrations.transformers.recognition import (
     MODELS,
+    function_semantics,
+    halves_repeat,
     installed_version,
     is_for,
     known,
@@ -54,9 +58,26 @@ class TransformersAdapter(Adapter):
             if path.startswith(MODELS):
                 same = (t for t in listed if semantics(cls) in known(t.path) and is_for(t, module))
                 found += [replace(t, path=path, note="") for t in islice(same, 1)]
+                found += [t for t in self._called(cls, listed, model) if t not in found]
             else:
                 found += [t for t in (*listed, *self.torch_targets(spec)) if t.path == path]
         return found
+
+    def _called(self, cls: Any, listed: list[Target], model: Any) -> list[Target]:
+        """Targets for the functions that the class's forward calls."""
+        listed = [t for t in listed if t.seam == "called_function"]
+        if not listed:
+            return []
+        kinds: set[Any] = {type(m) for m in model.modules()}
+        tables = [k for k in kinds if k.__module__ == cls.__module__ and "RotaryEmbedding" in k.__name__]
+        if not tables or not all(halves_repeat(k) for k in tables):
+            return []
+        return [
+            replace(t, path=f"{cls.__module__}:{name}", note="")
+            for name, function in called(cls).items()
+            for t in listed
+            if function_semantics(function) in known(t.path)
+        ][:1]
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
         """Modules that look like a norm or MLP of the op by name and attributes, and that no op replaces."""

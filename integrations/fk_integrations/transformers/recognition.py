@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from fastkernels.core import registry
@@ -27,6 +28,21 @@ def semantics(cls: type) -> str:
         return _parsed(getattr(vars(cls).get(name), "__code__", None))
 
     return versions.semantics(method) if method("forward") is not None else ""
+
+
+def function_semantics(function: FunctionType) -> str:
+    """Semantics of a function, as recorded for targets; '' if its source cannot be read."""
+    node = _parsed(function.__code__)
+    return versions.semantics({node.name: node}.get, node.name) if node is not None else ""
+
+
+@cache
+def halves_repeat(source: type) -> bool:
+    """Whether a class of rotary embeddings gives every frequency to channel j and to j + rotary_dim / 2."""
+    try:
+        return "torch.cat((freqs, freqs), dim=-1)" in inspect.getsource(source)
+    except (OSError, TypeError):
+        return False
 
 
 @cache
@@ -58,7 +74,7 @@ def _by_semantics() -> dict[str, list[tuple[str, Target]]]:
     found: dict[str, list[tuple[str, Target]]] = {}
     for op in registry.op_names():
         for target in registry.get(op).targets_for("transformers", installed_version()):
-            if target.path.startswith(MODELS) and target.seam != "function":
+            if target.path.startswith(MODELS) and target.seam not in ("function", "called_function"):
                 for semantics in known(target.path):
                     found.setdefault(semantics, []).append((op, target))
     return found
