@@ -11,7 +11,7 @@ import typer
 from fk_integrations.transformers import module_walk, tiny_models
 from fk_integrations.transformers.decoder_roles import Unexplained
 
-from fastkernels.models.common import registry
+from fastkernels.models.common import checks, registry
 from fastkernels.models.common.description import Unsupported
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.scaffold import model_file, samples, tasks, verification
@@ -58,6 +58,7 @@ def scaffold_command(
         written, verified = write(file, found)
         with registry.using(file):
             registry.describe(given)
+            checks.check(given)
     except NoExpression as error:
         return _unmatched(given, folder, [("", str(error))], start)
     except Unsupported as error:
