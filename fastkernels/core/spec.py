@@ -29,6 +29,7 @@ SEAMS = {
     "attention": "the attention backend's implementation, on the host's own KV layout",
     "module": "a plain module of several parts: `__class__` of the live instance is swapped",
     "function": "a function of the host",
+    "called_function": "a function of a model's own file: modules that call it get a forward that calls ours",
     "standalone": "a drop-in class for forks and for our engine; not put into a live host (see its note)",
 }
 

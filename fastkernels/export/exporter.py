@@ -167,12 +167,13 @@ def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
 
 
 def printed(found: list[Target]) -> list[Target]:
-    """Targets of one file for a fork: the classes of the first module with classes, and all functions.
+    """Targets of one file for a fork: the classes of the first module with classes, and the first function of a name.
 
     Classes of one name in several modules, or modules of many models, cannot be in one file.
     """
     first = next((_module(t) for t in found if not _is_function(t)), "")
-    return [t for t in found if _is_function(t) or _module(t) == first]
+    functions = {t.path.partition(":")[2]: t for t in reversed(found) if _is_function(t)}
+    return [t for t in found if t in functions.values() or (not _is_function(t) and _module(t) == first)]
 
 
 def _is_for(spec: OpSpec, host: str, version: str) -> bool:

@@ -60,7 +60,7 @@ _RECURRENT = re.compile(
 )
 _NAMED = (  # (end or part of a class's name, primitive) of what only a name tells
     (re.compile(r"Indexer$"), "index of sparse attention"),
-    (re.compile(r"(Vector)?Quantizer|Codebook"), "codebook"),
+    (re.compile(r"Quantizer|Codebook$"), "codebook"),
 )
 _SOFTMAX_ATTENTION = {"attention_interface", "scaled_dot_product_attention", "multi_head_attention_forward"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm", "product"}
@@ -91,7 +91,7 @@ class Match:
     by_class: bool = True
     by_signature: bool = True
     by_probe: bool = True
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict, hash=False)
     target: Target | None = None
     needs: str = ""
 
@@ -106,6 +106,7 @@ class Match:
 
 PARTS = Match(Kind.PARTS)
 _known: dict[Any, Match] = {}
+_configs: dict[int, Any] = {}  # those in keys of _known: an id is unique while the object lives
 
 
 def match(module: nn.Module) -> Match:
@@ -124,6 +125,7 @@ def _use(module: nn.Module) -> Any:
     if isinstance(module, (nn.Linear, nn.Embedding)):
         return type(module)
     config = getattr(module, "config", None)
+    _configs[id(config)] = config
     plain = (bool, str, int, float, type(None), tuple)
     own = tuple(
         sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k != "layer_idx")
@@ -398,7 +400,8 @@ def _difference(module: Any) -> str:
     space = vars(sys.modules[type(module).__module__])
     eager = next((f for name, f in space.items() if name.endswith("eager_attention_forward")), None)
     softcap, window = given.get("softcap"), given.get("sliding_window")
-    if eager is None or not probes.safely(probes.attention_probe, eager, softcap, window):
+    grouped = query.shape[1] != key.shape[1]
+    if eager is None or not probes.safely(probes.attention_probe, eager, softcap, window, grouped):
         return "an attention function of its own"
     return ""
 

@@ -267,9 +267,11 @@ def experts_probe(module: nn.Module) -> bool:
     return agree(forward(made, x, ids, weights), ours)
 
 
-def attention_probe(function: Callable[..., Any], softcap: float | None, window: int | None) -> bool:
+def attention_probe(
+    function: Callable[..., Any], softcap: float | None, window: int | None, grouped: bool = True
+) -> bool:
     """A file's eager attention function under a causal mask: the op `attention_prefill`."""
-    heads, kv_heads, size, block = 4, 2, 8, 16
+    heads, kv_heads, size, block = 4, 2 if grouped else 4, 8, 16
     q, k, v = (torch.randn(1, n, TOKENS, size) for n in (heads, kv_heads, kv_heads))
     at = torch.arange(TOKENS)
     seen = at[None] <= at[:, None]
