@@ -85,7 +85,8 @@ def scaffold_command(
     last_line({
         "command": COMMAND, "ok": ok, "architecture": given.architectures[0], "model_file": str(file),
         "lines": lines, "error": verified.error, "parameters": ours, "configs": verified.configs,
-        "refused": found.refused, "unmatched": [], "tasks": made, "kept": kept, "seconds": round(time.perf_counter() - start, 1),
+        "refused": found.refused, "unmatched": [], "tasks": made, "kept": kept,
+        "seconds": round(time.perf_counter() - start, 1),
     })  # fmt: skip
     return 0 if ok else 1
 
