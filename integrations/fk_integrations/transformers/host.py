@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import sys
 import textwrap
 from collections import Counter
@@ -22,12 +21,11 @@ from fastkernels.core import registry
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
-from fastkernels.patch import PatchError, Request
 from fk_integrations.core import versions
 from fk_integrations.core.adapter import Adapter, class_path
-from fk_integrations.core.apply import Patched, apply
+from fk_integrations.core.in_process import InProcessHost
+from fk_integrations.core.lookalikes import PACKAGES, first_package
 
-STATE = "_fastkernels_patched"
 MODELS = "transformers.models."
 # {op: (end of the name, attributes)} of classes that may compute it
 LOOKS_LIKE = {
@@ -131,7 +129,7 @@ def _is_for(target: Target, module: Any) -> bool:
     return test is None or test(module)
 
 
-class TransformersHost:
+class TransformersHost(InProcessHost):
     """fastkernels.patch.Host for a transformers model, or a torch module that contains parts of one."""
 
     name = "transformers"
@@ -143,53 +141,10 @@ class TransformersHost:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(target, torch.nn.Module):
             return False
-        return any(type(m).__module__.startswith("transformers.") for m in target.modules())
+        return first_package(target, PACKAGES) == "transformers"
 
-    def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
-        """See Host. The model lives in this process."""
-        if isinstance(target, str):
-            raise PatchError("transformers models are patched live: pass the model, not the host's name")
-        patched: Patched | None = vars(target).get(STATE)
-        if request.action == "patch":
-            if patched is not None:
-                raise PatchError("this model is patched already: undo that patch first (report.undo())")
-            patched = apply(TransformersAdapter(), target, request)
-            vars(target)[STATE] = patched
-            _forget_compiled(target)
-        elif request.action == "undo" and patched is not None:
-            del vars(target)[STATE]
-            patched.undo()
-            patched = None
-            _forget_compiled(target)
-        elif request.action == "reset" and patched is not None:
-            patched.reset()
-        elif request.action not in ("undo", "report", "reset"):
-            raise PatchError(f"unknown action {request.action!r}; known: patch, undo, report, reset")
-        rows = patched.report() if patched is not None else []
-        return [
-            {
-                "rank": 0,
-                "pid": os.getpid(),
-                "host": self.name,
-                "version": self.version(),
-                "rows": rows,
-                "error": None,
-            }
-        ]
-
-    async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
-        return self.call(target, request)
-
-
-def _forget_compiled(model: Any) -> None:
-    """Drop code that torch.compile made for the old classes; the next call compiles again."""
-    import torch
-
-    compiled = (
-        type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules()
-    )
-    if any(compiled):
-        torch.compiler.reset()
+    def adapter(self) -> Adapter:
+        return TransformersAdapter()
 
 
 HOST = TransformersHost()
