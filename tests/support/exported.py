@@ -366,7 +366,7 @@ def rms_norm_gated(ns: Any) -> list[Any]:
 
 
 class AttentionLayer(torch.nn.Module):
-    """What a diffusers processor uses of an attention layer with 3 heads of 8."""
+    """The parts of an attention layer, with 3 heads of 8, that a diffusers processor uses."""
 
     spatial_norm = group_norm = norm_cross = added_kv_proj_dim = None
     fused_projections, residual_connection = False, True

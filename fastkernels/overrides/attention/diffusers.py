@@ -88,8 +88,9 @@ class DiffusersFluxAttnProcessor:
     ) -> torch.Tensor:
         if (reason := _elsewhere(self)) is not None:  # set after the patch
             attention_dense.note(reason)
-            host: Any = super(type(self), self)
-            return host.__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            theirs: Any = type(self).__mro__[1]  # in a live model, the host's class
+            given = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            return theirs.__call__(self, attn, *given)
         q, k, v = _heads(attn, hidden_states, ("to_q", "to_k", "to_v"), "to_qkv")
         q, k = attn.norm_q(q), attn.norm_k(k)
         if attn.added_kv_proj_dim is not None:

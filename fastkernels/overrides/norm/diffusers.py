@@ -11,8 +11,6 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.norm.layer_norm import layer_norm, unsupported_shape
 from fastkernels.overrides.norm.rms_norm import rms_norm
 
-_HALF = (torch.float16, torch.bfloat16)
-
 
 def _unsupported(module: Any) -> str | None:
     """Why our forward does not support this RMS norm (ours or the host's), or None."""
@@ -38,7 +36,7 @@ class DiffusersRMSNorm(nn.Module):
         x, weight = hidden_states, self.weight
         if weight is None or weight.dtype == x.dtype:
             return rms_norm(x, weight, self.eps, None, None, True)
-        if weight.dtype in _HALF:
+        if weight.dtype in (torch.float16, torch.bfloat16):
             return rms_norm(x, None, self.eps).to(weight.dtype) * weight
         return rms_norm(x.to(weight.dtype), weight, self.eps, None, None, False)
 

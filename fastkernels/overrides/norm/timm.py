@@ -62,7 +62,7 @@ class TimmLayerNorm2d(nn.LayerNorm):
 
 
 class _RmsNorm(nn.Module):
-    """What both RMS norms of timm have in common: weight [channels] or None."""
+    """Base of both RMS norms of timm: weight [channels] or None."""
 
     supports = staticmethod(_unsupported)
 
