@@ -25,6 +25,10 @@ COMMANDS = {
         "info.describe:describe_command",
         "the plan of a model: modules, ops, sizes, cost of a token, and what patch() replaces",
     ),
+    "scaffold": (
+        "scaffold.command:scaffold_command",
+        "a config of transformers becomes a model file of our ops, a list of what is missing, and task files",
+    ),
     "stubs": ("info.stubs:stubs_command", "a working candidate file for each op, to start from"),
     "export": ("info.export:export_command", "an op as one self-contained file for a fork"),
     "serve": ("serving.serve:serve_command", "an OpenAI-compatible server on our own engine"),
@@ -35,6 +39,10 @@ COMMANDS = {
     "e2e": (
         "e2e.command:e2e_command",
         "whole models offline in several hosts; --scheduler-only: the CPU cost of a step",
+    ),
+    "patch-compare": (
+        "e2e.patch_compare:patch_compare_command",
+        "a host against itself, stock and patched in turn, for many models",
     ),
     "kernels": (
         "kernels.command:kernels_command",
@@ -47,6 +55,10 @@ COMMANDS = {
     "explain": (
         "explain.command:explain_command",
         "where a model's step spends its time: floor, host's time, best provider, predicted gain",
+    ),
+    "coverage": (
+        "coverage.command:coverage_command",
+        "audit every modeling file of the installed transformers: which architectures our ops can compute",
     ),
     "routing": (
         "routing.command:routing_command",

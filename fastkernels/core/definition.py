@@ -137,15 +137,21 @@ def _first_line(text: str | None) -> str:
 
 def _run(reference: Callable[..., Any], inputs: list[str], given: list[str]) -> str:
     """Python source that defines `run(inputs)`: the reference and all that it uses."""
-    imports: dict[str, None] = {"import torch": None}
-    parts: dict[str, str] = {}
-    _collect(reference, imports, parts)
     call = f"{reference.__name__}({', '.join(given)})"
     run = f"def run({', '.join(inputs)}):\n    found = {call}\n"
     run += "    found = [t for t in found if t is not None] if isinstance(found, tuple) else [found]\n"
     run += "    return found[0] if len(found) == 1 else tuple(found)\n"
-    lines = "from __future__ import annotations\n\n" + "\n".join(sorted(imports))
-    return "\n\n\n".join([lines, *parts.values(), run])
+    imports, parts = standalone(reference)
+    lines = "from __future__ import annotations\n\n" + "\n".join(imports)
+    return "\n\n\n".join([lines, *parts, run])
+
+
+def standalone(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """(lines of import, definitions) of a function and all of fastkernels that it uses; its own definition is last."""
+    imports: dict[str, None] = {"import torch": None}
+    parts: dict[str, str] = {}
+    _collect(function, imports, parts)
+    return sorted(imports), list(parts.values())
 
 
 def _collect(function: Any, imports: dict[str, None], parts: dict[str, str]) -> None:

@@ -22,7 +22,7 @@ def load(source: str | Path) -> Any:
             return PreTrainedTokenizerFast.from_pretrained(source, local_files_only=True)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"the tokenizer of {source} cannot be used ({error}); set skip_tokenizer_init to use token ids only"

@@ -19,6 +19,7 @@ from typing import Any
 from fastkernels import __version__
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec, Target
+from fastkernels.export.simplify import Fork
 from fastkernels.export.source import (
     LAYER,
     PACKAGE,
@@ -35,6 +36,7 @@ from fastkernels.export.tidy import (
     compact,
     errors_of_the_host,
     without_private_docstrings,
+    without_reasons,
     without_unused_methods,
 )
 
@@ -165,12 +167,13 @@ def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
 
 
 def printed(found: list[Target]) -> list[Target]:
-    """Targets of one file for a fork: the classes of the first module with classes, and all functions.
+    """Targets of one file for a fork: the classes of the first module with classes, and the first function of a name.
 
     Classes of one name in several modules, or modules of many models, cannot be in one file.
     """
     first = next((_module(t) for t in found if not _is_function(t)), "")
-    return [t for t in found if _is_function(t) or _module(t) == first]
+    functions = {t.path.partition(":")[2]: t for t in reversed(found) if _is_function(t)}
+    return [t for t in found if t in functions.values() or (not _is_function(t) and _module(t) == first)]
 
 
 def _is_for(spec: OpSpec, host: str, version: str) -> bool:
@@ -180,6 +183,13 @@ def _is_for(spec: OpSpec, host: str, version: str) -> bool:
     except ExportError:
         return False
     return True
+
+
+def _others(op: str, host: str, version: str, found: list[Target]) -> frozenset[str]:
+    """Ops that replace one of these classes or functions, too."""
+    paths = {t.path for t in found}
+    every = ((name, registry.get(name)) for name in registry.op_names() if name != op)
+    return frozenset(n for n, spec in every if paths & {t.path for t in spec.targets_for(host, version)})
 
 
 def export(op: str, host: str, version: str, standalone: bool = False, only: str = "") -> str:
@@ -208,7 +218,7 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     whole = [t for t in found if t not in kept]
     # Whole classes need no host. Methods and functions leave unsupported calls to the host's code of the same name;
     # a functional op, which no host has, leaves them to its caller.
-    fork = not standalone
+    fork = None if standalone else Fork(host, _others(op, host, version, found))
     alike: dict[Any, list[Target]] = {}
     for target in kept:
         alike.setdefault(tuple(_methods(target).values()), []).append(target)
@@ -254,6 +264,7 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     if falls_back:
         text = errors_of_the_host(text)
     if fork:
+        text = without_reasons(text)
         text = without_private_docstrings(text, {n for names in aliases.values() for n in names})
     text = compact(text)
     compile(text, f"{op}.py", "exec")
@@ -343,7 +354,7 @@ def _methods(target: Target) -> dict[str, Any]:
     return {name: getattr(ours, name) for name in names}
 
 
-def _replaced(found: list[Target], fork: bool) -> Replaced:
+def _replaced(found: list[Target], fork: Fork | None) -> Replaced:
     """The classes that get the methods of one of ours."""
     target, *others = found
     ours = registry.target_class(target)
@@ -411,7 +422,7 @@ def _class_text(
 
 def _header(
     spec: OpSpec, found: list[Target], host: str, version: str, namespace: str, parts: dict[str, Part],
-    replaced: list[Replaced], fork: bool,
+    replaced: list[Replaced], fork: Fork | None,
 ) -> str:  # fmt: skip
     titles = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found)) or f"The function {spec.name}"
     module = registry.op_modules()[spec.name]
@@ -439,7 +450,7 @@ def _uses(source: Source, node: ast.AST) -> Uses:
     return uses
 
 
-def _reach(roots: list[Key], fork: bool) -> dict[str, Part]:
+def _reach(roots: list[Key], fork: Fork | None) -> dict[str, Part]:
     """Every statement that the roots need, by module."""
     parts: dict[str, Part] = {}
     todo = list(roots)
@@ -503,7 +514,7 @@ def _order(parts: dict[str, Part]) -> list[str]:
     return done
 
 
-def _host_names(found: list[Target], fork: bool) -> dict[Key, list[str]]:
+def _host_names(found: list[Target], fork: Fork | None) -> dict[Key, list[str]]:
     """{our class: the host's names for it}; the first becomes its name, the others are aliases."""
     names: dict[Key, list[str]] = {}
     for target in found:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import ast
 import collections
 import importlib
+import inspect
 import json
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastkernels.core import registry, tuning
 
 PACKAGE = __name__.partition(".")[0]
 METHODS = "into|faster|winner|requested"  # kept in an exported file, in addition to a call and `run`
 DISPATCH = ("register", "guarded", "Unsupported", "INTERPRETED", "Op")
-NAMES = {"CudaSource", "partial", *DISPATCH}  # of what the new text may use
+NAMES = {"partial", *DISPATCH}  # of what the new text may use
 DROPPED = "# dropped"
+KERNELS_OF = {"vllm": "vllm", "sglang": "sgl_kernel"}  # module with a host's kernels
+# Hosts call DeepGEMM where it is faster themselves, and not in the functions that a file for a fork replaces.
+ON_ITS_OWN = {"_supports_ours": "supports_wgmma_fp8"}
 LOGGING = ("note", "leave")  # methods that count and log
 FLAT = """\
 def _run_{name}(*args: Any) -> Any:
@@ -32,6 +36,28 @@ def _run_{name}(*args: Any) -> Any:
     {fake},
 )"""
 
+# In a fork: what the host's kernel supports never runs as plain PyTorch, which is much slower for long prompts.
+FALLING = """\
+def _run_{name}(*args: Any) -> Any:
+    \"\"\"Run the kernel where it supports the call, else the host's kernel, else plain PyTorch.\"\"\"
+    if not args[0].is_cuda:
+        return {plain}(*args)
+    if {supports}(*args) is None:
+        return {kernel}(*args)
+    return ({theirs} if {supported}(*args) is None else {plain})(*args)
+
+
+{name} = register(
+    {schema},
+    _run_{name},
+    {fake},
+)"""
+
+LEFT = """\
+def {name}(*args: Any) -> Any:  # the op has a file of its own
+    raise Unsupported
+"""
+
 RAISING = """\
 def _run_{name}(*args: Any) -> Any:
     \"\"\"Run the kernel. Raises Unsupported for calls that it does not support.\"\"\"
@@ -43,12 +69,23 @@ def _run_{name}(*args: Any) -> Any:
 {name} = register({schema}, _run_{name}, {fake})"""
 
 
-def simplified(module: str, text: str, fork: bool = False) -> str:
-    """The module's text with its op definitions and CUDA sources replaced; `fork`: for a file in a host's fork."""
+class Fork(NamedTuple):
+    """The host of a file for a fork, and what the file leaves to it.
+
+    host    the host
+    others  ops that replace the same classes and functions, from files of their own: their calls are left to the host
+    """
+
+    host: str
+    others: frozenset[str] = frozenset()
+
+
+def simplified(module: str, text: str, fork: Fork | None = None) -> str:
+    """The module's text with its op definitions and CUDA sources replaced; `fork`: for a file in a fork."""
     if ".overrides." not in module:
         return text
-    lines = _without_logging(text).split("\n")
-    text = "\n".join(lines)
+    text = _with_winners(module, _without_logging(text))
+    lines = text.split("\n")
     needed: set[str] = set()
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -58,7 +95,6 @@ def simplified(module: str, text: str, fork: bool = False) -> str:
                 needed |= NAMES & set(re.findall(r"\w+", new))
     for name, line in (
         ("partial", "from functools import partial"),
-        ("CudaSource", f"from {PACKAGE}.core.cuda_rtc import CudaSource"),
         *((n, f"from {PACKAGE}.core.dispatch import {n}") for n in DISPATCH),
     ):
         if name in needed:
@@ -86,12 +122,14 @@ def _without_logging(text: str) -> str:
     return "\n".join(line for line in lines if line != DROPPED)
 
 
-def _replacement(module: str, name: str, value: ast.expr, text: str, fork: bool) -> str | None:
+def _replacement(module: str, name: str, value: ast.expr, text: str, fork: Fork | None) -> str | None:
     if "__file__" in ast.unparse(value) or ".with_name(" in ast.unparse(value):
         path = getattr(importlib.import_module(module), name)
-        return f"{name} = CudaSource(r'''{path.read_text()}''')" if isinstance(path, Path) else None
+        return f"{name} = r'''{path.read_text()}'''" if isinstance(path, Path) else None
     if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "define"):
         return None
+    if fork and name in fork.others:
+        return LEFT.format(name=name)
     schema = ast.get_source_segment(text, value.args[0]) or ""
     if "\n" in schema:
         schema = f"({schema})"
@@ -99,6 +137,7 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: bool)
     fake = ast.unparse(keywords["fake"])
     kernel, supports, plain = _implementations(module, name, keywords["providers"])
     if fork:
+        supports = ON_ITS_OWN.get(supports or "", supports)
         listed = {c.args[0].value: ast.unparse(c.args[1]) for c in keywords["providers"].elts}  # type: ignore[attr-defined]
         # The host's code is the fallback of a Triton kernel. torch.compile cannot trace the checks of a CUDA kernel.
         if kernel == listed.get("triton"):
@@ -111,6 +150,11 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: bool)
     elif _uses_methods(name):
         supports = supports or "lambda *_: None"
         return f"{name} = Op({schema}, {fake}, kernel={kernel}, plain={plain}, supports={supports})"
+    if fork and supports and (theirs := _kernel_of(fork.host, keywords["providers"])) is not None:
+        return FALLING.format(
+            name=name, schema=schema, fake=fake, kernel=kernel, supports=supports, plain=plain,
+            theirs=theirs[0], supported=theirs[1],
+        )  # fmt: skip
     call = f"({supports})" if supports and not supports.isidentifier() else supports
     test = f"{call}(*args) is None" if supports else "True"
     return FLAT.format(name=name, schema=schema, fake=fake, kernel=kernel, plain=plain, supports=test)
@@ -126,7 +170,7 @@ def _implementations(module: str, name: str, providers: ast.expr) -> tuple[str, 
     chosen, params = _winner(getattr(importlib.import_module(module), name))
     keywords = {k.arg: ast.unparse(k.value) for k in listed[chosen].keywords}
     kernel = ast.unparse(listed[chosen].args[1])
-    if params:
+    if params and not _is_literal(getattr(importlib.import_module(module), name), chosen):
         kernel = f"partial({kernel}, {', '.join(f'{k}={v!r}' for k, v in params.items())})"
     every = [n for n, call in listed.items() if all(k.arg != "supports" for k in call.keywords)]
     plain = next(n for n in ("cublas", "torch", "reference") if n in every)
@@ -152,6 +196,69 @@ def _winner(op: Any) -> tuple[str, dict[str, Any]]:
     sets = {params: count for (name, params), count in wins.items() if name == best}
     most = max(sets, key=lambda params: sets[params])
     return best, json.loads(most) if 2 * sets[most] > sum(sets.values()) else {}
+
+
+def _kernel_of(host: str, providers: ast.expr) -> tuple[str, str] | None:
+    """(function, supports) of the op's provider that calls the host's own kernel, as expressions."""
+    for call in providers.elts:  # type: ignore[attr-defined]
+        keywords = {k.arg: ast.unparse(k.value) for k in call.keywords}
+        if keywords.get("module") == repr(KERNELS_OF.get(host)):
+            return ast.unparse(call.args[1]), keywords["supports"]
+    return None
+
+
+# -- winning parameters as literals in the function that takes them
+
+
+@cache
+def _winners() -> dict[tuple[str, str], dict[str, Any]]:
+    """{(module, function): its winning parameters} of all ops."""
+    found = {}
+    for name in registry.op_names():
+        if (op := registry.get(name).op) is not None:
+            chosen, params = _winner(op)
+            fn = next(p.fn for p in op.providers if p.name == chosen)
+            if params and _chooses(Path(inspect.getsourcefile(fn) or "").read_text(), fn.__name__):
+                found[fn.__module__, fn.__name__] = params
+    return found
+
+
+def _is_literal(op: Any, chosen: str) -> bool:
+    fn = next(p.fn for p in op.providers if p.name == chosen)
+    return (fn.__module__, fn.__name__) in _winners()
+
+
+def _chooses(text: str, name: str) -> list[ast.expr]:
+    """The expressions in a function that add its own choice to given parameters: `{**choose(...), **params}`."""
+    node = next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name)
+    if node.args.kwarg is None:
+        return []
+    chosen = [
+        n
+        for n in ast.walk(node)
+        if isinstance(n, ast.Dict) and ast.unparse(n).endswith(f", **{node.args.kwarg.arg}}}")
+    ]
+    either = [n for n in ast.walk(node) if isinstance(n, ast.IfExp) and n.orelse in chosen]
+    return [*either, *(n for n in chosen if all(n is not e.orelse for e in either))]
+
+
+def _with_winners(module: str, text: str) -> str:
+    """The module's text in which functions have their winning parameters as literals instead of choosing them."""
+    for (owner, name), params in _winners().items() if "**params" in text else ():
+        if owner != module:
+            continue
+        lines = text.split("\n")
+        for node in sorted(_chooses(text, name), key=lambda n: -n.lineno):
+            line = lines[node.lineno - 1]
+            assert node.lineno == node.end_lineno, line
+            before, after = line[: node.col_offset], line[node.end_col_offset :]
+            if before.endswith("**"):
+                made = before[:-2] + ", ".join(f"{k}={v!r}" for k, v in params.items())
+            else:
+                made = before + json.dumps(params)
+            lines[node.lineno - 1] = made + after
+        text = re.sub(rf"(\ndef {name}\((?:.|\n)*?),\s*\*\*params: \w+", r"\1", "\n".join(lines), count=1)
+    return text
 
 
 @cache

@@ -8,13 +8,14 @@ from functools import cache
 from pathlib import Path
 
 from fastkernels.core import registry
-from fastkernels.export.simplify import simplified
+from fastkernels.export.simplify import Fork, simplified
 
 PACKAGE = __name__.partition(".")[0]
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = {  # modules whose short version goes into an exported file
     f"{PACKAGE}.core.dispatch": "dispatch.py",
     f"{PACKAGE}.core.cuda_rtc": "cuda_rtc.py",
+    f"{PACKAGE}.overrides.kit.hopper": "hopper.py",
     f"{PACKAGE}.overrides.kit.overlap": "overlap.py",
     f"{PACKAGE}.overrides.kit.launch": "launch.py",
     f"{PACKAGE}.overrides.kit.rows": "rows.py",
@@ -56,7 +57,7 @@ class Source:
     # Imported from this package: local name -> (module, name or "")
     ours: dict[str, Key] = field(default_factory=dict)
     external: dict[str, set[str]] = field(default_factory=dict)  # local name -> import lines
-    fork: bool = False
+    fork: Fork | None = None
 
     def at(self, line: int, column: int) -> int:
         return self.lines[line - 1] + column
@@ -75,7 +76,7 @@ def _file(module: str) -> Path | None:
 
 
 @cache
-def read(module: str, fork: bool = False) -> Source:
+def read(module: str, fork: Fork | None = None) -> Source:
     """The module as it goes into an exported file, for a fork or for no host.
 
     Raises ExportError for a module that does not exist.
@@ -321,7 +322,7 @@ def _locals(body: list[ast.stmt]) -> set[str]:
     return found - free
 
 
-def origin(module: str, name: str, fork: bool = False) -> Key:
+def origin(module: str, name: str, fork: Fork | None = None) -> Key:
     """Where a name of ours is defined, re-exports followed."""
     if fork and name == "refuse" and module == f"{PACKAGE}.overrides.kit.fp8":
         module = f"{PACKAGE}.overrides.moe.arguments"

@@ -8,27 +8,46 @@ import re
 import textwrap
 
 INVALID = ("ValueError(", "TypeError(")
+UNSUPPORTED = 'return "unsupported"'
 
 
 def errors_of_the_host(text: str) -> str:
     """The file with Unsupported for each invalid argument: the host's code raises its own errors."""
     lines = text.split("\n")
-    for node, reason in sorted(_statements(ast.parse(text)), key=lambda pair: -pair[0].lineno):
-        indent = " " * node.col_offset
-        if isinstance(node, ast.Raise) and node.exc is not None and ast.unparse(node.exc).startswith(INVALID):
-            lines[node.lineno - 1 : node.end_lineno] = [f"{indent}raise Unsupported"]
-        elif (
-            reason
-            and isinstance(node, ast.Return)
-            and isinstance(node.value, (ast.JoinedStr, ast.Constant))
-            and node.end_lineno != node.lineno
-        ):  # nothing shows the reason
-            lines[node.lineno - 1 : node.end_lineno] = [f'{indent}return "unsupported"']
+    raised = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Raise) and n.exc is not None]
+    for node in sorted(raised, key=lambda n: -n.lineno):
+        if ast.unparse(node.exc).startswith(INVALID):  # type: ignore[arg-type]
+            lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + "raise Unsupported"]
+    return "\n".join(_joined(lines, "raise Unsupported"))
+
+
+def without_reasons(text: str) -> str:
+    """The file with the same reason for all unsupported calls, which nothing shows: tests of one kind are joined."""
+    lines = text.split("\n")
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.returns]
+    returns = {
+        node
+        for function in functions
+        if ast.unparse(function.returns) == "str | None"  # type: ignore[arg-type]
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return)
+    }
+    for node in sorted(returns, key=lambda n: -n.lineno):
+        reason = node.value
+        if isinstance(reason, ast.JoinedStr) or (
+            isinstance(reason, ast.Constant) and reason.value is not None
+        ):
+            lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + UNSUPPORTED]
+    return "\n".join(_joined(lines, UNSUPPORTED))
+
+
+def _joined(lines: list[str], action: str) -> list[str]:
+    """The lines with one test where two that follow each other have the same action."""
     tests = re.compile(r"( *)if (.*):")
     out: list[str] = []
     for line in lines:
         out.append(line)
-        while len(out) >= 4 and out[-1] == out[-3] and out[-1].strip() == "raise Unsupported":
+        while len(out) >= 4 and out[-1] == out[-3] and out[-1].strip() == action:
             first, second = tests.fullmatch(out[-4]), tests.fullmatch(out[-2])
             if not first or not second or first[1] != second[1]:
                 break
@@ -36,24 +55,14 @@ def errors_of_the_host(text: str) -> str:
             if len(joined) > 110:
                 break
             out[-4:] = [joined, out[-1]]
-    return "\n".join(out)
-
-
-def _statements(tree: ast.Module) -> list[tuple[ast.stmt, bool]]:
-    """Each statement, and whether it is in a function that returns a reason or None."""
-    reasons = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "str | None"
-        for inner in ast.walk(node)
-    }
-    return [(node, id(node) in reasons) for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    return out
 
 
 def _operand(test: str) -> str:
-    return (
-        test if not isinstance(ast.parse(test, mode="eval").body, (ast.IfExp, ast.NamedExpr)) else f"({test})"
-    )
+    """The test as an operand of `or`, in parentheses where they are needed or help a reader."""
+    node = ast.parse(test, mode="eval").body
+    mixed = isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And)
+    return f"({test})" if mixed or isinstance(node, (ast.IfExp, ast.NamedExpr)) else test
 
 
 def without_unused_methods(text: str, attributes: set[str]) -> str:
@@ -79,7 +88,8 @@ def without_private_docstrings(text: str, public: set[str]) -> str:
         if isinstance(node, ast.FunctionDef) and node.name not in public and not node.decorator_list:
             first = node.body[0]
             if ast.get_docstring(node) and len(node.body) > 1:
-                del lines[first.lineno - 1 : first.end_lineno]
+                blank = lines[first.end_lineno or 0] == ""  # before a function in the function
+                del lines[first.lineno - 1 : (first.end_lineno or 0) + blank]
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"fastkernels": ROOT, "fk_integrations": ROOT / "integrations", "fk_bench": ROOT / "bench"}
 TREES = ("fastkernels", "integrations", "bench/fk_bench", "tests")
 MOST_FILES, MOST_IN_FAMILY = 20, 25
+MOST_BYTES = 9_000_000  # of the tracked files
 ANY_NUMBER = ("tests/cheats", "tests/cheats/honest")
 INIT_LINES = 3  # of the docstring of an __init__.py
 
@@ -100,6 +102,17 @@ def test_folders_are_small() -> None:
             if name not in ANY_NUMBER and count > (MOST_IN_FAMILY if family else MOST_FILES):
                 too_many.append(f"{name}: {count} files")
     assert not too_many, "\n".join(too_many)
+
+
+def test_repository_is_small() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout.decode()
+    sizes = {f: (ROOT / f).stat().st_size for f in listed.split("\0") if f and (ROOT / f).is_file()}
+    largest = sorted(sizes, key=lambda f: -sizes[f])[:10]
+    assert sum(sizes.values()) < MOST_BYTES, "\n".join(f"{sizes[f]:>9,} {f}" for f in largest)
 
 
 def test_packages_say_what_they_contain() -> None:

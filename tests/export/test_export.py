@@ -235,11 +235,11 @@ def test_file_imports_only_torch_triton_and_host(
 
 
 def kernel_lines(tree: ast.Module) -> int:
-    """Lines of Triton kernels and embedded CUDA C++."""
+    """Lines of Triton kernels, embedded CUDA C++ and functions that write CUDA C++."""
     kernels = [
         n for n in tree.body
-        if (isinstance(n, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in n.decorator_list))
-        or (isinstance(n, ast.Assign) and ast.unparse(n.value).startswith("CudaSource("))
+        if any("triton.jit" in ast.unparse(d) for d in getattr(n, "decorator_list", ()))
+        or any(isinstance(c, ast.Constant) and re.search("__(device|global)__", str(c.value)) for c in ast.walk(n))
     ]  # fmt: skip
     first = (min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", []))]) for n in kernels)
     return sum(n.end_lineno - line + 1 for n, line in zip(kernels, first, strict=True))
@@ -248,10 +248,10 @@ def kernel_lines(tree: ast.Module) -> int:
 MOST = 150  # lines of a file for a fork without its kernels and header
 # Files above it, with the reasons in docs/patch.md: (op, host), or the op for all of its hosts. They only shrink.
 LARGER = {
-    ("grouped_topk", "sglang"): 169, "moe_align": 196, "quantize_fp8": 290, "rms_norm_quant_fp8": 200,
-    "silu_mul_quant_fp8": 207, "linear": 405, "attention_decode": 398, "linear_fp8": 807,
-    "fused_experts": 864, "fused_experts_fp8": 864, "rms_norm_gated": 159,
-    ("llama_decoder_layer", "vllm"): 156, ("qwen3_decoder_layer", "vllm"): 156, ("rotary_emb", "sglang"): 153,
+    ("grouped_topk", "sglang"): 169, "moe_align": 194, "quantize_fp8": 288, "rms_norm_quant_fp8": 198,
+    "silu_mul_quant_fp8": 205, "linear": 318, "attention_decode": 357, ("linear_fp8", "vllm"): 565,
+    ("linear_fp8", "sglang"): 716, "fused_experts": 528, "fused_experts_fp8": 805, "rms_norm_gated": 157,
+    ("llama_decoder_layer", "vllm"): 156, ("qwen3_decoder_layer", "vllm"): 156,
 }  # fmt: skip
 
 
@@ -363,6 +363,39 @@ def test_cuda_files_compile_their_own_source(name: str, winner: tuple[str, ...],
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert all(f"'{option}'" in done.stdout for option in winner), done.stdout
+
+
+@pytest.mark.parametrize("host, version", [("vllm", "0.33.0"), ("sglang", "0.5.23")])
+@pytest.mark.parametrize("ours, theirs, ran", [(1, 1, "ours"), (0, 1, "host"), (0, 0, "plain")])
+def test_fp8_calls_run_the_host_kernel_before_pytorch(
+    host: str, version: str, ours: int, theirs: int, ran: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt is for the host's kernel, not for a product in float32."""
+    text = exported("linear_fp8", host, version)
+    for line in re.findall(rf"^from ({host}\S*) import (\w+)", text, re.MULTILINE):
+        setattr(runner.host_module(line[0]), line[1], type(line[1], (), {}))
+    for module in [m for m in sys.modules if m.partition(".")[0] == host]:
+        monkeypatch.setitem(sys.modules, module, sys.modules.pop(module))  # gone after the test
+    (tmp_path / f"{host}_{ran}.py").write_text(text.replace("fastkernels_linear_fp8", f"test_{ran}"))
+    file = runner.load(tmp_path / f"{host}_{ran}.py")
+    kernel = {"vllm": "cutlass", "sglang": "sgl"}[host]
+    names = {"linear_fp8_wgmma": "ours", f"linear_fp8_{kernel}": "host", "reference": "plain"}
+    for name, result in names.items():
+        assert hasattr(file, name)
+        setattr(file, name, lambda *args, result=result: result)
+    file.supports_wgmma_fp8 = lambda *args: None if ours else "unsupported"
+    setattr(file, f"supports_{kernel}", lambda *args: None if theirs else "unsupported")
+    assert file._run_linear_fp8(SimpleNamespace(is_cuda=True)) == ran
+    assert file._run_linear_fp8(SimpleNamespace(is_cuda=False)) == "plain"
+
+
+def test_fork_file_leaves_other_ops_to_their_files() -> None:
+    """Two ops replace the same function; each file has the kernels of one."""
+    for host, version in (("vllm", "0.33.0"), ("sglang", "0.5.23")):
+        plain, fp8 = (exported(name, host, version) for name in ("fused_experts", "fused_experts_fp8"))
+        assert "torch.float8" not in plain and "torch.float8" in fp8
+        left = "def {}(*args: Any) -> Any:  # the op has a file of its own\n    raise Unsupported\n"
+        assert left.format("fused_experts_fp8") in plain and left.format("fused_experts_fused_experts") in fp8
 
 
 @pytest.mark.parametrize("name, host, version", FORKS, ids=str)

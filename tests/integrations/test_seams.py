@@ -15,14 +15,16 @@ from fk_integrations.core.seam import Seam, Swap
 from fastkernels.core import registry
 from fastkernels.core.spec import SEAMS
 
-LIVE = {"attention", "experts", "kernel", "leaf", "module", "processor", "quant_method", "scheme"}
+LIVE = {
+    "attention", "called_function", "experts", "kernel", "leaf", "module", "processor", "quant_method", "scheme"
+}  # fmt: skip
 
 
 def test_each_seam_of_a_target_has_exactly_one_class() -> None:
     used = {target.seam for name in registry.op_names() for target in registry.get(name).targets}
     assert used <= set(SEAMS) == set(seam.names())
     classes = [type(seam.find(name)) for name in seam.names()]
-    assert len(set(classes)) == len(classes) == 10
+    assert len(set(classes)) == len(classes) == 11
     assert {name for name in seam.names() if seam.find(name).live} == LIVE
 
 
@@ -34,7 +36,9 @@ def test_a_seam_file_defines_one_class_and_no_function() -> None:
 
 
 def test_an_unknown_seam_lists_the_known_ones() -> None:
-    with pytest.raises(LookupError, match=r"unknown seam 'wall'. Known: attention, experts, .*standalone"):
+    with pytest.raises(
+        LookupError, match=r"unknown seam 'wall'. Known: attention, called_function, .*standalone"
+    ):
         seam.find("wall")
 
 

@@ -17,6 +17,7 @@ from fastkernels.patch import PatchError, Request
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
+from transformers.models.llama import modeling_llama  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm  # noqa: E402
 
 SIZES = {
@@ -121,16 +122,19 @@ _QWEN3_NEXT = {
         ("BertModel", _BERT, {"gelu": 2, "layer_norm": 5}),
         ("CLIPTextModelWithProjection", _CLIP, {"quick_gelu": 2, "layer_norm": 5}),
         ("NemotronForCausalLM", _NEMOTRON, {"relu2": 2, "layer_norm": 5}),
-        ("Gemma2ForCausalLM", SIZES, {"gemma_rms_norm": 9, "gated_gelu_mlp": 2}),
-        ("Gemma3ForCausalLM", SIZES, {"gemma_rms_norm": 13, "gated_gelu_mlp": 2}),
-        ("Olmo2ForCausalLM", SIZES, {"rms_norm": 9, "gated_mlp": 2}),
-        ("OlmoForCausalLM", SIZES, {"layer_norm": 5, "gated_mlp": 2}),
+        ("Gemma2ForCausalLM", SIZES, {"gemma_rms_norm": 9, "gated_gelu_mlp": 2, "rotary_emb": 2}),
+        ("Gemma3ForCausalLM", SIZES, {"gemma_rms_norm": 13, "gated_gelu_mlp": 2, "rotary_emb": 2}),
+        ("Olmo2ForCausalLM", SIZES, {"rms_norm": 9, "gated_mlp": 2, "rotary_emb": 2}),
+        ("OlmoForCausalLM", SIZES, {"layer_norm": 5, "gated_mlp": 2, "rotary_emb": 2}),
         ("CohereForCausalLM", SIZES, {"layer_norm": 3, "gated_mlp": 2}),
-        ("Phi3ForCausalLM", SIZES, {"rms_norm": 5, "gated_mlp": 2}),
+        ("Phi3ForCausalLM", SIZES, {"rms_norm": 5, "gated_mlp": 2, "rotary_emb": 2}),
         ("HeliumForCausalLM", SIZES, {"rms_norm": 5, "gated_mlp": 2}),
         ("Zamba2ForCausalLM", _ZAMBA2, {"gelu": 1, "rms_norm": 5, "rms_norm_gated": 2}),
-        ("BambaForCausalLM", _BAMBA, {"gated_mlp": 2, "rms_norm": 5, "rms_norm_gated": 1}),
-        ("Qwen3NextForCausalLM", _QWEN3_NEXT, {"gated_mlp": 2, "gemma_rms_norm": 7, "rms_norm_gated": 1}),
+        ("BambaForCausalLM", _BAMBA, {"gated_mlp": 2, "rms_norm": 5, "rms_norm_gated": 1, "rotary_emb": 1}),
+        (
+            "Qwen3NextForCausalLM", _QWEN3_NEXT,
+            {"gated_mlp": 2, "gemma_rms_norm": 7, "rms_norm_gated": 1, "rotary_emb": 1},
+        ),
     ],
     ids=[
         "t5", "t5-v1.1", "umt5", "gpt2", "bert", "clip", "nemotron", "gemma2", "gemma3", "olmo2", "olmo", "cohere",
@@ -280,6 +284,43 @@ def test_a_failing_candidate_leaves_everything_as_it_was(tmp_path) -> None:
     with pytest.raises((PatchError, ValueError), match="nothing_of_that_name"):
         fastkernels.patch(model, candidates={"rms_norm": str(path)})
     assert [type(m) for m in model.modules()] == classes and torch.equal(logits(model), before)
+
+
+def test_patched_rotation_leaves_other_models_alone() -> None:
+    one, other = tiny("Llama"), tiny("Llama")
+    before = logits(one)
+    attention = [layer.self_attn for layer in one.model.layers]
+    stock, function = type(attention[0]), modeling_llama.apply_rotary_pos_emb
+    with fastkernels.patch(one, ops=["rotary_emb"]) as report:
+        (row,) = report.active
+        assert (row.modules, row.host_class) == (2, "apply_rotary_pos_emb")
+        assert all(type(m) is not stock and isinstance(m, stock) for m in attention)
+        torch.testing.assert_close(logits(one), before, atol=2e-5, rtol=2e-5)
+        logits(other)
+        assert report.refresh().active[0].calls == 2
+        torch.compiler.reset()
+        compiled = torch.compile(one, backend="aot_eager")
+        torch.testing.assert_close(logits(compiled), before, atol=2e-5, rtol=2e-5)
+        assert report.refresh().active[0].calls > 2
+    assert {type(m) for m in attention} == {stock} and torch.equal(logits(one), before)
+    assert modeling_llama.apply_rotary_pos_emb is function
+
+
+def test_rotation_by_other_tables_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frequencies that do not repeat in both halves, and a function that was replaced."""
+    model = tiny("Llama")
+
+    class LlamaRotaryEmbedding(type(model.model.rotary_emb)):  # type: ignore[misc]
+        """Of the file of Llama's model, without its text."""
+
+    LlamaRotaryEmbedding.__module__ = modeling_llama.__name__
+    model.model.rotary_emb.__class__ = LlamaRotaryEmbedding
+    with pytest.raises(PatchError, match="nothing to patch"):
+        fastkernels.patch(model, ops=["rotary_emb"])
+    stock = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", functools.partial(stock))
+    with pytest.raises(PatchError, match="nothing to patch"):
+        fastkernels.patch(tiny("Llama"), ops=["rotary_emb"])
 
 
 def test_a_module_around_a_model_and_a_name() -> None:

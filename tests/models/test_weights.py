@@ -74,6 +74,24 @@ def test_leftover_keys(copy):
     fails(copy, "does not have", "model.layers.7.mlp.extra.weight (model.safetensors)")
 
 
+def test_names_are_checked_before_values_are_read(copy):
+    key = "model.embed_tokens.weight"
+    edit(copy, lambda t: t.update({key: t[key].to(torch.float8_e4m3fn)}) or t.pop("model.norm.weight"))
+    fails(copy, "keys missing from it: model.norm.weight")
+
+
+def test_engine_names_leftover_key_and_missing_file(copy):
+    split(copy)
+    key = "model.layers.0.mlp.down_proj.bias"
+    tensors = load_file(copy / "b.safetensors")
+    save_file({**tensors, key: torch.zeros(128)}, copy / "b.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"keys that the model does not have: {key} \(b.safetensors\)"):
+        LLM(str(copy), device="cpu", max_model_len=64)
+    (copy / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"index.json names files that are not in .*: b.safetensors"):
+        LLM(str(copy), device="cpu", max_model_len=64)
+
+
 def test_wrong_shape(copy):
     edit(copy, lambda t: t.update({"model.norm.weight": t["model.norm.weight"][:100].clone()}))
     fails(copy, "model.norm.weight", "(100,)", "model.safetensors")

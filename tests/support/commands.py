@@ -1,7 +1,9 @@
-"""Runs fk-bench as a user does."""
+"""Runs fk-bench as a user does, in a process of its own or in this one."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -18,6 +20,19 @@ def fk_bench(
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})}
     )
+
+
+def fk_bench_here(*args: object) -> subprocess.CompletedProcess[str]:
+    """The same in this process, without the 2 seconds of imports; an exception that a user would see is raised."""
+    from fk_bench import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.main(list(map(str, args)))
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return subprocess.CompletedProcess(["fk-bench", *map(str, args)], status, out.getvalue(), err.getvalue())
 
 
 def last_json(result: subprocess.CompletedProcess[str]) -> dict:

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from experiments.common.graph_clock import Clock, Run, against, rounds
 from experiments.linear.linear_kernels import label as label_of
+from fk_bench.core.rows import read_text
 from transformers import LlamaConfig
 
 from fastkernels.core import tuning as tuned
@@ -72,7 +73,7 @@ def llama_folder(quick: bool, model_len: int) -> Path:
 def table_of(rows: Path, path: Path, chip: str) -> Path:
     """Return a tuned table of the fastest sets in the rows; cuBLAS where it is faster."""
     times: dict[tuple[int, int, int], dict[tuple[str, str], float]] = {}
-    for line in rows.read_text().splitlines():
+    for line in read_text(rows).splitlines():
         row = json.loads(line)
         case = row["case"]
         if case["kind"] == "time" and row["status"] == "ok" and "params" in case:

@@ -68,7 +68,7 @@ def capture_command(
             raise UnknownName("host", host, HOSTS)
         if min(budget, signatures, values) < 1:
             raise ValueError("--budget, --signatures and --values must be at least 1")
-        python = os.path.abspath(os.path.expanduser(python)) if os.sep in python else python
+        python = machine.absolute(python)
         _check_installed(host, python)
         model = model or _small()
         waves = requests(scenario, _resolved(model))

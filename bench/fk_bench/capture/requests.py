@@ -112,7 +112,7 @@ def requests(scenario: str, model: str) -> list[list[dict[str, Any]]]:
 
     if scenario not in SCENARIOS:
         raise UnknownName("scenario", scenario, SCENARIOS)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     waves = []
     for wave in SCENARIOS[scenario]():
         made = []

@@ -128,6 +128,11 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+" if state.stdout.strip() else "") if head.returncode == 0 else given
 
 
+def absolute(python: str) -> str:
+    """The absolute path of an interpreter; a bare name stays one, to be looked up in PATH."""
+    return os.path.abspath(os.path.expanduser(python)) if os.sep in python else python
+
+
 @cache
 def interpreter(path: str) -> Interpreter:
     """The packages of a Python interpreter. Raises ValueError if it does not run."""

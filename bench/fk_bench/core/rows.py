@@ -1,7 +1,11 @@
-"""Result rows: one append-only JSONL schema, the only source of tables, plots and reports."""
+"""Result rows: one append-only JSONL schema, the only source of tables, plots and reports.
+
+A run appends to a `.jsonl` file. Published files are gzipped, `.jsonl.gz`; `read` and `read_text` accept both.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Iterable
@@ -13,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 SCHEMA = "fastkernels.row/1"
+SUFFIX, GZIPPED = ".jsonl", ".jsonl.gz"
 
 
 class Status(str, Enum):
@@ -93,7 +98,14 @@ class Row(BaseModel):
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows; they are on disk when this returns. An incomplete last line is closed first."""
+    """Append rows; they are on disk when this returns. An incomplete last line is closed first.
+
+    Raises ValueError for a gzipped file.
+    """
+    if path.name.endswith(GZIPPED):
+        raise ValueError(
+            f"{path}: rows are appended to {SUFFIX} files; write_gzipped writes a published file"
+        )
     text = "".join(row.to_json() + "\n" for row in rows)
     with open(path, "a+b") as file:
         if file.tell() > 0:
@@ -105,11 +117,27 @@ def append(path: Path, rows: Iterable[Row]) -> None:
         os.fsync(file.fileno())
 
 
+def write_gzipped(path: Path, text: str) -> None:
+    """Write a published file. It has no time stamp: the same text gives the same bytes."""
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def read_text(path: Path) -> str:
+    """Return the lines of a row file, gzipped or not."""
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.name.endswith(GZIPPED) else data).decode(errors="replace")
+
+
+def stem(path: Path) -> str:
+    """Return the name of a row file without its suffixes."""
+    return path.name.removesuffix(".gz").removesuffix(SUFFIX)
+
+
 def read(path: Path) -> tuple[list[Row], list[str]]:
     """The rows of a file, and a warning for each line that is not a row, such as one cut off by a kill."""
     rows: list[Row] = []
     warnings: list[str] = []
-    for number, line in enumerate(path.read_bytes().decode(errors="replace").splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
         try:

@@ -5,7 +5,6 @@ of a step, without a model.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -73,7 +72,7 @@ def e2e_command(
         counts = comma_list("--requests", requests, int)
         names = comma_list("--hosts", hosts, str)
         given = _by_host("--python", python)
-        pythons = {h: os.path.abspath(os.path.expanduser(p)) if os.sep in p else p for h, p in given.items()}
+        pythons = {host: machine.absolute(path) for host, path in given.items()}
         extra = {host: json.loads(text) for host, text in _by_host("--engine-args", engine_args).items()}
         unknown = [n for n in names if n not in HOSTS]
         if unknown or not names:

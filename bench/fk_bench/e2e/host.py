@@ -117,6 +117,6 @@ def vocab_size(model: str) -> int:
 
 def make_row(host: str, case: dict[str, Any], metrics: dict[str, float], **more: Any) -> Row:
     return Row(
-        run_id=_RUN, commit=machine.commit(), command=COMMAND, machine=machine.machine(), case=case, metrics=metrics,
-        **{"subject": Subject(host=host), **more},
+        run_id=_RUN, commit=machine.commit(), machine=machine.machine(), case=case, metrics=metrics,
+        **{"command": COMMAND, "subject": Subject(host=host), **more},
     )  # fmt: skip

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.checks import check_file
 from fastkernels.models.common.registry import architectures, by_architecture, models
 
 # {short name: (model type, fields)}: sizes that the model files list, for machines without access to the hub.
@@ -85,12 +87,18 @@ def _read(model: str, path: Path) -> Any:
     name, _, revision = model.partition("@")
     try:
         if path.is_dir():
-            return AutoConfig.from_pretrained(path, local_files_only=True)
-        return AutoConfig.from_pretrained(name, **({"revision": revision} if revision else {}))
+            check_file(path)
+            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        wanted = {"revision": revision} if revision else {}
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, **wanted)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
     except (OSError, ValueError, KeyError, StrictDataclassError, json.JSONDecodeError) as error:
-        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if path.is_dir():
-            raise ModelError(f"{path / 'config.json'} cannot be used: {why}") from error
+            raise ModelError(
+                f"{path / 'config.json'} cannot be used: {' '.join(str(error).split())}"
+            ) from error
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(f"{_unknown(model)} The hub has no config for it: {why}") from error
 
 

@@ -9,6 +9,7 @@ are the host's defaults. Imports only the engine that it runs, and the patcher i
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -111,6 +112,87 @@ def sglang(options: dict[str, Any]) -> tuple[Generate, int, Any]:
     return generate, int(engine.get_server_info()["max_total_num_tokens"]), engine
 
 
+def vllm_arrivals(llm: Any, prompts: list[list[int]], output_len: int) -> list[list[float]]:
+    """Generate, and return the seconds from the start to each token of each request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )  # fmt: skip
+    engine, found = llm.llm_engine, dict[str, list[float]]()
+    start = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        name = f"{start}-{i}"
+        found[name] = []
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            seconds = time.perf_counter() - start
+            found[output.request_id] += [seconds] * len(output.outputs[0].token_ids)
+    return list(found.values())
+
+
+def sglang_arrivals(engine: Any, prompts: list[list[int]], output_len: int) -> list[list[float]]:
+    """As `vllm_arrivals`."""
+    params = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
+    start = time.perf_counter()
+
+    async def one(prompt: list[int]) -> list[float]:
+        found: list[float] = []
+        async for part in await engine.async_generate(input_ids=prompt, sampling_params=params, stream=True):
+            new = part["meta_info"]["completion_tokens"] - len(found)
+            found += [time.perf_counter() - start] * new
+        return found
+
+    async def all_of_them() -> list[list[float]]:
+        return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+    return engine.loop.run_until_complete(all_of_them())
+
+
+ARRIVALS: dict[str, Callable[..., list[list[float]]]] = {"vllm": vllm_arrivals, "sglang": sglang_arrivals}
+
+
+class Toggled:
+    """A host's engine, measured token by token, patched and undone on request."""
+
+    def __init__(self, host: str, engine: Any):
+        self.host, self.engine = host, engine
+        self.report: Any = None
+
+    def answer(self, work: dict[str, Any]) -> dict[str, Any]:
+        start = time.perf_counter()
+        if "patch" in work:
+            import fastkernels as library
+
+            self.report = library.patch(self.engine, ops=work["patch"])
+            rows = [[row.op, row.state, row.modules, row.reason] for row in self.report.rows]
+            return {"seconds": time.perf_counter() - start, "rows": rows}
+        if "undo" in work:
+            self.report.undo()
+            return {"seconds": time.perf_counter() - start}
+        if "traced" in work:
+            self._call("trace_start")
+        arrivals = ARRIVALS[self.host](self.engine, work["prompts"], work["output_len"])
+        found: dict[str, Any] = {"arrivals": arrivals}
+        if "traced" in work:
+            (reply, *_) = self._call("trace_stop")
+            runtime = {name: n for name, n in reply["kernels"].items() if name.startswith(("cuda", "cu"))}
+            found["kernels_us"] = sum(us for name, us in reply["us"].items() if name not in runtime)
+            found["allocations"] = sum(n for name, n in runtime.items() if "Malloc" in name)
+        return found
+
+    def _call(self, action: str) -> list[dict[str, Any]]:
+        from fastkernels.patch import Request, find_host
+
+        replies = find_host(self.engine).call(self.engine, Request(action))
+        if (error := replies[0]["error"]) is not None:
+            raise RuntimeError(error)
+        return replies
+
+
 def patched(engine: Any, candidates: str) -> Any:
     """The report of a patch with the candidates of a folder, and with no other op."""
     import fastkernels as library
@@ -132,8 +214,13 @@ def main() -> None:
         phases = engine.llm_engine.phases
         first["engine"] = {"phases": phases.seconds, "kernels": phases.kernels}
     print(json.dumps(first), file=answers, flush=True)
+    toggled: Toggled | None = None
     for line in sys.stdin:
         work = json.loads(line)
+        if {"arrivals", "patch", "undo"} & set(work):
+            toggled = toggled or Toggled(options["host"], engine)
+            print(json.dumps(toggled.answer(work)), file=answers, flush=True)
+            continue
         start = time.perf_counter()
         tokens = generate(work["prompts"], work["output_len"])
         answer: dict[str, Any] = {"seconds": time.perf_counter() - start, "output_tokens": tokens}

@@ -20,6 +20,7 @@ from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row, Status, append
 from fk_bench.core.text import printable
 from fk_bench.info.stubs import selected_ops
+from fk_bench.kernels import task as tasks
 
 AGAINST = ("production", "host", "reference")
 
@@ -38,6 +39,9 @@ def kernels_command(
         ),
     ] = "production",
     cases: Annotated[str, typer.Option(help="captured,random,held-out,extreme (default: all)")] = "",
+    task: Annotated[
+        Path | None, typer.Option(help="a task file of `fk-bench scaffold`: its op on exactly its cases")
+    ] = None,
     case: Annotated[list[str] | None, typer.Option(help="only cases with this name")] = None,
     captures: Annotated[
         Path | None, typer.Option(help="folder of captures to replay, instead of the shipped ones")
@@ -94,13 +98,21 @@ def kernels_command(
     for name, budget in (("--case-budget", case_budget), ("--op-budget", op_budget)):
         if not budget > 0:
             fail(f"{name} {budget:g}: must be more than 0 seconds")
+    if task is not None and (ops or level or model or cases or cheats):
+        fail("--task states the op and its cases: give no op, --level, --model, --cases or --cheats")
     interpreters = _pairs(python or [])
     chosen_device = torch_device(device)
+    try:
+        stated = tasks.read(task) if task is not None else None
+    except (UnknownName, tasks.TaskError) as error:
+        fail(str(error))
+    if stated is not None:
+        ops, sources = [stated.op], ()
     options = Options(
         device=chosen_device, against=against, cases=sources, names=tuple(case or ()), rounds=rounds, starts=starts,
         timed=not no_time, timeout=timeout, case_budget=case_budget,
         op_budget=op_budget, scan=not no_scan, cage=not no_cage, python=interpreters,
-        captures=captures,
+        captures=captures, task=stated.cases if stated is not None else (),
     )  # fmt: skip
     try:
         candidates = _candidates(candidate, tuple(ops or ()))
@@ -111,7 +123,9 @@ def kernels_command(
     run = _directory(out)
     try:
         return (
-            _cheats(options, run, json) if cheats else _judge(names, candidates, options, run, json, damaged)
+            _cheats(options, run, json)
+            if cheats
+            else _judge(names, candidates, options, run, json, damaged, task)
         )
     except ZygoteError as error:
         fail(" ".join(str(error).split()))
@@ -124,6 +138,7 @@ def _judge(
     run: Path,
     quiet: bool,
     damaged: list[str],
+    task: Path | None = None,
 ) -> int:
     from fk_bench.kernels import report
     from fk_bench.kernels.judge import judge_ops
@@ -156,6 +171,8 @@ def _judge(
         result["speedup"] = round(total.metrics["speedup_geomean"], 4)
     if candidates:
         result["candidates"] = report.live(found, candidates)
+    if task is not None:
+        result["task"] = str(task)
     if damaged:
         result["warnings"] = damaged
     if not ran:

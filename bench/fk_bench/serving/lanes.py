@@ -100,7 +100,7 @@ def parse_lanes(
             lanes.append(Lane(name, host, bool(suffix), url=attach[name].rstrip("/")))
             continue
         path = python.get(name) or python.get(host) or sys.executable
-        path = absolute(path)
+        path = machine.absolute(path)
         merged_env = {**env.get(host, {}), **env.get(name, {})}
         merged_args = [*args.get(host, ())] + ([*args.get(name, ())] if suffix else [])
         lane = Lane(name, host, bool(suffix), path, merged_env, tuple(merged_args))
@@ -108,11 +108,6 @@ def parse_lanes(
             raise LaneError(f"lane {lane.name}: {problem}")
         lanes.append(lane)
     return lanes
-
-
-def absolute(python: str) -> str:
-    """The absolute path of an interpreter; a bare name stays one, to be looked up in PATH."""
-    return os.path.abspath(os.path.expanduser(python)) if os.sep in python else python
 
 
 def not_installed(lane: Lane, option: str) -> str | None:

@@ -1,9 +1,9 @@
 """`fk-bench tables`: write the tables of README.md, docs/performance.md and docs/reports/, and the README's figure.
 
 A document contains `<!-- table: NAME [FILE ...] -->`, the table, and `<!-- end -->`. The command replaces the text in
-between; --check fails if it differs from the rows. A FILE is a row file of bench/results without '.jsonl', and may omit
-date and chip ('servers-vllm' is the newest '2026-11-22-h200-servers-vllm'), or a group of bench/results/tables.json.
-Without FILE the table is made of its default group.
+between; --check fails if it differs from the rows. A FILE is a row file of bench/results without '.jsonl.gz' and, where
+it is the newest, without date and chip ('servers-vllm' for '2026-11-22-h200-servers-vllm'), or a group of
+bench/results/tables.json. Without FILE the table is made of its default group.
 """
 
 from __future__ import annotations

@@ -52,21 +52,28 @@ class Results:
 
     def find(self, name: str) -> Path:
         """Return the row file of that name, which may leave out date and chip. Raises ConfigError if there is none."""
-        for path in (self.folder / f"{name}.jsonl", self.folder / name / "rows.jsonl"):
-            if path.is_file():
+        files = self._files()
+        for path in (files.get(name), self.folder / name / "rows.jsonl"):
+            if path is not None and path.is_file():
                 return path
-        dated = re.compile(rf"\d{{4}}-\d\d-\d\d-[a-z0-9]+-{re.escape(name)}\.jsonl")
-        if found := sorted(p for p in self.folder.glob(f"*-{name}.jsonl") if dated.fullmatch(p.name)):
-            return found[-1]
+        dated = re.compile(rf"\d{{4}}-\d\d-\d\d-[a-z0-9]+-{re.escape(name)}")
+        if found := sorted(stem for stem in files if dated.fullmatch(stem)):
+            return files[found[-1]]
         raise ConfigError(
-            f"no rows {name!r} in {self.folder}: add {name}.jsonl (`make bench-h200 TABLES=1` does), or name another "
-            f"file in the marker or in {MAPPING}"
+            f"no rows {name!r} in {self.folder}: add {name}.jsonl.gz (`make bench-h200 TABLES=1` does), or name "
+            f"another file in the marker or in {MAPPING}"
         )
 
     def names(self) -> list[str]:
         """Return the names of all files and run folders here that may have rows."""
         found = [path.parent.name for path in self.folder.glob("*/rows.jsonl")]
-        return sorted({*(path.stem for path in self.folder.glob("*.jsonl")), *found})
+        return sorted({*self._files(), *found})
+
+    def _files(self) -> dict[str, Path]:
+        """Return {name: row file} of the files in the folder itself."""
+        return {
+            rows.stem(p): p for suffix in (rows.SUFFIX, rows.GZIPPED) for p in self.folder.glob(f"*{suffix}")
+        }
 
     def read(self, path: Path) -> list[Row]:
         """Return the rows of a file, with local models by name. Raises ConfigError for a line that is not a row."""
@@ -107,7 +114,7 @@ class Results:
                     raise
                 missing.append(f"{error}\n")
                 continue
-            found[path.stem if path.stem != "rows" else path.parent.name] = self.read(path)
+            found[rows.stem(path) if path.name != "rows.jsonl" else path.parent.name] = self.read(path)
         return found, missing
 
 
@@ -139,10 +146,10 @@ def _kept(results: Path, name: str, last: Row, text: str) -> str:
     chip = re.sub(r"[^a-z0-9]", "", (last.machine.gpu or "cpu").lower().removeprefix("nvidia"))
     for number in count(1):
         stem = f"{last.time[:10]}-{chip}-{name}{f'-{number}' if number > 1 else ''}"
-        path = results / f"{stem}.jsonl"
+        path = results / f"{stem}{rows.GZIPPED}"
         if not path.exists():
-            path.write_text(text)
-        if path.read_text() == text:
+            rows.write_gzipped(path, text)
+        if rows.read_text(path) == text:
             break
     return stem
 

@@ -26,7 +26,7 @@ from fastkernels.engine.execution.runner import Runner
 from fastkernels.engine.execution.startup import Phases
 from fastkernels.engine.execution.worker import Setup, build_runner, invoke, join, pack
 from fastkernels.engine.runners import runner_class
-from fastkernels.models.common import build
+from fastkernels.models.common import build, checks
 
 NOTICE = 2.0  # seconds to wait for the watcher to report a dead worker after a collective has failed
 
@@ -204,6 +204,7 @@ def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
     if config.device != "cpu" and 0 < gpus < size:
         raise ValueError(f"tensor_parallel_size {size} needs {size} GPUs, and there are {gpus}")
     try:
+        checks.check_ranks(hf_config, size)
         with parallel.build_as(0, size):
             build.skeleton(folder, hf_config, torch.float32)
     except ValueError as error:

@@ -10,27 +10,6 @@ from typing import Any
 import torch
 
 
-class CudaSource(str):
-    """CUDA C++ source text, with the two methods of a path that its readers call."""
-
-    def is_file(self) -> bool:
-        return True
-
-    def read_text(self) -> str:
-        return self
-
-
-@lru_cache
-def unavailable() -> str | None:
-    try:
-        from cuda.bindings import nvrtc
-
-        nvrtc.nvrtcVersion()
-    except Exception as error:
-        return f"NVRTC is not available: {error}"
-    return None
-
-
 def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
     if result[0].value:
         raise RuntimeError(f"{type(result[0]).__name__}: {result[0].name}")
@@ -51,19 +30,16 @@ def _cubin(source: str, options: Sequence[str]) -> bytes:
     return code
 
 
-class TensorMap(ctypes.Structure):
-    """A CUtensorMap."""
-
-    _fields_ = [("opaque", ctypes.c_uint64 * 16)]
+TensorMap = ctypes.c_uint64 * 16  # CUtensorMap
 
 
 @lru_cache(maxsize=1 << 14)
-def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> TensorMap:
+def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> Any:
     """Map a matrix of 16-bit numbers: boxes of 64 columns, 128-byte swizzle, zeros past its ends."""
     memory = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 128)
     made = TensorMap.from_buffer(
         memory, -ctypes.addressof(memory) % 128
-    )  # the driver wants 64-byte alignment
+    )  # aligned to 64 bytes for the driver
     encode, word = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled, ctypes.c_uint32
     encode.argtypes = (ctypes.c_void_p, word, word, *[ctypes.c_void_p] * 5, *[word] * 4)
     dims, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * stride)

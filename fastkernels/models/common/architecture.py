@@ -50,3 +50,22 @@ class Architecture:
     config_defaults: Mapping[str, Any] = field(default_factory=dict)
     fast_tokenizer: bool = False
     public: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def own_key(self, key: str) -> str:
+        """Our name of a checkpoint key, before packing."""
+        for theirs, ours in self.renamed.items():
+            if key.startswith(theirs):
+                key = ours + key.removeprefix(theirs)
+                break
+        for theirs, ours in self.parts.items():
+            key = f".{key}.".replace(f".{theirs}.", f".{ours}.")[1:-1]
+        return key
+
+    def checkpoint_key(self, key: str) -> str:
+        """The checkpoint key of one of our names; the inverse of own_key."""
+        for theirs, ours in self.parts.items():
+            key = f".{key}.".replace(f".{ours}.", f".{theirs}.")[1:-1]
+        for theirs, ours in self.renamed.items():
+            if key.startswith(ours):
+                return theirs + key.removeprefix(ours)
+        return key

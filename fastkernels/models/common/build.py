@@ -11,23 +11,32 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
+from fastkernels.models.common import checks, weights
 from fastkernels.models.common import config as config_file
-from fastkernels.models.common import weights
+from fastkernels.models.common.checkpoint import iterate
 from fastkernels.models.common.registry import architectures, find, model_class
 
 
 def load_config(folder: Path) -> Any:
-    """The checkpoint's transformers config, or an object with the same fields. Raises CheckpointError."""
-    plain = config_file.read(folder)
-    if plain is not None:
-        return plain
+    """The checkpoint's transformers config, or an object with the same fields.
+
+    No code of the checkpoint is run. Raises CheckpointError, and Unsupported for values that no model here can have.
+    """
+    checks.check_file(folder)
+    found = config_file.read(folder) or _from_transformers(folder)
+    checks.check(found)
+    return found
+
+
+def _from_transformers(folder: Path) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise weights.CheckpointError(f"{folder / 'config.json'} cannot be used: {error}") from error
+        why = " ".join(str(error).split())
+        raise weights.CheckpointError(f"{folder / 'config.json'} cannot be used: {why}") from error
 
 
 def architecture_of(config: Any, folder: Path) -> str:
@@ -66,8 +75,10 @@ def build(
     """
     if load_format == "auto":
         weights.weight_files(folder)
-    blank = skeleton(folder, config, dtype)
+    blank, arch = skeleton(folder, config, dtype), find(architecture_of(config, folder)).arch
     _check_room(blank, device)
+    if load_format == "auto":  # names and shapes, before a value is read
+        weights.fill(blank, iterate(folder, "meta"), arch, config, folder)
     with _defaults(dtype, device), torch.inference_mode(False), torch.no_grad():
         model = type(blank)(config)
         if load_format == "dummy":
@@ -75,7 +86,7 @@ def build(
                 whole = skeleton(folder, config, dtype)
             weights.dummy(model, seed, {name: p.shape for name, p in whole.named_parameters()})
         else:
-            weights.load(model, folder, find(architecture_of(config, folder)).arch, config)
+            weights.load(model, folder, arch, config)
     return model.eval().requires_grad_(False)
 
 

@@ -114,11 +114,12 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def iterate(folder: Path) -> Iterator[tuple[Path, str, Callable[[], torch.Tensor]]]:
-    """Iterate over (file, key, read) of all tensors. read() returns the tensor on the CPU.
+def iterate(folder: Path, device: str = "cpu") -> Iterator[tuple[Path, str, Callable[[], torch.Tensor]]]:
+    """Iterate over (file, key, read) of all tensors. read() returns the tensor; on 'meta', one of its shape.
 
-    read() maps the tensor into memory. Only the parts that are copied are read from disk, so that a rank reads its own
-    shard. At most one file is in memory if the caller drops each tensor before the next. Raises CheckpointError.
+    On the CPU read() maps the tensor into memory. Only the parts that are copied are read from disk, so that a rank
+    reads its own shard. At most one file is in memory if the caller drops each tensor before the next. Raises
+    CheckpointError.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -137,15 +138,17 @@ def iterate(folder: Path) -> Iterator[tuple[Path, str, Callable[[], torch.Tensor
                     if key in where:
                         raise CheckpointError(f"{folder}: {key} is in both {where[key]} and {file.name}")
                     where[key] = file.name
-                    yield file, key, partial(_read, tensors, key, file)
+                    yield file, key, partial(_read, tensors, key, file, device)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {_damage(file, error)}") from error
 
 
-def _read(tensors: Any, key: str, file: Path) -> torch.Tensor:
+def _read(tensors: Any, key: str, file: Path, device: str) -> torch.Tensor:
     from safetensors import SafetensorError
 
     try:
+        if device == "meta":
+            return torch.empty(tensors.get_slice(key).get_shape(), device=device)
         return tensors.get_tensor(key)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{file}: {key} cannot be read: {error}") from error

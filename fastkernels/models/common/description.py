@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastkernels.overrides.block import attention_sizes
+
 ACTIVATIONS = {  # of transformers' configs: ours
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
+
+ROPE_TYPES = ("default", "llama3")
 
 
 class Unsupported(ValueError):
@@ -152,25 +156,20 @@ class Decoder:
 
 def head_size(config: Any) -> int:
     """The size of an attention head. Raises Unsupported if none is given and the hidden size does not divide."""
-    given = getattr(config, "head_dim", None)
-    if given:
-        return given
-    if config.hidden_size % config.num_attention_heads:
-        raise Unsupported(
-            f"config.hidden_size={config.hidden_size} is not a multiple of"
-            f" num_attention_heads={config.num_attention_heads}, and there is no head_dim"
-        )
-    return config.hidden_size // config.num_attention_heads
+    try:
+        return attention_sizes.head_size(config)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
 
 
 def rope(config: Any, kind: str = "") -> dict[str, Any]:
-    """The rotary parameters of a config; kind: those of one layer type, where layers differ."""
-    found = getattr(config, "rope_parameters", None)
-    found = dict(found.get(kind, found)) if isinstance(found, Mapping) else {}
-    found.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
-    partial = getattr(config, "partial_rotary_factor", None)
-    if partial is not None:
-        found.setdefault("partial_rotary_factor", partial)
+    """The rotary parameters of a config; kind: those of one layer type, where layers differ. Raises Unsupported."""
+    found = attention_sizes.rope_parameters(config, kind)
+    scaling = found.get("rope_type") or found.get("type") or "default"
+    if scaling not in ROPE_TYPES:
+        raise Unsupported(
+            f"config.rope_parameters: rope_type={scaling!r} is not supported, only {', '.join(map(repr, ROPE_TYPES))}"
+        )
     return found
 
 
@@ -188,11 +187,6 @@ def windows(config: Any) -> list[int | None]:
 def attention(config: Any, window: int | None = None, **differs: Any) -> Attention:
     """Llama's attention with the sizes of a config. differs: fields of Attention that are not Llama's."""
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if config.num_attention_heads % kv_heads:
-        raise Unsupported(
-            f"config.num_attention_heads={config.num_attention_heads} is not a multiple of"
-            f" num_key_value_heads={kv_heads}"
-        )
     made: dict[str, Any] = {
         "heads": config.num_attention_heads, "kv_heads": kv_heads, "head_size": head_size(config), "window": window,
         "rope": rope(config), "max_positions": config.max_position_embeddings,

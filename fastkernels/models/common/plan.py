@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common import registry
+from fastkernels.models.common import checks, registry
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Attention, Decoder, Experts, Layer, Mlp, Norm
 
@@ -117,6 +117,7 @@ def plan(model: Any, dtype: str = "") -> Plan:
     config = _config(model) if isinstance(model, (str, Path)) else model
     names = getattr(config, "architectures", None) or [""]
     arch = registry.find(names[0]).arch
+    checks.check(config)
     described = registry.describe(config)
     dtype = dtype or str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
     items = tuple(_items(described, arch))
@@ -210,7 +211,7 @@ def _experts(experts: Experts, hidden: int, path: str, arch: Architecture) -> It
     n, inner, each = experts.count, experts.intermediate, 3 * experts.intermediate * hidden
     shapes = {"w13_weight": (n, 2 * inner, hidden), "w2_weight": (n, hidden, inner)}
     keys = tuple(
-        _theirs(f"{path}.experts.{e}.{part}.weight", arch) for e in range(n) for part in experts.names
+        arch.checkpoint_key(f"{path}.experts.{e}.{part}.weight") for e in range(n) for part in experts.names
     )
     yield Item(
         f"{path}.experts", "fused_experts", {"top_k": experts.top_k}, shapes, "inner", keys, experts.top_k * each,
@@ -237,13 +238,4 @@ def _keys(parameter: str, arch: Architecture) -> tuple[str, ...]:
     module, _, name = parameter.rpartition(".")
     above, _, own = module.rpartition(".")
     parts = arch.packed.get(own, (own,))
-    return tuple(_theirs(".".join(filter(None, (above, part, name))), arch) for part in parts)
-
-
-def _theirs(key: str, arch: Architecture) -> str:
-    for theirs, ours in arch.parts.items():
-        key = f".{key}.".replace(f".{ours}.", f".{theirs}.")[1:-1]
-    for theirs, ours in arch.renamed.items():
-        if key.startswith(ours):
-            return theirs + key.removeprefix(ours)
-    return key
+    return tuple(arch.checkpoint_key(".".join(filter(None, (above, part, name)))) for part in parts)

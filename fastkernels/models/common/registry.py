@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -70,6 +74,35 @@ def models() -> dict[str, Model]:
     return read_models()
 
 
+@contextmanager
+def using(file: Path) -> Iterator[Model]:
+    """Run a block with a model file that lies outside the package, in place of those with its name or architectures.
+
+    Raises InvalidModelFile.
+    """
+    model = _read(file, f"fastkernels_model_{file.stem}")
+    before = dict(models())
+    taken = set(model.arch.names)
+    kept = {k: m for k, m in before.items() if k != model.name and not taken & set(m.arch.names)}
+    spec = importlib.util.spec_from_file_location(model.module, file)
+    assert spec is not None and spec.loader is not None, file
+    code = importlib.util.module_from_spec(spec)
+    sys.modules[model.module] = code
+    try:
+        spec.loader.exec_module(code)
+        _replace({**kept, model.name: model})
+        yield model
+    finally:
+        _replace(before)
+        sys.modules.pop(model.module, None)
+
+
+def _replace(known: dict[str, Model]) -> None:
+    found = models()
+    found.clear()
+    found.update(known)
+
+
 def by_architecture() -> dict[str, Model]:
     """{architecture name in config.json: Model}."""
     return {name: model for model in models().values() for name in model.arch.names}
@@ -83,7 +116,8 @@ def find(architecture: str) -> Model:
     """The model of an architecture. Raises UnknownName, which lists the known ones."""
     known = by_architecture()
     if architecture not in known:
-        raise UnknownName("architecture", architecture, known, "`fk-bench list models` describes them.")
+        more = "`fk-bench list models` describes them; `fk-bench scaffold FOLDER` writes a model file for another one."
+        raise UnknownName("architecture", architecture, known, more)
     return known[architecture]
 
 

@@ -7,7 +7,7 @@ per expert becomes one stacked parameter. The parameter's `weight_loader` writes
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,13 +19,29 @@ from fastkernels.models.common import registry
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.checkpoint import CheckpointError, iterate, resolve, some, weight_files
 
-__all__ = ["CheckpointError", "dummy", "load", "resolve", "weight_files"]
+__all__ = ["CheckpointError", "dummy", "fill", "load", "resolve", "weight_files"]
 # Other dtypes belong to quantized checkpoints, whose values need scales.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def load(model: nn.Module, folder: Path, arch: Architecture, config: Any) -> None:
-    """Fill every parameter of the model from the checkpoint. Raises CheckpointError for missing or unknown keys."""
+    """Fill every parameter of the model from the checkpoint. Raises CheckpointError; see fill."""
+    sources = fill(model, iterate(folder), arch, config, folder)
+    _check_finite(dict(model.named_parameters()), sources, folder)
+
+
+def fill(
+    model: nn.Module,
+    tensors: Iterable[tuple[Path, str, Callable[[], torch.Tensor]]],
+    arch: Architecture,
+    config: Any,
+    folder: Path,
+) -> dict[str, str]:
+    """Copy tensors into the model's parameters; returns {key: the parameter it went into}.
+
+    tensors: (file, key, read) of each, see checkpoint.iterate. On the device 'meta' only names and shapes are checked.
+    Raises CheckpointError that names the keys that are missing, unknown, or of another shape.
+    """
     parameters = dict(model.named_parameters())
     packed = packed_parts(arch.packed)
     if arch.experts:
@@ -34,8 +50,8 @@ def load(model: nn.Module, folder: Path, arch: Architecture, config: Any) -> Non
     todo = {name: _parts_of(name, packed) for name in parameters}
     leftover: list[str] = []
     sources: dict[str, str] = {}  # key: the parameter it went into
-    for file, key, read in iterate(folder):
-        own = _own_key(key, arch)
+    for file, key, read in tensors:
+        own = arch.own_key(key)
         if own in tied or any(fnmatchcase(own, pattern) for pattern in arch.unused):
             continue
         name, shard = (own, None) if own in parameters else _rename(own, packed)
@@ -49,7 +65,9 @@ def load(model: nn.Module, folder: Path, arch: Architecture, config: Any) -> Non
         todo[name] -= parts
         sources[key] = name
     missing = sorted(
-        _checkpoint_key(name, shard, packed) for name, shards in todo.items() for shard in shards
+        arch.checkpoint_key(_unpacked(name, shard, packed))
+        for name, shards in todo.items()
+        for shard in shards
     )
     problems = []
     if missing:
@@ -58,7 +76,7 @@ def load(model: nn.Module, folder: Path, arch: Architecture, config: Any) -> Non
         problems.append(f"keys that the model does not have: {some(sorted(leftover))}")
     if problems:
         raise CheckpointError(f"{folder} does not fit {type(model).__name__}: " + "; ".join(problems))
-    _check_finite(parameters, sources, folder)
+    return sources
 
 
 # How a weight_loader names a part: (shard_id, expert_id) for stacked experts; None: the whole parameter.
@@ -79,16 +97,6 @@ def expert_parts(mapping: Iterable[tuple[str, str, int, str]]) -> dict[str, tupl
     return {f"{theirs}weight": (f"{ours}weight", (shard, expert)) for ours, theirs, expert, shard in mapping}
 
 
-def _own_key(key: str, arch: Architecture) -> str:
-    for theirs, ours in arch.renamed.items():
-        if key.startswith(theirs):
-            key = ours + key.removeprefix(theirs)
-            break
-    for theirs, ours in arch.parts.items():
-        key = f".{key}.".replace(f".{theirs}.", f".{ours}.")[1:-1]
-    return key
-
-
 def _rename(key: str, packed: Mapping[str, tuple[str, Shard]]) -> tuple[str, Shard]:
     pieces = key.split(".")
     for i in range(len(pieces)):
@@ -103,7 +111,7 @@ def _parts_of(name: str, packed: Mapping[str, tuple[str, Shard]]) -> set[Shard]:
     return {shard for ours, shard in packed.values() if f".{ours}." in f".{name}."} or {None}
 
 
-def _checkpoint_key(name: str, shard: Shard, packed: Mapping[str, tuple[str, Shard]]) -> str:
+def _unpacked(name: str, shard: Shard, packed: Mapping[str, tuple[str, Shard]]) -> str:
     for theirs, (ours, part) in packed.items():
         if part == shard and f".{ours}." in f".{name}.":
             return f".{name}.".replace(f".{ours}.", f".{theirs}.")[1:-1]

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-
-
-def rope_parameters(config: Any) -> dict[str, Any]:
-    """Return the rotary parameters of a Hugging Face config: rope_parameters (transformers 5), or theta and scaling."""
-    found = getattr(config, "rope_parameters", None)
-    if isinstance(found, Mapping):
-        return dict(found)
-    p = dict(getattr(config, "rope_scaling", None) or {})
-    p.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
-    partial = getattr(config, "partial_rotary_factor", None)
-    if partial is not None:
-        p.setdefault("partial_rotary_factor", partial)
-    return p
-
-
-def head_size(config: Any) -> int:
-    """Return head_dim of a Hugging Face config, by default hidden_size / num_attention_heads."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def sliding_window(config: Any, prefix: str) -> int | None:

@@ -11,6 +11,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.activation.sglang import SGLangSiluAndMul
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.attention.sglang import SGLangRadixAttention
+from fastkernels.overrides.block.attention_sizes import head_size, rope_parameters
 from fastkernels.overrides.block.decoder_layer import (
     DecoderLayer,
     SparseDecoderLayer,
@@ -18,7 +19,7 @@ from fastkernels.overrides.block.decoder_layer import (
     run_layer,
 )
 from fastkernels.overrides.block.gated_mlp import PackedMLP, check_activation
-from fastkernels.overrides.block.self_attention import HeadNorms, SelfAttention, head_size, rope_parameters
+from fastkernels.overrides.block.self_attention import HeadNorms, SelfAttention
 from fastkernels.overrides.linear.parallel_linear import Row
 from fastkernels.overrides.linear.sglang import (
     SGLangMergedColumnParallelLinear,

@@ -14,6 +14,7 @@ from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.activation.vllm import VllmSiluAndMul
 from fastkernels.overrides.attention.attention import AttentionType
 from fastkernels.overrides.attention.vllm import VllmAttention
+from fastkernels.overrides.block.attention_sizes import head_size, rope_parameters
 from fastkernels.overrides.block.decoder_layer import (
     DecoderLayer,
     SparseDecoderLayer,
@@ -22,13 +23,7 @@ from fastkernels.overrides.block.decoder_layer import (
     run_layer,
 )
 from fastkernels.overrides.block.gated_mlp import PackedMLP, check_activation
-from fastkernels.overrides.block.self_attention import (
-    HeadNorms,
-    SelfAttention,
-    head_size,
-    rope_parameters,
-    sliding_window,
-)
+from fastkernels.overrides.block.self_attention import HeadNorms, SelfAttention, sliding_window
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
 from fastkernels.overrides.linear.vllm import (
     VllmMergedColumnParallelLinear,

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor
@@ -128,6 +129,23 @@ def unsupported_weight(module: Any) -> str | None:
     """Why a norm's weight does not fit our ops, or None."""
     shape = tuple(module.weight.shape)
     return None if len(shape) == 1 else f"weight has shape {shape}: each head has its own"
+
+
+class CohereLayerNorm(nn.Module):
+    """Base of vLLM's and SGLang's LayerNorm of Command R, without bias: (hidden_states [..., H], residuals)."""
+
+    def __init__(self, param_shape=None, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(param_shape))
+        self.variance_epsilon = eps
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_weight(module)
+
+    def forward(self, hidden_states, residuals=None):
+        return layer_norm(hidden_states, self.weight, None, self.variance_epsilon), residuals
 
 
 _FLOAT32 = {"parameters": "float32"}

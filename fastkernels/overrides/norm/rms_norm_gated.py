@@ -179,6 +179,79 @@ def unsupported_activation(module: Any) -> str | None:
     return None if name in ("silu", "swish", "sigmoid") else f"activation is {name!r}, not silu or sigmoid"
 
 
+class GatedRMSNorm(nn.Module):
+    """Base of vLLM's and SGLang's RMSNorm with a gate: x, z [..., hidden_size] to the same.
+
+    With norm_before_gate the norm of x times act(z), else the norm of x act(z).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        activation: str = "swish",
+    ) -> None:
+        super().__init__()
+        self.eps, self.group_size = eps, group_size
+        self.norm_before_gate, self.activation = norm_before_gate, activation
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_activation(module)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        activation = "sigmoid" if self.activation == "sigmoid" else "silu"
+        return rms_norm_gated(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, activation)
+
+
+class FusedGatedRMSNorm(nn.Module):
+    """Base of vLLM's and SGLang's FusedRMSNormGated: x, g [..., hidden_size]; the norm times act(g).
+
+    Residuals, which no model of the hosts passes, are not supported.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        activation: str = "swish",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
+        self.eps, self.activation = eps, activation
+        weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("weight", weight if elementwise_affine else None)
+        self.register_parameter("bias", None)
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return unsupported_activation(module)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        g: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor:
+        if residual is not None or prenorm:
+            raise ValueError("FusedRMSNormGated: residual and prenorm are not supported")
+        activation = "sigmoid" if self.activation == "sigmoid" else "silu"
+        return rms_norm_gated(x, self.weight, g, self.eps, None, True, activation)
+
+
 class MixerRMSNormGated(nn.Module):
     """Base of vLLM's and SGLang's Mixer2RMSNormGated: x, gate [..., full_hidden_size]; norms x silu(gate) in groups.
 

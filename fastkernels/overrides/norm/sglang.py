@@ -8,12 +8,12 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
-from fastkernels.overrides.norm.layer_norm import layer_norm, unsupported_weight
+from fastkernels.overrides.norm.layer_norm import CohereLayerNorm, layer_norm
 from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.norm.rms_norm_gated import (
+    FusedGatedRMSNorm,
+    GatedRMSNorm,
     MixerRMSNormGated,
-    rms_norm_gated,
-    unsupported_activation,
 )
 
 
@@ -210,21 +210,8 @@ class SGLangRMSNormWithoutScale(nn.Module):
         return rms_norm(x, None, self.eps)
 
 
-class SGLangCohereLayerNorm(nn.Module):
+class SGLangCohereLayerNorm(CohereLayerNorm):
     """LayerNorm of Command R, without bias: (hidden_states [..., H], residuals), of which only the first changes."""
-
-    def __init__(self, param_shape=None, eps=1e-5):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(param_shape))
-        self.variance_epsilon = eps
-
-    @staticmethod
-    def supports(module: nn.Module) -> str | None:
-        """Return why our forward does not support this module (ours or the host's), or None."""
-        return unsupported_weight(module)
-
-    def forward(self, hidden_states, residuals=None):
-        return layer_norm(hidden_states, self.weight, None, self.variance_epsilon), residuals
 
 
 class SGLangCohere2MoeLayerNorm(nn.Module):
@@ -239,7 +226,7 @@ class SGLangCohere2MoeLayerNorm(nn.Module):
         return layer_norm(hidden_states, self.weight, None, self.variance_epsilon)
 
 
-class SGLangGatedRMSNorm(nn.Module):
+class SGLangGatedRMSNorm(GatedRMSNorm):
     """RMSNorm of flash-linear-attention: x, z [..., hidden_size]; the norm times act(z), or the norm of x act(z)."""
 
     def __init__(
@@ -252,61 +239,11 @@ class SGLangGatedRMSNorm(nn.Module):
         dtype=None,
         activation: str = "swish",
     ) -> None:
-        super().__init__()
-        self.eps, self.group_size = eps, group_size
-        self.norm_before_gate, self.activation = norm_before_gate, activation
-        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
-
-    @staticmethod
-    def supports(module: nn.Module) -> str | None:
-        """Return why our forward does not support this module (ours or the host's), or None."""
-        return unsupported_activation(module)
-
-    def forward(self, x, z=None):
-        activation = "sigmoid" if self.activation == "sigmoid" else "silu"
-        return rms_norm_gated(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, activation)
+        super().__init__(hidden_size, eps, group_size, norm_before_gate, device, dtype, activation)
 
 
-class SGLangFusedRMSNormGated(nn.Module):
-    """FusedRMSNormGated of flash-linear-attention: x, g [..., hidden_size]; the norm times act(g).
-
-    Residuals, which no model of SGLang passes, are not supported.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        elementwise_affine: bool = True,
-        eps: float = 1e-5,
-        activation: str = "swish",
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.hidden_size, self.elementwise_affine = hidden_size, elementwise_affine
-        self.eps, self.activation = eps, activation
-        weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-        self.register_parameter("weight", weight if elementwise_affine else None)
-        self.register_parameter("bias", None)
-
-    @staticmethod
-    def supports(module: nn.Module) -> str | None:
-        """Return why our forward does not support this module (ours or the host's), or None."""
-        return unsupported_activation(module)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        g: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-    ) -> torch.Tensor:
-        if residual is not None or prenorm:
-            raise ValueError("FusedRMSNormGated: residual and prenorm are not supported")
-        activation = "sigmoid" if self.activation == "sigmoid" else "silu"
-        return rms_norm_gated(x, self.weight, g, self.eps, None, True, activation)
+class SGLangFusedRMSNormGated(FusedGatedRMSNorm):
+    """FusedRMSNormGated of flash-linear-attention: x, g [..., hidden_size]; the norm times act(g)."""
 
 
 class SGLangMixer2RMSNormGated(MixerRMSNormGated):

@@ -1,7 +1,7 @@
 """Tables of rotary embeddings for contexts longer than those of the training: what both hosts' classes share.
 
 Linear: positions are divided. NTK: the base grows. YaRN (Peng et al., arXiv 2309.00071): long wavelengths are divided,
-short ones kept, and cosines and sines grow.
+short ones kept, and cosines and sines grow. LongRoPE (Ding et al., arXiv 2402.13753): each wavelength has factors.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from fastkernels.overrides.rope.rope_tables import RopeModule, Span, inverse_frequencies
+from fastkernels.overrides.rope.rope_tables import RopeModule, Span, inverse_frequencies, shared_table
 
 
 def dynamic_base(base: float, ratio: float, rotary_dim: int) -> float:
@@ -134,6 +135,38 @@ class Gemma4(RopeModule):
     def _inv_freq(self) -> torch.Tensor:
         rotating = inverse_frequencies(self.base, self.head_size)[: self.rope_angles]
         return torch.nn.functional.pad(rotating, (0, self.nope_angles))
+
+
+class LongRoPE(RopeModule):
+    """Phi-3's two tables, one after the other: for the original context, and for longer ones."""
+
+    long_short_cos_sin_cache: torch.Tensor
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, original_max_position_embeddings: int,
+        base: float, is_neox_style: bool, dtype: torch.dtype, short_factor: list[float], long_factor: list[float],
+        short_mscale: float | None = None, long_mscale: float | None = None,
+    ) -> None:  # fmt: skip
+        nn.Module.__init__(self)
+        if not is_neox_style:
+            raise ValueError("is_neox_style=False is not supported: these embeddings rotate halves")
+        self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+        self.original_max_position_embeddings = original_max_position_embeddings
+        self.short_factor, self.long_factor = short_factor, long_factor
+        longer, grows = max_position_embeddings / original_max_position_embeddings, 1.0
+        if longer > 1:
+            grows = math.sqrt(1 + math.log(longer) / math.log(original_max_position_embeddings))
+        self.short_mscale = grows if short_mscale is None else short_mscale
+        self.long_mscale = grows if long_mscale is None else long_mscale
+        spans = (
+            Span(self._slowed(short_factor), original_max_position_embeddings, magnitude=self.short_mscale),
+            Span(self._slowed(long_factor), max_position_embeddings, magnitude=self.long_mscale),
+        )
+        table = shared_table(spans, dtype, torch.get_default_device())
+        self.register_buffer("long_short_cos_sin_cache", table, persistent=False)
+
+    def _slowed(self, factors: list[float]) -> torch.Tensor:
+        return self._inv_freq() / torch.tensor(factors, dtype=torch.float32, device="cpu")
 
 
 def choose_axes(rows: torch.Tensor, section: Sequence[int], interleaved: bool) -> torch.Tensor:

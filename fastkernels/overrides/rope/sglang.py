@@ -14,6 +14,7 @@ from fastkernels.overrides.rope.rope_scaling import (
     DynamicNTKAlpha,
     Gemma4,
     LinearScaling,
+    LongRoPE,
     YaRN,
     axes_chosen,
     dynamic_base,
@@ -246,6 +247,28 @@ class SGLangYaRNScalingMRotaryEmbedding(YaRN, SGLangMRotaryEmbedding):
         )  # fmt: skip
 
 
+class SGLangPhi3LongRoPEScaledRotaryEmbedding(LongRoPE):
+    """sglang.srt.layers.rotary_embedding.rope_variant.Phi3LongRoPEScaledRotaryEmbedding.
+
+    forward: as in SGLangRotaryEmbedding_0_5_16, without a KV buffer. The second table serves batches that have a
+    position beyond the original context.
+    """
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        original = self.original_max_position_embeddings
+        at = positions + (positions > original).any() * original
+        at = at if offsets is None else at + offsets
+        # The host rounds after every operation, on each device.
+        rotary_emb(at, query, key, self.head_size, self.long_short_cos_sin_cache, True, True, True)
+        return query, key
+
+
 _ROPE = "sglang.srt.layers.rotary_embedding."
 
 
@@ -271,6 +294,7 @@ TARGETS = {
         _target("rope_variant:Gemma4RotaryEmbedding", "SGLangGemma4RotaryEmbedding"),
         _target("yarn:YaRNScalingRotaryEmbedding", "SGLangYaRNScalingRotaryEmbedding"),
         _target(_DEEPSEEK, "SGLangDeepseekScalingRotaryEmbedding"),
+        _target("rope_variant:Phi3LongRoPEScaledRotaryEmbedding", "SGLangPhi3LongRoPEScaledRotaryEmbedding"),
         _target("mrope:MRotaryEmbedding", "SGLangMRotaryEmbedding", note=_SECTIONS),
         _target("mrope:YaRNScalingMRotaryEmbedding", "SGLangYaRNScalingMRotaryEmbedding", note=_SECTIONS),
     ),

@@ -14,6 +14,7 @@ from fastkernels.overrides.rope.rope_scaling import (
     DynamicNTKAlpha,
     Gemma4,
     LinearScaling,
+    LongRoPE,
     YaRN,
     axes_chosen,
     dynamic_base,
@@ -260,6 +261,38 @@ class VllmMRotaryEmbedding_0_26(VllmMRotaryEmbedding):
         )  # fmt: skip
 
 
+class VllmPhi3LongRoPEScaledRotaryEmbedding(LongRoPE):
+    """vllm...rotary_embedding.phi3_long_rope_scaled_rope.Phi3LongRoPEScaledRotaryEmbedding.
+
+    forward: as in VllmMRotaryEmbedding, positions [T]. use_long_rope: the second table, for every position. The host
+    sets it where its max_model_len exceeds the original context; here, where max_position_embeddings does.
+    """
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, original_max_position_embeddings: int,
+        base: float, is_neox_style: bool, dtype: torch.dtype, short_factor: list[float], long_factor: list[float],
+        short_mscale: float | None = None, long_mscale: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            head_size, rotary_dim, max_position_embeddings, original_max_position_embeddings, base, is_neox_style,
+            dtype, short_factor, long_factor, short_mscale, long_mscale,
+        )  # fmt: skip
+        self.use_long_rope = max_position_embeddings > original_max_position_embeddings
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        at = positions + self.original_max_position_embeddings if self.use_long_rope else positions
+        at = at if offsets is None else at + offsets
+        # The host rounds after every operation, on each device.
+        how = (self.head_size, self.long_short_cos_sin_cache, True, True, True)
+        return rotate(rotary_emb, at, query, key, *how)
+
+
 class VllmApplyRotaryEmb(nn.Module):
     """vllm.model_executor.layers.rotary_embedding.common.ApplyRotaryEmb: the rotation, with given cosines and sines.
 
@@ -329,6 +362,7 @@ _DEEPSEEK = "deepseek_scaling_rope:DeepseekScalingRotaryEmbedding"
 _MROPE = "mrope:MRotaryEmbedding"
 _DYNAMIC = "dynamic_ntk_scaling_rope:DynamicNTKScalingRotaryEmbedding"
 _ALPHA = "dynamic_ntk_alpha_rope:DynamicNTKAlphaRotaryEmbedding"
+_LONG = "phi3_long_rope_scaled_rope:Phi3LongRoPEScaledRotaryEmbedding"
 _LINEAR = "linear_scaling_rope:LinearScalingRotaryEmbedding"
 
 TARGETS = {
@@ -344,6 +378,7 @@ TARGETS = {
         _target(_YARN, "VllmYaRNScalingRotaryEmbedding", ">=0.32"),
         _target(_DEEPSEEK, "VllmDeepseekScalingRotaryEmbedding_0_26", "<0.32"),
         _target(_DEEPSEEK, "VllmDeepseekScalingRotaryEmbedding", ">=0.32"),
+        _target(_LONG, "VllmPhi3LongRoPEScaledRotaryEmbedding"),
         _target(_MROPE, "VllmMRotaryEmbedding_0_26", "<0.32", _SECTIONS),
         _target(_MROPE, "VllmMRotaryEmbedding", ">=0.32", _SECTIONS),
         _target("common:ApplyRotaryEmb", "VllmApplyRotaryEmb", note=_CLONES),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dis
+from functools import cache, update_wrapper
+from types import FunctionType
 from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
@@ -56,3 +59,34 @@ def replace_attribute(
     setattr(holder, name, new)
     journal.add(lambda: setattr(holder, name, old))
     return None
+
+
+def called(cls: type) -> dict[str, FunctionType]:
+    """{name: function} of the global functions that the class's forward calls by name."""
+    forward = getattr(cls, "forward", None)
+    if not isinstance(forward, FunctionType):
+        return {}
+    kinds: dict[str, set[str]] = {}
+    for step in dis.get_instructions(forward.__code__):
+        if step.argval in forward.__code__.co_names:
+            kinds.setdefault(step.argval, set()).add(step.opname)
+    found = {name: forward.__globals__.get(name) for name, how in kinds.items() if how == {"LOAD_GLOBAL"}}
+    return {name: value for name, value in found.items() if isinstance(value, FunctionType)}
+
+
+@cache
+def calling_class(cls: Any, theirs: FunctionType, ours: Any) -> type:
+    """A subclass whose forward is the class's, with a name of our own in the place of that of `theirs`.
+
+    The name is a new global of the model's file. With other globals, torch.compile would not find what forward calls.
+    """
+    old, new = cls.forward, f"_fastkernels_{ours.__name__}"
+    names = {name for name, value in called(cls).items() if value is theirs}
+    code = old.__code__.replace(co_names=tuple(new if n in names else n for n in old.__code__.co_names))
+    old.__globals__[new] = ours
+    forward = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
+    forward.__kwdefaults__ = old.__kwdefaults__
+    update_wrapper(forward, old)
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
+    return type(cls.__name__, (cls,), body)

@@ -16,7 +16,7 @@ from fastkernels.core.env import Environment
 
 log = logging.getLogger("fastkernels")
 PERIOD_S = 1.0
-_sources: dict[tuple[str, int], Callable[[], dict[str, Any]]] = {}
+_sources: dict[tuple[str, int], Callable[[], dict[str, Any] | None]] = {}
 _thread: threading.Thread | None = None
 
 
@@ -35,10 +35,12 @@ def write(host: str, rank: int, reply: dict[str, Any]) -> None:
         log.warning("fastkernels: FASTKERNELS_REPORT=%s cannot be written: %s", folder, error)
 
 
-def start(host: str, rank: int, reply: Callable[[], dict[str, Any]]) -> None:
-    """Write `reply()` now, every second while it changes, and at exit."""
+def start(host: str, rank: int, reply: Callable[[], dict[str, Any] | None]) -> None:
+    """Write `reply()` now, every second while it changes, and at exit; a reply of None ends that."""
     global _thread
-    write(host, rank, reply())
+    first = reply()
+    if first is not None:
+        write(host, rank, first)
     if Environment.read().report is None:
         return
     _sources[host, rank] = reply
@@ -60,7 +62,10 @@ def read(folder: str, host: str) -> list[dict[str, Any]]:
 def _write_all(last: dict[tuple[str, int], dict[str, Any]]) -> None:
     for (host, rank), reply in list(_sources.items()):
         found = reply()
-        if last.get((host, rank)) != found:
+        if found is None:
+            if _sources.get((host, rank)) is reply:  # not another worker's by now
+                del _sources[host, rank]
+        elif last.get((host, rank)) != found:
             write(host, rank, found)
             last[host, rank] = found
 

@@ -5,11 +5,11 @@
 writes signatures/HOST-VERSION.json:
 
     {"host", "version", "classes": {"module.path:Name": {
-        "kind": "class" | "function", "bases": [...], "file", "line", "fingerprint",
+        "kind": "class" | "function", "fingerprint",
         "call": the method that states the call ("" for a function, which is its own),
         "methods": {"__init__": "(hidden_size, eps=1e-06, *, prefix='')", "forward": ..., ...},
         "static": [methods that are static],
-        "semantics": a hash of what `forward` computes (models of transformers only),
+        "semantics": a hash of what the function or `forward` computes (models of transformers only),
         "surface": what the host itself uses of a class that we replace; see surface.py}}}
 
 A signature is its text without `self` and annotations: names, order, kinds and defaults. A default that is a
@@ -177,22 +177,13 @@ def describe(sources: Sources, path: str) -> dict[str, Any] | None:
     node = module.defined[name]
     text = versions.source_of(module.source, name)
     assert text is not None, path
-    entry: dict[str, Any] = {
-        "file": module.file.relative_to(sources.root).as_posix(),
-        "line": node.lineno,
-        "fingerprint": versions.fingerprint(text),
-    }
+    entry: dict[str, Any] = {"fingerprint": versions.fingerprint(text)}
     methods: dict[str, str] = {}
     if isinstance(node, ast.FunctionDef):
         methods["__call__"] = signature_text(node, sources, module, bound=False)
-        return {
-            "kind": "function",
-            "bases": [],
-            "call": "__call__",
-            "methods": methods,
-            "static": [],
-            **entry,
-        }
+        if path.startswith("transformers.models."):
+            entry["semantics"] = versions.semantics({name: node}.get, name)
+        return {"kind": "function", "call": "__call__", "methods": methods, "static": [], **entry}
     static: list[str] = []
     for where, cls in reversed(sources.lineage(module, name)):
         for item in cls.body:
@@ -207,8 +198,7 @@ def describe(sources: Sources, path: str) -> dict[str, Any] | None:
     if dispatched:
         del methods["forward"]
     return {
-        "kind": "class", "bases": [ast.unparse(b) for b in node.bases], "call": calls[0] if calls else "",
-        "methods": methods, "static": static, **entry,
+        "kind": "class", "call": calls[0] if calls else "", "methods": methods, "static": static, **entry,
     }  # fmt: skip
 
 
@@ -226,9 +216,10 @@ def record(
     sources = Sources(root)
     found = {path: describe(sources, path) for path in sorted(set(paths))}
     classes = {p: d for p, d in found.items() if d is not None}
-    package = Package(sources, host, {path.partition(":")[2] for path in replaced}) if replaced else None
-    for path in classes.keys() & set(replaced):
-        if package is not None and classes[path]["kind"] == "class":
+    kept = [p for p in sorted(classes.keys() & set(replaced)) if classes[p]["kind"] == "class"]
+    if kept:
+        package = Package(sources, host, {path.partition(":")[2] for path in kept})
+        for path in kept:
             classes[path]["surface"] = package.surface(*path.split(":"))
     return {"host": host, "version": version, "classes": classes}
 
@@ -240,10 +231,17 @@ def named(host: str) -> list[str]:
     return [t.path for op in registry.op_names() for t in registry.get(op).targets_for(host)]
 
 
+def _compact(entry: dict[str, Any]) -> str:
+    return json.dumps(entry, sort_keys=True, separators=(",", ":"))
+
+
 def write(data: dict[str, Any], folder: Path = versions.PACKAGE) -> Path:
     file = folder / data["host"] / "signatures" / f"{data['version']}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    # one class a line: short files, whose changes can be read
+    classes = (f"{json.dumps(p)}: {_compact(entry)}" for p, entry in sorted(data["classes"].items()))
+    head = f'{{"host": "{data["host"]}", "version": "{data["version"]}", "classes": {{'
+    file.write_text(head + "\n" + ",\n".join(classes) + "\n}}\n", encoding="utf-8")
     return file
 
 

@@ -23,6 +23,7 @@ from fastkernels.patch import PatchError, Request
 from fk_integrations.core import call_recording, proof, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
+from fk_integrations.core.heap import frozen_again
 from fk_integrations.core.journal import Journal
 from fk_integrations.sglang import attention, experts, own_kernels
 from fk_integrations.sglang.attention import backends
@@ -161,6 +162,7 @@ def _runner(scheduler: Any) -> Any:
     return scheduler.tp_worker.model_runner
 
 
+@frozen_again()
 def _patch(scheduler: Any, request: Request) -> None:
     if _patched:
         raise Refused("this engine is patched already: undo that patch first (report.undo())")
@@ -216,6 +218,7 @@ class Trial:
         return self.failure
 
 
+@frozen_again()
 def _undo(scheduler: Any, request: Request) -> None:
     if not _patched:
         return

@@ -1,7 +1,8 @@
-"""transformers: norms, gated MLPs and activations of a live model.
+"""transformers: norms, gated MLPs, rotations and activations of a live model.
 
 transformers repeats the same few lines under hundreds of class names. Norms and MLPs are therefore recognized by what
-their forward computes: each listed target is an example, whose semantics are recorded with its signature. An activation
+their forward computes, rotations by what the function computes that an attention module's forward calls: each listed
+target is an example, whose semantics are recorded with its signature. An activation
 is one class that all models share, recognized by its path and the fingerprint of its source, as in other hosts.
 """
 
@@ -15,6 +16,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from types import FunctionType
 from typing import Any
 
 from fastkernels.core import registry
@@ -24,6 +26,7 @@ from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
 from fk_integrations.core import versions
 from fk_integrations.core.adapter import Adapter, class_path
 from fk_integrations.core.in_process import InProcessHost
+from fk_integrations.core.live_class import called
 from fk_integrations.core.lookalikes import PACKAGES, first_package
 
 MODELS = "transformers.models."
@@ -45,6 +48,21 @@ def _semantics(cls: type) -> str:
         return _parsed(getattr(vars(cls).get(name), "__code__", None))
 
     return versions.semantics(method) if method("forward") is not None else ""
+
+
+def _function_semantics(function: FunctionType) -> str:
+    """Semantics of a function, as recorded for targets; '' if its source cannot be read."""
+    node = _parsed(function.__code__)
+    return versions.semantics({node.name: node}.get, node.name) if node is not None else ""
+
+
+@cache
+def _halves_repeat(source: type) -> bool:
+    """Whether a class of rotary embeddings gives every frequency to channel j and to j + rotary_dim / 2."""
+    try:
+        return "torch.cat((freqs, freqs), dim=-1)" in inspect.getsource(source)
+    except (OSError, TypeError):
+        return False
 
 
 @cache
@@ -70,6 +88,41 @@ def _listed() -> set[str]:
     return {target.path for several in targets for target in several}
 
 
+@cache
+def _by_semantics() -> dict[str, list[tuple[str, Target]]]:
+    """{what a forward computes: (op, target)} of the targets that are classes of a model."""
+    found: dict[str, list[tuple[str, Target]]] = {}
+    for op in registry.op_names():
+        for target in registry.get(op).targets_for("transformers", installed_version()):
+            if target.path.startswith(MODELS) and target.seam != "function":
+                for semantics in _known(target.path):
+                    found.setdefault(semantics, []).append((op, target))
+    return found
+
+
+@cache
+def _by_path() -> dict[str, tuple[str, Target]]:
+    """{path: (op, target)} of the targets outside models: of transformers, and of torch."""
+    found: dict[str, tuple[str, Target]] = {}
+    for op in registry.op_names():
+        spec = registry.get(op)
+        for host in ("transformers", "torch"):
+            for target in spec.targets_for(host, versions.installed(host)):
+                if not target.path.startswith(MODELS):
+                    found[target.path] = (op, target)
+    return found
+
+
+def target_of(module: Any) -> tuple[str, Target] | None:
+    """(op, target) of the listed class that this module's class is, or whose forward computes the same; or None."""
+    cls = type(module)
+    path = class_path(cls)
+    if not path.startswith(MODELS):
+        return _by_path().get(path)
+    same = _by_semantics().get(_semantics(cls), [])
+    return next(((op, target) for op, target in same if _is_for(target, module)), None)
+
+
 class TransformersAdapter(Adapter):
     """Targets are the model's classes that compute what a listed class does, and torch's."""
 
@@ -86,9 +139,26 @@ class TransformersAdapter(Adapter):
             if path.startswith(MODELS):
                 same = (t for t in listed if _semantics(cls) in _known(t.path) and _is_for(t, module))
                 found += [replace(t, path=path, note="") for t in islice(same, 1)]
+                found += [t for t in self._called(cls, listed, model) if t not in found]
             else:
                 found += [t for t in (*listed, *self.torch_targets(spec)) if t.path == path]
         return found
+
+    def _called(self, cls: Any, listed: list[Target], model: Any) -> list[Target]:
+        """Targets for the functions that the class's forward calls."""
+        listed = [t for t in listed if t.seam == "called_function"]
+        if not listed:
+            return []
+        kinds: set[Any] = {type(m) for m in model.modules()}
+        tables = [k for k in kinds if k.__module__ == cls.__module__ and "RotaryEmbedding" in k.__name__]
+        if not tables or not all(_halves_repeat(k) for k in tables):
+            return []
+        return [
+            replace(t, path=f"{cls.__module__}:{name}", note="")
+            for name, function in called(cls).items()
+            for t in listed
+            if _function_semantics(function) in _known(t.path)
+        ][:1]
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
         """Modules that look like a norm or MLP of the op by name and attributes, and that no op replaces."""

@@ -11,6 +11,7 @@ import gc
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ import fastkernels
 from fastkernels.core.env import Environment
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
+from fk_integrations.core.heap import frozen_again
 
 log = logging.getLogger("fastkernels")
 REWARM_S = 1800.0
-_KEYS: set[str] = set()
+_KEYS: Counter[str] = Counter()
 _STOCK_HASH: list[Callable[[Any], str]] = []
 
 
@@ -93,7 +95,10 @@ def _tables(path: Path) -> list[Path]:
 
 
 def add_key(key: str) -> None:
-    """Mix `key` into VllmConfig.compute_hash, so that compiled code of another patch, or of none, is not loaded."""
+    """Mix `key` into VllmConfig.compute_hash, so that compiled code of another patch, or of none, is not loaded.
+
+    It counts until remove_key was called as often: a plan and the workers in one process may share a key.
+    """
     from vllm.config import VllmConfig
 
     if not _STOCK_HASH:
@@ -105,12 +110,14 @@ def add_key(key: str) -> None:
 
         _STOCK_HASH.append(stock)
         VllmConfig.compute_hash = compute_hash
-    _KEYS.add(key)
+    _KEYS[key] += 1
 
 
 def remove_key(key: str) -> None:
-    """Remove `key`; removing the last one restores vLLM's own method."""
-    _KEYS.discard(key)
+    """Remove `key`, added once; removing the last one restores vLLM's own method."""
+    _KEYS[key] -= 1
+    if _KEYS[key] <= 0:
+        del _KEYS[key]
     if not _KEYS and _STOCK_HASH:
         from vllm.config import VllmConfig
 
@@ -300,6 +307,7 @@ def _serving_state(runner: Any) -> Iterator[None]:
             table.cpu.copy_(cpu)
 
 
+@frozen_again()
 def swap(worker: Any, change: Callable[[], Callable[[], None] | None]) -> None:
     """Run `change` (it returns its own undo, or None), then compile, capture and run one step, in every rank.
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -125,6 +126,17 @@ def _reply(worker: Any, error: str | None = None, extra: dict[str, Any] | None =
     return {**_process(_rank(worker), rows), **place, "error": error, **(extra or {})}
 
 
+def _reply_while_alive(worker: Any) -> Callable[[], dict[str, Any] | None]:
+    """The worker's reply, None once the worker is gone. Does not keep the worker, with its weights, alive."""
+    reference = weakref.ref(worker)
+
+    def reply() -> dict[str, Any] | None:
+        alive = reference()
+        return None if alive is None else _reply(alive)
+
+    return reply
+
+
 def _process(rank: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     version = installed_version()
     return {"rank": rank, "pid": os.getpid(), "host": "vllm", "version": version, "rows": rows, "error": None}
@@ -150,7 +162,9 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
         patched = apply(VllmAdapter(worker), worker.get_model(), request, _rank(worker))
         key = compiled.swapped(compiled.fingerprint(request), worker.get_model())
         compiled.add_key(key)
-        patched.journal.add(lambda: compiled.remove_key(key))
+        removal = weakref.finalize(worker, compiled.remove_key, key)  # a worker can go without an undo
+        removal.atexit = False
+        patched.journal.add(removal)
         added = vars(worker).pop(graphs.STATE, None)
         if added is not None:
             added.before_capture()
@@ -171,7 +185,7 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
             raise
     else:
         change()
-    reports.start("vllm", _rank(worker), lambda: _reply(worker))
+    reports.start("vllm", _rank(worker), _reply_while_alive(worker))
 
 
 def _undo(worker: Any, request: Request) -> None:
@@ -274,15 +288,18 @@ def register() -> None:
     WorkerBase.fastkernels_rpc = fastkernels_rpc
     env = Environment.read()
     stock = getattr(WorkerBase.__init__, "fastkernels_stock", None)
-    if not env.enabled:
-        if stock is not None:
-            from fk_integrations.vllm import compiled
-
-            WorkerBase.__init__ = stock
-            compiled.remove_key(WorkerBase.__dict__["fastkernels_key"])
+    planned = WorkerBase.__dict__.get("fastkernels_key")
+    if not env.enabled and planned is None:
         return
     from fk_integrations.vllm import compiled
 
+    if planned is not None:
+        compiled.remove_key(planned)
+        del WorkerBase.fastkernels_key
+    if not env.enabled:
+        if stock is not None:
+            WorkerBase.__init__ = stock
+        return
     _log_like_vllm()
     request = Request.from_environment(env)
     registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -218,10 +219,9 @@ def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
     wrong(lambda: load_config(str(tmp_path)), ModelError, "GPT2LMHeadModel", "LlamaForCausalLM")
     (tmp_path / "config.json").write_text("{")
     wrong(lambda: load_config(str(tmp_path)), ModelError, "config.json cannot be used")
-    quantized = (
-        '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": {"bits": 4}}'
-    )
-    (tmp_path / "config.json").write_text(quantized)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **kind, "quantization_config": {"bits": 4}}))
     wrong(lambda: load_config(str(tmp_path)), ModelError, "quantized")
     name, config = load_config("llama-3.1-8b")
     wrong(lambda: step(name, config, "train"), ValueError, "'train'", "decode or prefill")

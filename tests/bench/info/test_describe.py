@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fk_bench.explain.cost_model import step
 from fk_bench.info.describe import costs, grouped
+from support.commands import fk_bench, fk_bench_here
 from support.tiny import make_tiny
 from transformers import AutoConfig
 
 from fastkernels import plan
 from fastkernels.models.common.description import Unsupported
-
-
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from fk_bench.cli import main; main()", "describe", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def config_of(kind: str, architecture: str, **fields: object):
@@ -30,7 +24,7 @@ def config_of(kind: str, architecture: str, **fields: object):
 
 def test_command_prints_costs_of_a_checkpoint(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "gemma", "gemma2", "float32")
-    done = run(str(folder), "--context", "64")
+    done = fk_bench("describe", folder, "--context", "64")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     # keys and values of 2 layers, 2 KV heads of 32 channels, in float32
@@ -48,7 +42,7 @@ def test_command_prints_costs_of_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_named(args: tuple[str, ...], said: str) -> None:
-    done = run(*args)
+    done = fk_bench_here("describe", *args)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 

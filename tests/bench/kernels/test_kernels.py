@@ -19,7 +19,7 @@ from fk_bench.core.text import printable
 from fk_bench.kernels.judge import Options, judge_ops
 from fk_bench.kernels.judge.processes import sides
 from fk_bench.kernels.judge.rows import pair
-from support.commands import fk_bench, last_json
+from support.commands import fk_bench, fk_bench_here, last_json
 
 # One of each kind on an op of its own, so that one run covers all: {op: (file, status, part of the reason)}
 ROUTE = "import os, time, torch\n"
@@ -304,7 +304,8 @@ def test_wrong_argument_is_a_one_line_error(
     (tmp_path / "file").write_text("")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "rows.jsonl").write_text("")
-    result = kernels(*words, timeout=60) if "--device" not in words else fk_bench("kernels", *words)
+    device = () if "--device" in words else ("--device", "cpu")
+    result = fk_bench_here("kernels", *device, *words)
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert result.returncode in (1, 2) and "Traceback" not in result.stderr
     assert len(errors) == 1 and said in errors[0], result.stderr

@@ -12,7 +12,7 @@ from fk_bench.kernels import report
 from fk_bench.serving.config import ConfigError
 from fk_bench.serving.diff import compare
 from fk_bench.serving.report.page import render
-from support.commands import fk_bench, last_json
+from support.commands import fk_bench_here, last_json
 
 H200 = Machine(gpu="NVIDIA H200", gpus=1, cpu="cpu", cores=16)
 
@@ -226,10 +226,10 @@ def test_two_runs_agree_within_their_intervals(tmp_path):
 
 def test_report_and_diff_accept_kernels_runs(tmp_path):
     a = write(tmp_path / "a", [case("rms_norm", "same", 1.20)])
-    result = fk_bench("diff", a, a)
+    result = fk_bench_here("diff", a, a)
     assert result.returncode == 0 and "1.180 to 1.220" in result.stdout and last_json(result)["agree"] == 1
-    result = fk_bench("report", a, "--json")
+    result = fk_bench_here("report", a, "--json")
     assert last_json(result)["ok"] and (a / "report.html").is_file()
     other = write(tmp_path / "b", [Row(run_id="r", command="serve-compare", case={"kind": "round"})])
-    result = fk_bench("diff", a, other)
+    result = fk_bench_here("diff", a, other)
     assert result.returncode == 2 and "is not a kernels run" in result.stderr

@@ -18,7 +18,7 @@ from fk_bench.serving.report.page import render
 from fk_bench.serving.report.requests import outcomes
 from fk_bench.serving.report.verdict import verdicts
 from fk_bench.serving.summary import Cell, LaneResult
-from support.commands import fk_bench, last_json
+from support.commands import fk_bench_here, last_json
 
 METRICS = {
     "output_tokens_per_s": 100.0,
@@ -172,10 +172,10 @@ def test_report_command(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with (run / "rows.jsonl").open("a") as f:
         f.write('{"half')
-    done = fk_bench("report", run)
+    done = fk_bench_here("report", run)
     assert done.returncode == 0 and last_json(done)["report"] == str(run / "report.html")
     assert "half-written line, skipped" in (run / "report.html").read_text()
-    done = fk_bench("report", tmp_path)
+    done = fk_bench_here("report", tmp_path)
     assert done.returncode == 2 and "has no rows.jsonl" in done.stderr
 
 
@@ -395,12 +395,12 @@ def test_diff_of_zero_times(tmp_path: Path) -> None:
 
 def test_diff_command(tmp_path: Path) -> None:
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", {"vllm": 0.95}, lanes=("vllm",))
-    done = fk_bench("diff", a, b, "--fail-under", "0.98")
+    done = fk_bench_here("diff", a, b, "--fail-under", "0.98")
     assert done.returncode == 1 and last_json(done)["ok"] is False
     assert "has no result of vllm+fk at c=1" in done.stdout
     assert "vllm c=8 output_tokens_per_s: 0.950 is below 0.98" in done.stdout
-    assert fk_bench("diff", a, a, "--fail-under", "0.98").returncode == 0
-    done = fk_bench("diff", a, tmp_path / "none")
+    assert fk_bench_here("diff", a, a, "--fail-under", "0.98").returncode == 0
+    done = fk_bench_here("diff", a, tmp_path / "none")
     assert done.returncode == 2 and "no such run" in done.stderr
     with pytest.raises(ConfigError, match="neither run has 'speed'"):
         compare(a, a, ("speed",))

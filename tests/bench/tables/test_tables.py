@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from fk_bench import cli
-from fk_bench.core.rows import Row, append
+from fk_bench.core.rows import Row, append, stem
 from fk_bench.serving.config import ConfigError
 from fk_bench.tables import figure, layers, servers
 from fk_bench.tables.command import FIGURE, RESULTS, TABLES, rewritten
@@ -93,7 +93,7 @@ def test_files_are_found_newest_first_or_by_mapping(tmp_path: Path) -> None:
     ):
         append(tmp_path / f"{name}.jsonl", served("vllm", [1.0]))
     results = Results(tmp_path)
-    assert results.find("servers").stem == "2026-12-01-h200-servers"
+    assert stem(results.find("servers")) == "2026-12-01-h200-servers"
     judged_in = ["kernels-norms", "kernels-attention", "kernels-experts", "kernels-layers"]
     others = ["skinny-linear", "decode-attention", "explain", "servers-vllm"]
     assert results.files("steps") == [*judged_in, *others]
@@ -122,8 +122,8 @@ def test_every_group_names_existing_files_and_has_a_table() -> None:
 def test_results_are_small_and_indexed() -> None:
     files = list((ROOT / RESULTS).iterdir())
     index = (ROOT / RESULTS / "README.md").read_text()
-    assert len(files) <= 30 and sum(f.stat().st_size for f in files) <= 4_000_000
-    rows = {f.stem for f in files if f.suffix == ".jsonl"}
+    assert len(files) <= 30 and sum(f.stat().st_size for f in files) <= 1_000_000
+    rows = {stem(f) for f in files if f.name.endswith(".jsonl.gz")}
     indexed = {line.split("`")[1] for line in index.splitlines() if line.startswith("| `")}
     assert rows == indexed
 

@@ -1,5 +1,6 @@
 """fastkernels.patch("vllm"): the next engine of this process, or of its children, is built patched."""
 
+import gc
 import os
 
 import pytest
@@ -27,6 +28,9 @@ def test_patch_by_name(monkeypatch):
         fastkernels.patch(llm, ops=["silu_and_mul"])
     report.undo()
     assert "FASTKERNELS" not in os.environ and "FASTKERNELS_REPORT" not in os.environ
+    assert VllmConfig().compute_hash() != asleep  # the engine stays patched, and its key with it
+    del llm
+    gc.collect()
     assert VllmConfig.compute_hash is stock and VllmConfig().compute_hash() == asleep
 
 

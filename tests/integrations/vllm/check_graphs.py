@@ -39,10 +39,14 @@ def configuration(tokens: int = 8192, seqs: int = 1024, **options):
     return config
 
 
+class BareWorker(SimpleNamespace):
+    """The attributes of a worker. Unlike SimpleNamespace itself, it can be referenced weakly."""
+
+
 def worker(config, **runner):
     """A worker without a model, or with a runner that has these attributes."""
     runner = SimpleNamespace(**runner) if runner else None
-    return SimpleNamespace(vllm_config=config, rank=0, model_runner=runner)
+    return BareWorker(vllm_config=config, rank=0, model_runner=runner)
 
 
 def sizes(config) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from fastkernels.overrides.rope.vllm import (
     VllmYaRNScalingRotaryEmbedding,
 )
 
-TARGETS = [t for t in registry.get("rotary_emb").targets if "Apply" not in t.cls]
+# The others have tests of their own.
+TARGETS = [t for t in registry.get("rotary_emb").targets if not re.search("[Aa]pply|LongRoPE", t.cls)]
+LONG_ROPE = [t for t in registry.get("rotary_emb").targets if "LongRoPE" in t.cls]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.cls)
@@ -122,3 +125,45 @@ def test_dynamic_ntk_is_transformers_at_full_length() -> None:
     want, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=64)
     module = VllmDynamicNTKScalingRotaryEmbedding(64, 64, 64, 32, 10000.0, True, 2.0, torch.float32)
     torch.testing.assert_close(module.cos_sin_cache[9, :32], (9 * want).cos())
+
+
+@pytest.mark.parametrize("target", LONG_ROPE, ids=lambda t: t.cls)
+def test_long_rope_is_transformers(target: Target) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    cls = registry.target_class(target)
+    options = rope_options(cls, torch.float32, rotary_dim=32, short_factor=[1.5] * 16, long_factor=[2.5] * 16)
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    rope |= {name: options[name] for name in ("short_factor", "long_factor")}
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=4, max_position_embeddings=64, rope_parameters=rope
+    )
+    table: Any = cls(**options).long_short_cos_sin_cache
+    for first, length in ((0, 16), (16, 64)):
+        want, magnitude = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=length)
+        torch.testing.assert_close(
+            table[first + 9], torch.cat(((9 * want).cos(), (9 * want).sin())) * magnitude
+        )
+    assert table.shape == (16 + 64, 32)
+
+
+@pytest.mark.parametrize("target", LONG_ROPE, ids=lambda t: t.cls)
+def test_long_rope_turns_by_the_table_of_the_context(target: Target) -> None:
+    cls = registry.target_class(target)
+    short = {"max_position_embeddings": 16} if target.host == "vllm" else {}
+    for last, options, offset in ((9, short, 0), (40, {}, 16)):
+        module: Any = cls(**rope_options(cls, **options))
+        _, query, key = rope_inputs(cls)
+        positions = torch.arange(last - 6, last + 1)
+        table = module.long_short_cos_sin_cache
+        want = reference(positions + 3 + offset, query, key, 32, table, True, True, True)
+        found = module(positions, query, key, offsets=torch.tensor(3))
+        assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
+    with pytest.raises(ValueError, match="is_neox_style=False"):
+        cls(**rope_options(cls, is_neox_style=False))

@@ -68,8 +68,14 @@ def trials(
     device: str,
     names: tuple[str, ...] = (),
     captures: Path | None = None,
+    task: tuple[Case, ...] = (),
 ) -> list[Trial]:
-    """The cases of an op from these sources, with these names if any are given. captures: None for the shipped ones."""
+    """The cases of an op from these sources, with these names if any are given. captures: None for the shipped ones.
+
+    task: only these cases, with values that the op draws.
+    """
+    if task:
+        return [Trial("task", c, _own(spec, c)) for c in task if not names or c.name in names]
     found: list[Trial] = []
     if "captured" in sources:
         found += _captured(spec, captures)

@@ -86,9 +86,8 @@ class Judge:
     def op(self, name: str) -> None:
         """Judge all cases of an op. All failures become rows."""
         spec = registry.get(name)
-        found = trials(
-            spec, self.options.cases, self.options.device, self.options.names, self.options.captures
-        )
+        o = self.options
+        found = trials(spec, o.cases, o.device, o.names, o.captures, o.task)
         mine = {
             n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name, parts=True)
         }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastkernels.core.case import Case
 from fk_bench.kernels.judge.correctness.cases import SOURCES
 
 
@@ -18,6 +19,7 @@ class Options:
     captures  folder of captures to replay; None: the shipped ones
     cases     sources of cases, from correctness.cases.SOURCES
     names     only cases with these names
+    task      exactly these cases instead of those of `cases`: of a task file
     rounds    interleaved rounds, each with N and 2N calls of each side
     starts    repetitions of everything in new processes; the intervals then include differences between them
     seconds   upper bound for the timed rounds of a case; there are at least three
@@ -34,6 +36,7 @@ class Options:
     against: str = "production"
     cases: tuple[str, ...] = SOURCES
     names: tuple[str, ...] = ()
+    task: tuple[Case, ...] = ()
     captures: Path | None = None
     rounds: int = 10
     starts: int = 1

@@ -1,0 +1,130 @@
+"""The audit of one architecture: its modules, matched with ops, and the verdict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from fk_integrations.transformers import architectures
+from fk_integrations.transformers.matching import Kind, Match, match
+
+from fastkernels.models.common import registry
+
+
+class Verdict(str, Enum):
+    """See docs/coverage.md. FAILED: the audit could not build or read the architecture; it counts as not covered."""
+
+    RUNS = "runs"
+    COMPOSABLE = "composable"
+    PARTIAL = "partial"
+    NEW_PRIMITIVE = "new primitive"
+    EXTERNAL = "external"
+    FAILED = "failed"
+
+
+STRICT = (Verdict.RUNS, Verdict.COMPOSABLE)
+LOOSE = (*STRICT, Verdict.PARTIAL)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture.
+
+    file       "folder/modeling_name.py"; model_type and model: the class that stands for it
+    modules    classes of modules; matched: how many of them by {"class", "signature", "probe"}, if all of them count
+    ops        ops that its modules equal
+    missing    {primitive: classes} that no op computes
+    differs    {difference: classes} that are matched by class only
+    error      why it is external or failed
+    """
+
+    file: str
+    verdict: Verdict
+    model_type: str = ""
+    model: str = ""
+    modules: int = 0
+    strict: int = 0
+    ops: tuple[str, ...] = ()
+    missing: dict[str, list[str]] = field(default_factory=dict)
+    differs: dict[str, list[str]] = field(default_factory=dict)
+    error: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": self.verdict.value, "ops": list(self.ops)}
+
+    @staticmethod
+    def from_dict(row: dict[str, Any]) -> Row:
+        return Row(**{**row, "verdict": Verdict(row["verdict"]), "ops": tuple(row["ops"])})
+
+
+def audit(file: str) -> Row:
+    """The row of a modeling file of the installed transformers."""
+    try:
+        cls: Any = architectures.representative(file)
+    except architectures.External as error:
+        return Row(file, Verdict.EXTERNAL, error=str(error))
+    except LookupError as error:
+        return Row(file, Verdict.FAILED, error=str(error))
+    kind = cls.config_class
+    model_type = getattr(kind, "model_type", "") or file.partition("/")[0]
+    runs = bool(set(architectures.classes(file)) & set(registry.architectures()))
+    try:
+        model = architectures.build(cls)
+    except architectures.External as error:
+        verdict = Verdict.RUNS if runs else Verdict.EXTERNAL
+        return Row(file, verdict, model_type, cls.__name__, error=str(error))
+    found = {(type(module).__name__, match(module)) for module in model.modules()}
+    for variant in architectures.variants(cls):
+        found |= {(type(module).__name__, match(module)) for module in variant.modules()}
+    return judge(file, model_type, cls.__name__, runs, found)
+
+
+def judge(file: str, model_type: str, model: str, runs: bool, found: set[tuple[str, Match]]) -> Row:
+    """The row of an architecture whose modules, as (class, match), are known."""
+    missing: dict[str, list[str]] = {}
+    differs: dict[str, list[str]] = {}
+    for cls, m in sorted(found, key=lambda pair: pair[0]):
+        if m.kind is Kind.MISSING:
+            missing.setdefault(m.needs, []).append(cls)
+        elif not m.strict:
+            differs.setdefault(m.needs or f"{m.op}: not shown to be equal", []).append(cls)
+    if runs:
+        verdict = Verdict.RUNS
+    elif missing:
+        verdict = Verdict.NEW_PRIMITIVE
+    else:
+        verdict = Verdict.PARTIAL if differs else Verdict.COMPOSABLE
+    ops = sorted({m.op for _, m in found if m.strict and m.kind is Kind.OP})
+    strict = sum(m.strict for _, m in found)
+    return Row(file, verdict, model_type, model, len(found), strict, tuple(ops), missing, differs)
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    """Counts of verdicts, the two percentages, and how many architectures each missing primitive keeps from each."""
+    counts = Counter(row.verdict for row in rows)
+    total = len(rows) or 1
+    primitives = Counter(name for row in rows if row.verdict not in STRICT for name in row.missing)
+    differences = Counter(name for row in rows if row.verdict not in STRICT for name in row.differs)
+    alone = Counter(
+        next(iter(row.missing | row.differs))
+        for row in rows
+        if row.verdict not in STRICT and len(row.missing | row.differs) == 1
+    )
+    return {
+        "architectures": len(rows),
+        "verdicts": {verdict.value: counts[verdict] for verdict in Verdict},
+        "strict": {"count": sum(counts[v] for v in STRICT), "percent": _percent(STRICT, counts, total)},
+        "loose": {"count": sum(counts[v] for v in LOOSE), "percent": _percent(LOOSE, counts, total)},
+        "missing": [_needed(name, n, alone) for name, n in primitives.most_common()],
+        "differs": [_needed(name, n, alone) for name, n in differences.most_common()],
+    }
+
+
+def _percent(verdicts: tuple[Verdict, ...], counts: Counter[Verdict], total: int) -> float:
+    return round(100 * sum(counts[v] for v in verdicts) / total, 1)
+
+
+def _needed(name: str, count: int, alone: Counter[str]) -> dict[str, Any]:
+    return {"name": name, "architectures": count, "nothing_else": alone[name]}

@@ -1,0 +1,164 @@
+"""`fk-bench scaffold CONFIG`: from a config of transformers to a model file of our ops, what is missing, and tasks."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from fk_integrations.transformers import module_walk, tiny_models
+from fk_integrations.transformers.decoder_roles import Unexplained
+
+from fastkernels.models.common import checks, registry
+from fastkernels.models.common.description import Unsupported
+from fk_bench.core.output import fail, last_line, table
+from fk_bench.scaffold import model_file, samples, tasks, verification
+from fk_bench.scaffold.expressions import NoExpression
+
+COMMAND = "scaffold"
+CATEGORY = "llm"
+
+
+def scaffold_command(
+    config: Annotated[
+        str,
+        typer.Argument(
+            help="folder with config.json, such a file, hub id, or model type of transformers (qwen2)"
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the files (default: scaffold/NAME)", show_default=False)
+    ] = None,
+    no_tasks: Annotated[bool, typer.Option("--no-tasks", help="write no task files")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite existing files")] = False,
+) -> int:
+    """Write the model file of an architecture, a list of the modules that no op computes, and a task file per kernel.
+
+    The model file is inferred from small copies of transformers' model and compared with it. The last line of output
+    is JSON; the exit status is 1 if a module is not explained or the comparison fails.
+    """
+    start = time.perf_counter()
+    tiny_models.quiet()
+    try:
+        given = tiny_models.read(config)
+        name = given.model_type.replace("-", "_").replace(".", "_")
+        folder = out or Path("scaffold") / name
+        file = folder / CATEGORY / f"{name}.py"
+        existing = [f for f in (file, folder / "unmatched.json") if f.exists()]
+        if existing and not force:
+            fail(f"{existing[0]} exists; --force overwrites it")
+        found = samples.collect(given)
+    except tiny_models.NoReference as error:
+        fail(str(error))
+    except Unexplained as error:
+        return _unmatched(given, folder, [(e.path, e.reason) for e in error.all], start)
+    try:
+        written, verified = write(file, found)
+        with registry.using(file):
+            registry.describe(given)
+            checks.check(given)
+    except NoExpression as error:
+        return _unmatched(given, folder, [("", str(error))], start)
+    except Unsupported as error:
+        fail(f"{config}: {error}")
+    _list(folder, [])
+    made, kept = ([], []) if no_tasks else _tasks(file, given, folder, force)
+    lines = len(written.splitlines())
+    rows = [
+        ("model file", f"{file}, {lines} lines"),
+        (
+            "logits",
+            f"differ from transformers' by {verified.error:.1e} of the largest (float32, random weights)",
+        ),
+        ("configs", f"{verified.configs} with an equal description"),
+        ("refused", ", ".join(f"{k} other than {v!r}" for k, v in found.refused.items()) or "nothing"),
+        ("tasks", f"{len(made)} files in {folder / 'tasks'}{f', {len(kept)} kept' if kept else ''}"),
+    ]
+    table(f"{given.architectures[0]}: all modules are matched", ("", ""), rows)
+    if not verified.ok:
+        print(f"{file} does not agree with transformers: {_disagreement(verified)}\n")
+    last_line({
+        "command": COMMAND, "ok": verified.ok, "architecture": given.architectures[0], "model_file": str(file),
+        "lines": lines, "error": verified.error, "configs": verified.configs, "refused": found.refused,
+        "unmatched": [], "tasks": made, "kept": kept, "seconds": round(time.perf_counter() - start, 1),
+    })  # fmt: skip
+    return 0 if verified.ok else 1
+
+
+def write(file: Path, found: samples.Samples) -> tuple[str, verification.Verified]:
+    """Write the model file and compare it; fields whose effect it does not express are refused by it.
+
+    Raises NoExpression.
+    """
+    import transformers
+
+    arch = found.config.architectures[0]
+    about = f"{arch.removesuffix('ForCausalLM')}, as transformers {transformers.__version__} computes {arch}."
+    file.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        text = model_file.text(found, about, CATEGORY)
+        file.write_text(text, encoding="utf-8")
+        verified = verification.verify(file, found)
+        if not verified.wrong or not found.drop(set(verified.wrong)):
+            return text, verified
+
+
+def _disagreement(verified: verification.Verified) -> str:
+    fields = ", ".join(sorted(f or "the config itself" for f in verified.wrong))
+    return (
+        f"the effect of {fields} differs"
+        if fields
+        else f"logits differ by {verified.error:.1e} of the largest"
+    )
+
+
+def _tasks(file: Path, config: Any, folder: Path, force: bool) -> tuple[list[str], list[str]]:
+    """(ops with a task file, files that were there and stay)."""
+    import torch
+
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    where = folder / "tasks"
+    with registry.using(file):
+        name = getattr(config, "_name_or_path", "") or config.architectures[0]
+        made, without = tasks.files(Path(name).name, config, dtype, str(where))
+    for op, why in without.items():
+        print(f"no task file for {op}: {why}")
+    where.mkdir(parents=True, exist_ok=True)
+    kept = []
+    for op, text in made.items():
+        path = where / f"{op}.py"
+        if path.exists() and not force:
+            kept.append(op)
+            continue
+        path.write_text(text, encoding="utf-8")
+    return [op for op in made if op not in kept], kept
+
+
+def _list(folder: Path, found: list[dict[str, Any]]) -> Path:
+    """Write the list of what is not matched; it is empty for a model that is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "unmatched.json"
+    path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _unmatched(config: Any, folder: Path, problems: list[tuple[str, str]], start: float) -> int:
+    """Write and show the list of what no op or description computes."""
+    model = module_walk.on_meta(config)
+    known = {path for path, _ in problems}
+    problems = [*problems, *(m for m in module_walk.missing(model) if m[0] not in known)]
+    found = [module_walk.find(model, path).to_dict() | {"reason": reason} for path, reason in problems]
+    path = _list(folder, found)
+    rows = [(f["path"] or "(the model)", f["class"], f["source"], f["count"], f["reason"]) for f in found]
+    table(
+        f"{config.architectures[0]}: not matched, so no model file",
+        ("module", "class", "source", "count", "why"),
+        rows,
+    )
+    last_line({
+        "command": COMMAND, "ok": False, "architecture": config.architectures[0], "model_file": None,
+        "unmatched": found, "list": str(path), "seconds": round(time.perf_counter() - start, 1),
+    })  # fmt: skip
+    return 1

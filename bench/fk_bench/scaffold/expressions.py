@@ -1,0 +1,149 @@
+"""Find the expression over a config's fields that gives a value of the description under every sampled config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from fk_integrations.transformers.tiny_models import fields
+
+from fastkernels.models.common import description as d
+from fk_bench.scaffold.samples import Sample, Samples, equal
+
+FORMULAS = ("{}", "{}**-0.5", "1 / {}", "{}**0.5", "{} or 0.0")
+
+
+class NoExpression(ValueError):
+    """No formula over the fields gives a value. fields: those that change it."""
+
+    def __init__(self, what: str, fields: set[str]):
+        named = f" and depends on {', '.join(sorted(fields))}" if fields else " and differs between layers"
+        super().__init__(f"{what} has no formula over the config's fields{named}")
+        self.fields = fields
+
+
+Value = Callable[[d.Layer], Any]
+
+
+class Search:
+    """Expressions may name config, d, and for a layer its number i and its window."""
+
+    def __init__(self, samples: Samples):
+        self.samples = samples
+        sampled = {s.field for s in samples.all}
+        names = fields(samples.config)
+        self.names = sorted(names, key=lambda n: n not in sampled)
+        reverse = {v: k for k, v in getattr(samples.config, "attribute_map", {}).items()}
+        self.attribute = {n: f"config.{reverse.get(n, n)}" for n in self.names}
+
+    # -- values of the model
+
+    def of_model(self, what: str, get: Callable[[d.Decoder], Any], usual: Sequence[str] = ()) -> str:
+        """The expression of a value of the decoder. usual: tried first. Raises NoExpression."""
+        rows = [(s, {"config": s.config, "d": d}, get(s.decoder)) for s in self.samples.all]
+        return self._find(what, rows, usual, self._values(rows))
+
+    # -- values of the layers
+
+    def of_layers(self, what: str, get: Value, usual: Sequence[str] = ()) -> str:
+        """The same for a value of each layer."""
+        rows = self._rows(get)
+        return self._find(what, rows, usual, self._values(rows))
+
+    def size_of_layers(self, what: str, get: Value, usual: Sequence[str] = ()) -> str:
+        """The same for a size, which no constant gives: the samples are small copies."""
+        rows = self._rows(get)
+        return self._find(
+            what, rows, usual, (t for t in self._values(rows) if t in ("1", "True") or "config" in t)
+        )
+
+    def condition(self, what: str, get: Value) -> str:
+        """The expression of a truth value of the layers; 'True' or 'False' if it is always the same."""
+        rows = self._rows(lambda layer: bool(get(layer)))
+        return self._find(what, rows, ("True", "False"), self._conditions(rows))
+
+    def always(self, get: Value, value: Any) -> bool:
+        return all(equal(get(layer), value) for s in self.samples.all for layer in s.decoder.layers)
+
+    def fits(self, text: str, get: Value) -> bool:
+        """Whether an expression gives the value of every layer of every sample."""
+        return all(self._right(text, names, value) for _, names, value in self._rows(get))
+
+    def _rows(self, get: Value) -> list[tuple[Sample, dict[str, Any], Any]]:
+        return [
+            (s, {"config": s.config, "d": d, "i": i, "window": layer.attention.window}, get(layer))
+            for s in self.samples.all
+            for i, layer in enumerate(s.decoder.layers)
+        ]
+
+    def _find(self, what: str, rows: Any, usual: Sequence[str], others: Iterator[str]) -> str:
+        for text in (*usual, *others):
+            if all(self._right(text, names, value) for _, names, value in rows):
+                return text
+        base = [value for s, _, value in rows if not s.field]
+        changes = {
+            s.field for s in self.samples.all if not equal([v for r, _, v in rows if r is s], base)
+        }  # fmt: skip
+        raise NoExpression(what, changes)
+
+    @staticmethod
+    def _right(text: str, names: dict[str, Any], value: Any) -> bool:
+        try:
+            found = eval(text, dict(names))  # our own formulas
+        except (
+            AttributeError,
+            TypeError,
+            ZeroDivisionError,
+            IndexError,
+            KeyError,
+            OverflowError,
+            ValueError,
+        ):
+            return False
+        if isinstance(value, bool):
+            return bool(found) == value and not isinstance(found, str)
+        return not isinstance(found, bool) and equal(found, value)
+
+    def _values(self, rows: Any) -> Iterator[str]:
+        first = rows[0][2]
+        if isinstance(first, bool):
+            yield from ("True", "False")
+            yield from self._conditions(rows)
+            return
+        yield literal(first)
+        for name in self.names:
+            for formula in FORMULAS:
+                yield formula.format(self.attribute[name])
+        for name in self.names:
+            yield f"d.activation(config, {name!r})".replace("'", '"')
+
+    def _conditions(self, rows: Any) -> Iterator[str]:
+        values = fields(self.samples.config)
+        for name in self.names:
+            at = self.attribute[name]
+            lists = [v for v in (fields(s.config)[name] for s in self.samples.all) if isinstance(v, list)]
+            if isinstance(values[name], bool):
+                yield from (at, f"not {at}")
+            elif lists and any(isinstance(entry, str) for v in lists for entry in v):
+                for entry in dict.fromkeys(entry for v in lists for entry in v):
+                    yield f'{at}[i] == "{entry}"'
+            elif lists:
+                yield from (f"{at}[i]", f"not {at}[i]", f"i in {at}")
+        yield from ("window is None", "window is not None")
+        for name in self.names:
+            if isinstance(values[name], int) and not isinstance(values[name], bool):
+                at = self.attribute[name]
+                yield from (
+                    f"(i + 1) % {at} == 0",
+                    f"(i + 1) % {at} != 0",
+                    f"i % {at} == 0",
+                    f"i % {at} != 0",
+                )
+
+
+def literal(value: Any) -> str:
+    """Python text of a value; a measured number with the digits that were measured."""
+    if isinstance(value, float):
+        short = float(f"{value:.4g}")
+        return repr(int(short) * 1.0 if short == int(short) else short)
+    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -1,0 +1,288 @@
+"""The text of a model file: a description over the config's fields, and how checkpoints name the weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from fastkernels.models.common import description as d
+from fastkernels.models.common.architecture import PACKED
+from fk_bench.info.stub_source import WIDTH, fold
+from fk_bench.scaffold.expressions import NoExpression, Search, literal
+from fk_bench.scaffold.samples import Samples, equal, normal
+
+SIZES = {  # formulas that are tried first
+    "heads": ("config.num_attention_heads",),
+    "kv_heads": ("config.num_attention_heads",),
+    "head_size": ("config.hidden_size // config.num_attention_heads",),
+}
+NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+
+
+def text(samples: Samples, about: str, category: str = "llm") -> str:
+    """The whole file. Raises NoExpression; fields that have no formula are refused by the file instead."""
+    while True:
+        try:
+            body = _Describe(samples).text()
+            break
+        except NoExpression as error:
+            if not samples.drop(error.fields):
+                raise
+    return "\n".join([
+        f'"""{about}"""', "", "from __future__ import annotations", "", "from typing import Any", "",
+        "from fastkernels.models.common import description as d",
+        "from fastkernels.models.common.architecture import Architecture", "", "", body, "", "",
+        _architecture(samples, category), "",
+    ])  # fmt: skip
+
+
+class _Describe:
+    """The function `describe(config)` under construction."""
+
+    def __init__(self, samples: Samples):
+        self.samples, self.search = samples, Search(samples)
+        self.norm = self._norm("the final norm", [s.decoder.norm for s in samples.all])
+
+    def text(self) -> str:
+        refused = [f"{name}={literal(value)}" for name, value in self.samples.refused.items()]
+        lines = [fold("d.refuse(config, ", refused, ")", "    ")] if refused else []
+        lines = ["def describe(config: Any) -> d.Decoder:", *lines]
+        differs = self._attention()
+        own = [a.replace("=norm", f"={self.norm}") for a in differs]
+        if self._is(f"d.llama({', '.join(['config', *own])})"):
+            return "\n".join([*lines, _fold("return d.llama(", ["config", *own], ")", 1)])
+        return "\n".join([*lines, *self._layers(differs), self._decoder()])
+
+    def _is(self, expression: str) -> bool:
+        """Whether an expression over config and d gives the whole description of each sample."""
+        for s in self.samples.all:
+            try:
+                made = eval(expression, {"config": s.config, "d": d})
+            except (
+                NameError,
+                AttributeError,
+                ValueError,
+            ):  # it names a layer's i, or a field that is not there
+                return False
+            if not equal(normal(made), s.decoder):
+                return False
+        return True
+
+    def _norm(self, what: str, norms: list[d.Norm | None]) -> str:
+        """The expression of norms, one of each sample (None: not there)."""
+        there = [(s, n) for s, n in zip(self.samples.all, norms, strict=True) if n is not None]
+        kinds = {n.kind for _, n in there}
+        if len(kinds) != 1 or len({n.bias for _, n in there}) != 1:
+            changes = {s.field for s, n in there if (n.kind, n.bias) != (there[0][1].kind, there[0][1].bias)}
+            raise NoExpression(what, changes)
+        norm = there[0][1]
+        of = {id(s): n for s, n in there}
+        some = Samples(self.samples.base, [s for s, _ in there], {})
+        marked = [replace(s, decoder=replace(s.decoder, norm=of[id(s)])) for s in some.all]
+        eps = Search(Samples(some.base, marked, {})).of_model(f"{what}'s epsilon", lambda m: m.norm.eps)
+        bias = ["bias=True"] if norm.bias else []
+        kind = [f'"{norm.kind}"', eps] if norm.kind != "rms" else [f"eps={eps}"]
+        return f"d.Norm({', '.join([*kind, *bias])})"
+
+    def _optional_norm(self, what: str, get: Any) -> str:
+        """The expression of a layer's norm; '' if it is never there."""
+        if self.search.always(lambda layer: get(layer) is None, True):
+            return ""
+        for s in self.samples.all:
+            there = [n for n in map(get, s.decoder.layers) if n is not None]
+            if any(not equal(n, there[0]) for n in there):
+                raise NoExpression(what, {s.field} - {""})
+        norms = [
+            next((n for n in map(get, s.decoder.layers) if n is not None), None) for s in self.samples.all
+        ]
+        made = self._norm(what, norms)
+        made = "norm" if made == self.norm else made
+        when = self.search.condition(f"whether there is {what}", lambda layer: get(layer) is not None)
+        return _if(made, when)
+
+    def _attention(self) -> list[str]:
+        """Keyword arguments of d.attention that are not its defaults."""
+        search, found = self.search, []
+
+        for name in ("heads", "kv_heads", "head_size", "bias", "out_bias", "scale", "softcap", "by_head"):
+            what, get = f"attention.{name}", attrgetter(f"attention.{name}")
+            if name == "scale" and search.always(
+                lambda layer: layer.attention.scale * layer.attention.head_size**0.5, 1.0
+            ):
+                continue
+            if name != "scale" and search.fits(f"d.attention(config, window).{name}", get):
+                continue
+            value = (
+                search.size_of_layers(what, get, SIZES[name])
+                if name in SIZES
+                else search.of_layers(what, get)
+            )
+            found.append(f"{name}={value}")
+        for name in ("head_norm", "wide_norm"):
+            if made := self._optional_norm(
+                f"attention.{name}", lambda layer, n=name: getattr(layer.attention, n)
+            ):
+                found.append(f"{name}={made}")
+        ropes = [s.decoder.layers for s in self.samples.all]
+        if any(layer.attention.interleaved for layers in ropes for layer in layers):
+            style = search.condition(
+                "attention.interleaved",
+                lambda layer: layer.attention.interleaved or layer.attention.rope is None,
+            )
+            found.append(f"interleaved={style}")
+        if not search.fits("d.rope(config)", lambda layer: layer.attention.rope):
+            found.append(f"rope={self._rope()}")
+        return found
+
+    def _rope(self) -> str:
+        def get(layer: d.Layer) -> Any:
+            return layer.attention.rope
+
+        usual = ["None", "d.rope(config, config.layer_types[i])"]
+        when = self.search.condition("whether a layer has positions", lambda layer: get(layer) is not None)
+        usual += [_if("d.rope(config)", when), _if(usual[1], when)]
+        return self.search.of_layers("attention.rope", get, usual)
+
+    def _mlp(self) -> str:
+        search = self.search
+        inner = search.size_of_layers(
+            "mlp.intermediate", attrgetter("mlp.intermediate"), ("config.intermediate_size",)
+        )
+        act = search.of_layers("mlp.activation", attrgetter("mlp.activation"), ("d.activation(config)",))
+        made = [inner, act]
+        for name, usual in (("gated", True), ("bias", False)):
+            if not search.always(attrgetter(f"mlp.{name}"), usual):
+                made.append(f"{name}={search.of_layers(f'mlp.{name}', attrgetter(f'mlp.{name}'))}")
+        return f"d.Mlp({', '.join(made)})"
+
+    def _layers(self, differs: list[str]) -> list[str]:
+        search, first = self.search, self.samples.all[0].decoder.layers[0]
+        norms = [
+            f"{part}={made}"
+            for part in NORMS
+            if (made := self._optional_norm(part, lambda layer, p=part: getattr(layer, p)))
+        ]
+        more = []
+        if not search.always(lambda layer: layer.parallel, False):
+            more.append(f"parallel={search.condition('layer.parallel', lambda layer: layer.parallel)}")
+        if not search.always(lambda layer: layer.multiplier, 1.0):
+            more.append(f"multiplier={search.of_layers('layer.multiplier', lambda layer: layer.multiplier)}")
+        names = {p: n for s in self.samples.all for p, n in s.decoder.layers[0].names.items()}
+        if names:
+            pairs = [f'"{part}": "{name}"' for part, name in sorted(names.items())]
+            more.append(fold("names={", pairs, "}"))
+        windowed = not search.always(lambda layer: layer.attention.window, None)
+        attention = fold("d.attention(", ["config", *(["window"] if windowed else []), *differs], ")")
+        arguments = [attention, self._mlp(), *norms, *more]
+        indexed = any(part in f"{a} " for a in arguments for part in ("[i]", "(i + 1)", "i % ", "i in "))
+        lines = [f"    norm = {self.norm}"]
+        if not windowed and not indexed and not any("window" in a for a in arguments):
+            lines.append(_fold("layer = d.Layer(", arguments, ")", 1))
+            return [*lines, "    layers = (layer,) * config.num_hidden_layers"]
+        if windowed:
+            size = self._window()
+            each = f"for i, window in enumerate({size})" if indexed else f"for window in {size}"
+        else:
+            each = "for i in range(config.num_hidden_layers)"
+        layer = _fold("d.Layer(", arguments, ")", 2)
+        assert first is not None
+        return [*lines, "    layers = tuple(", layer, f"        {each}", "    )"]
+
+    def _window(self) -> str:
+        def get(layer: d.Layer) -> Any:
+            return layer.attention.window
+
+        if self.search.fits("d.windows(config)[i]", get):
+            return "d.windows(config)"
+        when = self.search.condition("whether a layer has a window", lambda layer: get(layer) is not None)
+        one = self.search.of_layers("attention.window", get, (_if("config.sliding_window", when),))
+        return f"[{one} for i in range(config.num_hidden_layers)]"
+
+    def _decoder(self) -> str:
+        search = self.search
+        made = [
+            search.of_model("vocab", attrgetter("vocab"), ("config.vocab_size",)),
+            search.of_model("hidden", attrgetter("hidden"), ("config.hidden_size",)),
+            "layers",
+            "norm",
+            search.of_model("tied", attrgetter("tied"), ("config.tie_word_embeddings",)),
+        ]
+        for name, usual in (
+            ("head_bias", False), ("embedding_scale", 1.0), ("logits_scale", 1.0), ("logits_softcap", 0.0),
+        ):  # fmt: skip
+            text = search.of_model(name, attrgetter(name))
+            if text != literal(usual):
+                made.append(f"{name}={text}")
+        return _fold("return d.Decoder(", made, ")", 1)
+
+
+def _if(value: str, condition: str) -> str:
+    if condition in ("True", "False"):
+        return value if condition == "True" else "None"
+    if condition.startswith("not "):
+        return f"None if {condition[4:]} else {value}"
+    return f"{value} if {condition} else None"
+
+
+def _fold(head: str, items: list[str], tail: str, depth: int) -> str:
+    """The call with each argument that does not fit on the line on lines of its own, as ruff formats it."""
+    indent = "    " * depth
+    one = f"{indent}{head}{', '.join(items)}{tail}"
+    if len(one) <= WIDTH and "\n" not in one:
+        return one
+    inner = f"{indent}    "
+    together = inner + ", ".join(items)
+    if len(together) <= WIDTH and "\n" not in together:
+        return f"{indent}{head}\n{together}\n{indent}{tail}"
+    lines = []
+    for item in items:
+        flat = " ".join(item.split()).replace("( ", "(").replace(", )", ")").replace(" )", ")")
+        flat = flat.replace("{ ", "{").replace(", }", "}").replace(" }", "}")
+        if len(inner) + len(flat) + 1 <= WIDTH:
+            lines.append(f"{inner}{flat},")
+        else:
+            lines.append("\n".join(f"{inner}{line}" for line in item.splitlines()) + ",")
+    return "\n".join([f"{indent}{head}", *lines, f"{indent}{tail}"])
+
+
+# -- the declaration
+
+
+def _architecture(samples: Samples, category: str) -> str:
+    names, config = samples.base.names, samples.config
+    lines = [
+        "ARCH = Architecture(",
+        f'    names=("{config.architectures[0]}",),',
+        f'    category="{category}",',
+        '    runner="Generate",',
+        f'    model_type="{config.model_type}",',
+    ]
+    packed = {
+        ours: parts
+        for ours, parts in PACKED.items()
+        if parts[0] in names or (parts[-1] in names and parts[0] in names)
+    }
+    if packed != PACKED:
+        inside = ", ".join(
+            f'"{k}": ({", ".join(f"{chr(34)}{p}{chr(34)}" for p in v)})' for k, v in packed.items()
+        )
+        lines.append(f"    packed={{{inside}}},")
+    lines.append('    tied={"lm_head.weight": "model.embed_tokens.weight"},')
+    prefixes = {
+        "embedding": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm", "head": "lm_head",
+    }  # fmt: skip
+    renamed = {f"{names[k]}.": f"{ours}." for k, ours in prefixes.items() if names[k] != ours}
+    parts = {
+        theirs: ours
+        for role, theirs in names.items()
+        if role not in prefixes
+        for ours in [
+            f"{'mlp' if role in ('gate_proj', 'up_proj', 'gate_up_proj', 'down_proj') else 'self_attn'}.{role}"
+        ]
+        if theirs != ours
+    }
+    for name, mapping in (("renamed", renamed), ("parts", parts)):
+        if mapping:
+            lines += [f"    {name}={{", *(f'        "{k}": "{v}",' for k, v in mapping.items()), "    },"]
+    return "\n".join([*lines, ")"])

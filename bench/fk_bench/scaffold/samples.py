@@ -1,0 +1,137 @@
+"""Descriptions of one architecture under many configs: the given one, and copies in which one field differs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fk_integrations.transformers import tiny_models
+from fk_integrations.transformers.decoder_roles import Observed, Unexplained, observe
+
+from fastkernels.models.common import description as d
+
+TOLERANCE = 1e-3  # relative, of numbers that are measured
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A config and the description that its model shows. field: the one that differs from the given config."""
+
+    config: Any
+    decoder: d.Decoder
+    field: str = ""
+
+
+@dataclass
+class Samples:
+    """all: the given config first. refused: {field: the only value under which the model can be described}."""
+
+    base: Observed
+    all: list[Sample]
+    refused: dict[str, Any]
+
+    @property
+    def config(self) -> Any:
+        return self.all[0].config
+
+    @property
+    def sizes(self) -> set[str]:
+        """The fields whose values in the samples are not those of the real model."""
+        names = getattr(self.config, "attribute_map", {})
+        return {names.get(name, name) for name in tiny_models.SIZES}
+
+    def drop(self, fields: set[str]) -> bool:
+        """Leave out the samples of these fields: the model file then refuses other values of them.
+
+        Returns False where that is not possible: the given config itself, and sizes, cannot be left out.
+        """
+        free = fields - self.sizes - {""}
+        for name in free:
+            self.refused[name] = tiny_models.fields(self.config)[name]
+        self.all = [s for s in self.all if s.field not in free]
+        return bool(free)
+
+
+def collect(config: Any) -> Samples:
+    """Observe a small copy of the model, and one for each field of the config. Raises NoReference, Unexplained."""
+    small = tiny_models.shrunk(config)
+    small, model = _built(small)
+    base = observe(model, small)
+    base.names.update(_stored(base.names, tiny_models.checkpoint_names(model)))
+    made = Samples(base, [Sample(small, normal(base.decoder))], {})
+    for name, changes in tiny_models.perturbations(small):
+        unexplained = False
+        for change in changes:
+            try:
+                other = tiny_models.changed(small, **change)
+                model = tiny_models.build(other)
+            except Exception:  # the class of the config or of the model does not take this value
+                continue
+            try:
+                found = observe(model, other)
+            except Unexplained:
+                unexplained = True
+                continue
+            except Exception:  # the model fails when it runs: sizes that do not fit
+                continue
+            made.all.append(Sample(other, normal(found.decoder), name))
+            unexplained = False
+            if not isinstance(change[name], list):
+                break
+        if unexplained and name not in made.sizes and name not in {s.field for s in made.all}:
+            made.refused[name] = tiny_models.fields(small)[name]
+    return made
+
+
+def _built(small: Any) -> tuple[Any, Any]:
+    """(config, model). Raises NoReference."""
+    try:
+        return small, tiny_models.build(small)
+    except Exception as error:  # of any class of transformers
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        try:
+            full = tiny_models.completed(small)
+            return full, tiny_models.build(full)
+        except Exception:
+            raise tiny_models.NoReference(
+                f"transformers cannot build the model of this config: {why}"
+            ) from error
+
+
+def _stored(names: dict[str, str], keys: dict[str, str]) -> dict[str, str]:
+    """The same roles with the names that checkpoints use."""
+    found, stack = {}, names["layers"]
+    for role, name in names.items():
+        if role in ("embedding", "norm", "head"):
+            found[role] = keys.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+        elif role != "layers":
+            key = keys.get(f"{stack}.0.{name}.weight", f"{stack}.0.{name}.weight")
+            found["layers"], _, rest = key.partition(".0.")
+            found[role] = rest.removesuffix(".weight")
+    return found
+
+
+def normal(decoder: d.Decoder) -> d.Decoder:
+    """The description without choices that change nothing: the default scale as a number, no style without rope."""
+    layers = []
+    for layer in decoder.layers:
+        a = layer.attention
+        a = replace(
+            a, scale=a.head_size**-0.5 if a.scale is None else a.scale, interleaved=a.interleaved and a.rope is not None
+        )  # fmt: skip
+        names = {part: name for part, name in layer.names.items() if getattr(layer, part, True) is not None}
+        layers.append(replace(layer, attention=a, names=names))
+    return replace(decoder, layers=tuple(layers), tied=bool(decoder.tied))
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values of a description are equal, numbers within TOLERANCE."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return bool(a) == bool(b) if a is not None and b is not None else a is b
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return abs(a - b) <= TOLERANCE * max(abs(a), abs(b))
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if hasattr(a, "__dataclass_fields__"):
+        return type(a) is type(b) and all(equal(getattr(a, n), getattr(b, n)) for n in a.__dataclass_fields__)
+    return bool(a == b)

@@ -1,0 +1,75 @@
+"""Compare a written model file with transformers: logits of a small random checkpoint, and its description."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fk_integrations.transformers import tiny_models
+
+from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.models.common import build, registry
+from fastkernels.overrides.attention.attention import PagedAttention
+from fk_bench.scaffold.samples import Sample, Samples, equal, normal
+
+TOKENS, BLOCK = 45, 16
+TOLERANCE = 1e-3  # of the largest logit, in float32
+
+
+@dataclass(frozen=True)
+class Verified:
+    """error: largest difference of a logit, relative to the largest; wrong: fields that change it otherwise here."""
+
+    error: float
+    configs: int
+    wrong: frozenset[str] = frozenset()
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= TOLERANCE and not self.wrong
+
+
+def verify(file: Path, samples: Samples) -> Verified:
+    """Load the file as an architecture and compare it. Raises what loading raises for keys that it does not map."""
+    config = samples.config
+    reference = tiny_models.build(config, seed=1)
+    ids = torch.tensor([(i * 37 + 11) % config.vocab_size for i in range(TOKENS)])
+    with tempfile.TemporaryDirectory() as folder, registry.using(file), torch.inference_mode():
+        expected = reference(input_ids=ids[None], use_cache=False).logits[0]
+        reference.save_pretrained(folder)
+        error = float((logits(Path(folder), ids) - expected).abs().max() / expected.abs().max())
+        wrong = frozenset(s.field for s in samples.all if not _same(s))
+    return Verified(error, len(samples.all), wrong)
+
+
+def _same(sample: Sample) -> bool:
+    try:
+        return equal(normal(registry.describe(sample.config)), sample.decoder)
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+    ):  # a formula that does not hold for this config
+        return False
+
+
+def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Our logits of a checkpoint in float32 on the CPU: all but two tokens in one step, then one each."""
+    config: Any = build.load_config(folder)
+    model: Any = build.build(folder, config, torch.device("cpu"), torch.float32)
+    blocks = -(-len(ids) // BLOCK)
+    for layer in model.modules():
+        if isinstance(layer, PagedAttention):
+            layer.kv_cache = tuple(torch.zeros(2, blocks + 1, BLOCK, layer.num_kv_heads, layer.head_size))  # type: ignore[assignment]
+    table, found = torch.arange(blocks, 0, -1, dtype=torch.int32)[None], []
+    for start, end in ((0, len(ids) - 2), (len(ids) - 2, len(ids) - 1), (len(ids) - 1, len(ids))):
+        at = torch.arange(start, end)
+        slots = table[0, at // BLOCK].long() * BLOCK + at % BLOCK
+        starts, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, end - start], [end]))
+        with forward_context(AttentionMetadata(slots, starts, lengths, table, end - start, end)):
+            found.append(model.compute_logits(model(ids[start:end], at)))
+    return torch.cat(found)

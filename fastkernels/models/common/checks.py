@@ -1,0 +1,116 @@
+"""Checks of a config before a model is built from it: the message names field, value, and what is supported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fastkernels.models.common import registry
+from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.description import Decoder, Experts, Unsupported
+
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+POSITIVE = (
+    *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_experts",
+    "num_local_experts", "num_experts_per_tok", "sliding_window",
+)  # fmt: skip
+LAYER_TYPES = ("full_attention", "sliding_attention")
+PADDING = 64  # of the vocabulary
+MOST_RANKS = 64
+
+
+def check_file(folder: Path) -> None:
+    """Raise CheckpointError for a config.json that needs code of its own, contradicts itself or lacks a size.
+
+    An unreadable file passes: transformers describes its problem.
+    """
+    file = folder / "config.json"
+    try:
+        raw = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return
+    if not isinstance(raw, dict):
+        return
+    names, kind, known = raw.get("architectures") or [], raw.get("model_type"), registry.by_architecture()
+    arch = known[names[0]].arch if isinstance(names, list) and names and names[0] in known else None
+    if arch is None:
+        if raw.get("auto_map"):
+            raise CheckpointError(
+                f"{file}: architectures={names!r} needs Python code of the checkpoint (auto_map), which FastKernels"
+                f" does not run; supported without it: {', '.join(sorted(known))}"
+            )
+        return
+    if kind is not None and kind != arch.model_type:
+        raise CheckpointError(
+            f"{file}: model_type={kind!r} contradicts architectures={names!r}, whose model_type is {arch.model_type!r}"
+        )
+    missing = [name for name in REQUIRED if name not in raw]
+    if missing:
+        raise CheckpointError(f"{file} has no {', '.join(missing)}")
+
+
+def check(config: Any) -> None:
+    """Raise Unsupported for sizes that are no sizes, or that contradict each other."""
+    for name in POSITIVE:
+        value = getattr(config, name, None)
+        if value is not None and not (type(value) is int and value > 0):
+            raise Unsupported(f"config.{name}={value!r} is not supported, only integers above 0")
+    heads, kv_heads = (getattr(config, n, None) for n in ("num_attention_heads", "num_key_value_heads"))
+    if heads and kv_heads and heads % kv_heads:
+        raise Unsupported(
+            f"config.num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if experts and chosen and chosen > experts:
+        raise Unsupported(f"config.num_experts_per_tok={chosen} is more than the {experts} experts")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise Unsupported(f"config.quantization_config: {method} is not supported, only unquantized weights")
+    _check_layer_types(config)
+
+
+def _check_layer_types(config: Any) -> None:
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return
+    unknown = sorted(set(map(str, types)) - set(LAYER_TYPES))
+    if unknown:
+        raise Unsupported(f"config.layer_types has {', '.join(unknown)}; supported: {', '.join(LAYER_TYPES)}")
+    if len(types) != config.num_hidden_layers:
+        raise Unsupported(
+            f"config.layer_types has {len(types)} entries for num_hidden_layers={config.num_hidden_layers}"
+        )
+    if "sliding_attention" in types and not getattr(config, "sliding_window", None):
+        raise Unsupported("config.layer_types has sliding_attention, and config.sliding_window is missing")
+
+
+def check_ranks(config: Any, size: int) -> None:
+    """Raise Unsupported for sizes that `size` ranks cannot share; the message lists the numbers that can."""
+    if registry.find(config.architectures[0]).arch.runner != "Generate":
+        return  # has no description; its modules check themselves
+    described = registry.describe(config)
+    problems = _unshared(described, size)
+    if problems:
+        possible = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if not _unshared(described, n))
+        raise Unsupported(f"{', '.join(problems)} cannot be shared by {size} ranks; supported: {possible}")
+
+
+def _unshared(d: Decoder, size: int) -> list[str]:
+    """The sizes that this number of ranks cannot share. More ranks than KV heads have copies of them."""
+    padded = -(-d.vocab // PADDING) * PADDING
+    sizes = {f"vocab_size={d.vocab}" + (f" (padded to {padded})" if padded != d.vocab else ""): padded}
+    copied = set()
+    for layer in d.layers:
+        heads, kv_heads = layer.attention.heads, layer.attention.kv_heads
+        name = "an expert's intermediate size of " if isinstance(layer.mlp, Experts) else "intermediate_size="
+        sizes |= {
+            f"num_attention_heads={heads}": heads,
+            f"{name}{layer.mlp.intermediate}": layer.mlp.intermediate,
+        }
+        sizes[f"num_key_value_heads={kv_heads}"] = kv_heads
+        if size % kv_heads == 0 and not layer.attention.wide_norm:
+            copied.add(f"num_key_value_heads={kv_heads}")
+    return sorted(name for name, total in sizes.items() if total % size and name not in copied)

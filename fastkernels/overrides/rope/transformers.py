@@ -1,0 +1,71 @@
+"""Drop-in rotations for transformers: each model file has a function of its own, most with the same code."""
+
+from __future__ import annotations
+
+import torch
+
+from fastkernels.core.spec import Target
+from fastkernels.overrides.rope.rotary_emb import rotary_emb
+
+
+def transformers_apply_rotary_pos_emb(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """apply_rotary_pos_emb of Llama, GPT-NeoX, Phi-3 and the models that copy them; returns new tensors.
+
+    q, k: [B, heads, S, D]; with unsqueeze_dim 2 [B, S, heads, D]. cos, sin: [B or 1, S, rotary_dim], whose second
+    half repeats the first. Channels from rotary_dim on stay as they are.
+    """
+    dtype = torch.promote_types(q.dtype, cos.dtype)  # as of the host's products
+    return _rotated(q.to(dtype), k.to(dtype), cos, sin, unsqueeze_dim, True)
+
+
+def transformers_olmo_apply_rotary_pos_emb(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """apply_rotary_pos_emb of OLMo: as above, computed in the dtype of cos and rounded once, to that of q."""
+    rounds = torch.promote_types(q.dtype, cos.dtype) == q.dtype
+    return _rotated(q, k, cos, sin, unsqueeze_dim, rounds)
+
+
+def _rotated(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_at: int, rounds: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, length = q.shape[0], cos.shape[-2]
+    half = cos.shape[-1] // 2
+    table = torch.cat((cos[..., :half], sin[..., :half]), dim=-1).view(-1, 2 * half)
+    positions = torch.arange(table.shape[0], device=q.device)
+    if table.shape[0] != batch * length:  # one row of positions for the whole batch
+        positions = positions.repeat(batch)
+    by_token = [x if heads_at == 2 else x.transpose(1, 2) for x in (q, k)]
+    flat = [x.flatten(0, 1) for x in by_token]
+    how = (q.shape[-1], table, True, rounds, rounds)
+    functional = getattr(rotary_emb, "functional", None)  # a file for a fork has the op alone
+    if functional is not None:
+        new = functional(positions, *flat, *how)
+    else:
+        new = [x.clone(memory_format=torch.contiguous_format) for x in flat]
+        rotary_emb(positions, *new, *how)
+    back = [n.view(x.shape) for n, x in zip(new, by_token, strict=True)]
+    new_q, new_k = (x if heads_at == 2 else x.transpose(1, 2) for x in back)
+    return new_q, new_k
+
+
+# Examples of models with these functions: signatures and semantics are compared with theirs.
+_LLAMA = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma",
+    "gpt_neox", "phi3",
+)  # fmt: skip
+
+
+def _target(model: str, cls: str = "transformers_apply_rotary_pos_emb") -> Target:
+    path = f"transformers.models.{model}.modeling_{model}:apply_rotary_pos_emb"
+    return Target("transformers", path, cls, "called_function")
+
+
+TARGETS = {
+    "rotary_emb": (
+        *(_target(model) for model in _LLAMA),
+        _target("olmo2", "transformers_olmo_apply_rotary_pos_emb"),
+    ),
+}

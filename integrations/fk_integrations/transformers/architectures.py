@@ -1,0 +1,176 @@
+"""The architectures of the installed transformers: one modeling file each, and the model that stands for it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+# A file is judged by the first class that one of these mappings lists; see docs/coverage.md.
+ORDER = (
+    "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CTC", "RNNT",
+    "TDT", "TEXT_TO_SPECTROGRAM", "TEXT_TO_WAVEFORM", "MASKED_LM", "OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION",
+    "UNIVERSAL_SEGMENTATION", "INSTANCE_SEGMENTATION", "SEMANTIC_SEGMENTATION", "IMAGE_SEGMENTATION",
+    "MASK_GENERATION", "DEPTH_ESTIMATION", "IMAGE_CLASSIFICATION", "VIDEO_CLASSIFICATION", "AUDIO_CLASSIFICATION",
+    "KEYPOINT_DETECTION", "KEYPOINT_MATCHING", "IMAGE_TO_IMAGE", "TIME_SERIES_PREDICTION", "PRETRAINING", "",
+    "BACKBONE",
+)  # fmt: skip
+_WRAPPERS = ("timm_wrapper", "timm_backbone")
+
+
+class External(Exception):
+    """The architecture needs code outside transformers. The message says which."""
+
+
+def files() -> list[str]:
+    """All modeling files, as "folder/modeling_name.py"."""
+    root = _root()
+    return sorted(file.relative_to(root).as_posix() for file in root.glob("*/modeling_*.py"))
+
+
+def _root() -> Path:
+    import transformers
+
+    return Path(transformers.__file__).parent / "models"
+
+
+@cache
+def _listed() -> tuple[str, ...]:
+    """The class names of the mappings, in ORDER."""
+    from transformers.models.auto import modeling_auto
+
+    found: list[str] = []
+    for name in ORDER:
+        mapping = getattr(
+            modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES" if name else "MODEL_MAPPING_NAMES", None
+        )
+        mapping = mapping or getattr(
+            modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES".replace("_FOR_", "_"), {}
+        )
+        for value in mapping.values():
+            found += [value] if isinstance(value, str) else list(value)
+    return tuple(dict.fromkeys(found))
+
+
+def classes(file: str) -> dict[str, type]:
+    """{name: class} of the models that a file defines, in the file's order. Raises External."""
+    from transformers import PreTrainedModel
+
+    folder, _, stem = file.removesuffix(".py").partition("/")
+    try:
+        module: Any = importlib.import_module(f"transformers.models.{folder}.{stem}")
+    except ImportError as error:
+        raise External(str(error)) from error
+    return {
+        name: cls for name, cls in vars(module).items()
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.__module__ == module.__name__
+    }  # fmt: skip
+
+
+def representative(file: str) -> type:
+    """The model class that a file is judged by. Raises External, and LookupError for a file without a model."""
+    found = classes(file)
+    if not found:
+        raise LookupError(f"{file} defines no model")
+    return next((found[name] for name in _listed() if name in found), list(found.values())[-1])
+
+
+def build(cls: Any, config: Any = None) -> Any:
+    """The model on the meta device, by default from its default config. Raises External."""
+    if config is None:
+        config = default_config(cls)
+    try:
+        try:
+            model = _on_meta(cls, config)
+        except (AttributeError, TypeError, ValueError):
+            model = _on_meta(cls, _completed(config))
+    except (ImportError, ModuleNotFoundError) as error:
+        raise External(str(error).strip().splitlines()[0]) from error
+    for module in model.modules():
+        where = type(module).__module__
+        if any(f".{name}." in where for name in _WRAPPERS) or where.split(".")[0] not in (
+            "torch",
+            "transformers",
+        ):
+            raise External(f"{type(module).__name__} of {where.split('.')[0]}: {_library(where)}")
+    return model
+
+
+def default_config(cls: Any) -> Any:
+    """A new default config of a model class. Raises External."""
+    kind = cls.config_class
+    if kind is None or getattr(kind, "has_no_defaults_at_init", False):
+        raise External("its config names the models that it wraps")
+    return kind()
+
+
+def variants(cls: Any) -> Iterator[Any]:
+    """The model with all layers of one type, for each type of layer that its config can name and that builds."""
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+
+    for kind in ALLOWED_LAYER_TYPES:
+        config = default_config(cls)
+        parts = [part for part in _parts(config) if getattr(part, "layer_types", None)]
+        if not parts:
+            return
+        try:
+            for part in parts:
+                part.layer_types = [kind] * len(part.layer_types)
+            yield build(cls, config)
+        except Exception:  # a type of layer that the model does not have
+            continue
+
+
+@contextmanager
+def _losses_need_no_library(cls: Any) -> Iterator[None]:
+    """Let losses and matchers, which inference does not run, be built without scipy."""
+    space = vars(sys.modules[cls.__module__])
+    before = space.get("requires_backends")
+    if before is None:
+        yield
+        return
+
+    def check(owner: Any, backends: Any) -> None:
+        if not type(owner).__name__.endswith(("Loss", "Matcher")):
+            before(owner, backends)
+
+    space["requires_backends"] = check
+    try:
+        yield
+    finally:
+        space["requires_backends"] = before
+
+
+def _on_meta(cls: Any, config: Any) -> Any:
+    import torch
+
+    with torch.device("meta"), torch.no_grad(), _losses_need_no_library(cls):
+        return cls._from_config(config)
+
+
+def _library(module: str) -> str:
+    return "the library timm" if ".timm_" in module else "a library of its own"
+
+
+def _parts(config: Any) -> list[Any]:
+    """A config and the configs in its fields."""
+    return [config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))]
+
+
+def _completed(config: Any) -> Any:
+    """The config with what some defaults lack: a vocabulary, and heads that divide the hidden size."""
+    for part in _parts(config):
+        hidden, heads = getattr(part, "hidden_size", None), getattr(part, "num_attention_heads", None)
+        if isinstance(hidden, int) and isinstance(heads, int):
+            if hidden % heads:
+                heads = part.num_attention_heads = next(n for n in (16, 12, 8, 4, 2, 1) if hidden % n == 0)
+            if getattr(part, "head_dim", 0) is None:
+                part.head_dim = hidden // heads
+        for name, value in (("vocab_size", 32), ("vocabulary_map", {"<image>": 1})):
+            if getattr(part, name, 0) is None:
+                setattr(part, name, value)
+    return config

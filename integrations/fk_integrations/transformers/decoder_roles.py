@@ -1,0 +1,420 @@
+"""Read the description of a decoder-only language model off one recorded forward pass of a small copy.
+
+Nothing is concluded from a class's name: a module has a role if its output has the values that the role's formula
+gives, and the layer's residual stream must add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.models.common import description as d
+from fk_integrations.transformers import decoder_probes as probe
+from fk_integrations.transformers.decoder_probes import same
+from fk_integrations.transformers.recording import AttentionCall, ModuleCall, Recording, record
+
+
+class Unexplained(ValueError):
+    """A module computes what no description expresses. path: its name, '' for the model; also: further ones."""
+
+    def __init__(self, path: str, reason: str, also: tuple[Unexplained, ...] = ()):
+        super().__init__(f"{path or 'the model'}: {reason}")
+        self.path, self.reason, self.also = path, reason, also
+
+    @property
+    def all(self) -> tuple[Unexplained, ...]:
+        return (self, *self.also)
+
+
+@dataclass
+class Observed:
+    """The result of one observed forward pass.
+
+    names  {role: name of the module in transformers}: embedding, layers, norm, head, and of a layer, relative to it:
+           q_proj, k_proj, v_proj or qkv_proj, o_proj, q_norm, k_norm, gate_proj, up_proj or gate_up_proj, down_proj
+    """
+
+    decoder: d.Decoder
+    names: dict[str, str] = field(default_factory=dict)
+
+
+def observe(model: Any, config: Any) -> Observed:
+    """The description of a small random model. Raises Unexplained."""
+    made = record(model, config.vocab_size)
+    stack = _stack(model, made)
+    names = {"layers": stack}
+    first = made.of(model.get_submodule(f"{stack}.0"))
+    last = made.of(model.get_submodule(f"{stack}.{config.num_hidden_layers - 1}"))
+    assert first is not None and last is not None
+    embedding = next((c for c in made.calls if isinstance(c.module, nn.Embedding)), None)
+    if embedding is None:
+        raise Unexplained("", "no embedding of the tokens was called")
+    names["embedding"] = embedding.path
+    table: Any = embedding.module.weight
+    scale = probe.ratio(first.inputs[0], table[made.ids])
+    if scale is None:
+        raise Unexplained(f"{stack}.0", "the first layer reads more than the scaled embedding of the tokens")
+    layers: list[d.Layer] = []
+    seen: dict[str, str] = {}
+    for i in range(config.num_hidden_layers):
+        layer, own = _layer(made, f"{stack}.{i}", config)
+        if i and own != seen:
+            raise Unexplained(f"{stack}.{i}", "its modules have other names than those of layer 0")
+        layers.append(layer)
+        seen = own
+    norm, head = _after(made, last)
+    names["norm"], names["head"] = norm.path, head.path
+    final = probe.find_norm(norm.module, norm.output.shape[-1])
+    if final is None:
+        raise Unexplained(norm.path, "it computes no norm that an op computes")
+    logits_scale, softcap = _logits(made, head)
+    weight: Any = head.module.weight
+    decoder = d.Decoder(
+        table.shape[0], table.shape[1], tuple(layers), final, tied=weight is table,
+        head_bias=_has_bias(head), embedding_scale=scale, logits_scale=logits_scale,
+        logits_softcap=softcap,
+    )  # fmt: skip
+    return Observed(decoder, {**names, **seen})
+
+
+def _stack(model: nn.Module, made: Recording) -> str:
+    """The name of the list of layers: the one above every call of attention."""
+    if not made.attention:
+        raise Unexplained("", "its attention does not run through transformers' attention functions")
+    lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    fits = [n for n in lists if all(a.path.startswith(f"{n}.") for a in made.attention)]
+    if not fits:
+        raise Unexplained("", "the layers are not in one list")
+    return fits[-1]
+
+
+def _after(made: Recording, last: ModuleCall) -> tuple[ModuleCall, ModuleCall]:
+    """The calls of the final norm and of the head."""
+    later = [c for c in made.calls[made.calls.index(last) + 1 :] if not list(c.module.children())]
+    norm = next((c for c in later if c.inputs and same(c.inputs[0], last.output)), None)
+    if norm is None:
+        raise Unexplained(last.path, "no norm reads the last layer's output")
+    for c in later:
+        if c.inputs and same(c.inputs[0], norm.output) and probe.is_linear(c.module, c.inputs[0], c.output):
+            return norm, c
+    raise Unexplained(norm.path, "no linear layer reads the final norm's output")
+
+
+def _logits(made: Recording, head: ModuleCall) -> tuple[float, float]:
+    """(scale, soft cap) of the logits."""
+    assert made.logits is not None
+    scale = probe.ratio(made.logits, head.output)
+    if scale is not None:
+        return scale, 0.0
+    cap = probe.cap(made.logits, head.output)
+    if cap is None:
+        raise Unexplained(head.path, "the logits are neither its scaled nor its soft-capped output")
+    return 1.0, cap
+
+
+def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, str]]:
+    own = next(c for c in made.calls if c.path == path)
+    attended = [a for a in made.attention if a.path.startswith(f"{path}.")]
+    if len(attended) != 1:
+        raise Unexplained(path, f"{len(attended)} calls of attention in one layer")
+    inside = made.inside(path)
+    try:
+        attention, names, reads, writes = _attention(made, attended[0], path, config)
+    except Unexplained as error:
+        try:
+            _mlp(inside, attended[0], path)
+        except Unexplained as other:
+            raise Unexplained(error.path, error.reason, (other,)) from None
+        raise
+    mlp, mlp_names, mlp_reads, mlp_writes = _mlp(inside, attended[0], path)
+    names |= mlp_names
+    norms = _Norms([c for c in inside if "." not in c.path[len(path) + 1 :]], path)
+    x, y = own.inputs[0], own.output
+    before_attention = norms.between(x, reads)
+    after_attention = norms.reading(writes)
+    a = writes if after_attention is None else after_attention.output
+    after_mlp = norms.reading(mlp_writes)
+    m = mlp_writes if after_mlp is None else after_mlp.output
+    at_once = norms.find(x, mlp_reads) is not None or same(mlp_reads, reads)
+    if at_once:
+        before_mlp = None if same(mlp_reads, reads) else norms.between(x, mlp_reads)
+        # GPT-NeoX has two norms of one input, whose outputs differ unless their weights are equal
+        multiplier = probe.ratio(y - x, (a + m).reshape(x.shape))
+    else:
+        middle = norms.source(mlp_reads)
+        multiplier = probe.ratio(middle.reshape(x.shape) - x, a.reshape(x.shape))
+        before_mlp = norms.find(middle, mlp_reads)
+        if multiplier is not None and not same(y, middle.reshape(x.shape) + multiplier * m.reshape(x.shape)):
+            multiplier = None
+    if multiplier is None:
+        raise Unexplained(path, "its output is not x + multiplier * (attention + MLP)")
+    parts = {
+        "before_attention": before_attention, "after_attention": after_attention, "before_mlp": before_mlp,
+        "after_mlp": after_mlp,
+    }  # fmt: skip
+    kinds = {part: None if call is None else norms.kind(call) for part, call in parts.items()}
+    own_names = {
+        part: call.path[len(path) + 1 :]
+        for part, call in parts.items()
+        if call is not None and call.path[len(path) + 1 :] != d.NAMES.get(part, part)
+    }
+    norms.check_all_used([c for c in parts.values() if c is not None])
+    layer = d.Layer(attention, mlp, parallel=at_once, multiplier=multiplier, names=own_names, **kinds)
+    return layer, names
+
+
+class _Norms:
+    """The calls of a layer's own modules that are norms, by what they read and write."""
+
+    def __init__(self, calls: list[ModuleCall], path: str) -> None:
+        self.path = path
+        neutral = (nn.Dropout, nn.Identity)
+        self.calls = [
+            c
+            for c in calls
+            if c.inputs and not list(c.module.children()) and not isinstance(c.module, neutral)
+        ]
+
+    def find(self, x: torch.Tensor, y: torch.Tensor) -> ModuleCall | None:
+        return next((c for c in self.calls if same(c.inputs[0], x) and same(c.output, y)), None)
+
+    def reading(self, x: torch.Tensor) -> ModuleCall | None:
+        return next((c for c in self.calls if same(c.inputs[0], x)), None)
+
+    def between(self, x: torch.Tensor, y: torch.Tensor) -> ModuleCall | None:
+        """The norm from x to y; None if they are equal. Raises Unexplained."""
+        found = self.find(x, y)
+        if found is None and not same(x, y):
+            raise Unexplained(self.path, "no single norm lies between the residual stream and what reads it")
+        return found
+
+    def source(self, y: torch.Tensor) -> torch.Tensor:
+        """The input of the norm that writes y; y itself if none does."""
+        return next((c.inputs[0] for c in self.calls if same(c.output, y)), y)
+
+    def kind(self, call: ModuleCall) -> d.Norm:
+        found = probe.find_norm(call.module, call.output.shape[-1])
+        if found is None:
+            raise Unexplained(call.path, "it computes no norm that an op computes")
+        return found
+
+    def check_all_used(self, used: list[ModuleCall]) -> None:
+        for call in self.calls:
+            if not any(call is u for u in used):
+                raise Unexplained(call.path, "its place in the layer is not known")
+
+
+def _attention(
+    made: Recording, seen: AttentionCall, layer: str, config: Any
+) -> tuple[d.Attention, dict[str, str], torch.Tensor, torch.Tensor]:
+    """(attention, names, what its projections read, what it writes)."""
+    inside = made.inside(seen.path)
+    if seen.unknown:
+        raise Unexplained(seen.path, f"attention has {', '.join(seen.unknown)}")
+    heads, _, size = seen.q.shape
+    if seen.k.shape[2] != size or seen.v.shape[2] != size:
+        raise Unexplained(
+            seen.path, f"queries have {size}, keys {seen.k.shape[2]} and values {seen.v.shape[2]} channels"
+        )
+    kv_heads = seen.k.shape[0]
+    linears = [c for c in inside if c.inputs and probe.is_linear(c.module, c.inputs[0], c.output)]
+    out = next((c for c in linears if same(c.inputs[0], seen.output)), None)
+    if out is None:
+        raise Unexplained(seen.path, "no linear layer reads the output of attention alone")
+    names = {"o_proj": out.path[len(layer) + 1 :]}
+    plain = d.Attention(
+        heads,
+        kv_heads,
+        size,
+        out_bias=_has_bias(out),
+        scale=size**-0.5 if seen.scale is None else seen.scale,
+        window=_window(seen),
+        softcap=seen.softcap,
+        max_positions=getattr(config, "max_position_embeddings", None) or d.Attention.max_positions,
+    )
+    projections = [c for c in linears if c is not out]
+    if any(not same(c.inputs[0], projections[0].inputs[0]) for c in projections):
+        raise Unexplained(seen.path, "its projections read different tensors")
+    leaves = [c for c in inside if not list(c.module.children()) and not isinstance(c.module, nn.Dropout)]
+    rest = [c for c in leaves if all(c is not linear for linear in linears)]
+    for q, k, v, by_head, roles in _projected(projections, seen, layer):
+        normed = _head_norms(rest, q, k, heads, kv_heads, size, layer)
+        if normed is None or not same(v, seen.v.transpose(0, 1)):
+            continue
+        q, k, norms, norm_names = normed
+        turned = _rope(replace(plain, by_head=by_head, **norms), q, k, seen, config)
+        if turned is None:
+            continue
+        has = {_has_bias(c) for c in projections}
+        if len(has) > 1:
+            raise Unexplained(seen.path, "some of its projections have a bias, others have none")
+        names |= {**roles, **norm_names}
+        return replace(turned, bias=has.pop()), names, projections[0].inputs[0], out.output
+    raise Unexplained(
+        seen.path,
+        "its queries, keys and values are not projections, norms and a rotary embedding that ops compute",
+    )
+
+
+def _has_bias(call: ModuleCall) -> bool:
+    return getattr(call.module, "bias", None) is not None
+
+
+def _window(seen: AttentionCall) -> int | None:
+    """The window that the mask shows. Raises Unexplained for a mask that is not causal with a window."""
+    if seen.visible is None:
+        raise Unexplained(seen.path, "attention without a causal mask")
+    tokens = seen.visible.shape[0]
+    most = int(seen.visible.sum(1).max())
+    at = torch.arange(tokens)
+    apart = at[:, None] - at[None]
+    if not bool((seen.visible == ((apart >= 0) & (apart < most))).all()):
+        raise Unexplained(seen.path, "a mask that is not causal with a window")
+    return None if most == tokens else most
+
+
+def _projected(projections: list[ModuleCall], seen: AttentionCall, layer: str) -> Any:
+    """(q, k, v [T, heads, size], by_head, {role: name}) of each way to read the projections."""
+    heads, tokens, size = seen.q.shape
+    kv = seen.k.shape[0]
+
+    def name(call: ModuleCall) -> str:
+        return call.path[len(layer) + 1 :]
+
+    flat = [c.output.reshape(tokens, -1) for c in projections]
+    if len(projections) == 1 and flat[0].shape[1] == (heads + 2 * kv) * size:
+        q, k, v = flat[0].split([heads * size, kv * size, kv * size], 1)
+        roles = {"qkv_proj": name(projections[0])}
+        yield *(t.reshape(tokens, -1, size) for t in (q, k, v)), False, roles
+        if heads == kv:
+            yield *flat[0].view(tokens, heads, 3, size).unbind(2), True, roles
+    if len(projections) == 3:
+        for order in permutations(range(3)):
+            widths = [flat[i].shape[1] for i in order]
+            if widths == [heads * size, kv * size, kv * size]:
+                roles = {f"{r}_proj": name(projections[i]) for r, i in zip("qkv", order, strict=True)}
+                yield *(flat[i].view(tokens, -1, size) for i in order), False, roles
+
+
+def _head_norms(
+    rest: list[ModuleCall], q: torch.Tensor, k: torch.Tensor, heads: int, kv_heads: int, size: int, layer: str
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any], dict[str, str]] | None:
+    """(q, k, fields of Attention, names) after the norms among `rest`; None if one of these is not explained."""
+    used: list[ModuleCall] = []
+    names: dict[str, str] = {}
+    found: list[torch.Tensor] = []
+    kinds: set[tuple[str, d.Norm]] = set()
+    for role, x, count in (("q_norm", q, heads), ("k_norm", k, kv_heads)):
+        call = next(
+            (c for c in rest if c.inputs and any(same(c.inputs[0], t) for t in (x, x.transpose(0, 1)))), None
+        )
+        if call is None:
+            found.append(x)
+            continue
+        turned = not same(call.inputs[0], x)
+        for kind, width in (("head_norm", size), ("wide_norm", count * size)):
+            norm = probe.find_norm(call.module, width)
+            if norm is not None and call.inputs[0].shape[-1] == width:
+                kinds.add((kind, norm))
+                break
+        else:
+            return None
+        out = call.output.reshape(count, -1, size).transpose(0, 1) if turned else call.output.reshape(x.shape)
+        found.append(out)
+        used.append(call)
+        names[role] = call.path[len(layer) + 1 :]
+    if len(used) not in (0, 2) or len(used) != len(rest):
+        return None
+    if len({kind for kind, _ in kinds}) > 1:
+        return None
+    if len(kinds) == 2 and not all(close(a, b) for (_, a), (_, b) in [tuple(kinds)]):
+        return None
+    return found[0], found[1], dict([next(iter(kinds))]) if kinds else {}, names
+
+
+def close(a: Any, b: Any, rtol: float = 1e-3) -> bool:
+    """Whether two descriptions are equal, with numbers that were measured within rtol."""
+    if isinstance(a, bool) or isinstance(b, bool) or not isinstance(a, (int, float)):
+        if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+            return len(a) == len(b) and all(close(x, y, rtol) for x, y in zip(a, b, strict=True))
+        if hasattr(a, "__dataclass_fields__"):
+            return type(a) is type(b) and all(
+                close(getattr(a, n), getattr(b, n), rtol) for n in a.__dataclass_fields__
+            )
+        return a == b
+    return isinstance(b, (int, float)) and abs(a - b) <= rtol * max(abs(a), abs(b))
+
+
+def _rope(
+    a: d.Attention, q: torch.Tensor, k: torch.Tensor, seen: AttentionCall, config: Any
+) -> d.Attention | None:
+    """The attention with the rotary embedding that leads from q and k to what attention reads; None if none does."""
+    before = q.transpose(0, 1), k.transpose(0, 1)
+    if same(before[0], seen.q) and same(before[1], seen.k):
+        return replace(a, rope=None)
+    given = getattr(config, "rope_parameters", None) or {}
+    of_types = [kind for kind, own in given.items() if isinstance(own, dict)]  # of layers
+    for kind in of_types or [""]:
+        try:
+            rope = d.rope(config, kind)
+        except d.Unsupported as error:
+            raise Unexplained(seen.path, str(error)) from error
+        for interleaved in (False, True):
+            tried = replace(a, rope=rope, interleaved=interleaved)
+            try:
+                turned = [probe.rotated(tried, x) for x in before]
+            except (ValueError, RuntimeError):  # sizes that no module of ours has
+                continue
+            if same(turned[0], seen.q) and same(turned[1], seen.k):
+                return tried
+    return None
+
+
+def _mlp(
+    inside: list[ModuleCall], seen: AttentionCall, layer: str
+) -> tuple[d.Mlp, dict[str, str], torch.Tensor, torch.Tensor]:
+    """(MLP, names, what it reads, what it writes)."""
+    outside = [c for c in inside if not f"{c.path}.".startswith(f"{seen.path}.")]
+    linears = [c for c in outside if c.inputs and probe.is_linear(c.module, c.inputs[0], c.output)]
+    weighted = [
+        c for c in outside if "." in c.path[len(layer) + 1 :] and list(c.module.parameters(recurse=False))
+    ]
+    strange = [c for c in weighted if c not in linears]
+    if strange or not 2 <= len(linears) <= 3:
+        culprit = strange[0] if strange else None
+        path = culprit.path if culprit else layer
+        what = f"{len(linears)} linear layers outside attention, where an MLP has 2 or 3"
+        raise Unexplained(path, "it is part of an MLP that no description expresses" if culprit else what)
+    *ups, down = linears
+    inner = down.inputs[0].reshape(down.inputs[0].shape[-2:])
+    has = {_has_bias(c) for c in linears}
+    if len(has) > 1:
+        raise Unexplained(down.path, "some linear layers of the MLP have a bias, others have none")
+    if len(ups) == 2 and not same(ups[0].inputs[0], ups[1].inputs[0]):
+        raise Unexplained(ups[1].path, "it reads something else than the MLP's first linear layer")
+    flat = [c.output.reshape(inner.shape[0], -1) for c in ups]
+    width = inner.shape[1]
+
+    def name(call: ModuleCall) -> str:
+        return call.path[len(layer) + 1 :]
+
+    names = {"down_proj": name(down)}
+    ways: list[tuple[Any, Any, dict[str, str]]] = []
+    if len(ups) == 2 and all(f.shape[1] == width for f in flat):
+        for g, u in ((0, 1), (1, 0)):
+            ways.append((flat[g], flat[u], {"gate_proj": name(ups[g]), "up_proj": name(ups[u])}))
+    elif len(ups) == 1 and flat[0].shape[1] == 2 * width:
+        ways.append((*flat[0].split(width, 1), {"gate_up_proj": name(ups[0])}))
+    elif len(ups) == 1 and flat[0].shape[1] == width:
+        ways.append((flat[0], None, {"up_proj": name(ups[0])}))
+    for act, function in probe.ACTIVATIONS.items():
+        for gate, up, roles in ways:
+            if same(function(gate) * (1.0 if up is None else up), inner, 2e-5):
+                mlp = d.Mlp(width, act, gated=up is not None, bias=has.pop())
+                return mlp, {**names, **roles}, ups[0].inputs[0], down.output
+    raise Unexplained(down.path, "what it reads is not act(gate) * up or act(up) with an activation of ours")

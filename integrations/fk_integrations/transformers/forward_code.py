@@ -1,0 +1,148 @@
+"""The functions that a module's own forward calls, read from its source: torch's by name, those of its file followed.
+
+A forward is read as it runs with the module's attributes and its default arguments: a branch that another value selects
+is skipped. Losses and functions that resize a table of positions are skipped, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+MODELS = "transformers.models."
+SKIPPED = ("loss", "interpolate_pos", "resize_pos", "init_weights", "prune", "rope_index", "moving_average")
+_INTERFACE = "attention_interface"
+
+
+@cache
+def parsed(function: Any) -> ast.FunctionDef | None:
+    """The definition of a function, or None if its source cannot be read."""
+    try:
+        node = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return node if isinstance(node, ast.FunctionDef) else None
+
+
+def calls(module: Any, method: str = "forward") -> frozenset[str]:
+    """Names of the functions that the module's own code calls, without those of its children.
+
+    A function of torch or method of a tensor has its last name ('softmax'), the operator @ is 'matmul', a call through
+    transformers' attention functions is 'attention_interface', `super().forward` is 'super'.
+    """
+    found: set[str] = set()
+    seen: set[Any] = set()
+    todo = [getattr(type(module), method, None)]
+    while todo:
+        function = todo.pop()
+        function = inspect.unwrap(function) if function is not None else None
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        node = parsed(function)
+        if node is None or not function.__module__.startswith("transformers."):
+            continue
+        reader = _Reader(module, function)
+        for statement in node.body:
+            reader.visit(statement)
+        found |= reader.names
+        todo += reader.functions
+    return frozenset(found)
+
+
+class _Reader(ast.NodeVisitor):
+    def __init__(self, module: Any, function: FunctionType) -> None:
+        self.module, self.globals = module, function.__globals__
+        parameters = inspect.signature(function).parameters.values()
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self.names: set[str] = set()
+        self.functions: list[Any] = []
+
+    def visit_If(self, node: ast.If) -> None:
+        value = self._value(node.test)
+        self.visit(node.test)
+        for statement in node.body if value in (True, None) else ():
+            self.visit(statement)
+        for statement in node.orelse if value in (False, None) else ():
+            self.visit(statement)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        value = self._value(node.test)
+        if value in (True, None):
+            self.visit(node.body)
+        if value in (False, None):
+            self.visit(node.orelse)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if isinstance(node.op, ast.MatMult):
+            self.names.add("product" if _transposed(node.right) or self._is_weight(node.right) else "matmul")
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = ast.unparse(node.func)
+        last = name.rpartition(".")[2]
+        if any(word in name for word in SKIPPED):
+            return
+        if isinstance(node.func, ast.Name):
+            function = self.globals.get(name)
+            if name == _INTERFACE:
+                self.names.add(name)
+            elif isinstance(function, FunctionType) and function.__module__.startswith(MODELS):
+                self.functions.append(function)
+            elif isinstance(function, FunctionType) or not isinstance(function, type):
+                self.names.add(name)
+        elif name.startswith("super()"):
+            self.names.add("super")
+        elif name.startswith("self.") and name.count(".") == 1:
+            function = getattr(type(self.module), last, None)
+            own = getattr(self.module, last, None)
+            if isinstance(inspect.unwrap(function), FunctionType) if function else False:
+                self.functions.append(function)
+            elif isinstance(own, FunctionType):
+                self.names.add(own.__name__)
+        elif last in ("matmul", "mm", "bmm") and node.args and _transposed(node.args[-1]):
+            self.names.add("product")
+        elif last == "unfold" and not name.startswith(("F.", "nn.functional.", "torch.nn.functional.")):
+            pass  # a view of a tensor, without the products of torch.nn.functional.unfold
+        elif not self._is_child(node.func):
+            self.names.add(last)
+        self.generic_visit(node)
+
+    def _is_weight(self, node: ast.expr) -> bool:
+        """Whether this is a parameter of the module with two dimensions."""
+        import torch
+
+        if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != "self":
+            return False
+        found = getattr(self.module, node.attr, None)
+        return isinstance(found, torch.nn.Parameter) and found.dim() == 2
+
+    def _is_child(self, func: ast.expr) -> bool:
+        """Whether `self.a.b(...)` calls a module or a method of one."""
+        found: Any = self.module
+        for part in ast.unparse(func).split(".")[1:]:
+            found = getattr(found, part, None)
+        return ast.unparse(func).startswith("self.") and found is not None
+
+    def _value(self, test: ast.expr) -> bool | None:
+        """The value of a condition that depends on the module and on default arguments only; None: unknown."""
+        names = {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
+        known = {"self": self.module, **self.defaults}
+        if not names <= set(known) or any(isinstance(n, (ast.Call, ast.NamedExpr)) for n in ast.walk(test)):
+            return None
+        if "training" in ast.unparse(test):
+            return False
+        try:
+            return bool(eval(compile(ast.Expression(test), "", "eval"), {}, known))
+        except Exception:  # of any attribute of a host's module
+            return None
+
+
+def _transposed(node: ast.expr) -> bool:
+    """Whether this is `x.t()` or `x.T`, which need a tensor of two dimensions."""
+    text = ast.unparse(node)
+    return text.endswith((".t()", ".T")) or ".t().to(" in text

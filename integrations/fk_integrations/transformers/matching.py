@@ -1,0 +1,441 @@
+"""The op that a module of a transformers model equals, and how certain that is.
+
+A module is matched by class (what its class or its forward is known to compute), by signature (its call, or the tensors
+that it holds, are those of the op) and by probe (numbers; see probes.py). Modules of several parts that only connect
+them need no op. See docs/coverage.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.core import registry
+from fastkernels.core.spec import Target
+from fk_integrations.transformers import probes
+from fk_integrations.transformers.forward_code import calls
+from fk_integrations.transformers.host import target_of
+
+PRIMITIVES = {  # functions of torch that no op of ours computes: what they are
+    **{f"conv{n}d": "convolution" for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": "transposed convolution" for n in (1, 2, 3)},
+    **{f"{kind}_pool{n}d": "pooling" for kind in ("avg", "max", "adaptive_avg", "adaptive_max") for n in (1, 2, 3)},
+    **dict.fromkeys(("fft", "fftn", "fft2", "ifft", "rfft", "irfft", "rfft2", "irfft2", "stft", "istft"), "FFT"),
+    **dict.fromkeys(("selective_scan_fn", "selective_scan_update", "mamba_chunk_scan_combined"), "recurrence"),
+    **dict.fromkeys(("pinv", "svd", "eigh", "solve", "inv", "qr", "cholesky"), "linear algebra"),
+    **dict.fromkeys(("deform_conv2d", "roi_align", "nms", "batched_nms"), "detection op"),
+    "grid_sample": "grid_sample", "interpolate": "interpolate", "upsample": "interpolate", "cdist": "codebook",
+    "gumbel_softmax": "codebook", "group_norm": "group norm", "batch_norm": "batch norm",
+    "instance_norm": "instance norm", "multi_scale_deformable_attention": "grid_sample",
+}  # fmt: skip
+MODULES: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("transposed convolution", (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
+    ("batch norm", (nn.modules.batchnorm._NormBase,)),
+    ("group norm", (nn.GroupNorm,)),
+    ("recurrence", (nn.RNNBase,)),
+    ("interpolate", (nn.Upsample,)),
+    ("pooling", (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)),
+    ("unfold", (nn.Unfold, nn.Fold)),
+    ("bilinear", (nn.Bilinear,)),
+)
+_WHOLE_POOLS = (
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool1d,
+    nn.AdaptiveMaxPool2d,
+)
+_RECURRENT = re.compile(
+    r"Mamba|SSM|Rwkv|DeltaNet|DeltaRule|Lightning|LinearAttn|RgLru|Rglru|RecurrentBlock|xLSTM|mLSTM|sLSTM|Retention"
+)
+_NAMED = (  # (end or part of a class's name, primitive) of what only a name tells
+    (re.compile(r"Indexer$"), "index of sparse attention"),
+    (re.compile(r"Quantizer|Codebook$"), "codebook"),
+)
+_SOFTMAX_ATTENTION = {"attention_interface", "scaled_dot_product_attention", "multi_head_attention_forward"}
+_PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm", "product"}
+_ACTIVATIONS = {"GELU": "gelu"}
+_ATTENTION_ARGUMENTS = {"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"}
+
+
+class Kind(str, Enum):
+    """OP: an op computes the module. PARTS: its own code only connects its parts. MISSING: no op is of its family."""
+
+    OP = "op"
+    PARTS = "parts"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Match:
+    """The match of one module.
+
+    op         the op's name; '' for parts and for what is missing
+    arguments  scalar arguments of the op that the probe found, such as the scoring of a router
+    target     the listed class that it equals, if one is listed
+    needs      what no op computes: a primitive, or the difference from the op
+    """
+
+    kind: Kind
+    op: str = ""
+    by_class: bool = True
+    by_signature: bool = True
+    by_probe: bool = True
+    arguments: dict[str, Any] = field(default_factory=dict, hash=False)
+    target: Target | None = None
+    needs: str = ""
+
+    @property
+    def strict(self) -> bool:
+        return self.kind is not Kind.MISSING and self.by_class and self.by_signature and self.by_probe
+
+    @property
+    def loose(self) -> bool:
+        return self.kind is not Kind.MISSING and self.by_class
+
+
+PARTS = Match(Kind.PARTS)
+_known: dict[Any, Match] = {}
+_configs: dict[int, Any] = {}  # those in keys of _known: an id is unique while the object lives
+
+
+def match(module: nn.Module) -> Match:
+    """The match of one module, without its children. The module may be on the meta device.
+
+    Results are kept by class and shape of use, so that each distinct class is probed once in a process.
+    """
+    key = (type(module), _use(module))
+    if key not in _known:
+        _known[key] = _match(module)
+    return _known[key]
+
+
+def _use(module: nn.Module) -> Any:
+    """The attributes that decide what a class computes: numbers and flags, without sizes of layers alone."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        return type(module)
+    config = getattr(module, "config", None)
+    _configs[id(config)] = config
+    plain = (bool, str, int, float, type(None), tuple)
+    own = tuple(
+        sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k != "layer_idx")
+    )
+    return own, id(config), tuple(name for name, _ in module.named_children())
+
+
+def missing(primitive: str) -> Match:
+    return Match(Kind.MISSING, "", False, False, False, needs=primitive)
+
+
+def _match(module: nn.Module) -> Match:
+    cls = type(module)
+    for rule in (_listed, _torch_module, _named, _embedding, _rotary, _experts, _router, _norm, _attention):
+        found = rule(module)
+        if found is not None:
+            return found
+    return _parts(module) if cls.__module__.startswith("transformers.") else PARTS
+
+
+def _parts(module: nn.Module) -> Match:
+    """A module whose own code is read: it connects its parts, or it computes something."""
+    names = calls(module)
+    for name in sorted(names):
+        if name in PRIMITIVES:
+            return missing(PRIMITIVES[name])
+    if {"cumsum", "exp"} <= names and names & _PRODUCTS:
+        return missing("recurrence")
+    if names & (_PRODUCTS - {"product"}):
+        return Match(
+            Kind.OP, "linear", by_probe=False, by_signature=False, needs="product of two activations"
+        )
+    return PARTS
+
+
+def _listed(module: nn.Module) -> Match | None:
+    """A class that an op replaces, or whose forward computes the same."""
+    found = target_of(module)
+    if found is None:
+        return None
+    op, target = found
+    ours = registry.target_class(target)
+    supports = getattr(ours, "supports", None)
+    reason = supports(module) if supports is not None else None
+    same = _call(type(module)) == _call(ours)
+    probe = reason is None and probes.safely(probes.target_probe, module, ours)
+    if not probe and op == "layer_norm" and _normalizes_last(module):
+        probe = probes.safely(lambda: probes.norm_op(module) == op)
+    return Match(Kind.OP, op, True, same, probe, dict(target.computes), target, needs=reason or "")
+
+
+def _normalizes_last(module: nn.Module) -> bool:
+    return len(getattr(module, "normalized_shape", (0,))) == 1
+
+
+def _call(cls: type) -> tuple[Any, ...]:
+    """The order, kinds and defaults of the parameters of a class's call; names differ between equal classes."""
+    function: Any = cls.forward  # type: ignore[attr-defined]
+    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+    return tuple((p.kind, p.default) for p in parameters)
+
+
+def _torch_module(module: Any) -> Match | None:
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        plain = type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
+        return Match(Kind.OP, "linear", by_probe=plain and _once(probes.linear_probe, module))
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        patches = module.kernel_size == module.stride or set(module.kernel_size) == {1} == set(module.stride)
+        whole = set(module.dilation) == {1} and module.groups == 1 and module.padding in (
+            "valid", tuple(0 for _ in module.kernel_size)
+        )  # fmt: skip
+        if not (patches and whole):
+            return missing("convolution")
+        return Match(Kind.OP, "linear", by_probe=probes.safely(probes.patches_probe, module))
+    for primitive, classes in MODULES:
+        if isinstance(module, classes):
+            return missing(primitive)
+    if isinstance(module, _WHOLE_POOLS):
+        return PARTS if _sizes(module.output_size) == {1} else missing("pooling")
+    if isinstance(module, nn.MultiheadAttention):
+        return Match(Kind.OP, "attention", True, False, False, needs="bidirectional or cross-attention")
+    if type(module).__module__.startswith("torch.nn") and type(module).__name__ in _ACTIVATIONS:
+        op, tanh = (
+            _ACTIVATIONS[type(module).__name__],
+            {"approximate": getattr(module, "approximate", "none")},
+        )
+        probe = probes.safely(lambda: probes.activation_probe(module, op, **tanh))
+        return Match(Kind.OP, op, by_probe=probe, arguments=tanh)
+    return None
+
+
+def _sizes(size: Any) -> set[Any]:
+    return set(size) if isinstance(size, tuple) else {size}
+
+
+@cache
+def _once_of_class(probe: Callable[..., bool], cls: type, bias: bool) -> bool:
+    made: Any = cls(6, 8) if cls.__name__ == "Conv1D" else nn.Linear(8, 6, bias=bias)
+    made.__class__ = cls
+    return probes.safely(probe, made)
+
+
+def _once(probe: Callable[..., bool], module: nn.Module) -> bool:
+    return _once_of_class(probe, type(module), getattr(module, "bias", None) is not None)  # type: ignore[arg-type]
+
+
+def _named(module: nn.Module) -> Match | None:
+    name = type(module).__name__
+    for pattern, primitive in _NAMED:
+        if pattern.search(name):
+            return missing(primitive)
+    own = name.endswith(("Mixer", "Attention", "Cell", "Lru", "Net", "Rule"))
+    if own and _RECURRENT.search(name) and any(True for _ in module.parameters()):
+        return missing("recurrence")
+    return None
+
+
+def _embedding(module: nn.Module) -> Match | None:
+    if not isinstance(module, nn.Embedding):
+        return missing("sum of embeddings") if isinstance(module, nn.EmbeddingBag) else None
+    if type(module).forward is nn.Embedding.forward or probes.safely(probes.embedding_probe, module):
+        return Match(Kind.OP, "embedding")
+    own = calls(module)
+    if own & {"super", "embedding"} and not own & (set(PRIMITIVES) | _PRODUCTS):
+        return Match(Kind.OP, "embedding")  # the lookup is torch's, its positions are computed here
+    return Match(Kind.OP, "embedding", by_signature=False, by_probe=False, needs="a lookup of its own")
+
+
+def _rotary(module: nn.Module) -> Match | None:
+    """Cosines and sines of positions, with the function of the same file that rotates queries and keys."""
+    name = type(module).__name__
+    if ("Rotary" not in name and not name.endswith("RoPE")) or any(True for _ in module.parameters()):
+        return None
+    if hasattr(module, "mrope_section") or "mrope" in str(getattr(module, "rope_type", "")):
+        return Match(Kind.OP, "rotary_emb", True, False, False, needs="positions in several sections")
+    if "position_ids" not in inspect.signature(type(module).forward).parameters:
+        return Match(Kind.OP, "rotary_emb", True, False, False, needs="angles of positions in two dimensions")
+    config = getattr(module, "config", None)
+    kinds = getattr(module, "layer_types", None) or [None]
+    apply = _rotation(type(module))
+    if apply is None or config is None:
+        return Match(Kind.OP, "rotary_emb", True, True, False, needs="a rotation of its own")
+    with torch.device("cpu"):
+        made = _built(type(module), config)
+
+    def call(kind: Any) -> Callable[[nn.Module, Any, Any], Any]:
+        return lambda m, x, at: m(x, at) if kind is None else m(x, at, kind)
+
+    probe = made is not None and all(probes.safely(probes.rope_probe, made, apply, call(k)) for k in kinds)
+    return Match(
+        Kind.OP, "rotary_emb", by_probe=probe, needs="" if probe else "angles or a rotation of its own"
+    )
+
+
+def _built(cls: type, config: Any) -> Any:
+    try:
+        return cls(config)
+    except Exception:  # a constructor of the host that takes other arguments
+        return None
+
+
+def _rotation(cls: type) -> Callable[..., Any] | None:
+    """The function of the class's file that applies cosines and sines to queries and keys."""
+    space = vars(sys.modules[cls.__module__])
+    names = [n for n in space if n.startswith("apply_") and ("rot" in n) and "vision" not in n]
+    return space[min(names, key=len)] if names else None
+
+
+def _experts(module: nn.Module) -> Match | None:
+    held = dict(module.named_parameters(recurse=False))
+    if not type(module).__name__.endswith("Experts") and "gate_up_proj" not in held:
+        return None
+    if "top_k_index" not in inspect.signature(inspect.unwrap(type(module).forward)).parameters:
+        if not held:
+            return None  # a list of MLPs
+        return Match(Kind.OP, "fused_experts", True, False, False, needs="experts called in another way")
+    probe = probes.safely(probes.experts_probe, module)
+    return Match(
+        Kind.OP,
+        "fused_experts",
+        by_probe=probe,
+        needs="" if probe else "experts of another activation or form",
+    )
+
+
+def _router(module: nn.Module) -> Match | None:
+    name, own = type(module).__name__, calls(module)
+    if "topk" not in own or not own & {"softmax", "sigmoid"}:
+        return None
+    if "Router" not in name and "Gate" not in name and "Gating" not in name:
+        return _block(own)
+    op = ""
+    arguments: dict[str, Any] = {}
+
+    def probe() -> bool:
+        nonlocal op, arguments
+        op, arguments = probes.router_op(module)
+        return bool(op)
+
+    if probes.safely(probe):
+        return Match(Kind.OP, op, arguments=arguments)
+    return Match(Kind.OP, "topk_softmax", True, True, False, needs="a router that scores in another way")
+
+
+def _block(own: frozenset[str]) -> Match | None:
+    """A block of experts that routes in its own forward."""
+    if not own & {"one_hot", "index_add_", "scatter"} or own & _SOFTMAX_ATTENTION:
+        return None
+    return Match(Kind.OP, "topk_softmax", True, False, False, needs="a router inside its block")
+
+
+def _norm(module: nn.Module) -> Match | None:
+    name = type(module).__name__
+    if not (
+        name.endswith(("Norm", "Norm1P", "NormGated", "LayerNorm1p")) or isinstance(module, nn.LayerNorm)
+    ):
+        return None
+    if list(module.children()):
+        return None
+    op = ""
+
+    def probe() -> bool:
+        nonlocal op
+        op = probes.norm_op(module)
+        return bool(op)
+
+    if probes.safely(probe):
+        return Match(Kind.OP, op)
+    family = "layer_norm" if isinstance(module, nn.LayerNorm) or "Layer" in name else "rms_norm"
+    if "Group" in name or "Batch" in name or "Instance" in name:
+        return missing(f"{'group' if 'Group' in name else 'batch' if 'Batch' in name else 'instance'} norm")
+    return Match(Kind.OP, family, True, False, False, needs="a norm of another form")
+
+
+def _attention(module: nn.Module) -> Match | None:
+    """Softmax attention. The op is causal, with one head size and at most a window and a soft cap."""
+    own = calls(module)
+    if list(own & set(PRIMITIVES)):
+        return None
+    interface = "attention_interface" in own
+    if not interface and not own & _SOFTMAX_ATTENTION and not ("softmax" in own and own & _PRODUCTS):
+        name = type(module).__name__
+        if name.endswith(("Attention", "SelfAttn", "Attn")) and own & _PRODUCTS:
+            return (
+                missing("attention without softmax")
+                if not list(module.children()) or own & {"einsum"}
+                else None
+            )
+        return None
+    why = _difference(module) if interface else "an attention function of its own"
+    if why:
+        return Match(Kind.OP, "attention", True, False, False, needs=why)
+    return Match(Kind.OP, "attention")
+
+
+def _difference(module: Any) -> str:
+    """How the module's attention differs from the op; '' if it does not."""
+    if getattr(module, "is_causal", None) is not True:
+        return "bidirectional or cross-attention"
+    arguments = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    recorded = _record(module, arguments)
+    if recorded is None:
+        return "attention that cannot be called alone"
+    query, key, value, given = recorded
+    if query.shape[-1] != key.shape[-1] or key.shape[-1] != value.shape[-1]:
+        return "heads of other sizes for values than for keys"
+    if query.shape[1] % key.shape[1]:
+        return "heads that do not divide"
+    extra = [k for k, v in given.items() if k not in _ATTENTION_ARGUMENTS and v is not None]
+    if extra:
+        return f"attention with {', '.join(sorted(extra))}"
+    space = vars(sys.modules[type(module).__module__])
+    eager = next((f for name, f in space.items() if name.endswith("eager_attention_forward")), None)
+    softcap, window = given.get("softcap"), given.get("sliding_window")
+    grouped = query.shape[1] != key.shape[1]
+    if eager is None or not probes.safely(probes.attention_probe, eager, softcap, window, grouped):
+        return "an attention function of its own"
+    return ""
+
+
+def _record(module: Any, arguments: Any) -> Any:
+    """(query, key, value, keyword arguments) of the module's attention on the meta device; None: it cannot run."""
+    linear = next((c for c in module.modules() if isinstance(c, nn.Linear)), None)
+    config = getattr(module, "config", None)
+    if linear is None or config is None:
+        return None
+    width = getattr(config, "hidden_size", linear.in_features)
+    size = getattr(module, "head_dim", None) or getattr(module, "head_size", None) or 64
+    rotated = [size, int(size * (getattr(config, "partial_rotary_factor", None) or 0.5)), size // 2]
+    rotated += [v for v in (getattr(config, n, None) for n in ("qk_rope_head_dim", "rotary_dim")) if v]
+    for columns, rotation in dict.fromkeys(product((width, linear.in_features), rotated)):
+        hidden = torch.empty(1, 4, columns, device="meta", dtype=linear.weight.dtype)
+        turn = torch.empty(1, 4, rotation, device="meta", dtype=hidden.dtype)
+        given: dict[str, Any] = {}
+        for name, parameter in list(arguments.items())[1:]:
+            if name == "position_embeddings":
+                given[name] = (turn, turn)
+            elif name in ("position_ids", "cache_position"):
+                given[name] = torch.zeros(1, 4, dtype=torch.long, device="meta")
+            elif parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                continue
+            elif not given:
+                given[name] = hidden
+            elif parameter.default is parameter.empty:
+                given[name] = None
+        try:
+            with torch.no_grad(), probes.recorded_attention(module) as found:
+                module.eval()(**given)
+        except Exception:  # the host's forward, called with our idea of its arguments
+            found = []
+        if found:
+            return found[0]
+    return None

@@ -1,0 +1,72 @@
+"""The modules of a language model of transformers at its real sizes, without memory: class, source and shapes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fk_integrations.transformers.matching import match
+from fk_integrations.transformers.tiny_models import reference_class
+
+
+@dataclass(frozen=True)
+class Walked:
+    """Modules of one class with the same shapes.
+
+    path    name of the first; in the list of layers its number stands for all
+    source  file:line of the class
+    shapes  {parameter: shape}, of the module and what is below it
+    """
+
+    path: str
+    cls: str
+    source: str
+    shapes: dict[str, tuple[int, ...]]
+    count: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "path": self.path, "class": self.cls, "source": self.source, "count": self.count,
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+        }  # fmt: skip
+
+
+def on_meta(config: Any) -> Any:
+    """The reference model of a config on the device 'meta'."""
+    with torch.device("meta"), torch.no_grad():
+        return reference_class(config)._from_config(config)
+
+
+def missing(model: Any) -> list[tuple[str, str]]:
+    """(name of the first module, what no op computes) of each class of module in a model that no op computes."""
+    found: dict[Any, tuple[str, str]] = {}
+    for path, module in model.named_modules():
+        needs = match(module).needs
+        if needs:
+            found.setdefault((type(module), needs), (path, needs))
+    return list(found.values())
+
+
+def find(model: Any, path: str) -> Walked:
+    """The module at a path of the small copy, in the model at its real sizes."""
+    module = model.get_submodule(path)
+    cls = type(module)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    pattern = re.compile(re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(path)) + "$")
+    count = sum(bool(pattern.match(name)) for name, m in model.named_modules() if type(m) is cls)
+    return Walked(path, f"{cls.__module__}.{cls.__qualname__}", _source(cls), shapes, count)
+
+
+def _source(cls: type) -> str:
+    try:
+        file, line = inspect.getsourcefile(cls), inspect.getsourcelines(cls)[1]
+    except (OSError, TypeError):
+        return ""
+    parts = Path(file or "").parts
+    where = parts[parts.index("site-packages") + 1 :] if "site-packages" in parts else parts[-1:]
+    return f"{'/'.join(where)}:{line}"

@@ -1,0 +1,234 @@
+"""Small copies of a language model of transformers: the same classes and options with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "sliding_window": 5, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+LAYERS = 6  # enough for the patterns of layers that models have
+POSITIONS = 4096
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class NoReference(ValueError):
+    """transformers has no language model for a config; the message says why."""
+
+
+def quiet() -> None:
+    """Keep transformers' warnings about small configs, and its progress bars, out of a command's output."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def read(source: str | Path) -> Any:
+    """The config of a folder with config.json, of such a file, of a model type ('qwen2'), or of a hub id.
+
+    Raises NoReference, also for a config that needs remote code: such code is never run.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    path = Path(source).expanduser()
+    path = path.parent if path.is_file() else path
+    if not path.is_dir() and str(source) in CONFIG_MAPPING:
+        return _named(AutoConfig.for_model(str(source)))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise NoReference(f"{path} has no config.json")
+    where = path if path.is_dir() else str(source)
+    if not path.is_dir() and str(source).count("/") != 1:
+        raise NoReference(
+            f"{source!r} is neither a folder with config.json, nor a hub id OWNER/NAME, nor a model type that"
+            f" transformers knows"
+        )
+    try:
+        from transformers import PreTrainedConfig
+
+        raw, _ = PreTrainedConfig.get_config_dict(where, local_files_only=path.is_dir())
+        if raw.get("model_type") not in CONFIG_MAPPING:
+            needs = "needs remote code (auto_map), which is not run" if raw.get("auto_map") else ""
+            raise NoReference(
+                f"{source}: transformers has no model type {raw.get('model_type')!r}"
+                + (f"; the checkpoint {needs}" if needs else "")
+            )
+        return _named(AutoConfig.from_pretrained(where, local_files_only=path.is_dir()))
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        if isinstance(error, NoReference):
+            raise
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise NoReference(f"{source}: the config cannot be used: {' '.join(lines[:2])}") from error
+
+
+def _named(config: Any) -> Any:
+    """The config with its architecture; without one, that of the model type's causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if not getattr(config, "architectures", None):
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        if name is None:
+            raise NoReference(
+                f"model type {config.model_type!r} has no causal language model in transformers: the scaffold"
+                f" writes decoder-only language models"
+            )
+        config.architectures = [name]
+    return config
+
+
+def reference_class(config: Any) -> Any:
+    """The class of transformers for the config's first architecture. Raises NoReference."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = config.architectures[0]
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise NoReference(
+            f"architecture {name!r} is not a causal language model of transformers"
+            f" {transformers.__version__}: the scaffold writes decoder-only language models"
+        )
+    return getattr(transformers, name)
+
+
+def fields(config: Any) -> dict[str, Any]:
+    """The fields that describe the model, without those that every config has."""
+    from transformers import PreTrainedConfig
+
+    general = set(PreTrainedConfig().to_dict()) | {"auto_map", "use_cache", "is_decoder"}
+    return {name: value for name, value in config.to_dict().items() if name not in general}
+
+
+def changed(config: Any, **values: Any) -> Any:
+    """A copy of the config with other values. Raises what the config's class raises for values that do not fit."""
+    made = type(config)(**{**fields(config), **values})
+    made.architectures = config.architectures
+    return made
+
+
+def shrunk(config: Any) -> Any:
+    """The config with small sizes; options, per-layer patterns and multipliers stay. Raises NoReference."""
+    found, names = fields(config), getattr(config, "attribute_map", {})
+    layers_name = names.get("num_hidden_layers", "num_hidden_layers")
+    total = found.get(layers_name)
+    if not isinstance(total, int) or total < 1:
+        raise NoReference(f"config.num_hidden_layers={total!r}: the number of layers must be at least 1")
+    layers = min(total, LAYERS)
+    small: dict[str, Any] = {}
+    for name, size in SIZES.items():
+        if isinstance(found.get(names.get(name, name)), int):
+            small[names.get(name, name)] = size
+    small[layers_name] = layers
+    positions = names.get("max_position_embeddings", "max_position_embeddings")
+    if isinstance(found.get(positions), int):
+        small[positions] = min(found[positions], POSITIONS)
+    for name, value in found.items():
+        if isinstance(value, (list, tuple)) and len(value) == total:
+            small[name] = list(value)[:layers]
+    if isinstance(found.get("rope_parameters"), dict):
+        small["rope_parameters"] = _shorter(found["rope_parameters"])
+    try:
+        return changed(config, **small)
+    except Exception as error:  # each config class checks in its own way
+        raise NoReference(f"the config cannot be made small: {' '.join(str(error).split())[:300]}") from error
+
+
+def completed(config: Any) -> Any:
+    """The small config with sizes that it leaves to its class, for classes that then cannot build their own default."""
+    open_sizes = [n for n in ("head_dim", "num_key_value_heads") if fields(config).get(n, 0) is None]
+    return changed(config, **{name: SIZES[name] for name in open_sizes})
+
+
+def _shorter(rope: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters whose factors for each frequency fit the small head."""
+    rotated = int(SIZES["head_dim"] * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    return {
+        k: v[:rotated] if isinstance(v, list) else _shorter(v) if isinstance(v, dict) else v
+        for k, v in rope.items()
+    }
+
+
+def build(config: Any, seed: int = 0) -> Any:
+    """The reference model of a config with random float32 weights of a known spread, in eval mode."""
+    model = reference_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            plain = parameter.dim() > 1 or name.endswith("bias")
+            parameter.normal_(0.0 if plain else 1.0, 0.2, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def checkpoint_names(model: Any) -> dict[str, str]:
+    """{parameter: its key in a checkpoint} of a random model, for parameters that are stored as they are."""
+    import tempfile
+
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        stored = load_file(Path(folder) / "model.safetensors")
+    found = {}
+    for name, parameter in model.named_parameters():
+        equal = (k for k, t in stored.items() if t.shape == parameter.shape and torch.equal(t, parameter))
+        found[name] = name if name in stored else next(equal, name)
+    return found
+
+
+def perturbations(config: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(field, changes to try in turn) for each field of a small config that could change what is computed."""
+    for name, value in fields(config).items():
+        if name.endswith("token_id") or "dropout" in name or name in ("initializer_range", "rope_parameters"):
+            continue
+        if isinstance(value, float):
+            yield name, [{name: None}]
+        changes = [{name: other} for other in _others(value)]
+        yield name, [*changes, *(change for c in changes for change in _with_head(config, c))]
+
+
+def _others(value: Any) -> Iterator[Any]:
+    """Other values that a field with this one may have."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (2 * value, value // 2, value + 1, value - 1)
+    elif isinstance(value, float):
+        yield from (value * 0.5 or 0.25, value * 1.5 or 1.0, 1.0)
+    elif value is None:
+        yield from (3, 0.5, True)
+    elif isinstance(value, (list, tuple)) and value:
+        yield from _flipped(list(value))
+    elif value in _activations():
+        yield from (a for a in _activations() if a != value)
+
+
+def _with_head(config: Any, change: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The change together with the head's size that then divides the hidden size."""
+    names = getattr(config, "attribute_map", {})
+    hidden, heads = (names.get(n, n) for n in ("hidden_size", "num_attention_heads"))
+    made = {**fields(config), **change}
+    if set(change) & {hidden, heads} and isinstance(made.get("head_dim"), int) and made[heads]:
+        yield {**change, "head_dim": made[hidden] // made[heads]}
+
+
+def _activations() -> tuple[str, ...]:
+    from fastkernels.models.common.description import ACTIVATIONS
+
+    return tuple(ACTIVATIONS)
+
+
+def _flipped(values: list[Any]) -> Iterator[list[Any]]:
+    """The list with another first, and another last entry."""
+    known = LAYER_TYPES if values[0] in LAYER_TYPES else (0, 1) if set(values) <= {0, 1} else ()
+    for at in (0, -1):
+        others = [v for v in known if v != values[at]]
+        if others:
+            made = list(values)
+            made[at] = others[0]
+            yield made

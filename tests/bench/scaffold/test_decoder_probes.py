@@ -1,0 +1,51 @@
+"""The probes that read a description off recorded values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fk_integrations.transformers import decoder_probes as probe
+from torch import nn
+
+from fastkernels.models.common.decoder import make_norm
+from fastkernels.models.common.description import Attention, Norm
+
+
+@pytest.mark.parametrize("kind", ["rms", "gemma", "layer"])
+@pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-12])
+def test_norm_is_found(kind: str, eps: float) -> None:
+    module = make_norm(Norm(kind, eps, bias=kind == "layer"), 48)
+    for p in module.parameters():
+        p.data = torch.randn(48)
+    found = probe.find_norm(module, 48)
+    assert found is not None and (found.kind, found.bias) == (kind, kind == "layer")
+    assert found.eps == pytest.approx(eps, rel=2e-3)
+    assert probe.find_norm(module, 24) is None
+
+
+@pytest.mark.parametrize("module", [nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.Softmax(-1), nn.PReLU(8)])
+def test_other_modules_are_no_norm(module: nn.Module) -> None:
+    assert probe.find_norm(module, 8) is None
+
+
+def test_linear_is_told_from_its_transpose() -> None:
+    x, linear = torch.randn(5, 8), nn.Linear(8, 8)
+    assert probe.is_linear(linear, x, linear(x))
+    assert not probe.is_linear(linear, x, x @ linear.weight + linear.bias)
+
+
+def test_scales_and_caps_are_measured() -> None:
+    x = torch.randn(7, 9) * 20
+    assert probe.ratio(x * 0.3, x) == pytest.approx(0.3)
+    assert probe.ratio(x + 1, x) is None
+    assert probe.cap(30 * torch.tanh(x / 30), x) == pytest.approx(30, rel=1e-4)
+    assert probe.cap(x.clamp(-30, 30), x) is None
+
+
+def test_rotation_leaves_its_input() -> None:
+    x = torch.randn(2, 5, 16)
+    before = x.clone()
+    half = Attention(2, 2, 16, rope={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+    turned = probe.rotated(half, x)
+    assert torch.equal(x, before) and torch.equal(turned[..., 8:], x[..., 8:])
+    assert not probe.same(turned, x) and probe.same(turned[:, :1], x[:, :1])

@@ -1,0 +1,173 @@
+"""`fk-bench scaffold`: what it writes computes the same as transformers, without an edit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fk_bench.scaffold import command, samples, verification
+from fk_bench.scaffold.command import scaffold_command
+from fk_integrations.transformers import tiny_models
+from support.tiny import KINDS, SIZES, make_tiny
+
+from fastkernels.models.common import registry
+
+# Architectures of the repository, and others that were not looked at when the scaffold was written.
+FIRST = ("qwen2", "olmo2", "granite", "phi3", "starcoder2", "smollm3")
+KNOWN = ("cohere2", "gpt_neox", "nemotron", "stablelm", "gemma2", "glm4", "qwen3")
+HELD_OUT = (
+    "arcee",
+    "cohere",
+    "exaone4",
+    "gemma3_text",
+    "glm",
+    "helium",
+    "olmo3",
+    "phi",
+    "persimmon",
+    "seed_oss",
+)
+
+
+def scaffold(config: Any, out: Path, capsys: Any, **options: Any) -> tuple[int, dict[str, Any]]:
+    status = scaffold_command(str(config), out, **{"no_tasks": True, "force": False, **options})
+    return status, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def check(kind: str, tmp_path: Path, capsys: Any) -> None:
+    """The written file builds a checkpoint that it has not seen, and its logits are those of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_tiny(tmp_path / "checkpoint", kind, "float32")
+    status, found = scaffold(folder, tmp_path / "out", capsys)
+    assert status == 0 and found["ok"] and not found["unmatched"]
+    ids = torch.tensor([(i * 37) % 500 for i in range(45)])
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with registry.using(Path(found["model_file"])), torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+        got = verification.logits(folder, ids)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_granite_needs_no_edit(tmp_path: Path, capsys: Any) -> None:
+    check("granite", tmp_path, capsys)
+    text = (tmp_path / "out/llm/granite.py").read_text()
+    assert len(text.splitlines()) < 60
+    for field in ("attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling"):
+        assert f"config.{field}" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*FIRST, *KNOWN])
+def test_known_architectures_need_no_edit(kind: str, tmp_path: Path, capsys: Any) -> None:
+    check(kind, tmp_path, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", HELD_OUT)
+def test_other_architectures_agree(model_type: str, tmp_path: Path, capsys: Any) -> None:
+    status, found = scaffold(model_type, tmp_path, capsys)
+    assert status == 0 and found["error"] < 1e-5 and found["lines"] < 60
+
+
+@pytest.mark.slow
+def test_engine_runs_a_written_file(tmp_path: Path, capsys: Any, greedy: Any, monkeypatch: Any) -> None:
+    from fastkernels import LLM, SamplingParams
+
+    monkeypatch.setitem(KINDS, "helium", ("Helium", {}))
+    folder = make_tiny(tmp_path / "checkpoint", "helium", "float32")
+    _, found = scaffold(folder, tmp_path / "out", capsys)
+    prompts = [[7], list(range(10, 73))]
+    with registry.using(Path(found["model_file"])):
+        llm = LLM(str(folder), device="cpu", max_model_len=256)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert [o.outputs[0].token_ids for o in outputs] == [greedy(folder, prompt, 8) for prompt in prompts]
+
+
+def test_wrong_file_is_found(tmp_path: Path) -> None:
+    """Logits and the effect of fields are compared, not only loading."""
+    found = samples.collect(tiny("Granite", num_hidden_layers=1, residual_multiplier=0.4))
+    file = tmp_path / "llm/granite.py"
+    text, verified = command.write(file, found)
+    assert verified.ok and verified.error < 1e-4
+    file.write_text(text.replace("multiplier=config.residual_multiplier", "multiplier=0.4"))
+    constant = verification.verify(file, found)
+    assert constant.error < 1e-4 and constant.wrong == {"residual_multiplier"} and not constant.ok
+    file.write_text(text.replace("config.residual_multiplier", "2 * config.residual_multiplier"))
+    assert verification.verify(file, found).error > verification.TOLERANCE
+
+
+# -- what is not matched, and bad input
+
+
+def tiny(prefix: str, **fields: Any) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **fields})
+    config.architectures = [f"{prefix}ForCausalLM"]
+    return config
+
+
+def test_unmatched_modules_are_listed(tmp_path: Path, capsys: Any) -> None:
+    tiny("Apertus").save_pretrained(tmp_path / "config")
+    status, found = scaffold(tmp_path / "config", tmp_path / "out", capsys)
+    (missing,) = json.loads((tmp_path / "out/unmatched.json").read_text())
+    assert status == 1 and not found["ok"] and found["unmatched"] == [missing]
+    assert missing["path"] == "model.layers.0.mlp.act_fn" and missing["class"].endswith("XIELUActivation")
+    assert missing["source"].startswith("transformers/activations.py:") and missing["count"] == 2
+    assert missing["shapes"] == {"alpha_p": [1], "alpha_n": [1]} and not (tmp_path / "out/llm").exists()
+
+
+def test_existing_file_is_kept(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "llm/qwen2.py"
+    file.parent.mkdir()
+    file.write_text("mine")
+    with pytest.raises(SystemExit):
+        scaffold("qwen2", tmp_path, capsys)
+    assert "--force" in capsys.readouterr().err and file.read_text() == "mine"
+
+
+BAD = {
+    "no_file": (None, "neither a folder with config.json"),
+    "remote_code": (
+        {"model_type": "strange", "auto_map": {"AutoConfig": "x.Config"}, "architectures": ["StrangeForCausalLM"]},
+        "needs remote code",
+    ),
+    "unknown_type": ({"model_type": "strange", "architectures": ["S"]}, "no model type 'strange'"),
+    "no_language_model": ({"model_type": "vit", "architectures": ["ViTModel"]}, "not a causal language model"),
+    "no_layers": ({"model_type": "qwen2", "num_hidden_layers": 0}, "num_hidden_layers=0"),
+    "heads": (
+        {
+            "model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 4, "hidden_size": 96,
+            "num_hidden_layers": 1,
+        },
+        "num_attention_heads=6",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_config_is_refused(case: str, tmp_path: Path, capsys: Any) -> None:
+    fields, message = BAD[case]
+    if fields is not None:
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+    where = tmp_path if fields is not None else tmp_path / "missing"
+    with pytest.raises(SystemExit):
+        scaffold(where, tmp_path / "out", capsys)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_field_without_formula_is_refused(tmp_path: Path) -> None:
+    """StableLM's norms of heads have a weight for each head, which no description expresses."""
+    found = samples.collect(tiny("StableLm", num_hidden_layers=1))
+    assert found.refused == {"qk_layernorm": False}
+    text, verified = command.write(tmp_path / "llm/stablelm.py", found)
+    assert "d.refuse(config, qk_layernorm=False)" in text and verified.ok
+    other = tiny_models.changed(found.config, qk_layernorm=True)
+    with registry.using(tmp_path / "llm/stablelm.py"), pytest.raises(ValueError, match="qk_layernorm=True"):
+        registry.describe(other)

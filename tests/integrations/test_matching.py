@@ -1,0 +1,116 @@
+"""Modules of transformers matched with ops: by class, signature and probe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fk_integrations.transformers import matching, probes
+from fk_integrations.transformers.forward_code import calls
+from fk_integrations.transformers.matching import Kind, match
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 8,
+}  # fmt: skip
+
+
+def modules(model_type: str, cls: str, **changes: Any) -> dict[str, nn.Module]:
+    config = transformers.AutoConfig.for_model(model_type, **{**SMALL, **changes})
+    with torch.device("meta"):
+        model = getattr(transformers, cls)._from_config(config)
+    return {type(m).__name__: m for m in model.modules()}
+
+
+def ops(found: dict[str, nn.Module]) -> dict[str, str]:
+    """{class: op} of the strict matches with an op."""
+    matches = {name: match(module) for name, module in found.items()}
+    return {name: m.op for name, m in matches.items() if m.strict and m.kind is Kind.OP}
+
+
+def test_llama_is_matched_in_all_three_ways() -> None:
+    found = modules("llama", "LlamaForCausalLM")
+    assert all(match(module).strict for module in found.values())
+    assert ops(found) == {
+        "Embedding": "embedding", "Linear": "linear", "LlamaAttention": "attention", "LlamaMLP": "gated_mlp",
+        "LlamaRMSNorm": "rms_norm", "LlamaRotaryEmbedding": "rotary_emb",
+    }  # fmt: skip
+
+
+def test_router_arguments_come_from_the_probe() -> None:
+    found = modules(
+        "qwen3_moe", "Qwen3MoeForCausalLM", num_experts=8, num_experts_per_tok=2, norm_topk_prob=True
+    )
+    router = match(found["Qwen3MoeTopKRouter"])
+    assert (router.op, router.arguments) == ("topk_softmax", {"topk": 2, "renormalize": True})
+    assert match(found["Qwen3MoeExperts"]).op == "fused_experts"
+    sigmoid = match(
+        modules("minimax_m2", "MiniMaxM2ForCausalLM", num_local_experts=8, num_experts_per_tok=2)[
+            "MiniMaxM2TopKRouter"
+        ]
+    )
+    assert sigmoid.op == "grouped_topk" and sigmoid.arguments["scoring_func"] == "sigmoid"
+
+
+@pytest.mark.parametrize(
+    "model_type, cls, module, needs",
+    [
+        ("gpt_oss", "GptOssForCausalLM", "GptOssAttention", "attention with s_aux"),
+        ("gpt_oss", "GptOssForCausalLM", "GptOssExperts", "experts called in another way"),
+        ("bert", "BertModel", "BertSelfAttention", "bidirectional or cross-attention"),
+    ],
+)
+def test_other_kind_is_matched_by_class_only(model_type: str, cls: str, module: str, needs: str) -> None:
+    found = match(modules(model_type, cls)[module])
+    assert found.loose and not found.strict and found.needs == needs
+
+
+def test_causal_convolution_has_no_op() -> None:
+    found = match(modules("lfm2", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"])["Conv1d"])
+    assert found.kind is Kind.MISSING and found.needs == "convolution" and not found.loose
+
+
+def test_patch_convolution_is_linear() -> None:
+    assert match(nn.Conv2d(3, 32, 4, stride=4, device="meta")).op == "linear"
+    assert match(nn.Conv2d(3, 32, 4, stride=2, device="meta")).needs == "convolution"
+
+
+def test_probe_rejects_a_norm_with_other_numbers() -> None:
+    class DoubledRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x * torch.rsqrt(2 * x.square().mean(-1, keepdim=True) + self.eps)
+
+    class PlainRMSNorm(DoubledRMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+    assert match(PlainRMSNorm()).op == "rms_norm" and match(PlainRMSNorm()).strict
+    assert match(DoubledRMSNorm()).loose and not match(DoubledRMSNorm()).strict
+
+
+def test_attention_probe_tells_causal_from_other_scores() -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as with_sinks
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    assert probes.safely(probes.attention_probe, eager_attention_forward, None, None)
+    assert not probes.safely(probes.attention_probe, with_sinks, None, None)
+
+
+def test_skipped_branches_are_not_read() -> None:
+    made = modules("timesfm", "TimesFmModelForPrediction", num_attention_heads=4)
+    assert "conv1d" not in calls(made["TimesFmModelForPrediction"])
+
+
+def test_results_are_kept_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = modules("llama", "LlamaForCausalLM")["LlamaRMSNorm"]
+    first = match(found)
+    monkeypatch.setattr(matching, "_match", lambda module: pytest.fail("matched again"))
+    assert match(found) is first

@@ -1,0 +1,103 @@
+"""Configs that cannot be used: from the command line and in the engine, the field, its value, and what is supported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fk_bench.cli import app
+from support.tiny import make_tiny
+from typer.testing import CliRunner
+
+from fastkernels.models.common import build, checks
+from fastkernels.models.common.description import Unsupported
+
+REMOTE = {
+    "AutoConfig": "configuration_novel.NovelConfig",
+    "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM",
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checks")
+    for kind in ("llama", "olmoe", "cohere2"):
+        make_tiny(root / kind, kind, "float32", **({} if kind == "olmoe" else {"num_attention_heads": 8}))
+    return root
+
+
+def edited(folder: Path, target: Path, **fields: Any) -> Path:
+    """A copy with other fields in its config.json; None removes a field."""
+    shutil.copytree(folder, target)
+    config = {**json.loads((folder / "config.json").read_text()), **fields}
+    (target / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("llama", {"hidden_size": None}, "config.json has no hidden_size"),
+        ("cohere2", {"vocab_size": None, "num_hidden_layers": None}, "has no vocab_size, num_hidden_layers"),
+        ("llama", {"hidden_size": 0}, "config.hidden_size=0 is not supported, only integers above 0"),
+        ("cohere2", {"sliding_window": -4}, "config.sliding_window=-4 is not supported"),
+        ("llama", {"hidden_size": "big"}, "Field 'hidden_size' expected int, got str (value: 'big')"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
+        ("olmoe", {"num_experts_per_tok": 9}, "config.num_experts_per_tok=9 is more than the 6 experts"),
+        ("cohere2", {"layer_types": ["linear_attention"] * 4}, "config.layer_types has linear_attention; supported:"),
+        ("cohere2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+         "rope_type='yarn' is not supported, only 'default', 'llama3'"),
+        ("llama", {"architectures": ["Qwen2ForCausalLM"]},
+         "model_type='llama' contradicts architectures=['Qwen2ForCausalLM'], whose model_type is 'qwen2'"),
+        ("llama", {"architectures": ["NovelForCausalLM"], "model_type": "novel", "auto_map": REMOTE},
+         "architectures=['NovelForCausalLM'] needs Python code of the checkpoint (auto_map), which FastKernels does"),
+    ],
+)  # fmt: skip
+def test_config_is_refused_with_field_and_value(
+    folders: Path, tmp_path: Path, kind: str, fields: dict[str, Any], said: str
+) -> None:
+    folder = edited(folders / kind, tmp_path / "copy", **fields)
+    for command, status in ((["describe"], 2), (["serve", "--device", "cpu", "--port", "0"], 1)):
+        done = CliRunner().invoke(app, [*command, str(folder)], input="y\n")
+        assert done.exit_code == status and isinstance(done.exception, SystemExit), done.exception
+        assert said in done.stderr and "Traceback" not in done.output
+
+
+def test_code_of_a_checkpoint_is_not_run(folders: Path, tmp_path: Path) -> None:
+    """A known architecture with auto_map is built from the model here."""
+    folder = edited(folders / "llama", tmp_path / "copy", auto_map=REMOTE)
+    for name in ("configuration_novel", "modeling_novel"):
+        (folder / f"{name}.py").write_text("raise SystemExit('this was run')")
+    config = build.load_config(folder)
+    assert (config.model_type, config.num_attention_heads) == ("llama", 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "ranks", "said"),
+    [
+        ("llama", {}, 3,
+         "intermediate_size=256, num_attention_heads=8, num_key_value_heads=2, vocab_size=512 cannot be shared by 3"
+         " ranks; supported: 1, 2, 4, 8"),
+        ("cohere2", {"vocab_size": 500}, 16,
+         "num_attention_heads=8 cannot be shared by 16 ranks; supported: 1, 2, 4, 8"),
+        ("olmoe", {"intermediate_size": 66}, 4,
+         "an expert's intermediate size of 66, num_key_value_heads=2 cannot be shared by 4 ranks; supported: 1, 2"),
+    ],
+)  # fmt: skip
+def test_ranks_that_cannot_share_are_refused(
+    folders: Path, tmp_path: Path, kind: str, fields: dict[str, Any], ranks: int, said: str
+) -> None:
+    config = build.load_config(edited(folders / kind, tmp_path / "copy", **fields))
+    with pytest.raises(Unsupported) as caught:
+        checks.check_ranks(config, ranks)
+    assert str(caught.value) == said
+
+
+def test_serve_names_sizes_that_ranks_cannot_share(folders: Path) -> None:
+    command = ["serve", str(folders / "llama"), "--device", "cpu", "--tensor-parallel-size", "3"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and "tensor_parallel_size 3 does not suit" in done.stderr
+    assert "num_attention_heads=8, " in done.stderr and "supported: 1, 2, 4, 8" in done.stderr

@@ -1,0 +1,119 @@
+"""Names and shapes of public checkpoints, as recorded in checkpoints.json, against the plan and the loader.
+
+A recorded key such as `model.layers.{0..31}.mlp.up_proj.weight` stands for one of each number. Each row names its
+source. total_size is that of the index; `refused` is a field that the engine does not support.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastkernels.core import parallel
+from fastkernels.models.common import build, weights
+from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.plan import plan
+from fastkernels.models.common.registry import find, models
+from fastkernels.models.common.weights import CheckpointError
+
+RECORDED = {row["id"]: row for row in json.loads((Path(__file__).parent / "checkpoints.json").read_text())}
+WHERE = Path("model-00001-of-00004.safetensors")
+Shapes = Mapping[str, Sequence[int]]
+
+
+def expanded(patterns: Shapes) -> dict[str, Sequence[int]]:
+    """{key: shape} of all keys that the patterns stand for."""
+    found: dict[str, Sequence[int]] = {}
+    for pattern, shape in patterns.items():
+        text, *rest = re.split(r"\{(\d+)\.\.(\d+)\}", pattern)
+        ranges = [range(int(a), int(b) + 1) for a, b in zip(rest[::3], rest[1::3], strict=True)]
+        for numbers in itertools.product(*ranges):
+            key = text + "".join(f"{n}{t}" for n, t in zip(numbers, rest[2::3], strict=True))
+            assert key not in found
+            found[key] = shape
+    return found
+
+
+def config_of(name: str, folder: Path) -> Any:
+    """The recorded config, without the field that makes the engine refuse it."""
+    fields = {k: v for k, v in RECORDED[name]["config"].items() if k != RECORDED[name].get("refused")}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return build.load_config(folder)
+
+
+def blank(config: Any, folder: Path) -> nn.Module:
+    return build.skeleton(folder, config, torch.bfloat16)
+
+
+def fill(model: nn.Module, config: Any, folder: Path, shapes: Shapes) -> dict[str, str]:
+    """Load tensors of these shapes on the device 'meta'."""
+    tensors = (
+        (WHERE, key, lambda shape=shape: torch.empty(shape, device="meta")) for key, shape in shapes.items()
+    )
+    return weights.fill(model, tensors, find(config.architectures[0]).arch, config, folder)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_names_fit_plan_and_loader(name: str, tmp_path: Path) -> None:
+    config, row = config_of(name, tmp_path), RECORDED[name]
+    made, shapes = plan(config), expanded(row["keys"])
+    needed = {key: shapes[key] for item in made for key in item.keys}
+    assert made.parameters == sum(map(math.prod, needed.values()))
+    for rank, size in ((0, 1), (1, 2)):
+        with parallel.build_as(rank, size):
+            assert fill(blank(config, tmp_path), config, tmp_path, shapes).keys() == needed.keys()
+    if "total_size" in row:  # of two bytes each, in the index
+        assert row["total_size"] == 2 * sum(map(math.prod, shapes.values()))
+    not_needed = {re.sub(r"\d+", "N", key) for key in shapes.keys() - needed.keys()}
+    buffers = {
+        f"gpt_neox.layers.N.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+    }
+    assert not_needed <= (
+        buffers if config.model_type == "gpt_neox" else {"lm_head.weight"} if made.tied else set()
+    )
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_wrong_names_and_shapes_are_named(name: str, tmp_path: Path) -> None:
+    """The first key of each pattern: under another name, and with one row more."""
+    config, row = config_of(name, tmp_path), RECORDED[name]
+    model, whole = blank(config, tmp_path), expanded(row["keys"])
+    needed = {key for item in plan(config) for key in item.keys}
+    first = [next(iter(expanded({pattern: shape}))) for pattern, shape in row["keys"].items()]
+    some = sorted(needed.intersection(first))
+    for keys in (some[i : i + 6] for i in range(0, len(some), 6)):
+        renamed = {f"{key}_" if key in keys else key: shape for key, shape in whole.items()}
+        with pytest.raises(CheckpointError) as caught:
+            fill(model, config, tmp_path, renamed)
+        found = ", ".join(f"{key}_ ({WHERE})" for key in keys)
+        assert str(caught.value) == (
+            f"{tmp_path} does not fit {type(model).__name__}: keys missing from it: {', '.join(keys)};"
+            f" keys that the model does not have: {found}"
+        )
+    for key in some:
+        with pytest.raises(CheckpointError, match=re.escape(f"{WHERE}: {key} of shape ")):
+            fill(model, config, tmp_path, {key: [whole[key][0] + 1, *whole[key][1:]]})
+
+
+@pytest.mark.parametrize("name", [name for name, row in RECORDED.items() if "refused" in row])
+def test_config_with_unsupported_field_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECORDED[name]["config"]))
+    with pytest.raises(
+        Unsupported, match=r"config\.rope_parameters: rope_type='longrope' is not supported, only"
+    ):
+        plan(tmp_path)
+
+
+def test_every_language_model_has_recorded_names() -> None:
+    recorded = {name for row in RECORDED.values() for name in row["config"]["architectures"]}
+    assert recorded == {n for m in models().values() if m.arch.runner == "Generate" for n in m.arch.names}
+    assert all(row["source"] for row in RECORDED.values())
