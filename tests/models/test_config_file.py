@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.tiny import KINDS, SIZES
 
-from fastkernels.models.common import build, config
+from fastkernels.models.common import build, config, description
 from fastkernels.overrides.block.attention_sizes import head_size, rope_parameters
 from fastkernels.overrides.block.self_attention import sliding_window
 
@@ -132,3 +133,20 @@ def test_engine_without_tokenizer_skips_slow_imports(tiny: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == "[]"
+
+
+def test_older_config_keeps_its_rope_scaling() -> None:
+    """As transformers 4 has it: theta, scaling and partial factor are fields of their own."""
+    older = SimpleNamespace(
+        hidden_size=64, num_attention_heads=2, head_dim=None, rope_theta=None, partial_rotary_factor=0.5,
+        rope_scaling={"rope_type": "llama3", "factor": 8.0},
+    )  # fmt: skip
+    expected = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    assert rope_parameters(older) == description.rope(older) == expected
+    assert head_size(older) == description.head_size(older) == 32
+    by_type = SimpleNamespace(rope_parameters={"full": {"rope_theta": 1e6}, "sliding": {"rope_theta": 1e4}})
+    assert rope_parameters(by_type, "full") == {"rope_theta": 1e6}
+    older.num_attention_heads = 3
+    for function, error in ((head_size, ValueError), (description.head_size, description.Unsupported)):
+        with pytest.raises(error, match=r"config\.hidden_size=64 is not a multiple of num_attention_heads=3"):
+            function(older)

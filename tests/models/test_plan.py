@@ -21,3 +21,17 @@ def test_plan_has_checkpoint_keys_and_sizes(name: str, tmp_path_factory: pytest.
     keys = [k for k in sizes if not (made.tied and k == "lm_head.weight")]
     assert sorted(k for item in made for k in item.keys) == sorted(keys)
     assert made.weight_bytes == 4 * made.parameters == 4 * sum(sizes[k] for k in keys)
+
+
+PUBLISHED = {  # thousand million parameters, as their model cards state
+    "gemma-2-9b": 9.24, "granite-3.3-8b": 8.17, "llama-3.1-8b": 8.03, "llama-3.2-3b": 3.21, "mixtral-8x7b": 46.7,
+    "olmo-2-1124-7b": 7.30, "phi-4": 14.7, "qwen2.5-0.5b": 0.494, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8,
+    "qwen2.5-32b": 32.8, "qwen3-4b": 4.02, "qwen3-14b": 14.8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_public_sizes_give_the_published_parameters(name: str) -> None:
+    from fk_bench.e2e.model_configs import load_config
+
+    assert plan(load_config(name)[1]).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=5e-3)

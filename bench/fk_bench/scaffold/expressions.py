@@ -46,8 +46,16 @@ class Search:
     # -- values of the layers
 
     def of_layers(self, what: str, get: Value, usual: Sequence[str] = ()) -> str:
+        """The same for a value of each layer."""
         rows = self._rows(get)
         return self._find(what, rows, usual, self._values(rows))
+
+    def size_of_layers(self, what: str, get: Value, usual: Sequence[str] = ()) -> str:
+        """The same for a size, which no constant gives: the samples are small copies."""
+        rows = self._rows(get)
+        return self._find(
+            what, rows, usual, (t for t in self._values(rows) if t in ("1", "True") or "config" in t)
+        )
 
     def condition(self, what: str, get: Value) -> str:
         """The expression of a truth value of the layers; 'True' or 'False' if it is always the same."""

@@ -12,6 +12,11 @@ from fk_bench.info.stub_source import WIDTH, fold
 from fk_bench.scaffold.expressions import NoExpression, Search, literal
 from fk_bench.scaffold.samples import Samples, equal, normal
 
+SIZES = {  # formulas that are tried first
+    "heads": ("config.num_attention_heads",),
+    "kv_heads": ("config.num_attention_heads",),
+    "head_size": ("config.hidden_size // config.num_attention_heads",),
+}
 NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
@@ -100,23 +105,20 @@ class _Describe:
         """Keyword arguments of d.attention that are not its defaults."""
         search, found = self.search, []
 
-        def default(name: str) -> str:
-            if name == "scale":
-                return "d.head_size(config) ** -0.5"
-            return f"d.attention(config, window).{name}"
-
-        def add(name: str, usual: tuple[str, ...] = (), value: Any = None) -> None:
-            def get(layer: d.Layer) -> Any:
-                return getattr(layer.attention, name)
-
-            if search.fits(default(name), get):
-                return
-            found.append(f"{name}={search.of_layers(f'attention.{name}', get, usual)}")
-
-        for name in ("heads", "kv_heads"):
-            add(name, ("config.num_attention_heads",))
-        for name in ("head_size", "bias", "out_bias", "scale", "softcap", "by_head"):
-            add(name)
+        for name in ("heads", "kv_heads", "head_size", "bias", "out_bias", "scale", "softcap", "by_head"):
+            what, get = f"attention.{name}", attrgetter(f"attention.{name}")
+            if name == "scale" and search.always(
+                lambda layer: layer.attention.scale * layer.attention.head_size**0.5, 1.0
+            ):
+                continue
+            if name != "scale" and search.fits(f"d.attention(config, window).{name}", get):
+                continue
+            value = (
+                search.size_of_layers(what, get, SIZES[name])
+                if name in SIZES
+                else search.of_layers(what, get)
+            )
+            found.append(f"{name}={value}")
         for name in ("head_norm", "wide_norm"):
             if made := self._optional_norm(
                 f"attention.{name}", lambda layer, n=name: getattr(layer.attention, n)
@@ -144,7 +146,7 @@ class _Describe:
 
     def _mlp(self) -> str:
         search = self.search
-        inner = search.of_layers(
+        inner = search.size_of_layers(
             "mlp.intermediate", attrgetter("mlp.intermediate"), ("config.intermediate_size",)
         )
         act = search.of_layers("mlp.activation", attrgetter("mlp.activation"), ("d.activation(config)",))

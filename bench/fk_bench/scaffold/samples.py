@@ -59,11 +59,11 @@ def collect(config: Any) -> Samples:
     base = observe(model, small)
     base.names.update(_stored(base.names, tiny_models.checkpoint_names(model)))
     made = Samples(base, [Sample(small, normal(base.decoder))], {})
-    for name, values in tiny_models.perturbations(small):
+    for name, changes in tiny_models.perturbations(small):
         unexplained = False
-        for value in values:
+        for change in changes:
             try:
-                other = tiny_models.changed(small, **{name: value})
+                other = tiny_models.changed(small, **change)
                 model = tiny_models.build(other)
             except Exception:  # the class of the config or of the model does not take this value
                 continue
@@ -76,9 +76,9 @@ def collect(config: Any) -> Samples:
                 continue
             made.all.append(Sample(other, normal(found.decoder), name))
             unexplained = False
-            if not isinstance(value, list):
+            if not isinstance(change[name], list):
                 break
-        if unexplained and name not in made.sizes:
+        if unexplained and name not in made.sizes and name not in {s.field for s in made.all}:
             made.refused[name] = tiny_models.fields(small)[name]
     return made
 

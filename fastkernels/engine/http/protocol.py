@@ -113,8 +113,6 @@ class Body(Strict):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            raise ValueError("must be a JSON object")
         return unserved.check_and_drop(data, cls.model_fields)
 
 

@@ -40,8 +40,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def check_and_drop(data: dict[str, Any], served: Iterable[str]) -> dict[str, Any]:
-    """The supported fields of a body. Raises PydanticCustomError for an unknown field or an unsupported value."""
+def check_and_drop(data: Any, served: Iterable[str]) -> dict[str, Any]:
+    """The supported fields of a body. Raises PydanticCustomError for an unknown field or an unsupported value.
+
+    Raises ValueError for a body that is not a JSON object.
+    """
+    if not isinstance(data, dict):
+        raise ValueError("must be a JSON object")
     known = set(served)
     for name in data.keys() - known:
         if name not in NEUTRAL:

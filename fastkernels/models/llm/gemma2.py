@@ -38,4 +38,11 @@ ARCH = Architecture(
     runner="Generate",
     model_type="gemma2",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
+    public={
+        "google/gemma-2-9b": {
+            "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 256000,
+            "max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True,
+        },
+    },
 )  # fmt: skip

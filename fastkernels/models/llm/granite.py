@@ -27,4 +27,13 @@ ARCH = Architecture(
     runner="Generate",
     model_type="granite",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
+    public={
+        "ibm-granite/granite-3.3-8b": {
+            "hidden_size": 4096, "intermediate_size": 12800, "num_hidden_layers": 40,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 49159,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "tie_word_embeddings": True,
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125,
+            "logits_scaling": 16.0,
+        },
+    },
 )  # fmt: skip

@@ -104,5 +104,11 @@ ARCH = Architecture(
             "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
             "tie_word_embeddings": True,
         },
+        "meta-llama/Llama-3.2-3B": {
+            "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+            "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 128256,
+            "max_position_embeddings": 131072, "head_dim": 128, "rms_norm_eps": 1e-05,
+            "tie_word_embeddings": True,
+        },
     },
 )  # fmt: skip

@@ -18,4 +18,12 @@ ARCH = Architecture(
     runner="Generate",
     model_type="mistral",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
+    public={
+        "mistralai/Mistral-Small-24B-2501": {
+            "hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 131072,
+            "max_position_embeddings": 32768, "head_dim": 128, "rms_norm_eps": 1e-05,
+            "sliding_window": None,
+        },
+    },
 )  # fmt: skip

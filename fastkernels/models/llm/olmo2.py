@@ -27,4 +27,11 @@ ARCH = Architecture(
     runner="Generate",
     model_type="olmo2",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
+    public={
+        "allenai/OLMo-2-1124-7B": {
+            "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 100352,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-06,
+        },
+    },
 )  # fmt: skip

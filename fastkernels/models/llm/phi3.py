@@ -19,4 +19,11 @@ ARCH = Architecture(
     model_type="phi3",
     packed={},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
+    public={
+        "microsoft/Phi-4": {
+            "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40,
+            "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352,
+            "max_position_embeddings": 16384, "rms_norm_eps": 1e-05, "pad_token_id": 100349,
+        },
+    },
 )  # fmt: skip

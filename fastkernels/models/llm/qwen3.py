@@ -51,5 +51,15 @@ ARCH = Architecture(
             "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
             "num_key_value_heads": 8, "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960,
         },
+        "Qwen/Qwen3-4B": {
+            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936,
+            "max_position_embeddings": 40960, "head_dim": 128, "tie_word_embeddings": True,
+        },
+        "Qwen/Qwen3-14B": {
+            "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
+            "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 151936,
+            "max_position_embeddings": 40960, "head_dim": 128,
+        },
     },
 )  # fmt: skip

@@ -158,16 +158,19 @@ def store_in_place(
 ) -> None:
     check(key, value, key_cache, value_cache, slot_mapping)
     used = slot_mapping >= 0
-    slots = slot_mapping[used].long()
+    if not used.all():
+        key, value, slot_mapping = key[used], value[used], slot_mapping[used]
+    slots = slot_mapping.long()
     block_size = key_cache.shape[1]
-    at = (slots // block_size, slots % block_size)
     for new, target, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        new = new[used]
         new = new if scale == 1.0 else new.to(torch.promote_types(new.dtype, torch.float32)) / scale
         if target.dtype == torch.float8_e4m3fn:
             new = new.clamp(-448.0, 448.0).to(target.dtype).view(torch.uint8)
             target = target.view(torch.uint8)
-        target[at] = new.to(target.dtype)
+        if target.is_contiguous():
+            target.view(-1, *target.shape[2:]).index_copy_(0, slots, new.to(target.dtype))
+        else:
+            target[slots // block_size, slots % block_size] = new.to(target.dtype)
 
 
 store_kvcache = define(

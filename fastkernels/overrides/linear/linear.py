@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -118,18 +118,25 @@ def pack_weight(weight: torch.Tensor) -> None:
         weight.onednn_packed = packed, weight._version  # type: ignore[attr-defined]
 
 
+@cache
+def _product() -> Callable[..., torch.Tensor]:
+    return torch.ops.mkldnn._linear_pointwise.default
+
+
 def linear_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     packed, version = getattr(weight, "onednn_packed", (None, -1))
     if packed is None or version != weight._version or x.dtype != weight.dtype or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    if not 0 < x.numel() <= PACKED_ROWS * weight.shape[1]:
+    rows = x.numel() // weight.shape[1]
+    if not 0 < rows <= PACKED_ROWS:
         return F.linear(x, weight, bias)
     # oneDNN compiles and keeps a kernel for each number of rows, so there are only powers of two.
-    flat = x.reshape(-1, x.shape[-1])
-    rows = 1 << (len(flat) - 1).bit_length()
-    padded = flat if rows == len(flat) else F.pad(flat, (0, 0, 0, rows - len(flat)))
-    out = torch.ops.mkldnn._linear_pointwise(padded.contiguous(), packed, bias, "none", [], "")
-    return out[: len(flat)].view(*x.shape[:-1], out.shape[-1])
+    flat, padding = x.reshape(rows, -1), (1 << (rows - 1).bit_length()) - rows
+    if padding:
+        flat = F.pad(flat, (0, 0, 0, padding))
+    out = _product()(flat.contiguous(), packed, bias, "none", [], "")
+    out = out[:rows] if padding else out
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

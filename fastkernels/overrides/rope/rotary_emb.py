@@ -43,26 +43,29 @@ def reference(
     truncates: truncate a bfloat16 result instead of rounding it; see host_truncates.
     Returns new (query, key) of the given shapes and dtypes.
     """
-    rotary_dim = cos_sin_cache.shape[-1]
-    rows = cos_sin_cache.index_select(0, positions.flatten())
-    acc = torch.promote_types(query.dtype, torch.float32)
-    compute = query.dtype if round_products else acc
-    if cast_cache or round_products:
-        rows = rows.to(query.dtype)
-    cos, sin = rows.to(compute).unsqueeze(-2).chunk(2, dim=-1)
+    new = [x.clone(memory_format=torch.contiguous_format) for x in (query, key) if x is not None]
+    _rotate(positions, new, head_size, cos_sin_cache, is_neox_style, cast_cache, round_products, truncates)
+    return new[0], None if key is None else new[1]
 
-    def rotate(x: torch.Tensor) -> torch.Tensor:
-        heads = x.view(positions.numel(), -1, head_size)
-        x1, x2 = (t.to(compute) for t in _pairs(heads[..., :rotary_dim], is_neox_style))
-        out = torch.empty_like(heads, memory_format=torch.contiguous_format)
-        out1, out2 = _pairs(out[..., :rotary_dim], is_neox_style)
+
+def _rotate(
+    positions: torch.Tensor, tensors: list[torch.Tensor], head_size: int, cos_sin_cache: torch.Tensor,
+    is_neox_style: bool, cast_cache: bool, round_products: bool, truncates: bool,
+) -> None:  # fmt: skip
+    """Rotate tensors of one dtype in place; see reference."""
+    dtype = tensors[0].dtype
+    compute = dtype if round_products else torch.promote_types(dtype, torch.float32)
+    rows = cos_sin_cache.index_select(0, positions.flatten())
+    if cast_cache or round_products:
+        rows = rows.to(dtype)
+    cos, sin = rows.to(compute).unsqueeze(-2).chunk(2, dim=-1)
+    for x in tensors:
+        heads = x.view(positions.numel(), -1, head_size)[..., : rows.shape[-1]]
+        x1, x2 = _pairs(heads.to(compute), is_neox_style)
         new1, new2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        out1, out2 = _pairs(heads, is_neox_style)
         out1.copy_(truncate(new1) if truncates else new1)
         out2.copy_(truncate(new2) if truncates else new2)
-        out[..., rotary_dim:] = heads[..., rotary_dim:]
-        return out.view(x.shape)
-
-    return rotate(query), None if key is None else rotate(key)
 
 
 def _pairs(x: torch.Tensor, is_neox_style: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,10 +205,7 @@ def rotate_in_place(
     check(positions, query, head_size, cos_sin_cache)
     truncates = query.dtype == torch.bfloat16 and is_neox_style and not round_products and not query.is_cuda
     flags = (is_neox_style, cast_cache, round_products, truncates and host_truncates())
-    new_query, new_key = reference(positions, query, key, head_size, cos_sin_cache, *flags)
-    query.copy_(new_query)
-    if key is not None and new_key is not None:
-        key.copy_(new_key)
+    _rotate(positions, [query] if key is None else [query, key], head_size, cos_sin_cache, *flags)
 
 
 rotary_emb = define(

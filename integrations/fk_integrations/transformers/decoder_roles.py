@@ -358,19 +358,19 @@ def _rope(
     if same(before[0], seen.q) and same(before[1], seen.k):
         return replace(a, rope=None)
     given = getattr(config, "rope_parameters", None) or {}
-    kinds = [kind for kind, own in given.items() if isinstance(own, dict)] or [
-        ""
-    ]  # one for each type of layer
-    for kind in kinds:
+    of_types = [kind for kind, own in given.items() if isinstance(own, dict)]  # of layers
+    for kind in of_types or [""]:
+        try:
+            rope = d.rope(config, kind)
+        except d.Unsupported as error:
+            raise Unexplained(seen.path, str(error)) from error
         for interleaved in (False, True):
-            tried = replace(a, rope=d.rope(config, kind), interleaved=interleaved)
+            tried = replace(a, rope=rope, interleaved=interleaved)
             try:
-                fits = all(
-                    same(probe.rotated(tried, x), y) for x, y in zip(before, (seen.q, seen.k), strict=True)
-                )
-            except (ValueError, RuntimeError):  # a kind of scaling, or sizes, that no module of ours has
+                turned = [probe.rotated(tried, x) for x in before]
+            except (ValueError, RuntimeError):  # sizes that no module of ours has
                 continue
-            if fits:
+            if same(turned[0], seen.q) and same(turned[1], seen.k):
                 return tried
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,25 +181,40 @@ def checkpoint_names(model: Any) -> dict[str, str]:
     return found
 
 
-def perturbations(config: Any) -> Iterator[tuple[str, list[Any]]]:
-    """(field, other values to try in turn) of each field of a small config that could change what is computed."""
-    rng = random.Random(0)
+def perturbations(config: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(field, changes to try in turn) for each field of a small config that could change what is computed."""
     for name, value in fields(config).items():
         if name.endswith("token_id") or "dropout" in name or name in ("initializer_range", "rope_parameters"):
             continue
-        if isinstance(value, bool):
-            yield name, [not value]
-        elif isinstance(value, int):
-            yield name, [2 * value, value // 2, value + 1, value - 1]
-        elif isinstance(value, float):
-            yield name, [value * 0.5 or 0.25, value * 1.5 or 1.0, 1.0]
-            yield name, [None]
-        elif isinstance(value, str):
-            yield name, [a for a in _activations() if a != value] if value in _activations() else []
-        elif value is None:
-            yield name, [3, 0.5, True]
-        elif isinstance(value, (list, tuple)) and value:
-            yield name, list(_flipped(list(value), rng))
+        if isinstance(value, float):
+            yield name, [{name: None}]
+        changes = [{name: other} for other in _others(value)]
+        yield name, [*changes, *(change for c in changes for change in _with_head(config, c))]
+
+
+def _others(value: Any) -> Iterator[Any]:
+    """Other values that a field with this one may have."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (2 * value, value // 2, value + 1, value - 1)
+    elif isinstance(value, float):
+        yield from (value * 0.5 or 0.25, value * 1.5 or 1.0, 1.0)
+    elif value is None:
+        yield from (3, 0.5, True)
+    elif isinstance(value, (list, tuple)) and value:
+        yield from _flipped(list(value))
+    elif value in _activations():
+        yield from (a for a in _activations() if a != value)
+
+
+def _with_head(config: Any, change: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The change together with the head's size that then divides the hidden size."""
+    names = getattr(config, "attribute_map", {})
+    hidden, heads = (names.get(n, n) for n in ("hidden_size", "num_attention_heads"))
+    made = {**fields(config), **change}
+    if set(change) & {hidden, heads} and isinstance(made.get("head_dim"), int) and made[heads]:
+        yield {**change, "head_dim": made[hidden] // made[heads]}
 
 
 def _activations() -> tuple[str, ...]:
@@ -209,12 +223,12 @@ def _activations() -> tuple[str, ...]:
     return tuple(ACTIVATIONS)
 
 
-def _flipped(values: list[Any], rng: random.Random) -> Iterator[list[Any]]:
+def _flipped(values: list[Any]) -> Iterator[list[Any]]:
     """The list with another first, and another last entry."""
     known = LAYER_TYPES if values[0] in LAYER_TYPES else (0, 1) if set(values) <= {0, 1} else ()
     for at in (0, -1):
         others = [v for v in known if v != values[at]]
         if others:
             made = list(values)
-            made[at] = rng.choice(others)
+            made[at] = others[0]
             yield made

@@ -99,6 +99,10 @@ def test_wrong_file_is_found(tmp_path: Path) -> None:
     assert constant.error < 1e-4 and constant.wrong == {"residual_multiplier"} and not constant.ok
     file.write_text(text.replace("config.residual_multiplier", "2 * config.residual_multiplier"))
     assert verification.verify(file, found).error > verification.TOLERANCE
+    ours, theirs = verification.parameters(file, found.config)
+    file.write_text(text.replace("config.intermediate_size", "64"))
+    fewer, _ = verification.parameters(file, found.config)
+    assert ours == theirs and fewer == ours - 3 * 64 * (80 - 64)
 
 
 # -- what is not matched, and bad input
@@ -141,7 +145,10 @@ BAD = {
     "no_language_model": ({"model_type": "vit", "architectures": ["ViTModel"]}, "not a causal language model"),
     "no_layers": ({"model_type": "qwen2", "num_hidden_layers": 0}, "num_hidden_layers=0"),
     "heads": (
-        {"model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 4, "hidden_size": 96},
+        {
+            "model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 4, "hidden_size": 96,
+            "num_hidden_layers": 1,
+        },
         "num_attention_heads=6",
     ),
 }  # fmt: skip
@@ -158,6 +165,7 @@ def test_bad_config_is_refused(case: str, tmp_path: Path, capsys: Any) -> None:
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_field_without_formula_is_refused(tmp_path: Path) -> None:
     """StableLM's norms of heads have a weight for each head, which no description expresses."""
     found = samples.collect(tiny("StableLm", num_hidden_layers=1))

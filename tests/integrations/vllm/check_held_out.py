@@ -10,13 +10,15 @@ from support.hosts.vllm_engine import generate, make_llm
 import fastkernels
 from fastkernels.core import registry
 
-# vLLM's CPU kernel for rotary embeddings misreads three-dimensional queries, which this model has.
-WRONG_IN_VLLM = ("deepseek_v2",)
+# vLLM's CPU kernel for rotary embeddings misreads three-dimensional queries, which these models have.
+WRONG_IN_VLLM = ("deepseek_v2", "deepseek_v3")
+# vLLM's NewGELU rounds after each of its operations and ours once, so close choices differ in bfloat16.
+ROUNDED_IN_VLLM = ("gptj",)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_held_out_model_is_patched_and_undone(name, tmp_path):
-    dtype = "float32" if name in WRONG_IN_VLLM else "bfloat16"
+    dtype = "float32" if name in WRONG_IN_VLLM + ROUNDED_IN_VLLM else "bfloat16"
     model = make_held_out(tmp_path / name, name, dtype)
     llm = make_llm(str(model), dtype=dtype, max_model_len=128, num_gpu_blocks_override=32)
     try:

@@ -21,6 +21,9 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
+_LONG = _rope(
+    "longrope", original_max_position_embeddings=64, short_factor=[1.0] * 16, long_factor=[1.5] * 16
+)  # fmt: skip
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1)
 # name: (transformers' model class, what differs from SIZES)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,6 +32,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereForCausalLM", {"tie_word_embeddings": True}),
     "cohere2": ("Cohere2ForCausalLM", {"tie_word_embeddings": True, "sliding_window": 8}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", _MLA),
+    # Public checkpoints name how they route, transformers' config does not. Without the names vLLM has no correction
+    # bias and routes by softmax.
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {**_MLA, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
     "deepseek_yarn": ("DeepseekV2ForCausalLM", {**_MLA, **_YARN}),
     "ernie4_5": ("Ernie4_5ForCausalLM", {"tie_word_embeddings": True}),
     "ernie4_5_moe": (
@@ -64,6 +73,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTForCausalLM", {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True}),
     "phi": ("PhiForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {}),
+    "phi3_long": ("Phi3ForCausalLM", {**_LONG, "original_max_position_embeddings": 64}),
     "qwen2": ("Qwen2ForCausalLM", _YARN),
     "qwen2_moe": ("Qwen2MoeForCausalLM", {**_MOE, "shared_expert_intermediate_size": 64}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 64}),
