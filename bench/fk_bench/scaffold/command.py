@@ -12,6 +12,7 @@ from fk_integrations.transformers import module_walk, tiny_models
 from fk_integrations.transformers.decoder_roles import Unexplained
 
 from fastkernels.models.common import checks, registry
+from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.scaffold import model_file, samples, tasks, verification
@@ -61,6 +62,9 @@ def scaffold_command(
             checks.check(given)
         ours, theirs = verification.parameters(file, given)
     except NoExpression as error:
+        return _unmatched(given, folder, [("", str(error))], start)
+    except CheckpointError as error:  # its weights are stored in a way that no weight map expresses
+        file.unlink()
         return _unmatched(given, folder, [("", str(error))], start)
     except Unsupported as error:
         fail(f"{config}: {error}")
