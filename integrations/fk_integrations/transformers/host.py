@@ -26,11 +26,11 @@ from fk_integrations.transformers.architectures import needs
 from fk_integrations.transformers.recognition import (
     MODELS,
     function_semantics,
-    halves_repeat,
     installed_version,
     is_for,
     known,
     listed_paths,
+    repeats,
     semantics,
 )
 
@@ -40,6 +40,10 @@ LOOKS_LIKE = {
     "rms_norm": ("RMSNorm", ("weight",)),
     "gated_mlp": ("MLP", ("gate_proj", "up_proj", "down_proj")),
 }
+
+
+# Functions that read tables in which neighbouring channels have the same frequency.
+OF_PAIRS = ("transformers_cohere_apply_rotary_pos_emb",)
 
 
 class TransformersAdapter(Adapter):
@@ -70,13 +74,13 @@ class TransformersAdapter(Adapter):
             return []
         kinds: set[Any] = {type(m) for m in model.modules()}
         tables = [k for k in kinds if k.__module__ == cls.__module__ and "RotaryEmbedding" in k.__name__]
-        if not tables or not all(halves_repeat(k) for k in tables):
-            return []
+        layouts = {repeats(k) for k in tables}
         return [
             replace(t, path=f"{cls.__module__}:{name}", note="")
             for name, function in called(cls).items()
             for t in listed
             if function_semantics(function) in known(t.path)
+            and layouts == {"pairs" if t.cls in OF_PAIRS else "halves"}
         ][:1]
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:

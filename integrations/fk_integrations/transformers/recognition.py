@@ -37,12 +37,18 @@ def function_semantics(function: FunctionType) -> str:
 
 
 @cache
-def halves_repeat(source: type) -> bool:
-    """Whether a class of rotary embeddings gives every frequency to channel j and to j + rotary_dim / 2."""
+def repeats(source: type) -> str:
+    """The channels to which a class of rotary embeddings gives one frequency.
+
+    'halves': j and j + rotary_dim / 2; 'pairs': 2 j and 2 j + 1; '' for another class.
+    """
     try:
-        return "torch.cat((freqs, freqs), dim=-1)" in inspect.getsource(source)
+        code = inspect.getsource(source)
     except (OSError, TypeError):
-        return False
+        return ""
+    if "torch.cat((freqs, freqs), dim=-1)" in code:
+        return "halves"
+    return "pairs" if "torch.repeat_interleave(freqs, 2, dim=-1)" in code else ""
 
 
 @cache
