@@ -284,6 +284,20 @@ def test_larger_fork_files_are_still_larger() -> None:
         assert lines - kernel_lines(ast.parse(text)) > MOST, name
 
 
+def test_fork_file_has_one_function_of_a_name() -> None:
+    """Two functions of ours stand for apply_rotary_pos_emb of different models: each file has its own."""
+    path, version = "transformers.models.{0}.modeling_{0}", compare.versions("transformers")[-1]
+    printed = exported("rotary_emb", "transformers", version)
+    llama, olmo = (
+        export("rotary_emb", "transformers", version, only=path.format(model)) for model in ("llama", "olmo2")
+    )
+    for text in (printed, llama, olmo):
+        assert text.count("\ndef apply_rotary_pos_emb(") == 1
+    assert (
+        "promote_types(q.dtype, cos.dtype)  #" in llama and "rounds = " in olmo and "rounds = " not in llama
+    )
+
+
 def test_fork_file_replaces_methods_of_the_host_class(tmp_path: Path) -> None:
     """In real transformers, without this package: the class is the host's with our forward."""
     (tmp_path / "pasted.py").write_text(exported("rms_norm", "transformers", "5.19.0"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ def default_config(cls: Any) -> Any:
 
 
 def variants(cls: Any) -> Iterator[Any]:
-    """The model with all layers of one type, for each type of layer that its config can name and that builds."""
+    """The model with two layers of one type, for each type of layer that its config can name and that builds."""
     from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
     for kind in ALLOWED_LAYER_TYPES:
@@ -119,7 +120,10 @@ def variants(cls: Any) -> Iterator[Any]:
             return
         try:
             for part in parts:
-                part.layer_types = [kind] * len(part.layer_types)
+                layers = min(2, len(part.layer_types))
+                part.layer_types = [kind] * layers
+                if isinstance(getattr(part, "num_hidden_layers", None), int):
+                    part.num_hidden_layers = layers
             yield build(cls, config)
         except Exception:  # a type of layer that the model does not have
             continue
@@ -150,6 +154,27 @@ def _on_meta(cls: Any, config: Any) -> Any:
 
     with torch.device("meta"), torch.no_grad(), _losses_need_no_library(cls):
         return cls._from_config(config)
+
+
+def needs(config: Any, architecture: str) -> dict[str, list[str]] | None:
+    """{primitive or difference: classes} of the modules that no op is known to compute; None if it cannot be built."""
+    import transformers
+
+    from fk_integrations.transformers.matching import match  # imports torch
+
+    cls = getattr(transformers, architecture, None)
+    if cls is None:
+        return None
+    try:
+        model = build(cls, copy.deepcopy(config))
+    except Exception:  # of a config that transformers cannot use: the caller reports the architecture alone
+        return None
+    found: dict[str, list[str]] = {}
+    for module in model.modules():
+        matched, name = match(module), type(module).__name__
+        if not matched.strict and name not in found.setdefault(matched.needs or matched.op, []):
+            found[matched.needs or matched.op].append(name)
+    return dict(sorted(found.items()))
 
 
 def _library(module: str) -> str:

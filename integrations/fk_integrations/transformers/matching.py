@@ -24,7 +24,7 @@ from fastkernels.core import registry
 from fastkernels.core.spec import Target
 from fk_integrations.transformers import probes
 from fk_integrations.transformers.forward_code import calls
-from fk_integrations.transformers.host import target_of
+from fk_integrations.transformers.recognition import target_of
 
 PRIMITIVES = {  # functions of torch that no op of ours computes: what they are
     **{f"conv{n}d": "convolution" for n in (1, 2, 3)},

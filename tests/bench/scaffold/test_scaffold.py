@@ -99,6 +99,10 @@ def test_wrong_file_is_found(tmp_path: Path) -> None:
     assert constant.error < 1e-4 and constant.wrong == {"residual_multiplier"} and not constant.ok
     file.write_text(text.replace("config.residual_multiplier", "2 * config.residual_multiplier"))
     assert verification.verify(file, found).error > verification.TOLERANCE
+    ours, theirs = verification.parameters(file, found.config)
+    file.write_text(text.replace("config.intermediate_size", "64"))
+    fewer, _ = verification.parameters(file, found.config)
+    assert ours == theirs and fewer == ours - 3 * 64 * (80 - 64)
 
 
 # -- what is not matched, and bad input

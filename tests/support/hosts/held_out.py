@@ -32,7 +32,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereForCausalLM", {"tie_word_embeddings": True}),
     "cohere2": ("Cohere2ForCausalLM", {"tie_word_embeddings": True, "sliding_window": 8}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", _MLA),
-    # Public checkpoints name how they route; transformers' config does not, and without the names vLLM uses softmax.
+    # Public checkpoints name how they route, transformers' config does not. Without the names vLLM has no correction
+    # bias and routes by softmax.
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         {**_MLA, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
