@@ -399,7 +399,9 @@ def _difference(module: Any) -> str:
         return "heads of other sizes for values than for keys"
     if query.shape[1] % key.shape[1]:
         return "heads that do not divide"
-    extra = [k for k, v in given.items() if k not in _ATTENTION_ARGUMENTS and v is not None and v is not False]
+    extra = [
+        k for k, v in given.items() if k not in _ATTENTION_ARGUMENTS and v is not None and v is not False
+    ]
     if extra:
         return f"attention with {', '.join(sorted(extra))}"
     space = vars(sys.modules[type(module).__module__])
