@@ -149,7 +149,8 @@ class LongRoPE(RopeModule):
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
         if not is_neox_style:
-            raise ValueError("is_neox_style=False is not supported: these embeddings rotate halves")
+            name = type(self).__name__
+            raise ValueError(f"{name}: is_neox_style=False is not supported, it rotates halves")
         self._setup(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
         self.original_max_position_embeddings = original_max_position_embeddings
         self.short_factor, self.long_factor = short_factor, long_factor
