@@ -89,7 +89,7 @@ for _class in _CLASSES:
 '''
 DISPATCHERS = ("vllm", "sglang")  # hosts whose leaf classes choose among forward_cuda, forward_cpu, ...
 # A class put in by these seams has the host's constructor; of ours only the methods count.
-METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts")
+METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "processor")
 
 
 @dataclass

@@ -8,7 +8,6 @@ is one class that all models share, recognized by its path and the fingerprint o
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -18,10 +17,10 @@ from typing import Any
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
-from fastkernels.patch import PatchError, Request
 from fk_integrations.core.adapter import Adapter, class_path
-from fk_integrations.core.apply import Patched, apply
+from fk_integrations.core.in_process import InProcessHost
 from fk_integrations.core.live_class import called
+from fk_integrations.core.lookalikes import PACKAGES, first_package
 from fk_integrations.transformers.architectures import needs
 from fk_integrations.transformers.recognition import (
     MODELS,
@@ -34,7 +33,6 @@ from fk_integrations.transformers.recognition import (
     semantics,
 )
 
-STATE = "_fastkernels_patched"
 # {op: (end of the name, attributes)} of classes that may compute it
 LOOKS_LIKE = {
     "rms_norm": ("RMSNorm", ("weight",)),
@@ -118,7 +116,7 @@ class TransformersAdapter(Adapter):
         return Reason(Kind.LEFT_TO_HOST, "our gated_gelu_mlp computes it with the product after it")
 
 
-class TransformersHost:
+class TransformersHost(InProcessHost):
     """fastkernels.patch.Host for a transformers model, or a torch module that contains parts of one."""
 
     name = "transformers"
@@ -130,42 +128,10 @@ class TransformersHost:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(target, torch.nn.Module):
             return False
-        return any(type(m).__module__.startswith("transformers.") for m in target.modules())
+        return first_package(target, PACKAGES) == "transformers"
 
-    def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
-        """See Host. The model lives in this process."""
-        if isinstance(target, str):
-            raise PatchError("transformers models are patched live: pass the model, not the host's name")
-        patched: Patched | None = vars(target).get(STATE)
-        if request.action == "patch":
-            if patched is not None:
-                raise PatchError("this model is patched already: undo that patch first (report.undo())")
-            patched = apply(TransformersAdapter(), target, request)
-            vars(target)[STATE] = patched
-            _forget_compiled(target)
-        elif request.action == "undo" and patched is not None:
-            del vars(target)[STATE]
-            patched.undo()
-            patched = None
-            _forget_compiled(target)
-        elif request.action == "reset" and patched is not None:
-            patched.reset()
-        elif request.action not in ("undo", "report", "reset"):
-            raise PatchError(f"unknown action {request.action!r}; known: patch, undo, report, reset")
-        rows = patched.report() if patched is not None else []
-        return [
-            {
-                "rank": 0,
-                "pid": os.getpid(),
-                "host": self.name,
-                "version": self.version(),
-                "rows": rows,
-                "error": None,
-            }
-        ]
-
-    async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
-        return self.call(target, request)
+    def adapter(self) -> Adapter:
+        return TransformersAdapter()
 
     def needs(self, config: Any, architecture: str) -> dict[str, list[str]] | None:
         """{primitive or difference: classes} of the modules of an architecture for which no op is known.
@@ -173,17 +139,6 @@ class TransformersHost:
         None if the installed transformers cannot build it from this config.
         """
         return needs(config, architecture) if installed_version() else None
-
-
-def _forget_compiled(model: Any) -> None:
-    """Drop code that torch.compile made for the old classes; the next call compiles again."""
-    import torch
-
-    compiled = (
-        type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules()
-    )
-    if any(compiled):
-        torch.compiler.reset()
 
 
 HOST = TransformersHost()
