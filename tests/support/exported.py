@@ -97,11 +97,15 @@ def rotary_emb(ns: Any) -> list[Any]:
         "head_size": 32, "rotary_dim": 32, "max_position_embeddings": 128, "base": 10000.0, "is_neox_style": True,
         "dtype": torch.float32, "scaling_factor": 4.0, "scaling_factors": 2.0, "scaling_alpha": 2.0,
         "max_trained_positions": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": 64,
-        "mrope_section": [8, 4, 4],
+        "mrope_section": [8, 4, 4], "original_max_position_embeddings": 64, "short_factor": [1.0] * 16,
+        "long_factor": [2.0] * 16,
     }  # fmt: skip
     found = []
     for name in ns.classes:
         cls = getattr(ns, name)
+        if name == "apply_rotary_pos_emb":
+            found.append(list(cls(randn(2, 3, 7, 32), randn(2, 1, 7, 32), randn(2, 7, 32), randn(2, 7, 32))))
+            continue
         taken = inspect.signature(cls).parameters
         module = cls(**{option: value for option, value in options.items() if option in taken})
         if name == "ApplyRotaryEmb":

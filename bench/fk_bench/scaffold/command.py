@@ -12,6 +12,7 @@ from fk_integrations.transformers import module_walk, tiny_models
 from fk_integrations.transformers.decoder_roles import Unexplained
 
 from fastkernels.models.common import checks, registry
+from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.scaffold import model_file, samples, tasks, verification
@@ -62,6 +63,9 @@ def scaffold_command(
         ours, theirs = verification.parameters(file, given)
     except NoExpression as error:
         return _unmatched(given, folder, [("", str(error))], start)
+    except CheckpointError as error:  # its weights are stored in a way that no weight map expresses
+        file.unlink()
+        return _unmatched(given, folder, [("", str(error))], start)
     except Unsupported as error:
         fail(f"{config}: {error}")
     _list(folder, [])
@@ -85,7 +89,8 @@ def scaffold_command(
     last_line({
         "command": COMMAND, "ok": ok, "architecture": given.architectures[0], "model_file": str(file),
         "lines": lines, "error": verified.error, "parameters": ours, "configs": verified.configs,
-        "refused": found.refused, "unmatched": [], "tasks": made, "kept": kept, "seconds": round(time.perf_counter() - start, 1),
+        "refused": found.refused, "unmatched": [], "tasks": made, "kept": kept,
+        "seconds": round(time.perf_counter() - start, 1),
     })  # fmt: skip
     return 0 if ok else 1
 

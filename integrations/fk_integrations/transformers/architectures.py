@@ -23,14 +23,23 @@ ORDER = (
 _WRAPPERS = ("timm_wrapper", "timm_backbone")
 
 
+# Values for fields that are None in a default config, which then builds no model
+_FILLED: dict[str, Any] = {
+    "vocab_size": 32, "vocabulary_map": {"<image>": 1}, "num_experts": 8, "n_routed_experts": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64,
+    "n_shared_experts": 1, "prediction_length": 8,
+}  # fmt: skip
+
+
 class External(Exception):
     """The architecture needs code outside transformers. The message says which."""
 
 
 def files() -> list[str]:
-    """All modeling files, as "folder/modeling_name.py"."""
+    """All modeling files, as "folder/modeling_name.py", without the one of the auto classes."""
     root = _root()
-    return sorted(file.relative_to(root).as_posix() for file in root.glob("*/modeling_*.py"))
+    found = (file.relative_to(root).as_posix() for file in root.glob("*/modeling_*.py"))
+    return sorted(file for file in found if not file.startswith("auto/"))
 
 
 def _root() -> Path:
@@ -72,12 +81,29 @@ def classes(file: str) -> dict[str, type]:
     }  # fmt: skip
 
 
-def representative(file: str) -> type:
-    """The model class that a file is judged by. Raises External, and LookupError for a file without a model."""
+def candidates(file: str) -> list[type]:
+    """The model classes that can stand for a file, the preferred one first. Raises External, LookupError."""
     found = classes(file)
     if not found:
         raise LookupError(f"{file} defines no model")
-    return next((found[name] for name in _listed() if name in found), list(found.values())[-1])
+    return [found[name] for name in _listed() if name in found] or [list(found.values())[-1]]
+
+
+def representative(file: str) -> tuple[type, Any]:
+    """(class, model on the meta device) that a file is judged by: the first candidate whose default config builds it.
+
+    Raises External, LookupError, and the first candidate's error if none builds.
+    """
+    failure: Exception | None = None
+    for cls in candidates(file):
+        try:
+            return cls, build(cls)
+        except External:
+            raise
+        except Exception as error:  # a default config that does not fit its model
+            failure = failure or error
+    assert failure is not None
+    raise failure
 
 
 def build(cls: Any, config: Any = None) -> Any:
@@ -106,7 +132,10 @@ def default_config(cls: Any) -> Any:
     kind = cls.config_class
     if kind is None or getattr(kind, "has_no_defaults_at_init", False):
         raise External("its config names the models that it wraps")
-    return kind()
+    try:
+        return kind()
+    except ImportError as error:
+        raise External(str(error).strip().splitlines()[0]) from error
 
 
 def variants(cls: Any) -> Iterator[Any]:
@@ -195,7 +224,7 @@ def _completed(config: Any) -> Any:
                 heads = part.num_attention_heads = next(n for n in (16, 12, 8, 4, 2, 1) if hidden % n == 0)
             if getattr(part, "head_dim", 0) is None:
                 part.head_dim = hidden // heads
-        for name, value in (("vocab_size", 32), ("vocabulary_map", {"<image>": 1})):
+        for name, value in _FILLED.items():
             if getattr(part, name, 0) is None:
                 setattr(part, name, value)
     return config

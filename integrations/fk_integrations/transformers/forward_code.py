@@ -95,6 +95,8 @@ class _Reader(ast.NodeVisitor):
                 self.functions.append(function)
             elif isinstance(function, FunctionType) or not isinstance(function, type):
                 self.names.add(name)
+        elif last == "apply" and name.count(".") == 1 and isinstance(self.globals.get(name[:-6]), type):
+            self.names.add("autograd function")
         elif name.startswith("super()"):
             self.names.add("super")
         elif name.startswith("self.") and name.count(".") == 1:

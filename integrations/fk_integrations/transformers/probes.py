@@ -70,7 +70,7 @@ def on_cpu(module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = Non
 def target_probe(module: nn.Module, ours: type) -> bool:
     """Whether the module's forward equals that of our class on the module's own attributes."""
     theirs = on_cpu(module) if not list(module.children()) else _small(module)
-    width = next((p.shape[-1] for p in theirs.parameters()), 16)
+    width = next((p.shape[-1] for p in theirs.parameters()), getattr(theirs, "normalized_shape", (16,))[-1])
     inputs = [torch.randn(TOKENS, width) for _ in range(1 + _gated(theirs))]
     ours_forward: Any = ours.forward  # type: ignore[attr-defined]
     return agree(theirs(*inputs), ours_forward(theirs, *inputs))
@@ -152,7 +152,7 @@ def norm_op(module: nn.Module) -> str:
     """
     made = on_cpu(module)
     weight, bias = getattr(made, "weight", None), getattr(made, "bias", None)
-    width = weight.shape[-1] if isinstance(weight, torch.Tensor) else 16
+    width = getattr(made, "normalized_shape", (16,))[-1] if weight is None else weight.shape[-1]
     x = torch.randn(TOKENS, width)
     theirs = made(x)
     numbers = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-2} | {1e-5, 1e-6}
@@ -187,7 +187,7 @@ def router_op(module: nn.Module) -> tuple[str, dict[str, Any]]:
     if linear is None:
         return "", {}
     weight = linear.weight
-    x = torch.randn(7, weight.shape[1])
+    x = torch.randn(7, weight.shape[1]) * weight.shape[1] ** -0.5  # logits of order 1
     logits = nn.functional.linear(x, weight, getattr(linear, "bias", None))
     held = [*made.named_buffers(), *made.named_parameters()]
     biases = (t.flatten() for n, t in held if n.endswith("correction_bias") and t.numel() == len(weight))

@@ -17,8 +17,9 @@ from fastkernels.models.common import registry
 
 # Architectures of the repository, and others that were not looked at when the scaffold was written.
 FIRST = ("qwen2", "olmo2", "granite", "phi3", "starcoder2", "smollm3")
-KNOWN = ("cohere2", "gpt_neox", "nemotron", "stablelm", "gemma2", "glm4", "qwen3")
+KNOWN = ("qwen3_moe", "olmoe", "cohere2", "gpt_neox", "nemotron", "stablelm", "gemma2", "glm4", "qwen3")
 HELD_OUT = (
+    "flex_olmo",
     "arcee",
     "cohere",
     "exaone4",

@@ -21,7 +21,7 @@ IDENTITIES = ("Dropout", "Identity")  # in eval mode
 
 
 def state(model: Any) -> dict[str, tuple[Any, ...]]:
-    """What a patch changes of each module, by name."""
+    """Attributes of each module that a patch changes, by name."""
     own = ("quant_method", "forward", "impl", "_forward_method")
     return {
         name: (type(m), *(id(vars(m).get(attribute)) for attribute in own))
