@@ -104,6 +104,7 @@ def build(
         if text:
             options[name], names = _option(text, sizes, scalars)
             used |= names
+    _check_complete(cls, options)
     module = make(cls, first, **options)
     forward = inspect.signature(cls.forward).parameters  # type: ignore[attr-defined]
     accepted = {constructor.get(name, name): name for name in forward}
@@ -145,6 +146,16 @@ def build(
         return out
 
     return call
+
+
+def _check_complete(cls: type, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for a class of which the op is only a part."""
+    if not hasattr(cls, "forward"):
+        raise ValueError(f"{cls.__name__} has no forward: another module calls it")
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.default is parameter.empty and parameter.kind not in kinds and name not in options:
+            raise ValueError(f"{cls.__name__} needs {name}, which the op's arguments do not give")
 
 
 def _parameters(cls: type) -> list[str]:

@@ -186,9 +186,11 @@ SPEC = OpSpec(
     constructor={
         "hidden_size": "hidden",
         "dim": "hidden",
+        "num_channels": "hidden",
         "normalized_shape": "hidden",
         "param_shape": "hidden",
         "elementwise_affine": "weight",
+        "affine": "weight",
         "bias": "bias",
         "dtype": "parameters",
     },

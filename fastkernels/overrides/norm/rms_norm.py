@@ -189,11 +189,13 @@ SPEC = OpSpec(
     constructor={
         "hidden_size": "hidden",
         "dim": "hidden",
+        "channels": "hidden",
         "normalized_shape": "hidden",
         "param_shape": "hidden",
         "has_weight": "not weightless",
         "with_scale": "not weightless",
         "elementwise_affine": "not weightless",
+        "affine": "not weightless",
         "var_hidden_size": "var_hidden",
     },
     flops="4 * tokens * heads * hidden",
