@@ -337,7 +337,8 @@ def patch(
 ) -> Report:
     """Put our modules into a live engine or module, or (by a host's name) into every engine built from now on.
 
-    target      vllm.LLM or LLMEngine, sglang.Engine, fastkernels.LLM, a transformers model, or 'vllm' / 'sglang'
+    target      vllm.LLM or LLMEngine, sglang.Engine, fastkernels.LLM, a transformers, timm or diffusers model, a
+                diffusers pipeline, or 'vllm', 'sglang', 'timm', 'diffusers'
     ops         op names, or one name; None: all that are on by default for the host
     candidates  {op: path of a file}, or a folder of OP.py files: the user's kernels instead of ours; their code
                 runs in the host's processes

@@ -28,6 +28,7 @@ SEAMS = {
     "experts": "a mixture of experts: the object that runs its experts, on the host's own weights and routing",
     "attention": "the attention backend's implementation, on the host's own KV layout",
     "module": "a plain module of several parts: `__class__` of the live instance is swapped",
+    "processor": "an attention layer of diffusers: its `processor`, which computes it, is replaced",
     "function": "a function of the host",
     "called_function": "a function of a model's own file: modules that call it get a forward that calls ours",
     "standalone": "a drop-in class for forks and for our engine; not put into a live host (see its note)",
@@ -38,7 +39,7 @@ SEAMS = {
 class Target:
     """One host class (or function) that an op overrides.
 
-    host      'vllm', 'sglang', 'transformers', or 'torch' for classes of torch.nn in models of every host
+    host      'vllm', 'sglang', 'transformers', 'diffusers', 'timm', or 'torch' for classes of torch.nn in all models
     path      'module.path:Name' in the host
     cls       name of our class (or function)
     seam      a key of SEAMS
@@ -66,7 +67,8 @@ class Target:
     @property
     def of_a_model(self) -> bool:
         """Whether only some models have this class: one of torch, or of a serving host's file for one model."""
-        return self.host == "torch" or (self.host != "transformers" and ".models." in self.path)
+        shared = self.host in ("transformers", "diffusers")  # their ".models." has all classes
+        return self.host == "torch" or (not shared and ".models." in self.path)
 
     @property
     def name(self) -> str:

@@ -37,7 +37,7 @@ RUNNERS = {
 
 def runner_name(hf_config: Any, folder: Path) -> str:
     """The key of RUNNERS that the model file of this config names. Raises CheckpointError, UnknownName."""
-    name = registry.find(build.architecture_of(hf_config, folder)).arch.runner
+    name = registry.find(build.architecture_of(hf_config, folder), hf_config).arch.runner
     if name not in RUNNERS:
         raise registry.UnknownName("runner", name, RUNNERS)
     return name

@@ -89,7 +89,7 @@ for _class in _CLASSES:
 '''
 DISPATCHERS = ("vllm", "sglang")  # hosts whose leaf classes choose among forward_cuda, forward_cpu, ...
 # A class put in by these seams has the host's constructor; of ours only the methods count.
-METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts")
+METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "processor")
 
 
 @dataclass
@@ -327,8 +327,18 @@ def _with_fallback(text: str, host: str, supports: bool = False) -> str:
         if a.kwonlyargs:
             raise ExportError(f"{node.name} assigns to its arguments")
         head, called = [*head, f"{indent}given = ({', '.join(called)})"], ["*given"]
-    tail = [f"{indent}except Unsupported:", f"{indent}    return {host}({', '.join(called)})"]
+    tail = [f"{indent}except Unsupported:", *_returned(host, called, f"{indent}    ")]
     return "\n".join([*lines[:first], *head, f"{indent}try:", *body, *tail])
+
+
+def _returned(function: str, called: list[str], indent: str) -> list[str]:
+    """The lines that return a call."""
+    one = f"{indent}return {function}({', '.join(called)})"
+    if len(one) <= 110:
+        return [one]
+    inner = indent + "    "
+    wrapped = textwrap.wrap(", ".join(called), 110, initial_indent=inner, subsequent_indent=inner)
+    return [f"{indent}return {function}(", *wrapped, f"{indent})"]
 
 
 def _with_check(text: str, host: str) -> str:

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import re
+import textwrap
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ DROPPED = "# dropped"
 KERNELS_OF = {"vllm": "vllm", "sglang": "sgl_kernel"}  # module with a host's kernels
 # Hosts call DeepGEMM where it is faster themselves, and not in the functions that a file for a fork replaces.
 ON_ITS_OWN = {"_supports_ours": "supports_wgmma_fp8"}
+INTEGERS = re.compile(rf"(?m)^from {PACKAGE}\.overrides\.kit\.launch import (.*)$")
+OF_TRITON = ("cdiv", "next_power_of_2")
 LOGGING = ("note", "leave")  # methods that count and log
 FLAT = """\
 def _run_{name}(*args: Any) -> Any:
@@ -66,7 +69,7 @@ def _run_{name}(*args: Any) -> Any:
     return {kernel}(*args)
 
 
-{name} = register({schema}, _run_{name}, {fake})"""
+{name} = {made}"""
 
 
 class Fork(NamedTuple):
@@ -84,7 +87,7 @@ def simplified(module: str, text: str, fork: Fork | None = None) -> str:
     """The module's text with its op definitions and CUDA sources replaced; `fork`: for a file in a fork."""
     if ".overrides." not in module:
         return text
-    text = _with_winners(module, _without_logging(text))
+    text = _with_winners(module, _without_logging(INTEGERS.sub(_of_triton, text)))
     lines = text.split("\n")
     needed: set[str] = set()
     for node in reversed(ast.parse(text).body):
@@ -101,6 +104,14 @@ def simplified(module: str, text: str, fork: Fork | None = None) -> str:
             at = next(i for i, x in enumerate(lines) if x.startswith("from __future__")) + 1
             lines.insert(at, line)
     return "\n".join(lines)
+
+
+def _of_triton(match: re.Match[str]) -> str:
+    """Import two functions from Triton, which the library has for their speed on the host."""
+    names = match[1].split(", ")
+    theirs, ours = (", ".join(n for n in names if (n in OF_TRITON) == there) for there in (True, False))
+    lines = [f"from {PACKAGE}.overrides.kit.launch import {ours}"] * bool(ours)
+    return "\n".join([*lines, *[f"from triton import {theirs}"] * bool(theirs)])
 
 
 def _without_logging(text: str) -> str:
@@ -141,12 +152,13 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: Fork 
         listed = {c.args[0].value: ast.unparse(c.args[1]) for c in keywords["providers"].elts}  # type: ignore[attr-defined]
         # The host's code is the fallback of a Triton kernel. torch.compile cannot trace the checks of a CUDA kernel.
         if kernel == listed.get("triton"):
-            made = f"{name} = guarded({schema}, {kernel}, {fake}, {supports or 'lambda *_: None'})"
-            return f"{made}\n_run_{name} = {kernel}"
+            made = _call("guarded", schema, kernel, fake, supports or "lambda *_: None")
+            return f"{name} = {made}\n_run_{name} = {kernel}"
         if supports and plain == listed["reference"] and _is_functional(name):
             # Compiled code has no fallback from an op that raises: no method of a host's class calls such an op.
             supported = f"{supports}(*args)"
-            return RAISING.format(name=name, schema=schema, fake=fake, kernel=kernel, supports=supported)
+            made = _call("register", schema, f"_run_{name}", fake)
+            return RAISING.format(name=name, made=made, kernel=kernel, supports=supported)
     elif _uses_methods(name):
         supports = supports or "lambda *_: None"
         return f"{name} = Op({schema}, {fake}, kernel={kernel}, plain={plain}, supports={supports})"
@@ -158,6 +170,18 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: Fork 
     call = f"({supports})" if supports and not supports.isidentifier() else supports
     test = f"{call}(*args) is None" if supports else "True"
     return FLAT.format(name=name, schema=schema, fake=fake, kernel=kernel, plain=plain, supports=test)
+
+
+def _call(function: str, schema: str, *arguments: str) -> str:
+    """A call of `guarded` or `register` as text, with one argument a line where it is long."""
+    one = f"{function}({schema}, {', '.join(arguments)})"
+    if len(one) <= 90 and "\n" not in one:
+        return one
+    text = schema[1:-1] if schema.startswith("(") else schema  # the lines of a long string
+    glued = ", ".join(a.replace(" ", "\0") for a in arguments)  # break between arguments only
+    lines = textwrap.wrap(glued, 106, break_long_words=False, break_on_hyphens=False)
+    rest = "\n".join(lines).replace("\0", " ")
+    return f"{function}(\n    {text},\n" + textwrap.indent(rest, "    ") + ",\n)"
 
 
 def _is_functional(name: str) -> bool:

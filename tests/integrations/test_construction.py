@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
+from fk_integrations.core import reports
 from fk_integrations.core.construction import BeforeConstruction
 
 from fastkernels.patch import PatchError, Request
@@ -63,3 +66,21 @@ def test_hosts_that_would_stay_unpatched_are_refused(
     before.call(Request("patch"))
     before.call(Request("undo"))
     assert "FASTKERNELS" not in os.environ
+
+
+def test_report_of_a_dropped_worker_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file stays as it was, and its reply is not called again."""
+    monkeypatch.setenv("FASTKERNELS_REPORT", str(tmp_path))
+    worker: list[dict[str, Any]] = [{"rank": 0, "pid": os.getpid()}]
+    called: list[bool] = []
+
+    def reply() -> dict[str, Any] | None:
+        called.append(bool(worker))
+        return dict(worker[0]) if worker else None
+
+    reports.start("dropped", 0, reply)
+    assert reports.read(str(tmp_path), "dropped") == worker
+    kept = worker.pop()
+    for _ in range(4):
+        assert reports.read(str(tmp_path), "dropped") == [kept]
+    assert 1 <= called.count(False) <= 2  # the thread may have called it, too

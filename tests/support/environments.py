@@ -27,6 +27,8 @@ SUPPORT = ROOT / "tests" / "support"
 FOLDERS = {"own": ".venv", "vllm": ".venv-vllm", "sglang": ".venv-sglang"}
 RECIPE = 1  # raise it when `fill` changes
 GPU_HOSTS = {"vllm": ["vllm==0.33.0"], "sglang": ["sglang==0.5.23"]}
+# folders of packages that hosts need on a machine without a GPU; torchvision's wheel is a CUDA build
+CPU_PACKAGES = {"own": ["torchvision"], "vllm": ["vllm"], "sglang": ["sglang", "torchvision"]}
 
 
 def has_gpu() -> bool:
@@ -50,6 +52,10 @@ def requirements(name: str) -> bytes:
     return b"" if has_gpu() else (SUPPORT / "cpu_hosts" / name / "requirements.txt").read_bytes()
 
 
+def cpu_packages(name: str) -> list[Path]:
+    return [] if has_gpu() else [SUPPORT / "cpu_hosts" / package for package in CPU_PACKAGES[name]]
+
+
 def key(name: str) -> str:
     """The name of an environment's folder in the cache."""
     digest = hashlib.sha256(f"{RECIPE} {sys.version} {has_gpu()} {GPU_HOSTS}".encode())
@@ -59,8 +65,7 @@ def key(name: str) -> str:
 
 def installed_sources(name: str) -> str:
     """A hash of the files that `install_ours` reads: our pyproject.toml and a host's CPU packages."""
-    folder = SUPPORT / "cpu_hosts" / name
-    there = [f for f in sorted(folder.rglob("*")) if f.is_file()] if name != "own" and not has_gpu() else []
+    there = [f for folder in cpu_packages(name) for f in sorted(folder.rglob("*")) if f.is_file()]
     digest = hashlib.sha256()
     for file in [ROOT / "pyproject.toml", *there]:
         if not {"build", "__pycache__"} & set(file.parts) and ".egg-info" not in str(file):
@@ -119,12 +124,10 @@ def link(cached: Path, folder: Path) -> None:
 
 def install_ours(name: str, folder: Path) -> None:
     python = folder / "bin" / "python"
-    projects = [("-e", ROOT)]
-    if name != "own" and not has_gpu():
-        projects.append((SUPPORT / "cpu_hosts" / name,))
-        if name == "vllm":
-            run(python, SUPPORT / "cpu_hosts" / name / "make_shim.py")
-    for project in projects:
+    packages = cpu_packages(name)
+    if name == "vllm" and packages:
+        run(python, packages[0] / "make_shim.py")
+    for project in [("-e", ROOT), *((package,) for package in packages)]:
         pip(python, "install", "--no-deps", "--no-build-isolation", *project)
     for folder in (SUPPORT / "cpu_hosts").glob("*/build"):  # setuptools would reuse old files from there
         shutil.rmtree(folder, ignore_errors=True)

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-BANNED = ("fastkernels", "fk_integrations", "fk_bench", "vllm", "sglang", "transformers")
+BANNED = ("fastkernels", "fk_integrations", "fk_bench", "vllm", "sglang", "transformers", "diffusers", "timm")
+SERVERS = ("vllm", "sglang")
 
 
 class Banned:
@@ -39,7 +40,7 @@ def filled(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def rms_norm(ns: Any) -> list[Any]:
-    if ns.host == "transformers":
+    if ns.host not in SERVERS:
         sizeless = [
             name
             for name in ns.classes
@@ -60,6 +61,8 @@ def gelu_and_mul(ns: Any) -> list[Any]:
 
 
 def activation(ns: Any) -> list[Any]:
+    if ns.host == "diffusers":  # with the linear layer before them
+        return [filled(getattr(ns, name)(126, 63))(randn(7, 126)) for name in ns.classes]
     return [getattr(ns, name)()(randn(7, 126)) for name in ns.classes]
 
 
@@ -83,8 +86,9 @@ def gemma_rms_norm(ns: Any) -> list[Any]:
 
 
 def layer_norm(ns: Any) -> list[Any]:
-    if ns.host == "transformers":
-        return [filled(getattr(ns, name)(63))(randn(5, 63) + 1) for name in ns.classes]
+    if ns.host not in SERVERS:
+        shapes = {"LayerNorm2d": (2, 63, 3, 5)}
+        return [filled(getattr(ns, n)(63))(randn(*shapes.get(n, (5, 63))) + 1) for n in ns.classes]
     return [filled(ns.LayerNorm(63))(randn(5, 63) + 1), filled(ns.LayerNorm(63, eps=0.1))(randn(2, 3, 63))]
 
 
@@ -93,11 +97,15 @@ def rotary_emb(ns: Any) -> list[Any]:
         "head_size": 32, "rotary_dim": 32, "max_position_embeddings": 128, "base": 10000.0, "is_neox_style": True,
         "dtype": torch.float32, "scaling_factor": 4.0, "scaling_factors": 2.0, "scaling_alpha": 2.0,
         "max_trained_positions": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig_max_position": 64,
-        "mrope_section": [8, 4, 4],
+        "mrope_section": [8, 4, 4], "original_max_position_embeddings": 64, "short_factor": [1.0] * 16,
+        "long_factor": [2.0] * 16,
     }  # fmt: skip
     found = []
     for name in ns.classes:
         cls = getattr(ns, name)
+        if name == "apply_rotary_pos_emb":
+            found.append(list(cls(randn(2, 3, 7, 32), randn(2, 1, 7, 32), randn(2, 7, 32), randn(2, 7, 32))))
+            continue
         taken = inspect.signature(cls).parameters
         module = cls(**{option: value for option, value in options.items() if option in taken})
         if name == "ApplyRotaryEmb":
@@ -361,6 +369,31 @@ def rms_norm_gated(ns: Any) -> list[Any]:
     return [m.float()(randn(5, 64), randn(5, 64) + 1) for m in modules]
 
 
+class AttentionLayer(torch.nn.Module):
+    """The parts of an attention layer, with 3 heads of 8, that a diffusers processor uses."""
+
+    spatial_norm = group_norm = norm_cross = added_kv_proj_dim = None
+    fused_projections, residual_connection = False, True
+    heads, head_dim, rescale_output_factor = 3, 8, 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (torch.nn.Linear(24, 24) for _ in range(3))
+        self.to_out = torch.nn.ModuleList([torch.nn.Linear(24, 24), torch.nn.Identity()])
+        self.norm_q, self.norm_k = torch.nn.Identity(), torch.nn.Identity()
+
+
+def attention_dense(ns: Any) -> list[Any]:
+    if ns.host == "diffusers":
+        return [getattr(ns, name)()(filled(AttentionLayer()), randn(2, 5, 24)) for name in ns.classes]
+    found = []
+    for name in ns.classes:
+        module = filled(getattr(ns, name)(24, num_heads=3, qk_norm=True, norm_layer=torch.nn.LayerNorm))
+        turned = "rope" in inspect.signature(module.forward).parameters
+        found.append(module(randn(2, 5, 24), *([randn(4, 16)] if turned else []), is_causal=True))
+    return found
+
+
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
@@ -368,7 +401,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
-        linear_fp8, rms_norm_gated,
+        linear_fp8, rms_norm_gated, attention_dense,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2"), activation) | {"gated_gelu_mlp": gated_gelu_mlp}

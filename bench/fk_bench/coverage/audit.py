@@ -62,19 +62,19 @@ class Row:
 def audit(file: str) -> Row:
     """The row of a modeling file of the installed transformers."""
     try:
-        cls: Any = architectures.representative(file)
+        known = architectures.candidates(file)
+        runs = bool(set(architectures.classes(file)) & set(registry.architectures()))
     except architectures.External as error:
         return Row(file, Verdict.EXTERNAL, error=str(error))
-    except LookupError as error:
-        return Row(file, Verdict.FAILED, error=str(error))
-    kind = cls.config_class
-    model_type = getattr(kind, "model_type", "") or file.partition("/")[0]
-    runs = bool(set(architectures.classes(file)) & set(registry.architectures()))
+    cls: Any = known[0]
     try:
-        model = architectures.build(cls)
+        cls, model = architectures.representative(file)
     except architectures.External as error:
-        verdict = Verdict.RUNS if runs else Verdict.EXTERNAL
-        return Row(file, verdict, model_type, cls.__name__, error=str(error))
+        return Row(file, Verdict.RUNS if runs else Verdict.EXTERNAL, model=cls.__name__, error=str(error))
+    except Exception as error:  # of a host's default config
+        failed = Verdict.RUNS if runs else Verdict.FAILED
+        return Row(file, failed, model=cls.__name__, error=f"{type(error).__name__}: {error}"[:200])
+    model_type = getattr(cls.config_class, "model_type", "") or file.partition("/")[0]
     found = {(type(module).__name__, match(module)) for module in model.modules()}
     for variant in architectures.variants(cls):
         found |= {(type(module).__name__, match(module)) for module in variant.modules()}

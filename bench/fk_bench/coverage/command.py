@@ -30,7 +30,7 @@ def coverage_command(
     ] = None,
     paper: Annotated[bool, typer.Option("--paper", help="only the 425 files of the paper's list")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print only one line of JSON")] = False,
-    workers: Annotated[int, typer.Option(min=1, help="processes; 0.5 to 1 GB of memory each")] = 0,
+    workers: Annotated[int | None, typer.Option(min=1, help="processes; 1 GB of memory each")] = None,
 ) -> None:
     """Audit each modeling file of the installed transformers: its modules, matched with ops, and a verdict.
 

@@ -25,7 +25,7 @@ from fk_bench.core.output import fail, last_line, table
 from fk_bench.info import verdict
 from fk_bench.serving.config import ConfigError, per_lane
 
-HOSTS = ("vllm", "sglang", "transformers")
+HOSTS = ("vllm", "sglang", "transformers", "diffusers", "timm")
 PLUGIN = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 HOST_ENVIRONMENTS = {"vllm": ".venv-vllm", "sglang": ".venv-sglang"}  # made by `make setup`
 
@@ -123,7 +123,7 @@ def installed_hosts(pythons: dict[str, str], found: Found) -> Iterator[Installed
         except ValueError as error:
             found.problems.append(f"--python {name}: {error}")
             continue
-        hosts = [h for h in HOSTS if h in there.versions and (name == "this" or h != "transformers")]
+        hosts = [h for h in HOSTS if h in there.versions and (name == "this" or h in PLUGIN)]
         if name in HOST_ENVIRONMENTS and name not in hosts:
             found.problems.append(f"{name} is not installed in {python}")
         for host in hosts:

@@ -28,7 +28,7 @@ def newest(host: str, version: str | None) -> str:
 
 def export_command(
     op: Annotated[str, typer.Argument(help="an op; see `fk-bench list ops`")],
-    host: Annotated[str, typer.Option(help="vllm, sglang or transformers")] = "vllm",
+    host: Annotated[str, typer.Option(help="vllm, sglang, transformers, diffusers or timm")] = "vllm",
     host_version: Annotated[str | None, typer.Option(help="a recorded version (default: the newest)")] = None,
     standalone: Annotated[
         bool, typer.Option("--standalone", help="whole classes with constructors, which need no host")

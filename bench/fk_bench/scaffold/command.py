@@ -12,6 +12,7 @@ from fk_integrations.transformers import module_walk, tiny_models
 from fk_integrations.transformers.decoder_roles import Unexplained
 
 from fastkernels.models.common import checks, registry
+from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.scaffold import model_file, samples, tasks, verification
@@ -59,7 +60,11 @@ def scaffold_command(
         with registry.using(file):
             registry.describe(given)
             checks.check(given)
+        ours, theirs = verification.parameters(file, given)
     except NoExpression as error:
+        return _unmatched(given, folder, [("", str(error))], start)
+    except CheckpointError as error:  # its weights are stored in a way that no weight map expresses
+        file.unlink()
         return _unmatched(given, folder, [("", str(error))], start)
     except Unsupported as error:
         fail(f"{config}: {error}")
@@ -73,18 +78,21 @@ def scaffold_command(
             f"differ from transformers' by {verified.error:.1e} of the largest (float32, random weights)",
         ),
         ("configs", f"{verified.configs} with an equal description"),
+        ("parameters", f"{ours} at the config's sizes, {theirs} of transformers"),
         ("refused", ", ".join(f"{k} other than {v!r}" for k, v in found.refused.items()) or "nothing"),
         ("tasks", f"{len(made)} files in {folder / 'tasks'}{f', {len(kept)} kept' if kept else ''}"),
     ]
     table(f"{given.architectures[0]}: all modules are matched", ("", ""), rows)
-    if not verified.ok:
-        print(f"{file} does not agree with transformers: {_disagreement(verified)}\n")
+    ok = verified.ok and ours == theirs
+    if not ok:
+        print(f"{file} does not agree with transformers: {_disagreement(verified, ours - theirs)}\n")
     last_line({
-        "command": COMMAND, "ok": verified.ok, "architecture": given.architectures[0], "model_file": str(file),
-        "lines": lines, "error": verified.error, "configs": verified.configs, "refused": found.refused,
-        "unmatched": [], "tasks": made, "kept": kept, "seconds": round(time.perf_counter() - start, 1),
+        "command": COMMAND, "ok": ok, "architecture": given.architectures[0], "model_file": str(file),
+        "lines": lines, "error": verified.error, "parameters": ours, "configs": verified.configs,
+        "refused": found.refused, "unmatched": [], "tasks": made, "kept": kept,
+        "seconds": round(time.perf_counter() - start, 1),
     })  # fmt: skip
-    return 0 if verified.ok else 1
+    return 0 if ok else 1
 
 
 def write(file: Path, found: samples.Samples) -> tuple[str, verification.Verified]:
@@ -105,8 +113,10 @@ def write(file: Path, found: samples.Samples) -> tuple[str, verification.Verifie
             return text, verified
 
 
-def _disagreement(verified: verification.Verified) -> str:
+def _disagreement(verified: verification.Verified, more: int) -> str:
     fields = ", ".join(sorted(f or "the config itself" for f in verified.wrong))
+    if more:
+        return f"it has {abs(more)} parameters {'more' if more > 0 else 'less'} at the config's sizes"
     return (
         f"the effect of {fields} differs"
         if fields

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, combinations
 from typing import Any
 
 from fk_integrations.transformers.tiny_models import fields
@@ -45,14 +46,18 @@ class Search:
 
     # -- values of the layers
 
-    def of_layers(self, what: str, get: Value, usual: Sequence[str] = ()) -> str:
-        """The same for a value of each layer."""
-        rows = self._rows(get)
+    def of_layers(
+        self, what: str, get: Value, usual: Sequence[str] = (), only: Value = lambda layer: True
+    ) -> str:
+        """The same for a value of each layer, or of those that meet a condition."""
+        rows = self._rows(get, only)
         return self._find(what, rows, usual, self._values(rows))
 
-    def size_of_layers(self, what: str, get: Value, usual: Sequence[str] = ()) -> str:
+    def size_of_layers(
+        self, what: str, get: Value, usual: Sequence[str] = (), only: Value = lambda layer: True
+    ) -> str:
         """The same for a size, which no constant gives: the samples are small copies."""
-        rows = self._rows(get)
+        rows = self._rows(get, only)
         return self._find(
             what, rows, usual, (t for t in self._values(rows) if t in ("1", "True") or "config" in t)
         )
@@ -60,23 +65,33 @@ class Search:
     def condition(self, what: str, get: Value) -> str:
         """The expression of a truth value of the layers; 'True' or 'False' if it is always the same."""
         rows = self._rows(lambda layer: bool(get(layer)))
-        return self._find(what, rows, ("True", "False"), self._conditions(rows))
+        single = list(self._conditions(rows))
+        both = (f"{a} and {b}" for a, b in combinations(self._implied(single, rows), 2))
+        return self._find(what, rows, ("True", "False"), chain(single, both))
 
-    def always(self, get: Value, value: Any) -> bool:
-        return all(equal(get(layer), value) for s in self.samples.all for layer in s.decoder.layers)
+    def _implied(self, conditions: list[str], rows: Any) -> list[str]:
+        """The conditions that hold wherever the value is true."""
+        true = [(s, names, value) for s, names, value in rows if value]
+        return [c for c in conditions if all(self._right(c, names, True) for _, names, _ in true)]
+
+    def always(self, get: Value, value: Any, only: Value = lambda layer: True) -> bool:
+        """Whether all layers, or those that meet a condition, have one value."""
+        layers = [layer for s in self.samples.all for layer in s.decoder.layers if only(layer)]
+        return all(equal(get(layer), value) for layer in layers)
 
     def fits(self, text: str, get: Value) -> bool:
         """Whether an expression gives the value of every layer of every sample."""
         return all(self._right(text, names, value) for _, names, value in self._rows(get))
 
-    def _rows(self, get: Value) -> list[tuple[Sample, dict[str, Any], Any]]:
+    def _rows(self, get: Value, only: Value = lambda layer: True) -> list[tuple[Sample, dict[str, Any], Any]]:
         return [
             (s, {"config": s.config, "d": d, "i": i, "window": layer.attention.window}, get(layer))
             for s in self.samples.all
             for i, layer in enumerate(s.decoder.layers)
+            if only(layer)
         ]
 
-    def _find(self, what: str, rows: Any, usual: Sequence[str], others: Iterator[str]) -> str:
+    def _find(self, what: str, rows: Any, usual: Sequence[str], others: Iterable[str]) -> str:
         for text in (*usual, *others):
             if all(self._right(text, names, value) for _, names, value in rows):
                 return text
@@ -128,7 +143,7 @@ class Search:
                 for entry in dict.fromkeys(entry for v in lists for entry in v):
                     yield f'{at}[i] == "{entry}"'
             elif lists:
-                yield from (f"{at}[i]", f"not {at}[i]", f"i in {at}")
+                yield from (f"{at}[i]", f"not {at}[i]", f"i in {at}", f"i not in {at}")
         yield from ("window is None", "window is not None")
         for name in self.names:
             if isinstance(values[name], int) and not isinstance(values[name], bool):

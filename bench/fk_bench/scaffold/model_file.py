@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -17,6 +18,7 @@ SIZES = {  # formulas that are tried first
     "kv_heads": ("config.num_attention_heads",),
     "head_size": ("config.hidden_size // config.num_attention_heads",),
 }
+MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
@@ -144,17 +146,41 @@ class _Describe:
         usual += [_if("d.rope(config)", when), _if(usual[1], when)]
         return self.search.of_layers("attention.rope", get, usual)
 
-    def _mlp(self) -> str:
+    def _mlp(self) -> tuple[list[str], str]:
+        """(lines before the layers, expression) of the MLP, the experts, or whichever a layer has."""
+        sparse = self.search.condition("whether a layer has experts", _is_sparse)
+        if sparse == "False":
+            return [], self._dense(lambda layer: True)
+        experts = self._experts()
+        if sparse == "True":
+            return [], experts
+        lines = [f"    dense = {self._dense(_is_dense)}", _assigned("experts = ", experts)]
+        return lines, f"experts if {sparse} else dense"
+
+    def _dense(self, only: Any) -> str:
         search = self.search
         inner = search.size_of_layers(
-            "mlp.intermediate", attrgetter("mlp.intermediate"), ("config.intermediate_size",)
+            "mlp.intermediate", attrgetter("mlp.intermediate"), ("config.intermediate_size",), only
         )
-        act = search.of_layers("mlp.activation", attrgetter("mlp.activation"), ("d.activation(config)",))
+        act = search.of_layers(
+            "mlp.activation", attrgetter("mlp.activation"), ("d.activation(config)",), only
+        )
         made = [inner, act]
         for name, usual in (("gated", True), ("bias", False)):
-            if not search.always(attrgetter(f"mlp.{name}"), usual):
-                made.append(f"{name}={search.of_layers(f'mlp.{name}', attrgetter(f'mlp.{name}'))}")
+            get = attrgetter(f"mlp.{name}")
+            if not search.always(get, usual, only):
+                made.append(f"{name}={search.of_layers(f'mlp.{name}', get, (), only)}")
         return f"d.Mlp({', '.join(made)})"
+
+    def _experts(self) -> str:
+        search, made = self.search, []
+        for name in ("count", "top_k", "intermediate"):
+            usual = ("config.moe_intermediate_size",) if name == "intermediate" else ()
+            made.append(
+                search.size_of_layers(f"experts.{name}", attrgetter(f"mlp.{name}"), usual, _is_sparse)
+            )
+        normalize = search.of_layers("experts.normalize", attrgetter("mlp.normalize"), (), _is_sparse)
+        return f"d.Experts({', '.join([*made, *([normalize] if normalize != 'True' else [])])})"
 
     def _layers(self, differs: list[str]) -> list[str]:
         search, first = self.search, self.samples.all[0].decoder.layers[0]
@@ -174,9 +200,12 @@ class _Describe:
             more.append(fold("names={", pairs, "}"))
         windowed = not search.always(lambda layer: layer.attention.window, None)
         attention = fold("d.attention(", ["config", *(["window"] if windowed else []), *differs], ")")
-        arguments = [attention, self._mlp(), *norms, *more]
-        indexed = any(part in f"{a} " for a in arguments for part in ("[i]", "(i + 1)", "i % ", "i in "))
-        lines = [f"    norm = {self.norm}"]
+        before, mlp = self._mlp()
+        arguments = [attention, mlp, *norms, *more]
+        indexed = any(
+            part in f"{a} " for a in arguments for part in ("[i]", "(i + 1)", "i % ", "i in ", "i not in ")
+        )
+        lines = [f"    norm = {self.norm}", *before]
         if not windowed and not indexed and not any("window" in a for a in arguments):
             lines.append(_fold("layer = d.Layer(", arguments, ")", 1))
             return [*lines, "    layers = (layer,) * config.num_hidden_layers"]
@@ -215,6 +244,20 @@ class _Describe:
             if text != literal(usual):
                 made.append(f"{name}={text}")
         return _fold("return d.Decoder(", made, ")", 1)
+
+
+def _assigned(name: str, call: str) -> str:
+    """An assignment of a call with plain arguments, in describe."""
+    head, _, rest = call.partition("(")
+    return _fold(f"{name}{head}(", rest.removesuffix(")").split(", "), ")", 1)
+
+
+def _is_sparse(layer: d.Layer) -> bool:
+    return isinstance(layer.mlp, d.Experts)
+
+
+def _is_dense(layer: d.Layer) -> bool:
+    return not _is_sparse(layer)
 
 
 def _if(value: str, condition: str) -> str:
@@ -276,13 +319,22 @@ def _architecture(samples: Samples, category: str) -> str:
     parts = {
         theirs: ours
         for role, theirs in names.items()
-        if role not in prefixes
-        for ours in [
-            f"{'mlp' if role in ('gate_proj', 'up_proj', 'gate_up_proj', 'down_proj') else 'self_attn'}.{role}"
-        ]
+        if role not in (*prefixes, "experts")
+        for ours in [_own_name(role, names)]
         if theirs != ours
     }
+    if "experts" in names and not hasattr(config, "num_experts"):
+        raise NoExpression("the number of experts, which names their weights in checkpoints,", set())
+    if "experts" in names:
+        lines.append('    experts="fastkernels.models.common.decoder:expert_mapping",')
     for name, mapping in (("renamed", renamed), ("parts", parts)):
         if mapping:
             lines += [f"    {name}={{", *(f'        "{k}": "{v}",' for k, v in mapping.items()), "    },"]
     return "\n".join([*lines, ")"])
+
+
+def _own_name(role: str, names: Mapping[str, str]) -> str:
+    """The name in our layer of a module with this role."""
+    if role == "router":
+        return f"{names['experts'].rpartition('.')[0]}.gate"
+    return f"{'mlp' if role in MLP else 'self_attn'}.{role}"

@@ -75,6 +75,7 @@ def collect(config: Any) -> Samples:
             except Exception:  # the model fails when it runs: sizes that do not fit
                 continue
             made.all.append(Sample(other, normal(found.decoder), name))
+            base.names.update({role: path for role, path in found.names.items() if role not in base.names})
             unexplained = False
             if not isinstance(change[name], list):
                 break
@@ -104,6 +105,8 @@ def _stored(names: dict[str, str], keys: dict[str, str]) -> dict[str, str]:
     for role, name in names.items():
         if role in ("embedding", "norm", "head"):
             found[role] = keys.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
+        elif role == "experts":
+            found[role] = name
         elif role != "layers":
             key = keys.get(f"{stack}.0.{name}.weight", f"{stack}.0.{name}.weight")
             found["layers"], _, rest = key.partition(".0.")

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fk_integrations.transformers import tiny_models
+from fk_integrations.transformers import module_walk, tiny_models
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.models.common import build, registry
+from fastkernels.models.common.plan import plan
 from fastkernels.overrides.attention.attention import PagedAttention
 from fk_bench.scaffold.samples import Sample, Samples, equal, normal
 
@@ -43,6 +44,13 @@ def verify(file: Path, samples: Samples) -> Verified:
         error = float((logits(Path(folder), ids) - expected).abs().max() / expected.abs().max())
         wrong = frozenset(s.field for s in samples.all if not _same(s))
     return Verified(error, len(samples.all), wrong)
+
+
+def parameters(file: Path, config: Any) -> tuple[int, int]:
+    """Parameters of the model at its real sizes: by our plan, and of transformers' modules on the meta device."""
+    theirs = module_walk.on_meta(config)
+    with registry.using(file):
+        return plan(config, "float32").parameters, sum(p.numel() for p in theirs.parameters())
 
 
 def _same(sample: Sample) -> bool:

@@ -1,13 +1,10 @@
-"""Sizes of launches, and zeroed counters for kernels that split a tile."""
+"""The number of multiprocessors, and zeroed counters for kernels that split a tile."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 import torch
-import triton
-
-cdiv, next_power_of_2 = triton.cdiv, triton.next_power_of_2
 
 
 @lru_cache

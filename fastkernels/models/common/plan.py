@@ -116,7 +116,7 @@ def plan(model: Any, dtype: str = "") -> Plan:
     """
     config = _config(model) if isinstance(model, (str, Path)) else model
     names = getattr(config, "architectures", None) or [""]
-    arch = registry.find(names[0]).arch
+    arch = registry.find(names[0], config).arch
     checks.check(config)
     described = registry.describe(config)
     dtype = dtype or str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +113,30 @@ def architectures() -> list[str]:
     return sorted(by_architecture())
 
 
-def find(architecture: str) -> Model:
-    """The model of an architecture. Raises UnknownName, which lists the known ones."""
+def find(architecture: str, config: Any = None) -> Model:
+    """The model of an architecture.
+
+    Raises UnknownName, which lists the known ones and, with the config, the modules that have no op.
+    """
     known = by_architecture()
     if architecture not in known:
-        more = "`fk-bench list models` describes them; `fk-bench scaffold FOLDER` writes a model file for another one."
-        raise UnknownName("architecture", architecture, known, more)
+        raise UnknownName("architecture", architecture, known, _hint(architecture, config))
     return known[architecture]
+
+
+def _hint(architecture: str, config: Any) -> str:
+    """Advice about an architecture without a model file, for the end of an error."""
+    hint = "`fk-bench list models` describes them; `fk-bench scaffold FOLDER` writes a model file for another one."
+    hosts = entry_points(group="fastkernels.hosts", name="transformers")
+    needs = None
+    if config is not None and hosts:
+        needs = next(iter(hosts)).load().needs(config, architecture)
+    if needs is None:
+        return hint
+    if not needs:
+        return f"{hint} Every module of {architecture} has an op."
+    named = "; ".join(f"{what}: {', '.join(classes)}" for what, classes in needs.items())
+    return f"{hint} Modules of {architecture} for which no op is known to compute the same: {named}."
 
 
 def model_class(architecture: str) -> Any:
@@ -129,7 +147,7 @@ def model_class(architecture: str) -> Any:
 def describe(config: Any) -> Decoder:
     """The description that the model file of this config returns. Raises UnknownName and Unsupported."""
     names = getattr(config, "architectures", None) or [""]
-    return load(f"{find(names[0]).module}:describe")(config)
+    return load(f"{find(names[0], config).module}:describe")(config)
 
 
 def load(path: str) -> Any:

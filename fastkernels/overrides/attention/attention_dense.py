@@ -269,6 +269,28 @@ attention_dense = define(
 )
 
 
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, attn_mask: torch.Tensor | None = None,
+    dropout: float = 0.0, is_causal: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Run attention_dense with the options of F.scaled_dot_product_attention: q [B, Sq, H, D]; k, v [B, Sk, H, D].
+
+    attn_mask broadcasts to [B, H, Sq, Sk]. dropout > 0, in training, runs PyTorch's own. Returns [B, Sq, H * D].
+    """
+    if dropout > 0.0:
+        found = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask, dropout, is_causal, scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )  # fmt: skip
+        return found.transpose(1, 2).flatten(2)
+    if is_causal:
+        attn_mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    if attn_mask is not None:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        attn_mask = attn_mask.expand(-1, -1, -1, k.shape[1])
+    return attention_dense(q, k, v, scale, attn_mask).flatten(2)
+
+
 def _mask(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a mask that hides a fifth of the keys, all of them from the first query if each query has its own."""
     hidden = call.rand(*shape) < 0.2

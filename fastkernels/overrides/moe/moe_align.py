@@ -115,9 +115,7 @@ def _reference(
 moe_align = define(
     "moe_align(Tensor topk_ids, int block_size, int num_experts, int max_num_tokens_padded,"
     " Tensor? expert_map=None, bool invalid_first=False) -> (Tensor, Tensor, Tensor)",
-    fake=lambda topk_ids, block_size, num_experts, max_num_tokens_padded, expert_map=None, invalid_first=False: (
-        _empty(topk_ids, block_size, max_num_tokens_padded)
-    ),
+    fake=lambda topk_ids, block_size, num_experts, capacity, *_: _empty(topk_ids, block_size, capacity),
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider("reference", _reference, devices=("cuda", "cpu")),

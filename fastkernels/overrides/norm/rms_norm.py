@@ -91,11 +91,11 @@ def _supports_triton(
 ) -> str | None:
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
+    if weight is not None and not weight.is_contiguous():
+        return f"weight has strides {tuple(weight.stride())}, not contiguous"
     for name, t in (("x", x), ("residual", residual)):
         if t is not None and (t.stride(-1) != 1 or (t.dim() > 3 and not t.is_contiguous())):
             return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
-    if weight is not None and not weight.is_contiguous():
-        return f"weight has strides {tuple(weight.stride())}, not contiguous"
     return None
 
 
@@ -144,9 +144,7 @@ def _reference(
 rms_norm = define(
     "rms_norm(Tensor x, Tensor? weight, float eps, Tensor(a!)? residual=None, int? var_hidden_size=None,"
     " bool cast_x_before_out_mul=True) -> Tensor",
-    fake=lambda x, weight, eps, residual=None, var_hidden_size=None, cast_x_before_out_mul=True: torch.empty(
-        x.shape, dtype=x.dtype, device=x.device
-    ),
+    fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider("reference", _reference, devices=("cuda", "cpu")),

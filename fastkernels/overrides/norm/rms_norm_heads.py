@@ -34,9 +34,8 @@ def _rms_norm_heads_kernel(
     outer, inner = row // n_inner, row % n_inner
     cols = tl.arange(0, BLOCK)
     mask = (row < n_rows)[:, None] & (cols < H)[None, :]
-    raw = tl.load(
-        x_ptr + (outer * x_stride0 + inner * x_stride1)[:, None] + cols[None, :], mask=mask, other=0.0
-    )
+    x_at = x_ptr + (outer * x_stride0 + inner * x_stride1)[:, None] + cols[None, :]
+    raw = tl.load(x_at, mask=mask, other=0.0)
     if HAS_W:
         w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
     h = raw.to(tl.float32)

@@ -28,9 +28,35 @@ def transformers_olmo_apply_rotary_pos_emb(
     return _rotated(q, k, cos, sin, unsqueeze_dim, rounds)
 
 
-def _rotated(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_at: int, rounds: bool
+def transformers_glm_apply_rotary_pos_emb(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """apply_rotary_pos_emb of GLM-4: as Llama's, but neighbouring channels are a pair."""
+    dtype = torch.promote_types(q.dtype, cos.dtype)
+    return _rotated(q.to(dtype), k.to(dtype), cos, sin, unsqueeze_dim, True, False)
+
+
+def transformers_cohere_apply_rotary_pos_emb(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """apply_rotary_pos_emb of Cohere: neighbouring channels are a pair and have the same angle in cos and sin.
+
+    Computed in float32 and rounded once.
+    """
+    half = [torch.cat((x[..., ::2], x[..., ::2]), dim=-1).float() for x in (cos, sin)]
+    return _rotated(q, k, half[0], half[1], unsqueeze_dim, False, False)
+
+
+def _rotated(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads_at: int,
+    rounds: bool,
+    halves: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """halves: a pair is a channel of each half, else two neighbours."""
     batch, length = q.shape[0], cos.shape[-2]
     half = cos.shape[-1] // 2
     table = torch.cat((cos[..., :half], sin[..., :half]), dim=-1).view(-1, 2 * half)
@@ -39,7 +65,7 @@ def _rotated(
         positions = positions.repeat(batch)
     by_token = [x if heads_at == 2 else x.transpose(1, 2) for x in (q, k)]
     flat = [x.flatten(0, 1) for x in by_token]
-    how = (q.shape[-1], table, True, rounds, rounds)
+    how = (q.shape[-1], table, halves, rounds, rounds)
     functional = getattr(rotary_emb, "functional", None)  # a file for a fork has the op alone
     if functional is not None:
         new = functional(positions, *flat, *how)
@@ -54,7 +80,7 @@ def _rotated(
 # Examples of models with these functions: signatures and semantics are compared with theirs.
 _LLAMA = (
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "granite", "smollm3", "gemma",
-    "gpt_neox", "phi3",
+    "gpt_neox", "phi3", "nemotron",
 )  # fmt: skip
 
 
@@ -67,5 +93,7 @@ TARGETS = {
     "rotary_emb": (
         *(_target(model) for model in _LLAMA),
         _target("olmo2", "transformers_olmo_apply_rotary_pos_emb"),
+        _target("glm4", "transformers_glm_apply_rotary_pos_emb"),
+        _target("cohere2", "transformers_cohere_apply_rotary_pos_emb"),
     ),
 }

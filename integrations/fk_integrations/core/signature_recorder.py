@@ -33,9 +33,18 @@ from fk_integrations.core.surface import Package
 
 METHODS = (
     "__init__", "forward", "forward_native", "apply", "embedding", "forward_extend", "forward_decode",
-    "apply_scaled_mm", "apply_weights", "run",
+    "apply_scaled_mm", "apply_weights", "run", "__call__",
 )  # fmt: skip
-CALLS = ("forward", "forward_native", "apply", "forward_extend", "apply_scaled_mm", "apply_weights", "run")
+CALLS = (
+    "forward",
+    "forward_native",
+    "apply",
+    "forward_extend",
+    "apply_scaled_mm",
+    "apply_weights",
+    "run",
+    "__call__",
+)
 MAX_HOPS = 8  # re-exports to follow until a name's definition
 
 

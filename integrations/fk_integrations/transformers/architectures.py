@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Iterator
@@ -22,14 +23,23 @@ ORDER = (
 _WRAPPERS = ("timm_wrapper", "timm_backbone")
 
 
+# Values for fields that are None in a default config, which then builds no model
+_FILLED: dict[str, Any] = {
+    "vocab_size": 32, "vocabulary_map": {"<image>": 1}, "num_experts": 8, "n_routed_experts": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64,
+    "n_shared_experts": 1, "prediction_length": 8,
+}  # fmt: skip
+
+
 class External(Exception):
     """The architecture needs code outside transformers. The message says which."""
 
 
 def files() -> list[str]:
-    """All modeling files, as "folder/modeling_name.py"."""
+    """All modeling files, as "folder/modeling_name.py", without the one of the auto classes."""
     root = _root()
-    return sorted(file.relative_to(root).as_posix() for file in root.glob("*/modeling_*.py"))
+    found = (file.relative_to(root).as_posix() for file in root.glob("*/modeling_*.py"))
+    return sorted(file for file in found if not file.startswith("auto/"))
 
 
 def _root() -> Path:
@@ -71,12 +81,29 @@ def classes(file: str) -> dict[str, type]:
     }  # fmt: skip
 
 
-def representative(file: str) -> type:
-    """The model class that a file is judged by. Raises External, and LookupError for a file without a model."""
+def candidates(file: str) -> list[type]:
+    """The model classes that can stand for a file, the preferred one first. Raises External, LookupError."""
     found = classes(file)
     if not found:
         raise LookupError(f"{file} defines no model")
-    return next((found[name] for name in _listed() if name in found), list(found.values())[-1])
+    return [found[name] for name in _listed() if name in found] or [list(found.values())[-1]]
+
+
+def representative(file: str) -> tuple[type, Any]:
+    """(class, model on the meta device) that a file is judged by: the first candidate whose default config builds it.
+
+    Raises External, LookupError, and the first candidate's error if none builds.
+    """
+    failure: Exception | None = None
+    for cls in candidates(file):
+        try:
+            return cls, build(cls)
+        except External:
+            raise
+        except Exception as error:  # a default config that does not fit its model
+            failure = failure or error
+    assert failure is not None
+    raise failure
 
 
 def build(cls: Any, config: Any = None) -> Any:
@@ -105,11 +132,14 @@ def default_config(cls: Any) -> Any:
     kind = cls.config_class
     if kind is None or getattr(kind, "has_no_defaults_at_init", False):
         raise External("its config names the models that it wraps")
-    return kind()
+    try:
+        return kind()
+    except ImportError as error:
+        raise External(str(error).strip().splitlines()[0]) from error
 
 
 def variants(cls: Any) -> Iterator[Any]:
-    """The model with all layers of one type, for each type of layer that its config can name and that builds."""
+    """The model with two layers of one type, for each type of layer that its config can name and that builds."""
     from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
     for kind in ALLOWED_LAYER_TYPES:
@@ -119,7 +149,10 @@ def variants(cls: Any) -> Iterator[Any]:
             return
         try:
             for part in parts:
-                part.layer_types = [kind] * len(part.layer_types)
+                layers = min(2, len(part.layer_types))
+                part.layer_types = [kind] * layers
+                if isinstance(getattr(part, "num_hidden_layers", None), int):
+                    part.num_hidden_layers = layers
             yield build(cls, config)
         except Exception:  # a type of layer that the model does not have
             continue
@@ -152,6 +185,27 @@ def _on_meta(cls: Any, config: Any) -> Any:
         return cls._from_config(config)
 
 
+def needs(config: Any, architecture: str) -> dict[str, list[str]] | None:
+    """{primitive or difference: classes} of the modules that no op is known to compute; None if it cannot be built."""
+    import transformers
+
+    from fk_integrations.transformers.matching import match  # imports torch
+
+    cls = getattr(transformers, architecture, None)
+    if cls is None:
+        return None
+    try:
+        model = build(cls, copy.deepcopy(config))
+    except Exception:  # of a config that transformers cannot use: the caller reports the architecture alone
+        return None
+    found: dict[str, list[str]] = {}
+    for module in model.modules():
+        matched, name = match(module), type(module).__name__
+        if not matched.strict and name not in found.setdefault(matched.needs or matched.op, []):
+            found[matched.needs or matched.op].append(name)
+    return dict(sorted(found.items()))
+
+
 def _library(module: str) -> str:
     return "the library timm" if ".timm_" in module else "a library of its own"
 
@@ -170,7 +224,7 @@ def _completed(config: Any) -> Any:
                 heads = part.num_attention_heads = next(n for n in (16, 12, 8, 4, 2, 1) if hidden % n == 0)
             if getattr(part, "head_dim", 0) is None:
                 part.head_dim = hidden // heads
-        for name, value in (("vocab_size", 32), ("vocabulary_map", {"<image>": 1})):
+        for name, value in _FILLED.items():
             if getattr(part, name, 0) is None:
                 setattr(part, name, value)
     return config

@@ -63,10 +63,12 @@ def observe(model: Any, config: Any) -> Observed:
     seen: dict[str, str] = {}
     for i in range(config.num_hidden_layers):
         layer, own = _layer(made, f"{stack}.{i}", config)
-        if i and own != seen:
-            raise Unexplained(f"{stack}.{i}", "its modules have other names than those of layer 0")
+        if any(seen.get(role, name) != name for role, name in own.items()):
+            raise Unexplained(
+                f"{stack}.{i}", "its modules have other names than those of the layers before it"
+            )
         layers.append(layer)
-        seen = own
+        seen |= own
     norm, head = _after(made, last)
     names["norm"], names["head"] = norm.path, head.path
     final = probe.find_norm(norm.module, norm.output.shape[-1])
@@ -163,6 +165,8 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
         for part, call in parts.items()
         if call is not None and call.path[len(path) + 1 :] != d.NAMES.get(part, part)
     }
+    if isinstance(mlp, d.Experts) and (block := names["experts"].rpartition(".")[0]) != "mlp":
+        own_names["mlp"] = block
     norms.check_all_used([c for c in parts.values() if c is not None])
     layer = d.Layer(attention, mlp, parallel=at_once, multiplier=multiplier, names=own_names, **kinds)
     return layer, names
@@ -377,7 +381,7 @@ def _rope(
 
 def _mlp(
     inside: list[ModuleCall], seen: AttentionCall, layer: str
-) -> tuple[d.Mlp, dict[str, str], torch.Tensor, torch.Tensor]:
+) -> tuple[d.Mlp | d.Experts, dict[str, str], torch.Tensor, torch.Tensor]:
     """(MLP, names, what it reads, what it writes)."""
     outside = [c for c in inside if not f"{c.path}.".startswith(f"{seen.path}.")]
     linears = [c for c in outside if c.inputs and probe.is_linear(c.module, c.inputs[0], c.output)]
@@ -385,6 +389,9 @@ def _mlp(
         c for c in outside if "." in c.path[len(layer) + 1 :] and list(c.module.parameters(recurse=False))
     ]
     strange = [c for c in weighted if c not in linears]
+    experts = next((c for c in strange if sum(p.dim() == 3 for p in c.module.parameters()) == 2), None)
+    if experts is not None:
+        return _experts(outside, experts, layer)
     if strange or not 2 <= len(linears) <= 3:
         culprit = strange[0] if strange else None
         path = culprit.path if culprit else layer
@@ -418,3 +425,42 @@ def _mlp(
                 mlp = d.Mlp(width, act, gated=up is not None, bias=has.pop())
                 return mlp, {**names, **roles}, ups[0].inputs[0], down.output
     raise Unexplained(down.path, "what it reads is not act(gate) * up or act(up) with an activation of ours")
+
+
+def _experts(
+    outside: list[ModuleCall], experts: ModuleCall, layer: str
+) -> tuple[d.Experts, dict[str, str], torch.Tensor, torch.Tensor]:
+    """(experts, names, what they read, what they write)."""
+    path = experts.path.rpartition(".")[0]
+    block = next((c for c in outside if c.path == path), None)
+    if block is None:
+        raise Unexplained(experts.path, "experts that are no part of a block with a router")
+    inside = {
+        n: p for n, p in block.module.named_parameters() if not f"{path}.{n}".startswith(f"{experts.path}.")
+    }
+    own: dict[str, Any] = dict(experts.module.named_parameters())
+    routers = [(n, p) for n, p in inside.items() if p.dim() == 2]
+    if len(inside) != 1 or len(routers) != 1 or set(own) != {"gate_up_proj", "down_proj"}:
+        raise Unexplained(
+            path, f"experts with {', '.join([*inside, *own])}, where a router and two stacks are known"
+        )
+    x = block.inputs[0].reshape(-1, block.inputs[0].shape[-1])
+    both, down = own["gate_up_proj"], own["down_proj"]
+    count, inner = down.shape[0], down.shape[2]
+    if both.shape != (count, 2 * inner, x.shape[1]) or routers[0][1].shape != (count, x.shape[1]):
+        raise Unexplained(path, f"experts of shapes {list(both.shape)} and {list(down.shape)}")
+    gate, up = torch.einsum("th,enh->ten", x, both).chunk(2, -1)
+    each = torch.einsum("ten,ehn->teh", probe.ACTIVATIONS["silu"](gate) * up, down)
+    scores = (x @ routers[0][1].T).softmax(-1)
+    for top_k in range(1, count + 1):
+        weights, ids = scores.topk(top_k)
+        for normalize in (True, False):
+            scaled = weights / weights.sum(-1, keepdim=True) if normalize else weights
+            made = (each.gather(1, ids[..., None].expand(-1, -1, each.shape[2])) * scaled[..., None]).sum(1)
+            if same(made, block.output):
+                names = {
+                    "experts": experts.path[len(layer) + 1 :],
+                    "router": f"{path}.{routers[0][0]}"[len(layer) + 1 :].removesuffix(".weight"),
+                }
+                return d.Experts(count, top_k, inner, normalize), names, x, block.output
+    raise Unexplained(path, "its output is not a softmax-weighted sum of gated MLPs (SiLU)")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from functools import cache
-from types import FunctionType
+from functools import cache, partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 MODELS = "transformers.models."
@@ -95,6 +95,8 @@ class _Reader(ast.NodeVisitor):
                 self.functions.append(function)
             elif isinstance(function, FunctionType) or not isinstance(function, type):
                 self.names.add(name)
+        elif last == "apply" and name.count(".") == 1 and isinstance(self.globals.get(name[:-6]), type):
+            self.names.add("autograd function")
         elif name.startswith("super()"):
             self.names.add("super")
         elif name.startswith("self.") and name.count(".") == 1:
@@ -102,8 +104,10 @@ class _Reader(ast.NodeVisitor):
             own = getattr(self.module, last, None)
             if isinstance(inspect.unwrap(function), FunctionType) if function else False:
                 self.functions.append(function)
-            elif isinstance(own, FunctionType):
-                self.names.add(own.__name__)
+            else:
+                own = own.func if isinstance(own, partial) else own
+                if isinstance(own, (FunctionType, BuiltinFunctionType)):
+                    self.names.add(own.__name__.removeprefix("fft_"))
         elif last in ("matmul", "mm", "bmm") and node.args and _transposed(node.args[-1]):
             self.names.add("product")
         elif last == "unfold" and not name.startswith(("F.", "nn.functional.", "torch.nn.functional.")):

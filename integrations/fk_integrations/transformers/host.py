@@ -8,30 +8,31 @@ is one class that all models share, recognized by its path and the fingerprint o
 
 from __future__ import annotations
 
-import ast
-import inspect
-import os
 import sys
-import textwrap
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from itertools import islice
-from types import FunctionType
 from typing import Any
 
-from fastkernels.core import registry
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
-from fastkernels.patch import PatchError, Request
-from fk_integrations.core import versions
 from fk_integrations.core.adapter import Adapter, class_path
-from fk_integrations.core.apply import Patched, apply
+from fk_integrations.core.in_process import InProcessHost
 from fk_integrations.core.live_class import called
+from fk_integrations.core.lookalikes import PACKAGES, first_package
+from fk_integrations.transformers.architectures import needs
+from fk_integrations.transformers.recognition import (
+    MODELS,
+    function_semantics,
+    installed_version,
+    is_for,
+    known,
+    listed_paths,
+    repeats,
+    semantics,
+)
 
-STATE = "_fastkernels_patched"
-MODELS = "transformers.models."
 # {op: (end of the name, attributes)} of classes that may compute it
 LOOKS_LIKE = {
     "rms_norm": ("RMSNorm", ("weight",)),
@@ -39,90 +40,8 @@ LOOKS_LIKE = {
 }
 
 
-def installed_version() -> str | None:
-    return versions.installed("transformers")
-
-
-def _semantics(cls: type) -> str:
-    """Semantics of the current forward of a class, as recorded for targets; '' if its source cannot be read."""
-
-    def method(name: str) -> ast.FunctionDef | None:
-        return _parsed(getattr(vars(cls).get(name), "__code__", None))
-
-    return versions.semantics(method) if method("forward") is not None else ""
-
-
-def _function_semantics(function: FunctionType) -> str:
-    """Semantics of a function, as recorded for targets; '' if its source cannot be read."""
-    node = _parsed(function.__code__)
-    return versions.semantics({node.name: node}.get, node.name) if node is not None else ""
-
-
-@cache
-def _halves_repeat(source: type) -> bool:
-    """Whether a class of rotary embeddings gives every frequency to channel j and to j + rotary_dim / 2."""
-    try:
-        return "torch.cat((freqs, freqs), dim=-1)" in inspect.getsource(source)
-    except (OSError, TypeError):
-        return False
-
-
-@cache
-def _parsed(code: Any) -> ast.FunctionDef | None:
-    try:
-        node = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
-    except (OSError, TypeError):  # not of the function, which may be a wrapper's
-        return None
-    return node if isinstance(node, ast.FunctionDef) else None
-
-
-@cache
-def _known(path: str) -> frozenset[str]:
-    """Semantics of the forward of a target's class, in all recorded versions."""
-    recorded = (data["classes"].get(path, {}) for data in versions.recorded("transformers").values())
-    return frozenset(entry["semantics"] for entry in recorded if "semantics" in entry)
-
-
-@cache
-def _listed() -> set[str]:
-    """The paths of all listed targets."""
-    targets = (registry.get(name).targets_for("transformers") for name in registry.op_names())
-    return {target.path for several in targets for target in several}
-
-
-@cache
-def _by_semantics() -> dict[str, list[tuple[str, Target]]]:
-    """{what a forward computes: (op, target)} of the targets that are classes of a model."""
-    found: dict[str, list[tuple[str, Target]]] = {}
-    for op in registry.op_names():
-        for target in registry.get(op).targets_for("transformers", installed_version()):
-            if target.path.startswith(MODELS) and target.seam != "function":
-                for semantics in _known(target.path):
-                    found.setdefault(semantics, []).append((op, target))
-    return found
-
-
-@cache
-def _by_path() -> dict[str, tuple[str, Target]]:
-    """{path: (op, target)} of the targets outside models: of transformers, and of torch."""
-    found: dict[str, tuple[str, Target]] = {}
-    for op in registry.op_names():
-        spec = registry.get(op)
-        for host in ("transformers", "torch"):
-            for target in spec.targets_for(host, versions.installed(host)):
-                if not target.path.startswith(MODELS):
-                    found[target.path] = (op, target)
-    return found
-
-
-def target_of(module: Any) -> tuple[str, Target] | None:
-    """(op, target) of the listed class that this module's class is, or whose forward computes the same; or None."""
-    cls = type(module)
-    path = class_path(cls)
-    if not path.startswith(MODELS):
-        return _by_path().get(path)
-    same = _by_semantics().get(_semantics(cls), [])
-    return next(((op, target) for op, target in same if _is_for(target, module)), None)
+# Functions that read tables in which neighbouring channels have the same frequency.
+OF_PAIRS = ("transformers_cohere_apply_rotary_pos_emb",)
 
 
 class TransformersAdapter(Adapter):
@@ -139,7 +58,7 @@ class TransformersAdapter(Adapter):
         for cls, module in {type(m): m for m in model.modules()}.items():
             path = class_path(cls)
             if path.startswith(MODELS):
-                same = (t for t in listed if _semantics(cls) in _known(t.path) and _is_for(t, module))
+                same = (t for t in listed if semantics(cls) in known(t.path) and is_for(t, module))
                 found += [replace(t, path=path, note="") for t in islice(same, 1)]
                 found += [t for t in self._called(cls, listed, model) if t not in found]
             else:
@@ -153,13 +72,13 @@ class TransformersAdapter(Adapter):
             return []
         kinds: set[Any] = {type(m) for m in model.modules()}
         tables = [k for k in kinds if k.__module__ == cls.__module__ and "RotaryEmbedding" in k.__name__]
-        if not tables or not all(_halves_repeat(k) for k in tables):
-            return []
+        layouts = {repeats(k) for k in tables}
         return [
             replace(t, path=f"{cls.__module__}:{name}", note="")
             for name, function in called(cls).items()
             for t in listed
-            if _function_semantics(function) in _known(t.path)
+            if function_semantics(function) in known(t.path)
+            and layouts == {"pairs" if t.cls in OF_PAIRS else "halves"}
         ][:1]
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
@@ -175,7 +94,9 @@ class TransformersAdapter(Adapter):
                 or not all(hasattr(module, a) for a in attributes)
             ):
                 continue
-            if path not in _listed() and not any(_semantics(cls) in _known(listed) for listed in _listed()):
+            if path not in listed_paths() and not any(
+                semantics(cls) in known(listed) for listed in listed_paths()
+            ):
                 name = path.replace(":", ".")
                 found[Reason(Kind.OTHER_CLASS, f"{name}, whose forward is not one that {op} replaces")] += 1
         return dict(found)
@@ -195,13 +116,7 @@ class TransformersAdapter(Adapter):
         return Reason(Kind.LEFT_TO_HOST, "our gated_gelu_mlp computes it with the product after it")
 
 
-def _is_for(target: Target, module: Any) -> bool:
-    """Whether the op is what this module computes: that of an MLP depends on its activation, not on its class."""
-    test = getattr(registry.target_class(target), "is_for", None)
-    return test is None or test(module)
-
-
-class TransformersHost:
+class TransformersHost(InProcessHost):
     """fastkernels.patch.Host for a transformers model, or a torch module that contains parts of one."""
 
     name = "transformers"
@@ -213,53 +128,17 @@ class TransformersHost:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(target, torch.nn.Module):
             return False
-        return any(type(m).__module__.startswith("transformers.") for m in target.modules())
+        return first_package(target, PACKAGES) == "transformers"
 
-    def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
-        """See Host. The model lives in this process."""
-        if isinstance(target, str):
-            raise PatchError("transformers models are patched live: pass the model, not the host's name")
-        patched: Patched | None = vars(target).get(STATE)
-        if request.action == "patch":
-            if patched is not None:
-                raise PatchError("this model is patched already: undo that patch first (report.undo())")
-            patched = apply(TransformersAdapter(), target, request)
-            vars(target)[STATE] = patched
-            _forget_compiled(target)
-        elif request.action == "undo" and patched is not None:
-            del vars(target)[STATE]
-            patched.undo()
-            patched = None
-            _forget_compiled(target)
-        elif request.action == "reset" and patched is not None:
-            patched.reset()
-        elif request.action not in ("undo", "report", "reset"):
-            raise PatchError(f"unknown action {request.action!r}; known: patch, undo, report, reset")
-        rows = patched.report() if patched is not None else []
-        return [
-            {
-                "rank": 0,
-                "pid": os.getpid(),
-                "host": self.name,
-                "version": self.version(),
-                "rows": rows,
-                "error": None,
-            }
-        ]
+    def adapter(self) -> Adapter:
+        return TransformersAdapter()
 
-    async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
-        return self.call(target, request)
+    def needs(self, config: Any, architecture: str) -> dict[str, list[str]] | None:
+        """{primitive or difference: classes} of the modules of an architecture for which no op is known.
 
-
-def _forget_compiled(model: Any) -> None:
-    """Drop code that torch.compile made for the old classes; the next call compiles again."""
-    import torch
-
-    compiled = (
-        type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules()
-    )
-    if any(compiled):
-        torch.compiler.reset()
+        None if the installed transformers cannot build it from this config.
+        """
+        return needs(config, architecture) if installed_version() else None
 
 
 HOST = TransformersHost()

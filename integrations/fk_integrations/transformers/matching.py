@@ -24,7 +24,7 @@ from fastkernels.core import registry
 from fastkernels.core.spec import Target
 from fk_integrations.transformers import probes
 from fk_integrations.transformers.forward_code import calls
-from fk_integrations.transformers.host import target_of
+from fk_integrations.transformers.recognition import target_of
 
 PRIMITIVES = {  # functions of torch that no op of ours computes: what they are
     **{f"conv{n}d": "convolution" for n in (1, 2, 3)},
@@ -34,6 +34,7 @@ PRIMITIVES = {  # functions of torch that no op of ours computes: what they are
     **dict.fromkeys(("selective_scan_fn", "selective_scan_update", "mamba_chunk_scan_combined"), "recurrence"),
     **dict.fromkeys(("pinv", "svd", "eigh", "solve", "inv", "qr", "cholesky"), "linear algebra"),
     **dict.fromkeys(("deform_conv2d", "roi_align", "nms", "batched_nms"), "detection op"),
+    "autograd function": "custom function",
     "grid_sample": "grid_sample", "interpolate": "interpolate", "upsample": "interpolate", "cdist": "codebook",
     "gumbel_softmax": "codebook", "group_norm": "group norm", "batch_norm": "batch norm",
     "instance_norm": "instance norm", "multi_scale_deformable_attention": "grid_sample",
@@ -188,8 +189,12 @@ def _call(cls: type) -> tuple[Any, ...]:
     return tuple((p.kind, p.default) for p in parameters)
 
 
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
 def _torch_module(module: Any) -> Match | None:
-    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+    if _is_linear(module):
         plain = type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
         return Match(Kind.OP, "linear", by_probe=plain and _once(probes.linear_probe, module))
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
@@ -394,7 +399,9 @@ def _difference(module: Any) -> str:
         return "heads of other sizes for values than for keys"
     if query.shape[1] % key.shape[1]:
         return "heads that do not divide"
-    extra = [k for k, v in given.items() if k not in _ATTENTION_ARGUMENTS and v is not None]
+    extra = [
+        k for k, v in given.items() if k not in _ATTENTION_ARGUMENTS and v is not None and v is not False
+    ]
     if extra:
         return f"attention with {', '.join(sorted(extra))}"
     space = vars(sys.modules[type(module).__module__])
@@ -408,15 +415,16 @@ def _difference(module: Any) -> str:
 
 def _record(module: Any, arguments: Any) -> Any:
     """(query, key, value, keyword arguments) of the module's attention on the meta device; None: it cannot run."""
-    linear = next((c for c in module.modules() if isinstance(c, nn.Linear)), None)
+    linear: Any = next((c for c in module.modules() if _is_linear(c)), None)
     config = getattr(module, "config", None)
     if linear is None or config is None:
         return None
-    width = getattr(config, "hidden_size", linear.in_features)
+    inner = linear.weight.shape[0 if type(linear).__name__ == "Conv1D" else 1]
+    width = getattr(config, "hidden_size", inner)
     size = getattr(module, "head_dim", None) or getattr(module, "head_size", None) or 64
     rotated = [size, int(size * (getattr(config, "partial_rotary_factor", None) or 0.5)), size // 2]
     rotated += [v for v in (getattr(config, n, None) for n in ("qk_rope_head_dim", "rotary_dim")) if v]
-    for columns, rotation in dict.fromkeys(product((width, linear.in_features), rotated)):
+    for columns, rotation in dict.fromkeys(product((width, inner), rotated)):
         hidden = torch.empty(1, 4, columns, device="meta", dtype=linear.weight.dtype)
         turn = torch.empty(1, 4, rotation, device="meta", dtype=hidden.dtype)
         given: dict[str, Any] = {}

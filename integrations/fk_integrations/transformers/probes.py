@@ -52,21 +52,25 @@ def safely(probe: Callable[..., bool], *args: Any) -> bool:
 
 
 def on_cpu(module: nn.Module, shapes: Mapping[str, tuple[int, ...]] | None = None) -> nn.Module:
-    """A copy of a module without children on the CPU with random float32 tensors; shapes: those of some parameters."""
+    """A copy of a small module on the CPU with random float32 tensors; shapes: those of some of its own parameters."""
     made = copy.deepcopy(module).to("meta").to(torch.float32).eval()
-    for name, tensor in [*made.named_parameters(recurse=False), *made.named_buffers(recurse=False)]:
-        shape = (shapes or {}).get(name, tuple(tensor.shape))
-        floating = tensor.is_floating_point()
-        data = torch.randn(shape) * 0.5 if floating else torch.zeros(shape, dtype=tensor.dtype)
-        holder = made._parameters if name in made._parameters else made._buffers
-        holder[name] = nn.Parameter(data, requires_grad=False) if name in made._parameters else data  # type: ignore
+    for part in made.modules():
+        given = (shapes or {}) if part is made else {}
+        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            shape = given.get(name, tuple(tensor.shape))
+            floating = tensor.is_floating_point()
+            data = torch.randn(shape) * 0.5 if floating else torch.zeros(shape, dtype=tensor.dtype)
+            if name in part._parameters:
+                part._parameters[name] = nn.Parameter(data, requires_grad=False)
+            else:
+                part._buffers[name] = data
     return made
 
 
 def target_probe(module: nn.Module, ours: type) -> bool:
     """Whether the module's forward equals that of our class on the module's own attributes."""
     theirs = on_cpu(module) if not list(module.children()) else _small(module)
-    width = next((p.shape[-1] for p in theirs.parameters()), 16)
+    width = next((p.shape[-1] for p in theirs.parameters()), getattr(theirs, "normalized_shape", (16,))[-1])
     inputs = [torch.randn(TOKENS, width) for _ in range(1 + _gated(theirs))]
     ours_forward: Any = ours.forward  # type: ignore[attr-defined]
     return agree(theirs(*inputs), ours_forward(theirs, *inputs))
@@ -148,7 +152,7 @@ def norm_op(module: nn.Module) -> str:
     """
     made = on_cpu(module)
     weight, bias = getattr(made, "weight", None), getattr(made, "bias", None)
-    width = weight.shape[-1] if isinstance(weight, torch.Tensor) else 16
+    width = getattr(made, "normalized_shape", (16,))[-1] if weight is None else weight.shape[-1]
     x = torch.randn(TOKENS, width)
     theirs = made(x)
     numbers = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-2} | {1e-5, 1e-6}
@@ -183,9 +187,11 @@ def router_op(module: nn.Module) -> tuple[str, dict[str, Any]]:
     if linear is None:
         return "", {}
     weight = linear.weight
-    x = torch.randn(7, weight.shape[1])
+    x = torch.randn(7, weight.shape[1]) * weight.shape[1] ** -0.5  # logits of order 1
     logits = nn.functional.linear(x, weight, getattr(linear, "bias", None))
-    bias = next((b for n, b in made.named_buffers() if "bias" in n and b.shape == (len(weight),)), None)
+    held = [*made.named_buffers(), *made.named_parameters()]
+    biases = (t.flatten() for n, t in held if n.endswith("correction_bias") and t.numel() == len(weight))
+    bias = next(biases, None)
     arguments: tuple[Any, ...] = (x,)
     if "e_score_correction_bias" in inspect.signature(made.forward).parameters:
         bias = torch.randn(len(weight))
@@ -234,7 +240,7 @@ def _numbers(router: nn.Module) -> dict[str, Any]:
     return {
         "groups": attribute("n_group", "num_group", "num_expert_group"),
         "topk_group": attribute("topk_group"),
-        "factor": float(attribute("routed_scaling_factor", "route_scale") or 1.0),
+        "factor": float(attribute("routed_scaling_factor", "router_scaling_factor", "route_scale") or 1.0),
     }
 
 
@@ -297,28 +303,54 @@ def attention_probe(
 def rope_probe(
     module: nn.Module, apply: Callable[..., Any], call: Callable[[nn.Module, Any, Any], Any]
 ) -> bool:
-    """A module of cosines and sines with its file's function that rotates: the op `rotary_emb`."""
+    """A module of cosines and sines with its file's function that rotates: the op `rotary_emb`.
+
+    The module gives cosines and sines of all channels, of one channel of each pair, or complex numbers.
+    """
     made: Any = copy.deepcopy(module)
     positions = torch.tensor([[3, 0, 7, 1, 6]])
-    cos, sin = call(made, torch.zeros(1, 5, 8), positions)
-    table_cos, table_sin = call(made, torch.zeros(1, 8, 8), torch.arange(8)[None])
-    size = cos.shape[-1]
-    reference = registry.get("rotary_emb").reference
-    for extra in (0, size):  # a head may be wider than what is rotated
-        width = size + extra
-        q, k = torch.randn(1, 2, 5, width), torch.randn(1, 2, 5, width)
-        try:
-            rotated = apply(q.clone(), k.clone(), cos, sin)
-        except (RuntimeError, TypeError):
-            continue
-        for neox in (True, False):
-            pairs = slice(size // 2) if neox else slice(None, None, 2)
-            cache = torch.cat((table_cos[0][:, pairs], table_sin[0][:, pairs]), dim=-1)
-            flat = [t[0].transpose(0, 1).reshape(5, -1) for t in (q, k)]
-            ours = reference(positions[0], *flat, width, cache, neox)
-            theirs = [t[0].transpose(0, 1).reshape(5, -1) for t in rotated]
-            if all(agree(a, b) for a, b in zip(theirs, ours, strict=True)):
-                return True
+    turns = call(made, torch.zeros(1, 5, 8), positions)
+    table = call(made, torch.zeros(1, 8, 8), torch.arange(8)[None])
+    if isinstance(turns, torch.Tensor) and turns.is_complex():
+        turns, cos, sin = (turns,), table.real, table.imag
+    elif isinstance(turns, tuple) and len(turns) == 2:
+        cos, sin = table
+    else:
+        return False
+    n = cos.shape[-1]
+    caches = [torch.cat((cos[0], sin[0]), dim=-1)]  # of pairs
+    if len(turns) == 2 and n % 2 == 0:
+        caches += [
+            torch.cat((cos[0][:, p], sin[0][:, p]), dim=-1) for p in (slice(n // 2), slice(None, None, 2))
+        ]
+    for cache in caches:
+        for extra in (0, cache.shape[-1]):  # a head may be wider than its rotated part
+            for heads_last in (False, True):
+                if _rotates_alike(apply, turns, positions[0], cache, cache.shape[-1] + extra, heads_last):
+                    return True
+    return False
+
+
+def _rotates_alike(
+    apply: Callable[..., Any],
+    turns: Any,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    width: int,
+    heads_last: bool,
+) -> bool:
+    """Whether a host's function rotates queries and keys as the op does with a cache. heads_last: [B, T, heads, D]."""
+    q, k = torch.randn(1, 5, 2, width), torch.randn(1, 5, 2, width)
+    given = (q, k) if heads_last else (q.transpose(1, 2), k.transpose(1, 2))
+    try:
+        rotated = apply(given[0].clone(), given[1].clone(), *turns)
+        theirs = [t if heads_last else t.transpose(1, 2) for t in rotated]
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    for neox in (True, False):
+        ours = registry.get("rotary_emb").reference(positions, q[0], k[0], width, cache, neox)
+        if all(agree(a[0], b) for a, b in zip(theirs, ours, strict=True)):
+            return True
     return False
 
 

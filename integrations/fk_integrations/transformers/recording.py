@@ -24,7 +24,7 @@ NEUTRAL = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModuleCall:
     """One call: inputs and output are the floating-point tensors in it."""
 
@@ -34,7 +34,7 @@ class ModuleCall:
     output: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionCall:
     """q [H, T, D], k and v [KV, T, D], output [T, H * D]; visible [T, T]: what each token sees."""
 

@@ -10,7 +10,7 @@ import torch
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6,
     "num_experts_per_tok": 2, "sliding_window": 5, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
 }  # fmt: skip
 LAYERS = 6  # enough for the patterns of layers that models have
@@ -189,6 +189,9 @@ def perturbations(config: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         if isinstance(value, float):
             yield name, [{name: None}]
         changes = [{name: other} for other in _others(value)]
+        used = name.removeprefix("use_")
+        if value is False and used != name and fields(config).get(used, 0) is None:
+            changes.insert(0, {name: True, used: 3})  # neither field alone changes anything
         yield name, [*changes, *(change for c in changes for change in _with_head(config, c))]
 
 
@@ -202,8 +205,8 @@ def _others(value: Any) -> Iterator[Any]:
         yield from (value * 0.5 or 0.25, value * 1.5 or 1.0, 1.0)
     elif value is None:
         yield from (3, 0.5, True)
-    elif isinstance(value, (list, tuple)) and value:
-        yield from _flipped(list(value))
+    elif isinstance(value, (list, tuple)):
+        yield from _flipped(list(value)) if value else [[0]]
     elif value in _activations():
         yield from (a for a in _activations() if a != value)
 

@@ -51,6 +51,6 @@ def test_ops_are_found() -> None:
     assert len(registry.op_modules()) >= 37 and (registry.OPS_ROOT / "norm" / "rms_norm.py").is_file()
 
 
-@pytest.mark.parametrize("host", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize("host", ["vllm", "sglang", "transformers", "diffusers", "timm"])
 def test_signatures_are_found(host: str) -> None:
     assert list(checkout_path(f"integrations/fk_integrations/{host}/signatures").glob("*.json"))

@@ -80,7 +80,10 @@ def test_list_of_unknown_kind_is_an_error(capsys: pytest.CaptureFixture[str]) ->
     "args, says",
     [
         (["rms_nom"], "unknown op 'rms_nom'. Did you mean 'rms_norm'?"),
-        (["rms_norm", "--host", "timm"], "unknown host 'timm'. Known: sglang, transformers, vllm."),
+        (
+            ["rms_norm", "--host", "keras"],
+            "unknown host 'keras'. Known: diffusers, sglang, timm, transformers, vllm.",
+        ),
         (
             ["rms_norm", "--host-version", "9.9"],
             "unknown vllm version '9.9'. Recorded: 0.26.0, 0.32.0, 0.33.0.",

@@ -17,8 +17,9 @@ from fastkernels.models.common import registry
 
 # Architectures of the repository, and others that were not looked at when the scaffold was written.
 FIRST = ("qwen2", "olmo2", "granite", "phi3", "starcoder2", "smollm3")
-KNOWN = ("cohere2", "gpt_neox", "nemotron", "stablelm", "gemma2", "glm4", "qwen3")
+KNOWN = ("qwen3_moe", "olmoe", "cohere2", "gpt_neox", "nemotron", "stablelm", "gemma2", "glm4", "qwen3")
 HELD_OUT = (
+    "flex_olmo",
     "arcee",
     "cohere",
     "exaone4",
@@ -99,6 +100,10 @@ def test_wrong_file_is_found(tmp_path: Path) -> None:
     assert constant.error < 1e-4 and constant.wrong == {"residual_multiplier"} and not constant.ok
     file.write_text(text.replace("config.residual_multiplier", "2 * config.residual_multiplier"))
     assert verification.verify(file, found).error > verification.TOLERANCE
+    ours, theirs = verification.parameters(file, found.config)
+    file.write_text(text.replace("config.intermediate_size", "64"))
+    fewer, _ = verification.parameters(file, found.config)
+    assert ours == theirs and fewer == ours - 3 * 64 * (80 - 64)
 
 
 # -- what is not matched, and bad input

@@ -20,12 +20,13 @@ TARGETS = [t for t in registry.get("rotary_emb").targets if t.host == "transform
 def test_rotation_is_the_hosts(target: Target, cos_dtype: torch.dtype, device: str) -> None:
     module, _, name = target.path.partition(":")
     theirs, ours = getattr(importlib.import_module(module), name), registry.target_class(target)
-    width = 16 if "neox" in module or "phi3" in module else 24
+    width = 16 if any(model in module for model in ("neox", "phi3", "nemotron", "glm4")) else 24
     for rows, heads_at in ((2, 1), (1, 1), (1, 2)):
         q, k = (torch.randn(2, 7, heads, 24, device=device) for heads in (4, 1))
         if heads_at == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        angles = torch.rand(rows, 7, width // 2, device=device).repeat(1, 1, 2)
+        angles = torch.rand(rows, 7, width // 2, device=device)
+        angles = angles.repeat_interleave(2, -1) if "cohere" in module else angles.repeat(1, 1, 2)
         cos, sin = angles.cos().to(cos_dtype), angles.sin().to(cos_dtype)
         for dtype in (torch.bfloat16, torch.float32):
             given = q.to(dtype), k.to(dtype)

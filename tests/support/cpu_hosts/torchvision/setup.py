@@ -1,4 +1,4 @@
-"""Install cpu_host_sglang.pth into site-packages, where Python reads it at start. pyproject.toml cannot do that."""
+"""Install cpu_host_torchvision.pth into site-packages, where Python reads it at start: pyproject.toml cannot."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ class BuildWithPth(build_py):
 
     def run(self) -> None:
         super().run()
-        Path(self.build_lib, "cpu_host_sglang.pth").write_text("import cpu_host_sglang.torchvision_schemas\n")
+        Path(self.build_lib, "cpu_host_torchvision.pth").write_text("import cpu_host_torchvision\n")
 
 
 setup(cmdclass={"build_py": BuildWithPth})

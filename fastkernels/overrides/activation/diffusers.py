@@ -1,0 +1,41 @@
+"""Drop-in activations for diffusers (diffusers.models.activations): a linear layer, and the activation after it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fastkernels.core.spec import Target
+from fastkernels.overrides.activation.gelu import gelu
+from fastkernels.overrides.activation.quick_gelu import quick_gelu
+
+
+class DiffusersGELU(nn.Module):
+    """diffusers' GELU: hidden_states [..., dim_in] to [..., dim_out]; approximate: 'none' (erf) or 'tanh'."""
+
+    def __init__(self, dim_in: int, dim_out: int, approximate: str = "none", bias: bool = True):
+        super().__init__()
+        self.proj = nn.Linear(dim_in, dim_out, bias=bias)
+        self.approximate = approximate
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return gelu(self.proj(hidden_states), self.approximate)
+
+
+class DiffusersApproximateGELU(nn.Module):
+    """diffusers' ApproximateGELU: x [..., dim_in] to [..., dim_out]."""
+
+    def __init__(self, dim_in: int, dim_out: int, bias: bool = True):
+        super().__init__()
+        self.proj = nn.Linear(dim_in, dim_out, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return quick_gelu(self.proj(x))
+
+
+_HOST = "diffusers.models.activations:"
+
+TARGETS = {
+    "gelu": (Target("diffusers", _HOST + "GELU", "DiffusersGELU", "module"),),
+    "quick_gelu": (Target("diffusers", _HOST + "ApproximateGELU", "DiffusersApproximateGELU", "module"),),
+}

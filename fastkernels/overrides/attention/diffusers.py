@@ -1,0 +1,151 @@
+"""Drop-in attention processors for diffusers: projections and norms stay the modules of the attention layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastkernels.core.spec import Target
+from fastkernels.overrides.attention.attention_dense import attend, attention_dense
+
+
+class DiffusersAttnProcessor2_0:
+    """AttnProcessor2_0, the processor of UNets and VAEs: self and cross attention over tokens or an image.
+
+    hidden_states [B, S, C] or [B, C, H, W]; encoder_hidden_states [B, Sk, Ck], by default hidden_states;
+    attention_mask as the host's Attention.prepare_attention_mask takes it. Returns hidden_states' shape.
+    """
+
+    live_methods = ("__call__",)
+
+    def __init__(self):
+        pass
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        temb: torch.Tensor | None = None,
+        *args,
+        **kwargs,
+    ) -> torch.Tensor:
+        x = hidden_states if attn.spatial_norm is None else attn.spatial_norm(hidden_states, temb)
+        image = x.shape if x.dim() == 4 else None
+        if image is not None:
+            x = x.flatten(2).transpose(1, 2)
+        if attn.group_norm is not None:
+            x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
+        context = x if encoder_hidden_states is None else encoder_hidden_states
+        if attention_mask is not None:
+            batch, length = context.shape[:2]
+            mask = attn.prepare_attention_mask(attention_mask, length, batch)
+            attention_mask = mask.view(batch, attn.heads, -1, mask.shape[-1])
+        if encoder_hidden_states is not None and attn.norm_cross:
+            context = attn.norm_encoder_hidden_states(context)
+        projected = attn.to_q(x), attn.to_k(context), attn.to_v(context)
+        q, k, v = (t.unflatten(-1, (attn.heads, -1)) for t in projected)
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
+        # The host leaves the scale to PyTorch, too, whatever attn.scale is.
+        found = attend(q, k, v, q.shape[-1] ** -0.5, attention_mask).to(q.dtype)
+        found = attn.to_out[1](attn.to_out[0](found))
+        if image is not None:
+            found = found.transpose(-1, -2).reshape(image)
+        if attn.residual_connection:
+            found = found + hidden_states
+        return found / attn.rescale_output_factor
+
+
+class DiffusersFluxAttnProcessor:
+    """FluxAttnProcessor: joint attention of text and image tokens, or of both in one sequence, with rotary positions.
+
+    hidden_states [B, S, C]; encoder_hidden_states [B, St, C] or None; image_rotary_emb: cosines and sines
+    [St + S, head_dim]. Returns hidden_states' shape, and encoder_hidden_states' where there are any.
+    """
+
+    live_methods = ("__call__",)
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self):
+        pass
+
+    @staticmethod
+    def supports(module: Any) -> str | None:
+        """Return why our processor does not suit this attention layer, or None."""
+        return _elsewhere(module.processor)
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if (reason := _elsewhere(self)) is not None:  # set after the patch
+            attention_dense.note(reason)
+            theirs: Any = type(self).__mro__[1]  # in a live model, the host's class
+            given = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            return theirs.__call__(self, attn, *given)
+        q, k, v = _heads(attn, hidden_states, ("to_q", "to_k", "to_v"), "to_qkv")
+        q, k = attn.norm_q(q), attn.norm_k(k)
+        if attn.added_kv_proj_dim is not None:
+            names = ("add_q_proj", "add_k_proj", "add_v_proj")
+            text_q, text_k, text_v = _heads(attn, encoder_hidden_states, names, "to_added_qkv")
+            q = torch.cat((attn.norm_added_q(text_q), q), dim=1)
+            k = torch.cat((attn.norm_added_k(text_k), k), dim=1)
+            v = torch.cat((text_v, v), dim=1)
+        if image_rotary_emb is not None:
+            q, k = (_rotate(t, *image_rotary_emb) for t in (q, k))
+        found = attend(q, k, v, attn.head_dim**-0.5, attention_mask).to(q.dtype)
+        if encoder_hidden_states is None:
+            return found
+        texts = encoder_hidden_states.shape[1]
+        image = attn.to_out[1](attn.to_out[0](found[:, texts:].contiguous()))
+        return image, attn.to_add_out(found[:, :texts].contiguous())  # type: ignore[return-value]
+
+
+def _elsewhere(processor: Any) -> str | None:
+    """Why the host computes a processor's attention in another way, or None."""
+    if processor._parallel_config is not None:
+        return "context parallelism is on"
+    backend = processor._attention_backend
+    named = str(getattr(backend, "value", backend))
+    return None if backend is None or named == "native" else f"set_attention_backend({named!r})"
+
+
+def _heads(attn: Any, x: torch.Tensor | None, names: tuple[str, ...], fused: str) -> list[torch.Tensor]:
+    """Queries, keys and values [B, S, H, head_dim] of x [B, S, C]."""
+    if attn.fused_projections:
+        parts = getattr(attn, fused)(x).chunk(3, dim=-1)
+    else:
+        parts = [getattr(attn, name)(x) for name in names]
+    return [t.unflatten(-1, (-1, attn.head_dim)) for t in parts]
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate neighboring pairs of x [B, S, H, D] by angles whose cosines and sines are [S, D]."""
+    cos, sin = (t.to(x.device)[:, None] for t in (cos, sin))
+    h = x.float()
+    turned = torch.stack((-h[..., 1::2], h[..., ::2]), dim=-1).flatten(-2)
+    return (h * cos + turned * sin).to(x.dtype)
+
+
+_NOTE = "not measured yet against the host: replaced on request"
+
+
+def _target(module: str, name: str) -> Target:
+    path = f"diffusers.models.{module}:{name}"
+    return Target("diffusers", path, f"Diffusers{name}", "processor", default=False, note=_NOTE)
+
+
+TARGETS = {
+    "attention_dense": (
+        _target("attention_processor", "AttnProcessor2_0"),
+        _target("transformers.transformer_flux", "FluxAttnProcessor"),
+    )
+}

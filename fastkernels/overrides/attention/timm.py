@@ -1,0 +1,271 @@
+"""Drop-in attention for timm: the projections, norms and embeddings stay the host's modules and formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastkernels.core.spec import Target
+from fastkernels.overrides.attention.attention_dense import attend
+
+
+def _norms(
+    module: nn.Module, wanted: tuple[bool, bool, int, int], norm_layer: Any, dd: dict[str, Any]
+) -> None:
+    """Set q_norm and k_norm (qk_norm, over the head size) and norm (scale_norm, over all heads)."""
+    qk_norm, scale_norm, head_dim, attn_dim = wanted
+    if (qk_norm or scale_norm) and norm_layer is None:
+        raise ValueError("qk_norm and scale_norm need a norm_layer")
+    module.q_norm = norm_layer(head_dim, **dd) if qk_norm else nn.Identity()
+    module.k_norm = norm_layer(head_dim, **dd) if qk_norm else nn.Identity()
+    module.norm = norm_layer(attn_dim, **dd) if scale_norm else nn.Identity()
+
+
+def _finish(module: Any, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """Norm, gate (timm 1.0.27 and later) and output projection of what attention gives."""
+    attended = module.norm(attended)
+    gate = getattr(module, "gate", None)
+    if gate is not None:
+        attended = attended * gate(x).sigmoid()
+    return module.proj_drop(module.proj(attended))
+
+
+def _dropout(module: Any) -> float:
+    return module.attn_drop.p if module.training else 0.0
+
+
+def _rotate(x: torch.Tensor, rope: torch.Tensor, half: bool) -> torch.Tensor:
+    """Rotate x [B, H, N, D] by rope [..., N, 2 D]: sines, then cosines. half: pairs are D / 2 apart, not neighbors."""
+    sin, cos = rope.chunk(2, dim=-1)
+    if half:
+        a, b = x.chunk(2, dim=-1)
+        turned = torch.cat((-b, a), dim=-1)
+    else:
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return (x * cos + turned * sin).to(x.dtype)
+
+
+def _with_rope(module: Any, x: torch.Tensor, rope: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Rotate x [B, N, H, D] except for its prefix tokens, which have no position; the result has that dtype."""
+    if rope is None:
+        return x
+    prefix, heads = module.num_prefix_tokens, x.transpose(1, 2)
+    turned = _rotate(heads[:, :, prefix:], rope, getattr(module, "rotate_half", False))
+    return torch.cat((heads[:, :, :prefix], turned), dim=2).to(dtype).transpose(1, 2)
+
+
+class _Parts(nn.Module):
+    """Submodules that only some configurations have."""
+
+    qkv: Any
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    q_norm: Any
+    k_norm: Any
+    gate: Any
+
+
+class TimmAttention(_Parts):
+    """timm.layers.Attention: x [B, N, dim] to [B, N, dim_out]; attn_mask broadcasts to [B, heads, N, N]."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        attn_head_dim: int | None = None,
+        dim_out: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
+        gated: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        norm_layer: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.num_heads = num_heads
+        self.head_dim = attn_head_dim or dim // num_heads
+        self.attn_dim = num_heads * self.head_dim
+        self.scale = self.head_dim**-0.5
+        self.fused_attn = True
+        self.qkv = nn.Linear(dim, self.attn_dim * 3, bias=qkv_bias, **dd)
+        _norms(self, (qk_norm, scale_norm, self.head_dim, self.attn_dim), norm_layer, dd)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.gate = nn.Linear(dim, self.attn_dim, bias=qkv_bias, **dd) if gated else None
+        self.proj = nn.Linear(self.attn_dim, dim_out or dim, bias=proj_bias, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(
+        self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False
+    ) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
+        q, k = self.q_norm(q), self.k_norm(k)
+        return _finish(self, x, attend(q, k, v, self.scale, attn_mask, _dropout(self), is_causal))
+
+
+class TimmAttentionRope(_Parts):
+    """timm.layers.AttentionRope: TimmAttention with rotary positions and, unfused, fewer key than query heads."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        dim_out: int | None = None,
+        qkv_bias: bool = True,
+        qkv_fused: bool = True,
+        num_prefix_tokens: int = 1,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        attn_head_dim: int | None = None,
+        norm_layer: Any = None,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
+        rotate_half: bool = False,
+        gated: bool = False,
+        num_kv_heads: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.num_kv_groups = self.num_heads // self.num_kv_heads
+        self.head_dim = attn_head_dim or dim // num_heads
+        self.attn_dim, self.kv_dim = self.head_dim * num_heads, self.head_dim * self.num_kv_heads
+        self.scale = self.head_dim**-0.5
+        self.num_prefix_tokens = num_prefix_tokens
+        self.fused_attn = True
+        self.rotate_half = rotate_half
+        self.qkv = self.q_proj = self.k_proj = self.v_proj = None
+        if qkv_fused:
+            if self.num_kv_groups > 1:
+                raise ValueError("fewer key than query heads need qkv_fused=False")
+            self.qkv = nn.Linear(dim, self.attn_dim * 3, bias=qkv_bias, **dd)
+        else:
+            self.q_proj = nn.Linear(dim, self.attn_dim, bias=qkv_bias, **dd)
+            self.k_proj = nn.Linear(dim, self.kv_dim, bias=qkv_bias, **dd)
+            self.v_proj = nn.Linear(dim, self.kv_dim, bias=qkv_bias, **dd)
+        _norms(self, (qk_norm, scale_norm, self.head_dim, self.attn_dim), norm_layer, dd)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.gate = nn.Linear(dim, self.attn_dim, bias=qkv_bias, **dd) if gated else None
+        self.proj = nn.Linear(self.attn_dim, dim_out or dim, bias=proj_bias, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(
+        self,
+        x,
+        rope: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ):
+        if self.qkv is not None:
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
+        else:
+            q, k, v = (
+                p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
+            )
+        q, k = (_with_rope(self, t, rope, v.dtype) for t in (self.q_norm(q), self.k_norm(k)))
+        return _finish(self, x, attend(q, k, v, self.scale, attn_mask, _dropout(self), is_causal))
+
+
+class TimmEvaAttention(_Parts):
+    """timm.models.eva.EvaAttention, also of DINOv3: rotary positions, and no bias of the keys."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = True,
+        qkv_fused: bool = True,
+        qkv_bias_separate: bool = False,
+        num_prefix_tokens: int = 1,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        attn_head_dim: int | None = None,
+        norm_layer: Any = None,
+        qk_norm: bool = False,
+        scale_norm: bool = True,
+        rotate_half: bool = False,
+        gated: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        self.num_heads = num_heads
+        self.head_dim = attn_head_dim or dim // num_heads
+        attn_dim = self.head_dim * num_heads
+        self.scale = self.head_dim**-0.5
+        self.num_prefix_tokens = num_prefix_tokens
+        self.fused_attn = True
+        self.qkv_bias_separate = qkv_bias_separate
+        self.rotate_half = rotate_half
+        self.qkv = self.q_proj = self.k_proj = self.v_proj = None
+        self.q_bias = self.k_bias = self.v_bias = None
+        if qkv_fused:
+            self.qkv = nn.Linear(dim, attn_dim * 3, bias=False, **dd)
+            if qkv_bias:
+                del self.k_bias
+                self.q_bias, self.v_bias = (nn.Parameter(torch.zeros(attn_dim, **dd)) for _ in range(2))
+                self.register_buffer("k_bias", torch.zeros(attn_dim, **dd), persistent=False)
+        else:
+            self.q_proj = nn.Linear(dim, attn_dim, bias=qkv_bias, **dd)
+            self.k_proj = nn.Linear(dim, attn_dim, bias=False, **dd)
+            self.v_proj = nn.Linear(dim, attn_dim, bias=qkv_bias, **dd)
+        _norms(self, (qk_norm, scale_norm, self.head_dim, attn_dim), norm_layer, dd)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.gate = nn.Linear(dim, attn_dim, bias=qkv_bias, **dd) if gated else None
+        self.proj = nn.Linear(attn_dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(
+        self,
+        x,
+        rope: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ):
+        if self.qkv is None:
+            q, k, v = (
+                p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj)
+            )
+        else:
+            qkv = _packed(self, x)
+            q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        q, k = (_with_rope(self, t, rope, v.dtype) for t in (self.q_norm(q), self.k_norm(k)))
+        return _finish(self, x, attend(q, k, v, self.scale, attn_mask, _dropout(self), is_causal))
+
+
+def _packed(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Queries, keys and values [B, N, 3 * attn_dim]; the three biases are parameters of their own."""
+    if module.q_bias is None:
+        return module.qkv(x)
+    bias = torch.cat((module.q_bias, module.k_bias, module.v_bias))
+    if module.qkv_bias_separate:
+        return module.qkv(x) + bias
+    return F.linear(x, module.qkv.weight, bias)
+
+
+_NOTE = "not measured yet against the host: replaced on request"
+
+
+def _target(module: str, name: str) -> Target:
+    return Target("timm", f"{module}:{name}", f"Timm{name}", "module", default=False, note=_NOTE)
+
+
+TARGETS = {
+    "attention_dense": (
+        _target("timm.layers.attention", "Attention"),
+        _target("timm.layers.attention", "AttentionRope"),
+        _target("timm.models.eva", "EvaAttention"),
+    )
+}

@@ -1,0 +1,76 @@
+"""Hosts whose models are torch modules of the caller's process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fastkernels.patch import PatchError, Request
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import Patched, apply
+
+STATE = "_fastkernels_patched"
+
+
+class InProcessHost:
+    """fastkernels.patch.Host for live models of this process. Subclassed by each host."""
+
+    name = ""
+
+    def version(self) -> str | None:
+        raise NotImplementedError
+
+    def matches(self, target: Any) -> bool:
+        raise NotImplementedError
+
+    def adapter(self) -> Adapter:
+        raise NotImplementedError
+
+    def model(self, target: Any) -> Any:
+        """The torch module that holds all modules of the object that the user has passed."""
+        return target
+
+    def before_construction(self, request: Request) -> list[dict[str, Any]]:
+        """Carry out a request for `fastkernels.patch('NAME')`."""
+        raise PatchError(f"{self.name} models are patched live: pass the model, not the host's name")
+
+    def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        """See fastkernels.patch.Host."""
+        if isinstance(target, str):
+            return self.before_construction(request)
+        patched: Patched | None = vars(target).get(STATE)
+        if request.action == "patch":
+            if patched is not None:
+                raise PatchError("this model is patched already: undo that patch first (report.undo())")
+            model = self.model(target)
+            patched = apply(self.adapter(), model, request)
+            vars(target)[STATE] = patched
+            forget_compiled(model)
+        elif request.action == "undo" and patched is not None:
+            del vars(target)[STATE]
+            patched.undo()
+            forget_compiled(patched.model)
+            patched = None
+        elif request.action == "reset" and patched is not None:
+            patched.reset()
+        elif request.action not in ("undo", "report", "reset"):
+            raise PatchError(f"unknown action {request.action!r}; known: patch, undo, report, reset")
+        return [self.reply(patched.report() if patched is not None else [])]
+
+    def reply(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"rank": 0, "pid": os.getpid(), "host": self.name, "version": self.version()}
+        return {**head, "rows": rows, "error": None}
+
+    async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        return self.call(target, request)
+
+
+def forget_compiled(model: Any) -> None:
+    """Drop code that torch.compile made for the old classes; the next call compiles again."""
+    import torch
+
+    compiled = (
+        type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules()
+    )
+    if any(compiled):
+        torch.compiler.reset()

@@ -1,0 +1,77 @@
+"""fastkernels.patch('HOST') for hosts of this process: patch every model that is built from now on."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from fastkernels.patch import PatchError, Request, Row
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.apply import absent_rows, plan
+from fk_integrations.core.in_process import STATE, InProcessHost
+from fk_integrations.core.journal import Journal
+
+log = logging.getLogger("fastkernels")
+
+
+class Later:
+    """A request that waits for models.
+
+    hook  hook(built) changes the host so that built(model) is called for each new model; returns the undo
+    """
+
+    def __init__(self, host: InProcessHost, hook: Callable[[Callable[[Any], None], Journal], None]):
+        self.host, self.hook = host, hook
+        self.request: Request | None = None
+        self.journal = Journal()
+        self.built: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def call(self, request: Request) -> list[dict[str, Any]]:
+        """Carry out 'patch', 'undo', 'report' or 'reset'. Raises PatchError."""
+        if request.action == "patch":
+            if self.request is not None:
+                raise PatchError(
+                    f"{self.host.name} is patched already: undo that patch first (report.undo())"
+                )
+            if self.host.version() is None:
+                raise PatchError(f"{self.host.name} is not installed in this environment")
+            rows = self._planned(request)
+            self.hook(self.patch, self.journal)
+            self.request = request
+            return [self.host.reply([vars(row) for row in rows])]
+        alive = [model for model in self.built if STATE in vars(model)]
+        if request.action == "undo":
+            for model in alive:
+                self.host.call(model, request)
+            self.journal.undo()
+            self.built.clear()
+            self.request = None
+            return [self.host.reply([])]
+        if request.action not in ("report", "reset"):
+            raise PatchError(f"unknown action {request.action!r}; known: patch, undo, report, reset")
+        replies = [reply for model in alive for reply in self.host.call(model, request)]
+        return [self.host.reply([row for reply in replies for row in reply["rows"]])]
+
+    def patch(self, model: Any) -> None:
+        """Patch a new model. A model without anything to replace stays as it is, unless the request is strict."""
+        assert self.request is not None
+        try:
+            if STATE in vars(model):  # built in two steps
+                self.host.call(model, Request("undo"))
+            self.host.call(model, self.request)
+        except PatchError as error:
+            if self.request.strict:
+                raise
+            log.warning("%s: %s stays as it is: %s", self.host.name, type(model).__name__, error)
+        else:
+            self.built.add(model)
+
+    def _planned(self, request: Request) -> list[Row]:
+        adapter: Adapter = self.host.adapter()
+        rows = []
+        for spec, target in plan(adapter, request):
+            state = "off" if spec.name in request.disable else "planned"
+            rows.append(Row(0, spec.name, target.name, 0, state))
+        return rows + absent_rows(adapter, request, None, rows)

@@ -1,0 +1,38 @@
+"""Modules that look like what an op computes, but are of a class that no target names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from fastkernels.core import registry
+from fastkernels.core.reasons import Kind, Reason
+from fk_integrations.core.adapter import class_path
+
+PACKAGES = ("timm", "transformers", "diffusers")  # hosts whose models may contain each other's
+
+
+def lookalikes(host: str, op: str, model: Any, parts: Mapping[str, tuple[str, ...]]) -> dict[Reason, int]:
+    """{reason: modules} of the host's classes whose name contains one of these parts, without a target of any op.
+
+    parts  {op: parts of class names}
+    """
+    listed = {t.path for name in registry.op_names() for t in registry.get(name).targets_for(host)}
+    found: Counter[Reason] = Counter()
+    for module in model.modules() if model is not None and op in parts else ():
+        cls: Any = type(module)
+        theirs = cls.__module__.startswith(f"{host}.") and not hasattr(cls, "fastkernels")
+        if theirs and any(part in cls.__name__ for part in parts[op]) and class_path(cls) not in listed:
+            name = f"{cls.__module__}.{cls.__qualname__}"
+            found[Reason(Kind.OTHER_CLASS, f"{name}, which is not one that {op} replaces")] += 1
+    return dict(found)
+
+
+def first_package(target: Any, packages: tuple[str, ...]) -> str | None:
+    """The first of these packages that a module of `target` belongs to, from the outside in."""
+    for module in target.modules():
+        package = type(module).__module__.partition(".")[0]
+        if package in packages:
+            return package
+    return None

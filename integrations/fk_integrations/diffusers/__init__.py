@@ -1,0 +1,1 @@
+"""diffusers as a host."""

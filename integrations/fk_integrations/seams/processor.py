@@ -1,0 +1,22 @@
+"""Attention of diffusers, through the processor that a layer holds and calls with itself as the first argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastkernels.core.reasons import Reason
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.live_class import replace_attribute
+from fk_integrations.core.seam import Seam, Swap
+
+
+class Processor(Seam):
+    """Replaces `processor`; layers may share one, and each gets its own."""
+
+    every_step = True
+
+    def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
+        return [m for m in model.modules() if type(vars(m).get("processor")) is host_class]
+
+    def swap(self, swap: Swap) -> Reason | None:
+        return replace_attribute(swap.module, "processor", swap.ours, ("__call__",), swap.journal)

@@ -1,0 +1,1 @@
+"""timm as a host."""

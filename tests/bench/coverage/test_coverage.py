@@ -1,0 +1,125 @@
+"""`fk-bench coverage`: verdicts against architectures that were checked by hand, isolation, and counts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from fk_bench.coverage import run as runner
+from fk_bench.coverage.audit import Row, Verdict, audit, judge, summary
+from fk_bench.coverage.command import paper_files
+from fk_integrations.transformers.matching import Kind, Match, missing
+from support.commands import fk_bench_here
+
+from fastkernels.core import registry
+
+transformers = pytest.importorskip("transformers")
+
+HERE = Path(__file__).parent
+HAND = json.loads((HERE / "hand_checked.json").read_text())
+# One of each verdict and kind of difference, cheap to build
+QUICK = (
+    "arcee",
+    "cohere",
+    "deepseek_v2",
+    "deit",
+    "encoder_decoder",
+    "mellum",
+    "minimax_m2",
+    "poolformer",
+    "qwen3",
+)
+needs_drawn_version = pytest.mark.skipif(
+    transformers.__version__ != HAND["transformers"], reason="the sample was drawn from another version"
+)
+
+
+def _draw() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw", HERE / "draw.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@needs_drawn_version
+def test_hand_checked_files_are_the_seeded_draw() -> None:
+    drawn = _draw().draw(Path(transformers.__file__).parent / "models")
+    assert sorted(HAND["files"]) == drawn and len(drawn) == 40
+
+
+@needs_drawn_version
+@pytest.mark.parametrize("name", QUICK)
+def test_verdict_agrees_with_hand_check(name: str) -> None:
+    file = f"{name}/modeling_{name}.py"
+    assert audit(file).verdict.value == HAND["files"][file]["verdict"]
+
+
+@pytest.mark.slow
+@needs_drawn_version
+def test_audit_agrees_with_95_percent_of_hand_checks() -> None:
+    rows = runner.run(sorted(HAND["files"]), workers=2)
+    wrong = {r.file: r.verdict.value for r in rows if r.verdict.value != HAND["files"][r.file]["verdict"]}
+    assert len(wrong) <= 0.05 * len(rows), wrong
+
+
+def test_missing_primitive_comes_before_difference() -> None:
+    op, other = Match(Kind.OP, "linear"), Match(Kind.OP, "attention", by_probe=False, needs="a bias")
+    row = judge(
+        "x/modeling_x.py", "x", "X", False, {("Linear", op), ("A", other), ("C", missing("convolution"))}
+    )
+    assert row.verdict is Verdict.NEW_PRIMITIVE
+    assert (row.missing, row.differs) == ({"convolution": ["C"]}, {"a bias": ["A"]})
+    assert judge("x", "x", "X", False, {("A", other)}).verdict is Verdict.PARTIAL
+    assert judge("x", "x", "X", False, {("Linear", op)}).verdict is Verdict.COMPOSABLE
+    assert judge("x", "x", "X", True, {("A", other)}).verdict is Verdict.RUNS
+
+
+def test_failed_audit_counts_as_not_covered() -> None:
+    kinds = (Verdict.RUNS, Verdict.COMPOSABLE, Verdict.PARTIAL, Verdict.FAILED)
+    counted = summary([Row(f"{kind}", kind) for kind in kinds])
+    assert counted["strict"] == {"count": 2, "percent": 50.0}
+    assert counted["loose"] == {"count": 3, "percent": 75.0}
+
+
+def test_hanging_file_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "START", 0.2)  # less than a process needs to import transformers
+    rows = runner.run(["llama/modeling_llama.py", "qwen2/modeling_qwen2.py"], workers=2)
+    assert [row.verdict for row in rows] == [Verdict.FAILED] * 2
+    assert all("no answer" in row.error for row in rows)
+
+
+def test_paper_list_has_425_files() -> None:
+    files = paper_files()
+    assert len(files) == len(set(files)) == 425 and "llama/modeling_llama.py" in files
+
+
+def test_rows_survive_json() -> None:
+    row = Row("x/modeling_x.py", Verdict.PARTIAL, ops=("linear",), differs={"a bias": ["A"]})
+    assert Row.from_dict(json.loads(json.dumps(row.to_dict()))) == row
+
+
+def test_unknown_architecture_names_needs_and_command() -> None:
+    import fastkernels
+
+    config = transformers.AutoConfig.for_model("gpt_oss", num_hidden_layers=2)
+    config.architectures = ["GptOssForCausalLM"]
+    with pytest.raises(registry.UnknownName, match="attention with s_aux: GptOssAttention") as raised:
+        fastkernels.plan(config)
+    assert "fk-bench scaffold" in str(raised.value)
+
+
+def test_command_refuses_unknown_architecture() -> None:
+    done = fk_bench_here("coverage", "--arch", "lama")
+    assert done.returncode == 2 and "did you mean 'llama'" in done.stderr
+
+
+@pytest.mark.slow
+def test_command_ends_with_counts_as_json() -> None:
+    done = fk_bench_here("coverage", "--json", "--arch", "llama", "--arch", "lfm2", "--workers", "1")
+    data = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and data["verdicts"]["runs"] == 1
+    assert data["missing"] == [{"name": "convolution", "architectures": 1, "nothing_else": 1}]

@@ -1,0 +1,166 @@
+"""Real diffusers pipelines and models, patched in this process: tiny and random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import fastkernels
+from fastkernels.patch import PatchError
+
+diffusers = pytest.importorskip("diffusers")
+from diffusers.models.attention_processor import AttnProcessor2_0  # noqa: E402
+
+UNET = {
+    "sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "cross_attention_dim": 64,
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": (2, 4),
+    "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
+    "transformer_layers_per_block": (1, 2), "projection_class_embeddings_input_dim": 80,
+}  # fmt: skip
+VAE = {
+    "block_out_channels": [16, 32], "down_block_types": ["DownEncoderBlock2D"] * 2, "norm_num_groups": 8,
+    "up_block_types": ["UpDecoderBlock2D"] * 2, "latent_channels": 4,
+}  # fmt: skip
+CLIP = {
+    "hidden_size": 32, "intermediate_size": 37, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100,
+    "projection_dim": 32, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FLUX = {
+    "patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16,
+    "num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8),
+    "guidance_embeds": True,
+}  # fmt: skip
+
+
+def sdxl() -> Any:
+    torch.manual_seed(0)
+    config = transformers.CLIPTextConfig(**CLIP)
+    pipe = diffusers.StableDiffusionXLPipeline(
+        vae=diffusers.AutoencoderKL(**VAE), unet=diffusers.UNet2DConditionModel(**UNET),
+        text_encoder=transformers.CLIPTextModel(config), tokenizer=None, tokenizer_2=None,
+        text_encoder_2=transformers.CLIPTextModelWithProjection(config),
+        scheduler=diffusers.EulerDiscreteScheduler(),
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def image(pipe: Any, output_type: str = "latent") -> torch.Tensor:
+    draw = torch.Generator().manual_seed(1)
+    texts, pooled, none, none_pooled = (torch.randn(1, *n, generator=draw) for n in ((7, 64), (32,)) * 2)
+    return pipe(
+        prompt_embeds=texts, pooled_prompt_embeds=pooled, negative_prompt_embeds=none,
+        negative_pooled_prompt_embeds=none_pooled, num_inference_steps=2, height=32, width=32,
+        output_type=output_type, generator=draw,
+    ).images  # fmt: skip
+
+
+def flux() -> Any:
+    torch.manual_seed(0)
+    return diffusers.FluxTransformer2DModel(**FLUX).eval()
+
+
+def step(model: Any) -> Callable[[], torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(1, *n, generator=draw) for n in ((16, 16), (8, 32), (32,))]
+    at = {"img_ids": torch.arange(48.0).view(16, 3), "txt_ids": torch.zeros(8, 3)}
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            dtype = next(model.parameters()).dtype
+            given = [t.to(dtype) for t in inputs]
+            strength = {"guidance": torch.tensor([3.5], dtype=dtype)}
+            return model(*given, torch.tensor([0.5], dtype=dtype), **at, **strength).sample
+
+    return run
+
+
+def test_pipeline_gives_the_hosts_latents_and_images() -> None:
+    pipe = sdxl()
+    before, picture = image(pipe), image(pipe, "pt")
+    modules = [m for part in (pipe.unet, pipe.vae, pipe.text_encoder) for m in part.modules()]
+    classes, processors = [type(m) for m in modules], list(pipe.unet.attn_processors.values())
+    report = fastkernels.patch(pipe, ops=["attention_dense", "layer_norm", "quick_gelu"])
+    # the UNet has 16 attention layers, the VAE two; quick_gelu is in the text encoders
+    found = {r.op: r.modules for r in report.active}
+    assert found == {"attention_dense": 18, "layer_norm": 34, "quick_gelu": 4}
+    torch.testing.assert_close(image(pipe), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+    calls = {r.op: (r.calls, r.proof) for r in report.refresh().active}
+    assert calls["attention_dense"] == (32, "calls") and calls["quick_gelu"] == (0, "uncalled")
+    torch.testing.assert_close(image(pipe, "pt"), picture, rtol=1e-3, atol=1e-3)
+    report.undo()
+    assert [type(m) for m in modules] == classes
+    assert all(a is b for a, b in zip(pipe.unet.attn_processors.values(), processors, strict=True))
+    assert torch.equal(image(pipe), before) and "_fastkernels_patched" not in vars(pipe)
+
+
+def test_text_encoders_are_patched_as_in_transformers() -> None:
+    pipe = sdxl()
+    with fastkernels.patch(pipe) as report, torch.no_grad():
+        pipe.text_encoder(torch.arange(1, 8)[None])
+        rows = {r.op: r for r in report.refresh().active}
+        assert rows["quick_gelu"].host_class == "QuickGELUActivation" and rows["quick_gelu"].calls == 2
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_flux_gives_the_hosts_outputs(dtype: torch.dtype, atol: float, fused: bool) -> None:
+    model = flux().to(dtype)
+    if fused:
+        model.fuse_qkv_projections()
+    run = step(model)
+    before = run()
+    with fastkernels.patch(model, ops=["attention_dense", "rms_norm", "layer_norm", "gelu"]) as report:
+        torch.testing.assert_close(run(), before, atol=atol, rtol=atol)
+        rows = {r.host_class: (r.op, r.modules) for r in report.refresh().active}
+        assert rows["FluxAttnProcessor"] == ("attention_dense", 3) and report.verified
+        assert rows["GELU"] == ("gelu", 2) and rows["nn.RMSNorm"] == ("rms_norm", 8)
+    assert torch.equal(run(), before)
+
+
+def test_another_attention_backend_is_the_hosts() -> None:
+    model = flux()
+    run = step(model)
+    before = run()
+    with fastkernels.patch(model, ops="attention_dense") as report:
+        model.set_attention_backend("_native_math")
+        torch.testing.assert_close(run(), before)
+        (row,) = report.refresh().active
+        assert row.calls == 0 and row.fallbacks == {"set_attention_backend('_native_math')": 3}
+    model.set_attention_backend("_native_math")  # undo has put back the processors of before the patch
+    with pytest.raises(PatchError, match=r"3 unsupported: set_attention_backend\('_native_math'\)"):
+        fastkernels.patch(model, ops="attention_dense")
+
+
+class Doubled(AttnProcessor2_0):
+    """A user's processor."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * super().__call__(*args, **kwargs)
+
+
+def test_processors_of_users_stay() -> None:
+    pipe = sdxl()
+    pipe.unet.set_attn_processor(Doubled())
+    before = image(pipe)
+    with fastkernels.patch(pipe, ops=["attention_dense", "layer_norm"]) as report:
+        assert {r.modules for r in report.active if r.op == "attention_dense"} == {2}  # the VAE's
+        assert any(str(Doubled.__qualname__) in r.reason for r in report.rows)
+        torch.testing.assert_close(image(pipe), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+
+
+def test_pipelines_built_later_are_patched_until_undo() -> None:
+    theirs = diffusers.DiffusionPipeline.register_modules
+    with fastkernels.patch("diffusers", ops="attention_dense") as report:
+        assert {r.state for r in report.rows} == {"planned"}
+        pipe = sdxl()
+        inside = image(pipe)
+        assert {r.modules for r in report.refresh().active} == {18}
+    assert diffusers.DiffusionPipeline.register_modules is theirs
+    assert torch.allclose(image(pipe), inside, rtol=1e-4, atol=0.1)
+    assert not any(hasattr(type(p), "fastkernels") for p in pipe.unet.attn_processors.values())

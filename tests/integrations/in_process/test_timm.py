@@ -1,0 +1,130 @@
+"""Real timm models, patched in this process: tiny and random, float32 and bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fastkernels
+from fastkernels.patch import PatchError
+
+timm = pytest.importorskip("timm")
+TINY = {"img_size": 64, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7}
+VIT = {**TINY, "patch_size": 16, "class_token": False, "global_pool": "map", "act_layer": "gelu_tanh"}
+SWIN = {"img_size": 64, "embed_dim": 24, "depths": (1, 2), "num_heads": (2, 2), "window_size": 4}
+CONVNEXT = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}
+POOL = "timm.layers.attention_pool.AttentionPoolLatent"
+WINDOW = "timm.models.swin_transformer_v2.WindowAttention"
+
+
+def tiny(name: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(name, **sizes).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # heads and layer scales are made of zeros and tiny numbers
+            parameter.normal_(0.5 if parameter.dim() == 1 else 0.0, 0.2)
+    return model
+
+
+def runner(model: torch.nn.Module) -> Callable[[], torch.Tensor]:
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return model(images.to(next(model.parameters()).dtype))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "expected", "stays"),
+    [
+        ("vit_base_patch16_siglip_224", VIT, {"layer_norm": 6, "gelu": 3, "attention_dense": 2}, POOL),
+        ("vit_small_patch16_dinov3", TINY, {"layer_norm": 5, "gelu": 2, "attention_dense": 2}, ""),
+        ("vit_small_patch16_rope_224", TINY, {"layer_norm": 5, "gelu": 2, "attention_dense": 2}, ""),
+        ("swinv2_tiny_window8_256", SWIN, {"layer_norm": 9, "gelu": 3}, WINDOW),
+        ("convnextv2_atto", CONVNEXT, {"layer_norm": 9, "gelu": 4}, ""),
+    ],
+    ids=["siglip", "dinov3", "rope", "swinv2", "convnextv2"],
+)
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_patched_models_give_the_hosts_outputs(
+    name: str, sizes: dict, expected: dict[str, int], stays: str, dtype: torch.dtype, atol: float
+) -> None:
+    model = tiny(name, dtype, **sizes)
+    run, classes = runner(model), [type(m) for m in model.modules()]
+    before = run()
+    report = fastkernels.patch(model, ops=["attention_dense", "layer_norm", "gelu"])
+    after = run()
+    assert {r.op: r.modules for r in report.active} == expected
+    assert {r.op: r.calls for r in report.refresh().active} == expected and report.verified
+    assert (stays in " ".join(r.reason for r in report.rows)) and report.host.name == "timm"
+    assert before.std() > 0.1, "the outputs are all alike"
+    torch.testing.assert_close(after, before, atol=atol * float(before.abs().max()), rtol=0)
+    report.undo()
+    assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)
+
+
+def test_attention_stays_with_timm_unless_requested() -> None:
+    model = tiny("vit_small_patch16_dinov3", **TINY)
+    with fastkernels.patch(model) as report:
+        assert {r.op for r in report.active} == {"layer_norm", "gelu"}
+
+
+def test_masks_and_causal_attention_are_timms() -> None:
+    attention = timm.layers.Attention(48, num_heads=3, gated=True).eval()
+    model = torch.nn.Sequential(attention)
+    x, mask = torch.randn(2, 9, 48), torch.randn(9, 9)
+    calls = ({"attn_mask": mask}, {"attn_mask": mask > 0}, {"is_causal": True})
+    with torch.no_grad():
+        before = [attention(x, **options) for options in calls]
+        with fastkernels.patch(model, ops="attention_dense"):
+            after = [attention(x, **options) for options in calls]
+    for a, b in zip(after, before, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_candidate_runs_in_every_attention(tmp_path) -> None:
+    path = tmp_path / "candidate.py"
+    path.write_text("def attention_dense(q, k, v, scale, *rest):\n    return v.new_zeros(q.shape)\n")
+    model = tiny("vit_small_patch16_dinov3", **TINY)
+    run = runner(model)
+    before = run()
+    with fastkernels.patch(model, candidates={"attention_dense": str(path)}) as report:
+        assert (run() - before).abs().max() > 1e-3
+        assert report.refresh().candidates == {"attention_dense": 2}
+    assert torch.equal(run(), before)
+
+
+def test_models_built_later_are_patched_until_undo() -> None:
+    theirs = timm.create_model
+    with fastkernels.patch("timm", ops=["layer_norm", "gelu"]) as report:
+        assert all(r.state == "planned" for r in report.rows)
+        model = tiny("vit_small_patch16_dinov3", **TINY)
+        run = runner(model)
+        inside = run()
+        assert {r.op: r.calls for r in report.refresh().active} == {"layer_norm": 5, "gelu": 2}
+        plain = timm.create_model("mobilenetv4_conv_small")  # has nothing to replace
+        with pytest.raises(PatchError, match="undo that patch first"):
+            fastkernels.patch("timm")
+    assert timm.create_model is theirs and "_fastkernels_patched" not in vars(model) | vars(plain)
+    assert not any(hasattr(type(m), "fastkernels") for m in model.modules())
+    torch.testing.assert_close(inside, run(), atol=1e-3, rtol=1e-3)
+
+
+def test_models_without_anything_to_replace_are_an_error() -> None:
+    with pytest.raises(PatchError, match="nothing to patch"):
+        fastkernels.patch(timm.create_model("mobilenetv4_conv_small"))
+
+
+def test_compiled_models_are_compiled_again() -> None:
+    model = torch.compile(tiny("vit_small_patch16_dinov3", **{**TINY, "depth": 1}), backend="eager")
+    run = runner(model)
+    before = run()
+    with fastkernels.patch(model, ops=["layer_norm", "attention_dense"]) as report:
+        torch.testing.assert_close(run(), before, atol=1e-3, rtol=1e-3)
+        assert report.refresh().verified
+    assert torch.equal(run(), before)

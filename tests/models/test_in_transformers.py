@@ -1,0 +1,41 @@
+"""Every language model of ours in transformers: each module is patched, or the report says why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from support.hosts.leaves import state, unexplained
+from support.tiny import KINDS, MODELS, SIZES
+
+import fastkernels
+from fastkernels.core import registry
+from fastkernels.models.common.registry import models
+
+NORMS = {"rms_norm", "gemma_rms_norm", "layer_norm"}
+
+
+@pytest.mark.parametrize("kind", sorted({kind for kind, _ in MODELS.values()}))
+def test_every_module_is_patched_or_has_a_reason(kind: str) -> None:
+    prefix, differs = KINDS[kind]
+    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **differs})
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    before, ids = state(model), torch.arange(5, 45).view(2, 20)
+    with torch.inference_mode():
+        stock = model(ids).logits
+    with fastkernels.patch(model, ops=registry.op_names()) as report:
+        assert unexplained(model, before, report.rows) == []
+        active = {row.op for row in report.active}
+        with torch.inference_mode():
+            torch.testing.assert_close(model(ids).logits, stock, atol=1e-4, rtol=1e-4)
+        changed = {name for name, now in state(model).items() if now != before[name]}
+    norms = {name for name in before if "norm" in name.rpartition(".")[2]}
+    assert norms and norms <= changed and active & NORMS and "rotary_emb" in active
+    assert state(model).keys() == before.keys() and all(
+        state(model)[name][0] is before[name][0] for name in norms
+    )
+
+
+def test_model_classes_are_those_of_the_models() -> None:
+    names = {f"{KINDS[kind][0]}ForCausalLM" for kind, _ in MODELS.values()}
+    assert names == {n for m in models().values() if m.arch.runner == "Generate" for n in m.arch.names}
