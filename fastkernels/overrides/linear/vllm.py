@@ -29,11 +29,9 @@ class VllmUnquantizedLinearMethod_0_26(UnquantizedLinearMethod):
 
     replaces = "vllm.model_executor.layers.linear.UnquantizedLinearMethod"
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if layer.weight.dim() != 2:  # packed, on a CPU: only the host's product can read it
-            return layer.cpu_linear(x, layer.weight, bias)  # type: ignore[operator]
+            return layer.cpu_linear(x, layer.weight, bias)
         return linear(x, layer.weight, bias)
 
 
