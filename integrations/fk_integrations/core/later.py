@@ -19,7 +19,7 @@ log = logging.getLogger("fastkernels")
 class Later:
     """A request that waits for models.
 
-    hook  hook(built) changes the host so that built(model) is called for each new model; returns the undo
+    hook  hook(built, journal) changes the host so that built(model) is called for each new model
     """
 
     def __init__(self, host: InProcessHost, hook: Callable[[Callable[[Any], None], Journal], None]):
