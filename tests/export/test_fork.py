@@ -36,7 +36,7 @@ MODELS = {
 KERNELS = {
     "vllm": {"_rms_norm_kernel", "_rms_norm_heads_kernel", "_silu_and_mul_kernel"},
     "sglang": {"_rms_norm_heads_kernel"},
-    "transformers": {"_rms_norm_heads_kernel"},
+    "transformers": {"_rms_norm_heads_kernel", "_rotary_emb_kernel"},
 }
 OTHERS = {"vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}}
 

@@ -9,7 +9,7 @@ import torch
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.kit.fp8 import FP8, refuse
-from fastkernels.overrides.linear.linear import UnquantizedLinearMethod
+from fastkernels.overrides.linear.linear import UnquantizedLinearMethod, linear
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
 from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, blocks
@@ -28,6 +28,11 @@ class VllmUnquantizedLinearMethod_0_26(UnquantizedLinearMethod):
     """vllm.model_executor.layers.linear.UnquantizedLinearMethod of 0.26: weight [N, K], applied by the op `linear`."""
 
     replaces = "vllm.model_executor.layers.linear.UnquantizedLinearMethod"
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if layer.weight.dim() != 2:  # packed, on a CPU: only the host's product can read it
+            return layer.cpu_linear(x, layer.weight, bias)
+        return linear(x, layer.weight, bias)
 
 
 class VllmUnquantizedLinearMethod(VllmUnquantizedLinearMethod_0_26):

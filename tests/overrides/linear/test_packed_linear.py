@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from fastkernels.engine.execution import packed_weights
 from fastkernels.overrides.linear import linear as gemm
+from fastkernels.overrides.linear.vllm import VllmUnquantizedLinearMethod
 
 
 def packed(dtype, n=70, k=33):
@@ -68,3 +69,12 @@ def test_engine_packs_layers_and_head(tiny, monkeypatch):
 
     assert names(4) == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"}
     assert names(10**12) == set(), "too large for the machine's memory"
+
+
+def test_weight_that_vllm_packed_is_left_to_vllm():
+    """A fork's class meets such layers; a live patch refuses them."""
+    weight, x = torch.randn(70, 33), torch.randn(5, 33)
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    layer.cpu_linear = lambda x, _, bias: F.linear(x, weight, bias)
+    torch.testing.assert_close(VllmUnquantizedLinearMethod().apply(layer, x), F.linear(x, weight))
