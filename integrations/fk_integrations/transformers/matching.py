@@ -67,6 +67,10 @@ _SOFTMAX_ATTENTION = {"attention_interface", "scaled_dot_product_attention", "mu
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm", "product"}
 _ACTIVATIONS = {"GELU": "gelu"}
 _ATTENTION_ARGUMENTS = {"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"}
+_DENSE_ARGUMENTS = {  # a window is in the mask
+    "dropout", "scaling", "sliding_window", "is_causal", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k",
+    "max_length_q", "max_length_k", "position_bias",
+}  # fmt: skip
 
 
 class Kind(str, Enum):
@@ -366,7 +370,7 @@ def _norm(module: nn.Module) -> Match | None:
 
 
 def _attention(module: nn.Module) -> Match | None:
-    """Softmax attention. The op is causal, with one head size and at most a window and a soft cap."""
+    """Softmax attention with one head size: causal with at most a window and a soft cap, or of any mask or bias."""
     own = calls(module)
     if list(own & set(PRIMITIVES)):
         return None
@@ -380,16 +384,15 @@ def _attention(module: nn.Module) -> Match | None:
                 else None
             )
         return None
-    why = _difference(module) if interface else "an attention function of its own"
+    op = "attention" if getattr(module, "is_causal", None) is True else "attention_dense"
+    why = _difference(module, op) if interface else "an attention function of its own"
     if why:
-        return Match(Kind.OP, "attention", True, False, False, needs=why)
-    return Match(Kind.OP, "attention")
+        return Match(Kind.OP, op, True, False, False, needs=why)
+    return Match(Kind.OP, op)
 
 
-def _difference(module: Any) -> str:
+def _difference(module: Any, op: str) -> str:
     """How the module's attention differs from the op; '' if it does not."""
-    if getattr(module, "is_causal", None) is not True:
-        return "bidirectional or cross-attention"
     arguments = inspect.signature(inspect.unwrap(type(module).forward)).parameters
     recorded = _record(module, arguments)
     if recorded is None:
@@ -399,16 +402,21 @@ def _difference(module: Any) -> str:
         return "heads of other sizes for values than for keys"
     if query.shape[1] % key.shape[1]:
         return "heads that do not divide"
-    extra = [
-        k for k, v in given.items() if k not in _ATTENTION_ARGUMENTS and v is not None and v is not False
-    ]
+    known = _ATTENTION_ARGUMENTS if op == "attention" else _DENSE_ARGUMENTS
+    extra = [k for k, v in given.items() if k not in known and v is not None and v is not False]
     if extra:
         return f"attention with {', '.join(sorted(extra))}"
     space = vars(sys.modules[type(module).__module__])
     eager = next((f for name, f in space.items() if name.endswith("eager_attention_forward")), None)
     softcap, window = given.get("softcap"), given.get("sliding_window")
     grouped = query.shape[1] != key.shape[1]
-    if eager is None or not probes.safely(probes.attention_probe, eager, softcap, window, grouped):
+    if op == "attention":
+        same = eager is not None and probes.safely(probes.attention_probe, eager, softcap, window, grouped)
+    else:
+        same = eager is not None and probes.safely(
+            probes.dense_attention_probe, eager, grouped, given.get("position_bias") is not None
+        )
+    if not same:
         return "an attention function of its own"
     return ""
 
@@ -424,9 +432,9 @@ def _record(module: Any, arguments: Any) -> Any:
     size = getattr(module, "head_dim", None) or getattr(module, "head_size", None) or 64
     rotated = [size, int(size * (getattr(config, "partial_rotary_factor", None) or 0.5)), size // 2]
     rotated += [v for v in (getattr(config, n, None) for n in ("qk_rope_head_dim", "rotary_dim")) if v]
-    for columns, rotation in dict.fromkeys(product((width, inner), rotated)):
-        hidden = torch.empty(1, 4, columns, device="meta", dtype=linear.weight.dtype)
-        turn = torch.empty(1, 4, rotation, device="meta", dtype=hidden.dtype)
+    for batch, columns, rotation in dict.fromkeys(product(((1,), ()), (width, inner), rotated)):
+        hidden = torch.empty(*batch, 4, columns, device="meta", dtype=linear.weight.dtype)
+        turn = torch.empty(*batch, 4, rotation, device="meta", dtype=hidden.dtype)
         given: dict[str, Any] = {}
         for name, parameter in list(arguments.items())[1:]:
             if name == "position_embeddings":

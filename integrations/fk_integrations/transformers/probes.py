@@ -300,6 +300,29 @@ def attention_probe(
     return agree(theirs[0], ours)
 
 
+def dense_attention_probe(function: Callable[..., Any], grouped: bool = True, biased: bool = False) -> bool:
+    """A file's eager attention function with a mask, with a bias and without both: the op `attention_dense`."""
+    heads, kv_heads, size, keys = 4, 2 if grouped else 4, 8, TOKENS + 3
+    q = torch.randn(2, heads, TOKENS, size)
+    k, v = (torch.randn(2, kv_heads, keys, size) for _ in range(2))
+    hidden = torch.rand(2, 1, TOKENS, keys) < 0.3
+    hidden[..., 0] = False
+    module = SimpleNamespace(
+        num_key_value_groups=heads // kv_heads, training=False, head_dim=size, is_causal=False
+    )
+    rows = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
+    dense = registry.get("attention_dense").reference
+    bias = torch.randn(1, heads, TOKENS, keys) if biased else None
+    more = {"position_bias": bias} if biased else {}
+    least = torch.finfo(torch.float32).min
+    for mask in (None, torch.zeros(hidden.shape).masked_fill(hidden, least), torch.randn(2, 1, TOKENS, keys)):
+        theirs = function(module, q, k, v, mask, scaling=0.3, dropout=0.0, **more)[0]
+        both = [t for t in (mask, bias) if t is not None]
+        if not agree(theirs, dense(*rows, 0.3, sum(both) if both else None)):
+            return False
+    return True
+
+
 def rope_probe(
     module: nn.Module, apply: Callable[..., Any], call: Callable[[nn.Module, Any, Any], Any]
 ) -> bool:

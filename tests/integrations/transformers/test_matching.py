@@ -61,7 +61,6 @@ def test_router_arguments_come_from_the_probe() -> None:
     [
         ("gpt_oss", "GptOssForCausalLM", "GptOssAttention", "attention with s_aux"),
         ("gpt_oss", "GptOssForCausalLM", "GptOssExperts", "experts called in another way"),
-        ("bert", "BertModel", "BertSelfAttention", "bidirectional or cross-attention"),
     ],
 )
 def test_other_kind_is_matched_by_class_only(model_type: str, cls: str, module: str, needs: str) -> None:
@@ -101,7 +100,19 @@ def test_attention_probe_tells_causal_from_other_scores() -> None:
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     assert probes.safely(probes.attention_probe, eager_attention_forward, None, None)
+    assert probes.safely(probes.dense_attention_probe, eager_attention_forward)
     assert not probes.safely(probes.attention_probe, with_sinks, None, None)
+    assert not probes.safely(probes.dense_attention_probe, with_sinks)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "cls", "module"),
+    [("bert", "BertModel", "BertSelfAttention"), ("siglip_vision_model", "SiglipVisionModel", "SiglipAttention"),
+     ("bart", "BartModel", "BartAttention"), ("t5", "T5Model", "T5Attention")],
+)  # fmt: skip
+def test_attention_without_a_cache_is_dense(model_type: str, cls: str, module: str) -> None:
+    found = match(modules(model_type, cls)[module])
+    assert found.strict and found.op in ("attention_dense", "attention")
 
 
 def test_skipped_branches_are_not_read() -> None:
