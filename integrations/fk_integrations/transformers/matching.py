@@ -67,6 +67,10 @@ _SOFTMAX_ATTENTION = {"attention_interface", "scaled_dot_product_attention", "mu
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm", "product"}
 _ACTIVATIONS = {"GELU": "gelu"}
 _ATTENTION_ARGUMENTS = {"dropout", "scaling", "sliding_window", "softcap", "is_causal", "position_ids"}
+_STATES = {  # arguments of a cross-attention
+    "keys", "values", "key", "value", "k", "v", "encoder_hidden_states", "cross_attention_states", "key_value_states",
+    "context",
+}  # fmt: skip
 _DENSE_ARGUMENTS = {  # a window is in the mask
     "dropout", "scaling", "sliding_window", "is_causal", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k",
     "max_length_q", "max_length_k", "position_bias",
@@ -215,7 +219,7 @@ def _torch_module(module: Any) -> Match | None:
     if isinstance(module, _WHOLE_POOLS):
         return PARTS if _sizes(module.output_size) == {1} else missing("pooling")
     if isinstance(module, nn.MultiheadAttention):
-        return Match(Kind.OP, "attention", True, False, False, needs="bidirectional or cross-attention")
+        return Match(Kind.OP, "attention", True, False, False, needs="torch's MultiheadAttention")
     if type(module).__module__.startswith("torch.nn") and type(module).__name__ in _ACTIVATIONS:
         op, tanh = (
             _ACTIVATIONS[type(module).__name__],
@@ -384,11 +388,12 @@ def _attention(module: nn.Module) -> Match | None:
                 else None
             )
         return None
-    op = "attention" if getattr(module, "is_causal", None) is True else "attention_dense"
-    why = _difference(module, op) if interface else "an attention function of its own"
-    if why:
-        return Match(Kind.OP, op, True, False, False, needs=why)
-    return Match(Kind.OP, op)
+    causal = getattr(module, "is_causal", None) is True
+    for op in ("attention", "attention_dense") if causal else ("attention_dense",):
+        why = _difference(module, op) if interface else "an attention function of its own"
+        if not why:
+            return Match(Kind.OP, op)
+    return Match(Kind.OP, op, True, False, False, needs=why)
 
 
 def _difference(module: Any, op: str) -> str:
@@ -446,7 +451,7 @@ def _record(module: Any, arguments: Any) -> Any:
             elif not given:
                 given[name] = hidden
             elif parameter.default is parameter.empty:
-                given[name] = None
+                given[name] = hidden if name in _STATES else None
         try:
             with torch.no_grad(), probes.recorded_attention(module) as found:
                 module.eval()(**given)
