@@ -4,8 +4,9 @@ threads of two workers that wait for each other on two cores take ten times as l
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,15 @@ else:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "tests/integrations/" not in item.nodeid)
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Collections take longer the more objects other tests have left."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def tiny_models():

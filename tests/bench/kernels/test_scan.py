@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -301,15 +299,6 @@ NESTED = {
         " " * i + "try:\n" + " " * i + " pass\n" + " " * i + "except:\n" for i in range(15)
     ) + " " * 15 + WIDE,
 }  # fmt: skip
-
-
-@pytest.fixture
-def no_collections() -> Iterator[None]:
-    """Collections take longer the more objects other tests have left."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_collections")
