@@ -82,7 +82,7 @@ def scaffold_command(
         ("refused", ", ".join(f"{k} other than {v!r}" for k, v in found.refused.items()) or "nothing"),
         ("tasks", f"{len(made)} files in {folder / 'tasks'}{f', {len(kept)} kept' if kept else ''}"),
     ]
-    table(f"{given.architectures[0]}: all modules are matched", ("", ""), rows)
+    table(f"{given.architectures[0]}: all modules are matched", ("part", "result"), rows)
     ok = verified.ok and ours == theirs
     if not ok:
         print(f"{file} does not agree with transformers: {_disagreement(verified, ours - theirs)}\n")
