@@ -11,7 +11,7 @@ from fk_bench.core.rows import Row, Subject, read
 from fk_bench.e2e.host import make_row
 from fk_bench.e2e.patch_compare import COMMAND, Load, metrics_of, summary
 from fk_bench.serving.config import ConfigError
-from support.commands import fk_bench, last_json
+from support.commands import fk_bench, fk_bench_here, last_json
 
 ROOT = Path(__file__).resolve().parents[3]
 LOAD = Load(2, 4, 3)
@@ -67,7 +67,7 @@ def test_unknown_host_and_bad_arguments_are_refused(tmp_path: Path) -> None:
         (["--loads", "8"], "8x512+128"),
         (["--engine-args", "[1]"], "object"),
     ):
-        done = fk_bench(COMMAND, "m", *args, "--out", tmp_path / "run")
+        done = fk_bench_here(COMMAND, "m", *args, "--out", tmp_path / "run")
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 

@@ -27,6 +27,7 @@ def test_both_kernels_equal_reference() -> None:
     assert {case.split()[0] for case in found} == {"by_experts", "by_chunks"} and len(found) > 40
 
 
+@pytest.mark.slow
 def test_moe_tiles_script_runs_interpreted(tmp_path: Path) -> None:
     """The timing script runs interpreted: every call is correct and has a row."""
     out = tmp_path / "rows.jsonl"
