@@ -43,7 +43,10 @@ def _change(
     """(new file, its text, the host's file, what to append to that)."""
     if not (folder / host / "__init__.py").is_file():
         raise ExportError(f"{folder} has no package {host!r}: give the folder that contains it")
-    theirs = folder.joinpath(*module.split(".")).with_suffix(".py")
+    path, package = folder.joinpath(*module.split(".")), module.rpartition(".")[0]
+    theirs = path.with_suffix(".py")
+    if (path / "__init__.py").is_file():
+        theirs, package = path / "__init__.py", module
     if not theirs.is_file():
         raise ExportError(f"{theirs} does not exist: is this {host} {version}?")
     bound = {
@@ -53,8 +56,7 @@ def _change(
     }
     if missing := [name for name in names if name not in bound]:
         raise ExportError(f"{theirs} does not define {', '.join(missing)}: is this {host} {version}?")
-    stem = f"fk_{op}_{theirs.stem.removeprefix('modeling_')}"
-    package = module.rpartition(".")[0]
+    stem = f"fk_{op}_{path.name.removeprefix('modeling_')}"
     ending = f"\n\nfrom {package}.{stem} import {', '.join(names)}  # noqa: E402, F811\n"
     return theirs.with_name(f"{stem}.py"), export(op, host, version, only=module), theirs, ending
 

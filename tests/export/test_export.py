@@ -548,6 +548,23 @@ def test_fork_class_keeps_what_subclasses_override(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_function_of_a_package_is_replaced_in_its_init(tmp_path: Path) -> None:
+    """SGLang's fp8_scaled_mm is defined in sglang/kernels/ops/gemm/__init__.py."""
+    targets = registry.get("linear_fp8").targets_for("sglang", "0.5.23")
+    for target in targets:
+        module, _, name = target.path.partition(":")
+        path = tmp_path.joinpath(*module.split("."))
+        file = path / "__init__.py" if module.endswith("ops.gemm") else path.with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as out:
+            out.write(f"def {name}(): ...\n")
+    (tmp_path / "sglang" / "__init__.py").touch()
+    written = fork.put("linear_fp8", "sglang", "0.5.23", tmp_path)
+    package = tmp_path / "sglang" / "kernels" / "ops" / "gemm"
+    assert package / "fk_linear_fp8_gemm.py" in written
+    assert "from sglang.kernels.ops.gemm.fk_linear_fp8_gemm import" in (package / "__init__.py").read_text()
+
+
 def test_fork_of_another_version_is_not_changed(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="has no package 'vllm'"):
         fork.put("rotary_emb", "vllm", "0.33.0", tmp_path)
