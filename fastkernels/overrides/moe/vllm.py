@@ -317,7 +317,8 @@ class VllmFusedMoEKernel:
         refuse_activation(activation)
         op, args = call_of(
             hidden_states, w1, w2, topk_weights, topk_ids, global_num_experts, expert_map,
-            apply_router_weight_on_input, self.fused_experts.quant_config, self.scale_ue8m0,
+            apply_router_weight_on_input, self.fused_experts.quant_config,
+            getattr(self, "scale_ue8m0", False),  # in a fork, the host's constructor sets none
         )  # fmt: skip
         return op(*args)
 
