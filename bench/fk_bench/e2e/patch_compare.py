@@ -114,6 +114,10 @@ def patch_compare_command(
     made, warnings = rows.read(file) if file.exists() else ([], [])
     for warning in warnings:
         print(warning, file=sys.stderr)
+    made = [
+        row for row in made
+        if row.subject.host == host and row.case["before_construction"] == before_construction
+    ]  # fmt: skip
     done = {row.subject.model for row in made if row.case["state"] == "end"}
     longest = max((load.input_len + load.output_len for load in plan), default=0) + 16
     most = max((load.requests for load in plan), default=1)
@@ -310,14 +314,13 @@ def _compared(group: Sequence[Row]) -> dict[str, Any]:
                 ratio, interval = paired_ratio(ours, theirs) if more else paired_ratio(theirs, ours)
                 line[name], line[f"{name}_ci95"] = ratio, interval
     for state, parity in zip(STATES, (0, 1), strict=True):
-        own = [m for (b, r), m in runs.items() if b % 2 == parity]
         for name in ("step_ms_p50", "step_ms_p99", "step_ms_max"):
             values = [m[name] for (b, r), m in runs.items() if b % 2 == parity and r >= 0 and name in m]
             if values:
                 line[f"{state}_{name}"] = statistics.median(values)
         later = [m["seconds"] for (b, r), m in runs.items() if b % 2 == parity and r >= 0]
-        if own and later:
-            firsts = [m["seconds"] for (b, r), m in runs.items() if b % 2 == parity and r < 0]
+        firsts = [m["seconds"] for (b, r), m in runs.items() if b % 2 == parity and r < 0]
+        if firsts and later:
             line[f"{state}_first_run_ratio"] = max(firsts) / statistics.median(later)
         traced = [r for r in group if r.case.get("traced") and r.case["state"] == state]
         if traced and later:
