@@ -47,16 +47,21 @@ class Point:
 
     def named(self) -> tuple[dict[str, Any], dict[str, int]]:
         """Shape and sizes as a table has them."""
-        key = registry.get(self.op).op.key
-        shape = {
-            name: str(value).removeprefix("torch.") if name.endswith("dtype") else value
-            for name, value in zip(key.shape, self.shape, strict=True)
-        }
-        return shape, dict(zip(key.sizes, self.sizes, strict=True))
+        names = registry.get(self.op).op.key.sizes
+        return named_shape(self.op, self.shape), dict(zip(names, self.sizes, strict=True))
 
     def __str__(self) -> str:
         shape, sizes = self.named()
         return f"{self.op} " + " ".join(f"{name}={value}" for name, value in {**shape, **sizes}.items())
+
+
+def named_shape(op: str, shape: Sequence[Any]) -> dict[str, Any]:
+    """Values of a key's shape as a table has them."""
+    names = registry.get(op).op.key.shape
+    return {
+        name: str(value).removeprefix("torch.") if name.endswith("dtype") else value
+        for name, value in zip(names, shape, strict=True)
+    }
 
 
 @dataclass(frozen=True)
