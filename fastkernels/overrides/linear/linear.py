@@ -180,6 +180,11 @@ def _propose(
     return tuple(found)
 
 
+def _own(module: nn.Module, args: list[Any]) -> list[Any]:
+    bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
+    return [args[0], module.weight, bias if isinstance(bias, torch.Tensor) else None]
+
+
 linear = define(
     "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     fake=_fake,
@@ -208,6 +213,8 @@ linear = define(
         dims=lambda N, K, dtype, M: {"tokens": (M,), "in": K, "out": N},
         module=_shape_of,
         propose=_propose,
+        points=((1,), (8,), (32,), (16,), (64,), (4,), (2,)),
+        own=_own,
     ),
 )  # fmt: skip
 
