@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +33,29 @@ class TableError(ValueError):
 
 
 @dataclass(frozen=True)
+class Chip:
+    """What a proposal may depend on. memory_bytes_per_s: 0 where it is unknown."""
+
+    name: str
+    sms: int
+    memory_bytes_per_s: float
+    l2_bytes: int
+
+    @classmethod
+    def of(cls, device: str) -> Chip:
+        """Return the chip behind a device type, as its driver describes it."""
+        if device != "cuda":
+            return cls(device, torch.get_num_threads(), 0.0, 32 << 20)
+        found = torch.cuda.get_device_properties()
+        clock, bits = (getattr(found, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz
+        return cls(found.name, found.multi_processor_count, 2e3 * clock * bits / 8, found.L2_cache_size)
+
+
+# propose(values of Key.shape, values of Key.sizes, chip) -> up to three (provider, its params), the best first
+Propose = Callable[[tuple[Any, ...], tuple[int, ...], Chip], Sequence[tuple[str, Mapping[str, Any]]]]
+
+
+@dataclass(frozen=True)
 class Key:
     """How to look up an op's calls in a table; an argument of `dispatch.define`.
 
@@ -43,6 +66,7 @@ class Key:
     dims    dims(**shape, **sizes) -> the dims of the SPEC's case of such a call, for `fk-bench tune`
     module  module(m) -> values of shape for a module's calls, or None if they are unknown. With it, the op replaces a
             host's modules by default where a table lists it as faster, and only there
+    propose what may be faster than the production kernel at a point without an entry. A patch measures it; see verify.py
     """
 
     shape: tuple[str, ...]
@@ -50,6 +74,7 @@ class Key:
     of: Callable[..., tuple[tuple[Any, ...], tuple[int, ...]]]
     dims: Callable[..., dict[str, Any]]
     module: Callable[[Any], tuple[Any, ...] | None] | None = None
+    propose: Propose | None = None
 
 
 @dataclass(frozen=True)

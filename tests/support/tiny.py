@@ -21,6 +21,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 16.0,
+    "attention_factor": 1.2,
+}
 
 
 def byte_tokenizer() -> Any:
@@ -101,6 +109,37 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 48,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 8,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "full_attention": YARN,
+            },
+        },
+    ),
+    "exaone4": ("Exaone4", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
+    "seed_oss": ("SeedOss", {}),
+    "ernie4_5": ("Ernie4_5", {}),
+    "ministral": ("Ministral", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}),
+    "cohere": ("Cohere", {"tie_word_embeddings": True, "logit_scale": 0.5}),
+    "glm": ("Glm", {}),
     "gpt_oss": (
         "GptOss",  # YaRN with a factor of 32
         {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -119,6 +158,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     **{k: (k, {}) for k in ("qwen2", "qwen3_moe", "mistral", "phi3", "olmo2", "olmoe", "granite", "gemma2", "cohere2")},
     **{k: (k, {}) for k in ("smollm3", "starcoder2", "gpt_neox", "stablelm", "nemotron", "glm4")},
+    **{k: (k, {}) for k in ("gemma", "gemma3_text", "olmo3", "exaone4", "seed_oss", "ernie4_5", "ministral")},
+    **{k: (k, {}) for k in ("cohere", "glm")},
+    "exaone4_full": ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": None}),
     "gpt_neox_serial": ("gpt_neox", {"use_parallel_residual": False}),
     "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
     "mixtral_window": ("mixtral", {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 3}),
@@ -144,8 +186,8 @@ def make_tiny(
     import torch
     import transformers
 
-    config = getattr(transformers, f"{prefix}Config")(**fields)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    cls = getattr(transformers, f"{prefix}ForCausalLM")
+    model = cls(cls.config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
