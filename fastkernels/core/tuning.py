@@ -35,7 +35,7 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Chip:
-    """What a proposal may depend on. memory_bytes_per_s: 0 where it is unknown."""
+    """The facts of a chip that a proposal may depend on. memory_bytes_per_s: 0 where it is unknown."""
 
     name: str
     sms: int

@@ -103,7 +103,7 @@ class Subject:
 
 @dataclass
 class Outcome:
-    """What a measurement found.
+    """The result of a measurement.
 
     entries  one for each point that was measured; production's own provider where nothing was faster
     said     {point: {proposal: 'RATIO (LOW to HIGH)' or why it was rejected}}

@@ -185,7 +185,7 @@ def _measure(
 
 
 def line(entry: Entry, said: dict[str, str]) -> str:
-    """What the report says about one point: who runs, and the time of the host's kernel over each proposal's."""
+    """Return the report's text for one point: the provider that runs, and the time of the host's kernel over each proposal's."""
     winner = entry.provider if entry.faster else f"{entry.baseline}, the host's"
     tried = ", ".join(f"{name}: {text}" for name, text in said.items()) or "no proposal"
     return f"{entry}: {winner} ({tried})"
