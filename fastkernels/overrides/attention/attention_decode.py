@@ -319,6 +319,7 @@ attention_decode = define(
         sizes=("batch", "context"),
         of=_key,
         dims=_key_dims,
+        propose=lambda shape, sizes, chip: (("cuda-split", {}), ("triton-split", {}), ("triton", {})),
     ),
 )
 
