@@ -159,7 +159,14 @@ def measure(
                 if time.monotonic() > end:
                     outcome.stopped = f"the limit of {seconds:.0f} s was reached"
                     break
-                _measure_point(point, found, failed, run, device, chip, generator, rounds, outcome)
+                try:
+                    _measure_point(point, found, failed, run, device, chip, generator, rounds, outcome)
+                except (NoRoom, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:  # of a kernel or of a capture: the point stays with the host
+                    text = f"{type(error).__name__}: {error}".splitlines()[0]
+                    outcome.said[str(point)] = {"not measured": text}
+                    log.warning("%s is not measured and stays with the host: %s", point, text)
         except (NoRoom, torch.OutOfMemoryError) as error:
             outcome.stopped = f"too little free memory: {str(error).splitlines()[0]}"
         finally:
@@ -276,15 +283,19 @@ def _compile(
             return "not compiled in time"
         try:
             with torch.inference_mode():
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)
                 if subject.provider.supports is None or subject.provider.supports(*args) is None:
                     subject(*args)
         except Exception as error:  # of a compiler, of a library
             return f"{type(error).__name__}: {error}".splitlines()[0]
         return None
 
-    with ThreadPoolExecutor(threads if device.type == "cuda" else 1) as pool:
+    def start() -> None:
+        """Give a thread the device's context, which launches of the driver's API need."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.mem_get_info(device)
+
+    with ThreadPoolExecutor(threads if device.type == "cuda" else 1, initializer=start) as pool:
         for point, found in subjects.items():
             for subject in found:
                 if point not in inputs:
