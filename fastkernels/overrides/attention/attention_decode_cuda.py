@@ -23,8 +23,11 @@ from fastkernels.overrides.kit.overlap import overlaps
 SOURCE = Path(__file__).parent / "csrc" / "attention_decode.cu"
 LANES = SOURCE.with_name("attention_decode_lanes.cu")
 MAX_HEADS, MAX_BATCH = 16, 4096  # query heads per key head; sequences, whose lengths are in shared memory
+HEAD_SIZES = (64, 128)
 SHARED, SHARED_OF_ALL = 227 * 1024, 228 * 1024  # bytes of shared memory of a block, and of an SM
 LOG2E = 1.4426950408889634
+# Keys: a longer context is mostly the limit of a CUDA graph, not the length of its sequences
+TYPICAL = 4096
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 TYPES = (*[_P] * 8, *[_I] * 14, _F, _F, _I)
 
@@ -101,9 +104,17 @@ class Plan(NamedTuple):
 def plan(p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor) -> Plan:
     """Return the plan of these parameters for a call."""
     batch, heads, head_size = q.shape
+    group, page = heads // key_cache.shape[2], key_cache.shape[1]
+    return plan_of(p, group, head_size, page, batch, q.dtype == torch.bfloat16)
+
+
+def plan_of(
+    p: Mapping[str, int], group: int, head_size: int, page: int, batch: int, bf16: bool = True
+) -> Plan:
+    """Return the plan of these parameters for so many sequences; group: query heads per key head."""
     return Plan(
-        heads // key_cache.shape[2], head_size, key_cache.shape[1], p["warps"], p["keys"], p["stages"], p["ahead"],
-        p["cluster"], p.get("whole", 0), _room(batch), q.dtype == torch.bfloat16,
+        group, head_size, page, p["warps"], p["keys"], p["stages"], p["ahead"], p["cluster"], p.get("whole", 0),
+        _room(batch), bf16,
     )  # fmt: skip
 
 
@@ -178,7 +189,7 @@ def refused(
         return (
             f"window_left = {window_left}, softcap = {softcap}: the kernel has neither a window nor a softcap"
         )
-    if q.shape[2] not in (64, 128):
+    if q.shape[2] not in HEAD_SIZES:
         return f"head size {q.shape[2]} is not 64 or 128"
     if (group := q.shape[1] // key_cache.shape[2]) > MAX_HEADS:
         return f"{group} query heads on one key head are over {MAX_HEADS}"
