@@ -19,12 +19,22 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
 
 
+# Built by the same code as the others: by default, only their logits are compared.
+SIMILAR = ("gemma", "seed_oss", "ernie4_5", "ministral", "cohere", "glm", "exaone4_full")
+every_model = pytest.mark.parametrize(
+    "folder",
+    [pytest.param(name, marks=pytest.mark.slow if name in SIMILAR else ()) for name in MODELS],
+    indirect=True,
+)
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind, fields = MODELS[request.param]
     return make_tiny(tmp_path_factory.mktemp("models") / request.param, kind, "float32", **fields)
 
 
+@every_model
 def test_greedy_equals_transformers(folder: Path, greedy: Any) -> None:
     outputs = LLM(str(folder), device="cpu", max_model_len=256).generate(PROMPTS, GREEDY)
     got = [o.outputs[0].token_ids for o in outputs]
@@ -32,6 +42,7 @@ def test_greedy_equals_transformers(folder: Path, greedy: Any) -> None:
     assert len({tuple(t) for t in got}) == len(got)
 
 
+@every_model
 def test_small_steps_keep_tokens(folder: Path, greedy: Any) -> None:
     """Prompts in chunks, prefix hits and preemption: as many tokens as transformers' and the same ones."""
     llm = LLM(

@@ -1,8 +1,8 @@
 """Choice without tables: a cost model proposes kernels and parameters for a shape without measurements.
 
 An op describes each candidate by the terms of its time: bytes at memory speed, work of the busiest SM, costs of a
-split. The model is their weighted sum. bench/experiments/selection/fit.py fits the weights to measured points and writes
-fastkernels/tuned/selection/OP.json.
+split. The model is their weighted sum. bench/experiments/selection/fit.py fits the weights to measured points and
+writes fastkernels/tuned/selection/OP.json.
 """
 
 from __future__ import annotations

@@ -168,6 +168,11 @@ def _shape_of(module: nn.Module) -> tuple[int, int, torch.dtype] | None:
     return weight.shape[0], weight.shape[1], weight.dtype
 
 
+def _own(module: nn.Module, args: list[Any]) -> list[Any]:
+    bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
+    return [args[0], module.weight, bias if isinstance(bias, torch.Tensor) else None]
+
+
 linear = define(
     "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     fake=_fake,
@@ -196,6 +201,8 @@ linear = define(
         dims=lambda N, K, dtype, M: {"tokens": (M,), "in": K, "out": N},
         module=_shape_of,
         propose=propose_linear,
+        points=((1,), (8,), (32,), (16,), (64,), (4,), (2,)),
+        own=_own,
     ),
 )  # fmt: skip
 
