@@ -4,8 +4,8 @@
         [--scales row,block] [--batch 1,8,32,64] [--context 256,1024,4096] [--compile-only]
 
 Compiles in parallel, checks each kernel against the op's reference on its first use of a shape, and times it against
-the host's kernel in CUDA graphs over memory that exceeds L2, in three interleaved rounds. A run that reaches its time limit
-is continued by the same command: points that the file has are not measured again.
+the host's kernel in CUDA graphs over memory that exceeds L2, in three interleaved rounds. The same command continues a
+run that reached its time limit: points that the file has are not measured again.
 """
 
 from __future__ import annotations

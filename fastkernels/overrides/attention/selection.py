@@ -88,12 +88,12 @@ def _split_terms(p: dict[str, int], call: Call, chip: Chip) -> tuple[float, ...]
 
 
 @lru_cache(maxsize=4096)
-def decode_candidates(call: Call, chip: Chip, plain: bool = True) -> tuple[Candidate, ...]:
-    """Return all sets of our kernels that suit a 16-bit call. plain: without a window or a soft cap."""
+def decode_candidates(call: Call, chip: Chip) -> tuple[Candidate, ...]:
+    """Return all sets of our kernels that suit a 16-bit call."""
     found = []
     if min(call) < 1 or call.head_size > split.MAX_HEAD_SIZE or call.group > split.MAX_GROUP:
         return ()
-    if plain and call.head_size in cuda.HEAD_SIZES and call.group <= cuda.MAX_HEADS and call.batch <= cuda.MAX_BATCH:
+    if call.head_size % 8 == 0 and call.group <= cuda.MAX_HEADS and call.batch <= cuda.MAX_BATCH:
         for i, p in enumerate(cuda.PARAMS):
             if cuda.has_room(cuda.plan_of(p, call.group, call.head_size, call.block_size, call.batch)):
                 found.append(Candidate("cuda-split", p, f"cuda-split {i}", _cuda_terms(p, call, chip), i))
@@ -104,8 +104,8 @@ def decode_candidates(call: Call, chip: Chip, plain: bool = True) -> tuple[Candi
 
 
 @lru_cache(maxsize=4096)
-def _decode(call: Call, chip: Chip, plain: bool) -> Proposals:
-    return model("attention_decode").proposals(decode_candidates(call, chip, plain))
+def _decode(call: Call, chip: Chip) -> Proposals:
+    return model("attention_decode").proposals(decode_candidates(call, chip))
 
 
 def propose_decode(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> Proposals:
@@ -114,4 +114,4 @@ def propose_decode(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -
     if dtype not in (torch.float16, torch.bfloat16) or kv_heads < 1:
         return ()
     keys = min(context, window or context, cuda.TYPICAL)
-    return _decode(Call(heads // kv_heads, kv_heads, head_size, block_size, batch, keys), chip, not window)
+    return _decode(Call(heads // kv_heads, kv_heads, head_size, block_size, batch, keys), chip)
