@@ -47,16 +47,21 @@ class Point:
 
     def named(self) -> tuple[dict[str, Any], dict[str, int]]:
         """Shape and sizes as a table has them."""
-        key = registry.get(self.op).op.key
-        shape = {
-            name: str(value).removeprefix("torch.") if name.endswith("dtype") else value
-            for name, value in zip(key.shape, self.shape, strict=True)
-        }
-        return shape, dict(zip(key.sizes, self.sizes, strict=True))
+        names = registry.get(self.op).op.key.sizes
+        return named_shape(self.op, self.shape), dict(zip(names, self.sizes, strict=True))
 
     def __str__(self) -> str:
         shape, sizes = self.named()
         return f"{self.op} " + " ".join(f"{name}={value}" for name, value in {**shape, **sizes}.items())
+
+
+def named_shape(op: str, shape: Sequence[Any]) -> dict[str, Any]:
+    """Values of a key's shape as a table has them."""
+    names = registry.get(op).op.key.shape
+    return {
+        name: str(value).removeprefix("torch.") if name.endswith("dtype") else value
+        for name, value in zip(names, shape, strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -297,7 +302,8 @@ def interleaved(
     subjects: Sequence[Callable[..., Any]], calls: Sequence[list[Any]], device: torch.device, rounds: int
 ) -> list[list[float]]:
     """Seconds of all calls together, by subject and round. The order of the subjects rotates from round to round."""
-    runs = [_replay(subject, calls, device) for subject in subjects]
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    runs = [_replay(subject, calls, device, pool) for subject in subjects]
     times: list[list[float]] = [[] for _ in subjects]
     for i in range(rounds):
         order = [(i + j) % len(runs) for j in range(len(runs))]
@@ -307,34 +313,41 @@ def interleaved(
 
 
 def _replay(
-    subject: Callable[..., Any], calls: Sequence[list[Any]], device: torch.device
-) -> Callable[[], Any]:
+    subject: Callable[..., Any], calls: Sequence[list[Any]], device: torch.device, pool: Any
+) -> Callable[[], None]:
     """Make one run of all calls: on a GPU the replay of a graph."""
-
-    def run() -> None:
-        for args in calls:
-            subject(*args)
-
     if device.type != "cuda":
+
+        def run() -> None:
+            for args in calls:
+                subject(*args)
+
         return run
-    between = torch.zeros(4096, device=device)  # a small kernel between the calls, as norms are in a model
-
-    def step() -> None:
-        for args in calls:
-            between.add_(1)
-            subject(*args)
-
-    stream = _stream(device)
+    between = torch.zeros(
+        4096, device=device
+    )  # for a small kernel between the calls, as norms are in a model
+    stream, graph = _stream(device), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         subject(*calls[0])  # libraries allocate their workspaces outside of the graph
     torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        step()
-    graph.replay()
+    # torch.cuda.graph would collect garbage, which takes long in a host's process.
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            for args in calls:
+                between.add_(1)
+                subject(*args)
+        finally:
+            graph.capture_end()
     torch.cuda.synchronize(device)
-    return graph.replay
+
+    def replay(kept: torch.Tensor = between) -> None:  # the graph writes to it
+        graph.replay()
+
+    replay()
+    torch.cuda.synchronize(device)
+    return replay
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}

@@ -21,7 +21,7 @@ from fastkernels.core.spec import OpSpec
 from fastkernels.core.tuning import Chip, Entry, Table
 from fastkernels.patch import Request
 from fastkernels.verify import cache, measure
-from fastkernels.verify.measure import Point
+from fastkernels.verify.measure import Point, named_shape
 from fk_integrations.core import seam
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.verify.ranks import agree
@@ -49,7 +49,7 @@ def verify(adapter: Adapter, model: Any, request: Request, device: torch.device)
     With FASTKERNELS_VERIFY=0 only those that are kept. A failure leaves these shapes to the host, with a warning.
     """
     wanted = Environment.read().verify
-    if adapter.own or (device.type != "cuda" and not wanted):
+    if adapter.own or (device.type != "cuda" and wanted is None):
         return Verified()
     try:
         chip = tuning.chip_of(device.type)
@@ -90,8 +90,7 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
             continue
         listed = {e.place for e in tuning.entries(op.name, chip)}
         for module, shape in _modules(adapter, model, spec):
-            place = Entry(op.name, Point(op.name, shape, ()).named()[0], {}, None, "", "").place
-            if place not in listed:
+            if Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place not in listed:
                 found.setdefault((op.name, shape), []).append(module)
     points = [
         (i, Point(op, shape, sizes, tuple(modules)))

@@ -24,7 +24,7 @@ def agree(group: Any, make: Callable[[], str], seconds: float) -> str:
     text = b""
     if torch.distributed.get_rank(group) == 0:
         try:
-            text = make().encode()
+            text = make().encode() + b"\n"  # an empty tensor cannot be sent
         except Exception as failure:
             error = failure
     length = torch.tensor([-1 if error else len(text)], dtype=torch.int64)
@@ -35,7 +35,7 @@ def agree(group: Any, make: Callable[[], str], seconds: float) -> str:
         raise RuntimeError(f"rank {first}, which measures for its group of {size}, failed")
     data = torch.frombuffer(bytearray(text or bytes(int(length))), dtype=torch.uint8)
     _send(data, first, group, seconds, size)
-    return data.numpy().tobytes().decode()
+    return data.numpy().tobytes().decode()[:-1]
 
 
 def _send(tensor: torch.Tensor, first: int, group: Any, seconds: float, size: int) -> None:
