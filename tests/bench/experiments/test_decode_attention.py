@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[graph_clock
     """A Run on this CPU, where cuda-split supports the calls that it supports on a Hopper GPU."""
 
     def supports(*args: Any) -> str | None:
-        return cuda.refused(*args[:5], *args[7:9])
+        return cuda.refused(*args[:5])
 
     hopper = replace(checks.PROVIDERS["cuda-split"], supports=supports)
     monkeypatch.setitem(checks.PROVIDERS, "cuda-split", hopper)
