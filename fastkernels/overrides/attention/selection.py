@@ -10,7 +10,7 @@ import torch
 from fastkernels.core.tuning import Chip
 from fastkernels.overrides.attention import attention_decode_cuda as cuda
 from fastkernels.overrides.attention import attention_decode_split as split
-from fastkernels.overrides.kit.selection import Candidate, memory_us, model, sm_us
+from fastkernels.overrides.kit.selection import HOPPER, Candidate, memory_us, model, sm_us
 
 Proposals = tuple[tuple[str, dict[str, Any]], ...]
 
@@ -93,7 +93,8 @@ def decode_candidates(call: Call, chip: Chip) -> tuple[Candidate, ...]:
     found = []
     if min(call) < 1 or call.head_size > split.MAX_HEAD_SIZE or call.group > split.MAX_GROUP:
         return ()
-    if call.head_size % 8 == 0 and call.group <= cuda.MAX_HEADS and call.batch <= cuda.MAX_BATCH:
+    hopper = chip.capability[0] == HOPPER
+    if hopper and call.head_size % 8 == 0 and call.group <= cuda.MAX_HEADS and call.batch <= cuda.MAX_BATCH:
         for i, p in enumerate(cuda.PARAMS):
             if cuda.has_room(cuda.plan_of(p, call.group, call.head_size, call.block_size, call.batch)):
                 found.append(Candidate("cuda-split", p, f"cuda-split {i}", _cuda_terms(p, call, chip), i))
