@@ -247,6 +247,53 @@ def make_tiny_bert(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
     return folder
 
 
+_VISION = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 8,
+}  # fmt: skip
+_TEXT = {**_VISION, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1}
+# Encoders of images. name: (transformers' class, fields of its config)
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dinov3": ("DINOv3ViTModel", {"num_register_tokens": 3}),
+    "dinov3_gated": ("DINOv3ViTModel", {"use_gated_mlp": True, "hidden_act": "silu", "key_bias": True}),
+    "dinov3_no_bias": (
+        "DINOv3ViTModel", {"query_bias": False, "value_bias": False, "proj_bias": False, "mlp_bias": False},
+    ),
+    "siglip2_vision": ("Siglip2VisionModel", {"num_patches": 16}),
+    "siglip2": ("Siglip2Model", {}),
+    "siglip2_classes": ("Siglip2ForImageClassification", {"num_labels": 5}),
+}  # fmt: skip
+
+
+def make_tiny_encoder(folder: str | Path, kind: str, seed: int = 0, **fields: Any) -> Path:
+    """A random float32 checkpoint of ENCODERS in `folder`, with an image processor: patches of 8 pixels.
+
+    fields: of the config
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    import transformers
+
+    name, own = ENCODERS[kind]
+    cls = getattr(transformers, name)
+    fields = {**own, **fields}
+    if name.startswith("DINOv3"):
+        config = cls.config_class(**{**_VISION, "image_size": 32, **fields})
+        processor: Any = transformers.DINOv3ViTImageProcessor(size={"height": 32, "width": 40})
+    else:
+        processor = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=20)
+        tower = {**_VISION, "num_patches": 16}
+        towers = {} if name == "Siglip2VisionModel" else {"text_config": _TEXT, "vision_config": tower}
+        config = cls.config_class(**{**(towers or tower), **fields})
+    model = cls(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(float(parameter.dim() == 1), 0.15, generator=generator)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return Path(folder)
+
+
 def make_tiny_llama(folder: str | Path, dtype: str = "bfloat16", seed: int = 0, **overrides: Any) -> Path:
     """make_tiny of a LlamaForCausalLM with llama3 rope scaling."""
     return make_tiny(folder, "llama", dtype, seed, **overrides)

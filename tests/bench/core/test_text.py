@@ -46,10 +46,10 @@ def test_long_text_ends_with_ellipsis() -> None:
 
 
 def test_long_text_takes_little_time() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     for piece in ("\x1b]", "\x1b[0", "a", "\u200b", "\x1b"):
         assert len(printable(piece * 1_000_000)) <= 2000
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 @given(CHARACTERS, st.integers(1, 50), st.booleans())

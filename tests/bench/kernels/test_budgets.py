@@ -39,7 +39,7 @@ def test_slow_calls_use_up_case_then_op(tmp_path: Path) -> None:
     assert len(slow) > 4 and {r.status for r in slow} == {Status.TIMEOUT}
     assert "it used its 1.5 s for one case" in slow[0].reason
     assert any("4 s" in r.reason for r in slow) or "not restarted" in slow[-1].reason
-    assert sum(r.metrics["wall_s"] for r in slow[-2:]) < 0.1  # without running
+    assert sum(r.metrics["wall_s"] for r in slow[-2:]) < 1.0  # without running
     assert spent < 30
     good = ran(judge.rows, "quick_gelu")
     assert good and {r.status for r in good} == {Status.OK}, [r.reason for r in good]

@@ -244,7 +244,7 @@ def test_error_of_all_ranks_is_raised_unchanged(tiny, tmp_path):
     with pytest.raises(ValueError, match="max_model_len 512 does not fit"):
         make(tiny, max_model_len=512, num_blocks=9)
     assert set(psutil.Process().children()) <= children
-    start = time.monotonic()
+    used = os.times()
     with pytest.raises(
         ValueError,
         match=r"tensor_parallel_size 8 does not suit.*num_attention_heads=4 cannot be shared .* supported: 1, 2, 4$",
@@ -254,7 +254,9 @@ def test_error_of_all_ranks_is_raised_unchanged(tiny, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 255}))
     with pytest.raises(ValueError, match=r"intermediate_size=255 cannot be shared by 2 ranks; supported: 1$"):
         make(tmp_path, load_format="dummy", skip_tokenizer_init=True)
-    assert time.monotonic() - start < 3  # before any process is started
+    assert (
+        os.times().children_user - used.children_user < 0.5
+    )  # no process was started: its imports take more
 
 
 def test_worker_killed_while_idle(tiny, greedy):

@@ -22,6 +22,7 @@ from support.server_process import ended, marked, start
 from support.traffic import CONTEXT, Clients, Reference, asks
 
 MIB = 2**20
+GROWTH = 1.0  # MiB per round: the allocator's memory varies by a few MiB, but does not grow in each of several rounds
 SOAK = float(os.environ.get("FASTKERNELS_SOAK_SECONDS", 600))
 # Fewer blocks than the running sequences want, and a queue that 64 clients can fill: some are preempted, some refused.
 TIGHT = ["--max-num-seqs=48", "--num-blocks=64", "--max-waiting=84", "--max-num-batched-tokens=256"]
@@ -61,6 +62,41 @@ def idle(url):
     return all(metric(url, f"vllm:{name}") == 0 for name in names)
 
 
+# Runs at the start of a process. On SIGUSR1 it writes {class: live objects} of this project's classes to a file.
+COUNT_OBJECTS = """
+import collections, gc, json, os, signal
+
+def count(*_):
+    gc.collect()
+    kinds = collections.Counter(type(o) for o in gc.get_objects())
+    found = {f"{k.__module__}.{k.__qualname__}": n for k, n in kinds.items() if k.__module__.startswith("fastkernels.")}
+    path = os.environ["FASTKERNELS_TEST_OBJECTS"]
+    with open(path + ".new", "w") as file:
+        json.dump(found, file)
+    os.replace(path + ".new", path)
+
+signal.signal(signal.SIGUSR1, count)
+"""
+
+
+@pytest.fixture
+def objects(tmp_path, monkeypatch):
+    """A function from a server's process, started after this fixture, to {class: live objects} of its classes."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(COUNT_OBJECTS)
+    path = tmp_path / "objects.json"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    monkeypatch.setenv("FASTKERNELS_TEST_OBJECTS", str(path))
+
+    def counts(process):
+        path.unlink(missing_ok=True)
+        process.send_signal(signal.SIGUSR1)
+        wait_for(path.exists)
+        return json.loads(path.read_text())
+
+    return counts
+
+
 def nothing_wrong(clients, *more):
     """Assert that every request was answered correctly, refused with a reason, or abandoned by its client."""
     others = {
@@ -72,30 +108,32 @@ def nothing_wrong(clients, *more):
 @pytest.mark.parametrize(
     ("number", "different", "killed"), [(80, 30, 2), pytest.param(2000, 250, 8, marks=pytest.mark.slow)]
 )
-def test_answers_under_load_are_right(tiny, tmp_path, reference, number, different, killed):
+def test_answers_under_load_are_right(tiny, tmp_path, reference, objects, number, different, killed):
     pool = asks(different)
     for ask in pool:
         reference(ask)
     with served(tiny, tmp_path, *TIGHT) as (process, url):
         server, levels, clients = psutil.Process(process.pid), [], Clients(url, pool, reference)
-        sizes, fds = (max(80, number // 4), number, number), 0  # the first one warms up
+        sizes, fds, live = (max(80, number // 4), *[number] * 3), 0, []  # the first one warms up
         for seed, size in enumerate(sizes):
             asyncio.run(clients.run(size, 64, seed, killed))
             wait_for(lambda: idle(url))
             fds = fds or server.num_fds()
             wait_for(lambda most=fds: server.num_fds() <= most)
             levels.append((server.memory_info().rss / MIB, server.num_threads()))
+            live.append(objects(process))
         preemptions = metric(url, "vllm:num_preemptions_total")
         print(f"{clients.ends}, {preemptions:g} preemptions; RSS [MiB] and threads: {levels}")
         nothing_wrong(clients)
-        assert sum(clients.ends.values()) == sum(sizes) + 3 * killed
+        assert sum(clients.ends.values()) == sum(sizes) + len(sizes) * killed
         for end in ("right", "left", "bad", "killed"):
             assert clients.ends[end], end
         assert preemptions and metric(url, "vllm:prefix_cache_hits_total")
         assert metric(url, "fastkernels:failed_steps_total") == 0
-        (warm, before), (first, _), (second, after) = levels
-        # The allocator's memory varies by a few MiB
-        assert after <= before and second - max(warm, first) < 4
+        rss, threads = zip(*levels, strict=True)
+        assert max(threads) == threads[0]
+        assert live[0] and live == [live[0]] * len(sizes)
+        assert min(np.diff(rss)) < GROWTH, rss
     assert "Traceback" not in log_of(tmp_path)
 
 
