@@ -62,6 +62,8 @@ class _Parts(nn.Module):
     """Submodules that only some configurations have."""
 
     qkv: Any
+    q: Any
+    relative_position_index: Any
     q_proj: Any
     k_proj: Any
     v_proj: Any
