@@ -16,9 +16,9 @@ from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Tensor
 from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.spec import OpSpec
-from fastkernels.core.tuning import Chip
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.linear import skinny_linear_cuda, skinny_linear_triton, wgmma_linear_cuda
+from fastkernels.overrides.linear.selection import propose_linear
 from fastkernels.overrides.linear.skinny_linear_cuda import linear_cuda, supports_cuda
 from fastkernels.overrides.linear.skinny_linear_triton import linear_skinny, supports_skinny
 from fastkernels.overrides.linear.wgmma_linear_cuda import linear_wgmma, supports_wgmma
@@ -168,16 +168,9 @@ def _shape_of(module: nn.Module) -> tuple[int, int, torch.dtype] | None:
     return weight.shape[0], weight.shape[1], weight.dtype
 
 
-def _propose(
-    shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip
-) -> tuple[tuple[str, dict[str, Any]], ...]:
-    (n, k, dtype), (m,) = shape, sizes
-    if m > skinny_linear_triton.MAX_TOKENS or dtype not in (torch.float16, torch.bfloat16):
-        return ()
-    found = [("cuda-wgmma", dict(wgmma_linear_cuda.choose(m, n, k, chip.sms)))]
-    if skinny_linear_cuda.fits({}, m, k):
-        found.insert(0, ("cuda-skinny", dict(skinny_linear_cuda.choose(n, k, chip.sms))))
-    return tuple(found)
+def _own(module: nn.Module, args: list[Any]) -> list[Any]:
+    bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
+    return [args[0], module.weight, bias if isinstance(bias, torch.Tensor) else None]
 
 
 linear = define(
@@ -207,7 +200,9 @@ linear = define(
         of=_key,
         dims=lambda N, K, dtype, M: {"tokens": (M,), "in": K, "out": N},
         module=_shape_of,
-        propose=_propose,
+        propose=propose_linear,
+        points=((1,), (8,), (32,), (16,), (64,), (4,), (2,)),
+        own=_own,
     ),
 )  # fmt: skip
 

@@ -26,6 +26,7 @@ class Adapter:
     version        of the host that runs in this process
     whole          whether this process has all layers of the model; False in a stage of a pipeline
     own            whether the model is built from our modules (our engine): rows then show all ops that run
+    profiles_memory_later  whether the host still measures how much memory is left for its KV cache
     faster_on_cpu  whether the host's code on a CPU beats our plain PyTorch, which then goes in only when requested
     """
 
@@ -34,6 +35,7 @@ class Adapter:
     whole = True
     own = False
     faster_on_cpu = False
+    profiles_memory_later = False
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
         """The op's targets for this host's version. `model` is None before construction.
@@ -66,6 +68,10 @@ class Adapter:
     def providers(self) -> Mapping[str, Provider]:
         """{op: a provider that runs the host's own kernel}, for FASTKERNELS_PROVIDER=op:HOST."""
         return {}
+
+    def ranks(self) -> Any:
+        """The process group, for tensors on the CPU, of the ranks that must run the same kernels; None: one process."""
+        return None
 
     def repin(self, module: Any, journal: Journal) -> None:
         """Renew the bound method of the old class that the instance may have cached, after a change of its class."""

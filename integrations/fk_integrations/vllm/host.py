@@ -55,11 +55,18 @@ class VllmAdapter(Adapter):
         self.version = installed_version() or ""
         self.worker = worker
         self.whole = worker is None or worker.vllm_config.parallel_config.pipeline_parallel_size == 1
+        runner = getattr(worker, "model_runner", None)
+        self.profiles_memory_later = runner is not None and not getattr(runner, "kv_caches", None)
 
     def batch_invariant(self) -> str | None:
         from vllm import envs
 
         return "VLLM_BATCH_INVARIANT" if getattr(envs, "VLLM_BATCH_INVARIANT", False) else None
+
+    def ranks(self) -> Any:
+        from vllm.distributed import parallel_state
+
+        return None if self.worker is None else parallel_state.get_tp_group().cpu_group
 
     def providers(self) -> Mapping[str, Provider]:
         from fk_integrations.vllm import own_kernels
@@ -184,8 +191,12 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
             _clear_kv_cache(worker)  # a trial step may have written to it
             raise
     else:
-        change()
+        compiled.together(worker, lambda: _discard(change()))
     reports.start("vllm", _rank(worker), _reply_while_alive(worker))
+
+
+def _discard(back: Callable[[], None]) -> None:
+    """An engine that is being built is not undone."""
 
 
 def _undo(worker: Any, request: Request) -> None:

@@ -22,6 +22,9 @@ def test_words_are_shared_and_tickets_grow() -> None:
     assert not judge.passed(0.001)
     side._words[1] = second
     assert judge.passed(0.001)
+    following = Gate(fd)  # of the next process
+    following.reset()
+    assert side._words[0] < following.ticket() and not following.passed(0.001)
     os.close(fd)
 
 

@@ -31,6 +31,10 @@ class Gate:
 
     # -- the judge
 
+    def reset(self) -> None:
+        """Close the gate for a new process: its predecessor's tickets are in the page."""
+        self._words[0] = self._words[1] = 0
+
     def ticket(self) -> int:
         """Return the number that closes the gate for the work that is queued next."""
         self._ticket += 1

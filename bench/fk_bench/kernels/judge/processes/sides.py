@@ -95,6 +95,7 @@ class Sides:
         if self.device == "cuda":
             side.channel.spin_s = 0.05
             side.gate = Gate(self._gates[who])
+            side.gate.reset()
         return side
 
     def trusted(self, who: str) -> RunnerProcess:
