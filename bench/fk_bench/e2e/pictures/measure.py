@@ -42,7 +42,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured. ops: as in fastkernels.patch; None: its default."""
+    """The settings of a run. ops: as in fastkernels.patch; None: its default."""
 
     host: str
     model: str
