@@ -140,6 +140,17 @@ def test_bad_arguments(tmp_path: Path, args: tuple[str, ...], message: str) -> N
     assert done.returncode != 0 and message in done.stderr
 
 
+def test_demo_puts_both_models_on_one_page(tmp_path: Path) -> None:
+    from support.demo_vision import demo
+
+    assert demo(tmp_path, rounds=1)
+    page = (tmp_path / "report.html").read_text()
+    assert "tiny-sdxl in diffusers" in page and "vit_small_patch16_dinov3 in timm" in page
+    assert page.count("<img") == 2 * 5
+    hosts = [(row.subject.host, row.subject.lane) for row in read(tmp_path / "rows.jsonl")[0]]
+    assert hosts == [(host, lane) for host in ("diffusers", "timm") for lane in ("stock", "patched")]
+
+
 @pytest.mark.slow
 def test_compiled_lanes(tmp_path: Path) -> None:
     lanes = ("--lanes", "stock,compiled,patched,patched-compiled", "--ops", "layer_norm,attention_dense")

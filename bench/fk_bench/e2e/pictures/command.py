@@ -49,7 +49,7 @@ def run(
     except (subjects.SubjectError, PatchError) as error:
         fail(str(error), 1)
     rows.append(folder / "rows.jsonl", made)
-    report.write(folder / "report.html", made, found)
+    report.write(folder / "report.html", [(made, found)])
     lines, ok = summary(made), all(r.status is Status.OK for r in made)
     if not json_only:
         cells = [[_text(line.get(key)) for key in SHOWN] for line in lines]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,29 +60,40 @@ def measure(
     subject: subjects.Subject, settings: Settings, say: Callable[[str], None]
 ) -> tuple[list[Row], list[Lane]]:
     """Rows of all lanes and rounds, and the lanes with their outputs, after one in float32. Raises PatchError."""
-    reference = Lane("reference", subject.copy(wide=True))
-    lanes = [_lane(name, subject.copy(), settings) for name in settings.lanes]
-    for lane in lanes:  # after all patches: one of them may reset the compiler
-        if lane.name.endswith("compiled"):
-            lane.subject.compile("max-autotune" if torch.cuda.is_available() else None)
-    made: list[Row] = []
-    for batch in settings.batches:
-        reference.outputs[batch] = reference.subject.result(batch, settings.seed)
-        for lane in lanes:
-            say(f"batch {batch}, {lane.name}: first calls")
-            began = time.perf_counter()
-            lane.subject.result(batch, settings.seed)
-            lane.compile_s = time.perf_counter() - began
-            for _ in range(2):  # CUDA graphs are captured in the second call
-                lane.outputs[batch] = lane.subject.result(batch, settings.seed)
-        calls = _calls_of_a_round(lanes[0], batch, settings.seed)
-        checks = {lane.name: _check(lane, reference, lanes[0], batch) for lane in lanes}
-        for r in range(settings.rounds):
-            for i in range(len(lanes)):
-                lane = lanes[(i + r) % len(lanes)]
-                seconds = _timed(lane, batch, calls, settings.seed + r)
-                made.append(_row(lane, settings, batch, r, seconds, checks[lane.name]))
+    reference, lanes = Lane("reference", subject.copy(wide=True)), []
+    try:
+        for name in settings.lanes:
+            lanes.append(_lane(name, subject.copy(), settings))
+        for lane in lanes:  # after all patches: one of them may reset the compiler
+            if lane.name.endswith("compiled"):
+                lane.subject.compile("max-autotune" if torch.cuda.is_available() else None)
+        made = [row for batch in settings.batches for row in _rounds(batch, reference, lanes, settings, say)]
+    finally:
+        for lane in reversed(lanes):
+            if lane.report is not None:
+                lane.report.undo()
     return made, [reference, *lanes]
+
+
+def _rounds(
+    batch: int, reference: Lane, lanes: list[Lane], settings: Settings, say: Callable[[str], None]
+) -> Iterator[Row]:
+    """Yield the rows of one batch size."""
+    reference.outputs[batch] = reference.subject.result(batch, settings.seed)
+    for lane in lanes:
+        say(f"batch {batch}, {lane.name}: first calls")
+        began = time.perf_counter()
+        lane.subject.result(batch, settings.seed)
+        lane.compile_s = time.perf_counter() - began
+        for _ in range(2):  # CUDA graphs are captured in the second call
+            lane.outputs[batch] = lane.subject.result(batch, settings.seed)
+    calls = _calls_of_a_round(lanes[0], batch, settings.seed)
+    checks = {lane.name: _check(lane, reference, lanes[0], batch) for lane in lanes}
+    for r in range(settings.rounds):
+        for i in range(len(lanes)):
+            lane = lanes[(i + r) % len(lanes)]
+            seconds = _timed(lane, batch, calls, settings.seed + r)
+            yield _row(lane, settings, batch, r, seconds, checks[lane.name])
 
 
 def _lane(name: str, subject: subjects.Subject, settings: Settings) -> Lane:

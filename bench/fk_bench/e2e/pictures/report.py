@@ -24,18 +24,36 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def write(path: Path, made: Sequence[Row], lanes: Sequence[Lane]) -> None:
-    """Write the page. lanes: as measure returns them, the reference first."""
-    first = made[0]
-    lines = [[_cell(line.get(key)) for key in COLUMNS] for line in summary(made)]
-    problems = sorted({f"{r.subject.lane}: {r.reason}" for r in made if r.status is not Status.OK})
+Run = tuple[Sequence[Row], Sequence[Lane]]
+
+
+def write(path: Path, runs: Sequence[Run]) -> None:
+    """Write one page. runs: rows and lanes of each model, as measure returns them."""
+    sections = [_section(made, lanes) for made, lanes in runs]
+    made = [row for rows, _ in runs for row in rows]
+    title = sections[0]["title"] if len(sections) == 1 else "Image models, stock and patched"
     text = pages.render(
-        "pictures.html", title=f"{pages.model_name(first.subject.model)} in {first.subject.host}", first=first,
-        when=pages.period(made), columns=list(COLUMNS.values()), lines=lines, problems=problems,
-        cpu=first.machine.gpus == 0, grids=_grids(lanes) if first.case["result"] == "images" else [],
-        amplified=AMPLIFIED,
+        "pictures.html", title=title, first=made[0], when=pages.period(made), columns=list(COLUMNS.values()),
+        sections=sections, cpu=made[0].machine.gpus == 0, amplified=AMPLIFIED,
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")
+
+
+def _section(made: Sequence[Row], lanes: Sequence[Lane]) -> dict[str, Any]:
+    first = made[0]
+    case = first.case
+    conditions = [str(case["dtype"]), f"{case['image_size'] or 'default'} pixels"]
+    if "steps" in case:
+        conditions.append(f"{case['steps']} steps")
+    patched = {op: n for row in made for op, n in row.case.get("modules", {}).items()}
+    return {
+        "title": f"{pages.model_name(first.subject.model)} in {first.subject.host}",
+        "conditions": ", ".join(conditions),
+        "patched": ", ".join(f"{op} {n}" for op, n in patched.items()),
+        "lines": [[_cell(line.get(key)) for key in COLUMNS] for line in summary(made)],
+        "problems": sorted({f"{r.subject.lane}: {r.reason}" for r in made if r.status is not Status.OK}),
+        "grids": _grids(lanes) if case["result"] == "images" else [],
+    }
 
 
 def _cell(value: Any) -> str:
