@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core import cuda_rtc
+from fastkernels.core.env import Environment
 from fastkernels.overrides.attention.paged_cache import check, memory
 from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, tickets
@@ -23,6 +24,7 @@ from fastkernels.overrides.kit.overlap import overlaps
 SOURCE = Path(__file__).parent / "csrc" / "attention_decode.cu"
 LANES = SOURCE.with_name("attention_decode_lanes.cu")
 MAX_HEADS, MAX_BATCH = 16, 4096  # query heads per key head; sequences, whose lengths are in shared memory
+PROVED = (64, 128)  # head sizes of calls that were checked on a GPU, without a window and a soft cap
 WIDTHS = (64, 128, 256)  # channels of a row in shared memory; a smaller head is padded there
 SHARED, SHARED_OF_ALL = 227 * 1024, 228 * 1024  # bytes of shared memory of a block, and of an SM
 LOG2E = 1.4426950408889634
@@ -164,7 +166,21 @@ def supports_cuda(
         no_hopper(SOURCE, q.device)
         or no_hopper(LANES, q.device)
         or refused(q, key_cache, value_cache, seq_lens, block_table)
+        or _unproved(q.shape[2], window_left >= 0, softcap > 0)
         or not_loaded(q, key_cache, max_seqlen_k, window_left >= 0, softcap > 0)
+    )
+
+
+@lru_cache(maxsize=64)
+def _unproved(head_size: int, window: bool, softcap: bool) -> str | None:
+    """Return why such calls run another kernel unless FASTKERNELS_PROVIDER names this one."""
+    if not (window or softcap or head_size not in PROVED):
+        return None
+    if Environment.read().provider.get("attention_decode") == "cuda-split":
+        return None
+    return (
+        f"head size {head_size}{', a window' * window}{', a soft cap' * softcap}: this has not run on a GPU yet;"
+        " FASTKERNELS_PROVIDER=attention_decode:cuda-split runs it"
     )
 
 
@@ -251,15 +267,16 @@ def few(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> int:
 def choose(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> dict[str, int]:
     """Return the default parameters: those for few keys, or the first set that fits. most: as for `few`.
 
-    Of sets that fit, it prefers those whose blocks are all on the chip at once, and those without clusters.
+    Of sets that fit heads over 128, it prefers those whose blocks are all on the chip at once, and those without
+    clusters.
     """
     if kind := few(q, key_cache, most):
         return FEW[kind]
 
-    def rank(p: dict[str, int]) -> tuple[bool, bool]:
-        return p["per_sm"] > plan(p, q, key_cache).resident, p["cluster"] > 1
-
-    return min((p for p in PARAMS if fits(p, q, key_cache)), key=rank)
+    fitting = (p for p in PARAMS if fits(p, q, key_cache))
+    if q.shape[2] <= 128:
+        return next(fitting)
+    return min(fitting, key=lambda p: (p["per_sm"] > plan(p, q, key_cache).resident, p["cluster"] > 1))
 
 
 def sizes(

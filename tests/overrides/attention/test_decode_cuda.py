@@ -307,6 +307,23 @@ def test_provider_is_unavailable_without_hopper() -> None:
     assert "not on cpu" in str(provider.unavailable("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [((64, False, False), None), ((128, False, False), None), ((96, False, False), "head size 96: this"),
+     ((128, True, False), "a window"), ((128, False, True), "a soft cap")],
+)  # fmt: skip
+def test_unproved_calls_run_only_on_request(
+    call: tuple[int, bool, bool], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda._unproved.cache_clear()
+    found = cuda._unproved(*call)
+    assert found is None if said is None else said in str(found)
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "attention_decode:cuda-split")
+    cuda._unproved.cache_clear()
+    assert cuda._unproved(*call) is None
+    cuda._unproved.cache_clear()
+
+
 def test_capture_needs_a_loaded_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     args = make_args(SPEC, Case("captured", {"seq_lens": [3], **LLAMA}))
     monkeypatch.setattr(cuda, "_loaded", set())
@@ -343,7 +360,9 @@ def test_kernel_is_first_and_takes_tuned_parameters() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", cuda.PARAMS, ids=lambda p: "/".join(map(str, p.values())))
-def test_gpu_result_matches_reference(params: dict[str, int]) -> None:
+def test_gpu_result_matches_reference(params: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "attention_decode:cuda-split")
+    cuda._unproved.cache_clear()
     window, cap = {"window_left": 300}, {"softcap": 2.0}
     for dims in (
         LLAMA,

@@ -227,9 +227,10 @@ class Batches:
         given = self._give(lane, (0, self.slots.count) if shared else (slot, 1))
         self._flush.sum()
         torch.cuda.synchronize()
+        opened = time.perf_counter()
         gate.open()
         done = gate.passed(PASS_S)
-        passed = time.perf_counter() - begin - given
+        passed = time.perf_counter() - opened
         held = self._read(places)
         alone = time.perf_counter() - begin - given
         if not done:
