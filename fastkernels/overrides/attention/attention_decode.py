@@ -277,6 +277,12 @@ def _key_dims(
     }  # fmt: skip
 
 
+def _own(module: Any, args: list[Any]) -> list[Any]:
+    """With the soft cap of a host's layer; keys and values stay, since a host's cache may not be there yet."""
+    softcap = getattr(getattr(module, "impl", module), "logits_soft_cap", None)
+    return [*args[:8], float(softcap or 0), *args[9:]]
+
+
 attention_decode = define(
     "attention_decode(Tensor q, Tensor key_cache, Tensor value_cache, Tensor seq_lens, Tensor block_table,"
     " SymInt max_seqlen_k, float scale, int window_left=-1, float softcap=0.0, float k_scale=1.0,"
@@ -317,6 +323,7 @@ attention_decode = define(
         of=_key,
         dims=_key_dims,
         propose=lambda shape, sizes, chip: (("cuda-split", {}), ("triton-split", {}), ("triton", {})),
+        own=_own,
     ),
 )
 
