@@ -35,7 +35,11 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Chip:
-    """A description for proposals. memory_bytes_per_s: 0 where it is unknown; capability: of CUDA, major and minor."""
+    """The facts of a chip that a proposal may depend on.
+
+    memory_bytes_per_s  0 where it is unknown
+    capability          of CUDA, major and minor
+    """
 
     name: str
     sms: int

@@ -14,6 +14,8 @@ from fastkernels.overrides.attention import attention_decode_split as split
 from fastkernels.overrides.kit.selection import HOPPER, Candidate, memory_us, model, sm_us
 
 Proposals = tuple[tuple[str, dict[str, Any]], ...]
+# For calls without points, such as a cache in FP8
+UNMEASURED: Proposals = (("triton-split", {}), ("triton", {}))
 
 
 class Call(NamedTuple):
@@ -129,7 +131,8 @@ def _decode(call: Call, chip: Chip) -> Proposals:
 def propose_decode(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> Proposals:
     """Return up to three (provider, params) for `attention_decode`, the best first."""
     (heads, kv_heads, head_size, block_size, window, dtype), (batch, context) = shape, sizes
-    if dtype not in (torch.float16, torch.bfloat16) or kv_heads < 1:
-        return ()
-    keys = min(context, window or context, cuda.TYPICAL)
-    return _decode(Call(heads // kv_heads, kv_heads, head_size, block_size, batch, keys), chip)
+    found: Proposals = ()
+    if dtype in (torch.float16, torch.bfloat16):
+        keys = min(context, window or context, cuda.TYPICAL)
+        found = _decode(Call(heads // kv_heads, kv_heads, head_size, block_size, batch, keys), chip)
+    return found or UNMEASURED

@@ -49,8 +49,8 @@ def test_proposals_fit_every_model(chip: Chip) -> None:
         ((128, 1, 128, 16, 0, torch.bfloat16), 1),
     ],
 )  # fmt: skip
-def test_other_calls_get_no_proposals(shape: tuple[object, ...], batch: int) -> None:
-    assert selection.propose_decode(shape, (batch, 1024), H200) == ()
+def test_other_calls_get_the_triton_kernels(shape: tuple[object, ...], batch: int) -> None:
+    assert selection.propose_decode(shape, (batch, 1024), H200) == (("triton-split", {}), ("triton", {}))
 
 
 def test_one_short_sequence_is_given_to_a_cluster() -> None:
