@@ -23,6 +23,7 @@ from fastkernels.overrides.attention import (
     flashinfer,
 )
 from fastkernels.overrides.attention.paged_cache import check, memory, supports_triton, take_blocks
+from fastkernels.overrides.attention.selection import propose_decode
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, overlap
 
@@ -322,7 +323,7 @@ attention_decode = define(
         sizes=("batch", "context"),
         of=_key,
         dims=_key_dims,
-        propose=lambda shape, sizes, chip: (("cuda-split", {}), ("triton-split", {}), ("triton", {})),
+        propose=propose_decode,
         own=_own,
     ),
 )
