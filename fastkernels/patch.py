@@ -78,6 +78,7 @@ class Row:
     inside      ops of which a user's function runs inside these modules; their calls are in their own rows
     provider    the provider that FASTKERNELS_PROVIDER names for the op
     reasons     [{kind, text, modules}]: modules is 0 where the reason concerns the whole row
+    measured    what was measured on this chip for the op, a line for each shape and size
     """
 
     rank: int
@@ -94,6 +95,7 @@ class Row:
     inside: list[str] = field(default_factory=list)
     provider: str = ""
     reasons: list[dict[str, Any]] = field(default_factory=list)
+    measured: list[str] = field(default_factory=list)
 
     @property
     def kinds(self) -> list[Kind]:
@@ -270,7 +272,12 @@ class Report:
             state += "".join(f"; fell back {n}x: {why}" for why, n in r.fallbacks.items())
             state += "".join(f"; left to the host {n}x: {why}" for why, n in r.left.items())
             lines.append(f"  {r.rank:>4} {r.op:<20} {r.host_class:<24} {r.modules:>7} {r.calls:>8}  {state}")
-        return "\n".join([head, *lines])
+        measured = list(dict.fromkeys(text for r in self.rows for text in r.measured))
+        if measured:
+            lines.append(
+                "  measured on this chip (time of the host's kernel over that of ours, 95% interval):"
+            )
+        return "\n".join([head, *lines, *(f"    {text}" for text in measured)])
 
     __repr__ = __str__
 

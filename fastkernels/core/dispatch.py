@@ -1,6 +1,7 @@
 """Functional ops, torch.ops.fastkernels.NAME, and the choice of the provider that runs a call.
 
-Order of preference: candidate, FASTKERNELS_PROVIDER=op:name, the chip's tuned table (tuning.py), the op's own list.
+Order of preference: candidate, FASTKERNELS_PROVIDER=op:name, the chip's tuned table (tuning.py: the user's, verified
+choices, the shipped one), the op's own list.
 Providers that are unavailable on the device are skipped. A provider that does not support the case is skipped too; this
 fallback is counted and logged once, and is an error under FASTKERNELS_STRICT=1. A call is one run of the op's body: the
 replay of a CUDA graph runs no body.

@@ -66,6 +66,8 @@ class Environment:
     candidates  FASTKERNELS_CANDIDATES   OP=FILE[,OP=FILE], or a folder of files OP.py: your own kernels
     provider    FASTKERNELS_PROVIDER     OP:NAME[,OP:NAME]: the provider that an op uses
     tuned       FASTKERNELS_TUNED        a tuned table, or a folder of CHIP.json, used before the tables that ship
+    verify      FASTKERNELS_VERIFY=0     a patch measures nothing and uses choices that were measured before. 1: it also
+                measures on a CPU (default: on a GPU)
     disable     FASTKERNELS_DISABLE      ops that are off, comma-separated
     strict      FASTKERNELS_STRICT=1     a fallback or an unknown host version is an error
     trial_s     FASTKERNELS_TRIAL_S      seconds that the import of a candidate, and the trial step of a patch, may take
@@ -87,6 +89,7 @@ class Environment:
     candidates: Mapping[str, str] = field(default_factory=dict)
     provider: Mapping[str, str] = field(default_factory=dict)
     tuned: str | None = None
+    verify: bool | None = None
     disable: tuple[str, ...] = ()
     strict: bool = False
     trial_s: float = 300.0
@@ -108,6 +111,7 @@ class Environment:
             candidates=_candidates("FASTKERNELS_CANDIDATES", e.get("FASTKERNELS_CANDIDATES")),
             provider=_pairs("FASTKERNELS_PROVIDER", e.get("FASTKERNELS_PROVIDER"), ":"),
             tuned=e.get("FASTKERNELS_TUNED") or None,
+            verify=_flag(e["FASTKERNELS_VERIFY"]) if e.get("FASTKERNELS_VERIFY") else None,
             disable=_names(e.get("FASTKERNELS_DISABLE")),
             strict=_flag(e.get("FASTKERNELS_STRICT")),
             trial_s=_seconds("FASTKERNELS_TRIAL_S", e.get("FASTKERNELS_TRIAL_S"), 300.0),

@@ -17,7 +17,15 @@ _KEPT = {
     },
     "models": {
         "models.common": "build checkpoint config ops registry weights",
-        "models.llm": "llama mixtral qwen3",
+        "models.llm": "llama mixtral",
+        "models.llm.qwen": "qwen3",
+    },
+    "models.llm": {
+        "models.llm.cohere": "cohere2",
+        "models.llm.gemma": "gemma2",
+        "models.llm.glm": "glm4",
+        "models.llm.olmo": "olmo2 olmoe",
+        "models.llm.qwen": "qwen2 qwen3 qwen3_moe",
     },
     "engine": {
         "engine.cache": "blocks kv_cache",

@@ -1,7 +1,8 @@
 """Tuned tables: which provider an op runs on this chip, by shape, as `fk-bench tune` measured it.
 
 A table is a JSON file for one chip. fastkernels/tuned/CHIP.json ships with the package; FASTKERNELS_TUNED names a
-user's table, whose shapes take precedence. Tables are read when an op with a `Key` first resolves its providers.
+user's table, whose shapes take precedence. Between the two come the choices that a patch verified on this chip
+(fastkernels/verify). Tables are read when an op with a `Key` first resolves its providers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import logging
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +34,37 @@ class TableError(ValueError):
 
 
 @dataclass(frozen=True)
+class Chip:
+    """The facts of a chip that a proposal may depend on.
+
+    memory_bytes_per_s  0 where it is unknown
+    capability          of CUDA, major and minor
+    """
+
+    name: str
+    sms: int
+    memory_bytes_per_s: float
+    l2_bytes: int
+    capability: tuple[int, int] = (9, 0)
+
+    @classmethod
+    def of(cls, device: str) -> Chip:
+        """Return the chip behind a device type, as its driver describes it."""
+        if device != "cuda":
+            return cls(device, torch.get_num_threads(), 0.0, 32 << 20, (0, 0))
+        found = torch.cuda.get_device_properties()
+        clock, bits = (getattr(found, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz
+        return cls(
+            found.name, found.multi_processor_count, 2e3 * clock * bits / 8, found.L2_cache_size,
+            (found.major, found.minor),
+        )  # fmt: skip
+
+
+# propose(values of Key.shape, values of Key.sizes, chip) -> up to three (provider, its params), the best first
+Propose = Callable[[tuple[Any, ...], tuple[int, ...], Chip], Sequence[tuple[str, Mapping[str, Any]]]]
+
+
+@dataclass(frozen=True)
 class Key:
     """How to look up an op's calls in a table; an argument of `dispatch.define`.
 
@@ -43,6 +75,9 @@ class Key:
     dims    dims(**shape, **sizes) -> the dims of the SPEC's case of such a call, for `fk-bench tune`
     module  module(m) -> values of shape for a module's calls, or None if they are unknown. With it, the op replaces a
             host's modules by default where a table lists it as faster, and only there
+    propose what may be faster than the production kernel at a point without an entry. A patch measures it (verify/)
+    points  sizes at which a patch measures the proposals for each shape of a model, the most important ones first
+    own     own(module, args) -> the arguments `args` of a call with the module's own weights
     """
 
     shape: tuple[str, ...]
@@ -50,6 +85,9 @@ class Key:
     of: Callable[..., tuple[tuple[Any, ...], tuple[int, ...]]]
     dims: Callable[..., dict[str, Any]]
     module: Callable[[Any], tuple[Any, ...] | None] | None = None
+    propose: Propose | None = None
+    points: tuple[tuple[int, ...], ...] = ()
+    own: Callable[[Any, list[Any]], list[Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -239,44 +277,76 @@ def shipped_entries(op: str) -> list[Entry]:
 
 
 def entries(op: str, chip: str) -> list[Entry]:
-    """All entries for an op on a chip: those of FASTKERNELS_TUNED, and the shipped ones of other shapes.
+    """All entries for an op on a chip: FASTKERNELS_TUNED's, then for other shapes the verified and the shipped ones.
 
     Raises TableError for a file that cannot be used.
     """
     return list(_by_op(chip, Environment.read().tuned).get(op, ()))
 
 
+_VERIFIED: dict[str, tuple[Entry, ...]] = {}
+
+
+def verified(chip: str) -> tuple[Entry, ...]:
+    """The choices in use that a patch of this process verified on this chip."""
+    return _VERIFIED.get(chip, ())
+
+
+def choices() -> list[list[Any]]:
+    """All verified choices in use in this process, without their times, as JSON can hold them."""
+    found = [
+        [chip, e.op, *map(sorted, (e.shape.items(), e.sizes.items(), e.params.items())), e.provider]
+        for chip, several in _VERIFIED.items()
+        for e in several
+    ]
+    return sorted(found, key=json.dumps)
+
+
+def set_verified(chip: str, found: Iterable[Entry]) -> None:
+    """Replace the verified choices of a chip. Ops that have resolved their providers keep them until `Op.forget`."""
+    _VERIFIED[chip] = tuple(found)
+    _by_op.cache_clear()
+
+
 @lru_cache(maxsize=8)
 def _by_op(chip: str, own: str | None) -> dict[str, list[Entry]]:
     found: dict[Any, list[Entry]] = {}
-    for path in _files(chip, own):
-        table = read(path)
-        if table.chip != chip:
-            log.warning("tuned table %s is for %s and is not used on %s", path, table.chip, chip)
-            continue
+    for several in (_entries_of(_users(chip, own), chip), verified(chip), _entries_of(_shipped(chip), chip)):
         here: dict[Any, list[Entry]] = {}
-        for entry in table.entries:
+        for entry in several:
             here.setdefault(entry.place, []).append(entry)
         found = {**here, **found}
     by_op: dict[str, list[Entry]] = {}
-    for (op, _), several in found.items():
-        by_op.setdefault(op, []).extend(several)
+    for (op, _), of_shape in found.items():
+        by_op.setdefault(op, []).extend(of_shape)
     return by_op
 
 
-def _files(chip: str, own: str | None) -> list[Path]:
-    """Table files in order of precedence: the user's, then the shipped one."""
-    shipped = SHIPPED / f"{slug(chip)}.json"
-    files = [shipped] if shipped.is_file() else []
+def _entries_of(path: Path | None, chip: str) -> tuple[Entry, ...]:
+    if path is None:
+        return ()
+    table = read(path)
+    if table.chip != chip:
+        log.warning("tuned table %s is for %s and is not used on %s", path, table.chip, chip)
+        return ()
+    return table.entries
+
+
+def _shipped(chip: str) -> Path | None:
+    path = SHIPPED / f"{slug(chip)}.json"
+    return path if path.is_file() else None
+
+
+def _users(chip: str, own: str | None) -> Path | None:
     if own is None:
-        return files
+        return None
     path = Path(own).expanduser()
     if path.is_dir():
         path /= f"{slug(chip)}.json"
-        return [path, *files] if path.is_file() else files
+        return path if path.is_file() else None
     if not path.is_file():
         raise TableError(f"FASTKERNELS_TUNED: there is no file or folder {own}")
-    return [path, *files]
+    return path
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The engine of encoders: whole sequences in, one forward pass, vectors out."""
+"""The engine of encoders: whole sequences or images in, one forward pass, vectors or probabilities out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from fastkernels.engine.engine import Engine
 from fastkernels.engine.execution.encode import EncodeInput
+from fastkernels.engine.images import ImageReader, is_image
 from fastkernels.engine.scheduling.encoding import (
     EncodeRequest,
     EncodeScheduler,
@@ -27,6 +28,9 @@ class EncodeEngine(Engine):
 
     def _start(self) -> None:
         config = self.config
+        self.images: ImageReader | None = None
+        if self.inputs == "images":
+            self.images = ImageReader(self.folder, self.hf_config, self.runner.model.prefix_tokens)
         self.scheduler = EncodeScheduler(
             config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
         )
@@ -34,22 +38,37 @@ class EncodeEngine(Engine):
     def make_request(
         self,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: Any,
         params: PoolingParams | None = None,
         priority: int = 0,
     ) -> EncodeRequest:
-        """See Engine. params: default PoolingParams()."""
+        """See Engine. prompt: text, token ids, or a PIL image. params: default PoolingParams()."""
         if params is not None and not isinstance(params, PoolingParams):
             raise ValueError(f"an encoder takes PoolingParams, got {type(params).__name__}")
-        text, ids = self.token_ids_of(prompt)
-        if len(ids) > self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, and the maximum input length is {self.max_model_len} tokens"
-            )
         params = params or PoolingParams()
+        if params.task == "classify" and not self.num_labels:
+            raise ValueError(
+                f"task 'classify' needs a model with a classifier, which {self.config.model} has not"
+            )
         if params.dimensions is not None:
             self._check_dimensions(params.dimensions)
-        return EncodeRequest(request_id, text, ids, params, priority)
+        if self.images is not None:
+            request = EncodeRequest(request_id, None, [], params, priority, image=self.images.patches(prompt))
+        elif is_image(prompt):
+            raise ValueError("the prompt must be text or token ids: this model takes no images")
+        else:
+            request = EncodeRequest(request_id, *self.token_ids_of(prompt), params, priority)
+        if request.num_tokens > self.max_model_len:
+            raise ValueError(
+                f"the prompt has {request.num_tokens} tokens, and the maximum input length is"
+                f" {self.max_model_len} tokens"
+            )
+        return request
+
+    @property
+    def num_labels(self) -> int:
+        """Classes that the model's classifier tells apart; 0 without one."""
+        return getattr(self.runner.model, "num_labels", 0)
 
     def _check_dimensions(self, wanted: int) -> None:
         """Raise ValueError for a size that the model's vectors cannot be cut to, as its config declares."""
@@ -58,7 +77,7 @@ class EncodeEngine(Engine):
             raise ValueError(
                 f"dimensions cannot be set, got {wanted}: this model does not declare Matryoshka embeddings"
             )
-        most = self.hf_config.hidden_size
+        most = getattr(self.hf_config, "vision_config", self.hf_config).hidden_size
         if wanted > most or (sizes and wanted not in sizes):
             allowed = f"one of {', '.join(map(str, sizes))}" if sizes else f"1 to {most}"
             raise ValueError(f"dimensions must be {allowed}, got {wanted}")
@@ -102,10 +121,13 @@ class EncodeEngine(Engine):
         batch = list(self.scheduler.schedule())
         if not batch:
             return []
+        images = [r.image for r in batch if r.image is not None]
         step = EncodeInput(
             np.concatenate([np.array(r.prompt_token_ids, np.int64) for r in batch]),
-            np.array([len(r.prompt_token_ids) for r in batch], np.int32),
-            [r.params.task == "embed" for r in batch],
+            np.array([r.num_tokens for r in batch], np.int32),
+            [r.params.task for r in batch],
+            np.concatenate([image.values for image in images]) if images else None,
+            [image.grid for image in images],
         )
         try:
             found = self.executor.launch(step).result()
@@ -123,6 +145,7 @@ class EncodeEngine(Engine):
                 r.prompt,
                 r.prompt_token_ids,
                 PoolingOutput(self._cut(data, r.params.dimensions)),
+                num_tokens=r.num_tokens,
             )
             for r, data in zip(batch, found, strict=True)
         ]

@@ -39,11 +39,12 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A resolved checkpoint with its config. runner: the key of RUNNERS that the model file names."""
+    """A resolved checkpoint with its config. runner, inputs: those of the model file's ARCH."""
 
     folder: Path
     hf_config: Any
     runner: str
+    inputs: str
     phases: Phases
 
     @staticmethod
@@ -53,13 +54,16 @@ class Checkpoint:
         folder = weights.resolve(config.model)
         hf_config = build.load_config(folder)
         phases.mark("config")
-        return Checkpoint(folder, hf_config, runner_name(hf_config, folder), phases)
+        runner = runner_name(hf_config, folder)
+        inputs = registry.find(build.architecture_of(hf_config, folder)).arch.inputs
+        return Checkpoint(folder, hf_config, runner, inputs, phases)
 
 
 class Engine(ABC):
     """Builds a model from an EngineConfig and runs requests. Not thread-safe: one thread owns it.
 
     kind      the key of RUNNERS whose models it runs
+    inputs    what a request holds: 'tokens' or 'images'
     requests  unfinished requests by id
     blocks    the KV cache's blocks; None without a cache
 
@@ -76,8 +80,9 @@ class Engine(ABC):
         if opened.runner != self.kind:
             raise ValueError(f"{config.model} cannot be used here: it is for {RUNNERS[opened.runner].use}")
         self.config, self.hf_config, self.phases = config, opened.hf_config, opened.phases
+        self.inputs = opened.inputs
         self.tokenizer = None
-        if not config.skip_tokenizer_init:
+        if not config.skip_tokenizer_init and self.inputs == "tokens":
             self.tokenizer = tokenizer.load(config.tokenizer or opened.folder)
         self.folder = opened.folder
         self.phases.mark("tokenizer")

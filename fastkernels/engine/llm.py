@@ -1,4 +1,4 @@
-"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)) and LLM(model).embed(texts)."""
+"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)), and embed and classify of texts or images."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.engine import is_integer, make_engine
+from fastkernels.engine.images import is_image
 from fastkernels.engine.runners import RUNNERS
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
 from fastkernels.engine.scheduling.encoding import PoolingParams, PoolingRequestOutput
@@ -85,9 +86,16 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Encode each prompt to one vector: `outputs.embedding` is a list of floats, `outputs.data` an array [H].
 
-        prompts, use_tqdm: as in `generate`. Raises ValueError for an unsupported request before anything runs.
+        prompts, use_tqdm: as in `generate`; PIL images for a model of images. Raises ValueError for an unsupported
+        request before anything runs.
         """
         return self.encode(prompts, "embed", use_tqdm=use_tqdm)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: Progress = True
+    ) -> list[PoolingRequestOutput]:
+        """Probabilities of the classes of each prompt: `outputs.probs` is a list of floats. See `embed`."""
+        return self.encode(prompts, "classify", use_tqdm=use_tqdm)
 
     def encode(
         self,
@@ -194,7 +202,7 @@ class ProgressBar:
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, (str, dict)):
+    if isinstance(prompts, (str, dict)) or is_image(prompts):
         prompts = [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts must be text, token ids or a list of these, got {reprlib.repr(prompts)}")
@@ -205,8 +213,11 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _unwrapped(prompt: Any) -> Any:
-    """The text or token ids of a prompt given as vLLM's TextPrompt or TokensPrompt."""
+    """The text, token ids or image of a prompt given as vLLM's TextPrompt or TokensPrompt."""
     if isinstance(prompt, dict):
+        image = (prompt.get("multi_modal_data") or {}).get("image")
+        if image is not None:
+            return image
         return next((prompt[k] for k in ("prompt_token_ids", "prompt") if k in prompt), prompt)
     return prompt
 

@@ -105,6 +105,16 @@ def test_minilm_on_the_gpu_equals_the_cpu(minilm: LLM, dtype: str, tolerance: fl
         assert ours.outputs.data.shape == theirs.outputs.data.shape
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.02)])
+def test_tiny_bert_on_the_gpu_equals_the_cpu(bert: Path, dtype: str, tolerance: float) -> None:
+    prompts = [[5, 6, 7], [9], list(range(4, 60))]
+    expected = [o.outputs.data for o in LLM(str(bert), device="cpu").embed(prompts)]
+    found = [o.outputs.data for o in LLM(str(bert), device="cuda", dtype=dtype).embed(prompts)]
+    np.testing.assert_allclose(found, expected, atol=tolerance)
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"hidden_act": "gelu_new"}, {"hidden_act": "relu"}, {"layer_norm_eps": 0.1}, {"num_attention_heads": 2}],

@@ -18,8 +18,8 @@ NORMS = {"rms_norm", "gemma_rms_norm", "layer_norm"}
 @pytest.mark.parametrize("kind", sorted({kind for kind, _ in MODELS.values()}))
 def test_every_module_is_patched_or_has_a_reason(kind: str) -> None:
     prefix, differs = KINDS[kind]
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **differs})
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    cls = getattr(transformers, f"{prefix}ForCausalLM")
+    model = cls(cls.config_class(**{**SIZES, **differs})).eval()
     before, ids = state(model), torch.arange(5, 45).view(2, 20)
     with torch.inference_mode():
         stock = model(ids).logits

@@ -141,3 +141,12 @@ def test_engine_and_common_code_names_no_model() -> None:
     found = {str(f): names & code_words(f) - (formats if f.parent == parsing else set()) for f in files}
     assert {f: named for f, named in found.items() if named} == {}
     assert "llama" in code_words(models()["qwen3"].file)
+
+
+def test_models_of_a_series_share_a_folder(tmp_path: Path) -> None:
+    file = write(tmp_path, "llm/series/second.py", ARCH.format("B"))
+    found = registry.read_models(tmp_path, "pkg")
+    assert found["second"].module == "pkg.llm.series.second" and found["second"].file == file
+    write(tmp_path, "vision/series/third.py", ARCH.format("C"))
+    with pytest.raises(registry.InvalidModelFile, match="category 'llm' is not its folder 'vision'"):
+        registry.read_models(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -170,17 +171,30 @@ def test_module_equals_op(name: str, target: Any) -> None:
         assert torch.equal(out, want) and torch.equal(new, total) and new is residual
 
 
-def test_llama3_scaling_is_transformers() -> None:
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 8192},
+        {"rope_type": "linear", "factor": 8.0},
+        {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0,
+         "mscale_all_dim": 0.7, "beta_fast": 16.0, "beta_slow": 2.0},
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.3},
+    ],
+)  # fmt: skip
+def test_scaled_rope_is_transformers(rope: dict[str, Any]) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    rope = {"rope_theta": 500000.0, **rope}
     config = LlamaConfig(hidden_size=4096, num_attention_heads=32, rope_parameters=rope)
-    want, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    ours = get_rope(128, 32, rope_parameters=rope, dtype=torch.float32)
-    torch.testing.assert_close(ours._inv_freq(), want)
-    torch.testing.assert_close(ours.cos_sin_cache[31, :64], (31 * want).cos())
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    ours = get_rope(128, 32, rope_parameters=rope, dtype=torch.float32).cos_sin_cache
+    assert len(ours) >= 32
+    torch.testing.assert_close(
+        ours[31], magnitude * torch.cat([(31 * frequencies).cos(), (31 * frequencies).sin()])
+    )
 
 
 def test_rope_is_transformers() -> None:
@@ -195,9 +209,21 @@ def test_rope_is_transformers() -> None:
         torch.testing.assert_close(a, b[0].transpose(0, 1))
 
 
-@pytest.mark.parametrize("parameters", [{"rope_type": "yarn"}, {"rope_type": "llama3", "factor": 8.0}])
-def test_rope_errors_name_the_parameter(parameters: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"yarn.*known: default, llama3|needs low_freq_factor"):
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rope_type": "dynamic"}, "'dynamic' is not supported; known: default, linear, llama3, yarn"),
+        ({"rope_type": "llama3", "factor": 8.0}, "'llama3' needs low_freq_factor, high_freq_factor"),
+        ({"rope_type": "linear"}, "'linear' needs factor"),
+        ({"rope_type": "yarn", "factor": 4.0}, "'yarn' needs original_max_position_embeddings"),
+        (
+            {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 25},
+            "factor 2.5 extends 25 positions to 63, and max_position is 64: reduce it",
+        ),
+    ],
+)
+def test_rope_errors_name_the_parameter(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         get_rope(64, 64, rope_parameters=parameters)
 
 

@@ -21,6 +21,14 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "beta_fast": 16.0,
+    "attention_factor": 1.2,
+}
 
 
 def byte_tokenizer() -> Any:
@@ -101,6 +109,37 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 48,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            },
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 8,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "full_attention": YARN,
+            },
+        },
+    ),
+    "exaone4": ("Exaone4", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
+    "seed_oss": ("SeedOss", {}),
+    "ernie4_5": ("Ernie4_5", {}),
+    "ministral": ("Ministral", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}),
+    "cohere": ("Cohere", {"tie_word_embeddings": True, "logit_scale": 0.5}),
+    "glm": ("Glm", {}),
     "gpt_oss": (
         "GptOss",  # YaRN with a factor of 32
         {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -119,6 +158,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     **{k: (k, {}) for k in ("qwen2", "qwen3_moe", "mistral", "phi3", "olmo2", "olmoe", "granite", "gemma2", "cohere2")},
     **{k: (k, {}) for k in ("smollm3", "starcoder2", "gpt_neox", "stablelm", "nemotron", "glm4")},
+    **{k: (k, {}) for k in ("gemma", "gemma3_text", "olmo3", "exaone4", "seed_oss", "ernie4_5", "ministral")},
+    **{k: (k, {}) for k in ("cohere", "glm")},
+    "exaone4_full": ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": None}),
     "gpt_neox_serial": ("gpt_neox", {"use_parallel_residual": False}),
     "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
     "mixtral_window": ("mixtral", {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 3}),
@@ -144,8 +186,8 @@ def make_tiny(
     import torch
     import transformers
 
-    config = getattr(transformers, f"{prefix}Config")(**fields)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    cls = getattr(transformers, f"{prefix}ForCausalLM")
+    model = cls(cls.config_class(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -203,6 +245,85 @@ def make_tiny_bert(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+_VISION = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 8,
+}  # fmt: skip
+_TEXT = {**_VISION, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1}
+# Encoders of images. name: (transformers' class, fields of its config)
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dinov3": ("DINOv3ViTModel", {"num_register_tokens": 3}),
+    "dinov3_gated": ("DINOv3ViTModel", {"use_gated_mlp": True, "hidden_act": "silu", "key_bias": True}),
+    "dinov3_no_bias": (
+        "DINOv3ViTModel", {"query_bias": False, "value_bias": False, "proj_bias": False, "mlp_bias": False},
+    ),
+    "siglip2_vision": ("Siglip2VisionModel", {"num_patches": 16}),
+    "siglip2": ("Siglip2Model", {}),
+    "siglip2_classes": ("Siglip2ForImageClassification", {"num_labels": 5}),
+}  # fmt: skip
+
+
+def make_tiny_encoder(folder: str | Path, kind: str, seed: int = 0, **fields: Any) -> Path:
+    """A random float32 checkpoint of ENCODERS in `folder`, with an image processor: patches of 8 pixels.
+
+    fields: of the config
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    import transformers
+
+    name, own = ENCODERS[kind]
+    cls = getattr(transformers, name)
+    fields = {**own, **fields}
+    if name.startswith("DINOv3"):
+        config = cls.config_class(**{**_VISION, "image_size": 32, **fields})
+        processor: Any = transformers.DINOv3ViTImageProcessor(size={"height": 32, "width": 40})
+    else:
+        processor = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=20)
+        tower = {**_VISION, "num_patches": 16}
+        towers = {} if name == "Siglip2VisionModel" else {"text_config": _TEXT, "vision_config": tower}
+        config = cls.config_class(**{**(towers or tower), **fields})
+    model = cls(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(float(parameter.dim() == 1), 0.15, generator=generator)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return Path(folder)
+
+
+def make_tiny_pipeline(folder: str | Path, seed: int = 0) -> Path:
+    """A random float32 SDXL pipeline of diffusers in `folder`, without tokenizers: two levels, 32 pixels and more."""
+    import diffusers
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    levels = ["DownEncoderBlock2D"] * 2, ["UpDecoderBlock2D"] * 2
+    text = transformers.CLIPTextConfig(
+        hidden_size=32, intermediate_size=37, num_attention_heads=4, num_hidden_layers=2, vocab_size=100,
+        projection_dim=32, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=16, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, cross_attention_dim=64,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=(2, 4),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), use_linear_projection=True,
+        addition_embed_type="text_time", addition_time_embed_dim=8, transformer_layers_per_block=(1, 2),
+        projection_class_embeddings_input_dim=80,
+    )  # fmt: skip
+    pipe = diffusers.StableDiffusionXLPipeline(
+        vae=diffusers.AutoencoderKL(
+            block_out_channels=[16, 32], down_block_types=levels[0], up_block_types=levels[1], norm_num_groups=8,
+            latent_channels=4,
+        ),
+        unet=unet, text_encoder=transformers.CLIPTextModel(text), tokenizer=None, tokenizer_2=None,
+        text_encoder_2=transformers.CLIPTextModelWithProjection(text),
+        scheduler=diffusers.EulerDiscreteScheduler(),
+    )  # fmt: skip
+    pipe.save_pretrained(folder)
+    return Path(folder)
 
 
 def make_tiny_llama(folder: str | Path, dtype: str = "bfloat16", seed: int = 0, **overrides: Any) -> Path:

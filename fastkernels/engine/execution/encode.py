@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,9 @@ import torch
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.cache.kv_cache import Limits, wanted_model_len
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.execution.pooling import read_pooling
+from fastkernels.engine.execution.pooling import Pooling, read_pooling
 from fastkernels.engine.execution.runner import Runner
+from fastkernels.models.common import registry
 
 CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "attention_backend")
 
@@ -22,16 +24,22 @@ CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "attention_b
 class EncodeInput:
     """B whole sequences: input_ids [T] int64, one sequence after the other; query_lens [B] int32.
 
-    pooled [B]: whether a sequence's result is one vector, or one vector for each token.
+    tasks [B]: of PoolingParams. Instead of input_ids, a model of images has the patches [P, C * p * p] float32, image
+    after image, and their grids (rows, columns).
     """
 
     input_ids: np.ndarray
     query_lens: np.ndarray
-    pooled: Sequence[bool]
+    tasks: Sequence[str]
+    patches: np.ndarray | None = None
+    grids: Sequence[tuple[int, int]] = ()
 
 
 class Encode(Runner):
-    """Runs an encoder: model(input_ids [T], positions [T]) returns hidden states [T, H]. It has no KV cache."""
+    """Runs an encoder: model(input_ids [T], positions [T]) returns hidden states [T, H]. It has no KV cache.
+
+    Models of images are called with patches and grids; see models/vision/dinov3.py.
+    """
 
     def _prepare(self, folder: Path) -> None:
         config = self.config
@@ -39,14 +47,26 @@ class Encode(Runner):
         for name in CACHE_OPTIONS:
             if getattr(config, name) != getattr(default, name):
                 raise ValueError(f"{name} applies to models that generate; {config.model} is an encoder")
-        self.pooling = read_pooling(folder)
-        own = wanted_model_len(config, self.hf_config)
-        self.max_model_len = own if config.max_model_len else min(own, self.pooling.max_tokens or own)
+        if registry.find(self.hf_config.architectures[0]).arch.inputs == "images":
+            self.max_model_len = config.max_model_len or config.max_num_batched_tokens
+            self.pooling = Pooling("own")
+        else:
+            self._limit_text(folder)
         if config.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
                 f"max_num_batched_tokens {config.max_num_batched_tokens} is less than max_model_len"
                 f" {self.max_model_len}: an encoder computes a sequence in one step"
             )
+
+    def _limit_text(self, folder: Path) -> None:
+        config = self.config
+        self.pooling = read_pooling(folder)
+        own = wanted_model_len(config, self.hf_config)
+        self.max_model_len = own if config.max_model_len else min(own, self.pooling.max_tokens or own)
+
+    def _loaded(self) -> None:
+        if self.pooling.mode == "own":
+            self.pooling = replace(self.pooling, own=self.model.pool)
 
     def num_fitting_blocks(self) -> int:
         """See Runner: 0, since nothing is cached."""
@@ -70,30 +90,37 @@ class Encode(Runner):
             max_seqlen_k=longest, padded=False,
         )  # fmt: skip
         with forward_context(metadata):
-            hidden = self.model(self._to_device(step.input_ids), self._to_device(positions))
-        pooled = self.pooling(hidden, cu_seqlens) if any(step.pooled) else None
-        return EncodeStep(step, starts, hidden if not all(step.pooled) else None, pooled)
+            if step.patches is None:
+                hidden = self.model(self._to_device(step.input_ids), self._to_device(positions))
+            else:
+                hidden = self.model(self._to_device(step.patches, np.float32), step.grids)
+            found = {"token_embed": hidden}
+            if "embed" in step.tasks:
+                found["embed"] = self.pooling(hidden, cu_seqlens)
+            if "classify" in step.tasks:
+                found["classify"] = self._probabilities(self.model.classify(hidden, cu_seqlens).float())
+        return EncodeStep(step, starts, {task: found[task] for task in step.tasks})
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
+    def _probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        multiple = getattr(self.hf_config, "problem_type", None) == "multi_label_classification"
+        return logits.sigmoid() if multiple else logits.softmax(-1)
+
+    def _to_device(self, array: np.ndarray, dtype: Any = np.int64) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 class EncodeStep:
-    """A launched forward pass (step.Pending)."""
+    """A launched forward pass (step.Pending). found: {task: what the model computed for all sequences}."""
 
-    def __init__(
-        self, step: EncodeInput, starts: np.ndarray, hidden: torch.Tensor | None, pooled: torch.Tensor | None
-    ):
-        self._step, self._starts, self._hidden, self._pooled = step, starts, hidden, pooled
+    def __init__(self, step: EncodeInput, starts: np.ndarray, found: Mapping[str, torch.Tensor]):
+        self._step, self._starts, self._found = step, starts, found
 
     def result(self) -> list[np.ndarray]:
-        """Per sequence in float32: [H] where pooled, else [tokens, H]. Waits for the device."""
-        hidden = None if self._hidden is None else self._hidden.float().cpu().numpy()
-        pooled = None if self._pooled is None else self._pooled.cpu().numpy()
-        found = []
-        for row, as_vector in enumerate(self._step.pooled):
-            source = pooled if as_vector else hidden
-            assert source is not None
-            found.append(source[row] if as_vector else source[self._starts[row] : self._starts[row + 1]])
-        return found
+        """Per sequence in float32, as PoolingOutput.data. Waits for the device."""
+        arrays = {task: tensor.float().cpu().numpy() for task, tensor in self._found.items()}
+        starts = self._starts
+        return [
+            arrays[task][starts[row] : starts[row + 1]] if task == "token_embed" else arrays[task][row]
+            for row, task in enumerate(self._step.tasks)
+        ]

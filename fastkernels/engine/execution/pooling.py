@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,22 @@ KNOWN = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class Pooling:
-    """mode: 'mean', 'cls', 'max' or 'last'; normalize: scale each vector to length 1.
+    """mode: 'mean', 'cls', 'max', 'last' or 'own'; normalize: scale each vector to length 1.
 
     max_tokens: the longest input that the checkpoint was made for, where it says so.
+    own: the model's own pooling, a function of hidden and starts, for the mode 'own'.
     """
 
     mode: str = "mean"
     normalize: bool = True
     max_tokens: int | None = None
+    own: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def __call__(self, hidden: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """hidden [T, H] of B sequences that start at starts [B + 1]. Returns [B, H] in float32."""
+        if self.own is not None:
+            pooled = self.own(hidden, starts).float()
+            return F.normalize(pooled, dim=-1) if self.normalize else pooled
         hidden, lengths = hidden.float(), starts.diff()
         if self.mode == "cls":
             pooled = hidden.index_select(0, starts[:-1])

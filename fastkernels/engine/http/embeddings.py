@@ -1,9 +1,12 @@
-"""Routes of encoders: OpenAI's embeddings."""
+"""Routes of encoders: OpenAI's embeddings and vLLM's classification, of texts and images."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import time
 import uuid
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,9 @@ from pydantic_core import to_json
 from fastkernels.engine.http import schema
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.errors import ApiError
-from fastkernels.engine.http.protocol import EmbeddingRequest
+from fastkernels.engine.http.protocol import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from fastkernels.engine.http.streaming import unless_gone
+from fastkernels.engine.images import decode, is_image
 from fastkernels.engine.scheduling.encoding import PoolingParams
 from fastkernels.engine.tokenizer import cut
 
@@ -23,7 +27,10 @@ from fastkernels.engine.tokenizer import cut
 class Embeddings:
     """PATHS: (path, method, schema) of the routes."""
 
-    PATHS = (("/v1/embeddings", "embeddings", schema.EMBEDDINGS),)
+    PATHS = (
+        ("/v1/embeddings", "embeddings", schema.EMBEDDINGS),
+        ("/classify", "classify", schema.CLASSIFICATION),
+    )
 
     def __init__(self, context: Context):
         self.context = context
@@ -31,42 +38,122 @@ class Embeddings:
     async def embeddings(self, body: EmbeddingRequest, raw: Request) -> Response:
         """One vector for each input."""
         self.context.check_model(body.model)
-        requests, own = [], uuid.uuid4().hex
         limit, side = self.context.prompt_limit(body.truncate_prompt_tokens, 0), body.truncation_side
-        inputs, params = body.inputs, PoolingParams(dimensions=body.dimensions)
-        if len(inputs) > self.context.llm.config.max_waiting:
-            raise ApiError(400, f"{len(inputs)} inputs are more than the queue holds", "input")
-        for i, given in enumerate(inputs):
-            special = body.add_special_tokens is not False
-            if isinstance(given, list):
-                ids = given if limit is None else cut(given, limit, side)
-            else:
-                ids = await self.context.prompts.text(given, special, "input", limit, side)
+        inputs = Inputs(self.context, body.add_special_tokens is not False, limit, side)
+        found = await self._run(body, PoolingParams(dimensions=body.dimensions), inputs, raw)
+        if found is None:
+            return Response(status_code=499)
+        as_text = body.encoding_format == "base64"
+        vectors = [_base64(o.outputs.data) if as_text else o.outputs.embedding for o in found]
+        data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)]
+        answer = {"object": "list", "data": data, "model": self.context.model_name, "usage": _usage(found)}
+        return Response(to_json(answer), media_type="application/json")
+
+    async def classify(self, body: ClassificationRequest, raw: Request) -> Response:
+        """The classes' probabilities for each input, and the likeliest one's label."""
+        self.context.check_model(body.model)
+        engine: Any = self.context.llm.engine
+        if not engine.num_labels:
+            raise ApiError(
+                404, f"/classify is not available: {self.context.model_name!r} has no classifier", "model"
+            )
+        found = await self._run(body, PoolingParams("classify"), Inputs(self.context), raw)
+        if found is None:
+            return Response(status_code=499)
+        names = getattr(engine.hf_config, "id2label", None) or {}
+        data = []
+        for i, output in enumerate(found):
+            probs, best = output.outputs.probs, int(np.argmax(output.outputs.data))
+            label = str(names.get(best, f"LABEL_{best}"))
+            data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
+        answer = {
+            "id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()),
+            "model": self.context.model_name, "data": data, "usage": _usage(found),
+        }  # fmt: skip
+        return Response(to_json(answer), media_type="application/json")
+
+    async def _run(
+        self, body: PoolingRequest, params: PoolingParams, read: Inputs, raw: Request
+    ) -> list[Any] | None:
+        """The outputs of all inputs, in order; None if the client has gone."""
+        requests, own = [], uuid.uuid4().hex
+        given = body.inputs
+        if len(given) > self.context.llm.config.max_waiting:
+            raise ApiError(400, f"{len(given)} inputs are more than the queue holds", "input")
+        for i, one in enumerate(given):
+            prompt = await read(i, one)
+            make = partial(self.context.llm.make_request, f"{own}-{i}", prompt, params, body.priority or 0)
             try:
-                request = self.context.llm.make_request(f"{own}-{i}", ids, params, body.priority or 0)
+                # Resizing an image takes milliseconds
+                requests.append(await asyncio.to_thread(make) if is_image(prompt) else make())
             except ValueError as error:
                 message = str(error)
                 if message.startswith("dimensions"):
                     raise ApiError(400, message, "dimensions") from error
                 raise ApiError(400, message.replace("the prompt", f"input {i}", 1), "input") from error
-            requests.append(request)
         outputs = await self.context.open(requests)
         try:
             found = await unless_gone(raw, outputs.rest())
         finally:
             outputs.close()
         if found is None:
-            return Response(status_code=499)
-        answer = self._answer([output for _, output in sorted(found, key=lambda item: item[0])], body)
-        return Response(to_json(answer), media_type="application/json")
+            return None
+        return [output for _, output in sorted(found, key=lambda item: item[0])]
 
-    def _answer(self, outputs: list[Any], body: EmbeddingRequest) -> dict[str, Any]:
-        as_text = body.encoding_format == "base64"
-        tokens = sum(len(o.prompt_token_ids) for o in outputs)
-        vectors = [_base64(o.outputs.data) if as_text else o.outputs.embedding for o in outputs]
-        data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)]
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return {"object": "list", "data": data, "model": self.context.model_name, "usage": usage}
+
+class Inputs:
+    """Reads one input at a time: token ids of texts, or a PIL image.
+
+    special, limit, side: of Prompts.text.
+    """
+
+    def __init__(
+        self, context: Context, special: bool = True, limit: int | None = None, side: str | None = None
+    ):
+        self.context, self.special, self.limit, self.side = context, special, limit, side
+        self.takes_images = context.llm.engine.inputs == "images"
+
+    async def __call__(self, i: int, given: str | list[int] | dict[str, Any]) -> Any:
+        """Raises ApiError, which names input i."""
+        if isinstance(given, dict) is not self.takes_images:
+            wanted = (
+                "takes images, as " + IMAGE_FORM
+                if self.takes_images
+                else "takes text or token ids, not images"
+            )
+            raise ApiError(400, f"input {i} cannot be used: {self.context.model_name!r} {wanted}", "input")
+        if isinstance(given, dict):
+            try:
+                return await asyncio.to_thread(_image, given["image_url"]["url"])
+            except ValueError as error:
+                raise ApiError(400, f"input {i} is {error}", "input") from error
+        if isinstance(given, list):
+            return given if self.limit is None else cut(given, self.limit, self.side)
+        return await self.context.prompts.text(given, self.special, "input", self.limit, self.side)
+
+
+IMAGE_FORM = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
+
+
+def _image(url: str) -> Any:
+    """The PIL image of a data URL. Raises ValueError, whose message continues "input 0 is"."""
+    head, comma, data = url.partition(",")
+    if not head.startswith("data:"):
+        raise ValueError(
+            f"not a data URL, and this server downloads nothing: image_url.url begins with {url[:32]!r}"
+        )
+    if not comma or not head.endswith(";base64"):
+        raise ValueError(f"not a data URL in base64: it begins with {head[:64]!r}")
+    try:
+        content = base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise ValueError(f"not base64 behind the comma: {error}") from error
+    return decode(content)
+
+
+def _usage(outputs: list[Any]) -> dict[str, int]:
+    tokens = sum(o.num_tokens for o in outputs)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
 def _base64(vector: np.ndarray) -> str:

@@ -102,9 +102,9 @@ class Metrics:
     def _observe_encoded(self, requests: Sequence[EncodeRequest]) -> None:
         now = time.monotonic()
         self._ended["stop"] += len(requests)
-        self._observe("iteration_tokens_total", [sum(len(r.prompt_token_ids) for r in requests)])
+        self._observe("iteration_tokens_total", [sum(r.num_tokens for r in requests)])
         self._observe("e2e_request_latency_seconds", [now - r.arrival for r in requests])
-        self._observe("request_prompt_tokens", [len(r.prompt_token_ids) for r in requests])
+        self._observe("request_prompt_tokens", [r.num_tokens for r in requests])
         waits = [r.scheduled_time - r.arrival for r in requests if r.scheduled_time is not None]
         self._observe("request_queue_time_seconds", waits)
 
@@ -124,7 +124,10 @@ class Metrics:
         counters: list[tuple[str, str, float]] = []
         if blocks is not None:
             yield self._one(
-                GaugeMetricFamily, "vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1", blocks.usage
+                GaugeMetricFamily,
+                "vllm:kv_cache_usage_perc",
+                "KV blocks in use, 0 to 1",
+                scheduler.cache_usage,
             )
             counters += [
                 ("vllm:num_preemptions", "Preemptions", scheduler.num_preemptions),

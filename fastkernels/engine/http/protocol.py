@@ -49,6 +49,44 @@ def _prompt(value: Any) -> str | list[Any]:
     return value
 
 
+def _input(value: Any) -> Any:
+    """The input of an encoder: as _prompt, one image, or a list of images."""
+    if isinstance(value, dict):
+        return _image(value, "it")
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return _prompt(value)
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} entries are allowed, got {len(value)}")
+    return [_image(part, f"entry {i}") for i, part in enumerate(value)]
+
+
+def _image(part: Any, name: str) -> dict[str, Any]:
+    """A content part with an image. OpenAI's `detail` has no effect: the model has one resolution."""
+    image = part.get("image_url") if isinstance(part, dict) and part.get("type") == "image_url" else None
+    if not isinstance(image, dict) or not isinstance(image.get("url"), str) or set(image) - {"url", "detail"}:
+        raise ValueError(
+            f'{name} must be an image: {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,..."}}}}'
+        )
+    return part
+
+
+def _image_of(messages: Any) -> dict[str, Any]:
+    """The only content part of a conversation, which must be an image."""
+    contents = (
+        [m.get("content") if isinstance(m, dict) else None for m in messages]
+        if isinstance(messages, list)
+        else []
+    )
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    try:
+        (part,) = parts
+        return _image(part, "it")
+    except ValueError as error:
+        raise field_error(
+            "messages", "must hold one content part of type image_url, and nothing else"
+        ) from error
+
+
 def _token_ids(ids: list[Any], name: str) -> None:
     if set(map(type, ids)) != {int} or min(ids) < 0:
         raise ValueError(f"{name} must hold token ids only: integers of at least 0")
@@ -96,6 +134,17 @@ _PART = {
     "type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }  # fmt: skip
+_IMAGE = {
+    "type": "object", "required": ["type", "image_url"],
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object", "required": ["url"], "additionalProperties": False,
+            "properties": {"url": {"type": "string"}, "detail": {}},
+        },
+    },
+}  # fmt: skip
+_INPUT_SCHEMA = {"anyOf": [*_PROMPT_SCHEMA["anyOf"], _IMAGE, _array(_IMAGE, MAX_PROMPTS, 1)]}
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
 
 
@@ -377,25 +426,45 @@ class TokenizeRequest(Conversation):
         return self
 
 
-class EmbeddingRequest(Body):
+class PoolingRequest(Body):
+    """Common fields of embeddings and classification. Images are content parts of type image_url."""
+
+    input: Annotated[Any, PlainValidator(_input), WithJsonSchema(_INPUT_SCHEMA)]
+    user: str | None = Field(None, description="Accepted and ignored.")
+    priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_messages(cls, data: Any) -> Any:
+        """vLLM's form for images: one conversation with one image."""
+        if not isinstance(data, dict) or data.get("messages") is None:
+            return data
+        if data.get("input") is not None:
+            raise field_error("input", "give either input or messages")
+        rest = {k: v for k, v in data.items() if k not in ("messages", "input")}
+        return {**rest, "input": _image_of(data["messages"])}
+
+    @property
+    def inputs(self) -> list[str | list[int] | dict[str, Any]]:
+        """The inputs one by one: texts, token ids or images."""
+        given = self.input
+        return [given] if isinstance(given, (str, dict)) or isinstance(given[0], int) else given
+
+
+class ClassificationRequest(PoolingRequest):
+    """vLLM's /classify."""
+
+
+class EmbeddingRequest(PoolingRequest):
     """OpenAI's embeddings, with vLLM's add_special_tokens, truncate_prompt_tokens, truncation_side and priority."""
 
-    input: Annotated[Any, PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: int | None = Field(
         None, ge=1, le=2**31 - 1, description="For models with Matryoshka embeddings."
     )
-    user: str | None = Field(None, description="Accepted and ignored.")
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: TruncatePrompt = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
-
-    @property
-    def inputs(self) -> list[str | list[int]]:
-        """The inputs one by one: texts or token ids."""
-        given = self.input
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 class DetokenizeRequest(Body):

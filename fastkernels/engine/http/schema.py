@@ -134,6 +134,22 @@ class EmbeddingList(BaseModel):
     usage: EmbeddingUsage
 
 
+class Classification(BaseModel):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
+    usage: EmbeddingUsage
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"]
@@ -200,5 +216,5 @@ METRICS = _text("Prometheus' text format", "text/plain")
 VERSION, MODELS, MODEL = answers(Version), answers(ModelList), answers(ModelCard)
 COMPLETION = answers(Completion, stream=True)
 CHAT = answers(ChatCompletion, stream=True)
-EMBEDDINGS = answers(EmbeddingList)
+EMBEDDINGS, CLASSIFICATION = answers(EmbeddingList), answers(ClassificationList)
 TOKENIZE, DETOKENIZE, DONE = answers(Tokens), answers(Text), answers(Done)

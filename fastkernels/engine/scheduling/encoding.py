@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fastkernels.engine.images import Patches
 from fastkernels.engine.scheduling.request import Status
 from fastkernels.engine.scheduling.scheduler import AGING, QueueFull
 
-TASKS = ("embed", "token_embed")
+TASKS = ("embed", "token_embed", "classify")
 
 
 @dataclass(frozen=True)
 class PoolingParams:
     """Parameters of an encoder's request.
 
-    task        'embed' (one vector) or 'token_embed' (one vector per token)
+    task        'embed' (one vector), 'token_embed' (one vector per token) or 'classify' (probabilities)
     dimensions  the size of the vectors, for a model with Matryoshka embeddings
     """
 
@@ -35,7 +36,7 @@ class PoolingParams:
 
 @dataclass(eq=False)
 class EncodeRequest:
-    """One sequence to encode. A lower priority number goes first."""
+    """One sequence, or the patches of one image, to encode. A lower priority number goes first."""
 
     request_id: str
     prompt: str | None
@@ -45,12 +46,17 @@ class EncodeRequest:
     arrival: float = field(default_factory=time.monotonic)
     status: Status = Status.WAITING
     scheduled_time: float | None = None
+    image: Patches | None = None
     streams_deltas = False  # one output, at the end
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) if self.image is None else self.image.tokens
 
 
 @dataclass
 class PoolingOutput:
-    """data: float32 [H] for task 'embed', [tokens, H] for 'token_embed'."""
+    """data: float32 [H] for task 'embed', [tokens, H] for 'token_embed', [labels] for 'classify'."""
 
     data: np.ndarray
 
@@ -59,16 +65,22 @@ class PoolingOutput:
         """`data` as Python floats."""
         return self.data.tolist()
 
+    @property
+    def probs(self) -> list[float]:
+        """`data` of the task 'classify' as Python floats."""
+        return self.data.tolist()
+
 
 @dataclass
 class PoolingRequestOutput:
-    """The result of a request. Names are vLLM's."""
+    """The result of a request. Names are vLLM's. num_tokens: of the sequence, also of an image's."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: PoolingOutput
     finished: bool = True
+    num_tokens: int = 0
 
 
 class EncodeScheduler:
@@ -105,9 +117,9 @@ class EncodeScheduler:
         while self._waiting and len(self.running) < self.max_num_seqs:
             request = self._waiting[0][2]
             if request.status is Status.WAITING:
-                if len(request.prompt_token_ids) > budget:
+                if request.num_tokens > budget:
                     break
-                budget -= len(request.prompt_token_ids)
+                budget -= request.num_tokens
                 request.status, request.scheduled_time = Status.RUNNING, time.monotonic()
                 self.running.append(request)
                 self.num_waiting -= 1

@@ -19,10 +19,13 @@ class Architecture:
                     `describe(config)` returns, a description.Decoder
     runner          how the engine runs the model: a key of fastkernels.engine.runners.RUNNERS
     model_type      `model_type` in config.json
+    inputs          what the model reads: 'tokens', or 'images' (see models/vision/dinov3.py)
     layers          level-3 ops that the model is built of
     packed          {our module: [checkpoint modules]}: weights that are stacked into one parameter, in order; Llama's
                     by default
     experts         "module:function" that maps a config to vLLM's expert mapping (weights.expert_parts)
+    absent          "module:function" that maps a config to patterns (fnmatch) of checkpoint keys that its checkpoints
+                    leave out: those parts of our parameters are zero
     renamed         {prefix of a checkpoint key: prefix of our parameter}; the first that fits counts
     parts           {part of a checkpoint key: part of ours}, whole names between dots, applied after `renamed`
     unused          patterns (fnmatch) of checkpoint keys that the model does not need
@@ -39,9 +42,11 @@ class Architecture:
     runner: str
     model_type: str
     model: str = "fastkernels.models.common.decoder:Decoder"
+    inputs: str = "tokens"
     layers: tuple[str, ...] = ()
     packed: Mapping[str, Sequence[str]] = field(default_factory=lambda: PACKED)
     experts: str = ""
+    absent: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ("*rotary_emb.inv_freq",)

@@ -45,6 +45,8 @@ def check_file(folder: Path) -> None:
         raise CheckpointError(
             f"{file}: model_type={kind!r} contradicts architectures={names!r}, whose model_type is {arch.model_type!r}"
         )
+    if arch.inputs == "images":
+        return  # no vocabulary, and transformers' defaults are public models: wrong sizes do not fit the weights
     missing = [name for name in REQUIRED if name not in raw]
     if missing:
         raise CheckpointError(f"{file} has no {', '.join(missing)}")
@@ -70,6 +72,8 @@ def check(config: Any) -> None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise Unsupported(f"config.quantization_config: {method} is not supported, only unquantized weights")
     _check_layer_types(config)
+    if getattr(config, "vision_config", None) is not None:
+        check(config.vision_config)
 
 
 def _check_layer_types(config: Any) -> None:

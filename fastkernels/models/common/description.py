@@ -17,7 +17,7 @@ ACTIVATIONS = {  # of transformers' configs: ours
     "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
 
-ROPE_TYPES = ("default", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class Unsupported(ValueError):

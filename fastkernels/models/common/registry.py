@@ -49,17 +49,18 @@ class Model:
 
 
 def read_models(root: Path = MODELS_ROOT, package: str = MODELS_PACKAGE) -> dict[str, Model]:
-    """{name: Model} of the files CATEGORY/NAME.py under `root`.
+    """{name: Model} of the files CATEGORY/NAME.py and CATEGORY/FAMILY/NAME.py under `root`.
 
     Raises InvalidModelFile for a file without ARCH or with arguments that are not literals, and DuplicateName, with
     both files, where two files have the same name or declare the same architecture.
     """
     found: dict[str, Model] = {}
     claimed: dict[str, Path] = {}
-    for file in sorted(root.glob("*/*.py")):
-        if file.parent.name == COMMON or file.stem == "__init__":
+    for file in sorted([*root.glob("*/*.py"), *root.glob("*/*/*.py")]):
+        category, *inside = file.relative_to(root).with_suffix("").parts
+        if category == COMMON or file.stem == "__init__":
             continue
-        model = _read(file, f"{package}.{file.parent.name}.{file.stem}")
+        model = _read(file, ".".join([package, category, *inside]), category)
         for name in (model.name, *model.arch.names):
             if (other := claimed.setdefault(name, file)) != file:
                 raise DuplicateName(
@@ -81,7 +82,7 @@ def using(file: Path) -> Iterator[Model]:
 
     Raises InvalidModelFile.
     """
-    model = _read(file, f"fastkernels_model_{file.stem}")
+    model = _read(file, f"fastkernels_model_{file.stem}", file.parent.name)
     before = dict(models())
     taken = set(model.arch.names)
     kept = {k: m for k, m in before.items() if k != model.name and not taken & set(m.arch.names)}
@@ -156,7 +157,7 @@ def load(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _read(file: Path, module: str) -> Model:
+def _read(file: Path, module: str, category: str) -> Model:
     tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
     calls = [
         node.value for node in tree.body
@@ -165,11 +166,11 @@ def _read(file: Path, module: str) -> Model:
     if len(calls) != 1 or not isinstance(calls[0], ast.Call):
         raise InvalidModelFile(
             f"{file} declares no model: a file in a category folder ends with ARCH = Architecture(...);"
-            f" shared code belongs in {file.parents[1] / COMMON}"
+            f" shared code belongs in the folder {COMMON!r}"
         )
     arch = _architecture(file, calls[0])
-    if arch.category != file.parent.name:
-        raise InvalidModelFile(f"{file}: category {arch.category!r} is not its folder {file.parent.name!r}")
+    if arch.category != category:
+        raise InvalidModelFile(f"{file}: category {arch.category!r} is not its folder {category!r}")
     about = (ast.get_docstring(tree) or "").partition("\n")[0]
     return Model(file.stem, file, module, about, arch)
 

@@ -48,6 +48,8 @@ def fill(
         packed.update(expert_parts(registry.load(arch.experts)(config)))
     tied = set(arch.tied) if getattr(config, "tie_word_embeddings", False) else set()
     todo = {name: _parts_of(name, packed) for name in parameters}
+    if arch.absent:
+        _leave_out(parameters, todo, packed, registry.load(arch.absent)(config))
     leftover: list[str] = []
     sources: dict[str, str] = {}  # key: the parameter it went into
     for file, key, read in tensors:
@@ -109,6 +111,19 @@ def _rename(key: str, packed: Mapping[str, tuple[str, Shard]]) -> tuple[str, Sha
 
 def _parts_of(name: str, packed: Mapping[str, tuple[str, Shard]]) -> set[Shard]:
     return {shard for ours, shard in packed.values() if f".{ours}." in f".{name}."} or {None}
+
+
+def _leave_out(
+    parameters: Mapping[str, nn.Parameter], todo: Mapping[str, set[Shard]],
+    packed: Mapping[str, tuple[str, Shard]], patterns: Sequence[str],
+) -> None:  # fmt: skip
+    """Drop the parts whose keys match from `todo`, and set their parameters to zero."""
+    for name, shards in todo.items():
+        keys = {shard: _unpacked(name, shard, packed) for shard in shards}
+        left_out = {s for s, key in keys.items() if any(fnmatchcase(key, p) for p in patterns)}
+        if left_out:
+            parameters[name].data.zero_()
+            shards -= left_out
 
 
 def _unpacked(name: str, shard: Shard, packed: Mapping[str, tuple[str, Shard]]) -> str:

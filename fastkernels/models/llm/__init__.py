@@ -1,1 +1,1 @@
-"""Language models."""
+"""Language models. Models of a series share a folder."""

@@ -1,6 +1,6 @@
 """BERT (Devlin et al., arXiv 1810.04805) as a text encoder: MiniLM, BGE, E5 and other sentence embedders.
 
-Every encoder has this interface: model(input_ids [T], positions [T]) returns hidden states [T, H]. The sequences'
+Every text encoder has this interface: model(input_ids [T], positions [T]) returns hidden states [T, H]. The sequences'
 bounds come from fastkernels.core.forward_context; the engine pools.
 """
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import parallel
-from fastkernels.core.forward_context import AttentionMetadata, get_forward_context
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.overrides.activation.vllm import VllmGELU, VllmGELUTanh
+from fastkernels.models.common.encoder import activation, attend_within
 from fastkernels.overrides.embedding.embedding import embedding
 from fastkernels.overrides.embedding.vllm import VllmVocabParallelEmbedding
 from fastkernels.overrides.linear.vllm import (
@@ -24,8 +22,6 @@ from fastkernels.overrides.linear.vllm import (
     VllmRowParallelLinear,
 )
 from fastkernels.overrides.norm.vllm import VllmLayerNorm
-
-ACTIVATIONS = {"gelu": VllmGELU, "gelu_new": VllmGELUTanh, "gelu_pytorch_tanh": VllmGELUTanh, "relu": nn.ReLU}
 
 
 class BertEmbeddings(nn.Module):
@@ -58,29 +54,8 @@ class BertSelfAttention(nn.Module):
         self.qkv_proj = VllmQKVParallelLinear(config.hidden_size, self.head_size, heads, return_bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        metadata = get_forward_context()
         qkv = self.qkv_proj(hidden).view(-1, 3, self.num_heads, self.head_size)
-        return attention_varlen(qkv, metadata).reshape(len(hidden), -1)
-
-
-def attention_varlen(qkv: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-    """Non-causal attention of B sequences. qkv: [T, 3, heads, D]; returns [T, heads, D].
-
-    attention_prefill is causal and paged; here PyTorch attends to padded rows [B, longest].
-    """
-    starts, lens = metadata.cu_seqlens_q.long(), metadata.seq_lens.long()
-    rows, longest = len(lens), metadata.max_seqlen_q
-    if rows * longest == len(qkv):  # all of one length: no padding
-        q, k, v = qkv.view(rows, longest, *qkv.shape[1:]).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(len(qkv), *qkv.shape[2:])
-    row = torch.repeat_interleave(torch.arange(rows, device=qkv.device), lens, output_size=len(qkv))
-    column = torch.arange(len(qkv), device=qkv.device) - starts.index_select(0, row)
-    padded = qkv.new_zeros(rows, longest, *qkv.shape[1:])
-    padded[row, column] = qkv
-    q, k, v = padded.permute(2, 0, 3, 1, 4)
-    inside = torch.arange(longest, device=qkv.device) < lens[:, None]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=inside[:, None, None, :])
-    return out.transpose(1, 2)[row, column]
+        return attend_within(qkv).flatten(1)
 
 
 class BertOutput(nn.Module):
@@ -112,10 +87,8 @@ class BertIntermediate(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        if config.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act {config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}")
         self.dense = VllmColumnParallelLinear(config.hidden_size, config.intermediate_size, return_bias=False)
-        self.act = ACTIVATIONS[config.hidden_act]()
+        self.act = activation(config.hidden_act)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.act(self.dense(hidden))

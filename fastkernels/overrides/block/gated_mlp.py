@@ -64,7 +64,11 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     hidden, inner = down.shape
     if assemble.takes(cls, "config"):
         config = SimpleNamespace(
-            hidden_size=hidden, intermediate_size=inner, hidden_act="silu", mlp_bias=False
+            hidden_size=hidden,
+            intermediate_size=inner,
+            hidden_act="silu",
+            mlp_bias=False,
+            residual_dropout=0.0,
         )
         module = assemble.make(cls, x, config)
     elif assemble.takes(cls, "output_size"):

@@ -63,6 +63,19 @@ class TransformersIdefics2MLP(nn.Module):
         return self.down_proj(silu_and_mul(_side_by_side(x, self.gate_proj, self.up_proj)))
 
 
+class TransformersSeedOssMLP(TransformersLlamaMLP):
+    """SeedOssMLP: as TransformersLlamaMLP, with dropout of config.residual_dropout in training."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.residual_dropout = config.residual_dropout
+
+    def forward(self, x):
+        return nn.functional.dropout(
+            TransformersLlamaMLP.forward(self, x), self.residual_dropout, self.training
+        )
+
+
 class TransformersPhi3MLP(nn.Module):
     """Phi3MLP, also of GLM-4: gate_up_proj (gate rows first) and down_proj are nn.Linear. hidden_states [..., H].
 
@@ -170,6 +183,7 @@ TARGETS = {
     "gated_mlp": (
         *(_target(model, f"{prefix}MLP", "TransformersLlamaMLP") for model, prefix in _MODELS),
         _target("idefics2", "Idefics2MLP", "TransformersIdefics2MLP"),
+        _target("seed_oss", "SeedOssMLP", "TransformersSeedOssMLP"),
         _target("phi3", "Phi3MLP", "TransformersPhi3MLP"),
     ),
     "gated_gelu_mlp": (_target("gemma", "GemmaMLP", "TransformersGemmaMLP"),),

@@ -18,6 +18,7 @@ from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.linear import skinny_linear_cuda, skinny_linear_triton, wgmma_linear_cuda
+from fastkernels.overrides.linear.selection import propose_linear
 from fastkernels.overrides.linear.skinny_linear_cuda import linear_cuda, supports_cuda
 from fastkernels.overrides.linear.skinny_linear_triton import linear_skinny, supports_skinny
 from fastkernels.overrides.linear.wgmma_linear_cuda import linear_wgmma, supports_wgmma
@@ -167,6 +168,11 @@ def _shape_of(module: nn.Module) -> tuple[int, int, torch.dtype] | None:
     return weight.shape[0], weight.shape[1], weight.dtype
 
 
+def _own(module: nn.Module, args: list[Any]) -> list[Any]:
+    bias = None if getattr(module, "skip_bias_add", False) else getattr(module, "bias", None)
+    return [args[0], module.weight, bias if isinstance(bias, torch.Tensor) else None]
+
+
 linear = define(
     "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
     fake=_fake,
@@ -194,6 +200,9 @@ linear = define(
         of=_key,
         dims=lambda N, K, dtype, M: {"tokens": (M,), "in": K, "out": N},
         module=_shape_of,
+        propose=propose_linear,
+        points=((1,), (8,), (32,), (16,), (64,), (4,), (2,)),
+        own=_own,
     ),
 )  # fmt: skip
 

@@ -75,16 +75,21 @@ class Plan(NamedTuple):
         return self.items, self.rows // 8, 32 * -(-self.tokens // 16), 4
 
 
+@lru_cache(maxsize=4096)
 def tile_rows(n: int, splits: int, most: int, sms: int) -> int:
     """Return the rows of a tile, at most `most`, that minimize the work of the busiest block.
 
-    Each tile costs 16 rows extra for reading x and storing sums, so that fewer and larger tiles win.
+    Each tile costs 16 rows extra for reading x and storing sums, so that fewer and larger tiles win. For a number of
+    rounds, the smallest tile is best; no more rounds are tried than could be better.
     """
-
-    def work(size: int) -> int:
-        return (size + 16) * -(-(-(-n // size) * splits) // sms)
-
-    return min(range(most, 0, -8), key=work)
+    rounds = -(-(-(-n // most) * splits) // sms)  # with the largest tiles
+    found, best = most, float("inf")
+    while 16 * rounds + n * splits / sms < best:
+        size = -(-n // (8 * (rounds * sms // splits))) * 8
+        if (size + 16) * rounds < best:
+            found, best = size, (size + 16) * rounds
+        rounds += 1
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -47,6 +47,13 @@ def transformers_cohere_apply_rotary_pos_emb(
     return _rotated(q, k, half[0], half[1], unsqueeze_dim, False, False)
 
 
+def transformers_ernie4_5_apply_rotary_pos_emb(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """apply_rotary_pos_emb of ERNIE 4.5: as GLM-4's, computed in float32 and rounded once."""
+    return _rotated(q, k, cos, sin, unsqueeze_dim, False, False)
+
+
 def _rotated(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -94,6 +101,7 @@ TARGETS = {
         *(_target(model) for model in _LLAMA),
         _target("olmo2", "transformers_olmo_apply_rotary_pos_emb"),
         _target("glm4", "transformers_glm_apply_rotary_pos_emb"),
+        _target("ernie4_5", "transformers_ernie4_5_apply_rotary_pos_emb"),
         _target("cohere2", "transformers_cohere_apply_rotary_pos_emb"),
     ),
 }

@@ -328,22 +328,62 @@ def get_rope(
 ) -> VllmRotaryEmbedding:
     """The module for a Hugging Face config's rope_parameters (rope_theta, rope_type, partial_rotary_factor, ...).
 
-    Raises ValueError for a rope_type other than 'default' and 'llama3', or a parameter that is missing.
+    Raises ValueError for a rope_type other than 'default', 'linear', 'llama3' and 'yarn', or a missing parameter.
     """
     p = dict(rope_parameters or {})
     kind = p.get("rope_type", p.get("type", "default"))
-    rotary_dim = int(head_size * p.get("partial_rotary_factor", 1.0))
-    args = (head_size, rotary_dim, max_position, float(p.get("rope_theta", 10000.0)), is_neox_style)
+    base, rotary_dim = (
+        float(p.get("rope_theta", 10000.0)),
+        int(head_size * p.get("partial_rotary_factor", 1.0)),
+    )
+    args = (head_size, rotary_dim, max_position, base, is_neox_style)
     dtype = dtype or torch.get_default_dtype()
     if kind == "default":
         return VllmRotaryEmbedding(*args, dtype)
-    if kind != "llama3":
-        raise ValueError(f"rope_type {kind!r} is not supported; known: default, llama3")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [n for n in names if n not in p]
+    if kind not in _NEEDED:
+        raise ValueError(f"rope_type {kind!r} is not supported; known: default, {', '.join(_NEEDED)}")
+    missing = [n for n in _NEEDED[kind] if p.get(n) is None]
     if missing:
-        raise ValueError(f"rope_type 'llama3' needs {', '.join(missing)} in rope_parameters")
-    return VllmLlama3RotaryEmbedding(*args, dtype, *(p[n] for n in names))
+        raise ValueError(f"rope_type {kind!r} needs {', '.join(missing)} in rope_parameters")
+    if kind == "linear":
+        factor = float(
+            p["factor"]
+        )  # the class adds rows for the factor, and max_position counts them already
+        rows = math.ceil(max_position / factor)
+        return VllmLinearScalingRotaryEmbedding(
+            head_size, rotary_dim, rows, base, is_neox_style, factor, dtype
+        )
+    if kind == "yarn":
+        return _yarn(head_size, rotary_dim, max_position, base, is_neox_style, p, dtype)
+    return VllmLlama3RotaryEmbedding(*args, dtype, *(p[n] for n in _NEEDED[kind]))
+
+
+# {rope_type: rope_parameters that it cannot do without}
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("original_max_position_embeddings",),
+}
+
+
+def _yarn(
+    head_size: int, rotary_dim: int, max_position: int, base: float, is_neox_style: bool, p: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> VllmRotaryEmbedding:  # fmt: skip
+    """YaRN with transformers' defaults: without a factor, it is max_position over the original length."""
+    original = p["original_max_position_embeddings"]
+    factor = float(p.get("factor") or max_position / original)
+    if math.ceil(original * factor) < max_position:
+        raise ValueError(
+            f"rope_type 'yarn' with factor {factor:g} extends {original} positions to {math.ceil(original * factor)},"
+            f" and max_position is {max_position}: reduce it"
+        )
+    return VllmYaRNScalingRotaryEmbedding(
+        head_size, rotary_dim, original, base, is_neox_style, factor, dtype,
+        beta_fast=p.get("beta_fast") or 32, beta_slow=p.get("beta_slow") or 1, mscale=p.get("mscale"),
+        mscale_all_dim=p.get("mscale_all_dim"), attention_factor=p.get("attention_factor"),
+        truncate=p.get("truncate", True),
+    )  # fmt: skip
 
 
 _ROPE = "vllm.model_executor.layers.rotary_embedding."

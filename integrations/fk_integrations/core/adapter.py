@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastkernels.core.reasons import Kind, Reason
@@ -26,6 +26,7 @@ class Adapter:
     version        of the host that runs in this process
     whole          whether this process has all layers of the model; False in a stage of a pipeline
     own            whether the model is built from our modules (our engine): rows then show all ops that run
+    profiles_memory_later  whether the host still measures how much memory is left for its KV cache
     faster_on_cpu  whether the host's code on a CPU beats our plain PyTorch, which then goes in only when requested
     """
 
@@ -34,6 +35,7 @@ class Adapter:
     whole = True
     own = False
     faster_on_cpu = False
+    profiles_memory_later = False
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
         """The op's targets for this host's version. `model` is None before construction.
@@ -67,6 +69,10 @@ class Adapter:
         """{op: a provider that runs the host's own kernel}, for FASTKERNELS_PROVIDER=op:HOST."""
         return {}
 
+    def ranks(self) -> Any:
+        """The process group, for tensors on the CPU, of the ranks that must run the same kernels; None: one process."""
+        return None
+
     def repin(self, module: Any, journal: Journal) -> None:
         """Renew the bound method of the old class that the instance may have cached, after a change of its class."""
         if "_forward_method" in vars(module):
@@ -77,6 +83,15 @@ class Adapter:
     def shape(self, op: Op, module: Any) -> tuple[Any, ...] | Reason | None:
         """Values of op.key.shape for a module's calls, as `tuning.not_faster` takes them; None: unknown."""
         return op.key.module(module) if op.key is not None and op.key.module is not None else None
+
+    def whole_shape(self, op: Op, module: Any) -> tuple[Any, ...] | None:
+        """The same without unknown values, for a measurement; None where ours cannot run or a value is unknown."""
+        found = self.shape(op, module)
+        return None if found is None or isinstance(found, Reason) or None in found else found
+
+    def points(self, op: Op) -> Sequence[tuple[int, ...]]:
+        """Sizes at which a patch measures an op, values of op.key.sizes; the most important ones first."""
+        return op.key.points if op.key is not None else ()
 
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:
         """Why the host, which fuses this module with its neighbours, is faster without ours; or None."""

@@ -25,6 +25,7 @@ from fk_integrations.core import seam
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.seam import Seam, Swap
+from fk_integrations.verify import choose
 
 log = logging.getLogger("fastkernels")
 
@@ -103,6 +104,8 @@ def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Pat
     try:
         _add_providers(patched)
         _load_candidates(patched)
+        verified = choose.verify(adapter, model, request, _device_of(model))
+        patched.journal.add(verified.back)
         found = plan(adapter, request, model)
         for spec, target in sorted(found, key=lambda pair: not seam.find(pair[1].seam).first):
             patched.rows.append(_apply_target(patched, spec, target))
@@ -111,6 +114,7 @@ def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Pat
         patched.rows += _candidate_rows(patched)
         patched.rows += absent_rows(adapter, request, model, patched.rows, rank)
         _annotate(patched)
+        _add_measured(patched.rows, verified.measured)
         if adapter.own and request.ops is not None:
             patched.rows = [row for row in patched.rows if row.op in request.ops]
         _check(patched)
@@ -147,7 +151,23 @@ def _by_table(spec: OpSpec, model: Any) -> bool:
 
 
 def _device(model: Any) -> str:
-    return next((p.device.type for p in model.parameters()), "cpu")
+    return str(_device_of(model).type)
+
+
+def _device_of(model: Any) -> Any:
+    import torch
+
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _add_measured(rows: list[Row], measured: dict[str, list[str]]) -> None:
+    """Add what was measured for an op to the first row that depends on it."""
+    for op, lines in measured.items():
+        for row in rows:
+            found = registry.get(row.op).tuned_by
+            if found is not None and found.name == op:
+                row.measured = lines
+                break
 
 
 def _add_providers(patched: Patched) -> None:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import fastkernels
+from fastkernels.core import tuning
 from fastkernels.core.env import Environment
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
+from fastkernels.verify.cache import add_piece, source_digest
 from fk_integrations.core.heap import frozen_again
 
 log = logging.getLogger("fastkernels")
@@ -35,29 +37,36 @@ def fingerprint(request: Request) -> str:
     """
     env, digest = Environment.read(), hashlib.sha256()
     wanted = Request("", request.ops, request.candidates, request.disable, request.strict).to_json()
-    _add(digest, "version", fastkernels.__version__.encode())
-    _add(digest, "request", wanted.encode())
-    _add(digest, "providers", json.dumps(sorted(env.provider.items())).encode())
+    add_piece(digest, "version", fastkernels.__version__.encode())
+    add_piece(digest, "request", wanted.encode())
+    add_piece(digest, "providers", json.dumps(sorted(env.provider.items())).encode())
     for root in (Path(fastkernels.__file__).parent, Path(__file__).resolve().parents[1]):
-        _add(digest, root.name, source_digest(root).encode())
+        try:
+            add_piece(digest, root.name, source_digest(root).encode())
+        except ValueError as error:
+            raise PatchError(str(error)) from error
     for path in [] if env.tuned is None else _tables(Path(env.tuned).expanduser()):
-        _add(digest, str(path), path.read_bytes())
+        add_piece(digest, str(path), path.read_bytes())
     for op, file in request.candidates.items():
         path = Path(file).expanduser()
         if not path.is_file():
             raise PatchError(f"candidate for {op}: there is no file {file}")
-        _add(digest, f"{op}={path}", path.read_bytes())
+        add_piece(digest, f"{op}={path}", path.read_bytes())
     return digest.hexdigest()
 
 
 def swapped(key: str, model: Any) -> str:
-    """The key with all modules that run our code: tables of the chip, and what a layer supports, decide on them too."""
+    """The key with all modules that run our code, and with the choices that were verified here.
+
+    The modules follow from the chip's tables and from what a layer supports.
+    """
     digest = hashlib.sha256(key.encode())
+    add_piece(digest, "verified", json.dumps(tuning.choices()).encode())
     for name, module in model.named_modules():
         for part in [module, *_parts(module, depth=3)]:
             ours = vars(type(part)).get("fastkernels")
             if ours is not None:
-                _add(digest, name, f"{ours.__module__}.{ours.__qualname__}".encode())
+                add_piece(digest, name, f"{ours.__module__}.{ours.__qualname__}".encode())
     return digest.hexdigest()
 
 
@@ -67,27 +76,6 @@ def _parts(owner: Any, depth: int) -> Iterator[Any]:
         if depth and hasattr(value, "__dict__") and not name.startswith("_") and not callable(value):
             yield value
             yield from _parts(value, depth - 1)
-
-
-def source_digest(root: Path) -> str:
-    """A hash of the path and content of every file under a package, compiled Python aside. Raises PatchError, OSError.
-
-    Every file counts, whatever its suffix: kernels, tables, headers.
-    """
-    files = sorted(
-        f for f in root.rglob("*") if "__pycache__" not in f.relative_to(root).parts and not f.is_dir()
-    )
-    if not any(file.suffix == ".py" for file in files):
-        raise PatchError(f"{root} has no Python source to hash: compiled code could not be told apart")
-    digest = hashlib.sha256()
-    for file in files:
-        _add(digest, file.relative_to(root).as_posix(), file.read_bytes())
-    return digest.hexdigest()
-
-
-def _add(digest: Any, name: str, data: bytes) -> None:
-    """Add one named piece, with its lengths: no two lists of pieces give the same bytes."""
-    digest.update(f"{len(name.encode())}:{len(data)}:{name}".encode() + data)
 
 
 def _tables(path: Path) -> list[Path]:
@@ -332,14 +320,14 @@ def swap(worker: Any, change: Callable[[], Callable[[], None] | None]) -> None:
             synchronize(worker)
 
     try:
-        _together(worker, first)
+        together(worker, first)
     except PatchError:
         for undo in back:
             if undo is not None:
                 undo()
         raise
     try:
-        _together(worker, second)
+        together(worker, second)
     except PatchError as error:
         undo = back[0]
         if undo is not None:
@@ -373,7 +361,7 @@ def synchronize(worker: Any) -> None:
         torch.accelerator.synchronize()
 
 
-def _together(worker: Any, step: Callable[[], None]) -> None:
+def together(worker: Any, step: Callable[[], None]) -> None:
     """Run `step` in this rank; raise PatchError in every rank if one failed, so that no rank waits for another."""
     mine: str | None = None
     try:

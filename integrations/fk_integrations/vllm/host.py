@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,14 @@ log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
 STATE = "_fastkernels_patched"
 FAILED = "_fastkernels_failed_step"
+BATCHES = (
+    1,
+    8,
+    32,
+    16,
+    64,
+    4,
+)  # of decodes that a patch measures; CUDA graphs are captured for the longest context
 ENDED = "the engine has ended (it was shut down, or a step failed: see its log), so nothing is left to patch or undo"
 ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or resume_generation(), then patch or undo"
 
@@ -55,11 +63,18 @@ class VllmAdapter(Adapter):
         self.version = installed_version() or ""
         self.worker = worker
         self.whole = worker is None or worker.vllm_config.parallel_config.pipeline_parallel_size == 1
+        runner = getattr(worker, "model_runner", None)
+        self.profiles_memory_later = runner is not None and not getattr(runner, "kv_caches", None)
 
     def batch_invariant(self) -> str | None:
         from vllm import envs
 
         return "VLLM_BATCH_INVARIANT" if getattr(envs, "VLLM_BATCH_INVARIANT", False) else None
+
+    def ranks(self) -> Any:
+        from vllm.distributed import parallel_state
+
+        return None if self.worker is None else parallel_state.get_tp_group().cpu_group
 
     def providers(self) -> Mapping[str, Provider]:
         from fk_integrations.vllm import own_kernels
@@ -74,6 +89,20 @@ class VllmAdapter(Adapter):
         if op.name in ("fused_experts", "fused_experts_fp8"):
             return experts.shape(op, module)
         return super().shape(op, module)
+
+    def whole_shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
+        from fk_integrations.vllm import attention
+
+        if op.name != "attention_decode" or self.worker is None:
+            return super().whole_shape(op, module)
+        return attention.whole_shape(module, self.worker.vllm_config)
+
+    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
+        if op.name != "attention_decode" or self.worker is None:
+            return super().points(op)
+        config = self.worker.vllm_config
+        most, context = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+        return [(batch, context) for batch in BATCHES if batch <= most]
 
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:
         from fk_integrations.vllm import fusions
@@ -184,8 +213,12 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
             _clear_kv_cache(worker)  # a trial step may have written to it
             raise
     else:
-        change()
+        compiled.together(worker, lambda: _discard(change()))
     reports.start("vllm", _rank(worker), _reply_while_alive(worker))
+
+
+def _discard(back: Callable[[], None]) -> None:
+    """An engine that is being built is not undone."""
 
 
 def _undo(worker: Any, request: Request) -> None:

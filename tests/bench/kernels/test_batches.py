@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.clock.batches import GRAPH_CALLS, Batches, Lane, Timed, singles
+from fk_bench.kernels.judge.clock.batches import GRAPH_CALLS, SINGLES, Batches, Lane, Timed
 from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import ipc, layout
@@ -41,7 +41,7 @@ class Side:
 
 def batches(fd: int, n: int, cuda: bool, mode: str = "op", op: str = OP) -> Batches:
     """Batches of n calls over one arena; `cuda` only changes how lengths are drawn."""
-    count = 2 * n + (singles(n) if cuda else 0)
+    count = 2 * n + (SINGLES if cuda else 0)
     spec = registry.get(op)
     case = next(c for c in spec.cases if "odd" in c.name)
     slots = Slots(spec, lambda g: spec.inputs(case, "cpu", g), "cpu", count, mode, True)
@@ -61,7 +61,7 @@ def test_graphs_cover_all_slots_with_calls_alone(fd: int, n: int) -> None:
         assert all(a[1] == b[0] for a, b in itertools.pairwise(segments))
         assert all(0 < e - s <= GRAPH_CALLS for s, e in segments)
         assert [[s, e] for s, e in segments if s >= 2 * n] == [
-            [s, s + 1] for s in range(2 * n, 2 * n + singles(n))
+            [s, s + 1] for s in range(2 * n, 2 * n + SINGLES)
         ]
     if n > GRAPH_CALLS // 2:
         assert len({str(made._segments()) for _ in range(8)}) > 1  # secret
@@ -98,9 +98,11 @@ def test_calls_of_long_batch_only_are_compared(fd: int, cuda: bool, monkeypatch:
         made, "_batch", lambda lane, start, count, *rest: (ran.append((start, count)), ([], []))[1]
     )
     monkeypatch.setattr(made.checks, "same", lambda *args: compared.append([len(o) for o in args[3:]]))
+    gated = []
+    monkeypatch.setattr(made, "_gated", lambda lane, timed: gated.append(lane))
     made._round(0, Timed(Samples(4), Samples(4), Samples(4)), True)
     assert compared == [[8, 8]] and (0, 8) in ran
-    assert ((8, singles(4)) in ran) is cuda
+    assert bool(gated) is cuda
 
 
 def places(made: Batches, position: int = 0) -> list[list[Place]]:

@@ -1,8 +1,9 @@
 """Timed batches of both sides, interleaved, with the judge's clock around them.
 
 A side is stopped while its inputs are made and its outputs are poisoned; the timed request resumes it. On a GPU, where
-queued work survives the stop, the copy of the fresh inputs is inside the clock. Lengths of batches are secret, and a
-few requests are for one call alone. In secret rounds the outputs of all calls are compared between the sides.
+queued work survives the stop, the copy of the fresh inputs is inside the clock. Lengths of batches are secret, and some
+requests are for one call alone: on a GPU it is queued behind a gate before its inputs are made, so that its time has
+neither the process nor the launch in it. In secret rounds the outputs of all calls are compared between the sides.
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ GRAPH_CALLS = 64  # most calls of a graph
 POISONED = 32  # outputs per batch
 CHECKED_ROUNDS = 1  # early rounds in which two sampled calls are checked; in the others one
 COMPARED_ROUNDS = {"cpu": 2, "cuda": 3}  # secret rounds in which the outputs of all calls are compared
-ALONE_REQUESTS = 1  # per round and side
+# GPU: requests for one call per round, and in all rounds, of each side: such short times scatter. On a CPU one a round.
+ALONE_REQUESTS, ALONE_LEAST = 8, 96
+ALONE_CHECKED = 4  # GPU: the outputs of one in so many are checked
+PASS_S = 5.0  # a queued call may take so long
 EXTENDED = 3  # times as many rounds while the machine seems to disturb them
-SINGLES = 8, 256  # GPU: least and most calls that have a graph each, behind the 2n calls of batches
+SINGLES = 16  # GPU: calls with a graph each, behind the 2n calls of batches
 RANDOM = random.SystemRandom()
 
 
@@ -70,18 +74,15 @@ class Sampled:
     args: list[torch.Tensor]
 
 
-def singles(n: int) -> int:
-    """Slots of calls that have a graph each, for batches of n calls: many, because a request's time jitters."""
-    return max(SINGLES[0], min(SINGLES[1], n))
-
-
 class Batches:
-    """The timed part of a case with 2n slots, and more on a GPU: those of `singles`. Raises Wrong and RunnerError."""
+    """The timed part of a case with 2n slots, and SINGLES more on a GPU. Raises Wrong and RunnerError."""
 
     def __init__(self, slots: Slots, n: int, candidate: Lane, baseline: Lane, checks: Checks, rounds: int):
         self.slots, self.candidate, self.baseline, self.checks = slots, candidate, baseline, checks
         self.rounds, self.cuda = rounds, slots.device == "cuda"
         self.n, self.singles = n, slots.count - 2 * n
+        precise = self.cuda and not slots.layout.shared  # shared inputs take long to make
+        self._alone = max(ALONE_REQUESTS, -(-ALONE_LEAST // rounds)) if precise else 1
         self.segments = self._segments()
         self._flush = torch.zeros(FLUSH_BYTES // 4, device="cuda") if self.cuda else None
 
@@ -143,7 +144,7 @@ class Batches:
     def _round(self, r: int, timed: Timed, compared: bool) -> None:
         groups = ["long"]
         if r >= 0 or self.cuda:  # every graph is uploaded once before it is timed
-            groups += ["short", "again", *["alone"] * ALONE_REQUESTS, *["singles"] * self.cuda]
+            groups += ["short", "again", *["alone"] * self._alone]
             RANDOM.shuffle(groups)
         for group in groups:
             if group == "again":
@@ -155,12 +156,11 @@ class Batches:
                         "long" if long else "short",
                     )
                 continue
-            if group == "alone":
-                start, count = self._one()
-            elif group == "singles":
-                start, count = 2 * self.n, self.singles
-            else:
-                start, count = self._span(group == "long")
+            if group == "alone" and self.cuda:
+                for lane in RANDOM.sample((self.candidate, self.baseline), 2):
+                    self._gated(lane, timed if r >= 0 else None)
+                continue
+            start, count = self._one() if group == "alone" else self._span(group == "long")
             if group == "alone" and not self.slots.layout.shared:
                 self.slots.renew(start)
             else:
@@ -184,12 +184,7 @@ class Batches:
         fresh = (start, 1) if group == "alone" and not self.slots.layout.shared else self._fresh(start, count)
         poisoned = RANDOM.sample(range(start, start + count), min(count, POISONED))
         self._poison(lane, poisoned)
-        picked = sorted({start + secrets.randbelow(count), start + count - 1})
-        places = [
-            (s, lane.outputs[s], [t for i, a in enumerate(lane.arena.args_of(s))
-                                  if i in self.slots.may_change for t in layout.tensors(a)])
-            for s in picked
-        ]  # fmt: skip
+        places = self._places(lane, sorted({start + secrets.randbelow(count), start + count - 1}))
         given = 0.0
         if self.cuda:
             torch.cuda.synchronize()
@@ -202,23 +197,69 @@ class Batches:
             torch.cuda.synchronize()
         lane.side.begin("run", start=start, count=count)
         answer = lane.side.end()
-        held = [
-            Sampled(s, [v.clone() for v in views], [t.clone() for t in args]) for s, views, args in places
-        ]
-        if self.cuda:
-            torch.cuda.synchronize()
+        held = self._read(places)
         seconds = time.perf_counter() - begin
         lane.side.stop()
         if into is not None:
             if group == "alone":
-                into.alone.append(seconds - given)
-            elif group == "singles":
-                into.singles.append((seconds - given) / self.singles)
+                into.alone.append(seconds)
             else:
                 into.add(group == "long", seconds, answer.events_s, count)
                 if self.cuda:
                     into.given.append(given)
         return held, poisoned
+
+    def _gated(self, lane: Lane, timed: Timed | None) -> None:
+        """GPU: time one call that was queued before its inputs were made, while its process is stopped."""
+        side, (slot, _) = lane.side, self._one()
+        gate = side.gate
+        assert gate is not None and self._flush is not None
+        side.ask("queue", slot=slot, ticket=gate.ticket())
+        side.stop()
+        if shared := bool(self.slots.layout.shared):
+            self.slots.refresh(0, self.slots.count)
+        else:
+            self.slots.renew(slot)
+        self._poison(lane, [slot])
+        places = self._places(lane, [slot])
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        given = self._give(lane, (0, self.slots.count) if shared else (slot, 1))
+        self._flush.sum()
+        torch.cuda.synchronize()
+        opened = time.perf_counter()
+        gate.open()
+        done = gate.passed(PASS_S)
+        passed = time.perf_counter() - opened
+        held = self._read(places)
+        alone = time.perf_counter() - begin - given
+        if not done:
+            reason = f"a queued call did not end in {PASS_S:g} s after its inputs were there"
+            raise RunnerError(Status.TIMEOUT, reason, True, side.name)
+        if timed is not None:
+            into = timed.candidate if lane is self.candidate else timed.baseline
+            into.alone.append(alone)
+            into.passed.append(passed)
+        if lane is self.candidate and not secrets.randbelow(ALONE_CHECKED):
+            self._check(held, [slot])
+
+    def _places(
+        self, lane: Lane, slots: list[int]
+    ) -> list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+        """(slot, outputs, written arguments) in the side's memory."""
+        return [
+            (s, lane.outputs[s], [t for i, a in enumerate(lane.arena.args_of(s))
+                                  if i in self.slots.may_change for t in layout.tensors(a)])
+            for s in slots
+        ]  # fmt: skip
+
+    def _read(self, places: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]) -> list[Sampled]:
+        held = [
+            Sampled(s, [v.clone() for v in views], [t.clone() for t in args]) for s, views, args in places
+        ]
+        if self.cuda:
+            torch.cuda.synchronize()
+        return held
 
     def _fresh(self, start: int, count: int) -> tuple[int, int]:
         """(start, count) of the slots to refresh before a batch; all on a GPU, where the copy is inside the clock, and

@@ -12,8 +12,9 @@ from fk_bench.kernels.judge.clock import roofline
 TRACED_S = 1e-6  # a traced call may take so much longer, because its kernels are stamped one by one
 STARTING_S = 3e-7  # per call: the start of a batch may cost one side so much more than the other
 SCATTER = 0.3  # times are steady up to this standard error, relative
-# A call alone may cost so much more than in a batch: relative, in seconds of a request, and of a graph of one call
-ALONE, ALONE_S, SINGLE_S = 1.0, 5e-6, 5e-7
+# A call alone may cost so much more than in a batch: relative, in seconds until the judge has read its outputs, and in
+# seconds until it reports its end. In a batch kernels may start early, which saves up to a microsecond per call.
+ALONE, ALONE_S, PASSED_S = 1.0, 5e-6, 1e-6
 GIVEN, GIVEN_S = 0.02, 5e-6  # the judge's copy of the inputs may take so much longer on the candidate's side
 APART = 0.05  # allowed difference between the judge's clock and the runner's events, in addition to noise
 
@@ -25,7 +26,7 @@ class Samples:
     n       calls of a short batch, unless `short_n` has the number of each; a long one has twice as many or `long_n`
     single, double  seconds of short and of long batches; events_*: the same by the process's own events
     alone   seconds of requests for one call, whose inputs alone were fresh, without `given`
-    singles seconds per call of batches in which each call has a graph of its own (GPU), without `given`
+    passed  seconds from the opened gate until the queued call reported its end (GPU)
     given   seconds in which the judge copied the inputs of a batch (GPU); part of the batch's time
     """
 
@@ -38,7 +39,7 @@ class Samples:
     long_n: list[int] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     given: list[float] = field(default_factory=list)
-    singles: list[float] = field(default_factory=list)
+    passed: list[float] = field(default_factory=list)
 
     def add(self, double: bool, seconds: float, events: float | None, count: int | None = None) -> None:
         (self.double if double else self.single).append(seconds)
@@ -144,10 +145,11 @@ def invalid(
 def batched(candidate: Samples, baseline: Samples) -> str:
     """Why the calls of a batch are not independent; '' if a call alone costs what the slope explains.
 
-    Requests and graphs have the same cost for both sides, so only the difference between the sides counts.
+    Requests and graphs have the same cost for both sides, so only the difference between the sides counts. `passed` is
+    the more precise of the two, but the side itself reports the end.
     """
     for own, other, least in (
-        (candidate.alone, baseline.alone, ALONE_S), (candidate.singles, baseline.singles, SINGLE_S),
+        (candidate.alone, baseline.alone, ALONE_S), (candidate.passed, baseline.passed, PASSED_S),
     ):  # fmt: skip
         if min(len(own), len(other)) < 3:
             continue

@@ -25,6 +25,11 @@ def _check(result: int, what: str) -> None:
         raise RuntimeError(f"{what}: {name.value.decode() if name.value else result}")
 
 
+def driver_call(function: str, *args: Any) -> None:
+    """Call a function of the CUDA driver. Raises RuntimeError with the name of its error."""
+    _check(getattr(_driver(), function)(*args), function)
+
+
 def share(t: torch.Tensor) -> dict[str, Any]:
     """{handle, offset, nbytes}: the allocation of a tensor and the tensor's place in it."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()

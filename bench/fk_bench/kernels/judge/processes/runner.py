@@ -15,6 +15,7 @@ import torch
 
 from fastkernels.core.dispatch import OPS
 from fk_bench.kernels.judge.memory import ipc, layout
+from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.processes.answers import (
     Failure,
     describe_error,
@@ -59,6 +60,7 @@ class RunnerState(Implementation):
         super().__init__()
         self.channel, self.fds = channel, fds
         self.mapping = ipc.Mapping()
+        self.gate = Gate(fds["gate"]) if "gate" in fds else None
         self.free()
 
     # -- what to run
@@ -280,6 +282,16 @@ class RunnerState(Implementation):
                 ):
                     if value is not None:
                         _copy(view, value)
+        return {}
+
+    def do_queue(self, slot: int, ticket: int) -> dict[str, Any]:
+        """GPU: queue the graph of a slot behind the gate, which the judge opens while this process is stopped."""
+        assert self.gate is not None
+        stream = torch.cuda.current_stream().cuda_stream
+        graph = next(graph for first, graph in self.graphs if first == slot)
+        self.gate.wait(stream, ticket)
+        graph.replay()
+        self.gate.report(stream, ticket)
         return {}
 
     def do_trace(self, calls: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from fk_bench.core.rows import Status
 from fk_bench.core.text import printable
+from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.processes import messages
 from fk_bench.kernels.judge.processes.messages import Failed, Message
 from fk_bench.kernels.judge.processes.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
@@ -49,12 +50,14 @@ class RunnerProcess:
     """A runner in a child process (`child` has channel, pid, stop, resume, wait, kill and output_tail).
 
     trusted  it runs our own code only: its failures are believed
+    gate     of the GPU work that it queues; None on a CPU
     """
 
     def __init__(self, child: Any, name: str, timeout: float, trusted: bool):
         self.child, self.name, self.timeout, self.trusted = child, name, timeout, trusted
         self.channel = Channel(child.channel)
         self.cage: dict[str, str] = {}
+        self.gate: Gate | None = None
         self.pid = 0  # set by greet
         self.stopped = False
         self.alive = True

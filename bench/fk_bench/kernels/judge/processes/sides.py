@@ -14,6 +14,7 @@ import torch
 
 from fastkernels.core.env import Environment
 from fk_bench.kernels.judge.memory.arena import memory_file
+from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
 from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
 from fk_bench.kernels.judge.processes.zygote import Zygote
@@ -63,6 +64,7 @@ class Sides:
         # On a CPU both sides share one core, so that extra threads of a candidate gain nothing.
         self.core = random.choice(sorted(os.sched_getaffinity(0))) if cpu else None
         self._files = {who: memory_file() if cpu else -1 for who in WHO}
+        self._gates = {} if cpu else {who: memory_file() for who in WHO}
 
     @property
     def files(self) -> tuple[int, int]:
@@ -85,13 +87,15 @@ class Sides:
             off: dict[str, Any] = dict.fromkeys(STEPS, False)
             home = None if files else own_home()
             cage = CageOptions(**off, memory=None, home=home, core=self.core)
-        fds = {"arena": self._files[who]} if self.device == "cpu" else {}
+        fds = {"arena": self._files[who]} if self.device == "cpu" else {"gate": self._gates[who]}
         side = RunnerProcess(self._zygotes[python].spawn({}, cage, fds), who, self.timeout, not files)
         side.greet()
         if cage.mounts:
             self.cage = side.cage
         if self.device == "cuda":
             side.channel.spin_s = 0.05
+            side.gate = Gate(self._gates[who])
+            side.gate.reset()
         return side
 
     def trusted(self, who: str) -> RunnerProcess:
@@ -110,7 +114,7 @@ class Sides:
             side.close()
         for zygote in self._zygotes.values():
             zygote.close()
-        for fd in self._files.values():
+        for fd in (*self._files.values(), *self._gates.values()):
             if fd >= 0:
                 os.close(fd)
 

@@ -11,7 +11,7 @@ import torch
 
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.kernels.judge.clock import timing
-from fk_bench.kernels.judge.clock.batches import Batches, Lane, Timed, singles
+from fk_bench.kernels.judge.clock.batches import SINGLES, Batches, Lane, Timed
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory.arena import Arena
@@ -105,7 +105,7 @@ class CaseRun:
         fast, slow = sorted((self.evidence.chosen.seconds, own))
         n = self._calls(fast, slow, longer)
         cuda = self.plan.device == "cuda"
-        count = 2 * n + (singles(n) if cuda else 0)
+        count = 2 * n + (SINGLES if cuda else 0)
         slots, candidate, baseline = self._open(count, 0 if cuda else count)
         round_s = 4.5 * n * (fast + slow)  # six batches
         rounds = max(self.plan.least, min(self.plan.rounds, int(self.plan.seconds / round_s)))
@@ -117,7 +117,7 @@ class CaseRun:
         slots = self._slots
         per_slot = 4 * slots.layout.stride + slots.out_bytes * (3 if self.plan.device == "cuda" else 2)
         total = (self.plan.memory - 3 * slots.layout.shared) // max(per_slot, 1)
-        fits = (total - singles(0)) // 3 if self.plan.device == "cuda" else total // 2
+        fits = (total - SINGLES) // 3 if self.plan.device == "cuda" else total // 2
         wanted = int(self.plan.batch_s / max(fast, 1e-7)) + 1
         most = int(SLOWER * self.plan.batch_s / max(slow, 1e-7)) + 1
         return max(2, min(longer * min(wanted, most, self.plan.max_calls), fits))

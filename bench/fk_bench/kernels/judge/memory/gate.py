@@ -1,0 +1,80 @@
+"""A gate for queued GPU work: a side queues a call behind it, and the judge opens it while that side is stopped."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+
+from fk_bench.kernels.judge.memory.ipc import driver_call
+
+SIZE = mmap.PAGESIZE
+GREATER_OR_EQUAL, DEFAULT = 0, 0  # flags of cuStreamWaitValue32 and cuStreamWriteValue32
+PORTABLE_MAPPED = 1 | 2  # flags of cuMemHostRegister
+
+
+class Gate:
+    """Two words in a page that the judge and one side map: `opened` and `done`. Tickets only grow.
+
+    The side may write both words. That gains nothing: inputs are made after it queued its work, so what ran early is
+    wrong, and the judge also takes the time until it has read the outputs.
+    """
+
+    def __init__(self, fd: int):
+        if os.fstat(fd).st_size < SIZE:
+            os.ftruncate(fd, SIZE)
+        self._page = mmap.mmap(fd, SIZE)
+        self._words = (ctypes.c_uint32 * 2).from_buffer(self._page)
+        self._ticket = 0
+        self._device = 0
+
+    # -- the judge
+
+    def reset(self) -> None:
+        """Close the gate for a new process: its predecessor's tickets are in the page."""
+        self._words[0] = self._words[1] = 0
+
+    def ticket(self) -> int:
+        """Return the number that closes the gate for the work that is queued next."""
+        self._ticket += 1
+        return self._ticket
+
+    def open(self) -> None:
+        self._words[0] = self._ticket
+
+    def passed(self, seconds: float) -> bool:
+        """Wait until the queued work reports that it is done; whether it did within so many seconds."""
+        end, words, ticket = time.perf_counter() + seconds, self._words, self._ticket
+        while words[1] != ticket:
+            if time.perf_counter() > end:
+                return False
+        return True
+
+    # -- the side
+
+    def wait(self, stream: int, ticket: int) -> None:
+        """Make the stream wait until the judge has opened the gate. Raises RuntimeError."""
+        self._on_stream("cuStreamWaitValue32_v2", stream, 0, ticket, GREATER_OR_EQUAL)
+
+    def report(self, stream: int, ticket: int) -> None:
+        """Make the stream report that the work before this is done. Raises RuntimeError."""
+        self._on_stream("cuStreamWriteValue32_v2", stream, 4, ticket, DEFAULT)
+
+    def _on_stream(self, function: str, stream: int, offset: int, ticket: int, flags: int) -> None:
+        if not self._device:
+            address, pointer = ctypes.addressof(self._words), ctypes.c_uint64()
+            driver_call(
+                "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(SIZE), ctypes.c_uint(PORTABLE_MAPPED)
+            )  # fmt: skip
+            driver_call(
+                "cuMemHostGetDevicePointer_v2",
+                ctypes.byref(pointer),
+                ctypes.c_void_p(address),
+                ctypes.c_uint(0),
+            )
+            self._device = pointer.value
+        driver_call(
+            function, ctypes.c_void_p(stream), ctypes.c_uint64(self._device + offset), ctypes.c_uint32(ticket),
+            ctypes.c_uint(flags),
+        )  # fmt: skip

@@ -1,0 +1,47 @@
+"""Parts that encoders share: attention within sequences, and activations by the names in config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.core.forward_context import get_forward_context
+from fastkernels.models.common.description import Unsupported
+from fastkernels.overrides.activation.vllm import VllmGELU, VllmGELUTanh, VllmQuickGELU
+from fastkernels.overrides.attention.attention_dense import attention_dense
+
+ACTIVATIONS = {
+    "gelu": VllmGELU, "gelu_new": VllmGELUTanh, "gelu_pytorch_tanh": VllmGELUTanh, "quick_gelu": VllmQuickGELU,
+    "relu": nn.ReLU,
+}  # fmt: skip
+
+
+def activation(name: str) -> nn.Module:
+    """The module of an activation. Raises Unsupported."""
+    if name not in ACTIVATIONS:
+        raise Unsupported(f"config.hidden_act={name!r} is not one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]()
+
+
+def size_of(config: Any, name: str) -> int:
+    """A field that config.json may give as a pair, but that must be one integer here. Raises Unsupported."""
+    value = getattr(config, name)
+    if type(value) is not int or value < 1:
+        raise Unsupported(f"config.{name}={value!r} is not supported, only one integer above 0")
+    return value
+
+
+def attend_within(qkv: torch.Tensor) -> torch.Tensor:
+    """Non-causal attention within each sequence of the forward context: [T, 3, heads, D] to [T, heads, D]."""
+    metadata = get_forward_context()
+    rows, longest, scale = len(metadata.seq_lens), metadata.max_seqlen_q, qkv.shape[-1] ** -0.5
+    if rows * longest == len(
+        qkv
+    ):  # all of one length: more providers support a batch than concatenated sequences
+        q, k, v = qkv.view(rows, longest, *qkv.shape[1:]).unbind(2)
+        return attention_dense(q, k, v, scale).flatten(0, 1)
+    q, k, v = qkv[None].unbind(2)
+    starts = metadata.cu_seqlens_q
+    return attention_dense(q, k, v, scale, None, starts, starts, longest, longest)[0]

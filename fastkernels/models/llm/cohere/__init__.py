@@ -1,0 +1,1 @@
+"""Cohere's Command models."""

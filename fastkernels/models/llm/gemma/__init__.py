@@ -1,0 +1,1 @@
+"""Google's Gemma models, without vision."""

@@ -1,0 +1,55 @@
+"""Gemma 3 (arXiv 2503.19786), text only: head norms, a window in five of six layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastkernels.models.common import description as d
+from fastkernels.models.common.architecture import Architecture
+
+
+def describe(config: Any) -> d.Decoder:
+    d.refuse(config, use_bidirectional_attention=False, attn_logit_softcapping=None)
+    norm = d.Norm("gemma", config.rms_norm_eps)
+    layers = tuple(
+        d.Layer(
+            d.attention(
+                config,
+                window,
+                bias=config.attention_bias,
+                out_bias=config.attention_bias,
+                scale=config.query_pre_attn_scalar**-0.5,
+                head_norm=norm,
+                rope=d.rope(config, config.layer_types[i]),
+            ),
+            d.Mlp(config.intermediate_size, d.activation(config, "hidden_activation")),
+            before_attention=norm,
+            after_attention=norm,
+            before_mlp=norm,
+            after_mlp=norm,
+            names={
+                "after_attention": "post_attention_layernorm",
+                "after_mlp": "post_feedforward_layernorm",
+                "before_mlp": "pre_feedforward_layernorm",
+            },
+        )
+        for i, window in enumerate(d.windows(config))
+    )
+    return d.Decoder(
+        config.vocab_size,
+        config.hidden_size,
+        layers,
+        norm,
+        config.tie_word_embeddings,
+        embedding_scale=config.hidden_size**0.5,
+        logits_softcap=config.final_logit_softcapping or 0.0,
+    )
+
+
+ARCH = Architecture(
+    names=("Gemma3ForCausalLM",),
+    category="llm",
+    runner="Generate",
+    model_type="gemma3_text",
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+)

@@ -1,0 +1,1 @@
+"""Zhipu's GLM models."""

@@ -1,0 +1,1 @@
+"""Ai2's OLMo models."""

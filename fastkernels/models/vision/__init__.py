@@ -1,0 +1,1 @@
+"""Vision encoders: images to vectors and classes."""

@@ -1,0 +1,414 @@
+"""Time proposals against the production kernel, in this process, on a model's own weights.
+
+Calls run as in a decode step: in a CUDA graph, one after the other on weights that are not in L2, each after another
+small kernel. Rounds of all kernels are interleaved, so that a change of the clock concerns all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from fastkernels.core import registry
+from fastkernels.core.case import Case, Tolerance
+from fastkernels.core.dispatch import Provider
+from fastkernels.core.tuning import Chip, Entry
+
+log = logging.getLogger("fastkernels")
+ROUNDS, CPU_ROUNDS = 60, 15
+MOST_PROPOSALS, MOST_CALLS, LEAST_CALLS = 3, 96, 4
+COLD = 2  # the weights of a graph's calls are this many times as large as L2
+SPARE = 512 << 20  # bytes of memory that a measurement leaves free
+
+
+class NoRoom(RuntimeError):
+    """The device has too little free memory for a measurement."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One shape of an op at one set of sizes, and the modules of the model that have it."""
+
+    op: str
+    shape: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    modules: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+
+    def named(self) -> tuple[dict[str, Any], dict[str, int]]:
+        """Shape and sizes as a table has them."""
+        names = registry.get(self.op).op.key.sizes
+        return named_shape(self.op, self.shape), dict(zip(names, self.sizes, strict=True))
+
+    def __str__(self) -> str:
+        shape, sizes = self.named()
+        return f"{self.op} " + " ".join(f"{name}={value}" for name, value in {**shape, **sizes}.items())
+
+
+def named_shape(op: str, shape: Sequence[Any]) -> dict[str, Any]:
+    """Values of a key's shape as a table has them."""
+    names = registry.get(op).op.key.shape
+    return {
+        name: str(value).removeprefix("torch.") if name.endswith("dtype") else value
+        for name, value in zip(names, shape, strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Time of the production kernel over that of another: median of the rounds and its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+        """Return the ratio of paired times; the interval is between two of the sorted ratios (a sign test)."""
+        found = sorted(b / a for a, b in zip(ours, theirs, strict=True))
+        n = len(found)
+        reach = math.ceil(0.98 * math.sqrt(n)) + 1
+        middle = n / 2
+        return cls(
+            median(found),
+            found[max(math.floor(middle - reach), 0)],
+            found[min(math.ceil(middle + reach) - 1, n - 1)],
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A proposal: one provider with its parameters."""
+
+    provider: Provider
+    params: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.provider.name, *(f"{name}={value}" for name, value in self.params.items())])
+
+    def __call__(self, *args: Any) -> Any:
+        return self.provider.fn(*args, **self.params)
+
+
+@dataclass
+class Outcome:
+    """The result of a measurement.
+
+    entries  one for each point that was measured; production's own provider where nothing was faster
+    said     {point: {proposal: 'RATIO (LOW to HIGH)' or why it was rejected}}
+    stopped  why points were left out; None if all were measured
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    said: dict[str, dict[str, str]] = field(default_factory=dict)
+    stopped: str | None = None
+
+
+def production(op: str, device: str) -> Provider | None:
+    """The provider that stands for the host's kernel: the op's baseline; on a CPU else its first provider there.
+
+    None where the host runs another kernel, which cannot be called here.
+    """
+    spec = registry.get(op)
+    there = [p for p in spec.op.providers if p.unavailable(device) is None]
+    usual = [p for p in there if spec.baseline in (p.name, p.twin)] or (there[:1] if device == "cpu" else [])
+    return usual[0] if usual else None
+
+
+def proposals(point: Point, device: str, chip: Chip) -> list[Subject]:
+    """At most three available subjects for a point, without the production kernel itself."""
+    op = registry.get(point.op).op
+    found = []
+    for name, params in list(op.key.propose(point.shape, point.sizes, chip))[:MOST_PROPOSALS]:
+        provider = next((p for p in op.providers if p.name == name), None)
+        if provider is None:
+            names = ", ".join(p.name for p in op.providers)
+            raise ValueError(f"{point.op}: a proposal names the provider {name!r}; known: {names}")
+        if provider.unavailable(device) is None and provider is not production(point.op, device):
+            found.append(Subject(provider, params))
+    return found
+
+
+def measure(
+    points: Sequence[Point], run: str, device: torch.device, chip: Chip, seconds: float, rounds: int = 0
+) -> Outcome:
+    """Measure the points in order, at most for about so many seconds. All memory is freed afterwards.
+
+    run  of the entries, a key of a table's runs
+    """
+    end, outcome = time.monotonic() + seconds, Outcome()
+    points = [point for point in points if production(point.op, device.type) is not None]
+    rounds = rounds or (ROUNDS if device.type == "cuda" else CPU_ROUNDS)
+    subjects = {point: proposals(point, device.type, chip) for point in points}
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.inference_mode():
+        try:
+            failed = _compile(subjects, device, generator, time.monotonic() + 0.8 * seconds)
+            for point, found in subjects.items():
+                if time.monotonic() > end:
+                    outcome.stopped = f"the limit of {seconds:.0f} s was reached"
+                    break
+                try:
+                    _measure_point(point, found, failed, run, device, chip, generator, rounds, outcome)
+                except (NoRoom, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:  # of a kernel or of a capture: the point stays with the host
+                    text = f"{type(error).__name__}: {error}".splitlines()[0]
+                    outcome.said[str(point)] = {"not measured": text}
+                    log.warning("%s is not measured and stays with the host: %s", point, text)
+        except (NoRoom, torch.OutOfMemoryError) as error:
+            outcome.stopped = f"too little free memory: {str(error).splitlines()[0]}"
+        finally:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                gc.collect()
+                torch.cuda.empty_cache()
+    return outcome
+
+
+def _measure_point(
+    point: Point, found: list[Subject], failed: dict[tuple[Point, str], str], run: str, device: torch.device,
+    chip: Chip, generator: torch.Generator, rounds: int, outcome: Outcome,
+) -> None:  # fmt: skip
+    usual = production(point.op, device.type)
+    assert usual is not None
+    host = Subject(usual, {})
+    said = outcome.said.setdefault(str(point), {})
+    right, calls = [], arguments(point, device, generator, COLD * chip.l2_bytes) if found else []
+    for subject in found:
+        reason = failed.get((point, subject.name)) or _wrong(point, subject, host, calls[0])
+        if reason is None:
+            right.append(subject)
+        else:
+            said[subject.name] = reason
+    best, ratio = host, Ratio(1.0, 1.0, 1.0)
+    if right:
+        times = interleaved([host, *right], calls, device, rounds)
+        for subject, ours in zip(right, times[1:], strict=True):
+            here = Ratio.of(ours, times[0])
+            said[subject.name] = f"{here.value:.3f} ({here.low:.3f} to {here.high:.3f})"
+            if here.low > 1 and here.value > ratio.value:
+                best, ratio = subject, here
+    shape, sizes = point.named()
+    low, high = round(ratio.low, 4), round(ratio.high, 4)
+    outcome.entries.append(
+        Entry(point.op, shape, sizes, best.provider.name, host.provider.name, run, dict(best.params),
+              round(ratio.value, 4), (low, high), source="verified on this chip")
+    )  # fmt: skip
+
+
+def arguments(
+    point: Point, device: torch.device, generator: torch.Generator, cold_bytes: int
+) -> list[list[Any]]:
+    """Calls of a point whose weights together have at least `cold_bytes`: the model's own, and then copies of them.
+
+    Where one call reads more than that, all are the same call. Raises NoRoom.
+    """
+    spec = registry.get(point.op)
+    key = spec.op.key
+    shape, sizes = point.named()
+    dims = key.dims(**dict(zip(key.shape, point.shape, strict=True)), **sizes)
+    case = Case("verified", dims, str(shape.get("dtype", spec.cases[0].dtype)))
+    _leave_room(device, cold_bytes + spec.bytes_moved(case))
+    made = spec.inputs(case, device.type if device.index is None else str(device), generator)
+    calls = [key.own(m, made) for m in point.modules] if key.own is not None else []
+    calls = calls or [made]
+    size = sum(t.numel() * t.element_size() for t in calls[0] if isinstance(t, torch.Tensor))
+    count = min(max(-(-cold_bytes // max(size, 1)), LEAST_CALLS), MOST_CALLS) if cold_bytes else 1
+    for i in range(count - len(calls)):
+        if size >= cold_bytes:
+            calls.append(calls[i])
+        else:
+            calls.append([t.clone() if isinstance(t, torch.Tensor) else t for t in calls[i]])
+    return calls[:count]
+
+
+def _leave_room(device: torch.device, needed: int) -> None:
+    if device.type != "cuda":
+        return
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if free < needed + SPARE:
+        raise NoRoom(f"{free >> 20} MiB are free, and {(needed + SPARE) >> 20} MiB are needed")
+
+
+def _wrong(point: Point, subject: Subject, host: Subject, args: list[Any]) -> str | None:
+    """Why a proposal cannot take the place of the host's kernel here; None if it computes the same."""
+    supports = subject.provider.supports
+    if supports is not None and (reason := supports(*args)) is not None:
+        return f"unsupported: {reason}"
+    got, want = subject(*args), host(*args)
+    spec = registry.get(point.op)
+    limit = spec.tolerance_for(spec.case_of(args, "verified"), want.dtype)
+    return None if close(got, want, limit) else "its result differs from the production kernel's"
+
+
+def close(got: torch.Tensor, want: torch.Tensor, limit: Tolerance) -> bool:
+    """Whether two results agree: the absolute tolerance is for values of about 1, and these may be smaller."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    a, b = got.float(), want.float()
+    scale = min(float(b.pow(2).mean().sqrt()), 1.0) if b.numel() else 1.0
+    return bool(((a - b).abs() <= limit.atol * scale + limit.rtol * b.abs()).all())
+
+
+# -- compiling
+
+
+def _compile(
+    subjects: Mapping[Point, list[Subject]], device: torch.device, generator: torch.Generator, end: float
+) -> dict[tuple[Point, str], str]:
+    """Run every proposal once, so that its kernel is compiled: CUDA C++ in threads, Triton in this one.
+
+    Returns {(point, proposal): why it has no kernel}. NVRTC compiles without Python's lock.
+    """
+    failed: dict[tuple[Point, str], str] = {}
+    threads = min(os.cpu_count() or 1, 16)
+    futures: dict[Future[str | None], tuple[Point, str]] = {}
+    inputs: dict[Any, list[Any]] = {}
+
+    def one(subject: Subject, args: list[Any]) -> str | None:
+        if time.monotonic() > end:
+            return "not compiled in time"
+        try:
+            with torch.inference_mode():
+                if subject.provider.supports is None or subject.provider.supports(*args) is None:
+                    subject(*args)
+        except Exception as error:  # of a compiler, of a library
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return None
+
+    def start() -> None:
+        """Give a thread the device's context, which launches of the driver's API need."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.mem_get_info(device)
+
+    with ThreadPoolExecutor(threads if device.type == "cuda" else 1, initializer=start) as pool:
+        for point, found in subjects.items():
+            for subject in found:
+                if point not in inputs:
+                    inputs[point] = arguments(point, device, generator, 0)[0]
+                if "triton" in subject.provider.name:
+                    reason = one(subject, inputs[point])
+                    if reason is not None:
+                        failed[point, subject.name] = reason
+                else:
+                    futures[pool.submit(one, subject, inputs[point])] = point, subject.name
+        wait(futures)
+    for future, where in futures.items():
+        if (reason := future.result()) is not None:
+            failed[where] = reason
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return failed
+
+
+# -- timing
+
+
+def interleaved(
+    subjects: Sequence[Callable[..., Any]], calls: Sequence[list[Any]], device: torch.device, rounds: int
+) -> list[list[float]]:
+    """Seconds of all calls together, by subject and round. The order of the subjects rotates from round to round."""
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    runs = [_replay(subject, calls, device, pool) for subject in subjects]
+    times: list[list[float]] = [[] for _ in subjects]
+    for i in range(rounds):
+        order = [(i + j) % len(runs) for j in range(len(runs))]
+        for which, seconds in _round(runs, order, device):
+            times[which].append(seconds)
+    return times
+
+
+def _replay(
+    subject: Callable[..., Any], calls: Sequence[list[Any]], device: torch.device, pool: Any
+) -> Callable[[], None]:
+    """Make one run of all calls: on a GPU the replay of a graph."""
+    if device.type != "cuda":
+
+        def run() -> None:
+            for args in calls:
+                subject(*args)
+
+        return run
+    between = torch.zeros(
+        4096, device=device
+    )  # for a small kernel between the calls, as norms are in a model
+    stream, graph = _stream(device), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        subject(*calls[0])  # libraries allocate their workspaces outside of the graph
+    torch.cuda.synchronize(device)
+    # torch.cuda.graph would collect garbage, which takes long in a host's process.
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            for args in calls:
+                between.add_(1)
+                subject(*args)
+        finally:
+            graph.capture_end()
+    torch.cuda.synchronize(device)
+
+    def replay(kept: torch.Tensor = between) -> None:  # the graph writes to it
+        graph.replay()
+
+    replay()
+    torch.cuda.synchronize(device)
+    return replay
+
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)
+    return _STREAMS[device]
+
+
+def _round(
+    runs: Sequence[Callable[[], Any]], order: Sequence[int], device: torch.device
+) -> Iterator[tuple[int, float]]:
+    if device.type != "cuda":
+        for which in order:
+            begin = time.perf_counter()
+            runs[which]()
+            yield which, time.perf_counter() - begin
+        return
+    marks = {which: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for which in order}
+    runs[order[0]]()  # not measured: the GPU is busy with it while the next ones are queued
+    for which in order:
+        marks[which][0].record()
+        runs[which]()
+        marks[which][1].record()
+    torch.cuda.synchronize(device)
+    for which in order:
+        yield which, 1e-3 * marks[which][0].elapsed_time(marks[which][1])
+
+
+@contextmanager
+def small_workspaces(release: bool) -> Iterator[None]:
+    """With `release`, free cuBLAS's workspaces afterwards: a host that profiles its memory then finds none of ours.
+
+    Only before any CUDA graph exists, since graphs refer to them.
+    """
+    try:
+        yield
+    finally:
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if release and clear is not None and torch.cuda.is_available():
+            clear()
+            torch.cuda.empty_cache()

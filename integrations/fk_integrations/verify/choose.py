@@ -1,0 +1,193 @@
+"""Choices for the shapes of a model that no table lists: kept from an earlier start, or measured now."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from fastkernels.core import registry, tuning
+from fastkernels.core.dispatch import OPS
+from fastkernels.core.env import Environment
+from fastkernels.core.spec import OpSpec
+from fastkernels.core.tuning import Chip, Entry, Table
+from fastkernels.patch import Request
+from fastkernels.verify import cache, measure
+from fastkernels.verify.measure import Point, named_shape
+from fk_integrations.core import seam
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.verify.ranks import agree
+
+log = logging.getLogger("fastkernels")
+TRIED = ("linear",)  # ops whose verification has run on a GPU; others are measured with FASTKERNELS_VERIFY=1
+SECONDS = 85.0  # of a measurement, with compiling
+WAIT_S = SECONDS + 60  # that other ranks wait for it
+
+
+@dataclass
+class Verified:
+    """The outcome for one model.
+
+    measured  {op: lines for the report}
+    back      removes the choices from this process
+    """
+
+    measured: dict[str, list[str]] = field(default_factory=dict)
+    back: Callable[[], None] = lambda: None
+
+
+def verify(adapter: Adapter, model: Any, request: Request, device: torch.device) -> Verified:
+    """Use the verified choices for the model's shapes in this process, in all ranks the same.
+
+    With FASTKERNELS_VERIFY=0 only those that are kept. A failure leaves these shapes to the host, with a warning.
+    """
+    wanted = Environment.read().verify
+    if adapter.own or (device.type != "cuda" and wanted is None):
+        return Verified()
+    try:
+        chip = tuning.chip_of(device.type)
+        points = points_of(adapter, model, request, chip)
+        text = agree(adapter.ranks(), lambda: _choices(adapter, points, device, chip, wanted), WAIT_S)
+    except Exception as error:
+        log.warning("shapes without a table entry stay with the host: %s: %s", type(error).__name__, error)
+        return Verified()
+    found = json.loads(text)
+    return use(
+        chip, [Entry(**{**raw, "ci95": tuple(raw["ci95"])}) for raw in found["entries"]], found["lines"]
+    )
+
+
+def use(chip: str, entries: list[Entry], lines: dict[str, list[str]]) -> Verified:
+    """Put choices into the tables of this process."""
+    before = tuning.verified(chip)
+
+    def put(several: Any) -> None:
+        tuning.set_verified(chip, several)
+        for op in OPS.values():
+            op.forget()
+
+    put(entries)
+    return Verified(lines, lambda: put(before))
+
+
+def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list[Point]:
+    """Shapes of the modules that ours may replace and that no table lists for this chip, with the key's sizes.
+
+    Most important sizes come first, for all shapes.
+    """
+    found: dict[tuple[str, tuple[Any, ...]], list[Any]] = {}
+    for name in registry.op_names():
+        spec = registry.get(name)
+        op = spec.tuned_by
+        if op is None or op.key is None or op.key.propose is None or _settled(adapter, request, spec):
+            continue
+        if op.name not in TRIED and not Environment.read().verify:
+            continue
+        listed = {e.place for e in tuning.entries(op.name, chip)}
+        for module, shape in _modules(adapter, model, spec):
+            if Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place not in listed:
+                found.setdefault((op.name, shape), []).append(module)
+    points = [
+        (i, Point(op, shape, sizes, tuple(modules)))
+        for (op, shape), modules in found.items()
+        for i, sizes in enumerate(adapter.points(registry.get(op).op))
+    ]
+    return [point for _, point in sorted(points, key=lambda pair: pair[0])]
+
+
+def _settled(adapter: Adapter, request: Request, spec: OpSpec) -> bool:
+    """Whether nothing is to be chosen for this op: the user has, or it is not to run."""
+    names = {spec.name, spec.tuned_by.name}
+    chosen = {*request.candidates, *request.disable, *Environment.read().provider}
+    listed = request.ops is None or bool(names & set(request.ops))
+    return bool(names & chosen) or not listed or bool(adapter.batch_invariant() and not spec.batch_invariant)
+
+
+def _modules(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tuple[Any, ...]]]:
+    found = []
+    for target in adapter.targets(spec, model):
+        place, host_class = seam.find(target.seam), _resolve(target.path)
+        if not place.live or host_class is None:
+            continue
+        supports = getattr(registry.target_class(target), "supports", None)
+        for module in place.modules(adapter, model, spec.name, host_class):
+            if supports is not None and supports(module) is not None:
+                continue
+            shape = adapter.whole_shape(spec.tuned_by, module)
+            if shape is not None:
+                found.append((module, shape))
+    return found
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def _choices(
+    adapter: Adapter, points: list[Point], device: torch.device, chip: str, wanted: bool | None
+) -> str:
+    """The entries and the report's lines for these points, as JSON. Measures what is not kept."""
+    if not points:
+        return json.dumps({"entries": [], "lines": {}})
+    facts = cache.facts(chip, adapter.host, adapter.version)
+    table = cache.kept(facts)
+    kept = {e.point for e in table.entries}
+    missing = [p for p in points if Entry(p.op, *p.named(), None, "", "").point not in kept]
+    lines: dict[str, list[str]] = {}
+    if missing and wanted is not False:
+        outcome, table = _measure(adapter, missing, device, facts, table)
+        if outcome.stopped is not None:
+            rest = sum(str(p) not in outcome.said for p in missing)
+            text = (
+                f"{rest} of {len(missing)} points were not measured and stay with the host: {outcome.stopped}"
+            )
+            log.warning("%s", text)
+            lines.setdefault(missing[0].op, []).append(text)
+    by_point = {e.point: e for e in table.entries}
+    entries = []
+    for point in sorted(points, key=lambda p: (p.op, str(p.shape), p.sizes)):
+        entry = by_point.get(Entry(point.op, *point.named(), None, "", "").point)
+        if entry is not None:
+            entries.append(json.loads(entry.to_json()))
+            said = table.runs[entry.run].get("measured", {}).get(str(point), {})
+            lines.setdefault(point.op, []).append(line(entry, said))
+    return json.dumps({"entries": entries, "lines": lines})
+
+
+def _measure(
+    adapter: Adapter, points: list[Point], device: torch.device, facts: dict[str, str], table: Table
+) -> tuple[measure.Outcome, Table]:
+    begin = time.monotonic()
+    log.info(
+        "%d points of %s are measured on this %s against the host's kernels, in at most %.0f s (FASTKERNELS_VERIFY=0"
+        " leaves them to the host)", len(points), ", ".join(sorted({p.op for p in points})), facts["chip"], SECONDS,
+    )  # fmt: skip
+    run = f"verified {datetime.now(timezone.utc).isoformat(timespec='seconds')}"
+    with measure.small_workspaces(release=adapter.profiles_memory_later):
+        outcome = measure.measure(points, run, device, Chip.of(device.type), SECONDS)
+    made = Table(facts["chip"], {run: {"facts": facts, "measured": outcome.said}}, tuple(outcome.entries))
+    if outcome.entries:
+        cache.keep(made, facts)
+    won = sum(e.faster for e in outcome.entries)
+    log.info(
+        "ours is faster at %d of %d points: measured in %.0f s", won, len(points), time.monotonic() - begin
+    )
+    return outcome, table.merged(made)
+
+
+def line(entry: Entry, said: dict[str, str]) -> str:
+    """Return the report's text for one point: the provider that runs, and the host's time over each proposal's."""
+    winner = entry.provider if entry.faster else f"{entry.baseline}, the host's"
+    tried = ", ".join(f"{name}: {text}" for name, text in said.items()) or "no proposal"
+    return f"{entry}: {winner} ({tried})"

@@ -1,0 +1,144 @@
+"""/v1/embeddings and /classify of images."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from support.live import live_server, metric
+from support.minilm import minilm_path
+from support.tiny import make_tiny_encoder
+
+import fastkernels.engine.images as reading
+from fastkernels import LLM
+
+RNG = np.random.default_rng(1)
+IMAGES = [Image.fromarray(RNG.integers(0, 256, (h, 48, 3), dtype=np.uint8)) for h in (40, 60, 24)]
+
+
+def encoded(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def part(image, kind="PNG", **options):
+    return data_part(encoded(image, kind, **options), kind)
+
+
+def data_part(data, kind="PNG"):
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind.lower()};base64,{data}"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_tiny_encoder(tmp_path_factory.mktemp("encoder") / "classes", "siglip2_classes")
+
+
+@pytest.fixture(scope="module")
+def url(folder):
+    with live_server(folder, num_blocks=None, max_model_len=None) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(str(folder), device="cpu")
+
+
+def post(url, path="/v1/embeddings", **body):
+    return httpx.post(url + path, json=body, timeout=60)
+
+
+def test_images_become_vectors(url, llm):
+    wanted = [o.outputs.data for o in llm.embed(IMAGES, use_tqdm=False)]
+    before = metric(url, "vllm:prompt_tokens_total")
+    answer = post(url, input=[part(i) for i in IMAGES]).json()
+    np.testing.assert_allclose([d["embedding"] for d in answer["data"]], wanted, atol=1e-5)
+    tokens = sum(o.num_tokens for o in llm.embed(IMAGES, use_tqdm=False))
+    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert metric(url, "vllm:prompt_tokens_total") == before + tokens
+    messages = [{"role": "user", "content": [part(IMAGES[1])]}]
+    for body in ({"input": part(IMAGES[1])}, {"messages": messages}):
+        (found,) = post(url, **body).json()["data"]
+        np.testing.assert_allclose(found["embedding"], wanted[1], atol=1e-5)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        made = client.embeddings.create(model=folder_name(url), input=[part(IMAGES[0])])
+        np.testing.assert_allclose(made.data[0].embedding, wanted[0], atol=1e-5)
+
+
+def folder_name(url):
+    return httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+
+
+def test_images_are_classified(url, llm):
+    wanted = llm.classify(IMAGES, use_tqdm=False)
+    answer = post(url, "/classify", input=[part(i) for i in IMAGES]).json()
+    for i, (found, want) in enumerate(zip(answer["data"], wanted, strict=True)):
+        np.testing.assert_allclose(found["probs"], want.outputs.probs, atol=1e-5)
+        assert found["index"] == i and found["num_classes"] == 5
+        assert found["label"] == f"LABEL_{np.argmax(want.outputs.data)}"
+        assert sum(found["probs"]) == pytest.approx(1, abs=1e-5)
+
+
+def test_other_formats_and_modes_are_read(url):
+    gray = IMAGES[0].convert("L")
+    (want,) = post(url, input=part(gray.convert("RGB"))).json()["data"]
+    for same in (part(gray), part(gray, "WEBP", lossless=True), part(gray.convert("RGBA"))):
+        (found,) = post(url, input=same).json()["data"]
+        np.testing.assert_allclose(found["embedding"], want["embedding"], atol=1e-5)
+    assert post(url, input=part(IMAGES[0], "JPEG")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"input": "a text"}, "input", "takes images, as"),
+        ({"input": [5, 6]}, "input", "takes images, as"),
+        ({"input": {"type": "text", "text": "a"}}, "input", "must be an image"),
+        ({"input": [part(IMAGES[0]), "a"]}, "input", "entry 1 must be an image"),
+        ({"input": data_part("AAAA")}, "input", "input 0 is not an image of a known format; accepted are"),
+        ({"input": data_part("A*")}, "input", "not base64 behind the comma"),
+        ({"input": data_part(encoded(IMAGES[0])[:2000])}, "input", "input 0 is a damaged PNG image"),
+        ({"input": part(IMAGES[0], "GIF")}, "input", "accepted are PNG, JPEG, WEBP of one frame"),
+        (
+            {"input": part(IMAGES[0], "WEBP", save_all=True, append_images=[IMAGES[0].rotate(90)])},
+            "input", "an image of 2 frames; accepted are",
+        ),
+        (
+            {"input": {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}},
+            "input", "downloads nothing: image_url.url begins with 'https://a.b/c.png'",
+        ),
+        ({"messages": [{"role": "user", "content": "text"}]}, "messages", "one content part of type image_url"),
+        ({"messages": [{"role": "user", "content": [part(IMAGES[0])] * 2}]}, "messages", "one content part"),
+        ({"messages": "a"}, "messages", "one content part"),
+        ({"messages": [], "input": part(IMAGES[0])}, "input", "either input or messages"),
+    ],
+)  # fmt: skip
+def test_bad_image_is_refused(url, body, param, words):
+    answer = post(url, **body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and words in error["message"], error
+
+
+def test_large_image_is_refused(url, monkeypatch):
+    monkeypatch.setattr(reading, "MAX_PIXELS", 1000)
+    answer = post(url, input=[part(IMAGES[0])])
+    assert answer.status_code == 400
+    assert "an image of 48 x 40 pixels; accepted are" in answer.json()["error"]["message"]
+
+
+def test_text_model_takes_no_images():
+    with live_server(minilm_path(), num_blocks=None, max_model_len=None) as (url, _):
+        answer = post(url, input=part(IMAGES[0]))
+        assert answer.status_code == 400
+        assert "takes text or token ids, not images" in answer.json()["error"]["message"]
+        answer = post(url, "/classify", input="a")
+        assert answer.status_code == 404
+        assert "has no classifier" in answer.json()["error"]["message"]

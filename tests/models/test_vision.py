@@ -1,0 +1,146 @@
+"""Encoders of images against transformers on tiny random checkpoints in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.tiny import ENCODERS, make_tiny_encoder
+
+from fastkernels import LLM
+from fastkernels.core.dispatch import counters
+from fastkernels.engine.images import decode
+from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.registry import models
+
+SIZES = ((50, 40), (64, 24), (9, 70), (50, 40))  # width, height
+
+
+def pictures(sizes: tuple[tuple[int, int], ...] = SIZES) -> list[Image.Image]:
+    rng = np.random.default_rng(0)
+    return [Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes]
+
+
+@torch.no_grad()
+def expected(folder: Path, image: Image.Image) -> dict[str, np.ndarray]:
+    """Normalized vector, hidden states without padding and logits of transformers' own model, as far as it has them."""
+    import transformers
+
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, name).from_pretrained(folder).eval()
+    inputs = transformers.AutoImageProcessor.from_pretrained(folder)(images=image, return_tensors="pt")
+    tower = getattr(model, "vision_model", model)
+    out = tower(**inputs)
+    mask = inputs.get("pixel_attention_mask", torch.ones(out.last_hidden_state.shape[:2]))[0].bool()
+    found = {
+        "embed": torch.nn.functional.normalize(out.pooler_output[0], dim=0),
+        "token_embed": out.last_hidden_state[0, mask],
+    }
+    if name.endswith("Classification"):
+        found["classify"] = model(**inputs).logits[0].softmax(-1)
+    return {task: tensor.numpy() for task, tensor in found.items()}
+
+
+@pytest.fixture(scope="module", params=ENCODERS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_encoder(tmp_path_factory.mktemp("encoders") / request.param, request.param)
+
+
+def test_encoder_equals_transformers(folder: Path) -> None:
+    """In a batch of several sizes, and one by one."""
+    images, llm, before = pictures(), LLM(str(folder), device="cpu"), counters()
+    wanted = [expected(folder, image) for image in images]
+    for task in wanted[0]:
+        together = llm.encode(images, task, use_tqdm=False)
+        alone = [llm.encode(image, task, use_tqdm=False)[0] for image in images]
+        for found in (together, alone):
+            for output, want in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(output.outputs.data, want[task], atol=3e-5)
+                assert output.num_tokens == len(want["token_embed"])
+    different = {tuple(np.round(w["embed"], 3)) for w in wanted}
+    assert len(different) == len(images)
+    for op in ("attention_dense", "layer_norm", "linear"):
+        assert counters()[op]["calls"] > before[op]["calls"], op
+
+
+def test_every_image_encoder_is_tested() -> None:
+    names = {name for m in models().values() if m.arch.inputs == "images" for name in m.arch.names}
+    assert names == {name for name, _ in ENCODERS.values()}
+
+
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    folder, images = make_tiny_encoder(tmp_path, "dinov3"), pictures()
+    one = LLM(str(folder), device="cpu").embed(images, use_tqdm=False)
+    with LLM(str(folder), device="cpu", tensor_parallel_size=2) as llm:
+        two = llm.embed(images, use_tqdm=False)
+    np.testing.assert_allclose([o.outputs.data for o in two], [o.outputs.data for o in one], atol=1e-5)
+
+
+def test_multiple_labels_have_independent_probabilities(tmp_path: Path) -> None:
+    folder = make_tiny_encoder(tmp_path, "siglip2_classes", problem_type="multi_label_classification")
+    (output,) = LLM(str(folder), device="cpu").classify(pictures()[:1], use_tqdm=False)
+    softmax = expected(folder, pictures()[0])["classify"]
+    ratio = np.log(output.outputs.data / (1 - output.outputs.data)) - np.log(
+        softmax
+    )  # the same for all classes
+    np.testing.assert_allclose(ratio, ratio[0], atol=1e-3)
+
+
+def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
+    for kind in ("dinov3", "siglip2_vision"):
+        folder = make_tiny_encoder(tmp_path / kind, kind)
+        (output,) = LLM(str(folder), device="cpu", dtype="bfloat16").embed(pictures()[:1], use_tqdm=False)
+        assert output.outputs.data @ expected(folder, pictures()[0])["embed"] > 0.999
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("dinov3", {"hidden_size": 36, "num_attention_heads": 6}, "hidden_size=36 is not a multiple of four times"),
+        ("dinov3", {"hidden_act": "tanh"}, "hidden_act='tanh' is not one of gelu"),
+        ("siglip2_vision", {"num_patches": 15}, "num_patches=15 is not a square"),
+    ],
+)  # fmt: skip
+def test_unsupported_config_is_refused(
+    tmp_path: Path, kind: str, fields: dict[str, Any], message: str
+) -> None:
+    folder = make_tiny_encoder(tmp_path, kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(Unsupported, match=message):
+        LLM(str(folder), device="cpu", load_format="dummy")
+
+
+def test_missing_bias_is_an_error_if_the_config_has_it(tmp_path: Path) -> None:
+    folder = make_tiny_encoder(tmp_path, "dinov3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "key_bias": True}))
+    with pytest.raises(CheckpointError, match=r"keys missing from it: layer.0.attention.k_proj.bias"):
+        LLM(str(folder), device="cpu")
+
+
+def test_missing_processor_is_named(tmp_path: Path) -> None:
+    folder = make_tiny_encoder(tmp_path, "dinov3")
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json"):
+        LLM(str(folder), device="cpu")
+
+
+def test_bad_prompts_are_refused(tmp_path: Path) -> None:
+    llm = LLM(str(make_tiny_encoder(tmp_path, "dinov3")), device="cpu", max_model_len=24)
+    image = pictures()[0]
+    assert len(llm.embed({"prompt": "", "multi_modal_data": {"image": image}}, use_tqdm=False)) == 1
+    with pytest.raises(ValueError, match="must be a PIL image, got str: this model takes images"):
+        llm.embed([image, "text"])
+    with pytest.raises(ValueError, match="task 'classify' needs a model with a classifier"):
+        llm.classify(image)
+    with pytest.raises(ValueError, match="the prompt has 24 tokens, and the maximum input length is 23"):
+        LLM(llm.llm_engine.config.model, device="cpu", max_model_len=23).embed(image)
+    with pytest.raises(ValueError, match="not an image of a known format; accepted are PNG, JPEG, WEBP"):
+        decode(b"no image")

@@ -1,0 +1,163 @@
+"""Proposals measured against the production kernel, on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastkernels.core import registry
+from fastkernels.core.case import Tolerance
+from fastkernels.core.dispatch import Provider
+from fastkernels.core.tuning import Chip
+from fastkernels.verify import measure
+from fastkernels.verify.measure import Point, Ratio
+
+CHIP = Chip("Imaginary X1", sms=7, memory_bytes_per_s=1e11, l2_bytes=1 << 14)
+CPU = torch.device("cpu")
+
+
+def after(seconds: float, change: Callable[[torch.Tensor], torch.Tensor] = lambda y: y) -> Any:
+    def product(x: Any, weight: Any, bias: Any = None, **params: Any) -> torch.Tensor:
+        time.sleep(seconds)
+        return change(F.linear(x, weight, bias))
+
+    return product
+
+
+def refuse(*args: Any) -> str:
+    return "never"
+
+
+def broken(*args: Any) -> None:
+    raise OSError("no compiler")
+
+
+PROVIDERS = (
+    Provider("usual", after(1e-3), devices=("cpu",)),
+    Provider("quick", after(0), devices=("cpu",), params=({"tile": 4},)),
+    Provider("slow", after(3e-3), devices=("cpu",)),
+    Provider("wrong", after(0, lambda y: y * 1.1), devices=("cpu",)),
+    Provider("nan", after(0, lambda y: y * float("nan")), devices=("cpu",)),
+    Provider("picky", after(0), devices=("cpu",), supports=refuse),
+    Provider("broken", broken, devices=("cpu",)),
+    Provider("elsewhere", after(0), devices=("cuda",)),
+)
+
+
+@pytest.fixture
+def linear() -> Iterator[Any]:
+    op = registry.get("linear").op
+    before = op.providers, op.key
+    op.providers = PROVIDERS
+    yield op
+    op.providers, op.key = before
+
+
+def outcome(op: Any, several: Sequence[str], seconds: float = 60.0, modules: Any = ()) -> measure.Outcome:
+    asked = []
+
+    def propose(shape: Any, sizes: Any, chip: Chip) -> Any:
+        asked.append((shape, sizes, chip))
+        return [(name, {"tile": 4} if name == "quick" else {}) for name in several]
+
+    op.key = replace(op.key, propose=propose)
+    point = Point("linear", (24, 16, torch.float32), (3,), modules)
+    found = measure.measure([point], "r1", CPU, CHIP, seconds)
+    assert asked == [((24, 16, torch.float32), (3,), CHIP)]
+    return found
+
+
+@pytest.mark.parametrize("loser", ["slow", "wrong", "nan", "picky", "broken"])
+def test_only_a_right_and_faster_proposal_wins(linear: Any, loser: str) -> None:
+    (entry,) = outcome(linear, [loser]).entries
+    assert (entry.provider, entry.baseline, entry.faster) == ("usual", "usual", False)
+    found = outcome(linear, [loser, "quick", "elsewhere"])
+    (entry,) = found.entries
+    assert (entry.provider, entry.params, entry.faster) == ("quick", {"tile": 4}, True)
+    assert entry.speedup > 1.5 and 1 < entry.ci95[0] <= entry.speedup <= entry.ci95[1]
+    assert entry.shape == {"N": 24, "K": 16, "dtype": "float32"} and entry.sizes == {"M": 3}
+    (said,) = found.said.values()
+    texts = {"slow": "0.", "wrong": "its result", "nan": "its result", "picky": "unsupported: never"}
+    assert said[loser].startswith(texts.get(loser, "OSError: no compiler"))
+    assert set(said) == {loser, "quick tile=4"}
+
+
+def test_the_production_kernel_is_no_proposal(linear: Any) -> None:
+    found = outcome(linear, ["usual"])
+    assert found.said == {"linear N=24 K=16 dtype=float32 M=3": {}} and not found.entries[0].faster
+
+
+def test_an_unknown_provider_is_an_error(linear: Any) -> None:
+    with pytest.raises(ValueError, match="a proposal names the provider 'other'; known: usual, quick"):
+        outcome(linear, ["other"])
+
+
+def test_only_three_proposals_are_measured(linear: Any) -> None:
+    (said,) = outcome(linear, ["slow", "wrong", "nan", "quick"]).said.values()
+    assert set(said) == {"slow", "wrong", "nan"}
+
+
+def test_an_error_concerns_only_its_point(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(subjects: Any, calls: Any, *rest: Any) -> Any:
+        if len(calls[0][0]) == 3:
+            raise RuntimeError("capture failed\nand more")
+        return timed(subjects, calls, *rest)
+
+    timed = measure.interleaved
+    monkeypatch.setattr(measure, "interleaved", capture)
+    linear.key = replace(linear.key, propose=lambda *args: [("quick", {"tile": 4})])
+    points = [Point("linear", (24, 16, torch.float32), (m,)) for m in (3, 4)]
+    found = measure.measure(points, "r1", CPU, CHIP, 60.0)
+    assert [(e.sizes["M"], e.provider) for e in found.entries] == [(4, "quick")]
+    assert found.said[str(points[0])] == {"not measured": "RuntimeError: capture failed"}
+
+
+def test_points_past_the_time_limit_have_no_entry(linear: Any) -> None:
+    found = outcome(linear, ["quick"], seconds=0)
+    assert not found.entries and found.stopped == "the limit of 0 s was reached"
+
+
+def test_too_little_memory_stops_and_says_so(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*args: Any) -> None:
+        raise measure.NoRoom("1 MiB are free, and 2 MiB are needed")
+
+    monkeypatch.setattr(measure, "_leave_room", no_room)
+    found = outcome(linear, ["quick"])
+    assert not found.entries
+    assert found.stopped == "too little free memory: 1 MiB are free, and 2 MiB are needed"
+
+
+def test_calls_use_the_models_weights_and_exceed_the_cache() -> None:
+    modules = []
+    for _ in range(2):
+        modules.append(nn.Linear(16, 24))
+    point = Point("linear", (24, 16, torch.float32), (3,), tuple(modules))
+    calls = measure.arguments(point, CPU, torch.Generator().manual_seed(0), 1 << 14)
+    assert [c[1].data_ptr() for c in calls[:2]] == [m.weight.data_ptr() for m in modules]
+    assert calls[0][2] is modules[0].bias and calls[0][0].shape == (3, 16)
+    size = sum(t.numel() * t.element_size() for t in calls[0])
+    assert len(calls) * size >= 1 << 14 > (len(calls) - 1) * size
+    assert len({t.data_ptr() for c in calls for t in c[1:]}) == 2 * len(calls)
+    modules[0].skip_bias_add = True  # type: ignore[assignment]
+    assert measure.arguments(point, CPU, torch.Generator(), 0)[0][2] is None
+
+
+def test_interval_of_equal_kernels_contains_one() -> None:
+    noise = torch.rand(2, 60, generator=torch.Generator().manual_seed(1)).add_(1).tolist()
+    found = Ratio.of(*noise)
+    assert found.low < 1 < found.high and found.low <= found.value <= found.high
+    assert Ratio.of([1.0] * 60, [2.0] * 60) == Ratio(2.0, 2.0, 2.0)
+
+
+def test_small_results_are_compared_by_their_own_size() -> None:
+    limit, want = Tolerance(1e-2, 1e-2), 1e-4 * torch.randn(1000)
+    assert measure.close(want * 1.005, want, limit)
+    assert not measure.close(torch.zeros(1000), want, limit)
+    assert not measure.close(want[:-1], want, limit)
