@@ -10,7 +10,7 @@ comma := ,
 HOSTS := $(filter vllm sglang,$(sort $(subst +fk,,$(subst $(comma), ,$(LANES)))))
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup demo test test-slow bench-h200 lint docs format clean
+.PHONY: setup demo demo-vision test test-slow bench-h200 lint docs format clean
 setup:
 	@$(PYTHON) tests/support/environments.py own vllm sglang
 
@@ -18,6 +18,11 @@ demo:
 	@$(PYTHON) tests/support/environments.py own $(HOSTS)
 	@$(BIN)/fk-bench serve-compare --model $$($(BIN)/python tests/support/smollm2.py) --lanes $(LANES) \
 	  $(foreach h,$(HOSTS),--python $(h)=.venv-$(h)/bin/python) $(DEMO_ARGS)
+
+# a tiny diffusion pipeline and a timm model, stock and patched: one page with their images
+demo-vision:
+	@$(PYTHON) tests/support/environments.py own
+	@$(BIN)/python tests/support/demo_vision.py fk-bench-runs/demo-vision
 
 test: setup
 	$(BIN)/python -m pytest $(SHARED) -m "not slow and not gpu"

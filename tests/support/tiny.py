@@ -294,6 +294,38 @@ def make_tiny_encoder(folder: str | Path, kind: str, seed: int = 0, **fields: An
     return Path(folder)
 
 
+def make_tiny_pipeline(folder: str | Path, seed: int = 0) -> Path:
+    """A random float32 SDXL pipeline of diffusers in `folder`, without tokenizers: two levels, 32 pixels and more."""
+    import diffusers
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    levels = ["DownEncoderBlock2D"] * 2, ["UpDecoderBlock2D"] * 2
+    text = transformers.CLIPTextConfig(
+        hidden_size=32, intermediate_size=37, num_attention_heads=4, num_hidden_layers=2, vocab_size=100,
+        projection_dim=32, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=16, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, cross_attention_dim=64,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=(2, 4),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), use_linear_projection=True,
+        addition_embed_type="text_time", addition_time_embed_dim=8, transformer_layers_per_block=(1, 2),
+        projection_class_embeddings_input_dim=80,
+    )  # fmt: skip
+    pipe = diffusers.StableDiffusionXLPipeline(
+        vae=diffusers.AutoencoderKL(
+            block_out_channels=[16, 32], down_block_types=levels[0], up_block_types=levels[1], norm_num_groups=8,
+            latent_channels=4,
+        ),
+        unet=unet, text_encoder=transformers.CLIPTextModel(text), tokenizer=None, tokenizer_2=None,
+        text_encoder_2=transformers.CLIPTextModelWithProjection(text),
+        scheduler=diffusers.EulerDiscreteScheduler(),
+    )  # fmt: skip
+    pipe.save_pretrained(folder)
+    return Path(folder)
+
+
 def make_tiny_llama(folder: str | Path, dtype: str = "bfloat16", seed: int = 0, **overrides: Any) -> Path:
     """make_tiny of a LlamaForCausalLM with llama3 rope scaling."""
     return make_tiny(folder, "llama", dtype, seed, **overrides)

@@ -18,7 +18,17 @@ from fastkernels.core.candidate import CandidateError, from_directory
 from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.host import COMMAND, HOSTS, WITH, HostFailed, HostProcess, make_row, prompts_of, vocab_size
+from fk_bench.e2e.host import (
+    COMMAND,
+    HOSTS,
+    IN_PROCESS,
+    WITH,
+    HostFailed,
+    HostProcess,
+    make_row,
+    prompts_of,
+    vocab_size,
+)
 from fk_bench.serving.config import ConfigError, comma_list
 
 
@@ -26,9 +36,13 @@ def e2e_command(
     model: Annotated[
         str, typer.Argument(help="a folder, or a model of the hub (default: a tiny random Llama)")
     ] = "",
-    hosts: Annotated[str, typer.Option(help=", ".join(HOSTS))] = "fastkernels",
+    hosts: Annotated[
+        str, typer.Option(help=f"{', '.join(HOSTS)}; or one of {', '.join(IN_PROCESS)}, for images")
+    ] = "fastkernels",
     python: Annotated[list[str] | None, typer.Option(help="HOST=PATH of its interpreter")] = None,
-    requests: Annotated[str, typer.Option(help="concurrent requests, comma-separated")] = "1,8",
+    requests: Annotated[
+        str, typer.Option(help="concurrent requests, or images of a batch, comma-separated")
+    ] = "1,8",
     input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = 128,
     output_len: Annotated[int, typer.Option(help="tokens of an output")] = 32,
     rounds: Annotated[int, typer.Option(help="interleaved over the hosts")] = 3,
@@ -51,6 +65,13 @@ def e2e_command(
     out: Annotated[
         Path | None, typer.Option(help="folder of the run (default: fk-bench-runs/e2e-TIME)")
     ] = None,
+    image_size: Annotated[int, typer.Option(help="images: pixels of a side (0: the model's own)")] = 0,
+    steps: Annotated[int, typer.Option(help="images: denoising steps of a pipeline")] = 4,
+    lanes: Annotated[
+        str,
+        typer.Option(help="images: stock, compiled, patched, patched-compiled (default: the first three)"),
+    ] = "",
+    ops: Annotated[str, typer.Option(help="images: ops to patch (default: those that patch() selects)")] = "",
     scheduler_only: Annotated[
         bool,
         typer.Option("--scheduler-only", help="no model: CPU cost of scheduling and bookkeeping per step"),
@@ -63,7 +84,8 @@ def e2e_command(
         bool, typer.Option("--json", help="only the line of JSON on standard output")
     ] = False,
 ) -> None:
-    """Throughput and latency of a model offline, in interleaved rounds: our engine, real vLLM, real SGLang.
+    """Throughput and latency of a model offline, in interleaved rounds: our engine, real vLLM, real SGLang; or an
+    image model of timm, transformers or diffusers: as it is, compiled, and patched, checked against float32.
 
     --startup measures from the command to the first token, by phase, with each host's default sizes. With --load-format
     dummy, MODEL may be a public name such as llama-3.1-8b.
@@ -74,19 +96,34 @@ def e2e_command(
         given = _by_host("--python", python)
         pythons = {host: machine.absolute(path) for host, path in given.items()}
         extra = {host: json.loads(text) for host, text in _by_host("--engine-args", engine_args).items()}
-        unknown = [n for n in names if n not in HOSTS]
+        unknown = [n for n in names if n not in (IN_PROCESS if names[0] in IN_PROCESS else HOSTS)]
         if unknown or not names:
             raise ConfigError(f"--hosts: unknown host {unknown[:1]}, known: {', '.join(HOSTS)}")
         if min(counts) < 1 or min(rounds, input_len, output_len) < 1:
             raise ConfigError("--requests, --rounds, --input-len and --output-len must be at least 1")
         if startup and (candidate is not None or scheduler_only):
             raise ConfigError("--startup excludes --candidate and --scheduler-only")
+        if names[0] in IN_PROCESS and (len(names) > 1 or startup or scheduler_only):
+            raise ConfigError(f"--hosts {names[0]} is measured alone, without --startup and --scheduler-only")
+        if names[0] not in IN_PROCESS and (image_size or lanes or ops):
+            raise ConfigError(f"--image-size, --lanes and --ops are for --hosts {', '.join(IN_PROCESS)}")
         if candidate is not None:
             from_directory(candidate)
     except (ConfigError, CandidateError, json.JSONDecodeError) as error:
         fail(str(error))
     folder = out or Path("fk-bench-runs") / time.strftime("e2e-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
+    if names[0] in IN_PROCESS:
+        from fk_bench.e2e.pictures import command as pictures
+
+        try:
+            pictures.run(
+                model, names[0], tuple(counts), rounds, dtype, load_format, image_size, steps, lanes, ops, candidate,
+                seed, extra.get(names[0], {}), folder, json_only,
+            )  # fmt: skip
+        except ConfigError as error:
+            fail(str(error))
+        return
     if scheduler_only:
         from fk_bench.e2e.scheduler_cost import measure
 
@@ -121,18 +158,18 @@ def e2e_command(
     longest = input_len + output_len + 16
     kv_tokens = -(-max(counts) * longest * 33 // 32 // 16) * 16
     with_them = [] if candidate is None else [str(candidate.expanduser().resolve())]
-    lanes = [(name, files) for name in names for files in (None, *with_them)]
+    runs = [(name, files) for name in names for files in (None, *with_them)]
     settings: dict[str, Any] = {
         "model": model, "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
         "max_model_len": longest, "max_num_seqs": max(counts), "kv_tokens": kv_tokens,
-        "gpu": machine.machine().gpus > 0, "gpu_share": gpu_share or 0.9 / len(lanes),
+        "gpu": machine.machine().gpus > 0, "gpu_share": gpu_share or 0.9 / len(runs),
         "tensor_parallel": tensor_parallel,
     }  # fmt: skip
     vocab = vocab_size(model)
     made = []
     started: list[HostProcess] = []
     try:
-        for name, files in lanes:
+        for name, files in runs:
             own = {**settings, "engine_args": extra.get(name, {})}
             started.append(HostProcess(name, pythons.get(name, sys.executable), own, folder, files))
             _check_size(started[-1].lane, started[-1].answer(timeout)["kv_tokens"], kv_tokens)
@@ -174,8 +211,9 @@ def _check_size(host: str, held: int, wanted: int) -> None:
 def _by_host(flag: str, given: Sequence[str] | None) -> dict[str, str]:
     pairs = [item.partition("=") for item in given or ()]
     for host, equals, _ in pairs:
-        if host not in HOSTS or not equals:
-            raise ConfigError(f"{flag} {host!r}: give HOST=VALUE, HOST one of {', '.join(HOSTS)}")
+        if host not in (*HOSTS, *IN_PROCESS) or not equals:
+            known = ", ".join((*HOSTS, *IN_PROCESS))
+            raise ConfigError(f"{flag} {host!r}: give HOST=VALUE, HOST one of {known}")
     return {host: value for host, _, value in pairs}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class _Parts(nn.Module):
     """Submodules that only some configurations have."""
 
     qkv: Any
+    q: Any
+    relative_position_index: Any
     q_proj: Any
     k_proj: Any
     v_proj: Any
@@ -255,6 +258,158 @@ def _packed(module: Any, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, module.qkv.weight, bias)
 
 
+class _Mlp(nn.Module):
+    """The MLP behind timm's attention pooling, with timm's names."""
+
+    def __init__(self, dim: int, hidden: int, act_layer: Any, dd: dict[str, Any]) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden, **dd)
+        self.act = act_layer()
+        self.fc2 = nn.Linear(hidden, dim, **dd)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class TimmAttentionPoolLatent(_Parts):
+    """timm.layers.AttentionPoolLatent: learned queries attend to x [B, N, in_features]; returns [B, out_features]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | None = None,
+        embed_dim: int | None = None,
+        num_heads: int = 8,
+        feat_size: int | None = None,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        q_proj: bool = True,
+        qk_norm: bool = False,
+        latent_len: int = 1,
+        latent_dim: int | None = None,
+        pos_embed: str = "",
+        pool_type: str = "token",
+        norm_layer: Any = None,
+        act_layer: Any = nn.GELU,
+        drop: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        width, out = embed_dim or in_features, in_features if out_features is None else out_features
+        self.num_heads, self.head_dim = num_heads, width // num_heads
+        self.feat_size, self.scale, self.pool, self.fused_attn = (
+            feat_size,
+            self.head_dim**-0.5,
+            pool_type,
+            True,
+        )
+        if pos_embed == "abs" and feat_size is None:
+            raise ValueError("pos_embed='abs' needs feat_size")
+        self.pos_embed = (
+            nn.Parameter(torch.zeros(feat_size or 0, in_features, **dd)) if pos_embed == "abs" else None
+        )
+        self.latent_dim, self.latent_len = latent_dim or width, latent_len
+        if not q_proj and self.latent_dim != width:
+            raise ValueError(f"q_proj=False needs a latent_dim of {width}, got {self.latent_dim}")
+        self.latent = nn.Parameter(torch.zeros(1, latent_len, self.latent_dim, **dd))
+        nn.init.trunc_normal_(self.latent, std=self.latent_dim**-0.5)
+        self.q = nn.Linear(self.latent_dim, width, bias=qkv_bias, **dd) if q_proj else nn.Identity()
+        self.kv = nn.Linear(width, width * 2, bias=qkv_bias, **dd)
+        norm = norm_layer or nn.LayerNorm
+        self.q_norm = norm(self.head_dim, **dd) if qk_norm else nn.Identity()
+        self.k_norm = norm(self.head_dim, **dd) if qk_norm else nn.Identity()
+        self.proj = nn.Linear(width, out, **dd) if out else nn.Identity()
+        self.proj_drop = nn.Dropout(drop)
+        self.norm = norm_layer(out, **dd) if out and norm_layer is not None else nn.Identity()
+        self.mlp = _Mlp(out, int(out * mlp_ratio), act_layer, dd) if out else None
+        self.out_features = out or width
+
+    def forward(self, x, attn_mask: torch.Tensor | None = None):
+        if self.pos_embed is not None:
+            x = x + self.pos_embed.to(x.dtype)
+        q = self.q(self.latent).unflatten(-1, (self.num_heads, self.head_dim))
+        k, v = self.kv(x).unflatten(-1, (2, self.num_heads, self.head_dim)).unbind(2)
+        q, k = self.q_norm(q).expand(len(x), -1, -1, -1), self.k_norm(k)
+        x = self.proj_drop(self.proj(attend(q, k, v, self.scale, attn_mask)))
+        if self.mlp is not None:
+            x = x + self.mlp(self.norm(x))
+        return x[:, 0] if self.pool == "token" else x.mean(1) if self.pool == "avg" else x
+
+
+class TimmWindowAttention(_Parts):
+    """timm.models.swin_transformer_v2.WindowAttention: cosine attention within windows, with a learned position bias.
+
+    x [windows * B, N, dim]; mask [windows, N, N], added to the scores, or None.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        window_size: tuple[int, int],
+        num_heads: int,
+        qkv_bias: bool = True,
+        qkv_bias_separate: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        pretrained_window_size: tuple[int, int] = (0, 0),
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        pretrained = pretrained_window_size
+        self.dim, self.window_size, self.num_heads = dim, window_size, num_heads
+        self.pretrained_window_size = (
+            (pretrained, pretrained) if isinstance(pretrained, int) else tuple(pretrained)
+        )
+        self.qkv_bias_separate = qkv_bias_separate
+        self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10), **dd))
+        self.cpb_mlp = nn.Sequential(
+            nn.Linear(2, 512, **dd), nn.ReLU(inplace=True), nn.Linear(512, num_heads, bias=False, **dd)
+        )
+        self.qkv = nn.Linear(dim, dim * 3, bias=False, **dd)
+        self.q_bias = self.k_bias = self.v_bias = None
+        if qkv_bias:
+            del self.k_bias
+            self.q_bias, self.v_bias = (nn.Parameter(torch.zeros(dim, **dd)) for _ in range(2))
+            self.register_buffer("k_bias", torch.zeros(dim, **dd), persistent=False)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.softmax = nn.Softmax(dim=-1)
+        table, index = self._positions()
+        self.register_buffer("relative_coords_table", table.to(self.proj.weight), persistent=False)
+        self.register_buffer("relative_position_index", index.to(device), persistent=False)
+
+    def _positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-spaced relative coordinates [1, 2 h - 1, 2 w - 1, 2], and the row of each pair of tokens [N, N]."""
+        (h, w), trained = self.window_size, self.pretrained_window_size
+        most = trained if trained[0] > 0 else self.window_size
+        steps = [torch.arange(1 - n, n, dtype=torch.float32) * 8 / max(m - 1, 1)
+                 for n, m in zip((h, w), most, strict=True)]  # fmt: skip
+        table = torch.stack(torch.meshgrid(*steps, indexing="ij"), dim=-1)[None]
+        table = table.sign() * torch.log2(table.abs() + 1) / math.log2(8)
+        y, x = (t.flatten() for t in torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"))
+        index = (y[:, None] - y + h - 1) * (2 * w - 1) + x[:, None] - x + w - 1
+        return table, index
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = _packed(self, x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
+        scale = torch.clamp(self.logit_scale, max=math.log(100.0)).exp().to(q.dtype)
+        q = F.normalize(q, dim=-1) * scale.view(-1, 1)
+        rows = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
+        tokens = x.shape[1]
+        bias = rows[self.relative_position_index.view(-1)].view(tokens, tokens, -1).permute(2, 0, 1)
+        bias = 16 * torch.sigmoid(bias)[None]
+        if mask is not None:
+            bias = (bias + mask[:, None]).expand(-1, self.num_heads, -1, -1)
+            bias = bias.repeat(len(x) // len(mask), 1, 1, 1)
+        attended = attend(q, F.normalize(k, dim=-1), v, 1.0, bias.to(q.dtype), _dropout(self))
+        return self.proj_drop(self.proj(attended))
+
+
 _NOTE = "not measured yet against the host: replaced on request"
 
 
@@ -267,5 +422,7 @@ TARGETS = {
         _target("timm.layers.attention", "Attention"),
         _target("timm.layers.attention", "AttentionRope"),
         _target("timm.models.eva", "EvaAttention"),
+        _target("timm.layers.attention_pool", "AttentionPoolLatent"),
+        _target("timm.models.swin_transformer_v2", "WindowAttention"),
     )
 }

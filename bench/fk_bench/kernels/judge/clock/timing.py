@@ -14,7 +14,7 @@ STARTING_S = 3e-7  # per call: the start of a batch may cost one side so much mo
 SCATTER = 0.3  # times are steady up to this standard error, relative
 # A call alone may cost so much more than in a batch: relative, in seconds until the judge has read its outputs, and in
 # seconds until it reports its end. In a batch kernels may start early, which saves up to a microsecond per call.
-ALONE, ALONE_S, PASSED_S = 1.0, 5e-6, 1.5e-6
+ALONE, ALONE_S, PASSED_S = 1.0, 5e-6, 1e-6
 GIVEN, GIVEN_S = 0.02, 5e-6  # the judge's copy of the inputs may take so much longer on the candidate's side
 APART = 0.05  # allowed difference between the judge's clock and the runner's events, in addition to noise
 
@@ -26,7 +26,7 @@ class Samples:
     n       calls of a short batch, unless `short_n` has the number of each; a long one has twice as many or `long_n`
     single, double  seconds of short and of long batches; events_*: the same by the process's own events
     alone   seconds of requests for one call, whose inputs alone were fresh, without `given`
-    passed  seconds until queued work for one call reported its end (GPU), without `given`
+    passed  seconds from the opened gate until the queued call reported its end (GPU)
     given   seconds in which the judge copied the inputs of a batch (GPU); part of the batch's time
     """
 

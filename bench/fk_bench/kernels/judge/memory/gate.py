@@ -18,7 +18,7 @@ class Gate:
     """Two words in a page that the judge and one side map: `opened` and `done`. Tickets only grow.
 
     The side may write both words. That gains nothing: inputs are made after it queued its work, so what ran early is
-    wrong, and besides the word `done` the judge times how long it takes until it has read the outputs.
+    wrong, and the judge also takes the time until it has read the outputs.
     """
 
     def __init__(self, fd: int):

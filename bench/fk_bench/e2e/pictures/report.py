@@ -1,0 +1,94 @@
+"""The HTML page of a run: speeds, checks against float32, and the images of all lanes side by side."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fk_bench.core import pages
+from fk_bench.core.rows import Row, Status
+from fk_bench.e2e.pictures.measure import Lane, summary
+
+AMPLIFIED = 16  # times, of a difference on the page
+MOST_IMAGES = 4  # of a lane
+COLUMNS = {
+    "batch": "batch", "lane": "lane", "images_per_s": "images/s", "latency_ms": "latency ms",
+    "speedup_over_host": "speedup over the fastest host lane", "first_call_s": "first call s",
+    "cosine_to_float32": "cosine to float32", "psnr_to_float32_db": "PSNR to float32 dB",
+    "psnr_to_stock_db": "PSNR to the first lane dB", "status": "status",
+}  # fmt: skip
+
+
+Run = tuple[Sequence[Row], Sequence[Lane]]
+
+
+def write(path: Path, runs: Sequence[Run]) -> None:
+    """Write one page. runs: rows and lanes of each model, as measure returns them."""
+    sections = [_section(made, lanes) for made, lanes in runs]
+    made = [row for rows, _ in runs for row in rows]
+    title = sections[0]["title"] if len(sections) == 1 else "Image models, stock and patched"
+    text = pages.render(
+        "pictures.html", title=title, first=made[0], when=pages.period(made), columns=list(COLUMNS.values()),
+        sections=sections, cpu=made[0].machine.gpus == 0, amplified=AMPLIFIED,
+    )  # fmt: skip
+    path.write_text(text, encoding="utf-8")
+
+
+def _section(made: Sequence[Row], lanes: Sequence[Lane]) -> dict[str, Any]:
+    first = made[0]
+    case = first.case
+    conditions = [str(case["dtype"]), f"{case['image_size'] or 'default'} pixels"]
+    if "steps" in case:
+        conditions.append(f"{case['steps']} steps")
+    patched = {op: n for row in made for op, n in row.case.get("modules", {}).items()}
+    return {
+        "title": f"{pages.model_name(first.subject.model)} in {first.subject.host}",
+        "conditions": ", ".join(conditions),
+        "patched": ", ".join(f"{op} {n}" for op, n in patched.items()),
+        "lines": [[_cell(line.get(key)) for key in COLUMNS] for line in summary(made)],
+        "problems": sorted({f"{r.subject.lane}: {r.reason}" for r in made if r.status is not Status.OK}),
+        "grids": _grids(lanes) if case["result"] == "images" else [],
+    }
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.7f}" if 0.99 < value < 1 else f"{value:.4g}"
+
+
+def _grids(lanes: Sequence[Lane]) -> list[dict[str, Any]]:
+    """For each image of the largest batch: the images of all lanes, and their differences from float32."""
+    batch = max(lanes[0].outputs)
+    wanted = lanes[0].outputs[batch]
+    grids = []
+    for i in range(min(batch, MOST_IMAGES)):
+        cells = [
+            {
+                "name": "float32" if lane is lanes[0] else lane.name,
+                "image": _png(lane.outputs[batch][i]),
+                "difference": ""
+                if lane is lanes[0]
+                else _png((lane.outputs[batch][i] - wanted[i]).abs() * AMPLIFIED),
+            }
+            for lane in lanes
+        ]
+        grids.append({"title": f"image {i}", "cells": cells})
+    return grids
+
+
+def _png(image: torch.Tensor) -> str:
+    """A data URL of an image [3, H, W] in [0, 1]."""
+    from PIL import Image
+
+    values = (image.float().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,270 @@
+"""The models that are measured, and one call of each: images in, features out, or noise in, images out."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROMPTS = (
+    "a red bicycle against a brick wall",
+    "a lighthouse at night, oil painting",
+    "a bowl of ripe cherries",
+)
+
+
+class SubjectError(ValueError):
+    """A model cannot be measured: the message names it and the reason."""
+
+
+class Subject(ABC):
+    """A model of one host. `copy` gives each lane modules of its own, so that a patch of one leaves the others."""
+
+    kind: str  # of a call's result: 'features' or 'images'
+
+    def __init__(self, target: Any, image_size: int, steps: int):
+        self.target, self.image_size, self.steps = target, image_size, steps
+
+    @abstractmethod
+    def parts(self) -> dict[str, torch.nn.Module]:
+        """The modules that a call runs, by name."""
+
+    @abstractmethod
+    def compile(self, mode: str | None) -> None:
+        """Compile the part that takes the time."""
+
+    @abstractmethod
+    def inputs(self, batch: int, seed: int) -> dict[str, Any]:
+        """The arguments of one call, on the device; their values depend on `seed` only."""
+
+    @abstractmethod
+    def run(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """One call: features [batch, ...], or images [batch, 3, H, W] in [0, 1]."""
+
+    def result(self, batch: int, seed: int) -> torch.Tensor:
+        """One call in float32 and in memory of its own: CUDA graphs reuse their outputs."""
+        return self.run(self.inputs(batch, seed)).float().clone()
+
+    @abstractmethod
+    def copy(self, wide: bool = False) -> Subject:
+        """A copy that shares the weights; with `wide`, one in float32."""
+
+    def _like(self, target: Any) -> Subject:
+        made = copy.copy(self)
+        made.target = target
+        return made
+
+
+class Encoder(Subject):
+    """A timm model, or a transformers model whose main input are images."""
+
+    kind = "features"
+
+    def parts(self) -> dict[str, torch.nn.Module]:
+        return {"model": self.target}
+
+    def compile(self, mode: str | None) -> None:
+        self.target = torch.compile(self.target, mode=mode)
+
+    def copy(self, wide: bool = False) -> Subject:
+        return self._like(_copied(self.target, wide))
+
+    def inputs(self, batch: int, seed: int) -> dict[str, Any]:
+        first, size = next(self.target.parameters()), self.image_size
+        config = getattr(self.target, "config", None)
+        draw = torch.Generator().manual_seed(seed)
+        images = torch.randn(batch, getattr(config, "num_channels", 3), size, size, generator=draw)
+        images = images.to(first.device, first.dtype)
+        return {"x": images} if config is None else _inputs(self.target, images)
+
+    def run(self, inputs: dict[str, Any]) -> torch.Tensor:
+        if "x" in inputs:
+            return self.target(inputs["x"])
+        out = self.target(**inputs)
+        for name in ("logits", "pooler_output", "last_hidden_state"):
+            if getattr(out, name, None) is not None:
+                return getattr(out, name)
+        raise SubjectError(f"{type(self.target).__name__} returns neither logits nor hidden states")
+
+
+def _inputs(model: Any, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The arguments of a transformers model; SigLIP 2's takes patches."""
+    if "spatial_shapes" not in inspect.signature(getattr(model, "_orig_mod", model).forward).parameters:
+        return {"pixel_values": images}
+    p = model.config.patch_size
+    rows, columns = images.shape[2] // p, images.shape[3] // p
+    patches = images.unflatten(3, (columns, p)).unflatten(2, (rows, p)).permute(0, 2, 4, 3, 5, 1)
+    ones = torch.ones(len(images), rows * columns, dtype=torch.int32, device=images.device)
+    shapes = torch.tensor([[rows, columns]] * len(images))
+    return {
+        "pixel_values": patches.flatten(1, 2).flatten(2),
+        "pixel_attention_mask": ones,
+        "spatial_shapes": shapes,
+    }
+
+
+class Pipeline(Subject):
+    """A diffusers pipeline that makes images of prompts; without a tokenizer, of random embeddings."""
+
+    kind = "images"
+
+    def parts(self) -> dict[str, torch.nn.Module]:
+        return {n: m for n, m in self.target.components.items() if isinstance(m, torch.nn.Module)}
+
+    def compile(self, mode: str | None) -> None:
+        self._denoiser().compile(mode=mode)
+
+    def copy(self, wide: bool = False) -> Subject:
+        own = {
+            name: _copied(part, wide) if isinstance(part, torch.nn.Module) else copy.deepcopy(part)
+            for name, part in self.target.components.items()
+        }
+        made = type(self.target)(**own)
+        made.set_progress_bar_config(disable=True)
+        return self._like(made)
+
+    def inputs(self, batch: int, seed: int) -> dict[str, Any]:
+        return {"seed": seed, **self._prompts(batch, seed)}
+
+    def run(self, inputs: dict[str, Any]) -> torch.Tensor:
+        given = {name: value for name, value in inputs.items() if name != "seed"}
+        noise = torch.Generator().manual_seed(inputs["seed"])
+        size = {"height": self.image_size, "width": self.image_size} if self.image_size else {}
+        made = self.target(
+            **given, num_inference_steps=self.steps, output_type="pt", generator=noise, **size
+        )  # fmt: skip
+        return made.images
+
+    def _denoiser(self) -> Any:
+        found = getattr(self.target, "transformer", None) or getattr(self.target, "unet", None)
+        if found is None:
+            raise SubjectError(f"{type(self.target).__name__} has neither a transformer nor a UNet")
+        return found
+
+    def _prompts(self, batch: int, seed: int) -> dict[str, Any]:
+        if getattr(self.target, "tokenizer", None) is not None:
+            return {"prompt": [PROMPTS[(seed + i) % len(PROMPTS)] for i in range(batch)]}
+        model = self._denoiser()
+        first, config = next(model.parameters()), model.config
+        draw = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(batch, *shape, generator=draw).to(first.device, first.dtype)
+
+        if hasattr(config, "joint_attention_dim"):
+            width, pooled = config.joint_attention_dim, config.pooled_projection_dim
+            return {"prompt_embeds": random(77, width), "pooled_prompt_embeds": random(pooled)}
+        second = getattr(self.target, "text_encoder_2", None)
+        if second is None:
+            return {"prompt_embeds": random(77, config.cross_attention_dim)} | {
+                "negative_prompt_embeds": random(77, config.cross_attention_dim)
+            }
+        width, pooled = config.cross_attention_dim, second.config.projection_dim
+        return {
+            "prompt_embeds": random(77, width), "pooled_prompt_embeds": random(pooled),
+            "negative_prompt_embeds": random(77, width), "negative_pooled_prompt_embeds": random(pooled),
+        }  # fmt: skip
+
+
+def _copied(model: torch.nn.Module, wide: bool) -> torch.nn.Module:
+    """A deep copy of the modules with the same parameters and buffers; with `wide`, with float32 copies of these."""
+    if wide:
+        return copy.deepcopy(model).float()
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def open_subject(
+    host: str, model: str, dtype: torch.dtype, device: str, load_format: str, image_size: int, steps: int,
+    arguments: dict[str, Any],
+) -> Subject:  # fmt: skip
+    """Build a model.
+
+    model        a timm name; a folder or hub id of transformers or of a pipeline
+    load_format  'auto', or 'dummy': random weights, also of a folder that has only configurations
+    image_size   pixels of a side; 0: the model's own
+    arguments    more arguments of the host's constructor
+
+    Raises SubjectError.
+    """
+    torch.manual_seed(0)
+    try:
+        target = _OPEN[host](model, load_format, arguments)
+    except (OSError, ValueError, RuntimeError, ImportError, TypeError) as error:
+        raise SubjectError(f"{host} cannot open {model!r}: {error}") from error
+    if host == "diffusers":
+        target.set_progress_bar_config(disable=True)
+        target.to(device, dtype)
+        return Pipeline(target, image_size, steps)
+    if load_format == "dummy":
+        _randomize(target)
+    target = target.to(device, dtype).eval().requires_grad_(False)
+    return Encoder(target, image_size or _own_size(host, target), steps)
+
+
+@torch.no_grad()
+def _randomize(model: torch.nn.Module) -> None:
+    """Weights with which every layer counts: hosts initialize layer scales to 1e-5 and heads to 0."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, (parameter.numel() / len(parameter)) ** -0.5)
+        elif name.endswith("bias"):
+            parameter.normal_(0.0, 0.02)
+        else:
+            parameter.normal_(1.0, 0.1)
+
+
+def _timm(model: str, load_format: str, arguments: dict[str, Any]) -> Any:
+    import timm
+
+    return timm.create_model(model, pretrained=load_format != "dummy", **arguments)
+
+
+def _transformers(model: str, load_format: str, arguments: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(model, **arguments)
+    made = (
+        AutoModel.from_config(config)
+        if load_format == "dummy"
+        else AutoModel.from_pretrained(model, config=config)
+    )
+    if made.main_input_name != "pixel_values":
+        raise SubjectError(f"{type(made).__name__} reads {made.main_input_name}, not images (pixel_values)")
+    return made
+
+
+def _diffusers(model: str, load_format: str, arguments: dict[str, Any]) -> Any:
+    from diffusers import DiffusionPipeline
+
+    if load_format != "dummy":
+        return DiffusionPipeline.from_pretrained(model, **arguments)
+    from fk_bench.e2e.pictures.random_pipeline import build
+
+    return build(Path(model), arguments)
+
+
+_OPEN = {"timm": _timm, "transformers": _transformers, "diffusers": _diffusers}
+
+
+def _own_size(host: str, model: Any) -> int:
+    """Pixels of a side of the images that the model was made for."""
+    if host == "timm":
+        return (
+            int(model.default_cfg["input_size"][-1]) if not hasattr(model, "patch_embed") else _patched(model)
+        )
+    size = getattr(model.config, "image_size", None)
+    if size is None and getattr(model.config, "num_patches", None):
+        size = int(model.config.num_patches**0.5) * model.config.patch_size
+    if not isinstance(size, int):
+        raise SubjectError(f"{type(model).__name__} declares no image size: set --image-size")
+    return size
+
+
+def _patched(model: Any) -> int:
+    size = getattr(model.patch_embed, "img_size", None)
+    return int(size[-1]) if size else int(model.default_cfg["input_size"][-1])

@@ -1,0 +1,167 @@
+"""`fk-bench e2e --hosts timm|transformers|diffusers` on tiny random models on the CPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fk_bench.core.rows import Row, Status, read
+from fk_bench.e2e.pictures.measure import cosine, psnr
+from support.commands import fk_bench_here, last_json
+from support.tiny import make_tiny_encoder, make_tiny_pipeline
+
+pytest.importorskip("timm")
+pytest.importorskip("diffusers")
+TIMM = ("vit_small_patch16_dinov3", "--hosts", "timm", "--load-format", "dummy", "--engine-args",
+        'timm={"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 3}')  # fmt: skip
+
+
+def run(out: Path, *args: Any, rounds: int = 2) -> tuple[int, dict[str, Any], list[Row]]:
+    """(exit status, the last line, the rows) of one run without compiled lanes, unless --lanes is given."""
+    lanes = () if "--lanes" in args else ("--lanes", "stock,patched")
+    done = fk_bench_here("e2e", *args, *lanes, "--rounds", rounds, "--out", out)
+    found = last_json(done) if done.stdout else {"error": done.stderr}
+    return done.returncode, found, read(out / "rows.jsonl")[0] if (out / "rows.jsonl").exists() else []
+
+
+def test_timm_lanes_alternate(tmp_path: Path) -> None:
+    status, last, rows = run(tmp_path, *TIMM, "--requests", "1,2", "--dtype", "bfloat16")
+    assert status == 0, last
+    order = [(r.case["batch"], r.round, r.subject.lane) for r in rows]
+    assert order == [
+        (batch, r, lane)
+        for batch in (1, 2)
+        for r, lanes in ((0, ("stock", "patched")), (1, ("patched", "stock")))
+        for lane in lanes
+    ]
+    for row in rows:
+        assert row.metrics["images_per_s"] == pytest.approx(
+            1000 * row.case["batch"] / row.metrics["latency_ms"]
+        )
+        assert 0.999 < row.metrics["cosine_to_float32"] < 1 and row.versions["timm"]
+        assert (row.case.get("modules") == {"layer_norm": 5, "gelu": 2}) == (row.subject.lane == "patched")
+    assert [r["lane"] for r in last["results"]] == ["stock", "patched"] * 2
+    page = (tmp_path / "report.html").read_text()
+    assert "speedup over the fastest host lane" in page and "<img" not in page
+
+
+@pytest.mark.parametrize("kind", ["siglip2_vision", "dinov3"])
+def test_transformers_encoder(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_encoder(tmp_path / kind, kind)
+    status, last, rows = run(
+        tmp_path / "run",
+        folder,
+        "--hosts",
+        "transformers",
+        "--requests",
+        "2",
+        "--dtype",
+        "float32",
+        rounds=1,
+    )
+    assert status == 0, last
+    assert [r.metrics["cosine_to_float32"] for r in rows] == pytest.approx([1, 1], abs=1e-6)
+    assert rows[1].case["modules"]["gelu"] and rows[0].case["image_size"] == 32
+
+
+def test_pipeline_page_shows_all_images(tmp_path: Path) -> None:
+    pipe = make_tiny_pipeline(tmp_path / "sdxl")
+    more = (
+        "--image-size",
+        "32",
+        "--steps",
+        "2",
+        "--ops",
+        "attention_dense,layer_norm",
+        "--dtype",
+        "bfloat16",
+    )
+    status, last, rows = run(
+        tmp_path / "run", pipe, "--hosts", "diffusers", "--requests", "2", *more, rounds=1
+    )
+    assert status == 0, last
+    assert rows[1].case["modules"]["attention_dense"] == 18 and rows[1].case["steps"] == 2
+    assert rows[0].metrics["psnr_to_stock_db"] == 200 and rows[1].metrics["psnr_to_stock_db"] > 30
+    page = (tmp_path / "run" / "report.html").read_text()
+    names = re.findall(r'alt="image (\d), ([\w ,]+)"', page)
+    lanes = [
+        "float32",
+        "stock",
+        "stock, difference from float32",
+        "patched",
+        "patched, difference from float32",
+    ]
+    assert names == [(str(i), lane) for i in (0, 1) for lane in lanes]
+
+
+def test_wrong_candidate_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "candidates"
+    folder.mkdir()
+    (folder / "gelu.py").write_text("def gelu(x, approximate='none'):\n    return x * 0.9\n")
+    status, last, rows = run(
+        tmp_path / "run",
+        *TIMM,
+        "--requests",
+        "1",
+        "--candidate",
+        folder,
+        "--dtype",
+        "float32",
+        rounds=1,
+    )
+    assert status == 1 and not last["ok"]
+    assert [r.status for r in rows] == [Status.OK, Status.WRONG] and "cosine to float32" in rows[1].reason
+
+
+def test_folder_without_weights_gives_a_random_pipeline(tmp_path: Path) -> None:
+    pipe = make_tiny_pipeline(tmp_path / "sdxl")
+    for file in pipe.rglob("*.safetensors"):
+        file.unlink()
+    more = ("--load-format", "dummy", "--image-size", "32", "--steps", "1", "--lanes", "stock")
+    status, last, _ = run(tmp_path / "run", pipe, "--hosts", "diffusers", "--requests", "1", *more, rounds=1)
+    assert status == 0, last
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--hosts", "timm,diffusers"), "--hosts timm is measured alone"),
+        (("--hosts", "timm", "--lanes", "patched"), "begin with stock, then any of compiled"),
+        (("--hosts", "diffusers"), "--hosts diffusers needs MODEL"),
+        (("--hosts", "vllm", "--ops", "gelu"), "are for --hosts timm, transformers, diffusers"),
+        (("no_such_model", "--hosts", "timm"), "timm cannot open 'no_such_model'"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
+    done = fk_bench_here("e2e", *args, "--out", tmp_path)
+    assert done.returncode != 0 and message in done.stderr
+
+
+def test_demo_puts_both_models_on_one_page(tmp_path: Path) -> None:
+    from support.demo_vision import demo
+
+    assert demo(tmp_path, rounds=1)
+    page = (tmp_path / "report.html").read_text()
+    assert "tiny-sdxl in diffusers" in page and "vit_small_patch16_dinov3 in timm" in page
+    assert page.count("<img") == 2 * 5
+    hosts = [(row.subject.host, row.subject.lane) for row in read(tmp_path / "rows.jsonl")[0]]
+    assert hosts == [(host, lane) for host in ("diffusers", "timm") for lane in ("stock", "patched")]
+
+
+@pytest.mark.slow
+def test_compiled_lanes(tmp_path: Path) -> None:
+    lanes = ("--lanes", "stock,compiled,patched,patched-compiled", "--ops", "layer_norm,attention_dense")
+    status, last, rows = run(tmp_path, *TIMM, "--requests", "2", *lanes, rounds=1)
+    assert status == 0, last
+    assert [r.subject.lane for r in rows] == ["stock", "compiled", "patched", "patched-compiled"]
+    assert rows[1].metrics["first_call_s"] > rows[0].metrics["first_call_s"]
+
+
+def test_measures_of_distance() -> None:
+    a = torch.tensor([3.0, 4.0])
+    assert cosine(a, 2 * a) == pytest.approx(1) and cosine(a, torch.tensor([4.0, -3.0])) == pytest.approx(0)
+    assert psnr(a, a) == 200
+    assert psnr(torch.full((9,), 0.6), torch.full((9,), 0.5), 1.0) == pytest.approx(20, abs=1e-4)
