@@ -55,9 +55,14 @@ def transformers_ernie4_5_apply_rotary_pos_emb(
 
 
 def _rotated(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads_at: int, rounds: bool,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads_at: int,
+    rounds: bool,
     halves: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """halves: a pair is a channel of each half, else two neighbours."""
     batch, length = q.shape[0], cos.shape[-2]
     half = cos.shape[-1] // 2
