@@ -24,6 +24,7 @@ class AttentionMetadata:
     backend        an AttentionBackend (fastkernels.engine.execution.attention.base); None: the layer calls the ops
     plan           the backend's own
     padded         whether there may be tokens behind the last sequence's
+    groups         the metadata of layers whose kv_group is 1, 2, ..., with a slot_mapping and block_table of their own
 
     `decode_only`: every sequence has exactly one query.
     """
@@ -39,6 +40,11 @@ class AttentionMetadata:
     backend: Any = None
     plan: Any = None
     padded: bool = True
+    groups: tuple[AttentionMetadata, ...] = ()
+
+    def of(self, layer: Any) -> AttentionMetadata:
+        """The metadata of an attention layer's KV group."""
+        return self.groups[layer.kv_group - 1] if layer.kv_group else self
 
     @property
     def decode_only(self) -> bool:

@@ -35,21 +35,29 @@ class TableError(ValueError):
 
 @dataclass(frozen=True)
 class Chip:
-    """What a proposal may depend on. memory_bytes_per_s: 0 where it is unknown."""
+    """The facts of a chip that a proposal may depend on.
+
+    memory_bytes_per_s  0 where it is unknown
+    capability          of CUDA, major and minor
+    """
 
     name: str
     sms: int
     memory_bytes_per_s: float
     l2_bytes: int
+    capability: tuple[int, int] = (9, 0)
 
     @classmethod
     def of(cls, device: str) -> Chip:
         """Return the chip behind a device type, as its driver describes it."""
         if device != "cuda":
-            return cls(device, torch.get_num_threads(), 0.0, 32 << 20)
+            return cls(device, torch.get_num_threads(), 0.0, 32 << 20, (0, 0))
         found = torch.cuda.get_device_properties()
         clock, bits = (getattr(found, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz
-        return cls(found.name, found.multi_processor_count, 2e3 * clock * bits / 8, found.L2_cache_size)
+        return cls(
+            found.name, found.multi_processor_count, 2e3 * clock * bits / 8, found.L2_cache_size,
+            (found.major, found.minor),
+        )  # fmt: skip
 
 
 # propose(values of Key.shape, values of Key.sizes, chip) -> up to three (provider, its params), the best first

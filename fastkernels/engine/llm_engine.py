@@ -41,15 +41,22 @@ class LLMEngine(Engine):
         config, limits = self.config, self.executor.limits
         self.eos_token_ids = _eos_token_ids(self.folder, self.hf_config, self.tokenizer)
         self.grammars = Grammars(self.tokenizer, self.hf_config.vocab_size, self.eos_token_ids)
-        self.blocks = BlockManager(limits.num_blocks, config.block_size, config.enable_prefix_caching)
+        groups = [
+            BlockManager(count, config.block_size, config.enable_prefix_caching, window)
+            for window, count in limits.groups
+        ]
+        self.blocks = groups[0]
         self.scheduler = Scheduler(
-            self.blocks, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting
+            groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting
         )
         overlap = config.async_scheduling
         depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
         self.core = EngineCore(self.scheduler, self.executor, depth)
         self._group_of: dict[int, RequestGroup] = {}  # by id of the sequence
         self._seeds = random.Random(config.seed)
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.reset_cache()
 
     def make_request(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0

@@ -121,6 +121,9 @@ class Replaced:
     dispatched: bool = False
     others: tuple[str, ...] = ()  # paths of further classes that get the same methods
     assigned: Mapping[str, Key] = field(default_factory=dict)  # methods that are functions of ours
+    host_attributes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # {class attribute: path of a class of the host}
 
     @property
     def names(self) -> list[str]:
@@ -236,7 +239,8 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     hosts = {origin(t.module, t.cls, fork): t.path for t in reversed(whole)} if falls_back else {}
     names = _final_names(parts, order, module, aliases)
     text = _header(spec, found, host, version, namespace, parts, replaced, fork)
-    imported = [path for r in replaced for path in (r.path, *r.others)] + list(hosts.values())
+    imported = [p for r in replaced for p in (r.path, *r.others, *r.host_attributes.values())]
+    imported += list(hosts.values())
     text += "\n".join(_external(parts, replaced, imported)) + "\n"
     attributes = _attributes(parts, replaced)
     after_definition = False  # two blank lines around a definition, none between plain statements
@@ -383,12 +387,38 @@ def _replaced(found: list[Target], fork: Fork | None) -> Replaced:
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
         statement = Statement(node, (), source.at(first, 0), source.lines[node.end_lineno or 0] - 1)
         methods.append((source, statement, _uses(source, node)))
+    host_attributes = getattr(ours, "host_attributes", {})
+    for _, statement, _ in methods:
+        _check_reads(ours, statement.node, {*_methods(target), *host_attributes})
     about = (ours.__doc__ or "").strip().partition("\n")[0]
     dispatched = target.seam == "leaf" and target.host in DISPATCHERS
     paths = tuple(t.path for t in others)
     return Replaced(
-        target.cls, target.path, target.path.partition(":")[2], about, methods, dispatched, paths, assigned
-    )
+        target.cls, target.path, target.path.partition(":")[2], about, methods, dispatched, paths, assigned,
+        host_attributes,
+    )  # fmt: skip
+
+
+def _check_reads(ours: Any, method: ast.stmt, kept: set[str]) -> None:
+    """Raises ExportError if the method reads an attribute of our class that the fork's class does not get.
+
+    Attributes of instances are the host's: its constructor sets them.
+    """
+    assert isinstance(method, ast.FunctionDef)
+    owners = {name: c for c in reversed(ours.__mro__) if _is_ours(c) for name in vars(c)}
+    first = next((a.arg for a in (*method.args.posonlyargs, *method.args.args)), None)
+    for n in ast.walk(method):
+        if not (isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == first):
+            continue
+        if n.attr in owners and n.attr not in kept and isinstance(n.ctx, ast.Load):
+            raise ExportError(
+                f"{ours.__name__}.{method.name} reads {first}.{n.attr} of {owners[n.attr].__name__}, which a fork's"
+                " class does not have: make it a function, or name it in live_methods or host_attributes"
+            )
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == PACKAGE
 
 
 def _class_text(
@@ -404,6 +434,7 @@ def _class_text(
             f"    host_{m} = {_host_name(r.path)}.{m}\n" for m in names_of_methods if m != "supports"
         )
     text += "".join(f"    {m} = {names[key]}\n" for m, key in r.assigned.items())
+    text += "".join(f"    {name} = {_host_name(path)}\n" for name, path in r.host_attributes.items())
     for source, statement, uses in r.methods:
         method, name = _copied(source, statement, uses, names, namespace), statement.node.name  # type: ignore[attr-defined]
         if name == "supports":

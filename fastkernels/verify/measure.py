@@ -103,7 +103,7 @@ class Subject:
 
 @dataclass
 class Outcome:
-    """What a measurement found.
+    """The result of a measurement.
 
     entries  one for each point that was measured; production's own provider where nothing was faster
     said     {point: {proposal: 'RATIO (LOW to HIGH)' or why it was rejected}}
@@ -115,11 +115,15 @@ class Outcome:
     stopped: str | None = None
 
 
-def production(op: str, device: str) -> Provider:
-    """The provider that stands for the host's kernel: the op's baseline, else its first provider on that device."""
+def production(op: str, device: str) -> Provider | None:
+    """The provider that stands for the host's kernel: the op's baseline; on a CPU else its first provider there.
+
+    None where the host runs another kernel, which cannot be called here.
+    """
     spec = registry.get(op)
     there = [p for p in spec.op.providers if p.unavailable(device) is None]
-    return next((p for p in there if p.name == spec.baseline), there[0])
+    usual = [p for p in there if spec.baseline in (p.name, p.twin)] or (there[:1] if device == "cpu" else [])
+    return usual[0] if usual else None
 
 
 def proposals(point: Point, device: str, chip: Chip) -> list[Subject]:
@@ -144,6 +148,7 @@ def measure(
     run  of the entries, a key of a table's runs
     """
     end, outcome = time.monotonic() + seconds, Outcome()
+    points = [point for point in points if production(point.op, device.type) is not None]
     rounds = rounds or (ROUNDS if device.type == "cuda" else CPU_ROUNDS)
     subjects = {point: proposals(point, device.type, chip) for point in points}
     generator = torch.Generator(device).manual_seed(0)
@@ -154,7 +159,14 @@ def measure(
                 if time.monotonic() > end:
                     outcome.stopped = f"the limit of {seconds:.0f} s was reached"
                     break
-                _measure_point(point, found, failed, run, device, chip, generator, rounds, outcome)
+                try:
+                    _measure_point(point, found, failed, run, device, chip, generator, rounds, outcome)
+                except (NoRoom, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:  # of a kernel or of a capture: the point stays with the host
+                    text = f"{type(error).__name__}: {error}".splitlines()[0]
+                    outcome.said[str(point)] = {"not measured": text}
+                    log.warning("%s is not measured and stays with the host: %s", point, text)
         except (NoRoom, torch.OutOfMemoryError) as error:
             outcome.stopped = f"too little free memory: {str(error).splitlines()[0]}"
         finally:
@@ -169,10 +181,11 @@ def _measure_point(
     point: Point, found: list[Subject], failed: dict[tuple[Point, str], str], run: str, device: torch.device,
     chip: Chip, generator: torch.Generator, rounds: int, outcome: Outcome,
 ) -> None:  # fmt: skip
-    host = Subject(production(point.op, device.type), {})
+    usual = production(point.op, device.type)
+    assert usual is not None
+    host = Subject(usual, {})
     said = outcome.said.setdefault(str(point), {})
-    calls = arguments(point, device, generator, COLD * chip.l2_bytes)
-    right = []
+    right, calls = [], arguments(point, device, generator, COLD * chip.l2_bytes) if found else []
     for subject in found:
         reason = failed.get((point, subject.name)) or _wrong(point, subject, host, calls[0])
         if reason is None:
@@ -200,7 +213,7 @@ def arguments(
 ) -> list[list[Any]]:
     """Calls of a point whose weights together have at least `cold_bytes`: the model's own, and then copies of them.
 
-    Raises NoRoom.
+    Where one call reads more than that, all are the same call. Raises NoRoom.
     """
     spec = registry.get(point.op)
     key = spec.op.key
@@ -214,7 +227,10 @@ def arguments(
     size = sum(t.numel() * t.element_size() for t in calls[0] if isinstance(t, torch.Tensor))
     count = min(max(-(-cold_bytes // max(size, 1)), LEAST_CALLS), MOST_CALLS) if cold_bytes else 1
     for i in range(count - len(calls)):
-        calls.append([t.clone() if isinstance(t, torch.Tensor) else t for t in calls[i % len(calls)]])
+        if size >= cold_bytes:
+            calls.append(calls[i])
+        else:
+            calls.append([t.clone() if isinstance(t, torch.Tensor) else t for t in calls[i]])
     return calls[:count]
 
 
@@ -267,15 +283,19 @@ def _compile(
             return "not compiled in time"
         try:
             with torch.inference_mode():
-                if device.type == "cuda":
-                    torch.cuda.set_device(device)
                 if subject.provider.supports is None or subject.provider.supports(*args) is None:
                     subject(*args)
         except Exception as error:  # of a compiler, of a library
             return f"{type(error).__name__}: {error}".splitlines()[0]
         return None
 
-    with ThreadPoolExecutor(threads if device.type == "cuda" else 1) as pool:
+    def start() -> None:
+        """Give a thread the device's context, which launches of the driver's API need."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            torch.cuda.mem_get_info(device)
+
+    with ThreadPoolExecutor(threads if device.type == "cuda" else 1, initializer=start) as pool:
         for point, found in subjects.items():
             for subject in found:
                 if point not in inputs:

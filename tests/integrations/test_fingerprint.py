@@ -80,7 +80,7 @@ def test_a_missing_file_or_package_is_an_error(package: Path) -> None:
     (package / "tuned" / "gone.json").symlink_to(package / "nothing")
     with pytest.raises(FileNotFoundError, match=r"gone\.json"):
         source_digest(package)
-    with pytest.raises(PatchError, match="no Python source"):
+    with pytest.raises(ValueError, match="no Python source"):
         source_digest(package / "absent")
     with pytest.raises(PatchError, match=r"candidate for rms_norm: there is no file .*none\.py"):
         fingerprint(Request("patch", candidates={"rms_norm": str(package / "none.py")}))

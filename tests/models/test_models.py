@@ -54,7 +54,44 @@ def test_small_steps_keep_tokens(folder: Path, greedy: Any) -> None:
         got = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
         assert got == [greedy(folder, prompt, 12) for prompt in prompts]
     scheduler = llm.llm_engine.scheduler
-    assert scheduler.num_preemptions > 0 and scheduler.prefix_hits > 0
+    assert scheduler.prefix_hits > 0
+    # Where all layers have a window of 8 or 9 tokens, ten blocks are enough for four sequences.
+    assert (scheduler.num_preemptions > 0) is (scheduler.blocks.window is None)
+
+
+def held(llm: LLM) -> list[int]:
+    """The KV blocks in use, by group of layers."""
+    return [group.num_usable - group.num_free for group in llm.llm_engine.scheduler.groups]
+
+
+@pytest.mark.parametrize(("kind", "windows"), [("gemma3_text", [None, 8]), ("mistral", [8])])
+def test_windows_free_blocks(kind: str, windows: list[int | None], tmp_path: Path, greedy: Any) -> None:
+    """A sequence of 100 tokens fills 25 blocks; a window of 8 tokens touches three at a time."""
+    folder = make_tiny(tmp_path, kind, "float32")
+    llm = LLM(
+        str(folder), device="cpu", num_blocks=60, block_size=4, max_num_seqs=2, max_num_batched_tokens=16,
+        max_model_len=128,
+    )  # fmt: skip
+    groups = llm.llm_engine.scheduler.groups
+    assert [group.window for group in groups] == windows
+    if len(windows) > 1:  # 2 sequences of up to 5 blocks, 4 for a step's tokens, and block 0
+        assert [group.num_blocks for group in groups] == [60, 15]
+        sizes = {m.kv_group: m.kv_cache[0].shape[0] for m in llm.llm_engine.executor.runner.layers}
+        assert sizes == {0: 60, 1: 15}
+    prompt = list(range(20, 80))
+    sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    llm.llm_engine.add_request("0", prompt, sampling)
+    most = [0 for _ in groups]
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        most = [max(pair) for pair in zip(most, held(llm), strict=True)]
+    for window, blocks in zip(windows, most, strict=True):
+        # 24 tokens of a chunk and the window before it, or all 99 that are computed
+        assert blocks <= 7 if window else blocks == 25
+    assert held(llm) == [0 for _ in groups]
+    outputs = llm.generate([[*prompt, 5, 6]], sampling)[0]
+    assert outputs.outputs[0].token_ids == greedy(folder, [*prompt, 5, 6], 40)
+    assert outputs.num_cached_tokens == 60
 
 
 @pytest.mark.slow

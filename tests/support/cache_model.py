@@ -41,10 +41,15 @@ class Done:
 class CacheModel:
     """The executor of the simulated model."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int):
-        self.block_size, self.budget = block_size, max_num_batched_tokens
-        self.cache = np.full(num_blocks * block_size, -1, np.int64)
-        self.tables = np.zeros((max_num_seqs, num_blocks), np.int64)
+    def __init__(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
+        windows: Sequence[int] = (),
+    ):  # fmt: skip
+        self.block_size, self.budget, self.windows = block_size, max_num_batched_tokens, windows
+        groups = 1 + len(windows)
+        self.caches = np.full((groups, num_blocks * block_size), -1, np.int64)
+        self.tables = np.zeros((groups, max_num_seqs + 1, num_blocks), np.int64)
+        self.cache = self.caches[0]
         self.last = np.full(max_num_seqs, -1, np.int64)
         self.computed_tokens = 0
 
@@ -55,10 +60,11 @@ class CacheModel:
             step.query_lens[step.num_decodes :] > 1
         ).all()
         for row in step.new_rows:
-            self.tables[row.slot] = 0
-        for slot, column, block in step.block_updates.tolist():
-            assert block > 0
-            self.tables[slot, column] = block
+            self.tables[:, row.slot] = 0
+        for row, column, block in step.block_updates.tolist():
+            group, slot = divmod(row, self.tables.shape[1])
+            assert block > 0 or group > 0, "only a window leaves blocks behind"
+            self.tables[group, slot, column] = block
         ids = self._input_ids(step)
         self._store(step, ids)
         found = [self._sample(slot, length) for slot, length in zip(step.slots, step.seq_lens, strict=True)]
@@ -71,20 +77,32 @@ class CacheModel:
         return np.where(step.input_ids == SAMPLED, self.last[rows], step.input_ids)
 
     def _store(self, step: StepInput, ids: np.ndarray) -> None:
+        for group in range(len(self.caches)):
+            self._store_group(group, step, ids)
+        for group, window in enumerate(self.windows, 1):
+            self._check_window(group, window, step)
+
+    def _store_group(self, group: int, step: StepInput, ids: np.ndarray) -> None:
         written: dict[int, int] = {}
         at = 0
         for slot, count, length in zip(step.slots, step.query_lens, step.seq_lens, strict=True):
             for position in range(length - count, length):
-                block = self.tables[slot, position // self.block_size]
+                block = self.tables[group, slot, position // self.block_size]
                 assert block > 0, "a token without a block"
                 place = int(block) * self.block_size + position % self.block_size
                 assert place not in written, "two rows write the same place"
-                written[place] = self.cache[place] = ids[at]
+                written[place] = self.caches[group, place] = ids[at]
                 at += 1
 
+    def _check_window(self, group: int, window: int, step: StepInput) -> None:
+        """The group has all tokens that the step's queries see."""
+        for slot, count, length in zip(step.slots, step.query_lens, step.seq_lens, strict=True):
+            seen = np.arange(max(0, length - count - window + 1), length)
+            assert (self._tokens(group, slot, seen) == self._tokens(0, slot, seen)).all()
+
+    def _tokens(self, group: int, slot: int, positions: np.ndarray) -> np.ndarray:
+        blocks = self.tables[group, slot, positions // self.block_size]
+        return self.caches[group, blocks * self.block_size + positions % self.block_size]
+
     def _sample(self, slot: int, length: int) -> int:
-        positions = np.arange(length)
-        places = (
-            self.tables[slot, positions // self.block_size] * self.block_size + positions % self.block_size
-        )
-        return next_token(self.cache[places])
+        return next_token(self._tokens(0, slot, np.arange(length)))

@@ -184,7 +184,7 @@ def sampling(ns: Any) -> list[Any]:
 CONFIG = SimpleNamespace(
     hidden_size=64, intermediate_size=63, hidden_act="silu", num_attention_heads=2, num_key_value_heads=1, head_dim=32,
     rms_norm_eps=1e-5, max_position_embeddings=64, rope_theta=10000.0, vocab_size=100, mlp_bias=False,
-    attention_bias=False,
+    attention_bias=False, residual_dropout=0.0,
 )  # fmt: skip
 
 
@@ -454,6 +454,9 @@ def forks(folder: Path, fork: Path) -> None:
         for path, methods in paths.items():
             module, _, name = path.partition(":")
             theirs = getattr(alone[op], name)
+            for attribute, of in getattr(theirs, "host_attributes", {}).items():
+                where, _, what = of.partition(":")
+                setattr(host_module(where), what, getattr(theirs, attribute))
             if methods:
                 found = {m: counted(getattr(theirs, m), fallbacks, op) for m in methods}
                 theirs = type(name, (theirs,), found)

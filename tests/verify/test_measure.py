@@ -104,6 +104,21 @@ def test_only_three_proposals_are_measured(linear: Any) -> None:
     assert set(said) == {"slow", "wrong", "nan"}
 
 
+def test_an_error_concerns_only_its_point(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(subjects: Any, calls: Any, *rest: Any) -> Any:
+        if len(calls[0][0]) == 3:
+            raise RuntimeError("capture failed\nand more")
+        return timed(subjects, calls, *rest)
+
+    timed = measure.interleaved
+    monkeypatch.setattr(measure, "interleaved", capture)
+    linear.key = replace(linear.key, propose=lambda *args: [("quick", {"tile": 4})])
+    points = [Point("linear", (24, 16, torch.float32), (m,)) for m in (3, 4)]
+    found = measure.measure(points, "r1", CPU, CHIP, 60.0)
+    assert [(e.sizes["M"], e.provider) for e in found.entries] == [(4, "quick")]
+    assert found.said[str(points[0])] == {"not measured": "RuntimeError: capture failed"}
+
+
 def test_points_past_the_time_limit_have_no_entry(linear: Any) -> None:
     found = outcome(linear, ["quick"], seconds=0)
     assert not found.entries and found.stopped == "the limit of 0 s was reached"

@@ -166,8 +166,9 @@ def compile_share(run: Run, todo: list[Timed], part: int, parts: int) -> None:
                 call()
 
 
-def compile_cuda(q: torch.Tensor, key_cache: torch.Tensor, *_: Any, **params: int) -> None:
-    cuda._kernel(q.device, cuda.plan(params, q, key_cache))
+def compile_cuda(q: torch.Tensor, key_cache: torch.Tensor, *rest: Any, **params: int) -> None:
+    window_left, softcap = rest[5:7]
+    cuda._kernel(q.device, cuda.plan(params, q, key_cache, window_left >= 0, softcap > 0))
 
 
 def compile_flashinfer(layout: Layout) -> None:

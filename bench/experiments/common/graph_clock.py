@@ -147,15 +147,18 @@ def measure(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, flo
     return {name: statistics.median(each) for name, each in rounds(run, todo).items()}
 
 
-def rounds(run: Run, todo: dict[str, list[Callable[[], Any]]]) -> dict[str, list[float]]:
-    """Return microseconds of a pass in each interleaved round. Lists that raise are left out and reported."""
+def rounds(run: Run, todo: dict[str, list[Callable[[], Any]]], count: int = ROUNDS) -> dict[str, list[float]]:
+    """Return microseconds of a pass in each of `count` interleaved rounds, one on a CPU.
+
+    Lists that raise are left out and reported.
+    """
     clocks = {}
     for name, calls in todo.items():
         try:
             clocks[name] = Clock(run, calls)
         except Exception as error:
             run.row("time", name, {}, f"{type(error).__name__}: {str(error)[:200]}", "unsupported")
-    for _ in range(ROUNDS if run.cuda else 1):
+    for _ in range(count if run.cuda else 1):
         for clock in clocks.values():
             clock.sample()
     return {name: [1e6 * s for s in clock.samples] for name, clock in clocks.items()}

@@ -141,7 +141,7 @@ def step_of(
     )
 
     def step() -> torch.Tensor:
-        input_ids, drawing = begin(inputs, table, state, sampler)
+        input_ids, drawing = begin(inputs, table[None], state, sampler)
         with forward_context(metadata):
             logits = model.compute_logits(model(input_ids, inputs.positions))
         if options.until == "tokens":

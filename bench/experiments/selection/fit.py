@@ -23,17 +23,32 @@ import numpy as np
 from fk_bench.core.rows import Row, Status, read, stem
 
 from fastkernels.core.tuning import Chip
+from fastkernels.overrides.attention.selection import Call as DecodeCall
+from fastkernels.overrides.attention.selection import decode_candidates
 from fastkernels.overrides.kit.selection import FOLDER, MOST, Candidate, Model
-from fastkernels.overrides.linear.selection import linear_candidates
+from fastkernels.overrides.linear.selection import linear_candidates, linear_fp8_candidates
 
 # As torch describes it: 132 SMs, 6144 bits at 3201 MHz, two a cycle
 H200 = Chip("NVIDIA H200", 132, 4.917e12, 50 << 20)
 NEAR = (
     0.15  # sets slower than the best by this share weigh half, slower ones less: their order does not matter
 )
+
+
+def _decode(shape: dict[str, Any], sizes: dict[str, int]) -> tuple[Candidate, ...]:
+    heads, kv_heads, head_size, block_size = list(shape.values())[:4]
+    return decode_candidates(
+        DecodeCall(heads // kv_heads, kv_heads, head_size, block_size, sizes["batch"], sizes["context"]), H200
+    )
+
+
 # {op: candidates of (values of Key.shape, values of Key.sizes)}
 CANDIDATES: dict[str, Callable[[dict[str, Any], dict[str, int]], Iterable[Candidate]]] = {
     "linear": lambda shape, sizes: linear_candidates(sizes["M"], shape["N"], shape["K"], H200),
+    "linear_fp8": lambda shape, sizes: linear_fp8_candidates(
+        sizes["M"], shape["N"], shape["K"], shape["block"], H200
+    ),
+    "attention_decode": _decode,
 }
 
 

@@ -32,7 +32,7 @@ def measure(requests: int, context: int) -> dict[str, float]:
     from fastkernels.engine.scheduling.scheduler import Scheduler
 
     blocks = BlockManager(requests * ((context + 2 * STEPS) // 16 + 2), 16)
-    core = EngineCore(Scheduler(blocks, requests, max(1 << 16, requests), requests), NoModel(), depth=2)
+    core = EngineCore(Scheduler([blocks], requests, max(1 << 16, requests), requests), NoModel(), depth=2)
     params = SamplingParams(max_tokens=2 * STEPS)
     tokens = np.random.default_rng(0).integers(0, 1000, (requests, context)).tolist()
     for i, prompt in enumerate(tokens):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastkernels.core.registry import UnknownName
 from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import Row, Status, Subject, append
 from fk_bench.core.text import printable
@@ -137,28 +139,37 @@ def _outcome(rows: list[Row]) -> str:
 
 
 def run_cheats(
-    options: Options, out: Path, quiet: bool = False, folder: Path | None = None
+    options: Options,
+    out: Path,
+    quiet: bool = False,
+    folder: Path | None = None,
+    names: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Judge all cheats of this device; writes a row for each and for its twin to `out`, a line to standard error.
+    """Judge the cheats of this device; writes a row for each and for its twin to `out`, a line to standard error.
 
-    Returns {ok, cheats, caught, twins, passed, not_run}; not_run counts those for another device.
+    names: only these. Returns {ok, cheats, caught, twins, passed, not_run, seconds}; not_run counts those for another
+    device. Raises UnknownName.
     """
-    found = catalogue(folder)
+    start, known = time.perf_counter(), catalogue(folder)
+    for name in names:
+        if name not in (every := [c.name for c in known]):
+            raise UnknownName("cheat", name, every)
+    found = [c for c in known if not names or c.name in names]
     here = [c for c in found if c.device == options.device]
     verdicts = []
     with Judge({}, options) as judge:
-        for cheat in here:
+        for number, cheat in enumerate(here, 1):
             verdict = try_cheat(judge, cheat, options, folder)
             verdicts.append(verdict)
             append(out, _result(judge, verdict))
             if not quiet:
-                print(line(verdict), file=sys.stderr, flush=True)
+                print(f"{number:3d}/{len(here)} {line(verdict)}", file=sys.stderr, flush=True)
     caught = sum(not v.problem for v in verdicts)
     passed = sum(not v.twin_problem for v in verdicts)
     return {
         "ok": bool(here) and caught == passed == len(here),
         "cheats": len(here), "caught": caught, "twins": len(here), "passed": passed,
-        "not_run": len(found) - len(here),
+        "not_run": len(found) - len(here), "seconds": round(time.perf_counter() - start, 1),
     }  # fmt: skip
 
 

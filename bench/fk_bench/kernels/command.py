@@ -69,6 +69,9 @@ def kernels_command(
     cheats: Annotated[
         bool, typer.Option("--cheats", help="test the judge with all known cheats and their honest twins")
     ] = False,
+    cheat: Annotated[
+        list[str] | None, typer.Option(help="with --cheats: only the cheat of this name (of tests/cheats)")
+    ] = None,
     python: Annotated[
         list[str] | None, typer.Option(help="candidate=PATH or baseline=PATH of an interpreter")
     ] = None,
@@ -98,6 +101,8 @@ def kernels_command(
     for name, budget in (("--case-budget", case_budget), ("--op-budget", op_budget)):
         if not budget > 0:
             fail(f"{name} {budget:g}: must be more than 0 seconds")
+    if cheat and not cheats:
+        fail("--cheat names some of the cheats that --cheats runs: add --cheats")
     if task is not None and (ops or level or model or cases or cheats):
         fail("--task states the op and its cases: give no op, --level, --model, --cases or --cheats")
     interpreters = _pairs(python or [])
@@ -123,7 +128,7 @@ def kernels_command(
     run = _directory(out)
     try:
         return (
-            _cheats(options, run, json)
+            _cheats(options, run, json, tuple(cheat or ()))
             if cheats
             else _judge(names, candidates, options, run, json, damaged, task)
         )
@@ -194,12 +199,12 @@ def _damaged(names: list[str], options: Any) -> list[str]:
     return list(dict.fromkeys(p for name in names for p in problems(name, options.captures)))
 
 
-def _cheats(options: Any, run: Path, quiet: bool) -> int:
+def _cheats(options: Any, run: Path, quiet: bool, names: tuple[str, ...]) -> int:
     from fk_bench.kernels.cheats import run_cheats
 
     try:
-        result = run_cheats(options, run / "rows.jsonl", quiet)
-    except FileNotFoundError as error:
+        result = run_cheats(options, run / "rows.jsonl", quiet, names=names)
+    except (FileNotFoundError, UnknownName) as error:
         fail(str(error))
     last_line({"command": "kernels", "device": options.device, **result, "rows": str(run / "rows.jsonl")})
     return 0 if result["ok"] else 1

@@ -2,6 +2,9 @@
 
 A full block is named by a hash of its tokens and all tokens before them. It keeps its name after its last holder has
 freed it, until the block is needed again; the block freed first is reused first.
+
+Layers with a sliding window have blocks of their own. Their sequences give back the blocks that no later query sees; 0,
+the reserved block, takes their places in the block table.
 """
 
 from __future__ import annotations
@@ -22,12 +25,18 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockManager:
-    """Allocates blocks 1 .. num_blocks - 1. Block 0 is reserved: padded rows of a CUDA graph write there."""
+    """Allocates blocks 1 .. num_blocks - 1. Block 0 is reserved: padded rows of a CUDA graph write there.
 
-    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True):
+    window: the number of tokens that a query of these layers sees, itself included; None: all.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_caching: bool = True, window: int | None = None
+    ):
         if num_blocks < 2:
             raise ValueError(f"num_blocks {num_blocks}: at least 2 are needed, block 0 is kept for padding")
         self.num_blocks, self.block_size, self.enable_caching = num_blocks, block_size, enable_caching
+        self.window = window
         self._free = deque(range(1, num_blocks))  # without a name
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free but named, oldest first
         self._refs = [0] * num_blocks
@@ -57,23 +66,35 @@ class BlockManager:
         """The number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def find(self, names: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix, without holding them."""
-        found = []
-        for name in names:
-            block = self._block.get(name)
-            if block is None:
+    def num_unseen(self, num_tokens: int) -> int:
+        """The number of first blocks that no query after the first num_tokens tokens sees."""
+        return 0 if self.window is None else max(0, num_tokens - self.window + 1) // self.block_size
+
+    def known_prefix(self, names: Sequence[bytes], limit: int) -> int:
+        """The largest number of blocks, up to `limit`, of which all that later queries see are known."""
+        if self.window is None:
+            return next((i for i in range(limit) if names[i] not in self._block), limit)
+        end = limit
+        for i in range(limit - 1, -1, -1):
+            if i < self.num_unseen(end * self.block_size):
                 break
-            found.append(block)
-        return found
+            if names[i] not in self._block:
+                end = i
+        return end
+
+    def find(self, names: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known prefix, without holding them; 0 for those that no later query sees."""
+        names = names[: self.known_prefix(names, len(names))]
+        unseen = self.num_unseen(len(names) * self.block_size)
+        return [0] * unseen + [self._block[name] for name in names[unseen:]]
 
     def num_held(self, blocks: Sequence[int]) -> int:
         """How many of these blocks are held. Holding one of the others reduces num_free."""
-        return sum(self._refs[b] > 0 for b in blocks)
+        return sum(self._refs[b] > 0 for b in blocks if b)
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Hold found blocks, possibly shared. They must not be written."""
-        for block in blocks:
+        for block in filter(None, blocks):
             if self._refs[block] == 0:
                 del self._evictable[block]
             self._refs[block] += 1
@@ -100,7 +121,19 @@ class BlockManager:
 
     def free(self, block_table: list[int]) -> None:
         """Free all blocks of the table and empty it. Raises RuntimeError for a block that is not held."""
-        for block in reversed(block_table):  # a prefix is reused after the blocks that follow it
+        self._free_each(block_table)
+        block_table.clear()
+
+    def free_first(self, block_table: list[int], count: int) -> None:
+        """Free the first `count` blocks of the table; 0 takes their places."""
+        first = block_table[:count]
+        block_table[:count] = [0] * count
+        self._free_each(first)
+
+    def _free_each(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):  # a prefix is reused after the blocks that follow it
+            if block == 0:
+                continue
             if self._refs[block] < 1:
                 raise RuntimeError(f"block {block} is freed twice")
             self._refs[block] -= 1
@@ -109,7 +142,6 @@ class BlockManager:
                     self._free.append(block)
                 else:
                     self._evictable[block] = None
-        block_table.clear()
 
     def reset_cache(self) -> None:
         """Forget all names. Held blocks stay with their holders but are no longer found."""
@@ -123,3 +155,14 @@ class BlockManager:
         if name is not None:
             del self._block[name]
             self._name[block] = None
+
+
+def known_prefix(groups: Sequence[BlockManager], names: Sequence[bytes]) -> int:
+    """The largest number of blocks that every group knows, as far as it needs them."""
+    known = len(names)
+    while True:
+        before = known
+        for group in groups:
+            known = group.known_prefix(names, known)
+        if known == before:
+            return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +19,58 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the machine and the model, derived when the engine is built."""
+    """Limits of the machine and the model, derived when the engine is built.
+
+    groups: (window, number of blocks) of each group of layers; see Group.
+    """
 
     num_blocks: int
     max_model_len: int
     max_num_batched_tokens: int
+    groups: tuple[tuple[int | None, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Attention layers that share block tables. window: tokens that a query sees, itself included; None: all."""
+
+    window: int | None
+    layers: tuple[Any, ...]
+
+
+def groups_of(layers: Sequence[Any], max_model_len: int) -> list[Group]:
+    """The layers by window, the largest first. A window as long as the context is none."""
+    found: dict[int | None, list[Any]] = {}
+    for layer in layers:
+        window = layer.window_left + 1
+        found.setdefault(window if 0 < window < max_model_len else None, []).append(layer)
+    order = sorted(found, key=lambda window: -(window or max_model_len))
+    return [Group(window, tuple(found[window])) for window in order]
+
+
+def group_blocks(groups: Sequence[Group], num_blocks: int, config: EngineConfig) -> list[int]:
+    """The number of blocks of each group: num_blocks, or fewer where windows need no more, however long the context.
+
+    A running sequence holds the blocks that its window touches and at most three more; a step adds those of its tokens.
+    """
+    size, made = config.block_size, [num_blocks]
+    for group in groups[1:]:
+        assert group.window is not None
+        each = -(-(group.window - 1) // size) + 3
+        most = 1 + config.max_num_seqs * each + -(-config.max_num_batched_tokens // size)
+        made.append(min(num_blocks, most))
+    return made
+
+
+def fitting_blocks(groups: Sequence[Group], num_bytes: int, config: EngineConfig, dtype: torch.dtype) -> int:
+    """The largest number of blocks of the first group with which the caches of all groups fit into num_bytes."""
+    each = [block_bytes(group.layers, config.block_size, dtype) for group in groups]
+
+    def total(num_blocks: int) -> int:
+        counts = group_blocks(groups, num_blocks, config)
+        return sum(n * size for n, size in zip(counts, each, strict=True))
+
+    return bisect.bisect_right(range(1, num_bytes // each[0] + 1), num_bytes, key=total)
 
 
 def cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -31,31 +79,34 @@ def cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def block_bytes(layers: Sequence[Any], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of all layers."""
+    """Bytes of one block: keys and values of these layers."""
     return sum(2 * block_size * m.num_kv_heads * m.head_size * dtype.itemsize for m in layers)
 
 
 def bind(
-    layers: Sequence[Any], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    groups: Sequence[Group], counts: Sequence[int], block_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Give every layer a cache of `num_blocks` blocks, after freeing its old one.
+    """Give every layer a cache of its group's number of blocks, after freeing its old one.
 
     Raises ValueError for too little memory.
     """
+    layers = [layer for group in groups for layer in group.layers]
     unbind(layers)
     try:
-        for layer in layers:
-            shape = (2, num_blocks, block_size, layer.num_kv_heads, layer.head_size)
-            cache = torch.zeros(shape, dtype=dtype, device=device)
-            layer.kv_cache = (cache[0], cache[1])
+        for i, (group, num_blocks) in enumerate(zip(groups, counts, strict=True)):
+            for layer in group.layers:
+                shape = (2, num_blocks, block_size, layer.num_kv_heads, layer.head_size)
+                cache = torch.zeros(shape, dtype=dtype, device=device)
+                layer.kv_cache, layer.kv_group = (cache[0], cache[1]), i
     except RuntimeError as error:  # includes torch.cuda.OutOfMemoryError
         unbind(layers)
         if not isinstance(error, torch.cuda.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        size = num_blocks * block_bytes(layers, block_size, dtype) / GIB
+        sizes = (n * block_bytes(g.layers, block_size, dtype) for g, n in zip(groups, counts, strict=True))
+        size = sum(sizes) / GIB
         where = "the GPU" if device.type == "cuda" else "this machine"
         raise ValueError(
-            f"the KV cache of {num_blocks} blocks needs {size:.2f} GiB, more than {where} has free;"
+            f"the KV cache of {counts[0]} blocks needs {size:.2f} GiB, more than {where} has free;"
             " reduce num_blocks or kv_cache_memory, or leave them out"
         ) from error
 
@@ -80,8 +131,11 @@ def wanted_model_len(config: EngineConfig, hf_config: Any) -> int:
     return config.max_model_len or own
 
 
-def limits(config: EngineConfig, wanted: int, num_blocks: int) -> Limits:
-    """Limits for `num_blocks` blocks, block 0 included. Raises ValueError if config.max_model_len does not fit."""
+def limits(config: EngineConfig, wanted: int, num_blocks: int, groups: Sequence[Group]) -> Limits:
+    """Limits for `num_blocks` blocks of the first group, block 0 included.
+
+    Raises ValueError if config.max_model_len does not fit.
+    """
     room = (num_blocks - 1) * config.block_size
     if room < (config.max_model_len or config.block_size):
         what = (
@@ -93,8 +147,10 @@ def limits(config: EngineConfig, wanted: int, num_blocks: int) -> Limits:
         )
     if room < wanted:
         log.warning("max_model_len is %d, not the model's %d: the KV cache holds no more", room, wanted)
-    log.info("KV cache: %d blocks of %d tokens", num_blocks, config.block_size)
-    return Limits(num_blocks, min(wanted, room), config.max_num_batched_tokens)
+    counts = group_blocks(groups, num_blocks, config)
+    log.info("KV cache: %s blocks of %d tokens", " and ".join(map(str, counts)), config.block_size)
+    windows = tuple((group.window, n) for group, n in zip(groups, counts, strict=True))
+    return Limits(num_blocks, min(wanted, room), config.max_num_batched_tokens, windows)
 
 
 def too_large(

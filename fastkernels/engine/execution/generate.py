@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.cache import kv_cache
-from fastkernels.engine.execution.attention import AttentionBackend, make_backend
+from fastkernels.engine.execution.attention import AttentionBackend, make_backend, with_groups
 from fastkernels.engine.execution.graphs import Graphs, Outputs
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs
 from fastkernels.engine.execution.memory_profile import activation_bytes
@@ -41,6 +41,7 @@ class Generate(Runner):
 
     def _loaded(self) -> None:
         self.layers = [m for m in self.model.modules() if isinstance(m, PagedAttention)]
+        self.groups = kv_cache.groups_of(self.layers, self.max_model_len)
         if self.device.type == "cpu":
             pack_weights(self.model)
         self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
@@ -48,29 +49,31 @@ class Generate(Runner):
 
     def num_fitting_blocks(self) -> int:
         """See Runner. On CUDA, run the largest step to measure its memory. Raises ValueError for too few blocks."""
-        config, each = self.config, self.block_bytes()
+        config = self.config
         if config.num_blocks is not None:
             return config.num_blocks
         if config.kv_cache_memory is not None:
-            return config.kv_cache_memory // each
+            return self._fitting(config.kv_cache_memory)
         if self.device.type == "cpu":
-            return kv_cache.CPU_CACHE // each
+            return self._fitting(kv_cache.CPU_CACHE)
         self._bind(2, min(self.max_model_len, config.max_num_batched_tokens))
         weights, activations = activation_bytes(self)
         self._mark("largest step")
         del self.backend  # and its workspaces
         kv_cache.unbind(self.layers)
         budget = kv_cache.cuda_budget(config)
-        blocks = (budget - weights - activations) // each
+        blocks = self._fitting(budget - weights - activations)
         least = -(-(config.max_model_len or 1) // config.block_size) + 1
         if blocks < least:
             length = config.max_model_len or config.block_size
-            raise kv_cache.too_large(weights, activations, least * each, length, budget, config)
+            counts = kv_cache.group_blocks(self.groups, least, config)
+            sizes = (self.block_bytes(g.layers) * n for g, n in zip(self.groups, counts, strict=True))
+            raise kv_cache.too_large(weights, activations, sum(sizes), length, budget, config)
         return blocks
 
     def bind(self, num_blocks: int) -> None:
         """Allocate the KV cache, capture graphs, and warm up. Raises ValueError for too few blocks."""
-        self.limits = kv_cache.limits(self.config, self.max_model_len, num_blocks)
+        self.limits = kv_cache.limits(self.config, self.max_model_len, num_blocks, self.groups)
         self._bind(num_blocks, self.limits.max_model_len)
         self._mark("KV cache")
         self.capture()
@@ -129,17 +132,18 @@ class Generate(Runner):
         if found is not None:
             return found
         inputs = self.batch.load(step)
-        metadata = self.backend.plan(inputs, self.batch.rows_table(inputs))
+        tables = self.batch.rows_tables(inputs)
+        metadata = with_groups(self.backend.plan(inputs, tables[0]), inputs, tables)
         return inputs, Outputs(self._forward(self.batch.known_ids(inputs), inputs, metadata))
 
-    def _captured(self, inputs: Inputs, metadata: AttentionMetadata) -> Outputs:
+    def _captured(self, inputs: Inputs, metadata: AttentionMetadata, tables: torch.Tensor) -> Outputs:
         """The function that a graph captures.
 
         For a decode batch it includes sampling from the raw logits, which is right for most requests; `launch` samples
         again for the others. For a mixed batch it ends at the hidden states: few rows are at the end of their prompt,
         and the LM head would run for all of them.
         """
-        ids, drawing = begin(inputs, metadata.block_table, self.batch, self.sampler)
+        ids, drawing = begin(inputs, tables, self.batch, self.sampler)
         hidden = self._forward(ids, inputs, metadata)
         if not inputs.decode_only:
             return Outputs(hidden)
@@ -171,14 +175,20 @@ class Generate(Runner):
             for i in range(0, n, size)
         ]
 
-    def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of all layers."""
-        return kv_cache.block_bytes(self.layers, self.config.block_size, self.cache_dtype)
+    def block_bytes(self, layers: Sequence[PagedAttention] | None = None) -> int:
+        """Bytes of one block: keys and values of these layers, by default of all."""
+        return kv_cache.block_bytes(layers or self.layers, self.config.block_size, self.cache_dtype)
+
+    def _fitting(self, num_bytes: int) -> int:
+        return kv_cache.fitting_blocks(self.groups, num_bytes, self.config, self.cache_dtype)
 
     def _bind(self, num_blocks: int, max_model_len: int) -> None:
         config = self.config
-        kv_cache.bind(self.layers, num_blocks, config.block_size, self.cache_dtype, self.device)
-        self.batch = InputBatch(self.device, config.max_num_seqs, max_model_len, config.block_size)
+        counts = kv_cache.group_blocks(self.groups, num_blocks, config)
+        kv_cache.bind(self.groups, counts, config.block_size, self.cache_dtype, self.device)
+        self.batch = InputBatch(
+            self.device, config.max_num_seqs, max_model_len, config.block_size, len(self.groups)
+        )
         self.backend = make_backend(config.attention_backend, self.layers, self.device, self.dtype)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fastkernels.core.forward_context import AttentionMetadata
-from fastkernels.engine.execution.attention import AttentionBackend, CannotCapture
+from fastkernels.engine.execution.attention import AttentionBackend, CannotCapture, with_groups
 from fastkernels.engine.execution.input_batch import InputBatch, Inputs, packed_words
 from fastkernels.engine.execution.step import SAMPLED, StepInput, even
 
@@ -70,13 +70,13 @@ class _Graph:
 class Graphs:
     """All graphs of one model, captured on construction, when the model is final and its KV cache bound.
 
-    forward(inputs, metadata) is captured. It reads static tensors only, and fills metadata.block_table. `replays`
-    counts the steps that ran as a graph.
+    forward(inputs, metadata, tables) is captured. It reads static tensors only, and fills the block tables `tables`
+    [groups, B, width], of which the metadata has views. `replays` counts the steps that ran as a graph.
     """
 
     def __init__(
         self,
-        forward: Callable[[Inputs, AttentionMetadata], Outputs],
+        forward: Callable[[Inputs, AttentionMetadata, torch.Tensor], Outputs],
         backend: AttentionBackend,
         batch: InputBatch,
         device: torch.device,
@@ -88,8 +88,10 @@ class Graphs:
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._decode, self._mixed = decode_sizes(max_num_seqs), mixed_sizes(max_tokens)
         most = max([*self._decode, *self._mixed])
-        self._packed = torch.zeros(packed_words(most, max_num_seqs), dtype=torch.int64, device=device)
-        self._table = torch.zeros(max_num_seqs, batch.width, dtype=torch.int32, device=device)
+        self._packed = torch.zeros(
+            packed_words(most, max_num_seqs, batch.groups), dtype=torch.int64, device=device
+        )
+        self._tables = torch.zeros(batch.groups, max_num_seqs, batch.width, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._prepare()
         self.replays = {"decode": 0, "mixed": 0}
@@ -114,7 +116,7 @@ class Graphs:
         key = self._key(sizes[at], decode)
         found = self._graphs[key]
         inputs = self._batch.load(step, key[0], key[1], self._packed, found.inputs)
-        self._backend.plan_replay(found.metadata, inputs, self._batch.block_table)
+        self._backend.plan_replay(found.metadata, inputs, self._batch.group_table())
         found.replay()
         self.replays["decode" if decode else "mixed"] += 1
         return inputs, found.outputs
@@ -135,12 +137,13 @@ class Graphs:
 
     def _capture(self, tokens: int, rows: int, decode: bool) -> None:
         inputs = self._example(tokens, rows, decode)
-        metadata = self._backend.plan_capture(inputs, self._table[:rows])
+        tables = self._tables[:, :rows]
+        metadata = with_groups(self._backend.plan_capture(inputs, tables[0]), inputs, tables.unbind())
 
         def plan() -> None:
-            self._backend.plan_replay(metadata, inputs, self._batch.block_table)
+            self._backend.plan_replay(metadata, inputs, self._batch.group_table())
 
-        recorded = self._record(plan, lambda: self._forward(inputs, metadata))
+        recorded = self._record(plan, lambda: self._forward(inputs, metadata, tables))
         self._graphs[tokens, rows, decode] = _Graph(*recorded, inputs, metadata)
 
     def _prepare(self) -> None:

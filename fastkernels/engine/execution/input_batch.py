@@ -15,6 +15,8 @@ import torch
 
 from fastkernels.engine.execution.step import StepInput
 
+TURN = 10  # the place of `turn` among the arrays of a packed buffer
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -29,6 +31,7 @@ class Inputs:
     max_seqlen_q, max_seqlen_k, max_decode_seqlen_k  on the host
     host_query_lens, host_seq_lens                   [B] int32 numpy, with padding
     host_turn                                        `turn` on the host
+    more_slot_mappings                               [T] int64 each: slot_mapping of groups of layers after the first
     """
 
     input_ids: torch.Tensor
@@ -50,6 +53,7 @@ class Inputs:
     host_query_lens: np.ndarray
     host_seq_lens: np.ndarray
     host_turn: int
+    more_slot_mappings: tuple[torch.Tensor, ...] = ()
 
     @property
     def decode_only(self) -> bool:
@@ -59,17 +63,18 @@ class Inputs:
         """The device tensors, in the order of `unpack`."""
         return (
             self.input_ids, self.positions, self.slot_mapping, self.token_slots, self.slots, self.offsets,
-            self.last_index, self.sample_slots, self.seq_lens, self.cu_seqlens_q, self.turn,
+            self.last_index, self.sample_slots, self.seq_lens, self.cu_seqlens_q, self.turn, *self.more_slot_mappings,
         )  # fmt: skip
 
 
-def packed_words(tokens: int, rows: int) -> int:
-    """The size of a packed buffer in int64 words."""
+def packed_words(tokens: int, rows: int, groups: int = 1) -> int:
+    """The size of a packed buffer in int64 words. groups: of layers, each with a slot_mapping."""
     even, four = -(-tokens // 2) * 2, -(-rows // 4) * 4
-    return 4 * even + 5 * four + 2  # the last part holds int32: seq_lens, cu_seqlens_q, turn
+    # after 5 * four words int32 ends: seq_lens, cu_seqlens_q, turn
+    return 4 * even + 5 * four + 2 + (groups - 1) * even
 
 
-def unpack(buffer: Any, tokens: int, rows: int, int32: Any) -> tuple[Any, ...]:
+def unpack(buffer: Any, tokens: int, rows: int, int32: Any, groups: int = 1) -> tuple[Any, ...]:
     """The arrays of Inputs, in order, as views of a packed int64 buffer (a tensor or a numpy array).
 
     Each starts at a multiple of 16 bytes, so that Triton compiles each kernel for one alignment only.
@@ -80,7 +85,9 @@ def unpack(buffer: Any, tokens: int, rows: int, int32: Any) -> tuple[Any, ...]:
     by_row = [buffer[at + i * four : at + i * four + rows] for i in range(4)]
     small = buffer[at + 4 * four : at + 5 * four + 2].view(int32)
     turn = small[2 * four + 2 : 2 * four + 3]
-    return (*by_token, *by_row, small[:rows], small[four : four + rows + 1], turn)
+    at += 5 * four + 2
+    more = [buffer[at + i * even : at + i * even + tokens] for i in range(groups - 1)]
+    return (*by_token, *by_row, small[:rows], small[four : four + rows + 1], turn, *more)
 
 
 class Staging:
@@ -117,38 +124,40 @@ class Staging:
 class InputBatch:
     """The per-slot state of the inputs; turns a StepInput into Inputs.
 
-    block_table  [max_num_seqs + 1, width] int32 on the device
+    block_table  [groups * (max_num_seqs + 1), width] int32 on the device: the rows of each group of layers
     last_tokens  [max_num_seqs + 1] int64 on the device: the token that each slot sampled last
     sampled      [3, max_num_seqs] int64 in pinned host memory: the tokens of a step's rows. Steps alternate between the
                  first two rows; the third takes results that are never read, e.g. during capture
     The last slot is for padding: its blocks are the reserved block 0.
     """
 
-    def __init__(self, device: torch.device, max_num_seqs: int, max_model_len: int, block_size: int):
+    def __init__(
+        self, device: torch.device, max_num_seqs: int, max_model_len: int, block_size: int, groups: int = 1
+    ):
         self.width = -(-max_model_len // block_size)
-        self.dummy = max_num_seqs
+        self.dummy, self.groups = max_num_seqs, groups
         self.block_size = block_size
         self._shift, self._mask = block_size.bit_length() - 1, block_size - 1
-        self._mirror = np.zeros((max_num_seqs + 1, self.width), dtype=np.int32)
-        self.block_table = torch.zeros(max_num_seqs + 1, self.width, dtype=torch.int32, device=device)
+        self._mirror = np.zeros((groups * (max_num_seqs + 1), self.width), dtype=np.int32)
+        self.block_table = torch.zeros(self._mirror.shape, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self.sampled = torch.zeros(3, max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._turn = 0
         self._staging, self._updates = Staging(device), Staging(device)
 
     def update(self, updates: np.ndarray) -> None:
-        """Write updates [U, 3] (slot, column, block) into the block tables on the host and the device."""
+        """Write updates [U, 3] (row, column, block) into the block tables on the host and the device."""
         n = len(updates)
         if n == 0:
             return
-        slots, columns = updates[:, 0], updates[:, 1]
-        self._mirror[slots, columns] = updates[:, 2]
+        rows, columns = updates[:, 0], updates[:, 1]
+        self._mirror[rows, columns] = updates[:, 2]
 
         def fill(buffer: np.ndarray) -> None:
-            np.multiply(slots, self.width, out=buffer[:n], dtype=np.int64, casting="unsafe")
+            np.multiply(rows, self.width, out=buffer[:n], dtype=np.int64, casting="unsafe")
             buffer[:n] += columns
             # From the mirror, so that duplicate entries all write the latest block.
-            buffer[n:].view(np.int32)[:n] = self._mirror[slots, columns]
+            buffer[n:].view(np.int32)[:n] = self._mirror[rows, columns]
 
         packed = self._updates.copy(n + (n + 1) // 2, fill)
         self.block_table.view(-1).scatter_(0, packed[:n], packed[n:].view(torch.int32)[:n])
@@ -168,11 +177,20 @@ class InputBatch:
         """[B] int64: the slots for the sampler; the dummy slot where a prompt is not complete."""
         return np.where(step.offsets < 0, self.dummy, step.slots)
 
-    def rows_table(self, inputs: Inputs) -> torch.Tensor:
-        """The rows' block tables [B, max_blocks] int32, wide enough for the longest row (a multiple of 16)."""
+    def group_table(self, group: int = 0) -> torch.Tensor:
+        """The part of block_table of one group of layers, [max_num_seqs + 1, width]."""
+        rows = self.dummy + 1
+        return self.block_table[group * rows : (group + 1) * rows]
+
+    def rows_tables(self, inputs: Inputs) -> list[torch.Tensor]:
+        """The rows' block tables [B, max_blocks] int32 of each group, wide enough for the longest row (a multiple of
+        16).
+        """
         blocks = (inputs.max_seqlen_k + self._mask) >> self._shift
         columns = min(-(-blocks // 16) * 16, self.width)
-        return self.block_table[:, :columns].index_select(0, inputs.slots)
+        return [
+            self.group_table(group)[:, :columns].index_select(0, inputs.slots) for group in range(self.groups)
+        ]
 
     def load(
         self,
@@ -197,11 +215,11 @@ class InputBatch:
         turn = len(self.sampled) - 1 if unread else self._turn
 
         def fill(buffer: np.ndarray) -> None:
-            host.extend(unpack(buffer, tokens, rows, np.int32))
+            host.extend(unpack(buffer, tokens, rows, np.int32, self.groups))
             self._fill(step, n_tokens, n_rows, host)
-            host[-1][0] = turn
+            host[TURN][0] = turn
 
-        packed = self._staging.copy(packed_words(tokens, rows), fill, out)
+        packed = self._staging.copy(packed_words(tokens, rows, self.groups), fill, out)
         query_lens = np.zeros(rows, dtype=np.int32)
         query_lens[:n_rows] = step.query_lens
         seq_lens, decodes = host[8].copy(), step.num_decodes
@@ -211,12 +229,16 @@ class InputBatch:
         else:
             longest_decode = int(step.seq_lens[:decodes].max()) if decodes else 0
             numbers = (n_rows, decodes, int(step.query_lens.max()), longest, longest_decode)
-        tensors = unpack(packed, tokens, rows, torch.int32) if views is None else views.tensors()
-        fields: tuple[Any, ...] = (*tensors, *numbers, query_lens, seq_lens, turn)
+        if views is None:
+            tensors = unpack(packed, tokens, rows, torch.int32, self.groups)
+        else:
+            tensors = views.tensors()
+        first, more = tensors[: TURN + 1], tensors[TURN + 1 :]
+        fields: tuple[Any, ...] = (*first, *numbers, query_lens, seq_lens, turn, more)
         return Inputs(*fields)
 
     def _fill(self, step: StepInput, n: int, b: int, host: list[np.ndarray]) -> None:
-        ids, positions, mapping, token_slots, slots, offsets, last, sampled, seq_lens, starts, _ = host
+        ids, positions, mapping, token_slots, slots, offsets, last, sampled, seq_lens, starts, _, *more = host
         ids[:n], ids[n:] = step.input_ids, 0
         slots[:b], slots[b:] = step.slots, self.dummy
         offsets[:b], offsets[b:] = np.maximum(step.offsets, 0), 0
@@ -233,10 +255,14 @@ class InputBatch:
             token_slots[:n] = np.repeat(step.slots, step.query_lens)
             behind = step.seq_lens - starts[1 : b + 1]  # position of token t of a row: t - end + seq_len
             positions[:n] = np.arange(n) + np.repeat(behind, step.query_lens)
-        token_slots[n:], positions[n:], mapping[n:] = self.dummy, 0, -1
+        token_slots[n:], positions[n:] = self.dummy, 0
         at = positions[:n]
-        blocks = self._mirror[token_slots[:n], at >> self._shift].astype(np.int64)
-        mapping[:n] = (blocks << self._shift) | (at & self._mask)
+        for group, slot_mapping in enumerate((mapping, *more)):
+            slot_mapping[n:] = -1
+            blocks = self._mirror[token_slots[:n] + group * (self.dummy + 1), at >> self._shift].astype(
+                np.int64
+            )
+            slot_mapping[:n] = (blocks << self._shift) | (at & self._mask)
         if n == b and len(ids) == len(slots):  # padding rows of a decode batch have one query
             starts[:] = np.arange(len(starts))
             last[:] = starts[:-1]

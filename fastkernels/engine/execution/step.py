@@ -54,7 +54,8 @@ class StepInput:
                    is not complete, and the sampled token is ignored
     input_ids      [T] int64: token ids, or SAMPLED
     num_decodes    rows with one query
-    block_updates  [U, 3] int32: (slot, column, block) to write into the block tables
+    block_updates  [U, 3] int32: (row, column, block) to write into the block tables; a slot's row in group g of the
+                   layers is g * (max_num_seqs + 1) + slot
     new_rows       slots that get a new request before the step runs
     masked         the step samples only when its Pending gets the TokenMasks
     """

@@ -18,15 +18,16 @@ _TOP_K, _SEED = tl.constexpr(TOP_K), tl.constexpr(SEED)
 
 
 def begin(
-    inputs: Inputs, table: torch.Tensor, batch: InputBatch, sampler: Sampler
+    inputs: Inputs, tables: torch.Tensor, batch: InputBatch, sampler: Sampler
 ) -> tuple[torch.Tensor, Drawing]:
     """Input ids [T] int64, with SAMPLED replaced by the slot's last token, and the rows' sampling parameters.
 
-    Fills the rows' block tables `table` [B, width] int32 as far as seq_lens reach.
+    Fills the rows' block tables `tables` [groups, B, width] int32 as far as seq_lens reach.
     """
     if inputs.input_ids.is_cuda:
-        return begin_triton(inputs, table, batch, sampler)
-    torch.index_select(batch.block_table, 0, inputs.slots, out=table)
+        return begin_triton(inputs, tables, batch, sampler)
+    for group, table in enumerate(tables):
+        torch.index_select(batch.group_table(group), 0, inputs.slots, out=table)
     return batch.known_ids(inputs), sampler.drawing(inputs.sample_slots)
 
 
@@ -40,7 +41,7 @@ def finish(tokens: torch.Tensor, inputs: Inputs, batch: InputBatch) -> None:
 
 
 def begin_triton(
-    inputs: Inputs, table: torch.Tensor, batch: InputBatch, sampler: Sampler
+    inputs: Inputs, tables: torch.Tensor, batch: InputBatch, sampler: Sampler
 ) -> tuple[torch.Tensor, Drawing]:
     ids, slots = inputs.input_ids, inputs.slots
     rows, device = len(slots), ids.device
@@ -49,9 +50,9 @@ def begin_triton(
     top_k = torch.empty(rows, dtype=torch.int32, device=device)
     seeds = torch.empty(rows, dtype=torch.int64, device=device)
     _begin_kernel[(max(len(ids), rows),)](
-        ids, inputs.token_slots, batch.last_tokens, out, slots, inputs.seq_lens, batch.block_table, table,
+        ids, inputs.token_slots, batch.last_tokens, out, slots, inputs.seq_lens, batch.block_table, tables,
         inputs.sample_slots, sampler.floats, sampler.ints, *floats, top_k, seeds, len(ids), rows, batch.width,
-        batch.block_size, sampler.num_slots, COLUMNS=1024,
+        batch.block_size, sampler.num_slots, batch.dummy + 1, tables.stride(0), GROUPS=len(tables), COLUMNS=1024,
     )  # fmt: skip
     temperature, top_p, min_p = floats
     return out, Drawing(temperature, top_k, top_p, min_p, seeds)
@@ -67,9 +68,9 @@ def finish_triton(tokens: torch.Tensor, inputs: Inputs, batch: InputBatch) -> No
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _begin_kernel(
-    ids_ptr, token_slots_ptr, last_ptr, out_ptr, slots_ptr, lens_ptr, tables_ptr, table_ptr, sample_ptr, floats_ptr,
+    ids_ptr, token_slots_ptr, last_ptr, out_ptr, slots_ptr, lens_ptr, tables_ptr, rows_ptr, sample_ptr, floats_ptr,
     ints_ptr, temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, seed_ptr, tokens, rows, width, block_size, num_slots,
-    COLUMNS: tl.constexpr,
+    table_rows, group_stride, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     # Program i handles token i and row i.
     i = tl.program_id(0)
@@ -86,11 +87,13 @@ def _begin_kernel(
         tl.store(top_k_ptr + i, tl.load(ints + _TOP_K * num_slots).to(tl.int32))
         tl.store(seed_ptr + i, tl.load(ints + _SEED * num_slots))
         used = tl.minimum(tl.cdiv(tl.load(lens_ptr + i), block_size), width)
-        source, target = tables_ptr + tl.load(slots_ptr + i) * width, table_ptr + i.to(tl.int64) * width
-        for start in range(0, used, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            blocks = tl.load(source + column, mask=column < used)
-            tl.store(target + column, blocks, mask=column < used)
+        for group in tl.static_range(GROUPS):
+            source = tables_ptr + (group * table_rows + tl.load(slots_ptr + i)) * width
+            target = rows_ptr + group * group_stride + i.to(tl.int64) * width
+            for start in range(0, used, COLUMNS):
+                column = start + tl.arange(0, COLUMNS)
+                blocks = tl.load(source + column, mask=column < used)
+                tl.store(target + column, blocks, mask=column < used)
 
 
 @triton.jit(do_not_specialize=["rows"])

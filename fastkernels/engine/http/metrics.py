@@ -124,7 +124,10 @@ class Metrics:
         counters: list[tuple[str, str, float]] = []
         if blocks is not None:
             yield self._one(
-                GaugeMetricFamily, "vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1", blocks.usage
+                GaugeMetricFamily,
+                "vllm:kv_cache_usage_perc",
+                "KV blocks in use, 0 to 1",
+                scheduler.cache_usage,
             )
             counters += [
                 ("vllm:num_preemptions", "Preemptions", scheduler.num_preemptions),

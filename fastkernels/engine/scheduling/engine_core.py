@@ -49,7 +49,7 @@ class EngineCore:
         """Launch the next batch and wait for the oldest one. None if no step has to be waited for."""
         batch = self.scheduler.schedule()
         if batch is not None:
-            pending = self.executor.launch(make_step(batch))
+            pending = self.executor.launch(make_step(batch, self.scheduler.max_num_seqs + 1))
             self._in_flight.append((batch, pending))
             if batch.masked:
                 before = self._collect_oldest() if len(self._in_flight) > 1 else None
@@ -68,7 +68,7 @@ class EngineCore:
         """Remove all requests and forget the prefix cache, after a failed step."""
         self._in_flight.clear()
         self.scheduler.remove_all()
-        self.scheduler.blocks.reset_cache()
+        self.scheduler.reset_cache()
 
     def _collect_oldest(self) -> StepResult:
         batch, pending = self._in_flight.popleft()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,24 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
+class BlockTable:
+    """The KV blocks of a request in one group of layers; 0 for freed ones, which come first.
+
+    num_sent, num_freed_sent   blocks that the ranks know, and freed ones that they know as such
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    num_freed: int = 0
+    num_sent: int = 0
+    num_freed_sent: int = 0
+
+    def clear(self) -> None:
+        """Forget all blocks, after they have been freed."""
+        self.blocks.clear()
+        self.num_freed = self.num_sent = self.num_freed_sent = 0
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """The engine's state of one sequence. A caller's request has n of them.
@@ -32,12 +51,12 @@ class Request:
     index                its index among the caller's n sequences
     constraint           the tokens that it may generate next, if not all
     slot                 its row in the ranks' state while it runs, otherwise -1
-    block_table          KV blocks of its first num_computed_tokens tokens
+    block_tables         KV blocks of its first num_computed_tokens tokens, by group of layers
     block_hashes         names of its first full blocks, computed on demand
     num_computed_tokens  tokens in the cache once the launched steps have ended; reset to 0 by a preemption
     num_inflight         tokens being sampled by launched steps, at most 2
-    num_sent_blocks      blocks of the table that the ranks know
-    num_named_blocks     blocks of the table that the prefix cache knows
+    num_named_blocks     blocks of its tables that the prefix cache knows
+    next_unseen          number of computed tokens at which windows leave another block behind
     num_sent_chars       characters of its text that the caller has received
     num_cached_tokens    tokens that its first admission found in the prefix cache
     arrival, scheduled_time, first_token_time, last_token_time  seconds of time.monotonic()
@@ -60,12 +79,12 @@ class Request:
     cumulative_logprob: float = 0.0
     prompt_logprobs: PromptLogprobs | None = None
     slot: int = -1
-    block_table: list[int] = field(default_factory=list)
+    block_tables: list[BlockTable] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_inflight: int = 0
-    num_sent_blocks: int = 0
     num_named_blocks: int = 0
+    next_unseen: int = sys.maxsize
     num_sent_chars: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0

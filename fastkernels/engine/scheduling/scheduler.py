@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import sys
 import time
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fastkernels.engine.cache.blocks import BlockManager, hash_block
-from fastkernels.engine.scheduling.request import Request, Status
+from fastkernels.engine.cache.blocks import BlockManager, hash_block, known_prefix
+from fastkernels.engine.scheduling.request import BlockTable, Request, Status
 
 AGING = 10.0  # seconds of waiting that equal one level of priority
 LEAST_TOKENS = 2048  # of a shortened step: fewer tokens take a GPU nearly as long
@@ -63,12 +64,20 @@ def _key(request: Request) -> tuple[float, str, int]:
 
 
 class Scheduler:
-    """Holds all unfinished requests, running and waiting, with their slots and blocks."""
+    """Holds all unfinished requests, running and waiting, with their slots and blocks.
+
+    groups: the blocks of each group of layers; those of layers that see all tokens come first. `blocks` is the first.
+    """
 
     def __init__(
-        self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, max_waiting: int
+        self,
+        groups: Sequence[BlockManager],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_waiting: int,
     ):
-        self.blocks = blocks
+        self.groups, self.blocks = groups, groups[0]
+        self._windowed = [(i, group) for i, group in enumerate(groups) if group.window is not None]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_waiting = max_waiting
         self.running: list[Request] = []  # by key
@@ -92,12 +101,27 @@ class Scheduler:
 
     def check_size(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise ValueError for a request larger than the KV cache."""
-        room = self.blocks.num_usable * self.blocks.block_size
-        if num_prompt_tokens + max_tokens - 1 > room:  # the last generated token is never computed
-            raise ValueError(
-                f"a prompt of {num_prompt_tokens} tokens with {max_tokens} to generate does not fit into the KV"
-                f" cache, which holds {room} tokens"
-            )
+        tokens = num_prompt_tokens + max_tokens - 1  # the last generated token is never computed
+        for group in self.groups:
+            held = tokens
+            if group.window is not None:
+                held = min(tokens, group.window + self.max_num_batched_tokens + 2 * group.block_size)
+            room = group.num_usable * group.block_size
+            if held > room:
+                raise ValueError(
+                    f"a prompt of {num_prompt_tokens} tokens with {max_tokens} to generate does not fit into the KV"
+                    f" cache, which holds {room} tokens"
+                )
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the blocks in use, 0 to 1, of the group with the fewest left."""
+        return max(group.usage for group in self.groups)
+
+    def reset_cache(self) -> None:
+        """Forget the prefix cache. Running requests go on."""
+        for group in self.groups:
+            group.reset_cache()
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises QueueFull, and ValueError for a request larger than the KV cache."""
@@ -111,6 +135,9 @@ class Scheduler:
         Its tokens count as computed from here on, since steps run in the order of scheduling.
         """
         self._planned, self._preempted = {}, False
+        for request in self.running:
+            if request.num_computed_tokens >= request.next_unseen:
+                self._free_unseen(request)
         budget = self._plan_running()
         admitted = [] if self._preempted else self._admit(budget)
         planned, self._planned = self._planned, {}
@@ -165,7 +192,8 @@ class Scheduler:
                 continue
             if request.status is not Status.RUNNING or generated >= request.max_tokens:
                 continue  # preempted by an earlier request, or its last token is in flight
-            if after <= len(request.block_table) * block_size or self._make_room(request, after):
+            # The last group's tables are the shortest: others hold a whole prompt from its first step on.
+            if after <= len(request.block_tables[-1].blocks) * block_size or self._make_room(request, after):
                 planned[request] = 1
         budget = self._budget(prefills) - len(planned)
         for request in prefills:
@@ -196,26 +224,48 @@ class Scheduler:
 
         Returns False if the request itself was the last one and is preempted.
         """
-        need = self.blocks.blocks_for(num_tokens) - len(request.block_table)
-        while need > self.blocks.num_free:
-            victim = self.running.pop()
-            self._preempt(victim)
-            if victim is request:
-                return False
-        self.blocks.grow(request.block_table, num_tokens)
+        for group, table in zip(self.groups, request.block_tables, strict=True):
+            need = group.blocks_for(num_tokens) - len(table.blocks)
+            while need > group.num_free:
+                victim = self.running.pop()
+                self._preempt(victim)
+                if victim is request:
+                    return False
+        self._grow(request, num_tokens)
         return True
+
+    def _grow(self, request: Request, num_tokens: int) -> None:
+        for group, table in zip(self.groups, request.block_tables, strict=True):
+            group.grow(table.blocks, num_tokens)
+
+    def _free_unseen(self, request: Request) -> None:
+        """Free the blocks that no window sees from the next token on. Those without a name wait for it."""
+        computed, reach = request.num_computed_tokens, sys.maxsize
+        for i, group in self._windowed:
+            table = request.block_tables[i]
+            unseen = group.num_unseen(computed)
+            if group.enable_caching:
+                unseen = min(unseen, request.num_named_blocks)
+            if unseen > table.num_freed:
+                group.free_first(table.blocks, unseen)
+                table.num_freed = unseen
+            assert group.window is not None
+            reach = min(reach, (table.num_freed + 1) * group.block_size + group.window - 1)
+        request.next_unseen = reach
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
         self._planned.pop(request, None)
-        request.num_computed_tokens = request.num_named_blocks = request.num_sent_blocks = 0
+        request.num_computed_tokens = request.num_named_blocks = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._preempted = True
         self._wait(request)
 
     def _release(self, request: Request) -> None:
-        self.blocks.free(request.block_table)
+        for group, table in zip(self.groups, request.block_tables, strict=True):
+            group.free(table.blocks)
+            table.clear()
         self._slots.append(request.slot)
         request.slot = -1
 
@@ -223,17 +273,19 @@ class Scheduler:
         admitted: list[Request] = []
         while budget > 0 and self._slots and (request := self._first_waiting()):
             names = self._known_names(request)
-            found = self.blocks.find(names)
-            missing = self.blocks.blocks_for(request.num_tokens) - self.blocks.num_held(found)
-            # Each running request may need a block for its next token. Without this reserve, a request might be
-            # preempted one step after its admission.
-            if missing + len(self.running) > self.blocks.num_free:
+            names = names[: known_prefix(self.groups, names)]
+            found = [group.find(names) for group in self.groups]
+            cached = len(names) * self.blocks.block_size
+            count = min(request.num_tokens - cached, budget)
+            # The blocks of a whole prompt, or of what a window needs of it in this step
+            ends = [request.num_tokens if group.window is None else cached + count for group in self.groups]
+            if not self._has_room(found, ends):
                 break
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
             self._start(request, found)
-            count = min(request.num_tokens - request.num_computed_tokens, budget)
-            self.blocks.grow(request.block_table, request.num_tokens)
+            for group, table, end in zip(self.groups, request.block_tables, ends, strict=True):
+                group.grow(table.blocks, end)
             # Named at once: layers store a step's keys before they read, so the same step can already share them.
             self._name_blocks(request, request.num_computed_tokens + count)
             self._planned[request] = count
@@ -241,11 +293,29 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
-    def _start(self, request: Request, found: list[int]) -> None:
-        self.blocks.hold(found)
-        request.block_table.extend(found)
-        cached = len(found) * self.blocks.block_size
-        request.num_computed_tokens, request.num_named_blocks = cached, len(found)
+    def _has_room(self, found: list[list[int]], ends: list[int]) -> bool:
+        """Whether a request with these known blocks can be admitted with blocks for `ends` tokens of each group.
+
+        Each running request may need a block for its next token. Without this reserve, a request might be preempted
+        one step after its admission.
+        """
+        for group, blocks, end in zip(self.groups, found, ends, strict=True):
+            missing = group.blocks_for(end) - blocks.count(0) - group.num_held(blocks)
+            if missing + len(self.running) > group.num_free:
+                return False
+        return True
+
+    def _start(self, request: Request, found: list[list[int]]) -> None:
+        if not request.block_tables:
+            request.block_tables = [BlockTable() for _ in self.groups]
+        for group, table, blocks in zip(self.groups, request.block_tables, found, strict=True):
+            group.hold(blocks)
+            table.blocks.extend(blocks)
+            table.num_freed = blocks.count(0)
+        known = len(found[0])
+        cached = known * self.blocks.block_size
+        request.num_computed_tokens, request.num_named_blocks = cached, known
+        request.next_unseen = 0 if self._windowed else sys.maxsize
         if not request.num_preemptions:
             request.num_cached_tokens = cached
             request.scheduled_time = time.monotonic()
@@ -285,7 +355,8 @@ class Scheduler:
         full = min(num_computed_tokens, request.num_known_tokens) // size
         self._hash(request, full)
         for i in range(request.num_named_blocks, full):
-            self.blocks.name(request.block_table[i], request.block_hashes[i])
+            for group, table in zip(self.groups, request.block_tables, strict=True):
+                group.name(table.blocks[i], request.block_hashes[i])
         request.num_named_blocks = max(request.num_named_blocks, full)
 
     def _hash(self, request: Request, num_blocks: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from fastkernels.engine.execution.step import SAMPLED, NewRow, PromptTargets, StepInput
-from fastkernels.engine.scheduling.request import Request
+from fastkernels.engine.scheduling.request import BlockTable, Request
 from fastkernels.engine.scheduling.scheduler import Batch
 
 
-def make_step(batch: Batch) -> StepInput:
-    """The batch's StepInput. Marks its blocks as sent."""
+def make_step(batch: Batch, num_slots: int) -> StepInput:
+    """The batch's StepInput. Marks its blocks as sent. num_slots: rows of a group's block tables."""
     ids: list[int] = []
     updates: list[tuple[int, int, int]] = []
     for row, request in enumerate(batch.requests):
@@ -18,11 +18,9 @@ def make_step(batch: Batch) -> StepInput:
             ids.append(_last_token(request))
         else:
             ids += request.token_ids(batch.starts[row], batch.starts[row] + batch.counts[row])
-        table = request.block_table
-        if len(table) > request.num_sent_blocks:
-            new = range(request.num_sent_blocks, len(table))
-            updates += [(request.slot, column, table[column]) for column in new]
-            request.num_sent_blocks = len(table)
+        for group, table in enumerate(request.block_tables):
+            if len(table.blocks) > table.num_sent or table.num_freed > table.num_freed_sent:
+                _send(table, group * num_slots + request.slot, updates)
     query_lens = np.array(batch.counts, np.int32)
     return StepInput(
         slots=np.array([r.slot for r in batch.requests], np.int64),
@@ -36,6 +34,14 @@ def make_step(batch: Batch) -> StepInput:
         prompt_targets=_prompt_targets(batch),
         masked=batch.masked,
     )
+
+
+def _send(table: BlockTable, row: int, updates: list[tuple[int, int, int]]) -> None:
+    blocks, sent = table.blocks, table.num_sent
+    # A freed block gets another sequence's keys, so the kernels must not even load it.
+    updates += [(row, column, 0) for column in range(table.num_freed_sent, min(table.num_freed, sent))]
+    updates += [(row, column, blocks[column]) for column in range(sent, len(blocks))]
+    table.num_sent, table.num_freed_sent = len(blocks), table.num_freed
 
 
 def _last_token(request: Request) -> int:

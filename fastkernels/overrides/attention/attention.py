@@ -68,10 +68,11 @@ class PagedAttention(nn.Module):
 
     key_cache, value_cache: [blocks, block_size, num_kv_heads, head_size]; with an fp8 cache, a key is the stored value
     times k_scale, a value the stored value times v_scale. The step's AttentionMetadata comes from forward_context; its
-    backend attends, or the ops where it has none.
+    backend attends, or the ops where it has none. Layers of another kv_group have block tables of their own.
     """
 
     kv_cache: tuple[torch.Tensor, torch.Tensor] | None
+    kv_group = 0
 
     def _build(
         self,
@@ -104,6 +105,7 @@ class PagedAttention(nn.Module):
                 "no KV cache is bound: set kv_cache = (key_cache, value_cache) on every attention layer"
             )
         key_cache, value_cache = self.kv_cache
+        metadata = metadata.of(self)
         q = query.view(-1, self.num_heads, self.head_size)
         k = None if key is None else key.view(-1, self.num_kv_heads, self.head_size)
         v = None if value is None else value.view(-1, self.num_kv_heads, self.head_size)

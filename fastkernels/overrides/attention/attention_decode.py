@@ -266,16 +266,13 @@ def _key(
     return shape, (q.shape[0], max_seqlen_k)
 
 
-# Keys: a longer context is mostly the limit of a CUDA graph, not the length of its sequences
-TYPICAL = 4096
-
-
 def _key_dims(
     heads: int, kv_heads: int, head_size: int, block_size: int, window: int, dtype: torch.dtype, batch: int,
     context: int,
 ) -> dict[str, Any]:  # fmt: skip
     return {
-        "seq_lens": [min(context, TYPICAL)] * batch, "max_seqlen_k": context, "heads": heads, "kv_heads": kv_heads,
+        "seq_lens": [min(context, attention_decode_cuda.TYPICAL)] * batch, "max_seqlen_k": context, "heads": heads,
+        "kv_heads": kv_heads,
         "head_size": head_size, "block_size": block_size, **optional(window_left=unless(window - 1, -1)),
     }  # fmt: skip
 
@@ -319,6 +316,7 @@ attention_decode = define(
         sizes=("batch", "context"),
         of=_key,
         dims=_key_dims,
+        propose=lambda shape, sizes, chip: (("cuda-split", {}), ("triton-split", {}), ("triton", {})),
     ),
 )
 

@@ -23,10 +23,13 @@ from fastkernels.overrides.kit.overlap import overlaps
 SOURCE = Path(__file__).parent / "csrc" / "attention_decode.cu"
 LANES = SOURCE.with_name("attention_decode_lanes.cu")
 MAX_HEADS, MAX_BATCH = 16, 4096  # query heads per key head; sequences, whose lengths are in shared memory
+WIDTHS = (64, 128, 256)  # channels of a row in shared memory; a smaller head is padded there
 SHARED, SHARED_OF_ALL = 227 * 1024, 228 * 1024  # bytes of shared memory of a block, and of an SM
 LOG2E = 1.4426950408889634
+# Keys: a longer context is mostly the limit of a CUDA graph, not the length of its sequences
+TYPICAL = 4096
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-TYPES = (*[_P] * 8, *[_I] * 14, _F, _F, _I)
+TYPES = (*[_P] * 8, *[_I] * 14, _F, _F, _I, _I, _F)
 
 
 def _set(
@@ -49,7 +52,7 @@ def _set(
 #   whole    if no sequence has more keys than this, and each has a worker, none is divided. Absent: any may be
 PARAMS: tuple[dict[str, int], ...] = (
     _set(8, 16, 3, 1, 128, 2), _set(4, 16, 3, 2, 64, 2), _set(4, 16, 3, 1, 512, 2, 8), _set(4, 16, 3, 1, 512, 2, 2),
-    _set(8, 16, 3, 1, 128, 2, whole=256),
+    _set(8, 16, 3, 1, 128, 2, whole=256), _set(4, 16, 3, 1, 128, 2),  # the last one for heads over 128
 )  # fmt: skip
 # Defaults without a tuned table: {most keys of a sequence: set}. A call gets the smallest entry that is not below its
 # longest sequence if each of its sequences gets a worker; other calls get the first of PARAMS.
@@ -70,40 +73,61 @@ class Plan(NamedTuple):
     whole: int
     seqs: int
     bf16: bool
+    window: bool = False
+    softcap: bool = False
+
+    @property
+    def width(self) -> int:
+        """Channels of a row in shared memory."""
+        return next(width for width in WIDTHS if width >= self.head_size)
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: the warps' rings and sums, the cluster's sums, lengths and bookkeeping."""
-        stage = 2 * self.keys * 2 * self.head_size
-        gathered = self.heads * (4 * self.head_size + 8 * self.cluster) if self.cluster > 1 else 0
+        stage = 2 * self.keys * 2 * self.width
+        gathered = self.heads * (4 * self.width + 8 * self.cluster) if self.cluster > 1 else 0
         notes = 4 * (2 * self.seqs + self.warps + 3 + 2 * self.warps * self.heads)
-        return (
-            self.warps * (self.stages * stage + 4 * self.heads * (self.head_size + 4)) + 2 * gathered + notes
-        )
+        return self.warps * (self.stages * stage + 4 * self.heads * (self.width + 4)) + 2 * gathered + notes
 
     @property
     def resident(self) -> int:
-        """Blocks that fit on an SM with 168 registers per thread (128 would spill)."""
-        room = SHARED_OF_ALL // (self.shared + 1024)
-        return max(min(room, 384 // (32 * self.warps)), 1)
+        """Blocks that fit on an SM with 168 registers per thread (128 would spill), 255 for 256 channels."""
+        room, threads = SHARED_OF_ALL // (self.shared + 1024), 256 if self.width > 128 else 384
+        return max(min(room, threads // (32 * self.warps)), 1)
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
-            "--std=c++17", f"-DHEADS={self.heads}", f"-DD={self.head_size}", f"-DPAGE={self.page}",
-            f"-DWARPS={self.warps}", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}", f"-DRESIDENT={self.resident}",
-            f"-DAHEAD={self.ahead}", f"-DCLUSTER={self.cluster}", f"-DWHOLE={self.whole}", f"-DSEQS={self.seqs}",
-            f"-DBF16={int(self.bf16)}",
+            "--std=c++17", f"-DHEADS={self.heads}", f"-DHEAD_SIZE={self.head_size}", f"-DD={self.width}",
+            f"-DPAGE={self.page}", f"-DWARPS={self.warps}", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}",
+            f"-DRESIDENT={self.resident}", f"-DAHEAD={self.ahead}", f"-DCLUSTER={self.cluster}",
+            f"-DWHOLE={self.whole}", f"-DSEQS={self.seqs}", f"-DBF16={int(self.bf16)}",
+            f"-DWINDOW={int(self.window)}", f"-DSOFTCAP={int(self.softcap)}",
         )  # fmt: skip
 
 
-def plan(p: Mapping[str, int], q: torch.Tensor, key_cache: torch.Tensor) -> Plan:
+def plan(
+    p: Mapping[str, int],
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    window: bool = False,
+    softcap: bool = False,
+) -> Plan:
     """Return the plan of these parameters for a call."""
     batch, heads, head_size = q.shape
+    group, page = heads // key_cache.shape[2], key_cache.shape[1]
+    return plan_of(p, group, head_size, page, batch, q.dtype == torch.bfloat16, window, softcap)
+
+
+def plan_of(
+    p: Mapping[str, int], group: int, head_size: int, page: int, batch: int, bf16: bool = True,
+    window: bool = False, softcap: bool = False,
+) -> Plan:  # fmt: skip
+    """Return the plan of these parameters for so many sequences; group: query heads per key head."""
     return Plan(
-        heads // key_cache.shape[2], head_size, key_cache.shape[1], p["warps"], p["keys"], p["stages"], p["ahead"],
-        p["cluster"], p.get("whole", 0), _room(batch), q.dtype == torch.bfloat16,
+        group, head_size, page, p["warps"], p["keys"], p["stages"], p["ahead"], p["cluster"], p.get("whole", 0),
+        _room(batch), bf16, window, softcap,
     )  # fmt: skip
 
 
@@ -139,23 +163,27 @@ def supports_cuda(
     return (
         no_hopper(SOURCE, q.device)
         or no_hopper(LANES, q.device)
-        or refused(q, key_cache, value_cache, seq_lens, block_table, window_left, softcap)
-        or not_loaded(q, key_cache, max_seqlen_k)
+        or refused(q, key_cache, value_cache, seq_lens, block_table)
+        or not_loaded(q, key_cache, max_seqlen_k, window_left >= 0, softcap > 0)
     )
 
 
 _loaded: set[tuple[Any, ...]] = set()
 
 
-def _kind(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> tuple[Any, ...]:
+def _kind(
+    q: torch.Tensor, key_cache: torch.Tensor, most: int, window: bool = False, softcap: bool = False
+) -> tuple[Any, ...]:
     """Return the properties of a call that decide which kernel it runs with default parameters."""
     group, few_keys = q.shape[1] // key_cache.shape[2], few(q, key_cache, most)
-    return q.device, q.dtype, group, *key_cache.shape[1::2], _room(q.shape[0]), few_keys
+    return q.device, q.dtype, group, *key_cache.shape[1::2], _room(q.shape[0]), few_keys, window, softcap
 
 
-def not_loaded(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> str | None:
+def not_loaded(
+    q: torch.Tensor, key_cache: torch.Tensor, most: int, window: bool = False, softcap: bool = False
+) -> str | None:
     """Return why a call cannot be captured (no code is loaded during a capture), None if it can or none is active."""
-    if not torch.cuda.is_current_stream_capturing() or _kind(q, key_cache, most) in _loaded:
+    if not torch.cuda.is_current_stream_capturing() or _kind(q, key_cache, most, window, softcap) in _loaded:
         return None
     return "its kernel for this shape was not loaded by a call before a CUDA graph was captured"
 
@@ -167,19 +195,15 @@ def _room(batch: int) -> int:
 
 def refused(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, seq_lens: torch.Tensor,
-    block_table: torch.Tensor, window_left: int = -1, softcap: float = 0.0,
+    block_table: torch.Tensor,
 ) -> str | None:  # fmt: skip
     """Return why the kernel does not support such a call on any GPU, None if it does."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} is not bfloat16 or float16"
     if key_cache.dtype != q.dtype or value_cache.dtype != q.dtype:
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
-    if window_left >= 0 or softcap > 0:
-        return (
-            f"window_left = {window_left}, softcap = {softcap}: the kernel has neither a window nor a softcap"
-        )
-    if q.shape[2] not in (64, 128):
-        return f"head size {q.shape[2]} is not 64 or 128"
+    if q.shape[2] % 8 or q.shape[2] > WIDTHS[-1]:
+        return f"head size {q.shape[2]} is not a multiple of 8 up to {WIDTHS[-1]}"
     if (group := q.shape[1] // key_cache.shape[2]) > MAX_HEADS:
         return f"{group} query heads on one key head are over {MAX_HEADS}"
     if q.shape[0] > MAX_BATCH:
@@ -225,9 +249,17 @@ def few(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> int:
 
 
 def choose(q: torch.Tensor, key_cache: torch.Tensor, most: int) -> dict[str, int]:
-    """Return the default parameters: those for few keys, or the first set that fits. most: as for `few`."""
-    kind = few(q, key_cache, most)
-    return FEW[kind] if kind else next(p for p in PARAMS if fits(p, q, key_cache))
+    """Return the default parameters: those for few keys, or the first set that fits. most: as for `few`.
+
+    Of sets that fit, it prefers those whose blocks are all on the chip at once, and those without clusters.
+    """
+    if kind := few(q, key_cache, most):
+        return FEW[kind]
+
+    def rank(p: dict[str, int]) -> tuple[bool, bool]:
+        return p["per_sm"] > plan(p, q, key_cache).resident, p["cluster"] > 1
+
+    return min((p for p in PARAMS if fits(p, q, key_cache)), key=rank)
 
 
 def sizes(
@@ -270,15 +302,17 @@ def decode_cuda(
     workers = most_workers(kv_heads, p, multiprocessors(q.device))
     # Of each part: sums, the maximum, and the sum of weights
     rows = 2 * kv_heads * workers * (q.shape[1] // kv_heads)
-    parts = torch.empty(rows * (q.shape[2] + 2), dtype=torch.float32, device=q.device)
     taken = tickets.get(q.device, kv_heads * workers * p["cluster"])
-    kernel = _kernel(q.device, plan(p, q, key_cache))
-    _loaded.add(_kind(q, key_cache, max_seqlen_k))
+    with_window, with_cap = window_left >= 0, softcap > 0
+    planned = plan(p, q, key_cache, with_window, with_cap)
+    parts = torch.empty(rows * (planned.width + 2), dtype=torch.float32, device=q.device)
+    kernel = _kernel(q.device, planned)
+    _loaded.add(_kind(q, key_cache, max_seqlen_k, with_window, with_cap))
     tensors = (q, key_cache, value_cache, out, parts, taken, seq_lens, block_table)
     early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
     args = (
         *(t.data_ptr() for t in tensors), *sizes(p, q, key_cache, value_cache, block_table), scale * k_scale * LOG2E,
-        v_scale, int(early),
+        v_scale, int(early), window_left, softcap * LOG2E,
     )  # fmt: skip
     stream = torch.cuda.current_stream(q.device).cuda_stream
     kernel.launch(kv_heads * workers * p["cluster"], 32 * p["warps"], stream, args, overlap=early)

@@ -20,6 +20,7 @@ from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, t
 from fastkernels.overrides.kit.overlap import follow, overlap
 
 MAX_SPLITS = 128
+MAX_HEAD_SIZE, MAX_GROUP = 256, 64  # group: query heads per key head
 SHARED = 216 * 1024  # bytes of shared memory for the tiles of a program
 REGISTERS = 1 << 16  # of an SM
 COMBINED = 2048  # float32 values of parts that a warp adds at once; at most four warps count
@@ -298,10 +299,10 @@ def supports_split(
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
     if key_cache.dtype == torch.float8_e4m3fn and (reason := fp8_refusal(q.device)) is not None:
         return reason
-    if q.shape[-1] > 256:
-        return f"head size {q.shape[-1]} is over 256"
-    if (group := q.shape[1] // key_cache.shape[2]) > 64:
-        return f"{group} query heads on one key head are over 64"
+    if q.shape[-1] > MAX_HEAD_SIZE:
+        return f"head size {q.shape[-1]} is over {MAX_HEAD_SIZE}"
+    if (group := q.shape[1] // key_cache.shape[2]) > MAX_GROUP:
+        return f"{group} query heads on one key head are over {MAX_GROUP}"
     for name, t in (
         ("q", q),
         ("key_cache", key_cache),

@@ -138,7 +138,7 @@ class LlamaAttention(SelfAttention):
         weights = [norm.weight for norm in norms] or [None, None]
         rope_store_kvcache(
             positions, q.unflatten(-1, by_head), k.unflatten(-1, by_head), v.unflatten(-1, by_head), *attn.kv_cache,
-            get_forward_context().slot_mapping, rope.cos_sin_cache, rope.is_neox_style, *weights,
+            get_forward_context().of(attn).slot_mapping, rope.cos_sin_cache, rope.is_neox_style, *weights,
             norms[0].variance_epsilon if norms else 1e-6, attn.k_scale, attn.v_scale,
         )  # fmt: skip
 

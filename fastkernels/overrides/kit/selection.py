@@ -20,6 +20,7 @@ from fastkernels.core.tuning import SHIPPED, Chip
 SCHEMA = "fastkernels.selection/1"
 FOLDER = SHIPPED / "selection"
 MOST = 3  # proposals for a call
+HOPPER = 9  # compute capability of the chips that the CUDA C++ kernels run on
 # Bytes per second and SM of an H200: the assumption for a chip whose memory speed is unknown
 SPEED = 4.917e12 / 132
 

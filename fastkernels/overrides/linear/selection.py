@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from fastkernels.core.tuning import Chip
-from fastkernels.overrides.kit.selection import Candidate, memory_us, model, sm_us
+from fastkernels.overrides.kit.selection import HOPPER, MOST, Candidate, memory_us, model, sm_us
 from fastkernels.overrides.linear import skinny_linear_cuda as skinny
+from fastkernels.overrides.linear import skinny_linear_triton as triton
 from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma_fp8
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
@@ -100,12 +101,23 @@ def propose_linear(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -
 def propose_linear_fp8(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> Proposals:
     """Return up to three (provider, params) for `linear_fp8`, the best first."""
     (n, k, block, _), (m,) = shape, sizes
+    if chip.capability[0] != HOPPER:
+        return ()
     return _linear_fp8(m, n, k, block, chip)
 
 
 @lru_cache(maxsize=4096)
 def _linear(m: int, n: int, k: int, chip: Chip) -> Proposals:
-    return model("linear").proposals(linear_candidates(m, n, k, chip))
+    if chip.capability[0] == HOPPER:
+        return model("linear").proposals(linear_candidates(m, n, k, chip))
+    if min(m, n) < 1 or m > MAX_TOKENS or k < 8 or k % 8:
+        return ()
+    # Triton's kernel runs on other chips, where it was not measured: its default, then the sets that fill the SMs best.
+    first = triton.choose(m, n, k, chip.sms)
+    rest = sorted(
+        (p for p in triton.PARAMS if triton.fits(p, m, k)), key=lambda p: -triton.busy(p, n, chip.sms)
+    )
+    return tuple(("triton-skinny", dict(p)) for p in (first, *(p for p in rest if p != first))[:MOST])
 
 
 @lru_cache(maxsize=4096)

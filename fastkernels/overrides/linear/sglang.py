@@ -9,7 +9,7 @@ import torch
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.kit.fp8 import FP8, refuse
-from fastkernels.overrides.linear.linear import UnquantizedLinearMethod
+from fastkernels.overrides.linear.linear import UnquantizedLinearMethod, linear
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
 from fastkernels.overrides.linear.linear_fp8_layers import not_by_row
 from fastkernels.overrides.linear.linear_fp8_scales import ROW, column
@@ -33,6 +33,15 @@ class SGLangUnquantizedLinearMethod(UnquantizedLinearMethod):
     """sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod: weight [N, K], applied by the op `linear`."""
 
     replaces = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if getattr(
+            layer, "use_intel_amx_backend", False
+        ):  # in a fork: packed in place, for the host's product
+            return super().apply(layer, x, bias)
+        return linear(x, layer.weight, bias)
 
 
 class SGLangReplicatedLinear(Replicated):

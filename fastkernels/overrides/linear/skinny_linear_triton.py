@@ -60,19 +60,21 @@ def fits(params: dict[str, Any], m: int, k: int) -> bool:
     )
 
 
+def busy(params: dict[str, Any], n: int, sms: int) -> float:
+    """Return the share of the SMs that have a program, on average over all waves. A wave is one program on each."""
+    programs = -(-n // params["block_n"]) * params["split_k"]
+    return programs / (sms * -(-programs // sms))
+
+
 @lru_cache(maxsize=1024)
 def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
     """Return the default parameters for x [m, k] and weight [n, k]: the first set with an occupancy of 90%.
 
-    A wave is one program on each SM. This heuristic only avoids the worst case, a nearly empty last wave.
+    This heuristic only avoids the worst case, a nearly empty last wave.
     """
-
-    def busy(params: dict[str, Any]) -> float:
-        programs = -(-n // params["block_n"]) * params["split_k"]
-        return programs / (sms * -(-programs // sms))
-
     sets = [p for p in PARAMS if fits(p, m, k)]
-    return next((p for p in sets if busy(p) >= 0.9), max(sets, key=busy))
+    best = max(sets, key=lambda p: busy(p, n, sms))
+    return next((p for p in sets if busy(p, n, sms) >= 0.9), best)
 
 
 @triton.jit

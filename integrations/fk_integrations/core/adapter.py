@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastkernels.core.reasons import Kind, Reason
@@ -83,6 +83,15 @@ class Adapter:
     def shape(self, op: Op, module: Any) -> tuple[Any, ...] | Reason | None:
         """Values of op.key.shape for a module's calls, as `tuning.not_faster` takes them; None: unknown."""
         return op.key.module(module) if op.key is not None and op.key.module is not None else None
+
+    def whole_shape(self, op: Op, module: Any) -> tuple[Any, ...] | None:
+        """The same without unknown values, for a measurement; None where ours cannot run or a value is unknown."""
+        found = self.shape(op, module)
+        return None if found is None or isinstance(found, Reason) or None in found else found
+
+    def points(self, op: Op) -> Sequence[tuple[int, ...]]:
+        """Sizes at which a patch measures an op, values of op.key.sizes; the most important ones first."""
+        return op.key.points if op.key is not None else ()
 
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:
         """Why the host, which fuses this module with its neighbours, is faster without ours; or None."""

@@ -56,6 +56,11 @@ class SglangAdapter(Adapter):
         on = getattr(self.model_runner.server_args, "enable_deterministic_inference", False)
         return "--enable-deterministic-inference" if on else None
 
+    def ranks(self) -> Any:
+        from sglang.srt.distributed.parallel_state import get_tp_group
+
+        return get_tp_group().cpu_group
+
     def providers(self) -> Mapping[str, Provider]:
         return own_kernels.providers()
 

@@ -16,7 +16,6 @@ import torch
 from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.env import Environment
-from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec
 from fastkernels.core.tuning import Chip, Entry, Table
 from fastkernels.patch import Request
@@ -95,7 +94,7 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
     points = [
         (i, Point(op, shape, sizes, tuple(modules)))
         for (op, shape), modules in found.items()
-        for i, sizes in enumerate(registry.get(op).op.key.points)
+        for i, sizes in enumerate(adapter.points(registry.get(op).op))
     ]
     return [point for _, point in sorted(points, key=lambda pair: pair[0])]
 
@@ -118,8 +117,8 @@ def _modules(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tupl
         for module in place.modules(adapter, model, spec.name, host_class):
             if supports is not None and supports(module) is not None:
                 continue
-            shape = adapter.shape(spec.tuned_by, module)
-            if shape is not None and not isinstance(shape, Reason) and None not in shape:
+            shape = adapter.whole_shape(spec.tuned_by, module)
+            if shape is not None:
                 found.append((module, shape))
     return found
 
@@ -185,7 +184,7 @@ def _measure(
 
 
 def line(entry: Entry, said: dict[str, str]) -> str:
-    """What the report says about one point: who runs, and the time of the host's kernel over each proposal's."""
+    """Return the report's text for one point: the provider that runs, and the host's time over each proposal's."""
     winner = entry.provider if entry.faster else f"{entry.baseline}, the host's"
     tried = ", ".join(f"{name}: {text}" for name, text in said.items()) or "no proposal"
     return f"{entry}: {winner} ({tried})"

@@ -22,6 +22,15 @@ def attention_shape(module: Any) -> tuple[Any, ...]:
     return *heads, None, module.sliding_window or 0, module.kv_cache_torch_dtype
 
 
+def whole_shape(module: Any, config: Any) -> tuple[Any, ...] | None:
+    """The same with the cache's block size, for layers that our decode kernels can serve."""
+    impl, block_size = getattr(module, "impl", None), config.cache_config.block_size
+    served = f"{type(impl).__module__}:{type(impl).__qualname__}" == FLASH_ATTN
+    if not served or not block_size or _unsupported(impl, config) is not None:
+        return None
+    return tuple(block_size if value is None else value for value in attention_shape(module))
+
+
 def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_table: bool) -> Reason | None:
     """Put our kernels behind an Attention layer, on the KV cache of vLLM's FlashAttention backend. None, or why not.
 

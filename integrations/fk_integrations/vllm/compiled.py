@@ -41,7 +41,10 @@ def fingerprint(request: Request) -> str:
     add_piece(digest, "request", wanted.encode())
     add_piece(digest, "providers", json.dumps(sorted(env.provider.items())).encode())
     for root in (Path(fastkernels.__file__).parent, Path(__file__).resolve().parents[1]):
-        add_piece(digest, root.name, source_digest(root).encode())
+        try:
+            add_piece(digest, root.name, source_digest(root).encode())
+        except ValueError as error:
+            raise PatchError(str(error)) from error
     for path in [] if env.tuned is None else _tables(Path(env.tuned).expanduser()):
         add_piece(digest, str(path), path.read_bytes())
     for op, file in request.candidates.items():

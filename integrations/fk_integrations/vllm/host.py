@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,14 @@ log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
 STATE = "_fastkernels_patched"
 FAILED = "_fastkernels_failed_step"
+BATCHES = (
+    1,
+    8,
+    32,
+    16,
+    64,
+    4,
+)  # of decodes that a patch measures; CUDA graphs are captured for the longest context
 ENDED = "the engine has ended (it was shut down, or a step failed: see its log), so nothing is left to patch or undo"
 ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or resume_generation(), then patch or undo"
 
@@ -81,6 +89,20 @@ class VllmAdapter(Adapter):
         if op.name in ("fused_experts", "fused_experts_fp8"):
             return experts.shape(op, module)
         return super().shape(op, module)
+
+    def whole_shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
+        from fk_integrations.vllm import attention
+
+        if op.name != "attention_decode" or self.worker is None:
+            return super().whole_shape(op, module)
+        return attention.whole_shape(module, self.worker.vllm_config)
+
+    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
+        if op.name != "attention_decode" or self.worker is None:
+            return super().points(op)
+        config = self.worker.vllm_config
+        most, context = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+        return [(batch, context) for batch in BATCHES if batch <= most]
 
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:
         from fk_integrations.vllm import fusions

@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[graph_clock
     """A Run on this CPU, where cuda-split supports the calls that it supports on a Hopper GPU."""
 
     def supports(*args: Any) -> str | None:
-        return cuda.refused(*args[:5], *args[7:9])
+        return cuda.refused(*args[:5])
 
     hopper = replace(checks.PROVIDERS["cuda-split"], supports=supports)
     monkeypatch.setitem(checks.PROVIDERS, "cuda-split", hopper)
@@ -88,10 +88,11 @@ def test_batches_use_both_kernels_or_only_triton(run: graph_clock.Run) -> None:
         case = batch._replace(lens=[1] * len(batch.lens)).case(Layout())
         args = checks.SPEC.inputs(case, "cpu", torch.Generator())
         takes = Counter(name for name, _ in checks.sets_of(run, args, checks.few_of(case, [Layout()])))
-        other = set(batch.more) or case.dims["head_size"] not in (64, 128) or "float8" in batch.dtype
-        assert bool(takes["cuda-split"]) is not bool(other), batch
+        float8 = "float8" in batch.dtype
+        assert bool(takes["cuda-split"]) is not float8, batch
+        unusual = float8 or batch.more
         assert takes["triton-split"] == (
-            6 if batch in USUAL or (batch.layout == Layout() and not other) else 3
+            6 if batch in USUAL or (batch.layout == Layout() and not unusual) else 3
         )
 
 

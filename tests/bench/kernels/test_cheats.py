@@ -17,6 +17,7 @@ from fk_bench.kernels.judge.scan.scan import REJECT, scan
 from support.kernels.op_cases import call, make_args, mismatch, oracle
 
 from fastkernels.core import candidate, registry
+from fastkernels.core.registry import UnknownName
 
 FOLDER = checkout_path("tests/cheats")
 CHEATS = catalogue()
@@ -98,12 +99,19 @@ def test_command_counts_cheats(tmp_path: Path) -> None:
     # An honest kernel where a cheat should be
     shutil.copy(folder / "honest" / "no_op.py", folder / "no_op.py")
     result = run_cheats(OPTIONS, tmp_path / "rows.jsonl", quiet=True, folder=folder)
+    assert 0 < result.pop("seconds") < 600
     assert result == {"ok": False, "cheats": 2, "caught": 1, "twins": 2, "passed": 2, "not_run": 1}
     rows, warnings = read(tmp_path / "rows.jsonl")
     assert not warnings and [(r.case["twin"], r.status) for r in rows] == [
         (False, Status.OK), (True, Status.OK), (False, Status.FAILED), (True, Status.OK),
     ]  # fmt: skip
     assert rows[2].reason == "it was accepted as correct"
+    one = run_cheats(
+        OPTIONS, tmp_path / "one.jsonl", quiet=True, folder=folder, names=("no_op", "graph_only")
+    )
+    assert (one["cheats"], one["caught"], one["not_run"]) == (1, 0, 1)
+    with pytest.raises(UnknownName, match=r"unknown cheat 'nop'.*no_op"):
+        run_cheats(OPTIONS, tmp_path / "none.jsonl", folder=folder, names=("nop",))
 
 
 def test_every_file_is_in_the_catalogue() -> None:

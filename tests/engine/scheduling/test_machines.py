@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -140,11 +141,20 @@ def test_double_free_is_an_error() -> None:
 class Traffic:
     """Requests that arrive, abort and finish in an engine core. Time advances by one per step."""
 
-    def __init__(self, num_blocks: int, seqs: int, budget: int, depth: int, caching: bool):
-        scheduler = Scheduler(
-            BlockManager(num_blocks, SIZE, caching), seqs, max(budget, seqs), max_waiting=12
+    def __init__(
+        self,
+        num_blocks: int,
+        seqs: int,
+        budget: int,
+        depth: int,
+        caching: bool,
+        windows: tuple[int, ...] = (),
+    ):
+        groups = [BlockManager(num_blocks, SIZE, caching, window) for window in (None, *windows)]
+        scheduler = Scheduler(groups, seqs, max(budget, seqs), max_waiting=12)
+        self.core = EngineCore(
+            scheduler, CacheModel(num_blocks, SIZE, seqs, max(budget, seqs), windows), depth
         )
-        self.core = EngineCore(scheduler, CacheModel(num_blocks, SIZE, seqs, max(budget, seqs)), depth)
         self.live: list[Request] = []
         self.time = self.number = 0
 
@@ -190,26 +200,31 @@ class Traffic:
         assert not self.core.busy and not self.live, "a request did not end"
 
     def check(self) -> None:
-        scheduler, blocks = self.core.scheduler, self.core.scheduler.blocks
-        held: dict[int, int] = {}
-        for request in scheduler.running:
-            assert request.status is Status.RUNNING and request.slot >= 0
-            for block in request.block_table:
-                held[block] = held.get(block, 0) + 1
-        assert blocks.num_free == blocks.num_usable - len(held)
-        assert all(blocks._refs[b] == n for b, n in held.items())
+        scheduler = self.core.scheduler
+        assert all(r.status is Status.RUNNING and r.slot >= 0 for r in scheduler.running)
+        for group, blocks in enumerate(scheduler.groups):
+            held: dict[int, int] = {}
+            for request in scheduler.running:
+                table = request.block_tables[group]
+                assert table.blocks[: table.num_freed] == [0] * table.num_freed
+                for block in table.blocks[table.num_freed :]:
+                    held[block] = held.get(block, 0) + 1
+            assert 0 not in held and blocks.num_free == blocks.num_usable - len(held)
+            assert all(blocks._refs[b] == n for b, n in held.items())
         slots = [r.slot for r in scheduler.running]
         assert sorted(slots + scheduler._slots) == list(range(scheduler.max_num_seqs))
         waiting = [r for r in self.live if r.status is Status.WAITING]
-        assert len(waiting) == scheduler.num_waiting and all(not r.block_table for r in waiting)
+        assert len(waiting) == scheduler.num_waiting and not any(
+            t.blocks for r in waiting for t in r.block_tables
+        )
 
 
 class TrafficMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(3, 14), seqs=st.integers(1, 5), budget=st.integers(1, 20), depth=st.integers(1, 2),
-        caching=st.booleans(),
+        caching=st.booleans(), windows=st.sampled_from([(), (1,), (5,), (13, 3)]),
     )  # fmt: skip
-    def start(self, **sizes: int) -> None:
+    def start(self, **sizes: Any) -> None:
         self.traffic = Traffic(**sizes)
 
     @rule(
@@ -252,10 +267,10 @@ TestTraffic = TrafficMachine.TestCase
 TestTraffic.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_traffic_of_many_operations(depth: int) -> None:
-    rng, traffic = random.Random(depth), Traffic(20, 6, 16, depth, caching=True)
-    for number in range(20_000):
+@pytest.mark.parametrize(("depth", "windows"), [(1, ()), (2, ()), (1, (6,)), (2, (9, 2))])
+def test_traffic_of_many_operations(depth: int, windows: tuple[int, ...]) -> None:
+    rng, traffic = random.Random(depth), Traffic(20, 6, 16, depth, True, windows)
+    for number in range(20_000 if not windows else 5_000):
         kind = rng.random()
         if kind < 0.25:
             traffic.add(
@@ -272,9 +287,9 @@ def test_traffic_of_many_operations(depth: int) -> None:
         if number % 200 == 0:
             traffic.check()
     traffic.drain()
-    blocks = traffic.core.scheduler.blocks
-    assert blocks.num_free == blocks.num_usable and len(traffic.core.scheduler._waiting) == 0
-    assert traffic.core.scheduler.num_preemptions > 100 and traffic.core.scheduler.prefix_hits > 1000
+    scheduler = traffic.core.scheduler
+    assert all(b.num_free == b.num_usable for b in scheduler.groups) and len(scheduler._waiting) == 0
+    assert scheduler.num_preemptions > 100 and scheduler.prefix_hits > 1000
 
 
 def test_low_priority_request_gets_its_turn() -> None:

@@ -16,7 +16,7 @@ def make_core(
     num_blocks: int = 64, block_size: int = 4, seqs: int = 8, budget: int = 32, waiting: int = 100, depth: int = 1,
     caching: bool = True,
 ) -> EngineCore:  # fmt: skip
-    scheduler = Scheduler(BlockManager(num_blocks, block_size, caching), seqs, budget, waiting)
+    scheduler = Scheduler([BlockManager(num_blocks, block_size, caching)], seqs, budget, waiting)
     return EngineCore(scheduler, CacheModel(num_blocks, block_size, seqs, budget), depth)
 
 
@@ -135,7 +135,7 @@ def test_latest_request_is_preempted_and_keeps_its_place() -> None:
         if not core.scheduler.num_preemptions:
             core.step()
     assert (first.status, second.status) == (Status.RUNNING, Status.WAITING)
-    assert second.output_token_ids and second.block_table == [] and second.slot == -1
+    assert second.output_token_ids and second.block_tables[0].blocks == [] and second.slot == -1
     finish_all(core, [first, second])
 
 
@@ -171,7 +171,7 @@ def test_sequences_of_one_step_share_their_prompt() -> None:
         core.scheduler.add(request)
     batch = core.scheduler.schedule()
     assert batch is not None and sorted(batch.counts) == [1, 1, 17]
-    assert requests[0].block_table[:4] == requests[1].block_table[:4] == requests[2].block_table[:4]
+    assert len({tuple(r.block_tables[0].blocks[:4]) for r in requests[:3]}) == 1
 
 
 def test_the_oldest_free_prefix_is_evicted_first() -> None:

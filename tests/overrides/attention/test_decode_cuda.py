@@ -121,6 +121,50 @@ def test_emulated_kernel_matches_float64(
     assert mismatch(SPEC, case, [forwards], [oracle(SPEC, args)[0]]) is None
 
 
+W20, W33, W40, W90, CAP = ({name: value} for name, value in (
+    ("window_left", 20), ("window_left", 33), ("window_left", 40), ("window_left", 90), ("softcap", 1.5),
+))  # fmt: skip
+FAST = [
+    (EDGES, {**layout(4, 2, 256, 16), **CAP, **W33}, "bfloat16", (4, 16, 3, 1, 16, 2), 7, 2),
+    ([70, 3, 0, 200], layout(10, 2, 80, 16), "float16", (2, 16, 3, 1, 16, 3, 2), 9, 2),
+    ([700, 3, 0, 65], {**layout(2, 1, 64, 1), **W90}, "float16", (2, 16, 3, 1, 16, 1, 2), 9, 2),
+]
+MORE = [
+    (EDGES, {**layout(4, 1, 64, 16), **W20}, "bfloat16", (2, 16, 3, 1, 16, 2), 5, 2),
+    (EDGES, {**layout(6, 2, 128, 5), "window_left": 0}, "float16", (2, 32, 2, 1, 16, 1), 8, 3),
+    ([9, 400, 0], {**layout(4, 1, 64, 16), **W40}, "float16", (2, 16, 3, 1, 16, 1, 1, 64), 6, 2),
+    (EDGES, {**layout(8, 2, 64, 16), **CAP}, "bfloat16", (2, 16, 3, 1, 16, 2), 5, 2),
+    (EDGES, layout(3, 1, 256, 5), "float16", (2, 16, 2, 1, 16, 1), 6, 2),
+    (EDGES, layout(6, 2, 96, 16), "bfloat16", (2, 16, 3, 1, 16, 2), 6, 2),
+    ([70, 3, 0, 200], {**layout(2, 1, 40, 1), **W40}, "float16", (2, 16, 2, 1, 16, 1), 4, 2),
+]
+
+
+@needs_gxx
+@pytest.mark.parametrize(
+    ("lens", "dims", "dtype", "params", "sms", "stale"),
+    [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)],
+)
+def test_windows_caps_and_head_sizes_match_float64(
+    lens: list[int], dims: dict[str, Any], dtype: str, params: tuple[int, ...], sms: int, stale: int, tmp_path: Path
+) -> None:  # fmt: skip
+    """Keys that no sequence sees hold NaN."""
+    case = Case("lanes", {"seq_lens": lens, **dims}, dtype)
+    args = make_args(SPEC, case)
+    want = oracle(SPEC, args)[0]
+    window = dims.get("window_left", -1)
+    unused = torch.ones(args[1].shape[:2], dtype=torch.bool)
+    for row, n in zip(args[4], lens, strict=True):
+        for at in range(max(n - 1 - window, 0) if window >= 0 else 0, n):
+            unused[row[at // dims["block_size"]].long(), at % dims["block_size"]] = False
+    for cache in args[1:3]:
+        cache[unused] = float("nan")
+    assert cuda.refused(*args[:5]) is None
+    forwards, backwards = emulated_decode.decode(args, cuda._set(*params), sms, stale, tmp_path)
+    assert torch.equal(forwards, backwards), "the order of arrival changes the bits"
+    assert mismatch(SPEC, case, [forwards], [want]) is None
+
+
 @needs_gxx
 def test_strided_inputs_match_float64(tmp_path: Path) -> None:
     """q in a packed qkv, keys and values of a block adjacent in memory, as in a host."""
@@ -159,8 +203,8 @@ def test_empty_batch_gives_empty_output() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    group=st.integers(1, cuda.MAX_HEADS), head_size=st.sampled_from([64, 128]), batch=st.integers(1, cuda.MAX_BATCH),
-    params=st.sampled_from(cuda.PARAMS),
+    group=st.integers(1, cuda.MAX_HEADS), head_size=st.sampled_from([64, 80, 128]),
+    batch=st.integers(1, cuda.MAX_BATCH), params=st.sampled_from(cuda.PARAMS),
 )  # fmt: skip
 def test_plan_fits_shared_memory(group: int, head_size: int, batch: int, params: dict[str, int]) -> None:
     q = torch.empty(batch, group, head_size, dtype=torch.bfloat16, device="meta")
@@ -215,9 +259,13 @@ def test_calls_with_few_keys_use_the_whole_set() -> None:
 @pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
 @pytest.mark.parametrize("params", cuda.PARAMS, ids=str)
 def test_every_set_compiles(params: dict[str, int]) -> None:
-    for dims, dtype in ((LLAMA, "bfloat16"), (layout(9, 3, 64, 1), "float16")):
+    others = {**layout(8, 4, 256, 16), "window_left": 99, "softcap": 50.0}
+    for dims, dtype in ((LLAMA, "bfloat16"), (layout(9, 3, 64, 1), "float16"), (others, "bfloat16")):
         args = make_args(SPEC, Case("compile", {"seq_lens": [1], **dims}, dtype))
-        told = ("--gpu-architecture=sm_90a", *cuda.plan(params, *args[:2]).options)
+        if not cuda.fits(params, *args[:2]):
+            continue
+        plan = cuda.plan(params, *args[:2], "window_left" in dims, "softcap" in dims)
+        told = ("--gpu-architecture=sm_90a", *plan.options)
         assert cuda_rtc.cubin(cuda.source(), told)[:4] == b"\x7fELF"
 
 
@@ -226,16 +274,17 @@ def test_every_set_compiles(params: dict[str, int]) -> None:
 
 def refusal(dtype: str = "bfloat16", lens: tuple[int, ...] = (3,), **dims: Any) -> str | None:
     args = make_args(SPEC, Case("refused", {"seq_lens": list(lens), **LLAMA, **dims}, dtype))
-    return cuda.refused(*args[:5], *args[7:9])
+    return cuda.refused(*args[:5])
 
 
 def test_unsupported_calls_have_a_reason() -> None:
     assert refusal() is None and refusal("float16", head_size=64, block_size=5) is None
     assert "float32" in str(refusal("float32"))
     assert "the caches are torch.float8" in str(refusal("float8_e4m3fn", queries="bfloat16"))
-    assert "neither a window nor a softcap" in str(refusal(window_left=5))
-    assert "neither a window nor a softcap" in str(refusal(softcap=2.0))
-    assert "head size 96" in str(refusal(head_size=96))
+    assert refusal(window_left=5) is None and refusal(softcap=2.0) is None
+    assert all(refusal(head_size=size) is None for size in (8, 40, 80, 96, 256))
+    assert "head size 100 is not a multiple of 8" in str(refusal(head_size=100))
+    assert "head size 264" in str(refusal(head_size=264))
     assert "17 query heads on one key head are over 16" in str(refusal(heads=17, kv_heads=1))
     assert "over 4096" in str(refusal(lens=(1,) * 4097, head_size=64, kv_heads=1, heads=1))
     args = make_args(SPEC, Case("refused", {"seq_lens": [3], **LLAMA}))
@@ -295,7 +344,18 @@ def test_kernel_is_first_and_takes_tuned_parameters() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", cuda.PARAMS, ids=lambda p: "/".join(map(str, p.values())))
 def test_gpu_result_matches_reference(params: dict[str, int]) -> None:
-    for dims in (LLAMA, layout(9, 3, 64, 1), layout(16, 1, 128, 5)):
+    window, cap = {"window_left": 300}, {"softcap": 2.0}
+    for dims in (
+        LLAMA,
+        layout(9, 3, 64, 1),
+        layout(16, 1, 128, 5),
+        layout(10, 2, 80, 16),
+        layout(6, 2, 96, 16),
+        layout(12, 4, 256, 16),
+        {**LLAMA, **window},
+        {**LLAMA, **cap},
+        {**layout(16, 8, 256, 16), **window, **cap},
+    ):
         case = Case("gpu", {"seq_lens": [*EDGES, 700, 3000], **dims})
         args = make_args(SPEC, case, "cuda")
         if (reason := cuda.supports_cuda(*args)) is not None:

@@ -18,7 +18,8 @@ from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
 from fastkernels.overrides.linear.linear import linear
 
 H200 = Chip("NVIDIA H200", 132, 4.917e12, 50 << 20)
-CHIPS = (H200, Chip("unknown", 40, 0.0, 1 << 20), Chip("one SM", 1, 1e11, 1 << 20))
+AMPERE = Chip("made-up Ampere", 108, 2e12, 40 << 20, (8, 0))
+CHIPS = (H200, Chip("unknown", 40, 0.0, 1 << 20), Chip("one SM", 1, 1e11, 1 << 20), AMPERE)
 TOKENS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64)
 
 
@@ -31,12 +32,26 @@ def test_proposals_fit_every_model(chip: Chip) -> None:
         for m in TOKENS:
             found = linear.key.propose((n, k, torch.bfloat16), (m,), chip)
             assert 1 <= len(found) <= 3
+            assert {name for name, _ in found} <= (
+                {"triton-skinny"} if chip is AMPERE else {"cuda-skinny", "cuda-wgmma"}
+            )
             x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
             for name, params in found:
                 provider = providers[name]
                 assert params in provider.params and provider.fits(params, x, weight)
             plans = [wgmma.plan(m, n, k, **p, sms=chip.sms) for name, p in found if name == "cuda-wgmma"]
             assert len(set(plans)) == len(plans)  # no kernel twice
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_parts_of_tensor_parallel_layers_get_proposals(ranks: int) -> None:
+    for (n, k), layers in linear_shapes(head=False).items():
+        columns = layers[0].endswith((":o", ":down"))
+        if k % ranks or n % ranks:
+            continue
+        shape = (n, k // ranks) if columns else (n // ranks, k)
+        for m in (1, 8, 64):
+            assert selection.propose_linear((*shape, torch.bfloat16), (m,), H200), (shape, m)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ BODIES = {
     "wait_for_copies": "finish_copies(LEFT);",
     "bring_to_l2": "*(volatile const unsigned char*)sector;",
     "power_of_2": "return exp2f(x);",
+    "reciprocal": "return 1 / x;",
     "load_transposed": "load_tiles_transposed(a, row);",
     "transposed": "return transpose(two);",
     "multiply": "multiply_tiles(c, {{a0, a1, a2, a3}, {b0, b1}});",
@@ -47,8 +48,8 @@ struct Call {
     u32* tickets;
     int *lens, *table;
     std::vector<int> sizes;
-    float scale, v_scale;
-    int early;
+    float scale, v_scale, softcap;
+    int early, window;
 };
 static Call call;
 static std::vector<int> real_lens, real_table;
@@ -62,7 +63,7 @@ void one() {
     const int* s = call.sizes.data();
     attention_decode(call.q, call.keys, call.values, call.out, call.parts, call.tickets, call.lens, call.table,
                      s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12], s[13],
-                     call.scale, call.v_scale, call.early);
+                     call.scale, call.v_scale, call.early, call.window, call.softcap);
 }
 
 template <class T> std::vector<T> numbers(FILE* file, size_t count) {
@@ -71,12 +72,12 @@ template <class T> std::vector<T> numbers(FILE* file, size_t count) {
     return found;
 }
 
-// A file has a header of 22 integers, two floats, and q, keys, values, lengths, table, as they lie in memory.
+// A file has a header of 23 integers, three floats, and q, keys, values, lengths, table, as they lie in memory.
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
-    const auto head = numbers<int>(file, 22);
+    const auto head = numbers<int>(file, 23);
     const int grid = head[14], outputs = head[15], stale = head[16];
-    const auto scales = numbers<float>(file, 2);
+    const auto scales = numbers<float>(file, 3);
     auto rows = [&](int count) { return numbers<uint4>(file, (count + 7) / 8); };  // which begin at 16 bytes
     auto q = rows(head[17]), keys = rows(head[18]), values = rows(head[19]);
     real_lens = numbers<int>(file, head[20]), real_table = numbers<int>(file, head[21]);
@@ -89,7 +90,7 @@ int main(int, char** names) {
         std::vector<float4> parts(2 * grid / CLUSTER * HEADS * (D + 4) / 4, float4{NAN, NAN, NAN, NAN});
         call = {(u16*)q.data(), (u16*)keys.data(), (u16*)values.data(), (u16*)out.data(), (float*)parts.data(),
                 tickets.data(), lens.data(), table.data(), {head.begin(), head.begin() + 14}, scales[0], scales[1],
-                stale != 0};
+                scales[2], stale != 0, head[22]};
         for (int i = 0; i < grid; i += CLUSTER) {
             // What the kernel before has yet to write: nothing of it, or all of it.
             auto nonsense = [&](int& n) { n = (u32)(n + i + 1) * 2654435761u; };
@@ -130,19 +131,20 @@ def decode(
 ) -> tuple[torch.Tensor, ...]:
     """Return the op's results with blocks in order, and in reverse order.
 
-    args   the op's arguments, without a window or a softcap
+    args   the op's arguments
     stale  0: no previous kernel; 1: it has ended; 2: lengths and table are nonsense until the wait; 3: only the table
     """
     q, keys, values, lens, table = args[:5]
-    p = cuda.plan(params, q, keys)
+    window, softcap = args[7], args[8]
+    p = cuda.plan(params, q, keys, window >= 0, softcap > 0)
     workers = cuda.most_workers(keys.shape[2], params, sms)
     data = [lying(t) for t in (q, keys, values)]
     head = (
         *cuda.sizes(params, q, keys, values, table), keys.shape[2] * workers * params["cluster"], q.numel(), stale,
-        *(t.numel() for t in data), lens.numel(), table.numel(),
+        *(t.numel() for t in data), lens.numel(), table.numel(), window,
     )  # fmt: skip
-    scales = (args[6] * cuda.LOG2E, 1.0)
-    given = struct.pack("22i2f", *head, *scales)
+    scales = (args[6] * cuda.LOG2E, 1.0, softcap * cuda.LOG2E)
+    given = struct.pack("23i3f", *head, *scales)
     given += b"".join(t.numpy().tobytes() for t in (*data, lens, table.contiguous()))
     found = run(program(p, tickets), given, folder)
     return torch.frombuffer(bytearray(found), dtype=q.dtype).view(2, *q.shape).unbind()

@@ -24,7 +24,7 @@ def problems(device: str = "cpu") -> list[str]:
     for case, (lens, seqs, tokens, rows) in enumerate(
         [([1], [1], 1, 1), ([1, 1, 1], [9, 1, 40], 4, 4), ([1, 3, 2], [16, 30, 2], 8, 5), ([5], [4999], 8, 6)]
     ):
-        batch = InputBatch(torch.device(device), slots, 5000, 4)
+        batch = InputBatch(torch.device(device), slots, 5000, 4, groups=1 + case % 2)
         sampler = Sampler(device, 512, slots)
         sampler.set_rows([NewRow(i, params[i], 2**62 - i) for i in range(slots)])
         generator = torch.Generator().manual_seed(case)
@@ -39,11 +39,12 @@ def problems(device: str = "cpu") -> list[str]:
             sum(x == 1 for x in lens), np.empty((0, 3), np.int32),
         )  # fmt: skip
         inputs = batch.load(step, tokens, rows)
-        got = torch.zeros(rows, batch.width, dtype=torch.int32, device=device)
+        got = torch.zeros(batch.groups, rows, batch.width, dtype=torch.int32, device=device)
         input_ids, drawing = step_kernels.begin_triton(inputs, got, batch, sampler)
-        want = batch.block_table.index_select(0, inputs.slots)
+        want = torch.stack([batch.group_table(g).index_select(0, inputs.slots) for g in range(batch.groups)])
         for row, length in enumerate(inputs.seq_lens.tolist()):
-            if not torch.equal(got[row, : -(-length // 4)], want[row, : -(-length // 4)]):
+            used = -(-length // 4)
+            if not torch.equal(got[:, row, :used], want[:, row, :used]):
                 found.append(f"case {case}: block table of row {row}")
         if not torch.equal(input_ids, batch.known_ids(inputs)):
             found.append(f"case {case}: ids {input_ids} {batch.known_ids(inputs)}")

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture
+from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, with_groups
 from fastkernels.engine.execution.attention.ops import OpsBackend
 
-__all__ = ["AttentionBackend", "CannotCapture", "make_backend"]
+__all__ = ["AttentionBackend", "CannotCapture", "make_backend", "with_groups"]
 
 
 def make_backend(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
-        """block_table: [B, max_blocks] int32 of the step's rows."""
+        """block_table: [B, max_blocks] int32 of the step's rows, in the first group of layers."""
 
     def capture_buffers(self, max_rows: int, max_blocks: int) -> None:  # noqa: B027
         """Graphs of up to max_rows rows with max_blocks blocks each will be captured."""
@@ -58,6 +60,17 @@ class AttentionBackend(ABC):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Attention of a PagedAttention layer. q: [T, Hq, D]; k, v: [T, Hkv, D] to be stored. Returns [T, Hq, D]."""
+
+
+def with_groups(
+    metadata: AttentionMetadata, inputs: Inputs, tables: Sequence[torch.Tensor]
+) -> AttentionMetadata:
+    """Add the metadata of the groups of layers after the first. tables: the rows' block tables of each group."""
+    if len(tables) == 1:
+        return metadata
+    more = zip(inputs.more_slot_mappings, tables[1:], strict=True)
+    groups = tuple(replace(metadata, slot_mapping=slots, block_table=table) for slots, table in more)
+    return replace(metadata, groups=groups)
 
 
 def metadata_of(

@@ -16,25 +16,29 @@
 // the keys and values that they name to L2, which is coherent. Everything that it computes with is read after the wait.
 // If the lengths have changed, the shares are computed again.
 //
-// Compile-time constants: HEADS (query heads per key head, 1 to 16), D (64 or 128), PAGE (keys of a block), WARPS, KEYS
-// (16 or 32), STAGES, RESIDENT (blocks per SM), AHEAD (units that a warp prefetches), CLUSTER (1, 2, 4, 8), WHOLE (keys;
-// 0: divide any), SEQS (sequences, at most), BF16. Rows of q, keys and values start at multiples of 16 bytes; strides
-// count 16 bytes, except the table's.
+// With a window, a sequence's first unit is the first that the window reaches into. No key before it is read.
+//
+// Compile-time constants: HEADS (query heads per key head, 1 to 16), HEAD_SIZE (a multiple of 8), D (that, rounded up to
+// 64, 128 or 256; channels past HEAD_SIZE are zeros that are not read), PAGE (keys of a block), WARPS, KEYS (16 or 32),
+// STAGES, RESIDENT (blocks per SM), AHEAD (units that a warp prefetches), CLUSTER (1, 2, 4, 8), WHOLE (keys; 0: divide
+// any), SEQS (sequences, at most), WINDOW and SOFTCAP (whether the call has one), BF16. Rows of q, keys and values start
+// at multiples of 16 bytes; strides count 16 bytes, except the table's. scale and softcap contain log2 e.
 
 constexpr int THREADS = 32 * WARPS, TILES = KEYS / 16, COLUMNS = (HEADS + 7) / 8, STEPS = D / 32;
-constexpr int ROW = 2 * D, CHUNKS = ROW / 16, AT_ONCE = 32 / CHUNKS;  // bytes of a key; pieces of 16 bytes; keys that 32 lanes copy
+constexpr int ROW = 2 * D, CHUNKS = ROW / 16, AT_ONCE = 32 / CHUNKS, USED = HEAD_SIZE / 8;  // bytes of a key; pieces of 16 bytes; keys that 32 lanes copy; pieces that are read
 constexpr int HALF = KEYS * ROW, STAGE = 2 * HALF, RING = WARPS * STAGES * STAGE;
 constexpr int WAYS = CLUSTER * WARPS;                          // warps of a worker
 constexpr int ITEMS = HEADS * D / 4, MINE = ITEMS / CLUSTER;   // groups of 4 sums; those that one block of a cluster adds
 constexpr int PITCH = D + 4, SUMS = WARPS * HEADS * PITCH * 4;  // of a head's sums, so that lanes write to different banks; bytes
 constexpr int GATHERED = CLUSTER > 1 ? ITEMS * 16 + CLUSTER * HEADS * 8 : 0;  // bytes of MINE items from all blocks
 constexpr int EACH = (SEQS + THREADS - 1) / THREADS, ADDED = 8;  // sequences per thread; parts that are read at once
-static_assert(D % 64 == 0 && KEYS % 16 == 0 && KEYS <= 32 && HEADS <= 16 && STAGES >= 2, "what lanes and tiles hold");
+static_assert(HEAD_SIZE % 8 == 0 && HEAD_SIZE <= D && 32 % CHUNKS == 0 && KEYS % 16 == 0 && KEYS <= 32 && HEADS <= 16 && STAGES >= 2, "what lanes and tiles hold");
 
 extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attention_decode(
     const u16* q, const u16* key_cache, const u16* value_cache, u16* out, float* parts, u32* tickets, const int* seq_lens,
     const int* table, int batch, int kv_heads, int blocks, int width, int least, int q_seq, int q_head, int k_block,
-    int k_slot, int k_head, int v_block, int v_slot, int v_head, int table_stride, float scale, float v_scale, int early) {
+    int k_slot, int k_head, int v_block, int v_slot, int v_head, int table_stride, float scale, float v_scale, int early,
+    int window, float softcap) {
     extern __shared__ __align__(128) unsigned char memory[];
     Notes& notes = *(Notes*)(memory + RING + SUMS + 2 * GATHERED);
     int *ends = notes.ends, *lens = notes.lens, *of_warp = notes.of_warp, *first_of = notes.first_of;
@@ -66,11 +70,15 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
         }
         return changed;
     };
+    auto skipped = [&](int keys) { return WINDOW ? max(keys - 1 - window, 0) / KEYS : 0; };  // units before the window
     auto make_shares = [&] {
         int units = 0;
         bool cut = !WHOLE || batch > most;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) cut |= known[i] > WHOLE, units += known[i] < 0 ? 0 : units_of(known[i]);
+        for (int i = 0; i < EACH; i++) {
+            cut |= known[i] - KEYS * skipped(known[i]) > WHOLE;
+            units += known[i] < 0 ? 0 : units_of(known[i]) - skipped(known[i]);
+        }
         int upto = units;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -89,7 +97,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
         for (int i = 0; i < EACH; i++) {
             if (known[i] < 0) continue;
             const int start = end, seq = thread * EACH + i;
-            end += units_of(known[i]);
+            end += units_of(known[i]) - skipped(known[i]);
             ends[seq] = end, lens[seq] = known[i];
             if (cut ? start <= begin && begin < end : seq == worker) first_of[0] = seq, first_of[1] = start;
         }
@@ -105,9 +113,11 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
             while (p.unit >= ends[p.seq]) p.begin = ends[p.seq++];
     };
     auto step = [&](Place& p) { p.unit += WAYS, settle(p); };
+    auto first_key = [&](const Place& p) { return (p.unit - p.begin + skipped(lens[p.seq])) * KEYS; };
     auto look_up = [&](const Place& p) {  // the block of a unit's key, one per lane
-        const int key = (p.unit - p.begin) * KEYS + lane % KEYS;
-        if (p.unit >= last || key >= lens[p.seq]) return 0;
+        if (p.unit >= last) return 0;
+        const int key = first_key(p) + lane % KEYS;
+        if (key >= lens[p.seq]) return 0;
         return load_now(table + (long long)p.seq * table_stride + key / PAGE);
     };
     int pages[STAGES];  // of the first units
@@ -119,11 +129,11 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
         for (int i = 0; i < STAGES; i++) pages[i] = look_up(p), step(p);
     };
     auto at_of = [&](const Place& p, u32 page, int block, int slot) {
-        return page * block + (u32)((p.unit - p.begin) * KEYS + lane % KEYS) % PAGE * slot;
+        return page * block + (u32)(first_key(p) + lane % KEYS) % PAGE * slot;
     };
     auto read = [&](const Place& p, u32 page, int slot) {
         if (p.unit < last) {
-            const int left = lens[p.seq] - (p.unit - p.begin) * KEYS, chunk = lane % CHUNKS;
+            const int left = lens[p.seq] - first_key(p), before = left - 1 - window, chunk = lane % CHUNKS;
             const u32 k_at = at_of(p, page, k_block, k_slot), v_at = at_of(p, page, v_block, v_slot);
             const u32 to = ring + slot * STAGE;
 #pragma unroll
@@ -131,8 +141,9 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
                 // Swizzled, so that 8 lanes that read at once use different banks.
                 const int row = i * AT_ONCE + lane / CHUNKS;
                 const u32 k_from = __shfl_sync(~0u, k_at, row), v_from = __shfl_sync(~0u, v_at, row);
-                copy_or_zero(to + row * ROW + 16 * (chunk ^ row % 2 * 4), keys + k_from + chunk, row < left);
-                copy_or_zero(to + HALF + row * ROW + 16 * (chunk ^ row % 8), values + v_from + chunk, row < left);
+                const bool there = chunk < USED && row < left && (!WINDOW || row >= before);
+                copy_or_zero(to + row * ROW + 16 * (chunk ^ row % 2 * 4), keys + k_from + chunk, there);
+                copy_or_zero(to + HALF + row * ROW + 16 * (chunk ^ row % 8), values + v_from + chunk, there);
             }
         }
         commit_copies();  // also empty groups, since groups are counted
@@ -145,8 +156,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
 #pragma unroll
         for (int i = 0; i < KEYS * SECTORS / 32; i++) {
             const int row = (32 * i + lane) / SECTORS, sector = lane % SECTORS * 2;
-            bring_to_l2(keys + __shfl_sync(~0u, k_at, row) + sector);
-            bring_to_l2(values + __shfl_sync(~0u, v_at, row) + sector);
+            const u32 k_from = __shfl_sync(~0u, k_at, row), v_from = __shfl_sync(~0u, v_at, row);
+            if (sector < USED) bring_to_l2(keys + k_from + sector), bring_to_l2(values + v_from + sector);
         }
     };
 
@@ -186,7 +197,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
             for (int n = 0; n < COLUMNS; n++) {
                 const int head = 8 * n + group;
                 to[c][n] = make_uint4(0, 0, 0, 0);
-                if (head < HEADS)
+                if (head < HEADS && 4 * c + quad < USED)
                     to[c][n] = load_16((const uint4*)q + (long long)seq * q_seq +
                                        (long long)(kv_head * HEADS + head) * q_head + 4 * c + quad);
             }
@@ -235,7 +246,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
                     }
                 }
             }
-            const int left = lens[seq] - (unit - seq_begin) * KEYS;
+            const int left = lens[seq] - first_key({unit, seq, seq_begin}), before = left - 1 - window;
             u32 p[TILES][COLUMNS][2];
 #pragma unroll
             for (int n = 0; n < COLUMNS; n++) {
@@ -244,7 +255,10 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
                 for (int t = 0; t < TILES; t++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        s[t][n][i] = 16 * t + group + i / 2 * 8 < left ? (s[t][n][i] + other[t][n][i]) * scale : NONE;
+                        const int key = 16 * t + group + i / 2 * 8;
+                        const float score = (s[t][n][i] + other[t][n][i]) * scale;
+                        const bool seen = key < left && (!WINDOW || key >= before);
+                        s[t][n][i] = !seen ? NONE : SOFTCAP ? capped(score, softcap) : score;
                         highest[i % 2] = fmaxf(highest[i % 2], s[t][n][i]);
                     }
                 float decay[2];
@@ -304,11 +318,13 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
             }
         meet();
         const bool whole = seq_begin >= begin && seq_end <= last;
-        const long long ours = (long long)kv_head * most, at_out = ((long long)seq * kv_heads + kv_head) * HEADS * D;
+        const long long ours = (long long)kv_head * most, at_out = ((long long)seq * kv_heads + kv_head) * HEADS * HEAD_SIZE;
         float2* pairs = (float2*)(parts + 2 * most * (long long)kv_heads * HEADS * D);
         auto store = [&](int item, const Sum& all) {
             const float by = all.weights == 0 ? 0 : v_scale / all.weights;
-            *(uint2*)(out + at_out + 4 * item) =
+            const int channel = item % (D / 4) * 4;
+            if (channel >= HEAD_SIZE) return;
+            *(uint2*)(out + at_out + item / (D / 4) * HEAD_SIZE + channel) =
                 make_uint2(narrow(all.v.x * by, all.v.y * by), narrow(all.v.z * by, all.v.w * by));
         };
         // A worker has two rows for parts: for its first sequence, and for another that is its last.

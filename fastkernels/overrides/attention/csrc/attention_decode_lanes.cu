@@ -49,6 +49,16 @@ __device__ __forceinline__ float power_of_2(float x) {
     return y;
 }
 
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float capped(float score, float cap) {  // cap * tanh(score / cap)
+    return cap * (1 - 2 * reciprocal(1 + power_of_2(score * (2.8853900817779268f / cap))));  // 2 log2 e
+}
+
 // Four 8 x 8 tiles whose rows lanes 0 to 7, 8 to 15, .. address: a lane gets two adjacent values of a column of each.
 __device__ __forceinline__ void load_transposed(u32 (&a)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

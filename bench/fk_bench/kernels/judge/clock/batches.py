@@ -23,6 +23,7 @@ from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.memory.outputs import BadPlace, map_outputs
 from fk_bench.kernels.judge.memory.slots import FLUSH_BYTES, Slots, poison
+from fk_bench.kernels.judge.processes import priority
 from fk_bench.kernels.judge.processes.messages import Place, Traced
 from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 
@@ -51,12 +52,17 @@ class Lane:
 
 @dataclass
 class Timed:
-    """Times of both sides; `again` is a second set of batches of the baseline. traced: the candidate's claim."""
+    """Times of both sides; `again` is a second set of batches of the baseline.
+
+    traced    the candidate's claim
+    priority  CPU: whether real-time priority was on, or why it was off
+    """
 
     candidate: Samples
     baseline: Samples
     again: Samples
     traced: Traced = field(default_factory=Traced)
+    priority: str = "on"
 
 
 @dataclass
@@ -81,6 +87,15 @@ class Batches:
         self._flush = torch.zeros(FLUSH_BYTES // 4, device="cuda") if self.cuda else None
 
     def run(self) -> Timed:
+        """Time both sides; on a CPU with real-time priority, if the user may have it."""
+        if self.cuda:
+            return self._run()
+        with priority.raised([self.candidate.side.pid, self.baseline.side.pid]) as report:
+            timed = self._run()
+        timed.priority = report
+        return timed
+
+    def _run(self) -> Timed:
         timed = Timed(Samples(self.n), Samples(self.n), Samples(self.n))
         mappings = [ipc.Mapping(), ipc.Mapping()]
         self.slots.refresh()

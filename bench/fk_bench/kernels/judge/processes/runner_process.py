@@ -58,6 +58,7 @@ class RunnerProcess:
         self.channel = Channel(child.channel)
         self.cage: dict[str, str] = {}
         self.gate: Gate | None = None
+        self.pid = 0  # set by greet
         self.stopped = False
         self.alive = True
         self.busy_s = 0.0  # seconds spent waiting for it
@@ -69,6 +70,7 @@ class RunnerProcess:
         self.cage = self._guarded(
             lambda: messages.hello(self.channel.receive_bytes(self.timeout, 1 << 16))
         ).hello
+        self.pid = self.child.newest()  # it has not imported the candidate yet
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """The reply to a command, in the schema of `messages.SCHEMAS`. Raises RunnerError."""

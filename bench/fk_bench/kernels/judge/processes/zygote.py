@@ -139,6 +139,10 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
+    def newest(self) -> int:
+        """The last process of the tree: the runner itself, as long as it has started no other."""
+        return (self._tree() or [self.pid])[-1]
+
     def _tree(self) -> list[int]:
         """The processes of the child without its supervisor."""
         return forkserver.descendants(self.pid, self._proc)

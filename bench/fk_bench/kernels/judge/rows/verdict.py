@@ -66,7 +66,8 @@ def decide(seen: Evidence) -> Verdict:
         return Verdict(Status.OK, f"checked, not timed: no baseline serves this case: {why}")
     times = seen.timed
     if why := timing.unsteady(times.baseline, times.again):
-        return Verdict(Status.OK, why)
+        off = "" if times.priority == "on" else f" (real-time priority is {times.priority})"
+        return Verdict(Status.OK, why + off)
     if why := timing.invalid(
         times.candidate, times.baseline, seen.floor_s, times.traced.call_s, times.traced.launches
     ):

@@ -1,0 +1,118 @@
+"""The terms of the decode kernels' time for the selection model, overrides/kit/selection.py, and their proposals."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from fastkernels.core.tuning import Chip
+from fastkernels.overrides.attention import attention_decode_cuda as cuda
+from fastkernels.overrides.attention import attention_decode_split as split
+from fastkernels.overrides.kit.selection import HOPPER, Candidate, memory_us, model, sm_us
+
+Proposals = tuple[tuple[str, dict[str, Any]], ...]
+
+
+class Call(NamedTuple):
+    """A decode of `batch` sequences, each with so many keys that it sees."""
+
+    group: int  # query heads per key head
+    kv_heads: int
+    head_size: int
+    block_size: int
+    batch: int
+    keys: int
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a key and its value in 16 bits."""
+        return 4 * self.head_size
+
+
+def _terms(
+    call: Call, chip: Chip, busy_keys: float, steps: int, sequences: int, cut: bool, parts: float
+) -> tuple[float, ...]:
+    """Return the terms of a division of the keys.
+
+    busy_keys  keys that the busiest SM reads
+    steps      reads in turn of its slowest warp
+    sequences  of the busiest worker, which adds up its warps' sums at the end of each
+    cut        whether sequences are divided into parts, which go through memory
+    parts      of a sequence
+    """
+    return (
+        1.0,
+        memory_us(call.batch * call.kv_heads * call.keys * call.key_bytes, chip),
+        sm_us(busy_keys * call.key_bytes),
+        steps,
+        steps * call.group / 8,
+        sequences,
+        float(cut),
+        cut * parts,
+    )
+
+
+def _cuda_terms(p: dict[str, int], call: Call, chip: Chip) -> tuple[float, ...]:
+    most = cuda.most_workers(call.kv_heads, p, chip.sms)  # of each key head
+    whole = call.keys <= p.get("whole", 0) and call.batch <= most
+    units = call.batch * -(-call.keys // p["keys"])
+    workers = call.batch if whole else min(max(units // max(p["least"] // p["keys"], 1), 1), most)
+    share = -(-units // workers)  # of the busiest worker
+    resident = -(-call.kv_heads * workers * p["cluster"] // chip.sms)
+    return _terms(
+        call, chip, resident * share * p["keys"] / p["cluster"], -(-share // (p["warps"] * p["cluster"])),
+        -(-call.batch // workers), not whole and workers > 1, max(workers / call.batch, 1.0),
+    )  # fmt: skip
+
+
+def _split_terms(p: dict[str, int], call: Call, chip: Chip) -> tuple[float, ...]:
+    tiles, least = -(-call.keys // p["block_n"]), max(p["min_split"] // p["block_n"], 1)
+    if p["even"] == split.EVEN:
+        every = call.batch * tiles
+        workers = min(max(every // least, 1), max(p["per_sm"] * chip.sms // call.kv_heads, 1))
+        share, programs = -(-every // workers), workers * call.kv_heads
+        cut, parts, sequences = workers > 1, max(workers / call.batch, 1.0), -(-call.batch // workers)
+    else:
+        pairs = call.batch * call.kv_heads
+        most = split.splits_of(pairs, call.keys, p["per_sm"], p["min_split"], chip.sms)
+        share = -(-tiles // most)
+        parts = -(-tiles // share)
+        programs, cut, sequences = int(pairs * parts), parts > 1, 1
+    rounds = -(-programs // (p["per_sm"] * chip.sms))
+    resident = min(-(-programs // chip.sms), p["per_sm"])
+    return _terms(
+        call, chip, rounds * resident * share * p["block_n"], rounds * share, rounds * sequences, cut, parts
+    )
+
+
+@lru_cache(maxsize=4096)
+def decode_candidates(call: Call, chip: Chip) -> tuple[Candidate, ...]:
+    """Return all sets of our kernels that suit a 16-bit call."""
+    found = []
+    if min(call) < 1 or call.head_size > split.MAX_HEAD_SIZE or call.group > split.MAX_GROUP:
+        return ()
+    hopper = chip.capability[0] == HOPPER
+    if hopper and call.head_size % 8 == 0 and call.group <= cuda.MAX_HEADS and call.batch <= cuda.MAX_BATCH:
+        for i, p in enumerate(cuda.PARAMS):
+            if cuda.has_room(cuda.plan_of(p, call.group, call.head_size, call.block_size, call.batch)):
+                found.append(Candidate("cuda-split", p, f"cuda-split {i}", _cuda_terms(p, call, chip), i))
+    for i, p in enumerate(split.PARAMS):
+        if split.has_room(p, call.head_size, 2):
+            found.append(Candidate("triton-split", p, f"triton-split {i}", _split_terms(p, call, chip), i))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _decode(call: Call, chip: Chip) -> Proposals:
+    return model("attention_decode").proposals(decode_candidates(call, chip))
+
+
+def propose_decode(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> Proposals:
+    """Return up to three (provider, params) for `attention_decode`, the best first."""
+    (heads, kv_heads, head_size, block_size, window, dtype), (batch, context) = shape, sizes
+    if dtype not in (torch.float16, torch.bfloat16) or kv_heads < 1:
+        return ()
+    keys = min(context, window or context, cuda.TYPICAL)
+    return _decode(Call(heads // kv_heads, kv_heads, head_size, block_size, batch, keys), chip)
