@@ -132,6 +132,16 @@ def test_missing_processor_is_named(tmp_path: Path) -> None:
         LLM(str(folder), device="cpu")
 
 
+def test_processor_of_another_size_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_encoder(tmp_path, "siglip_classes")
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "size": {"height": 32, "width": 40}}))
+    with pytest.raises(
+        ValueError, match="has 40 x 32 pixels after the image processor, and this model takes 32 x 32"
+    ):
+        LLM(str(folder), device="cpu").embed(pictures()[:1], use_tqdm=False)
+
+
 def test_bad_prompts_are_refused(tmp_path: Path) -> None:
     llm = LLM(str(make_tiny_encoder(tmp_path, "dinov3")), device="cpu", max_model_len=24)
     image = pictures()[0]
