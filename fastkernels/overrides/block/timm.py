@@ -17,7 +17,7 @@ def _pair(value: Any) -> tuple[Any, Any]:
 
 
 def _finish(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """What follows the gate: dropout, norm, output projection, dropout."""
+    """Dropout, norm, output projection and dropout, which follow the gate."""
     return module.drop2(module.fc2(module.norm(module.drop1(x))))
 
 
