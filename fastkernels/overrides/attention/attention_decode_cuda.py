@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core import cuda_rtc
-from fastkernels.core.env import Environment
 from fastkernels.overrides.attention.paged_cache import check, memory
 from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, tickets
@@ -171,17 +170,11 @@ def supports_cuda(
     )
 
 
-@lru_cache(maxsize=64)
 def _unproved(head_size: int, window: bool, softcap: bool) -> str | None:
-    """Return why such calls run another kernel unless FASTKERNELS_PROVIDER names this one."""
+    """Return why another kernel runs such calls for now, None if this one does."""
     if not (window or softcap or head_size not in PROVED):
         return None
-    if Environment.read().provider.get("attention_decode") == "cuda-split":
-        return None
-    return (
-        f"head size {head_size}{', a window' * window}{', a soft cap' * softcap}: this has not run on a GPU yet;"
-        " FASTKERNELS_PROVIDER=attention_decode:cuda-split runs it"
-    )
+    return f"head size {head_size}{', a window' * window}{', a soft cap' * softcap}: this has not run on a GPU yet"
 
 
 _loaded: set[tuple[Any, ...]] = set()

@@ -204,8 +204,7 @@ def _triton(
         positions, q, k, new_q, new_k, cos_sin_cache, *q.stride()[:2], *k.stride()[:2], *new_q.stride()[:2],
         *new_k.stride()[:2], cos_sin_cache.stride(0), n_q, n_k, q_blocks, half, NEOX=is_neox_style, CAST=cast_cache,
         ROUND=round_products, HAS_KEY=key is not None, BLOCK_H=block_h, BLOCK=next_power_of_2(half),
-        # A fused multiply-add of bfloat16 numbers would not round the product.
-        num_warps=4, enable_fp_fusion=not round_products,
+        num_warps=4, enable_fp_fusion=not round_products,  # a fused bfloat16 multiply-add rounds no product
     )  # fmt: skip
 
 
