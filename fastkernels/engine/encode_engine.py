@@ -53,7 +53,10 @@ class EncodeEngine(Engine):
         if params.dimensions is not None:
             self._check_dimensions(params.dimensions)
         if self.images is not None:
-            request = EncodeRequest(request_id, None, [], params, priority, image=self.images.patches(prompt))
+            image = self.images.patches(prompt)
+            if (check := getattr(self.runner.model, "check_grid", None)) is not None:
+                check(image.grid)
+            request = EncodeRequest(request_id, None, [], params, priority, image=image)
         elif is_image(prompt):
             raise ValueError("the prompt must be text or token ids: this model takes no images")
         else:

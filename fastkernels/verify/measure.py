@@ -222,8 +222,11 @@ def arguments(
     case = Case("verified", dims, str(shape.get("dtype", spec.cases[0].dtype)))
     _leave_room(device, cold_bytes + spec.bytes_moved(case))
     made = spec.inputs(case, device.type if device.index is None else str(device), generator)
-    calls = [key.own(m, made) for m in point.modules] if key.own is not None else []
-    calls = calls or [made]
+    own = [key.own(m, made) for m in point.modules] if key.own is not None else []
+    memory = {
+        tuple(t.data_ptr() for t in call if isinstance(t, torch.Tensor)): call for call in own or [made]
+    }
+    calls = list(memory.values())  # each on memory of its own
     size = sum(t.numel() * t.element_size() for t in calls[0] if isinstance(t, torch.Tensor))
     count = min(max(-(-cold_bytes // max(size, 1)), LEAST_CALLS), MOST_CALLS) if cold_bytes else 1
     for i in range(count - len(calls)):

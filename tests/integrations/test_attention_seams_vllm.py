@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from fk_integrations.vllm import attention
+from fk_integrations.vllm.host import VllmAdapter
 from support import attention_seams
 from support.attention_seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
 
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
+from fastkernels.verify.measure import Point, arguments
 
 use = attention_seams.use  # the fixture
 
@@ -210,3 +212,33 @@ def test_vllm_unsupported_layer_has_a_reason() -> None:
     assert reason(sinks=torch.ones(HEADS)) == "ALiBi and attention sinks are not supported"
     config.parallel_config.decode_context_parallel_size = 2
     assert reason() == "decode context parallelism is not supported"
+
+
+def test_decode_attention_is_measured_with_the_layers_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only with FASTKERNELS_VERIFY=1; sizes are those of the engine, the block size is the cache's."""
+    host = type("FlashAttentionImpl", (HostImpl,), {"__module__": attention.FLASH_ATTN.partition(":")[0]})
+    impl: Any = host()
+    impl.attn_type, impl.kv_cache_dtype, impl.alibi_slopes, impl.sinks = "decoder", "auto", None, None
+    impl.sliding_window, impl.logits_soft_cap = (7, 0), 30.0
+    layer = SimpleNamespace(
+        impl=impl, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=D, sliding_window=8,
+        kv_cache_torch_dtype=torch.float32,
+    )  # fmt: skip
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=BLOCK), model_config=SimpleNamespace(max_model_len=40),
+        scheduler_config=SimpleNamespace(max_num_seqs=8), compilation_config=SimpleNamespace(cudagraph_mode=None),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1),
+    )  # fmt: skip
+    adapter = VllmAdapter(SimpleNamespace(vllm_config=config))
+    assert adapter.points(attention_decode) == ()
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    assert adapter.points(attention_decode) == [(1, 40), (8, 40), (4, 40)]
+    shape = adapter.whole_shape(attention_decode, layer)
+    assert shape == (HEADS, KV_HEADS, D, BLOCK, 8, torch.float32)
+    point = Point("attention_decode", shape, (4, 40), (layer, layer))
+    calls = arguments(point, torch.device("cpu"), torch.Generator().manual_seed(0), 1 << 18)
+    assert {(call[7], call[8]) for call in calls} == {(7, 30.0)}
+    assert len({call[1].data_ptr() for call in calls}) == len(calls) > 2
+    assert attention_decode.key is not None and attention_decode.key.of(*calls[0]) == (shape, (4, 40))
+    impl.kv_cache_dtype = "fp8"
+    assert adapter.whole_shape(attention_decode, layer) is None

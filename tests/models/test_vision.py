@@ -99,6 +99,19 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
         assert output.outputs.data @ expected(folder, pictures()[0])["embed"] > 0.999
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.999), ("float16", 0.9999)])
+def test_gpu_equals_the_cpu(folder: Path, dtype: str, least: float) -> None:
+    """Images of one size (a batch) and of several (concatenated sequences)."""
+    wanted = LLM(str(folder), device="cpu").embed(pictures(), use_tqdm=False)
+    llm = LLM(str(folder), device="cuda", dtype=dtype)
+    for images in (pictures(), [pictures()[0]] * 3):
+        found = llm.embed(images, use_tqdm=False)
+        for output, want in zip(found, wanted if len(images) > 3 else wanted[:1] * 3, strict=True):
+            assert output.outputs.data @ want.outputs.data > least
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
@@ -130,6 +143,16 @@ def test_missing_processor_is_named(tmp_path: Path) -> None:
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"preprocessor_config\.json"):
         LLM(str(folder), device="cpu")
+
+
+def test_processor_of_another_size_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_encoder(tmp_path, "siglip_classes")
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "size": {"height": 32, "width": 40}}))
+    with pytest.raises(
+        ValueError, match="has 40 x 32 pixels after the image processor, and this model takes 32 x 32"
+    ):
+        LLM(str(folder), device="cpu").embed(pictures()[:1], use_tqdm=False)
 
 
 def test_bad_prompts_are_refused(tmp_path: Path) -> None:

@@ -258,6 +258,9 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov3_no_bias": (
         "DINOv3ViTModel", {"query_bias": False, "value_bias": False, "proj_bias": False, "mlp_bias": False},
     ),
+    "siglip_vision": ("SiglipVisionModel", {"image_size": 32}),
+    "siglip": ("SiglipModel", {}),
+    "siglip_classes": ("SiglipForImageClassification", {"num_labels": 3}),
     "siglip2_vision": ("Siglip2VisionModel", {"num_patches": 16}),
     "siglip2": ("Siglip2Model", {}),
     "siglip2_classes": ("Siglip2ForImageClassification", {"num_labels": 5}),
@@ -280,9 +283,14 @@ def make_tiny_encoder(folder: str | Path, kind: str, seed: int = 0, **fields: An
         config = cls.config_class(**{**_VISION, "image_size": 32, **fields})
         processor: Any = transformers.DINOv3ViTImageProcessor(size={"height": 32, "width": 40})
     else:
-        processor = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=20)
-        tower = {**_VISION, "num_patches": 16}
-        towers = {} if name == "Siglip2VisionModel" else {"text_config": _TEXT, "vision_config": tower}
+        if name.startswith("Siglip2"):
+            processor = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=20)
+        else:
+            processor = transformers.SiglipImageProcessor(size={"height": 32, "width": 32})
+        tower = (
+            {**_VISION, "num_patches": 16} if name.startswith("Siglip2") else {**_VISION, "image_size": 32}
+        )
+        towers = {} if name.endswith("VisionModel") else {"text_config": _TEXT, "vision_config": tower}
         config = cls.config_class(**{**(towers or tower), **fields})
     model = cls(config)
     generator = torch.Generator().manual_seed(seed)

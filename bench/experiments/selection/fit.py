@@ -24,7 +24,7 @@ from fk_bench.core.rows import Row, Status, read, stem
 
 from fastkernels.core.tuning import Chip
 from fastkernels.overrides.attention.selection import Call as DecodeCall
-from fastkernels.overrides.attention.selection import decode_candidates
+from fastkernels.overrides.attention.selection import decode_candidates, preferred
 from fastkernels.overrides.kit.selection import FOLDER, MOST, Candidate, Model
 from fastkernels.overrides.linear.selection import linear_candidates, linear_fp8_candidates
 
@@ -53,11 +53,17 @@ CANDIDATES: dict[str, Callable[[dict[str, Any], dict[str, int]], Iterable[Candid
 
 
 class Point(NamedTuple):
-    """A call that was measured: its candidates with their microseconds, and the models that make it."""
+    """A call that was measured.
+
+    models   that make it
+    times    microseconds of each measured candidate
+    offered  those that proposals are made of
+    """
 
     where: str
     models: frozenset[str]
     times: tuple[tuple[Candidate, float], ...]
+    offered: tuple[Candidate, ...]
 
     @property
     def best(self) -> float:
@@ -81,7 +87,10 @@ def points(rows: Iterable[Row]) -> dict[str, list[Point]]:
         ]
         if times:
             models = frozenset(name.partition(":")[0] for name in case["models"])
-            made[op].append(Point(where, models, tuple(times)))
+            offered = [c for c, _ in times]
+            if op == "attention_decode":
+                offered = preferred(offered)
+            made[op].append(Point(where, models, tuple(times), tuple(offered)))
     return made
 
 
@@ -130,7 +139,7 @@ def fit(op: str, found: Collection[Point], **told: Any) -> Model:
 def regret(model: Model, point: Point, most: int) -> float:
     """Return by how much the best of the first `most` proposals is slower than the best set."""
     us = {(c.provider, c.kernel): us for c, us in reversed(point.times)}
-    chosen = [us[c.provider, c.kernel] for c in model.best((c for c, _ in point.times), most)]
+    chosen = [us[c.provider, c.kernel] for c in model.best(point.offered, most)]
     return min(chosen) / point.best - 1 if chosen else float("inf")
 
 

@@ -124,7 +124,7 @@ def patch_compare_command(
     on_gpu = machine.machine().gpus > 0
     settings: dict[str, Any] = {
         "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
-        "max_model_len": longest, "max_num_seqs": max(most, 8), "kv_tokens": None,
+        "max_model_len": longest, "max_num_seqs": max(most, 256 if on_gpu else 8), "kv_tokens": None,
         "gpu": on_gpu, "gpu_share": gpu_share or (0.9 if on_gpu else 0.3), "tensor_parallel": tensor_parallel,
         "engine_args": extra,
     }  # fmt: skip

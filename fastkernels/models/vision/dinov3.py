@@ -3,7 +3,8 @@
 Every vision encoder has this interface: model(patches [P, C * p * p], grids) returns hidden states [T, H], image after
 image, where grids holds each image's patches as (rows, columns). An image has `prefix_tokens` tokens more than patches;
 they come first. pool(hidden, starts [B + 1]) returns one vector for each image, and classify(hidden, starts) the
-logits of a model with a classifier. The images' bounds are in fastkernels.core.forward_context too.
+logits of a model with a classifier. The images' bounds are in fastkernels.core.forward_context too. A model for one
+grid only has check_grid(grid), which raises ValueError for others.
 """
 
 from __future__ import annotations

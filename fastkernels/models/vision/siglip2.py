@@ -16,12 +16,15 @@ class Siglip2(nn.Module):
     """config: transformers.Siglip2Config. The vision tower, with a classifier if the architecture has one."""
 
     prefix_tokens = 0
+    tower_class = Siglip2VisionModel
+    vision_model: Any
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.vision_model = Siglip2VisionModel(config.vision_config)
-        self.num_labels = config.num_labels if "Siglip2ForImageClassification" in config.architectures else 0
+        self.vision_model = self.tower_class(config.vision_config)
+        classifies = any(name.endswith("ForImageClassification") for name in config.architectures)
+        self.num_labels = config.num_labels if classifies else 0
         if self.num_labels:
             self.classifier = Replicated(config.vision_config.hidden_size, self.num_labels)
 

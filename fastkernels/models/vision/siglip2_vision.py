@@ -169,6 +169,7 @@ class Siglip2VisionModel(nn.Module):
 
     num_labels = 0
     prefix_tokens = 0
+    embeddings_class: type[nn.Module] = Siglip2VisionEmbeddings
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -178,7 +179,7 @@ class Siglip2VisionModel(nn.Module):
                 f" num_attention_heads={config.num_attention_heads}"
             )
         self.config = config
-        self.embeddings = Siglip2VisionEmbeddings(config)
+        self.embeddings = self.embeddings_class(config)
         self.encoder = Siglip2Encoder(config)
         self.post_layernorm = VllmLayerNorm(config.hidden_size, config.layer_norm_eps)
         has_head = getattr(config, "vision_use_head", True)

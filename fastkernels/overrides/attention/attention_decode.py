@@ -23,6 +23,7 @@ from fastkernels.overrides.attention import (
     flashinfer,
 )
 from fastkernels.overrides.attention.paged_cache import check, memory, supports_triton, take_blocks
+from fastkernels.overrides.attention.selection import propose_decode
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, overlap
 
@@ -277,6 +278,12 @@ def _key_dims(
     }  # fmt: skip
 
 
+def _own(module: Any, args: list[Any]) -> list[Any]:
+    """With the soft cap of a host's layer; keys and values stay, since a host's cache may not be there yet."""
+    softcap = getattr(getattr(module, "impl", module), "logits_soft_cap", None)
+    return [*args[:8], float(softcap or 0), *args[9:]]
+
+
 attention_decode = define(
     "attention_decode(Tensor q, Tensor key_cache, Tensor value_cache, Tensor seq_lens, Tensor block_table,"
     " SymInt max_seqlen_k, float scale, int window_left=-1, float softcap=0.0, float k_scale=1.0,"
@@ -316,7 +323,8 @@ attention_decode = define(
         sizes=("batch", "context"),
         of=_key,
         dims=_key_dims,
-        propose=lambda shape, sizes, chip: (("cuda-split", {}), ("triton-split", {}), ("triton", {})),
+        propose=propose_decode,
+        own=_own,
     ),
 )
 

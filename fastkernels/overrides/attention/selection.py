@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from fastkernels.overrides.attention import attention_decode_split as split
 from fastkernels.overrides.kit.selection import HOPPER, Candidate, memory_us, model, sm_us
 
 Proposals = tuple[tuple[str, dict[str, Any]], ...]
+# For calls without points, such as a cache in FP8
+UNMEASURED: Proposals = (("triton-split", {}), ("triton", {}))
 
 
 class Call(NamedTuple):
@@ -87,6 +90,16 @@ def _split_terms(p: dict[str, int], call: Call, chip: Chip) -> tuple[float, ...]
     )
 
 
+def _kind(p: dict[str, int]) -> str:
+    """Return a set's kind. Sets of a kind share weights, so that few models suffice to fit them."""
+    cluster = f" in clusters of {p['cluster']}" if p["cluster"] > 1 else ""
+    return f"cuda-split{cluster}{' whole' if 'whole' in p else ''}"
+
+
+def _split_kind(p: dict[str, int]) -> str:
+    return "triton-split even" if p["even"] == split.EVEN else "triton-split"
+
+
 @lru_cache(maxsize=4096)
 def decode_candidates(call: Call, chip: Chip) -> tuple[Candidate, ...]:
     """Return all sets of our kernels that suit a 16-bit call."""
@@ -97,22 +110,29 @@ def decode_candidates(call: Call, chip: Chip) -> tuple[Candidate, ...]:
     if hopper and call.head_size % 8 == 0 and call.group <= cuda.MAX_HEADS and call.batch <= cuda.MAX_BATCH:
         for i, p in enumerate(cuda.PARAMS):
             if cuda.has_room(cuda.plan_of(p, call.group, call.head_size, call.block_size, call.batch)):
-                found.append(Candidate("cuda-split", p, f"cuda-split {i}", _cuda_terms(p, call, chip), i))
+                found.append(Candidate("cuda-split", p, _kind(p), _cuda_terms(p, call, chip), i))
     for i, p in enumerate(split.PARAMS):
         if split.has_room(p, call.head_size, 2):
-            found.append(Candidate("triton-split", p, f"triton-split {i}", _split_terms(p, call, chip), i))
+            found.append(Candidate("triton-split", p, _split_kind(p), _split_terms(p, call, chip), i))
     return tuple(found)
+
+
+def preferred(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return those of cuda-split, if any: where both kernels were measured, it is at most 3% slower."""
+    found = list(candidates)
+    return [c for c in found if c.provider == "cuda-split"] or found
 
 
 @lru_cache(maxsize=4096)
 def _decode(call: Call, chip: Chip) -> Proposals:
-    return model("attention_decode").proposals(decode_candidates(call, chip))
+    return model("attention_decode").proposals(preferred(decode_candidates(call, chip)))
 
 
 def propose_decode(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> Proposals:
     """Return up to three (provider, params) for `attention_decode`, the best first."""
     (heads, kv_heads, head_size, block_size, window, dtype), (batch, context) = shape, sizes
-    if dtype not in (torch.float16, torch.bfloat16) or kv_heads < 1:
-        return ()
-    keys = min(context, window or context, cuda.TYPICAL)
-    return _decode(Call(heads // kv_heads, kv_heads, head_size, block_size, batch, keys), chip)
+    found: Proposals = ()
+    if dtype in (torch.float16, torch.bfloat16):
+        keys = min(context, window or context, cuda.TYPICAL)
+        found = _decode(Call(heads // kv_heads, kv_heads, head_size, block_size, batch, keys), chip)
+    return found or UNMEASURED

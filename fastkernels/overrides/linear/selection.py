@@ -98,14 +98,6 @@ def propose_linear(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -
     return _linear(m, n, k, chip)
 
 
-def propose_linear_fp8(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> Proposals:
-    """Return up to three (provider, params) for `linear_fp8`, the best first."""
-    (n, k, block, _), (m,) = shape, sizes
-    if chip.capability[0] != HOPPER:
-        return ()
-    return _linear_fp8(m, n, k, block, chip)
-
-
 @lru_cache(maxsize=4096)
 def _linear(m: int, n: int, k: int, chip: Chip) -> Proposals:
     if chip.capability[0] == HOPPER:
@@ -118,8 +110,3 @@ def _linear(m: int, n: int, k: int, chip: Chip) -> Proposals:
         (p for p in triton.PARAMS if triton.fits(p, m, k)), key=lambda p: -triton.busy(p, n, chip.sms)
     )
     return tuple(("triton-skinny", dict(p)) for p in (first, *(p for p in rest if p != first))[:MOST])
-
-
-@lru_cache(maxsize=4096)
-def _linear_fp8(m: int, n: int, k: int, block: int, chip: Chip) -> Proposals:
-    return model("linear_fp8").proposals(linear_fp8_candidates(m, n, k, block, chip))

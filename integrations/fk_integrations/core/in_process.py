@@ -47,6 +47,7 @@ class InProcessHost:
             vars(target)[STATE] = patched
             forget_compiled(model)
         elif request.action == "undo" and patched is not None:
+            _check_wrapped(patched.model)
             del vars(target)[STATE]
             patched.undo()
             forget_compiled(patched.model)
@@ -63,6 +64,24 @@ class InProcessHost:
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
         return self.call(target, request)
+
+
+def _check_wrapped(model: Any) -> None:
+    """Raise PatchError if hooks such as those of CPU offload hold our forward: undo would not end its calls."""
+    wrapped = []
+    for name, module in model.named_modules():
+        own = vars(module).get("forward")
+        if own is None or not hasattr(type(module), "fastkernels"):
+            continue
+        if getattr(own, "__func__", None) is type(module).forward:
+            del module.forward  # removed hooks leave the method behind, bound to the instance
+        else:
+            wrapped.append(name)
+    if wrapped:
+        raise PatchError(
+            f"{len(wrapped)} replaced modules ({', '.join(wrapped[:2])}{', ...' if wrapped[2:] else ''}) were wrapped"
+            " after the patch, as CPU offload does: remove these hooks, then undo; or offload first, then patch"
+        )
 
 
 def forget_compiled(model: Any) -> None:

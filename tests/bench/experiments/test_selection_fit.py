@@ -62,9 +62,10 @@ def test_a_model_left_out_is_within_the_bounds(op: str, recorded: dict[str, list
     assert len(unseen) >= 8 and within(shipped_regret(model, unseen))
 
 
-def test_shipped_weights_are_those_of_the_fit(recorded: dict[str, list[fit.Point]]) -> None:
-    shipped = selection.model("linear")
-    again = fit.fit("linear", recorded["linear"])
+@pytest.mark.parametrize("op", OPS)
+def test_shipped_weights_are_those_of_the_fit(op: str, recorded: dict[str, list[fit.Point]]) -> None:
+    shipped = selection.model(op)
+    again = fit.fit(op, recorded[op])
     assert again.weights.keys() == shipped.weights.keys()
     for kind, weights in shipped.weights.items():
         assert again.weights[kind] == pytest.approx(weights, rel=2e-2, abs=2e-3)

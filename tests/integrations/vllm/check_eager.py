@@ -90,6 +90,19 @@ def test_default_patch_on_a_cpu_leaves_all_to_vllm(llm, stock):
         fastkernels.patch(llm, ops=["gemma_rms_norm"])
 
 
+def test_shapes_of_the_model_are_measured_and_reported(llm, stock, tmp_path, monkeypatch):
+    """On a CPU no proposal can run, so that every shape stays with the host."""
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path))
+    report = fastkernels.patch(llm)
+    (row,) = (r for r in report.rows if r.op == "linear")
+    assert row.state == "off" and "no kernel of ours is faster at N=" in row.reason
+    assert len(row.measured) == 4 * 7 and "onednn, the host's (no proposal)" in row.measured[0]
+    report.undo()
+    assert len(list((tmp_path / "verified").iterdir())) == 1
+    assert generate(llm) == stock
+
+
 def test_vllms_own_kernels_prove_the_swap(llm, stock, monkeypatch):
     monkeypatch.setenv("FASTKERNELS_PROVIDER", "rms_norm:vllm,silu_and_mul:vllm")
     with fastkernels.patch(llm) as report:

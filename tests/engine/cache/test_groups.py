@@ -1,0 +1,62 @@
+"""Groups of layers by window: their blocks, and how many fit into a memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastkernels.engine.cache.blocks import BlockManager, hash_block, known_prefix
+from fastkernels.engine.cache.kv_cache import block_bytes, fitting_blocks, group_blocks, groups_of
+from fastkernels.engine.config import EngineConfig
+
+CONFIG = EngineConfig(model="", block_size=16, max_num_seqs=4, max_num_batched_tokens=64)
+
+
+def layers(*windows: int | None) -> list[Any]:
+    return [
+        SimpleNamespace(window_left=-1 if w is None else w - 1, num_kv_heads=2, head_size=8) for w in windows
+    ]
+
+
+def test_window_as_long_as_the_context_is_none() -> None:
+    groups = groups_of(layers(64, None, 4096, 16, 64), 4096)
+    assert [(group.window, len(group.layers)) for group in groups] == [(None, 2), (64, 2), (16, 1)]
+    # blocks of a window of 64 tokens: four, three more, those of a step of 64 tokens, and block 0
+    assert group_blocks(groups, 1000, CONFIG) == [1000, 4 * 7 + 4 + 1, 4 * 4 + 4 + 1]
+    assert group_blocks(groups, 30, CONFIG) == [30, 30, 21]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10_000, 300_000, 5_000_000])
+def test_fitting_blocks_fill_the_memory(num_bytes: int) -> None:
+    groups = groups_of(layers(None, 64, 64, 64), 4096)
+    sizes = [block_bytes(group.layers, 16, torch.float32) for group in groups]
+
+    def total(blocks: int) -> int:
+        return sum(n * size for n, size in zip(group_blocks(groups, blocks, CONFIG), sizes, strict=True))
+
+    found = fitting_blocks(groups, num_bytes, CONFIG, torch.float32)
+    assert found == 0 or total(found) <= num_bytes
+    assert total(found + 1) > num_bytes
+    assert num_bytes < 5_000_000 or found > 3 * num_bytes // sum(sizes)  # windows leave memory to the others
+
+
+def test_prefix_needs_only_blocks_that_a_window_sees() -> None:
+    """A window of 5 tokens sees the last block of four tokens before the next one."""
+    names: list[bytes] = []
+    for i in range(6):
+        names.append(hash_block(names[-1] if names else b"", [i] * 4))
+    groups = [BlockManager(20, 4), BlockManager(20, 4, window=5)]
+    tables: list[list[int]] = [[], []]
+    for group, table in zip(groups, tables, strict=True):
+        group.grow(table, 24)
+    for i in range(6):
+        groups[0].name(tables[0][i], names[i])
+    for i in (0, 2, 3):
+        groups[1].name(tables[1][i], names[i])
+    assert known_prefix(groups, names) == 4
+    assert groups[1].find(names[:4]) == [0, 0, 0, tables[1][3]]
+    assert known_prefix(groups, names[:2]) == 1
+    assert groups[1].find(names[:1]) == [tables[1][0]]
