@@ -63,7 +63,7 @@ def kept(of: dict[str, str]) -> Table:
     if not path.is_file():
         others = len(list(folder.glob(f"{tuning.slug(of['chip'])}-*.json"))) if folder.is_dir() else 0
         if others:
-            log.info("%d files of choices in %s are from other versions and are not used", others, folder)
+            log.info("choices of other versions in %s are not used (files: %d)", folder, others)
         return empty
     try:
         table = tuning.read(path)

@@ -74,6 +74,7 @@ def test_every_image_encoder_is_tested() -> None:
     assert names == {name for name, _ in ENCODERS.values()}
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     folder, images = make_tiny_encoder(tmp_path, "dinov3"), pictures()
     one = LLM(str(folder), device="cpu").embed(images, use_tqdm=False)

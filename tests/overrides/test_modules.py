@@ -46,7 +46,7 @@ CONSTRUCTOR: dict[str, tuple[Any, ...]] = {
     "ParallelLMHead": (130, 9), "Attention": (6, 12, 0.3), "RadixAttention": (6, 12, 0.3, 2, 0),
     "LlamaMLP": (9, 5, "silu"),
     "LlamaDecoderLayer": (CONFIG,), "UnquantizedLinearMethod": (), "UnquantizedEmbeddingMethod": (),
-    "LogitsProcessor": (130,),
+    "LogitsProcessor": (130,), "SwiGLU": (9, 5), "GluMlp": (9, 10, None, nn.SiLU, None, True, 0.0, False, False),
 }  # fmt: skip
 
 

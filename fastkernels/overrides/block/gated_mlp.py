@@ -71,12 +71,20 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
             residual_dropout=0.0,
         )
         module = assemble.make(cls, x, config)
+    elif assemble.takes(cls, "gate_last"):
+        module = assemble.make(cls, x, hidden, 2 * inner, hidden, nn.SiLU, bias=False, gate_last=False)
+    elif assemble.takes(cls, "align_to"):
+        module = assemble.make(cls, x, hidden, inner, hidden, bias=False)
     elif assemble.takes(cls, "output_size"):
         module = assemble.make(cls, x, hidden, inner, hidden, "silu")
     else:
         module = assemble.make(cls, x, hidden, inner, "silu", prefix="mlp")
     parts = {"gate_up_proj": gate_up, "down_proj": down}
-    if not hasattr(module, "gate_up_proj"):
+    if hasattr(module, "fc1"):
+        parts = {"fc1": gate_up, "fc2": down}
+    elif hasattr(module, "fc1_g"):
+        parts = dict(zip(("fc1_g", "fc1_x", "fc2"), (*gate_up.chunk(2), down), strict=True))
+    elif not hasattr(module, "gate_up_proj"):
         parts = dict(zip(("gate_proj", "up_proj", "down_proj"), (*gate_up.chunk(2), down), strict=True))
     return partial(assemble.load(module, {f"{name}.weight": t for name, t in parts.items()}), x)
 

@@ -12,6 +12,7 @@ from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.block.gated_gelu_mlp import ERF, TANH, GatedGeluMLP
 from fastkernels.overrides.block.gated_mlp import check_activation
+from fastkernels.overrides.block.two_linears import not_linear, not_silu, side_by_side
 
 
 class TransformersLlamaMLP(nn.Module):
@@ -39,10 +40,10 @@ class TransformersLlamaMLP(nn.Module):
     @staticmethod
     def supports(module: nn.Module) -> str | None:
         """Return why our forward does not support this module (ours or the host's), or None."""
-        return _not_linear(module, "gate_proj", "up_proj", "down_proj") or _not_silu(module, "act_fn")
+        return not_linear(module, "gate_proj", "up_proj", "down_proj") or not_silu(module, "act_fn")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(_side_by_side(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(silu_and_mul(side_by_side(x, self.gate_proj, self.up_proj)))
 
 
 class TransformersIdefics2MLP(nn.Module):
@@ -60,7 +61,7 @@ class TransformersIdefics2MLP(nn.Module):
     supports = staticmethod(TransformersLlamaMLP.supports)
 
     def forward(self, x):
-        return self.down_proj(silu_and_mul(_side_by_side(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(silu_and_mul(side_by_side(x, self.gate_proj, self.up_proj)))
 
 
 class TransformersSeedOssMLP(TransformersLlamaMLP):
@@ -93,7 +94,7 @@ class TransformersPhi3MLP(nn.Module):
     @staticmethod
     def supports(module: nn.Module) -> str | None:
         """Return why our forward does not support this module (ours or the host's), or None."""
-        return _not_linear(module, "gate_up_proj", "down_proj") or _not_silu(module, "activation_fn")
+        return not_linear(module, "gate_up_proj", "down_proj") or not_silu(module, "activation_fn")
 
     def forward(self, hidden_states: torch.FloatTensor) -> torch.FloatTensor:
         return self.down_proj(silu_and_mul(self.gate_up_proj(hidden_states)))
@@ -121,13 +122,13 @@ class TransformersGemmaMLP(GatedGeluMLP):
     @staticmethod
     def supports(module: nn.Module) -> str | None:
         """Return why our forward does not support this module (ours or the host's), or None."""
-        return _not_linear(module, "gate_proj", "up_proj", "down_proj")
+        return not_linear(module, "gate_proj", "up_proj", "down_proj")
 
     def forward(self, x):
         approximate = getattr(
             self.act_fn, "approximate", "none" if type(self.act_fn).__name__ in ERF else "tanh"
         )
-        return self.down_proj(gelu_and_mul(_side_by_side(x, self.gate_proj, self.up_proj), approximate))
+        return self.down_proj(gelu_and_mul(side_by_side(x, self.gate_proj, self.up_proj), approximate))
 
 
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
@@ -135,38 +136,6 @@ _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 def _is_gelu(act: object) -> bool:
     return type(act).__name__ in (*ERF, *TANH) or type(act) is nn.GELU
-
-
-def _not_linear(module: nn.Module, *names: str) -> str | None:
-    """Why these parts of a module are not plain linear layers, or None."""
-    for name in names:
-        child = getattr(module, name, None)
-        if type(child) is not nn.Linear:
-            return f"{name} is {type(child).__name__}, not nn.Linear"
-        if "forward" in vars(child) or child._forward_hooks or child._forward_pre_hooks:
-            return f"{name} has hooks or a replaced forward"
-    return None
-
-
-def _not_silu(module: nn.Module, name: str) -> str | None:
-    """Why this part of a module is not SiLU, or None."""
-    act = type(getattr(module, name, None)).__name__
-    return None if act in ("SiLU", "SiLUActivation") else f"{name} is {act}, not SiLU"
-
-
-def _side_by_side(x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
-    """Return gate(x) and up(x), concatenated along the last dimension."""
-    plain = gate.bias is None and up.bias is None and x.dtype == gate.weight.dtype == up.weight.dtype
-    eager = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
-    if not plain or not eager or torch.is_autocast_enabled(x.device.type):
-        return torch.cat((gate(x), up(x)), dim=-1)
-    # Write the products into the halves of one tensor: a concatenation would cost what the fused activation saves.
-    # Dynamo cannot trace this, and a compiler avoids the copies of a concatenation itself.
-    out = torch.empty((*x.shape[:-1], gate.out_features + up.out_features), dtype=x.dtype, device=x.device)
-    rows, halves = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]).split(gate.out_features, dim=-1)
-    torch.mm(rows, gate.weight.t(), out=halves[0])
-    torch.mm(rows, up.weight.t(), out=halves[1])
-    return out
 
 
 _MODELS = (

@@ -52,9 +52,15 @@ def modules(rows: list[Any]) -> dict[str, int]:
         ("vit_small_patch16_dinov3", TINY, {"layer_norm": 5, "gelu": 2, "attention_dense": 2}),
         ("vit_small_patch16_rope_224", TINY, {"layer_norm": 5, "gelu": 2, "attention_dense": 2}),
         ("swinv2_tiny_window8_256", SWIN, {"layer_norm": 9, "gelu": 3, "attention_dense": 3}),
+        ("vit_7b_patch16_dinov3", TINY, {"layer_norm": 5, "gated_mlp": 2, "attention_dense": 2}),
+        (
+            "eva02_tiny_patch14_224",
+            {**TINY, "patch_size": 16},
+            {"layer_norm": 5, "gated_mlp": 2, "attention_dense": 2},
+        ),
         ("convnextv2_atto", CONVNEXT, {"layer_norm": 9, "gelu": 4}),
     ],
-    ids=["siglip", "dinov3", "rope", "swinv2", "convnextv2"],
+    ids=["siglip", "dinov3", "rope", "swinv2", "swiglu", "glu", "convnextv2"],
 )
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 def test_patched_models_give_the_hosts_outputs(
@@ -63,7 +69,7 @@ def test_patched_models_give_the_hosts_outputs(
     model = tiny(name, dtype, **sizes)
     run, classes = runner(model), [type(m) for m in model.modules()]
     before = run()
-    report = fastkernels.patch(model, ops=["attention_dense", "layer_norm", "gelu"])
+    report = fastkernels.patch(model, ops=["attention_dense", "layer_norm", "gelu", "gated_mlp"])
     after = run()
     assert modules(report.active) == expected and report.host.name == "timm"
     assert {r.op: r.calls for r in report.refresh().active} == expected and report.verified

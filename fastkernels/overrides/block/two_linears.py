@@ -1,0 +1,38 @@
+"""Gate and up projection of hosts that have them as two torch.nn.Linear."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def not_linear(module: nn.Module, *names: str) -> str | None:
+    """Why these parts of a module are not plain linear layers, or None."""
+    for name in names:
+        child = getattr(module, name, None)
+        if type(child) is not nn.Linear:
+            return f"{name} is {type(child).__name__}, not nn.Linear"
+        if "forward" in vars(child) or child._forward_hooks or child._forward_pre_hooks:
+            return f"{name} has hooks or a replaced forward"
+    return None
+
+
+def not_silu(module: nn.Module, name: str) -> str | None:
+    """Why this part of a module is not SiLU, or None."""
+    act = type(getattr(module, name, None)).__name__
+    return None if act in ("SiLU", "SiLUActivation") else f"{name} is {act}, not SiLU"
+
+
+def side_by_side(x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
+    """Return gate(x) and up(x), concatenated along the last dimension."""
+    plain = gate.bias is None and up.bias is None and x.dtype == gate.weight.dtype == up.weight.dtype
+    eager = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
+    if not plain or not eager or torch.is_autocast_enabled(x.device.type):
+        return torch.cat((gate(x), up(x)), dim=-1)
+    # Write the products into the halves of one tensor: a concatenation would cost what the fused activation saves.
+    # Dynamo cannot trace this, and a compiler avoids the copies of a concatenation itself.
+    out = torch.empty((*x.shape[:-1], gate.out_features + up.out_features), dtype=x.dtype, device=x.device)
+    rows, halves = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]).split(gate.out_features, dim=-1)
+    torch.mm(rows, gate.weight.t(), out=halves[0])
+    torch.mm(rows, up.weight.t(), out=halves[1])
+    return out
