@@ -189,7 +189,10 @@ CONFIG = SimpleNamespace(
 
 
 def gated_mlp(ns: Any) -> list[Any]:
-    sizes = {"hidden_size": 64, "intermediate_size": 63, "output_size": 64, "hidden_act": "silu"}
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 63, "output_size": 64, "hidden_act": "silu", "in_features": 64,
+        "hidden_features": 126 if ns.host == "timm" else 63, "act_layer": torch.nn.SiLU, "gate_last": False,
+    }  # fmt: skip
     found = []
     for cls in (getattr(ns, name) for name in ns.classes):
         taken = inspect.signature(cls).parameters
@@ -388,9 +391,14 @@ def attention_dense(ns: Any) -> list[Any]:
         return [getattr(ns, name)()(filled(AttentionLayer()), randn(2, 5, 24)) for name in ns.classes]
     found = []
     for name in ns.classes:
-        module = filled(getattr(ns, name)(24, num_heads=3, qk_norm=True, norm_layer=torch.nn.LayerNorm))
-        turned = "rope" in inspect.signature(module.forward).parameters
-        found.append(module(randn(2, 5, 24), *([randn(4, 16)] if turned else []), is_causal=True))
+        cls = getattr(ns, name)
+        takes = inspect.signature(cls).parameters
+        sizes = {"window_size": (1, 5)} if "window_size" in takes else {"norm_layer": torch.nn.LayerNorm}
+        norms = {"qk_norm": True} if "qk_norm" in takes else {}
+        module = filled(cls(24, num_heads=3, **sizes, **norms))
+        known = inspect.signature(module.forward).parameters
+        more = {"rope": randn(4, 16)} if "rope" in known else {}
+        found.append(module(randn(2, 5, 24), **more, **({"is_causal": True} if "is_causal" in known else {})))
     return found
 
 
