@@ -166,6 +166,9 @@ class Stub:
         assert owner is not None, f"{ours.__name__} has no {name}"
         found = vars(owner)[name]
         function: Any = found.__func__ if isinstance(found, staticmethod) else found
+        plain = self._plain(ours, name)
+        if function.__code__.co_freevars and plain is not None:
+            function = plain
         source = _Source(function)
         if function.__code__.co_freevars:  # it uses super(), which would skip our class in a subclass
             self._bind(source.signature_names(), function)
@@ -173,6 +176,15 @@ class Stub:
             return f"{textwrap.indent(source.head, '    ')}\n{call}"
         self._bind(source.names(), function)
         return textwrap.indent(self._own(source.text), "    ")
+
+    def _plain(self, ours: type, name: str) -> FunctionType | None:
+        """The method of a base class of the op's own file, for a host's method that adds a case to it by super()."""
+        several = [
+            vars(c)[name]
+            for c in ours.__mro__[1:]
+            if c.__module__ == self.module.__name__ and name in vars(c)
+        ]
+        return next((f for f in several if isinstance(f, FunctionType) and not f.__code__.co_freevars), None)
 
     def _own(self, text: str) -> str:
         """The text with calls of the dispatched op replaced by calls of this file's function."""

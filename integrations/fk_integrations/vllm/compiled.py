@@ -379,12 +379,14 @@ def together(worker: Any, step: Callable[[], None]) -> None:
 
 
 def _gather(value: str | None) -> list[str | None]:
+    import torch.distributed
     from vllm.distributed import parallel_state
 
+    if not torch.distributed.is_initialized():
+        return [value]
     group = parallel_state.get_world_group()
     if group.world_size == 1:
         return [value]
-    import torch.distributed
 
     everyone: list[str | None] = [None] * group.world_size
     torch.distributed.all_gather_object(everyone, value, group=group.cpu_group)

@@ -26,6 +26,7 @@ OWN = {
     "kit/libraries.py": {"baseline-library"},
     # CUDA C++, read from the package and launched by the driver
     "kit/hopper.py": {"files"},
+    "kit/selection.py": {"files"},  # weights of the selection model
     "linear/skinny_linear_cuda.py": {"native-library"},
     "attention/attention_decode_cuda.py": {"native-library"},
     "linear/wgmma_linear_cuda.py": {"native-library"},
