@@ -282,12 +282,23 @@ def call_of(
     return fused_experts_fp8, args
 
 
+# vLLM's experts that read weights in the checkpoint's order ([E, 2 I, H] with the gates first, [E, H, I]), and the
+# exchange of tokens that leaves them where they are
+_PLAIN = ("TritonExperts", "TritonOrCutlassExperts", "MoEPrepareAndFinalizeNoDPEPModular")
+
+
+def refuse_parts(*parts: Any) -> None:
+    """Raise ValueError for experts that order their weights in another way, or for an exchange between ranks."""
+    for name in (type(part).__name__ for part in parts):
+        if name not in _PLAIN:
+            raise ValueError(f"fused_experts: {name} is not one of {', '.join(_PLAIN)}")
+
+
 class VllmFusedMoEKernel:
     """vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEKernelModularImpl: computes the experts of a layer.
 
     The layer passes its weights and the router's choice; routing, shared experts and the final all-reduce stay in the
-    layer. Of the two arguments only fused_experts.quant_config is read. scale_ue8m0: the scales of activation groups
-    are powers of two, a setting of the whole vLLM process.
+    layer. scale_ue8m0: the scales of activation groups are powers of two, a setting of the whole vLLM process.
     """
 
     live_methods = ("apply",)
@@ -312,9 +323,11 @@ class VllmFusedMoEKernel:
     ) -> torch.Tensor:
         """Compute `fused_experts`; on a single rank the layer itself runs the shared experts.
 
-        Raises ValueError for unsupported activations, biases and quantization schemes.
+        Raises ValueError for unsupported activations, biases, quantization schemes and orders of the weights.
         """
         refuse_activation(activation)
+        if not getattr(self, "checked", False):  # a live patch has checked the layer
+            refuse_parts(self.fused_experts, self.prepare_finalize)
         op, args = call_of(
             hidden_states, w1, w2, topk_weights, topk_ids, global_num_experts, expert_map,
             apply_router_weight_on_input, self.fused_experts.quant_config,

@@ -121,7 +121,7 @@ def _implementation(host: type, ours: Any, by_table: bool, ue8m0: bool) -> type:
         return ours.apply(*args)
 
     body = {
-        "apply": apply, "scale_ue8m0": ue8m0, "__module__": host_class.__module__,
+        "apply": apply, "scale_ue8m0": ue8m0, "checked": True, "__module__": host_class.__module__,
         "__qualname__": host_class.__qualname__, "fastkernels": ours,
     }  # fmt: skip
     return type(host_class.__name__, (host_class,), body)

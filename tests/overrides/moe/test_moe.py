@@ -17,7 +17,7 @@ from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.block import cases as block_cases
 from fastkernels.overrides.block import mixtral_decoder_layer
 from fastkernels.overrides.moe import fused_experts, moe_tiles, sparse_moe
-from fastkernels.overrides.moe.vllm import VllmMixtralMoE, vllm_fused_experts
+from fastkernels.overrides.moe.vllm import VllmFusedMoEKernel, VllmMixtralMoE, vllm_fused_experts
 
 
 def experts(tokens: int = 9, e: int = 4, k: int = 2, h: int = 24, i: int = 14) -> list[torch.Tensor]:
@@ -280,3 +280,20 @@ def test_inputs_of_layer_have_no_ties(factor: float) -> None:
         chosen.append((seen[0] @ gate.t()).topk(2).indices.sort().values)
     assert torch.equal(*chosen)
     assert (torch.bincount(chosen[0].flatten(), minlength=8) > 150).all()
+
+
+@pytest.mark.parametrize(
+    ("experts_class", "exchange", "runs"),
+    [("TritonExperts", "MoEPrepareAndFinalizeNoDPEPModular", True),
+     ("FlashInferExperts", "MoEPrepareAndFinalizeNoDPEPModular", False),
+     ("TritonExperts", "DeepEPHTPrepareAndFinalize", False)],
+)  # fmt: skip
+def test_weights_in_another_order_are_refused(experts_class: str, exchange: str, runs: bool) -> None:
+    inside, outside = (type(name, (), {"quant_config": None})() for name in (experts_class, exchange))
+    x, w1, w2, weights, ids = experts()
+    kernel = VllmFusedMoEKernel(outside, inside)
+    if runs:
+        close(kernel.apply(x, w1, w2, ids, weights), fused_experts.fused_experts(x, w1, w2, weights, ids))
+    else:
+        with pytest.raises(ValueError, match="is not one of TritonExperts"):
+            kernel.apply(x, w1, w2, ids, weights)
