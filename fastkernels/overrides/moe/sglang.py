@@ -172,6 +172,8 @@ def refuse_config(config: Any) -> None:
 
 def quant_of(quant_info: Any) -> tuple[bool, dict[str, Any]]:
     """Return (is it float8, its scales) of a TritonMoeQuantInfo. Raises ValueError for other schemes and biases."""
+    if (kind := type(quant_info).__name__).endswith("QuantInfo") and kind != "TritonMoeQuantInfo":
+        raise ValueError(f"fused_experts: {kind} is not TritonMoeQuantInfo: its weights are in another order")
     refuse("fused_experts", **{f"quant_info.{name}": getattr(quant_info, name, None) for name in _OTHERS})
     return bool(quant_info.use_fp8_w8a8), {ours: getattr(quant_info, name) for ours, name in _FP8.items()}
 

@@ -17,6 +17,7 @@ from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.block import cases as block_cases
 from fastkernels.overrides.block import mixtral_decoder_layer
 from fastkernels.overrides.moe import fused_experts, moe_tiles, sparse_moe
+from fastkernels.overrides.moe.sglang import quant_of
 from fastkernels.overrides.moe.vllm import VllmFusedMoEKernel, VllmMixtralMoE, vllm_fused_experts
 
 
@@ -297,3 +298,9 @@ def test_weights_in_another_order_are_refused(experts_class: str, exchange: str,
     else:
         with pytest.raises(ValueError, match="is not one of TritonExperts"):
             kernel.apply(x, w1, w2, ids, weights)
+
+
+def test_weights_of_sglangs_other_backends_are_refused() -> None:
+    info = type("FlashInferCutlassMoeQuantInfo", (), {})()
+    with pytest.raises(ValueError, match="FlashInferCutlassMoeQuantInfo is not TritonMoeQuantInfo"):
+        quant_of(info)
