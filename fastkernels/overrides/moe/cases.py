@@ -117,6 +117,7 @@ def _made(
 ) -> Callable[[], Any]:
     if not hasattr(cls, "run"):
         kernel = cls(None, SimpleNamespace(quant_config=quant))
+        kernel.checked = True  # these weights are in the checkpoint's order
         kernel.scale_ue8m0 = ue8m0
         return lambda: kernel.apply(
             x, w1, w2, ids, weights, expert_map=expert_map, apply_router_weight_on_input=on_input
