@@ -6,7 +6,6 @@ is noted in a journal, so that undo, or a failure half way, restores the model.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -200,7 +199,7 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     row = Row(patched.rank, spec.name, target.name, 0, "off")
     requested = _requested(patched.request, spec.name)
     by_table = not requested and not target.default
-    host_class = _resolve(target.path)
+    host_class = seam.host_class(target)
     whole = _why_off(patched, spec, target, host_class, by_table)
     if whole is not None:
         row.explain({whole: 0})
@@ -478,11 +477,3 @@ def _check(patched: Patched) -> None:
         raise PatchError("; ".join(row.reason for row in unused))
     if patched.adapter.whole and (problem := nothing_patched(rows, request)) is not None:
         raise PatchError(problem)
-
-
-def _resolve(path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return None

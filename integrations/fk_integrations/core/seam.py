@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
+from fastkernels.core.spec import Target
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 
@@ -77,6 +78,15 @@ def other_classes(model: Any, host_class: type, known: Callable[[str], bool]) ->
 
 def _namesake(kind: type, host_class: type) -> bool:
     return kind.__name__ == host_class.__name__ and not kind.__module__.startswith("torch.")
+
+
+def host_class(target: Target) -> Any:
+    """The host's class or function that a target replaces; None if this version of the host has none."""
+    module, _, name = target.path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
 
 
 def names() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import time
@@ -113,7 +112,7 @@ def _settled(adapter: Adapter, request: Request, spec: OpSpec) -> bool:
 def _modules(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tuple[Any, ...]]]:
     found = []
     for target in adapter.targets(spec, model):
-        place, host_class = seam.find(target.seam), _resolve(target.path)
+        place, host_class = seam.find(target.seam), seam.host_class(target)
         if not place.live or host_class is None:
             continue
         supports = getattr(registry.target_class(target), "supports", None)
@@ -124,14 +123,6 @@ def _modules(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tupl
             if shape is not None:
                 found.append((module, shape))
     return found
-
-
-def _resolve(path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return None
 
 
 def _choices(
