@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class AttentionMetadata:
     plan           the backend's own
     padded         whether there may be tokens behind the last sequence's
     groups         the metadata of layers whose kv_group is 1, 2, ..., with a slot_mapping and block_table of their own
+    derived        what ops computed from the batch for all layers, see once_per_step
 
     `decode_only`: every sequence has exactly one query.
     """
@@ -41,6 +44,7 @@ class AttentionMetadata:
     plan: Any = None
     padded: bool = True
     groups: tuple[AttentionMetadata, ...] = ()
+    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, layer: Any) -> AttentionMetadata:
         """The metadata of an attention layer's KV group."""
@@ -70,3 +74,16 @@ def get_forward_context() -> AttentionMetadata:
     if _current is None:
         raise RuntimeError("no forward context: call the model inside `with forward_context(metadata)`")
     return _current
+
+
+def once_per_step(key: Any, make: Callable[[], T]) -> T:
+    """The value of make(), which is kept for later calls with this key inside the same `forward_context`.
+
+    For what depends only on tensors that do not change during a step. Outside a context, make() runs on every call.
+    """
+    if _current is None:
+        return make()
+    derived = _current.derived
+    if key not in derived:
+        derived[key] = make()
+    return derived[key]
