@@ -76,14 +76,17 @@ def get_forward_context() -> AttentionMetadata:
     return _current
 
 
-def once_per_step(key: Any, make: Callable[[], T]) -> T:
-    """The value of make(), which is kept for later calls with this key inside the same `forward_context`.
+def once_per_step(make: Callable[..., T], tensor: torch.Tensor, *args: Any) -> T:
+    """The value of make(tensor, *args), kept on a CPU for calls with the same arguments in the same `forward_context`.
 
-    For what depends only on tensors that do not change during a step. Outside a context, make() runs on every call.
+    For what all layers derive from the batch. Tensors count as the same by address and layout, so they must not change
+    during a step. Outside a context and on other devices, whose graphs replay a step, `make` runs on every call.
     """
-    if _current is None:
-        return make()
-    derived = _current.derived
-    if key not in derived:
-        derived[key] = make()
-    return derived[key]
+    if _current is None or not tensor.is_cpu:
+        return make(tensor, *args)
+    given = (tensor, *args)
+    key = (make, *((t.data_ptr(), t.shape, t.stride()) if isinstance(t, torch.Tensor) else t for t in given))
+    found = _current.derived.get(key)
+    if found is None:
+        found = _current.derived[key] = make(*given), given  # tensors that are alive keep their addresses
+    return found[0]

@@ -35,10 +35,7 @@ def decode_sdpa(
 
     One call serves all sequences, unless padding to the longest would make it slower.
     """
-    block_size = key_cache.shape[1]
-    batch = seq_lens, block_table, block_size, window_left
-    key = (block_size, window_left, *(f(t) for t in batch[:2] for f in (torch.Tensor.data_ptr, len)))
-    parts, empty = once_per_step(("attention_decode_cpu", key), lambda: _plan(*batch))
+    parts, empty = once_per_step(_plan, seq_lens, block_table, key_cache.shape[1], window_left)
     if not parts:
         return torch.zeros_like(q)
     grouped = q.reshape(len(q), key_cache.shape[2], -1, q.shape[2])
