@@ -133,7 +133,7 @@ class Code:
         return cls(config, [(m, _own_attributes(m), set()) for m in models], folders)
 
     def changes(self) -> Code:
-        """What differs from the code in use: `restore` leaves all that changes from now on."""
+        """The part that differs from the code in use, so that `restore` leaves all later changes of a module."""
         found = []
         for model, before, _ in self.models:
             now = _own_attributes(model)
