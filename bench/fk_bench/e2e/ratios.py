@@ -19,6 +19,7 @@ FIRST_SECONDS = "first_tokens_s"  # until all requests have as many tokens as a 
 METRICS = {  # metric: (title, whether more is better)
     TPOT: ("TPOT", False), "ttft_ms": ("TTFT", False), OUTPUT: ("output tok/s", True),
 }  # fmt: skip
+DECODED = 16  # output tokens from which a load has a TPOT worth comparing
 BUSY = 0.85  # share of a step in which the GPU computes, from which its kernels decide about TPOT
 
 
@@ -145,7 +146,7 @@ def show(results: Sequence[dict[str, Any]]) -> None:
     used = [name for name in names if any(f"stock_{name}" in line for line in results)]
     cells = [
         [line["model"], line["load"]]
-        + [f"{line.get(f'stock_{n}', math.nan):.3g} / {line.get(f'patched_{n}', math.nan):.3g}" for n in used]
+        + [" / ".join(f"{line[f'{s}_{n}']:.3g}" for s in STATES if f"{s}_{n}" in line) for n in used]
         for line in results
     ]
     table("steps of decoding, stock / patched", ["model", "load", *used], cells)
@@ -161,34 +162,46 @@ def show(results: Sequence[dict[str, Any]]) -> None:
 
 
 def _show_latency(results: Sequence[dict[str, Any]]) -> None:
-    """TPOT of each model, by load, next to the GPU's share of a stock step."""
-    decoding = [line for line in results if f"{TPOT}_ratio" in line]
-    loads = list(dict.fromkeys(line["load"] for line in decoding))
-    by_model: dict[str, dict[str, dict[str, Any]]] = {}
-    for line in decoding:
-        by_model.setdefault(line["model"], {})[line["load"]] = line
-
-    def cell(line: dict[str, Any] | None) -> str:
-        if line is None:
-            return ""
-        if "stock_gpu_busy" not in line:
-            return _with_interval(line, f"{TPOT}_ratio")
-        ratio = line["stock_gpu_step_ms"] / line["patched_gpu_step_ms"]
-        return f"{_with_interval(line, f'{TPOT}_ratio')}, busy {line['stock_gpu_busy']:.0%}, GPU alone {ratio:.3f}"
-
-    cells = [[model, *(cell(of_one.get(load)) for load in loads)] for model, of_one in by_model.items()]
-    for title, chosen in (
-        ("all models", decoding),
-        (f"busy for {BUSY:.0%} or more", [n for n in decoding if n.get("stock_gpu_busy", 0) >= BUSY]),
-    ):
-        groups = [[n[f"{TPOT}_ratio"] for n in chosen if n["load"] == load] for load in loads]
+    """TPOT of each model, by load, and the GPU's share of a stock step."""
+    lines = {(line["model"], line["load"]): line for line in decoding(results)}
+    models, loads = (list(dict.fromkeys(of)) for of in zip(*lines, strict=True)) if lines else ([], [])
+    cells = [
+        [model, *(_with_interval(lines.get((model, load), {}), f"{TPOT}_ratio") for load in loads)]
+        for model in models
+    ]
+    for title, least in (("all models", 0.0), (f"GPU busy for {BUSY:.0%} or more", BUSY)):
+        groups = [tpot_ratios(results, load, least) for load in loads]
         if any(groups):
-            cells.append([title, *(_mean_and_least(values) for values in groups)])
+            cells.append([title, *(mean_and_least(values) for values in groups)])
     if cells:
+        table("TPOT, times better when patched", ["model", *loads], cells)
+    busy = {
+        at: line for at, line in lines.items() if "stock_gpu_busy" in line and "patched_gpu_step_ms" in line
+    }
+    if busy:
+        cells = [[model, *(_gpu(busy.get((model, load), {})) for load in loads)] for model in models]
         table(
-            "TPOT, times better when patched; the GPU's share of a stock step; ratio of the GPU's time alone",
-            ["model", *loads], cells,
-        )  # fmt: skip
+            "the GPU's share of a stock step; its time alone, times better when patched",
+            ["model", *loads],
+            cells,
+        )
+
+
+def decoding(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of loads with enough output tokens for a TPOT."""
+    return [n for n in results if f"{TPOT}_ratio" in n and int(n["load"].rpartition("+")[2]) >= DECODED]
+
+
+def tpot_ratios(results: Sequence[dict[str, Any]], load: str, busy: float = 0.0) -> list[float]:
+    """The TPOT ratios of all models with this load whose GPU is busy for at least this share of a stock step."""
+    chosen = (n for n in decoding(results) if n["load"] == load and n.get("stock_gpu_busy", 0.0) >= busy)
+    return [n[f"{TPOT}_ratio"] for n in chosen]
+
+
+def _gpu(line: dict[str, Any]) -> str:
+    if not line:
+        return ""
+    return f"{line['stock_gpu_busy']:.0%}; {line['stock_gpu_step_ms'] / line['patched_gpu_step_ms']:.3f}"
 
 
 def _show_throughput(results: Sequence[dict[str, Any]]) -> None:
@@ -216,7 +229,7 @@ def _with_interval(line: dict[str, Any], name: str) -> str:
     return f"{line[name]:.3f}" + ("" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]")
 
 
-def _mean_and_least(values: Sequence[float]) -> str:
+def mean_and_least(values: Sequence[float]) -> str:
     if not values:
         return ""
     mean = math.exp(statistics.fmean(map(math.log, values)))
