@@ -16,7 +16,6 @@ from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.expressions import Expr
 from fastkernels.core.shapes import dtype_name
 from fastkernels.core.spec import OpSpec
-from fastkernels.core.tuning import Chip
 from fastkernels.overrides.kit.fp8 import FP8, empty_outputs
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda
