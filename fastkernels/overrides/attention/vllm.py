@@ -53,7 +53,7 @@ class VllmAttention(PagedAttention):
             window = getattr(cache_config, "sliding_window", None)
         left = None if window is None else window - 1
         self._build(num_heads, head_size, scale, num_kv_heads, left, logits_soft_cap or 0.0)
-        self.sinks = sinks
+        self.__dict__["sinks"] = sinks  # a parameter of the caller, not one more of this module
         self.layer_name = prefix
 
     def forward(
