@@ -91,6 +91,7 @@ SPEC = OpSpec(
         Case("odd_63", {"tokens": 63, "d": 1000}, tags=("odd",)),
         Case("odd_1025", {"tokens": 3, "d": 1025}, "float16", tags=("odd",)),
         Case("batched", {"tokens": 2, "inner": 7, "d": 63}, "float32", tags=("odd",)),
+        Case("narrow", {"tokens": 130, "d": 7}, tags=("odd",)),
         Case("tight", {"tokens": 5, "d": 129, "alpha": 1.0, "limit": 0.5}, "float32", tags=("odd",)),
     ),
     arguments=(elementwise.PAIR, Scalar("alpha", default=ALPHA), Scalar("limit", default=LIMIT)),

@@ -213,7 +213,10 @@ SPEC = OpSpec(
             "w2", per_expert("hidden inner_columns"), "weights", values=_weight,
             bytes=_bytes("hidden", "inner_columns"),
         ),
-        Tensor("w1_bias", per_expert("2*intermediate"), std=0.2, bytes="itemsize(dtype) * experts_hit * 2 * intermediate"),
+        Tensor(
+            "w1_bias", per_expert("2*intermediate"), std=0.2,
+            bytes="itemsize(dtype) * experts_hit * 2 * intermediate",
+        ),
         Tensor("w2_bias", per_expert("hidden"), std=0.2, bytes="itemsize(dtype) * experts_hit * hidden"),
         Tensor("topk_weights", "tokens topk", "float32"),
         Tensor("topk_ids", "tokens topk", "ids", bytes=ROUTING_BYTES),
