@@ -51,8 +51,9 @@ class Item:
 
     def read_bytes(self, dtype: str) -> int:
         """Bytes that one token reads."""
-        whole = self.weight_bytes(dtype)
-        return whole if self.read is None else whole * self.read // max(self.parameters, 1)
+        if self.quantized is not None and self.read is not None:
+            return self.quantized * self.read // self.parameters
+        return self.weight_bytes(dtype) if self.read is None else self.read * SIZES[dtype]
 
     def __str__(self) -> str:
         given = ", ".join(f"{k}={v!r}" for k, v in self.arguments.items())
