@@ -13,11 +13,12 @@ from fk_bench.e2e.pictures.costs import gaps, kind_of
 from fk_bench.e2e.pictures.graphs import Graphed, compile_blocks
 from fk_bench.e2e.pictures.measure import cosine, psnr
 from fk_bench.e2e.pictures.named import build
+from fk_bench.e2e.pictures.subjects import Pipeline
 from support.commands import fk_bench_here, last_json
 from support.tiny import make_tiny_encoder, make_tiny_pipeline
 
 pytest.importorskip("timm")
-pytest.importorskip("diffusers")
+diffusers = pytest.importorskip("diffusers")
 TIMM = ("vit_small_patch16_dinov3", "--hosts", "timm", "--load-format", "dummy", "--engine-args",
         'timm={"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 3}')  # fmt: skip
 
@@ -202,6 +203,32 @@ def test_named_models_have_their_real_sizes(name: str, millions: int) -> None:
     )
     assert round(sum(p.numel() for part in parts for p in part.parameters()) / 1e6) == millions
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_pipeline_without_text_encoders_is_measured(name: str, tmp_path: Path) -> None:
+    if name == "sdxl":
+        folder = make_tiny_pipeline(tmp_path)
+        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, text_encoder=None, text_encoder_2=None)
+    else:
+        transformer = diffusers.FluxTransformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+            joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=True,
+        )  # fmt: skip
+        vae = diffusers.AutoencoderKL(
+            block_out_channels=[16, 32], down_block_types=["DownEncoderBlock2D"] * 2, norm_num_groups=8,
+            up_block_types=["UpDecoderBlock2D"] * 2, latent_channels=4, shift_factor=0.1,
+        )  # fmt: skip
+        pipe = diffusers.FluxPipeline(
+            transformer=transformer, vae=vae, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+            text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None,
+        )  # fmt: skip
+    subject = Pipeline(pipe, 32, 2)
+    (tokens, _), *_ = (t.shape[1:] for t in subject.inputs(1, 0).values() if isinstance(t, torch.Tensor))
+    assert tokens == (512 if name == "flux" else 77)
+    with torch.inference_mode():
+        found, again = subject.copy().result(2, 0), subject.copy(wide=True).result(2, 0)
+    assert found.shape == (2, 3, 32, 32) and torch.equal(found, again) and found.std() > 0
 
 
 def test_blocks_with_most_weights_are_compiled() -> None:

@@ -191,6 +191,29 @@ def test_flux_fuses_norm_and_rope_of_heads() -> None:
     hook.remove()
 
 
+@pytest.mark.parametrize("part", ["flux", pytest.param("unet", marks=pytest.mark.slow)])
+def test_models_compile_whole_with_the_diffusion_ops(part: str) -> None:
+    if part == "flux":
+        model: Any = flux()
+        run = step(model)
+    else:
+        model = sdxl().unet
+        given = {"text_embeds": torch.ones(1, 32), "time_ids": torch.ones(1, 6)}
+        latents, texts = torch.randn(1, 4, 16, 16), torch.randn(1, 7, 64)
+
+        def run() -> torch.Tensor:
+            with torch.no_grad():
+                return model(latents, torch.tensor(7.0), texts, added_cond_kwargs=given).sample
+
+    before = run()
+    model.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(), before, rtol=1e-3, atol=1e-3)
+    with fastkernels.patch(model, ops=["attention_dense", *DIFFUSION]) as report:
+        torch.testing.assert_close(run(), before, rtol=1e-3, atol=1e-3)
+        assert report.refresh().verified
+    torch.testing.assert_close(run(), before, rtol=1e-3, atol=1e-3)
+
+
 def test_modulation_in_a_wider_dtype_is_the_hosts() -> None:
     norm = diffusers.models.normalization.AdaLayerNormZeroSingle(16)
     x, emb = torch.randn(2, 5, 16), torch.randn(2, 16)
