@@ -144,6 +144,7 @@ def test_folder_without_weights_gives_a_random_pipeline(tmp_path: Path) -> None:
         (("--hosts", "diffusers"), "--hosts diffusers needs MODEL"),
         (("--hosts", "vllm", "--ops", "gelu"), "are for --hosts timm, transformers, diffusers"),
         (("--hosts", "timm", "--cuda-graphs"), "--cuda-graphs needs --compile-blocks"),
+        (("--hosts", "timm", "--cuda-graphs", "--compile-blocks"), "which has graphs of its own: choose default"),
         (("no_such_model", "--hosts", "timm"), "timm cannot open 'no_such_model'"),
     ],
 )  # fmt: skip

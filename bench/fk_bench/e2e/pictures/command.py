@@ -18,6 +18,7 @@ from fk_bench.e2e.pictures import report, subjects
 from fk_bench.e2e.pictures.measure import LANES, Compiler, Lane, Settings, cost_rows, measure, summary
 from fk_bench.serving.config import ConfigError, comma_list
 
+WITH_GRAPHS = ("max-autotune", "reduce-overhead")
 DEFAULT = {"timm": "vit_small_patch16_dinov3"}
 SHOWN = ("batch", "lane", "images_per_s", "latency_ms", "speedup_over_host", "cosine_to_float32", "status")
 
@@ -35,6 +36,11 @@ def run(
     if compiler.graphs and not compiler.blocks:
         raise ConfigError(
             "--cuda-graphs needs --compile-blocks: for whole models, choose a mode that has graphs"
+        )
+    if compiler.graphs and compiler.mode in WITH_GRAPHS:
+        raise ConfigError(
+            f"--cuda-graphs with --compile-mode {compiler.mode}, which has graphs of its own: choose default or"
+            " max-autotune-no-cudagraphs"
         )
     models = models or DEFAULT.get(host, "")
     if not models:
