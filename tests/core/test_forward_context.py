@@ -1,4 +1,4 @@
-"""What the layers of a step share."""
+"""Values that the layers of a step share."""
 
 from __future__ import annotations
 
