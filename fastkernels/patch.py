@@ -355,7 +355,8 @@ def patch(
     strict      a fallback, an unknown version or an unsupported module is an error (default: FASTKERNELS_STRICT)
 
     Returns a Report (also a context manager; `undo()` restores everything). Without `ops`, a host may keep every
-    module, as on a CPU, where our code is plain PyTorch: the report then has no active row, and gives the reasons.
+    module, as on a CPU, where our code is plain PyTorch, or in a convolutional network: the report then has no active
+    row, and gives the reasons.
 
     Raises UnknownName for an op or host that does not exist, CandidateError for a folder without candidates, and
     PatchError if the patch fails or requested ops match nothing; nothing has changed then.
