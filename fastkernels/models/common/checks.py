@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common import registry
+from fastkernels.models.common import quantization, registry
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Decoder, Experts, Unsupported
 
@@ -67,10 +67,7 @@ def check(config: Any) -> None:
     chosen = getattr(config, "num_experts_per_tok", None)
     if experts and chosen and chosen > experts:
         raise Unsupported(f"config.num_experts_per_tok={chosen} is more than the {experts} experts")
-    quantization = getattr(config, "quantization_config", None)
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise Unsupported(f"config.quantization_config: {method} is not supported, only unquantized weights")
+    quantization.read(config)
     _check_layer_types(config)
     if getattr(config, "vision_config", None) is not None:
         check(config.vision_config)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common import checks, registry
+from fastkernels.models.common import checks, quantization, registry
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Attention, Decoder, Experts, Layer, Mlp, Norm
+from fastkernels.models.common.quantization import Scheme
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_and_mul"}
@@ -28,6 +29,7 @@ class Item:
     layout     how ranks share the parameters: 'columns', 'rows', 'heads', 'vocabulary', 'inner', or '' (each has all)
     read       parameters that one token reads, if not all (experts, embeddings)
     flops      operations for one token, without those that depend on the context
+    quantized  bytes of the parameters of a quantized layer
     """
 
     path: str
@@ -38,10 +40,17 @@ class Item:
     keys: tuple[str, ...] = ()
     read: int | None = None
     flops: int = 0
+    quantized: int | None = None
 
     @property
     def parameters(self) -> int:
         return sum(prod(shape) for shape in self.shapes.values())
+
+    def weight_bytes(self, dtype: str) -> int:
+        return self.parameters * SIZES[dtype] if self.quantized is None else self.quantized
+
+    def read_bytes(self, dtype: str) -> int:
+        return self.weight_bytes(dtype) if self.read is None else self.read * SIZES[dtype]
 
     def __str__(self) -> str:
         given = ", ".join(f"{k}={v!r}" for k, v in self.arguments.items())
@@ -69,13 +78,12 @@ class Plan:
 
     @property
     def weight_bytes(self) -> int:
-        return self.parameters * SIZES[self.dtype]
+        return sum(item.weight_bytes(self.dtype) for item in self.items)
 
     @property
     def read_bytes(self) -> int:
         """Bytes of parameters that a step with one token reads."""
-        read = sum(item.parameters if item.read is None else item.read for item in self.items)
-        return read * SIZES[self.dtype]
+        return sum(item.read_bytes(self.dtype) for item in self.items)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -120,9 +128,19 @@ def plan(model: Any, dtype: str = "") -> Plan:
     checks.check(config)
     described = registry.describe(config)
     dtype = dtype or str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-    items = tuple(_items(described, arch))
+    scheme = quantization.read(config)
+    items = tuple(_in_format(item, scheme, arch, SIZES[dtype]) for item in _items(described, arch))
     attentions = tuple(layer.attention for layer in described.layers)
     return Plan(names[0], arch.category, dtype, items, attentions, described.tied)
+
+
+def _in_format(item: Item, scheme: Scheme | None, arch: Architecture, dtype_bytes: int) -> Item:
+    """The item with the op and the bytes of the checkpoint's number format."""
+    if scheme is None or item.op != "linear" or not scheme.quantizes(item.path, arch):
+        return item
+    rows, columns = item.shapes["weight"]
+    size = scheme.weight_bytes(rows, columns, dtype_bytes) + dtype_bytes * prod(item.shapes.get("bias", (0,)))
+    return replace(item, op=scheme.op, arguments={"format": scheme.method}, quantized=size)
 
 
 def _config(model: str | Path) -> Any:
