@@ -16,11 +16,12 @@ from support.tiny import make_tiny
 from fastkernels import LLM, SamplingParams
 from fastkernels.core import parallel
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
-from fastkernels.models.common import build
+from fastkernels.models.common import build, quantized
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
 from fastkernels.overrides.attention.attention import PagedAttention
+from fastkernels.overrides.linear.linear_int4 import dequantize_int4
 
 T = torch.Tensor
 Tensors = dict[str, T]
@@ -59,6 +60,10 @@ def blockwise(name: str) -> Callable[[T], tuple[Tensors, T]]:
     return quantize
 
 
+def as_it_is(x: T) -> T:
+    return x
+
+
 def fake_rows(x: T) -> T:
     scale = x.abs().amax(-1, keepdim=True).clamp(min=1 / 512) / 448
     return to_fp8(x, scale).float() * scale
@@ -85,6 +90,80 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str
     }
 
 
+def groups_of(w: T, size: int, symmetric: bool) -> tuple[T, T, T, T]:
+    """Integers 0 to 15 [N, K], scales [N, G], zero points [N, G], and the dequantized matrix."""
+    parts = w.unflatten(1, (-1, size if size > 0 else w.shape[1]))
+    if symmetric:
+        scale = (parts.abs().amax(-1) / 7).half().float()
+        zero = torch.full_like(scale, 8)
+    else:
+        low, high = parts.amin(-1), parts.amax(-1)
+        scale = ((high - low) / 15).half().float()
+        zero = (-low / scale).round().clamp(0, 15)
+    q = (parts / scale[..., None] + zero[..., None]).round().clamp(0, 15)
+    plain = ((q - zero[..., None]) * scale[..., None]).flatten(1)
+    return q.flatten(1).int(), scale, zero.int(), plain
+
+
+def words(values: T, dim: int, order: tuple[int, ...] = tuple(range(8))) -> T:
+    """Eight integers of 4 bits in each int32; order[i]: which of eight is the i-th from the lowest bit."""
+    parts = values.unflatten(dim, (-1, 8)).long()
+    shifted = [parts.select(dim + 1, column) << 4 * i for i, column in enumerate(order)]
+    return torch.stack(shifted).sum(0).to(torch.int32)
+
+
+def gptq(size: int, symmetric: bool, less: int = 1) -> Callable[[T], tuple[Tensors, T]]:
+    def quantize(w: T) -> tuple[Tensors, T]:
+        q, scale, zero, plain = groups_of(w, size, symmetric)
+        if less:
+            zero = zero.clamp(min=1)  # the format has no zero point 0
+            step = size if size > 0 else w.shape[1]
+            wide = (t.repeat_interleave(step, 1) for t in (zero, scale))
+            plain = (q - next(wide)) * next(wide)
+        index = torch.arange(w.shape[1], dtype=torch.int32) // (size if size > 0 else w.shape[1])
+        parts = {"qweight": words(q.t(), 0), "qzeros": words(zero.t() - less, 1), "scales": scale.t().half()}
+        return {**parts, "g_idx": index}, plain
+
+    return quantize
+
+
+def awq(w: T) -> tuple[Tensors, T]:
+    q, scale, zero, plain = groups_of(w, 32, False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {
+        "qweight": words(q.t(), 1, order),
+        "qzeros": words(zero.t(), 1, order),
+        "scales": scale.t().half(),
+    }
+    return parts, plain
+
+
+def packed(size: int, symmetric: bool) -> Callable[[T], tuple[Tensors, T]]:
+    def quantize(w: T) -> tuple[Tensors, T]:
+        q, scale, zero, plain = groups_of(w, size, symmetric)
+        parts = {"weight_packed": words(q, 1), "weight_scale": scale, "weight_shape": torch.tensor(w.shape)}
+        return parts | ({} if symmetric else {"weight_zero_point": words(zero, 0)}), plain
+
+    return quantize
+
+
+def nvfp4(names: tuple[str, str, str], divides: bool) -> Callable[[T], tuple[Tensors, T]]:
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+    def quantize(w: T) -> tuple[Tensors, T]:
+        parts = w.unflatten(1, (-1, 16))
+        factor = w.abs().max() / (6 * 448)
+        scale = (parts.abs().amax(-1) / 6 / factor).to(FP8)
+        wide = (scale.float() * factor)[..., None]
+        nearest = ((parts / wide).abs()[..., None] - levels).abs().argmin(-1)
+        code = (nearest + 8 * (parts < 0)).flatten(1).to(torch.uint8)
+        plain = (levels[nearest] * parts.sign() * wide).flatten(1)
+        made = (code[:, ::2] | code[:, 1::2] << 4, scale, 1 / factor if divides else factor)
+        return dict(zip(names, made, strict=True)), plain
+
+    return quantize
+
+
 CHANNEL = compressed(
     {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
     {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, "float-quantized",
@@ -102,6 +181,31 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[T], tuple[Tensors, T]], Calla
     ),
     "compressed_channel": (CHANNEL, per_channel, fake_rows),
     "compressed_block": (BLOCK, blockwise("weight_scale"), fake_groups),
+    "gptq_128": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, gptq(128, True), as_it_is),
+    "gptq_64": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False}, gptq(64, False), as_it_is),
+    "gptq_v2": (
+        {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(-1, False, 0), as_it_is,
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}, awq, as_it_is),
+    "packed_128": (
+        compressed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}, None,
+                   "pack-quantized"),
+        packed(128, True), as_it_is,
+    ),
+    "packed_channel": (
+        compressed({"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False}, None, "pack-quantized"),
+        packed(-1, False), as_it_is,
+    ),
+    "modelopt_nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        nvfp4(("weight", "weight_scale", "weight_scale_2"), False), as_it_is,
+    ),
+    "compressed_nvfp4": (
+        compressed({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
+                   {"num_bits": 4, "type": "float"}, "nvfp4-pack-quantized"),
+        nvfp4(("weight_packed", "weight_scale", "weight_global_scale"), True), as_it_is,
+    ),
     "modelopt_fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, per_tensor, fake_static),
 }  # fmt: skip
 
@@ -184,15 +288,13 @@ def test_logits_equal_dequantized_weights(made: Any) -> None:
     assert error < (2e-2 if FORMATS[name][2] is not as_it_is else 1e-4)
 
 
-def as_it_is(x: T) -> T:
-    return x
-
-
 def test_plan_counts_the_bytes(made: Any) -> None:
-    _, folder, dense = made
+    name, folder, dense = made
     model = build.skeleton(folder, build.load_config(folder), torch.float32)
+    quantized.finish(model)
     kept = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert plan(str(folder)).weight_bytes == kept < plan(str(dense)).weight_bytes
+    assert plan(str(folder)).weight_bytes == kept
+    assert kept < plan(str(dense)).weight_bytes or "nvfp4" in name
 
 
 def test_engine_serves_quantized_checkpoints(made: Any) -> None:
@@ -268,6 +370,15 @@ def edited(base: Path, folder: Path, name: str, change: Callable[[Tensors], Any]
          f"{KEY}weight_scale of shape (255, 1) does not fit"),
         ("compressed_channel", lambda t: t.update({KEY + "weight": t[KEY + "weight"].float()}),
          f"{KEY}weight of shape (256, 256) does not fit: its dtype is torch.float32, not torch.float8_e4m3fn"),
+        ("gptq_128", lambda t: t.pop(KEY + "scales"), f"keys missing from it: {KEY}scales"),
+        ("gptq_128", lambda t: t.update({KEY + "scales": torch.ones(3, 256)}),
+         f"{KEY}scales of shape (3, 256) does not fit"),
+        ("gptq_128", lambda t: t[KEY + "qzeros"].view(-1)[3].fill_(0x77777776),
+         f"{KEY}qzeros of shape (2, 32) does not fit: a symmetric weight has zero points other than 8"),
+        ("gptq_128", lambda t: t.update({KEY + "g_idx": t[KEY + "g_idx"].flip(0)}),
+         f"{KEY}g_idx of shape (256,) does not fit: its columns are not grouped in their order: act order"),
+        ("awq", lambda t: t.update({KEY + "qweight": t[KEY + "qweight"].float()}),
+         f"{KEY}qweight of shape (256, 32) does not fit: its dtype is torch.float32, not torch.int32"),
         ("fp8_dynamic", lambda t: t[KEY + "weight"].view(torch.uint8)[3, 3].fill_(0x7F),
          f"NaN or infinity in {KEY}weight (model.safetensors)"),
     ],
@@ -295,7 +406,9 @@ def test_quantization_file_of_modelopt_is_read(base: Path, tmp_path: Path) -> No
     assert made.get_parameter("model.layers.0.mlp.down_proj.weight").dtype == FP8
 
 
-@pytest.mark.parametrize("name", ["fp8_blocks", "compressed_channel", "fp8_static"])
+@pytest.mark.parametrize(
+    "name", ["fp8_blocks", "compressed_channel", "fp8_static", "gptq_64", "packed_channel", "awq"]
+)
 def test_ranks_hold_their_part_of_weight_and_scales(base: Path, tmp_path: Path, name: str) -> None:
     """The products of two ranks' columns, put together, are those of one; rows' parts are summed."""
     wide = make_tiny(tmp_path / "wide", "llama", "float32", **{**SIZES, "num_attention_heads": 8,
@@ -310,6 +423,9 @@ def test_ranks_hold_their_part_of_weight_and_scales(base: Path, tmp_path: Path, 
         for part in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
             layer: Any = model.get_submodule(f"model.layers.0.{part}")
             scale = layer.weight_scale
+            if layer.weight.dtype == torch.uint8:
+                found[part] = dequantize_int4(layer.weight, scale, layer.weight_zero, torch.float32)
+                continue
             scale = blocks_of(scale, layer.weight.shape) if scale.dim() == 2 else scale[:, None]
             found[part] = layer.weight.float() * scale
         return found

@@ -19,7 +19,7 @@ from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Unsupported
 
 BLOCK = 128  # rows and columns that share a float8 scale
-BUILT = ("fp8", "fp8_block")
+BUILT = ("fp8", "fp8_block", "int4", "nvfp4")
 GROUPS = (32, 64, 128, -1)  # columns that share an int4 scale; -1: all
 
 
@@ -73,7 +73,7 @@ class Scheme:
         sizes = {
             "fp8": rows * columns + 4 * rows,
             "fp8_block": rows * columns + 4 * -(-rows // BLOCK) * -(-columns // BLOCK),
-            "int4": rows * columns // 2 + (2 + self.zeros) * scales,
+            "int4": rows * columns // 2 + (max(dtype_bytes, 2) + self.zeros) * scales,
             "ternary": rows * columns // 4 + 4 * rows,
             "nvfp4": rows * columns * dtype_bytes,
         }
@@ -149,7 +149,7 @@ class _Fields:
         """The value of a field, which must be one of `allowed`; None or a missing field is the default."""
         value = self.raw.get(name)
         value = default if value is None else value
-        if value not in allowed or isinstance(value, bool) is not isinstance(allowed[0], bool):
+        if not any(type(value) is type(one) and value == one for one in allowed):  # True is not 1
             raise _unsupported(f"{self.within}{name}", value, *allowed)
         return value
 
@@ -213,7 +213,7 @@ def _compressed_tensors(f: _Fields) -> Scheme:
         f.one_of("format", "pack-quantized", default="pack-quantized")
         per_group = weights.one_of("strategy", "group", "channel") == "group"
         size = weights.one_of("group_size", *GROUPS, default=-1) if per_group else -1
-        weights.one_of("actorder", "weight", "static", False, default=False)
+        weights.one_of("actorder", "weight", "static", default="static")
         zeros = not weights.one_of("symmetric", True, False, default=True)
         return made("int4", group=size, zeros=zeros)
     weights.one_of("symmetric", True, default=True)

@@ -16,8 +16,9 @@ from torch import nn
 
 from fastkernels.models.common import registry
 from fastkernels.models.common.quantization import Scheme, read
+from fastkernels.overrides.linear.linear_int4 import MIDDLE, pack_int4
 from fastkernels.overrides.linear.parallel_linear import LinearMethod, Methods, ParallelLinear
-from fastkernels.overrides.linear.quantized import Fp8LinearMethod
+from fastkernels.overrides.linear.quantized import Fp8LinearMethod, Int4LinearMethod, Nvfp4AsDenseMethod
 
 log = logging.getLogger("fastkernels")
 MARK = "weight_scale"  # the parameter that every quantized layer has
@@ -52,6 +53,12 @@ def announce(scheme: Scheme) -> None:
 
 
 def _method(scheme: Scheme) -> Callable[[], LinearMethod]:
+    if scheme.kind == "int4":
+        # GPTQ and AWQ have scales in float16; in bfloat16 they would lose three bits.
+        scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16
+        return lambda: Int4LinearMethod(scheme.group, scheme.zeros, scale_dtype)
+    if scheme.kind == "nvfp4":
+        return Nvfp4AsDenseMethod
     return lambda: Fp8LinearMethod(scheme.kind == "fp8_block", scheme.static)
 
 
@@ -99,7 +106,92 @@ def _row_scale(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1) if tensor.dim() != 2 or tensor.shape[1] == 1 else tensor
 
 
+def _nibbles(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """The eight integers of each int32 along `dim` as uint8; order: the place in the word of the first, second, ..."""
+    if words.dtype != torch.int32 or words.dim() != 2:
+        raise ValueError(f"its dtype is {words.dtype}, not torch.int32 with eight integers in each")
+    shifts = 4 * torch.tensor(order, dtype=torch.int32, device=words.device)
+    shape = (1, 8, 1) if dim == 0 else (8,)
+    return (words.unsqueeze(dim + 1) >> shifts.view(shape) & 15).flatten(dim, dim + 1).to(torch.uint8)
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    if values.shape[1] % 32:
+        raise ValueError(f"{values.shape[1]} columns are not a multiple of 32")
+    return pack_int4(values.contiguous())
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t()
+
+
+def _in_order(group: int) -> Convert:
+    """Check that the groups of GPTQ's g_idx are neighbouring columns."""
+
+    def check(found: torch.Tensor) -> torch.Tensor:
+        size = group if group > 0 else max(len(found), 1)
+        if not found.is_meta and not torch.equal(found.long(), torch.arange(len(found)) // size):
+            raise ValueError(
+                "its columns are not grouped in their order: act order (desc_act) is not supported"
+            )
+        return found
+
+    return check
+
+
+def _zeros(scheme: Scheme, unpack: Convert) -> tuple[tuple[str, Convert], ...]:
+    """Where zero points go: to their parameter, or to a check that they are what a weight without them has."""
+
+    def check(found: torch.Tensor) -> torch.Tensor:
+        values = unpack(found)
+        if not values.is_meta and not values.eq(MIDDLE).all():
+            raise ValueError(f"a symmetric weight has zero points other than {MIDDLE}")
+        return values
+
+    return (("weight_zero", unpack),) if scheme.zeros else (("", check),)
+
+
+def _int4_tensors(scheme: Scheme) -> Tensors:
+    if scheme.layout == "compressed-tensors":
+        return {
+            "weight_packed": (("weight", lambda t: _packed(_nibbles(t, 1))),),
+            "weight_scale": (("weight_scale", same),),
+            "weight_zero_point": _zeros(scheme, lambda t: _nibbles(t, 0)),
+            "weight_shape": (),
+        }
+    scales = (("weight_scale", _transposed),)
+    if scheme.layout == "awq":
+        # Words hold columns 0, 2, 4, 6, 1, 3, 5, 7.
+        order = (0, 4, 1, 5, 2, 6, 3, 7)
+        return {
+            "qweight": (("weight", lambda t: _packed(_nibbles(t, 1, order).t())),),
+            "scales": scales,
+            "qzeros": _zeros(scheme, lambda t: _nibbles(t, 1, order).t()),
+        }
+    one = int(scheme.layout == "gptq")  # the first version stores zero points less one
+    return {
+        "qweight": (("weight", lambda t: _packed(_nibbles(t, 0).t())),),
+        "scales": scales,
+        "qzeros": _zeros(scheme, lambda t: _nibbles(t, 1).t() + one),
+        "g_idx": (("", _in_order(scheme.group)),),
+    }
+
+
+def _nvfp4_tensors(scheme: Scheme) -> Tensors:
+    scale = {"weight_scale": (("weight_scale", same),)}
+    if scheme.layout == "modelopt":
+        factor = (("weight_global", lambda t: t.reshape(1)),)
+        return {"weight": (("weight_packed", same),), **scale, "weight_scale_2": factor, "input_scale": ()}
+    divisor = (("weight_global", lambda t: t.reshape(1).reciprocal()),)
+    named = {"weight_packed": (("weight_packed", same),), "weight_global_scale": divisor}
+    return {**named, **scale, "input_global_scale": ()}
+
+
 def _tensors(scheme: Scheme) -> Tensors:
+    if scheme.kind == "int4":
+        return _int4_tensors(scheme)
+    if scheme.kind == "nvfp4":
+        return _nvfp4_tensors(scheme)
     static = {"input_scale": (("input_scale", same),) if scheme.static else ()}
     scale = (("weight_scale", same if scheme.kind == "fp8_block" else _row_scale),)
     weight = (("weight", same),)

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from fastkernels.overrides.kit.fp8 import FP8, GROUP_EPS, MIN_ABSMAX
+from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
+from fastkernels.overrides.linear.linear_int4 import UNIT, linear_int4
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 
 
@@ -86,6 +88,84 @@ def _load_largest(parameter: nn.Parameter, loaded: torch.Tensor, *shard: Any) ->
         raise ValueError("expected one value")
     if not loaded.is_meta:
         parameter.data.copy_(torch.maximum(parameter.data, loaded.to(parameter).reshape(1)))
+
+
+class Int4LinearMethod:
+    """Weight of 4 bits, packed as in the op `linear_int4`, which multiplies x as it is.
+
+    group        columns that share a scale, -1: all
+    zeros        each group has a zero point
+    scale_dtype  of the scales in a model of 16 bits; None: the model's
+    """
+
+    def __init__(self, group: int, zeros: bool, scale_dtype: torch.dtype | None = None) -> None:
+        self.group, self.zeros, self.scale_dtype = group, zeros, scale_dtype
+
+    def create_weights(
+        self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        check_multiple(layer, UNIT, k, [], "packing")
+        groups, input_dim = 1, None  # one group of all columns: every rank has its scale
+        if self.group > 0:
+            check_multiple(layer, self.group, k, [], "group")
+            groups, input_dim = k // self.group, 1
+        dtype = params_dtype if params_dtype.itemsize > 2 else self.scale_dtype or params_dtype
+        register(layer, "weight", (n, k // 2), torch.uint8, input_dim=1, output_dim=0, **extra_weight_attrs)
+        shared: dict[str, Any] = {"input_dim": input_dim, "output_dim": 0, **extra_weight_attrs}
+        register(layer, "weight_scale", (n, groups), dtype, **shared)
+        if self.zeros:
+            register(layer, "weight_zero", (n, groups), torch.uint8, **shared)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Do nothing: the tensors were packed while they were read."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        zero = layer.weight_zero if self.zeros else None
+        return linear_int4(x, layer.weight, layer.weight_scale, zero, bias)
+
+
+NVFP4_GROUP = 16
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of 3 bits; the fourth is the sign
+
+
+class Nvfp4AsDenseMethod:
+    """Weight in NVFP4, dequantized once after loading: then the layer is an unquantized one.
+
+    Loaded are weight_packed [N, K / 2] (even columns in the low half of a byte), weight_scale [N, K / 16] in float8,
+    and weight_global [N], a factor for each matrix that is repeated for its rows.
+    """
+
+    def create_weights(
+        self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        check_multiple(layer, NVFP4_GROUP, k, [], "group")
+        both: dict[str, Any] = {"input_dim": 1, "output_dim": 0, **extra_weight_attrs}
+        register(layer, "weight_packed", (n, k // 2), torch.uint8, **both)
+        register(layer, "weight_scale", (n, k // NVFP4_GROUP), FP8, **both)
+        register(
+            layer, "weight_global", (n,), torch.float32, output_dim=0, per_matrix=True, **extra_weight_attrs
+        )
+        self.dtype = params_dtype
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Replace the loaded parameters by the weight."""
+        packed, scale, factor = (
+            layer.get_parameter(name).data for name in ("weight_packed", "weight_scale", "weight_global")
+        )
+        values = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
+        q = values[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()]
+        wide = scale.float() * factor[:, None]
+        dense = (q.unflatten(-1, (-1, NVFP4_GROUP)) * wide.unsqueeze(-1)).flatten(-2)
+        for name in ("weight_packed", "weight_scale", "weight_global"):
+            delattr(layer, name)
+        layer.weight = nn.Parameter(dense.to(self.dtype), requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, layer.weight, bias)
 
 
 def check_multiple(layer: Any, unit: int, columns: int, rows: list[int], what: str) -> None:
