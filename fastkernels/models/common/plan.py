@@ -10,11 +10,11 @@ from typing import Any
 
 from fastkernels.models.common import checks, quantization, registry
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Attention, Decoder, Experts, Layer, Mlp, Norm
+from fastkernels.models.common.description import NAMES, Attention, Decoder, Experts, Layer, Mlp, Norm
 from fastkernels.models.common.quantization import Scheme
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
-GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_and_mul"}
+GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_and_mul", "relu2": "relu2"}
 PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "relu2": "relu2"}
 NORMS = {"rms": "rms_norm", "gemma": "gemma_rms_norm", "layer": "layer_norm", "layer_1p": "layer_norm"}
 
@@ -207,6 +207,8 @@ def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iter
     }
     arguments |= {k: v for k, v in optional.items() if v is not None}
     yield Item(f"{path}.attn", "attention", arguments, layout="heads")
+    if a.out_norm is not None:
+        yield _norm(a.out_norm, f"{path}.{NAMES['out_norm']}", a.heads * a.head_size, arch, "heads")
     yield _linear(f"{path}.o_proj", hidden, a.heads * a.head_size, a.out_bias, "rows", arch)
 
 
@@ -216,6 +218,8 @@ def _mlp(mlp: Mlp, hidden: int, path: str, arch: Architecture) -> Iterator[Item]
     op = GATES[mlp.activation] if mlp.gated else PLAIN.get(mlp.activation, mlp.activation)
     tanh = {"approximate": "tanh"} if mlp.activation == "gelu_tanh" else {}
     yield Item(f"{path}.act_fn", op, tanh)
+    if mlp.inner_norm is not None:
+        yield _norm(mlp.inner_norm, f"{path}.{NAMES['inner_norm']}", mlp.intermediate, arch, "columns")
     yield _linear(f"{path}.down_proj", hidden, mlp.intermediate, mlp.bias, "rows", arch)
 
 

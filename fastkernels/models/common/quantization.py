@@ -19,7 +19,6 @@ from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Unsupported
 
 BLOCK = 128  # rows and columns that share a float8 scale
-BUILT = ("fp8", "fp8_block", "int4", "nvfp4")
 GROUPS = (32, 64, 128, -1)  # columns that share an int4 scale; -1: all
 
 
@@ -106,10 +105,6 @@ def read(config: Any) -> Scheme | None:
     if not isinstance(method, str) or method not in READERS:
         raise _unsupported("quant_method", method, *READERS)
     scheme = READERS[method](_Fields(raw))
-    if scheme.kind not in BUILT:
-        raise Unsupported(
-            f"config.quantization_config.quant_method={method!r}: {scheme.kind} weights are not supported"
-        )
     names = getattr(config, "architectures", None) or [""]
     arch = registry.find(names[0], config).arch
     if arch.runner != "Generate" or arch.experts:

@@ -17,8 +17,14 @@ from torch import nn
 from fastkernels.models.common import registry
 from fastkernels.models.common.quantization import Scheme, read
 from fastkernels.overrides.linear.linear_int4 import MIDDLE, pack_int4
+from fastkernels.overrides.linear.linear_ternary import UNIT, pack_ternary
 from fastkernels.overrides.linear.parallel_linear import LinearMethod, Methods, ParallelLinear
-from fastkernels.overrides.linear.quantized import Fp8LinearMethod, Int4LinearMethod, Nvfp4AsDenseMethod
+from fastkernels.overrides.linear.quantized import (
+    Fp8LinearMethod,
+    Int4LinearMethod,
+    Nvfp4AsDenseMethod,
+    TernaryLinearMethod,
+)
 
 log = logging.getLogger("fastkernels")
 MARK = "weight_scale"  # the parameter that every quantized layer has
@@ -59,6 +65,8 @@ def _method(scheme: Scheme) -> Callable[[], LinearMethod]:
         return lambda: Int4LinearMethod(scheme.group, scheme.zeros, scale_dtype)
     if scheme.kind == "nvfp4":
         return Nvfp4AsDenseMethod
+    if scheme.kind == "ternary":
+        return TernaryLinearMethod
     return lambda: Fp8LinearMethod(scheme.kind == "fp8_block", scheme.static)
 
 
@@ -177,6 +185,39 @@ def _int4_tensors(scheme: Scheme) -> Tensors:
     }
 
 
+def _ternary(values: torch.Tensor) -> torch.Tensor:
+    """Pack integers 0 to 2 [N, K]."""
+    if values.shape[1] % UNIT:
+        raise ValueError(f"{values.shape[1]} columns are not a multiple of {UNIT}")
+    if not values.is_meta and values.gt(2).any():
+        raise ValueError("it has a weight other than -1, 0 and 1")
+    return pack_ternary(values.contiguous())
+
+
+def _quarters(packed: torch.Tensor) -> torch.Tensor:
+    """BitNet's packing: each quarter of the rows has two bits of the bytes [N / 4, K]."""
+    if packed.dtype != torch.uint8:
+        raise ValueError(f"its dtype is {packed.dtype}, not torch.uint8 with four weights in each")
+    return _ternary(torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)]))
+
+
+def _mean(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float().abs().mean().clamp(min=1e-5).reshape(1)
+
+
+def _rounded(weight: torch.Tensor) -> torch.Tensor:
+    """Weights before quantization, divided by their mean absolute value."""
+    return _ternary(((weight.float() * _mean(weight).reciprocal()).round().clamp(-1, 1) + 1).to(torch.uint8))
+
+
+def _ternary_tensors(scheme: Scheme) -> Tensors:
+    if scheme.layout == "online":
+        return {"weight": (("weight", _rounded), ("weight_scale", _mean))}
+    divides = scheme.layout == "bitlinear"
+    scale = (("weight_scale", lambda t: t.float().reciprocal() if divides else t),)
+    return {"weight": (("weight", _quarters),), "weight_scale": scale}
+
+
 def _nvfp4_tensors(scheme: Scheme) -> Tensors:
     scale = {"weight_scale": (("weight_scale", same),)}
     if scheme.layout == "modelopt":
@@ -192,6 +233,8 @@ def _tensors(scheme: Scheme) -> Tensors:
         return _int4_tensors(scheme)
     if scheme.kind == "nvfp4":
         return _nvfp4_tensors(scheme)
+    if scheme.kind == "ternary":
+        return _ternary_tensors(scheme)
     static = {"input_scale": (("input_scale", same),) if scheme.static else ()}
     scale = (("weight_scale", same if scheme.kind == "fp8_block" else _row_scale),)
     weight = (("weight", same),)

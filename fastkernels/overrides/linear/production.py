@@ -25,6 +25,7 @@ from fastkernels.overrides.linear.linear_fp8_libraries import (
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, granularity
 from fastkernels.overrides.linear.linear_int4 import linear_int4_cublas, unpack_int4
 from fastkernels.overrides.linear.linear_int4 import supports_cublas as supports_int4_cublas
+from fastkernels.overrides.linear.linear_ternary import quantize_int8, unpack_ternary
 
 
 def _vllm_triton_linear() -> Function:
@@ -112,12 +113,20 @@ def _no_marlin(
     return first(half(x), dense(x, weight, weight_scale), filled(x))
 
 
+def _unpacked(x: T, weight: T, weight_scale: T, bias: T | None = None) -> T:
+    """Unpack the weight and multiply in x's dtype, as transformers' BitLinear does."""
+    q, scale = quantize_int8(x)
+    y = F.linear(q, unpack_ternary(weight).to(x.dtype) - 1) * (scale * weight_scale)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "linear": (*from_blas(_linear),),
     "linear_int4": (
         Baseline("marlin", "host", _marlin, ("vllm",), refuses=_no_marlin),
         Baseline("cublas", "library", lambda: linear_int4_cublas, refuses=supports_int4_cublas),
     ),
+    "linear_ternary": (Baseline("unpacked", "library", lambda: _unpacked),),
     "linear_fp8": (
         Baseline("cutlass", "host", lambda: linear_fp8_cutlass, ("vllm",), refuses=supports_cutlass),
         Baseline("deepgemm", "host", lambda: linear_fp8_deepgemm, (DEEP_GEMM,), refuses=supports_deepgemm),

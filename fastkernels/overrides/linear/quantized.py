@@ -16,6 +16,8 @@ from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
 from fastkernels.overrides.linear.linear_int4 import UNIT, linear_int4
+from fastkernels.overrides.linear.linear_ternary import UNIT as TERNARY_UNIT
+from fastkernels.overrides.linear.linear_ternary import linear_ternary
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 
 
@@ -124,6 +126,30 @@ class Int4LinearMethod:
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         zero = layer.weight_zero if self.zeros else None
         return linear_int4(x, layer.weight, layer.weight_scale, zero, bias)
+
+
+class TernaryLinearMethod:
+    """Weights -1, 0 and 1, packed as in the op `linear_ternary`, with weight_scale [N].
+
+    A scale of a whole matrix is repeated for its rows. With several ranks, each quantizes its own part of x.
+    """
+
+    def create_weights(
+        self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        check_multiple(layer, TERNARY_UNIT, k, [], "packing")
+        register(layer, "weight", (n, k // 4), torch.uint8, input_dim=1, output_dim=0, **extra_weight_attrs)
+        register(
+            layer, "weight_scale", (n,), torch.float32, output_dim=0, per_matrix=True, **extra_weight_attrs
+        )
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Do nothing: the weight was packed while it was read."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear_ternary(x, layer.weight, layer.weight_scale, bias)
 
 
 NVFP4_GROUP = 16
