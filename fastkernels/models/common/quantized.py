@@ -18,7 +18,7 @@ from fastkernels.models.common import registry
 from fastkernels.models.common.quantization import Scheme, read
 from fastkernels.overrides.linear.linear_int4 import MIDDLE, pack_int4
 from fastkernels.overrides.linear.linear_ternary import UNIT, pack_ternary
-from fastkernels.overrides.linear.parallel_linear import LinearMethod, Methods, ParallelLinear
+from fastkernels.overrides.linear.parallel_linear import Methods, ParallelLinear
 from fastkernels.overrides.linear.quantized import (
     Fp8LinearMethod,
     Int4LinearMethod,
@@ -58,7 +58,7 @@ def announce(scheme: Scheme) -> None:
         log.warning("NVFP4 weights are dequantized while they are loaded: no kernel here multiplies them")
 
 
-def _method(scheme: Scheme) -> Callable[[], LinearMethod]:
+def _method(scheme: Scheme) -> Callable[[], Any]:
     if scheme.kind == "int4":
         # GPTQ and AWQ have scales in float16; in bfloat16 they would lose three bits.
         scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16

@@ -177,13 +177,9 @@ def _dequantize_kernel(
     tl.store(to + 16, (((w >> 4).to(tl.float32) - zero) * scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _set(block_n: int, split_k: int, num_warps: int, num_stages: int) -> dict[str, Any]:
-    return {"block_n": block_n, "split_k": split_k, "num_warps": num_warps, "num_stages": num_stages}
-
-
 # Parameter sets, the preferred ones first. Any set is correct for any shape.
 PARAMS: tuple[dict[str, Any], ...] = tuple(
-    _set(block_n, split_k, warps, stages)
+    {"block_n": block_n, "split_k": split_k, "num_warps": warps, "num_stages": stages}
     for block_n, warps, stages in ((64, 4, 4), (32, 4, 5), (128, 4, 3), (128, 8, 3))
     for split_k in (1, 2, 4, 8)
 )

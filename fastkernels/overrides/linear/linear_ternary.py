@@ -260,6 +260,7 @@ SPEC = OpSpec(
         _case("half_5", 5, 320, 33, "float16"),
         _case("float32", 7, 256, 17, "float32", bias=True),
         _case("one", 1, 64, 1),
+        _case("partial_step", 3, 2112, 48, bias=True),
         Case("batched", {"tokens": (3, 5), "units": 2, "out": 40}, "float16", tags=("odd",)),
         _case("empty", 0, 128, 33),
     ),
@@ -273,9 +274,9 @@ SPEC = OpSpec(
     axes={"tokens": Axis.per_call(), "units": Axis.count(), "out": Axis.width()},
     flops="2 * prod(tokens) * 64 * units * out",
     tolerance={  # a value of x halfway between two integers may be rounded to the other one
-        "float32": Tolerance(5e-3, 5e-3),
-        "float16": Tolerance(5e-3, 5e-3),
-        "bfloat16": Tolerance(1.6e-2, 1.6e-2),
+        "float32": Tolerance(2e-2, 1e-2),
+        "float16": Tolerance(2e-2, 1e-2),
+        "bfloat16": Tolerance(2.5e-2, 1.6e-2),
     },
     baseline="unpacked",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,21 +21,8 @@ from fastkernels.overrides.linear import linear
 Output = tuple[torch.Tensor, "nn.Parameter | None"]
 
 
-class LinearMethod(Protocol):
-    """The interface of a layer's quant_method, as the hosts have it."""
-
-    def create_weights(
-        self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
-        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
-    ) -> None: ...  # fmt: skip
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None: ...
-
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor: ...
-
-
-# From a layer's prefix to its method, None for an unquantized layer.
-Methods = Callable[[str], LinearMethod | None]
+# From a layer's prefix to its quant_method (see quantized.py), None for an unquantized layer.
+Methods = Callable[[str], Any]
 _methods: ContextVar[Methods | None] = ContextVar("quantized linear methods", default=None)
 
 
@@ -49,7 +36,7 @@ def weights_as(methods: Methods | None) -> Iterator[None]:
         _methods.reset(token)
 
 
-def method_of(prefix: str) -> LinearMethod | None:
+def method_of(prefix: str) -> Any:
     """Return the method of the layer with this prefix, None if its weight is not quantized."""
     methods = _methods.get()
     return None if methods is None else methods(prefix)
@@ -84,7 +71,7 @@ class ParallelLinear(nn.Module):
     """
 
     method_class: type[linear.UnquantizedLinearMethod] = linear.UnquantizedLinearMethod
-    quant_method: LinearMethod
+    quant_method: Any
 
     weight: nn.Parameter
     bias: nn.Parameter | None
