@@ -392,6 +392,60 @@ def test_damaged_tensor_is_named(
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_bias_of_a_layer_without_one_must_be_zero(base: Path, tmp_path: Path, value: float) -> None:
+    """AutoGPTQ writes a bias for every layer."""
+    folder = edited(base, tmp_path, "gptq_128", lambda t: t.update({KEY + "bias": torch.full((256,), value)}))
+    config = build.load_config(folder)
+    if not value:
+        build.build(folder, config, torch.device("cpu"), torch.float32)
+        return
+    with pytest.raises(CheckpointError, match=f"{KEY}bias of shape .* the model has no bias there"):
+        build.build(folder, config, torch.device("cpu"), torch.float32)
+
+
+# As they are in config.json of published checkpoints, with fields that decide nothing here.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gptq": {
+        "batch_size": 1, "bits": 4, "damp_percent": 0.01, "dataset": None, "desc_act": False, "group_size": 128,
+        "modules_in_block_to_quantize": None, "quant_method": "gptq", "sym": True, "true_sequential": True,
+    },
+    "awq": {
+        "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
+        "zero_point": True,
+    },
+    "compressed-tensors": {
+        "config_groups": {"group_0": {
+            "input_activations": None, "output_activations": None, "targets": ["Linear"],
+            "weights": {
+                "actorder": None, "block_structure": None, "dynamic": False, "group_size": 128, "num_bits": 4,
+                "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+            },
+        }},
+        "format": "pack-quantized", "global_compression_ratio": None, "ignore": ["lm_head"], "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "sparsity_config": {"format": "dense", "global_sparsity": 0.1},
+    },
+    "fp8": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"],
+    },
+    "modelopt": {
+        "config_groups": {"group_0": {"targets": ["Linear"]}}, "ignore": ["lm_head"], "quant_algo": "NVFP4",
+        "producer": {"name": "modelopt", "version": "0.29.0"}, "quant_method": "modelopt",
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_is_read(base: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(base, tmp_path / "copy")
+    set_config(folder, PUBLISHED[name])
+    layers = [item for item in plan(str(folder)) if item.arguments.get("format") == name]
+    assert len(layers) == 8  # four in each of two layers; neither embedding nor head
+
+
 def test_quantization_file_of_modelopt_is_read(base: Path, tmp_path: Path) -> None:
     folder, _ = write(tmp_path, "modelopt_fp8", base)
     config = json.loads((folder / "config.json").read_text())

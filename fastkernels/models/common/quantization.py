@@ -188,7 +188,8 @@ def _fp8(f: _Fields) -> Scheme:
 
 
 def _compressed_tensors(f: _Fields) -> Scheme:
-    f.absent("transform_config", "sparsity_config")
+    f.absent("transform_config")
+    f.part("sparsity_config").one_of("format", "dense", default="dense")
     groups = f.part("config_groups")
     if len(groups.raw) != 1:
         raise Unsupported(

@@ -28,13 +28,8 @@ from fastkernels.overrides.linear.quantized import (
 
 log = logging.getLogger("fastkernels")
 MARK = "weight_scale"  # the parameter that every quantized layer has
-NOT_READ = (
-    "k_scale",
-    "v_scale",
-    "q_scale",
-    "k_zero_point",
-    "v_zero_point",
-)  # the KV cache has the model's dtype
+# Of a KV cache in 8 bits: ours has the model's dtype.
+NOT_READ = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
 
 Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 # {name of a tensor in a layer: ((parameter, conversion), ...)}; with a parameter "", the conversion is only a check
@@ -84,6 +79,8 @@ class Reader:
         layer, _, own = name.rpartition(".")
         if self.tensors and own in NOT_READ:
             return ()
+        if own == "bias" and self._quantized(layer) and name not in self.parameters:
+            return (("", _no_bias),)
         if own in self.tensors and self._quantized(layer):
             return tuple((p and f"{layer}.{p}", convert) for p, convert in self.tensors[own])
         return ((name, same),)
@@ -112,6 +109,13 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 def _row_scale(tensor: torch.Tensor) -> torch.Tensor:
     """A scale per tensor, or per row [N, 1], as [1] or [N]."""
     return tensor.reshape(-1) if tensor.dim() != 2 or tensor.shape[1] == 1 else tensor
+
+
+def _no_bias(tensor: torch.Tensor) -> torch.Tensor:
+    """AutoGPTQ gives each layer a bias, which is zero where the model has none."""
+    if not tensor.is_meta and tensor.any():
+        raise ValueError("the model has no bias there, and it is not zero")
+    return tensor
 
 
 def _nibbles(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
