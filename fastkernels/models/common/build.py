@@ -14,6 +14,7 @@ from fastkernels.core import parallel
 from fastkernels.models.common import checks, quantization, quantized, weights
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.checkpoint import iterate
+from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.registry import architectures, find, model_class
 from fastkernels.overrides.linear.parallel_linear import weights_as
 
@@ -93,6 +94,9 @@ def build(
             weights.dummy(model, seed, {name: p.shape for name, p in whole.named_parameters()})
         else:
             weights.load(model, folder, arch, config)
+        for module in model.modules():
+            if isinstance(module, ClampedExperts):
+                module.loaded(dtype)
         quantized.finish(model)
     return model.eval().requires_grad_(False)
 

@@ -111,6 +111,8 @@ def _unshared(d: Decoder, size: int) -> list[str]:
             f"num_attention_heads={heads}": heads,
             f"{name}{layer.mlp.intermediate}": layer.mlp.intermediate,
         }
+        if isinstance(layer.mlp, Experts) and layer.mlp.mxfp4:
+            sizes[f"an expert's blocks of 32, {layer.mlp.intermediate // 32}"] = layer.mlp.intermediate // 32
         sizes[f"num_key_value_heads={kv_heads}"] = kv_heads
         if size % kv_heads == 0 and not layer.attention.wide_norm:
             copied.add(f"num_key_value_heads={kv_heads}")

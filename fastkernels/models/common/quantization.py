@@ -102,11 +102,13 @@ def read(config: Any) -> Scheme | None:
         return None
     raw = raw if isinstance(raw, Mapping) else raw.to_dict()
     method = raw.get("quant_method")
+    names = getattr(config, "architectures", None) or [""]
+    arch = registry.find(names[0], config).arch
+    if method in arch.quantization:
+        return None  # in parameters of the model itself
     if not isinstance(method, str) or method not in READERS:
         raise _unsupported("quant_method", method, *READERS)
     scheme = READERS[method](_Fields(raw))
-    names = getattr(config, "architectures", None) or [""]
-    arch = registry.find(names[0], config).arch
     if arch.runner != "Generate" or arch.experts:
         what = "experts" if arch.experts else f"the runner {arch.runner}"
         raise Unsupported(
