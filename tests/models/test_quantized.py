@@ -312,6 +312,22 @@ def test_engine_serves_quantized_checkpoints(made: Any) -> None:
         assert output.outputs[0].token_ids == best[len(prompt) - 1 : -1].tolist()
 
 
+def test_random_weights_of_quantized_layers_are_the_same_for_all_ranks(base: Path, tmp_path: Path) -> None:
+    """load_format="dummy" draws each parameter whole, and every rank keeps its part."""
+    for name in ("fp8_blocks", "gptq_64", "modelopt_nvfp4"):
+        wide = make_tiny(tmp_path / "wide", "llama", "float32", **{**SIZES, "num_attention_heads": 8,
+                         "num_key_value_heads": 4})  # fmt: skip
+        folder, _ = write(tmp_path / name, name, wide)
+        config = build.load_config(folder)
+        found = []
+        for rank, size in ((0, 1), (0, 2), (1, 2)):
+            with parallel.build_as(rank, size):
+                model = build.build(folder, config, torch.device("cpu"), torch.float32, "dummy")
+            found.append(model.get_parameter("model.layers.0.self_attn.o_proj.weight").data)
+        whole, first, second = (t.view(torch.uint8) for t in found)
+        assert torch.equal(torch.cat((first, second), 1), whole) and len(whole.unique()) > 8
+
+
 def group(**weights: Any) -> dict[str, Any]:
     first = CHANNEL["config_groups"]["group_0"]
     return {**CHANNEL, "config_groups": {"group_0": {**first, "weights": {**first["weights"], **weights}}}}

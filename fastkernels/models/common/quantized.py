@@ -53,6 +53,11 @@ def announce(scheme: Scheme) -> None:
         log.warning("NVFP4 weights are dequantized while they are loaded: no kernel here multiplies them")
 
 
+@lru_cache
+def announce_cache() -> None:
+    log.warning("the KV cache has the model's dtype: the checkpoint's scales for one in 8 bits are not used")
+
+
 def _method(scheme: Scheme) -> Callable[[], Any]:
     if scheme.kind == "int4":
         # GPTQ and AWQ have scales in float16; in bfloat16 they would lose three bits.
@@ -78,6 +83,7 @@ class Reader:
         """(parameter, conversion) of a tensor, whose name has the layer's name in our model."""
         layer, _, own = name.rpartition(".")
         if self.tensors and own in NOT_READ:
+            announce_cache()
             return ()
         if own == "bias" and self._quantized(layer) and name not in self.parameters:
             return (("", _no_bias),)
