@@ -6,6 +6,7 @@ import ast
 import itertools
 import re
 import textwrap
+from collections.abc import Set
 
 INVALID = ("ValueError(", "TypeError(")
 UNSUPPORTED = 'return "unsupported"'
@@ -38,6 +39,12 @@ def without_reasons(text: str) -> str:
             isinstance(reason, ast.Constant) and reason.value is not None
         ):
             lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + UNSUPPORTED]
+        elif reason is not None and node.lineno == node.end_lineno:
+            for text in (n for n in ast.walk(reason) if isinstance(n, ast.JoinedStr)):
+                line = lines[node.lineno - 1]
+                lines[node.lineno - 1] = (
+                    line[: text.col_offset] + '"unsupported"' + line[text.end_col_offset :]
+                )
     return "\n".join(_joined(lines, UNSUPPORTED))
 
 
@@ -81,7 +88,7 @@ def without_unused_methods(text: str, attributes: set[str]) -> str:
     return "\n".join(lines)
 
 
-def without_private_docstrings(text: str, public: set[str]) -> str:
+def without_private_docstrings(text: str, public: Set[str]) -> str:
     """The file without the docstrings of functions that only it calls; those of kernels stay."""
     lines = text.split("\n")
     for node in reversed(ast.parse(text).body):
