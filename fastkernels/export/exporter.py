@@ -39,6 +39,7 @@ from fastkernels.export.text import reflowed, without_annotations
 from fastkernels.export.tidy import (
     compact,
     errors_of_the_host,
+    joined,
     without_private_docstrings,
     without_reasons,
     without_unused_methods,
@@ -285,7 +286,7 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
 def _shortened(text: str, public: frozenset[str], namespace: str) -> str:
     """What follows the header of a file for a fork, with nothing that its classes and functions do not need."""
     text = with_plain_refusals(without_private_docstrings(without_reasons(text), public))
-    text = with_one_op(specialized(text, public), namespace)
+    text = with_one_op(joined(specialized(text.replace("  # fmt: skip", ""), public)), namespace)
     return without_unused(reflowed(without_annotations(text, public)), public)
 
 

@@ -6,9 +6,6 @@ import ast
 
 from fastkernels.export.text import Text, blocks, literal, walk
 
-OPPOSITE: dict[type, str] = {
-    ast.Eq: "!=", ast.NotEq: "==", ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is"
-}  # fmt: skip
 ONE_OP = '''\
 LIBRARY.define({schema})
 LIBRARY.impl("{op}", {kernel}, "CompositeExplicitAutograd")
@@ -45,10 +42,15 @@ def _given(code: Text, keyword: ast.keyword, annotations: dict[str, str]) -> str
     value = keyword.value
     if isinstance(value, ast.IfExp) and ast.unparse(value.body) == "None":
         test = value.test
-        if isinstance(test, ast.Compare) and len(test.ops) == 1:
-            right = code.of(test.comparators[0])
-            return f"{code.of(test.left)} {OPPOSITE[type(test.ops[0])]} {right}" if type(test.ops[0]) in OPPOSITE else None
-        return f"not {code.operand(test)}"
+        if not isinstance(test, ast.Compare) or ast.unparse(test.left) != ast.unparse(value.orelse):
+            return None
+        name, right, op = code.of(test.left), code.of(test.comparators[0]), type(test.ops[0])
+        if op not in (ast.Eq, ast.In):
+            return None
+        listed = right.removeprefix("(").removesuffix(")").rstrip(",") if op is ast.In else right
+        if "None" in annotations.get(name, "None"):
+            return f"{name} not in (None, {listed})"
+        return f"{name} != {right}" if op is ast.Eq else f"{name} not in {right}"
     if isinstance(value, ast.BoolOp) and isinstance(value.op, ast.Or) and ast.unparse(value.values[1]) == "None":
         return code.of(value.values[0])
     if isinstance(value, ast.Name) and value.id in annotations:

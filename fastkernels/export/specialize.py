@@ -7,10 +7,11 @@ Tests of known values are decided, and definitions, variables, parameters and im
 from __future__ import annotations
 
 import ast
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from typing import Any
+
+import torch
 
 from fastkernels.export.text import Text, above, blocks, bound_names, is_kernel, names_in, walk
 
@@ -24,7 +25,7 @@ def specialized(text: str, keep: Set[str]) -> str:
     """Return the file; `keep`: the names that others import from it."""
     for _ in range(ROUNDS):
         before = text
-        for step in (_constant_parameters, _folded, _known_variables, _inlined, without_unused):
+        for step in (_constant_parameters, _constant_fields, _folded, _known_variables, _inlined, without_unused):
             text = step(text, keep)
         if text == before:
             break
@@ -114,8 +115,9 @@ def _folded(text: str, keep: Set[str]) -> str:
     """The file with tests of known values decided, one enclosing another at a time."""
     while True:
         code = Text(text)
+        left = {n.name for n in code.tree.body if isinstance(n, ast.FunctionDef) and _raises(n)}
         for node in code.python():
-            _fold_statements(code, node)
+            _fold_statements(code, node, left)
             _fold_expressions(code, node)
         new = code.edited()
         if new == text:
@@ -123,9 +125,24 @@ def _folded(text: str, keep: Set[str]) -> str:
         text = new
 
 
-def _fold_statements(code: Text, node: ast.AST) -> None:
+def _raises(node: ast.FunctionDef) -> bool:
+    """Whether the function only raises Unsupported, as that of an op with a file of its own."""
+    return len(node.body) == 1 and ast.unparse(node.body[0]) == "raise Unsupported"
+
+
+def _is_left(statement: ast.stmt, left: set[str]) -> bool:
+    """Whether the statement calls one of these functions, or returns it to a caller that does."""
+    value = getattr(statement, "value", None)
+    if isinstance(value, ast.Tuple) and isinstance(statement, ast.Return) and value.elts:
+        return isinstance(value.elts[0], ast.Name) and value.elts[0].id in left
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in left
+
+
+def _fold_statements(code: Text, node: ast.AST, left: set[str]) -> None:
     for block in blocks(node):
         for i, statement in enumerate(block):
+            if left and _is_left(statement, left):
+                code.write(statement, "raise Unsupported")
             if isinstance(statement, ast.If) and (held := _truth(statement.test)) is not UNKNOWN:
                 code.replace_if(statement, bool(held), block)
             if isinstance(statement, (ast.Return, ast.Raise)) and i + 1 < len(block):
@@ -139,6 +156,10 @@ def _fold_expressions(code: Text, node: ast.AST) -> None:
         code.put(node, node.body if held else node.orelse)
     elif isinstance(node, ast.BoolOp):
         _fold_operands(code, node)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Sub)):
+        neutral = 1 if isinstance(node.op, ast.Mult) else 0
+        if isinstance(node.right, ast.Constant) and node.right.value is neutral:
+            code.put(node, node.left)
     elif isinstance(node, (ast.Compare, ast.Subscript, ast.Call)) or (
         isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
     ):
@@ -173,8 +194,11 @@ def _fold_operands(code: Text, node: ast.BoolOp) -> None:
 class Calls:
     """A function of the file or the members of an op, and all calls of it; None where a use is not a call."""
 
-    def __init__(self, members: list[FunctionNode], calls: list[ast.Call], schema: ast.expr | None = None):
+    def __init__(
+        self, members: list[FunctionNode], calls: list[ast.Call], schema: ast.expr | None = None, first: int = 0
+    ) -> None:  # fmt: skip
         self.members, self.calls, self.schema = members, calls, schema
+        self.first = first  # parameter that may be replaced
 
     def positional(self) -> list[str]:
         """Parameters by position, those of the member with the most."""
@@ -198,13 +222,16 @@ def _functions(tree: ast.Module, keep: Set[str]) -> Iterator[Calls]:
         op = made.targets[0].id  # type: ignore[attr-defined]
         schema, *rest = made.value.args
         of_ops |= {a.id for a in rest if isinstance(a, ast.Name)}
-        if op in keep or any(isinstance(a, ast.Call) for a in rest):
+        if any(isinstance(a, ast.Call) for a in rest):
             continue
-        called = {op, f"_run_{op}", *(a.id for a in rest if isinstance(a, ast.Name))}
+        inner = {f"_run_{op}", *(a.id for a in rest if isinstance(a, ast.Name))}
         members = [top[a.id] if isinstance(a, ast.Name) else a for a in rest]
-        found = _calls(called, uses, made)
+        found = None if op in keep else _calls({op, *inner}, uses, made)
+        first = 0
+        if found is None:  # its arguments are unknown, but not that it has no more than its schema
+            found, first = _calls(inner, uses, made), ast.literal_eval(schema).split(" -> ")[0].count(",") + 1
         if found is not None and all(isinstance(m, (ast.FunctionDef, ast.Lambda)) for m in members):
-            yield Calls(members, found, schema)  # type: ignore[arg-type]
+            yield Calls(members, found, schema, first)  # type: ignore[arg-type]
     for name, node in top.items():
         if name in (*keep, *of_ops, *REGISTER) or is_kernel(node) or node.args.vararg or node.args.kwarg:
             continue
@@ -240,7 +267,7 @@ def _constant_parameters(text: str, keep: Set[str]) -> str:
         code = Text(text)
         for function in _functions(code.tree, keep):
             for i, name in reversed(list(enumerate(function.positional()))):
-                if _replace_parameter(code, function, i, name):
+                if i >= function.first and _replace_parameter(code, function, i, name):
                     break
         new = code.edited()
         if new == text:
@@ -262,6 +289,8 @@ def _replace_parameter(code: Text, function: Calls, i: int, name: str) -> bool:
             given.add(ast.unparse(argument))
         else:
             given |= defaults or {""}
+    if function.first:  # beyond the schema: only the default is left
+        given |= defaults
     unused = all(not _reads(m, _named(m, i)) and _has(m, i) for m in function.members)
     if not unused and (len(given) != 1 or not _is_literal(next(iter(given)))):
         return False
@@ -296,7 +325,7 @@ def _with_rest(text: str, keep: Set[str]) -> str:
     """The file in which functions with the arguments of an op take the last ones that they do not read as `*_`."""
     code = Text(text)
     for function in _functions(code.tree, keep):
-        for member in function.members if function.schema is not None else ():
+        for member in function.members if function.schema is not None and not function.first else ():
             names = _positional(member)
             while names and not _reads(member, names[-1]):
                 names.pop()
@@ -396,12 +425,77 @@ def _stores(node: FunctionNode, name: str) -> bool:
     return False
 
 
+# -- fields of one value
+
+
+def _constant_fields(text: str, keep: Set[str]) -> str:
+    """The file in which fields of plain classes that always have one value are this value."""
+    code = Text(text)
+    classes = [n for n in code.tree.body if isinstance(n, ast.ClassDef) and n.name not in keep and _is_record(n)]
+    fields = Counter(f for c in classes for f in _fields(c))
+    uses = names_in(code.tree)
+    for cls in classes:
+        calls = _calls({cls.name}, {cls.name: [n for n in uses.get(cls.name, []) if not _in_annotation(n)]}, None)
+        names = _fields(cls)
+        for i, name in reversed(list(enumerate(names))):
+            if calls and fields[name] == 1 and not hasattr(torch.Tensor, name) and _replace_field(code, cls, calls, i, name):
+                break
+    return code.edited()
+
+
+def _is_record(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(b) == "NamedTuple" for b in node.bases) or any(
+        ast.unparse(d).startswith("dataclass") for d in node.decorator_list
+    )
+
+
+def _fields(node: ast.ClassDef) -> list[str]:
+    return [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+
+
+def _in_annotation(node: ast.AST) -> bool:
+    while isinstance(node, ast.expr):
+        inner, node = node, above(node)
+        if inner is getattr(node, "annotation", None) or inner is getattr(node, "returns", None):
+            return True
+    return False
+
+
+def _replace_field(code: Text, cls: ast.ClassDef, calls: list[ast.Call], i: int, name: str) -> bool:
+    """Whether the field is replaced."""
+    statement = next(n for n in cls.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == name)
+    found = [(call, _argument(call, i, name)) for call in calls]
+    given = {ast.unparse(a) if isinstance(a, ast.expr) else ast.unparse(statement.value) if statement.value else "" for _, a in found}
+    if len(given) != 1 or any(a is None for _, a in found) or not _is_literal(value := next(iter(given))):
+        return False
+    reads = [n for n in walk(code.tree) if isinstance(n, ast.Attribute) and n.attr == name]
+    if any(isinstance(n, ast.keyword) and n.arg == name and above(n) not in calls for n in walk(code.tree)):
+        return False
+    if len(_fields(cls)) == 1 or not code.free(statement, *reads, *calls):
+        return False
+    for read in reads:
+        code.write(read, value)
+    for call, argument in found:
+        if isinstance(argument, ast.expr):
+            code.drop_argument(call, argument)
+    code.drop(statement, cls.body)
+    return True
+
+
 # -- variables of one value
 
 
 def _known_variables(text: str, keep: Set[str]) -> str:
     """The file without variables that are assigned once: a literal, or a tuple for a single call."""
     code = Text(text)
+    uses = names_in(code.tree)
+    for node in code.tree.body:  # another name of a function
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name not in keep and name.startswith("_run_") and code.free(node, *uses.get(name, [])):
+                for use in uses.get(name, []):
+                    code.write(use, node.value.id)
+                code.drop(node, code.tree.body)
     for node in code.python():
         if isinstance(node, ast.FunctionDef):
             stored = Counter(
@@ -487,15 +581,23 @@ def _inline(code: Text, node: ast.FunctionDef, call: ast.Call) -> None:
         return
     statement = above(call)
     returns = [n for s in body for n in walk(s) if isinstance(n, ast.Return)]
+    if any(isinstance(n, ast.Constant) and "\n" in str(n.value) for s in body for n in walk(s)):
+        return
     whole = isinstance(statement, ast.Return) or (isinstance(statement, ast.Expr) and not returns)
+    result = None
+    if isinstance(statement, ast.Assign) and statement.value is call and len(returns) == 1:
+        result = returns[0].value if returns[0] is body[-1] else None
+        whole = result is not None
     names = {n.id for n in walk(enclosing) if isinstance(n, ast.Name)} | bound_names(enclosing)
     if whole and not locals_ & names and (node.end_lineno or 0) - node.lineno <= MOST_INLINED and code.free(statement):
         start, end = code.starts[body[0].lineno - 1], code.span(body[-1])[1]
         while (line := code.lines[code.starts.index(start) - 1]).lstrip().startswith("#") and line.startswith(" "):
             start = code.starts[code.starts.index(start) - 1]
         lines = code.substituted(node, given, start, end).split("\n")
-        if any(isinstance(n, ast.Constant) and "\n" in str(n.value) for s in body for n in walk(s)):
-            return
+        if result is not None:
+            target = code.raw[code.span(statement)[0] : code.span(call)[0]].decode()
+            lines = code.substituted(node, given, start, code.span(body[-1])[0]).split("\n")
+            lines[-1] += target + code.substituted(result, given)
         indent = " " * (statement.col_offset - body[0].col_offset)  # type: ignore[attr-defined]
         code.write(statement, "\n".join(f"{indent}{x}" if x else x for x in lines).lstrip())
         code.drop(node, code.tree.body)
@@ -505,7 +607,9 @@ MOST_INLINED = 16  # lines of a function
 
 
 def _is_cheap(node: ast.expr) -> bool:
-    """An attribute, or an element of one."""
+    """An attribute, an element of one, or a part of that."""
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.right, ast.Constant) and _is_cheap(node.left)
     if isinstance(node, ast.Subscript):
         return isinstance(node.slice, (ast.Constant, ast.UnaryOp)) and _is_cheap(node.value)
     return isinstance(node, (ast.Attribute, ast.Name))
@@ -563,7 +667,7 @@ def without_unused(text: str, keep: Set[str]) -> str:
 
 def _drop_unused_methods(code: Text, cls: ast.ClassDef, attributes: Counter[str]) -> None:
     for method in cls.body:
-        if isinstance(method, ast.FunctionDef) and not method.name.startswith("__"):
+        if isinstance(method, ast.FunctionDef) and (not method.name.startswith("__") or method.name == "__str__"):
             inside = sum(isinstance(n, ast.Attribute) and n.attr == method.name for n in walk(method))
             if attributes[method.name] == inside:
                 code.drop(method, cls.body)

@@ -343,7 +343,7 @@ def reflowed(text: str) -> str:
             continue
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
-        if any(isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and "\n" in str(n.value)) for n in _shown(node)):
+        if any(isinstance(n, ast.Constant) and "\n" in str(n.value) for n in _shown(node)):
             continue
         new = _filled(node, " " * node.col_offset, " ".join(x.partition("  # fmt")[0].strip() for x in head))
         if new is not None and (len(new) < len(head) or max(map(len, head)) > WIDTH):

@@ -48,6 +48,11 @@ def without_reasons(text: str) -> str:
     return "\n".join(_joined(lines, UNSUPPORTED))
 
 
+def joined(text: str) -> str:
+    """The file with tests that follow each other in one, where both leave the call to the host."""
+    return "\n".join(_joined(text.split("\n"), "raise Unsupported"))
+
+
 def _joined(lines: list[str], action: str) -> list[str]:
     """The lines with one test where two that follow each other have the same action."""
     tests = re.compile(r"( *)if (.*):")
@@ -100,23 +105,25 @@ def without_private_docstrings(text: str, public: Set[str]) -> str:
     return "\n".join(lines)
 
 
+def _docstring(summary: str, indent: str) -> str:
+    """A docstring on one line: as many of its clauses as fit."""
+    while len(f'{indent}"""{summary}"""') > 110 and (cut := re.match(r"(.+)[:;,.] ", summary)):
+        summary = f"{cut[1]}."
+    return f'{indent}"""{summary}"""'
+
+
 def compact(text: str) -> str:
     """Wrap long signatures, keep the first paragraph of docstrings, and drop runs of blank lines."""
     text = re.sub(r"\n{4,}", "\n\n\n", text)
     lines = text.split("\n")
     for node in sorted(
-        (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)), key=lambda n: -n.lineno
+        (n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))), key=lambda n: -n.lineno
     ):
         first = node.body[0]
         long = ast.get_docstring(node) if isinstance(first, ast.Expr) else None
         if long and len(long.splitlines()) > 1 and len(node.body) > 1:
             summary = " ".join(itertools.takewhile(str.strip, long.splitlines()))
-            lines[first.lineno - 1 : first.end_lineno] = textwrap.wrap(
-                f'"""{summary}"""',
-                110,
-                initial_indent=" " * first.col_offset,
-                subsequent_indent=" " * first.col_offset,
-            )
+            lines[first.lineno - 1 : first.end_lineno] = [_docstring(summary, " " * first.col_offset)]
     text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines))
     lines = text.split("\n")
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
