@@ -20,7 +20,8 @@ from typing import Any
 from fastkernels import __version__
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec, Target
-from fastkernels.export.flat import with_one_op, with_plain_refusals
+from fastkernels.export.flat import with_joined_tests, with_one_op, with_plain_refusals, without_annotations
+from fastkernels.export.layout import reflowed
 from fastkernels.export.simplify import Fork
 from fastkernels.export.source import (
     LAYER,
@@ -35,7 +36,6 @@ from fastkernels.export.source import (
     read,
 )
 from fastkernels.export.specialize import specialized, without_unused
-from fastkernels.export.text import reflowed, without_annotations
 from fastkernels.export.tidy import (
     compact,
     errors_of_the_host,
@@ -287,7 +287,7 @@ def _shortened(text: str, public: frozenset[str], namespace: str) -> str:
     """What follows the header of a file for a fork, with nothing that its classes and functions do not need."""
     text = with_plain_refusals(without_private_docstrings(without_reasons(text), public))
     text = with_one_op(joined(specialized(text.replace("  # fmt: skip", ""), public)), namespace)
-    return without_unused(reflowed(without_annotations(text, public)), public)
+    return with_joined_tests(without_unused(reflowed(without_annotations(text, public)), public))
 
 
 def _module(target: Target) -> str:

@@ -1,191 +1,35 @@
-"""Specialize an exported file: parameters that every call gives one value become that value, and what follows from it.
+"""Specialize an exported file: parameters to which all calls give one value become that value.
 
-Tests of known values are decided, and definitions, variables, parameters and imports that nothing uses are dropped. What
-`keep` names, host methods and Triton kernels keep their parameters. All edits are of the text: comments stay.
+Tests of known values are decided, functions of one call are written in its place, and definitions, variables,
+parameters and imports that nothing uses are dropped. What `keep` names, methods of host classes and Triton kernels keep
+their parameters. All edits are of the text, so that comments stay.
 """
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
-from typing import Any
+from collections.abc import Iterator, Set
 
 import torch
 
-from fastkernels.export.text import Text, above, blocks, bound_names, is_kernel, names_in, walk
+from fastkernels.export.fold import folded
+from fastkernels.export.functions import FunctionNode, default_of, is_literal, is_pure, positional, stores
+from fastkernels.export.inline import HELPERS, inlined
+from fastkernels.export.text import Text, above, blocks, is_kernel, names_in, walk
 
-UNKNOWN = object()
-REGISTER = ("register", "guarded")
 ROUNDS = 12
-FunctionNode = ast.FunctionDef | ast.Lambda
 
 
 def specialized(text: str, keep: Set[str]) -> str:
     """Return the file; `keep`: the names that others import from it."""
     for _ in range(ROUNDS):
         before = text
-        for step in (_constant_parameters, _constant_fields, _folded, _known_variables, _inlined, without_unused):
-            text = step(text, keep)
+        text = folded(_constant_fields(_constant_parameters(text, keep), keep))
+        text = without_unused(inlined(_known_variables(text, keep), keep), keep)
         if text == before:
             break
     return _with_rest(text, keep)
-
-
-# -- values
-
-
-def _value(node: ast.expr) -> Any:
-    """The value of an expression that is known from its text, else UNKNOWN."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.UnaryOp):
-        value = _value(node.operand)
-        if value is UNKNOWN:
-            return UNKNOWN
-        if isinstance(node.op, ast.Not):
-            return not value
-        return -value if isinstance(node.op, ast.USub) and isinstance(value, (int, float)) else UNKNOWN
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        return _compared(_value(node.left), node.ops[0], _value(node.comparators[0]))
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "bool" and len(node.args) == 1:
-        value = _value(node.args[0])
-        return UNKNOWN if value is UNKNOWN else bool(value)
-    if isinstance(node, (ast.Subscript, ast.Call)):
-        return _looked_up(node)
-    return UNKNOWN
-
-
-def _compared(left: Any, op: ast.cmpop, right: Any) -> Any:
-    if left is UNKNOWN or right is UNKNOWN:
-        return UNKNOWN
-    compare: dict[type, Callable[[Any, Any], bool]] = {
-        ast.Is: lambda a, b: a is b,
-        ast.IsNot: lambda a, b: a is not b,
-        ast.Eq: lambda a, b: a == b,
-        ast.NotEq: lambda a, b: a != b,
-    }
-    if type(op) in compare:
-        return compare[type(op)](left, right)
-    if not all(isinstance(v, (int, float)) for v in (left, right)):
-        return UNKNOWN
-    order: dict[type, Callable[[Any, Any], bool]] = {
-        ast.Lt: lambda a, b: a < b,
-        ast.LtE: lambda a, b: a <= b,
-        ast.Gt: lambda a, b: a > b,
-        ast.GtE: lambda a, b: a >= b,
-    }
-    return order[type(op)](left, right) if type(op) in order else UNKNOWN
-
-
-def _looked_up(node: ast.Subscript | ast.Call) -> Any:
-    """`{...}["key"]` and `{...}.get("key", default)` of a literal."""
-    default: Any = UNKNOWN
-    if isinstance(node, ast.Subscript):
-        of, key = node.value, _value(node.slice)
-    elif isinstance(node.func, ast.Attribute) and node.func.attr == "get" and len(node.args) == 2:
-        of, key, default = node.func.value, _value(node.args[0]), _value(node.args[1])
-    else:
-        return UNKNOWN
-    if not isinstance(of, ast.Dict) or not all(isinstance(k, ast.Constant) for k in of.keys):
-        return UNKNOWN
-    known = {k.value: _value(v) for k, v in zip(of.keys, of.values, strict=True)}  # type: ignore[union-attr]
-    return known.get(key, default)
-
-
-def _truth(node: ast.expr) -> Any:
-    """Whether a condition holds, where it is known."""
-    if isinstance(node, ast.BoolOp):
-        found = [_truth(v) for v in node.values]
-        decides = isinstance(node.op, ast.Or)
-        if decides in found:
-            return decides
-        return UNKNOWN if UNKNOWN in found else not decides
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        value = _truth(node.operand)
-        return UNKNOWN if value is UNKNOWN else not value
-    value = _value(node)
-    return UNKNOWN if value is UNKNOWN else bool(value)
-
-
-# -- tests of known values
-
-
-def _folded(text: str, keep: Set[str]) -> str:
-    """The file with tests of known values decided, one enclosing another at a time."""
-    while True:
-        code = Text(text)
-        left = {n.name for n in code.tree.body if isinstance(n, ast.FunctionDef) and _raises(n)}
-        for node in code.python():
-            _fold_statements(code, node, left)
-            _fold_expressions(code, node)
-        new = code.edited()
-        if new == text:
-            return text
-        text = new
-
-
-def _raises(node: ast.FunctionDef) -> bool:
-    """Whether the function only raises Unsupported, as that of an op with a file of its own."""
-    return len(node.body) == 1 and ast.unparse(node.body[0]) == "raise Unsupported"
-
-
-def _is_left(statement: ast.stmt, left: set[str]) -> bool:
-    """Whether the statement calls one of these functions, or returns it to a caller that does."""
-    value = getattr(statement, "value", None)
-    if isinstance(value, ast.Tuple) and isinstance(statement, ast.Return) and value.elts:
-        return isinstance(value.elts[0], ast.Name) and value.elts[0].id in left
-    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in left
-
-
-def _fold_statements(code: Text, node: ast.AST, left: set[str]) -> None:
-    for block in blocks(node):
-        for i, statement in enumerate(block):
-            if left and _is_left(statement, left):
-                code.write(statement, "raise Unsupported")
-            if isinstance(statement, ast.If) and (held := _truth(statement.test)) is not UNKNOWN:
-                code.replace_if(statement, bool(held), block)
-            if isinstance(statement, (ast.Return, ast.Raise)) and i + 1 < len(block):
-                for dead in block[i + 1 :]:
-                    code.drop(dead, block)
-                break
-
-
-def _fold_expressions(code: Text, node: ast.AST) -> None:
-    if isinstance(node, ast.IfExp) and (held := _truth(node.test)) is not UNKNOWN:
-        code.put(node, node.body if held else node.orelse)
-    elif isinstance(node, ast.BoolOp):
-        _fold_operands(code, node)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Sub)):
-        neutral = 1 if isinstance(node.op, ast.Mult) else 0
-        if isinstance(node.right, ast.Constant) and node.right.value is neutral:
-            code.put(node, node.left)
-    elif isinstance(node, (ast.Compare, ast.Subscript, ast.Call)) or (
-        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
-    ):
-        value = _value(node)
-        if value is not UNKNOWN and isinstance(value, (bool, int, float, str, type(None))):
-            code.write(node, repr(value))
-
-
-def _fold_operands(code: Text, node: ast.BoolOp) -> None:
-    """Drop the operands that decide nothing; keep one that decides, and none after it."""
-    decides = isinstance(node.op, ast.Or)
-    kept: list[ast.expr] = []
-    for i, value in enumerate(node.values):
-        held = _truth(value)
-        if held is UNKNOWN or (held is not decides and i == len(node.values) - 1 and not code.is_test(node)):
-            kept.append(value)
-        elif held is decides:
-            kept = [value] if code.is_test(node) else [*kept, value]
-            break
-    if len(kept) == len(node.values):
-        return
-    if len(kept) < 2:
-        code.put(node, kept[0]) if kept else code.write(node, str(not decides))
-        return
-    word = " or " if decides else " and "
-    code.write(node, word.join(code.operand(v) for v in kept))
 
 
 # -- parameters of one value
@@ -202,11 +46,7 @@ class Calls:
 
     def positional(self) -> list[str]:
         """Parameters by position, those of the member with the most."""
-        return max((_positional(m) for m in self.members), key=len)
-
-
-def _positional(node: FunctionNode) -> list[str]:
-    return [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+        return max((positional(m) for m in self.members), key=len)
 
 
 def _functions(tree: ast.Module, keep: Set[str]) -> Iterator[Calls]:
@@ -217,7 +57,7 @@ def _functions(tree: ast.Module, keep: Set[str]) -> Iterator[Calls]:
     for made in tree.body:
         if not (isinstance(made, ast.Assign) and isinstance(made.value, ast.Call)):
             continue
-        if ast.unparse(made.value.func) not in REGISTER:
+        if ast.unparse(made.value.func) not in HELPERS:
             continue
         op = made.targets[0].id  # type: ignore[attr-defined]
         schema, *rest = made.value.args
@@ -233,7 +73,7 @@ def _functions(tree: ast.Module, keep: Set[str]) -> Iterator[Calls]:
         if found is not None and all(isinstance(m, (ast.FunctionDef, ast.Lambda)) for m in members):
             yield Calls(members, found, schema, first)  # type: ignore[arg-type]
     for name, node in top.items():
-        if name in (*keep, *of_ops, *REGISTER) or is_kernel(node) or node.args.vararg or node.args.kwarg:
+        if name in (*keep, *of_ops, *HELPERS) or is_kernel(node) or node.args.vararg or node.args.kwarg:
             continue
         found = _calls({name}, uses, None)
         if found:
@@ -258,7 +98,9 @@ def _calls(
 
 def _is_alias(node: ast.AST, names: set[str]) -> bool:
     """`_run_OP = kernel`."""
-    return isinstance(node, ast.Assign) and all(isinstance(t, ast.Name) and t.id in names for t in node.targets)
+    return isinstance(node, ast.Assign) and all(
+        isinstance(t, ast.Name) and t.id in names for t in node.targets
+    )
 
 
 def _constant_parameters(text: str, keep: Set[str]) -> str:
@@ -279,7 +121,7 @@ def _replace_parameter(code: Text, function: Calls, i: int, name: str) -> bool:
     """Whether the parameter is replaced."""
     given: set[str] = set()
     arguments = []
-    defaults = {ast.unparse(d) for m in function.members if (d := _default(m, i)) is not None}
+    defaults = {ast.unparse(d) for m in function.members if (d := default_of(m, i)) is not None}
     for call in function.calls:
         argument = _argument(call, i, name)
         if argument is None:  # behind a starred argument
@@ -292,9 +134,9 @@ def _replace_parameter(code: Text, function: Calls, i: int, name: str) -> bool:
     if function.first:  # beyond the schema: only the default is left
         given |= defaults
     unused = all(not _reads(m, _named(m, i)) and _has(m, i) for m in function.members)
-    if not unused and (len(given) != 1 or not _is_literal(next(iter(given)))):
+    if not unused and (len(given) != 1 or not is_literal(next(iter(given)))):
         return False
-    if unused and not all(_is_pure(a) for _, a in arguments):
+    if unused and not all(is_pure(a) for _, a in arguments):
         return False
     if unused and not given and not defaults:
         return False
@@ -304,9 +146,11 @@ def _replace_parameter(code: Text, function: Calls, i: int, name: str) -> bool:
         if own is None:
             if _reads_rest(member):
                 return False
-        elif _stores(member, own) or (_is_dict(value) and not _only_looked_up(member, own)):
+        elif stores(member, own) or (_is_dict(value) and not _only_looked_up(member, own)):
             return False
-    if not code.free(*[n for m in function.members for n in (m.args, *_loads(m, _named(m, i)))], *[a for _, a in arguments]):
+    if not code.free(
+        *[n for m in function.members for n in (m.args, *_loads(m, _named(m, i)))], *[a for _, a in arguments]
+    ):
         return False
     for member in function.members:
         own = _named(member, i)
@@ -326,7 +170,7 @@ def _with_rest(text: str, keep: Set[str]) -> str:
     code = Text(text)
     for function in _functions(code.tree, keep):
         for member in function.members if function.schema is not None and not function.first else ():
-            names = _positional(member)
+            names = positional(member)
             while names and not _reads(member, names[-1]):
                 names.pop()
             every = [*member.args.posonlyargs, *member.args.args]
@@ -338,17 +182,12 @@ def _with_rest(text: str, keep: Set[str]) -> str:
 
 
 def _has(node: FunctionNode, i: int) -> bool:
-    return i < len(_positional(node)) or node.args.vararg is not None
+    return i < len(positional(node)) or node.args.vararg is not None
 
 
 def _named(node: FunctionNode, i: int) -> str | None:
-    names = _positional(node)
+    names = positional(node)
     return names[i] if i < len(names) else None
-
-
-def _default(node: FunctionNode, i: int) -> ast.expr | None:
-    at = i - (len(_positional(node)) - len(node.args.defaults))
-    return node.args.defaults[at] if 0 <= at < len(node.args.defaults) else None
 
 
 def _argument(call: ast.Call, i: int, name: str) -> ast.expr | bool | None:
@@ -364,15 +203,6 @@ def _argument(call: ast.Call, i: int, name: str) -> ast.expr | bool | None:
     return False
 
 
-def _is_literal(text: str) -> bool:
-    node = ast.parse(text, mode="eval").body if text else None
-    if isinstance(node, ast.Dict):
-        return all(isinstance(v, ast.Constant) for v in (*node.keys, *node.values))
-    return isinstance(node, ast.Constant) or (
-        isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant)
-    ) or (isinstance(node, ast.Name) and node.id.isupper())  # fmt: skip
-
-
 def _is_dict(text: str) -> bool:
     return text.startswith("{")
 
@@ -380,21 +210,10 @@ def _is_dict(text: str) -> bool:
 def _only_looked_up(node: FunctionNode, name: str) -> bool:
     """Whether a literal in place of the name stays readable: it is only indexed, or passed on."""
     for parent in (above(n) for n in walk(node) if isinstance(n, ast.Name) and n.id == name):
-        indexed = isinstance(parent, ast.Subscript) or (isinstance(parent, ast.Attribute) and parent.attr == "get")
+        indexed = isinstance(parent, ast.Subscript) or (
+            isinstance(parent, ast.Attribute) and parent.attr == "get"
+        )
         if not indexed and not isinstance(parent, (ast.Call, ast.keyword)):
-            return False
-    return True
-
-
-PURE_CALLS = ("len", "bool", "stride", "dim", "numel", "size", "data_ptr", "get", "getattr", "max", "min")
-
-
-def _is_pure(node: ast.expr) -> bool:
-    """Whether the expression can be left out: it has no effect."""
-    for n in walk(node):
-        if isinstance(n, (ast.NamedExpr, ast.Await, ast.Yield)):
-            return False
-        if isinstance(n, ast.Call) and ast.unparse(n.func).rpartition(".")[2] not in PURE_CALLS:
             return False
     return True
 
@@ -415,30 +234,29 @@ def _reads_rest(node: FunctionNode) -> bool:
     return node.args.vararg is not None and bool(_loads(node, node.args.vararg.arg))
 
 
-def _stores(node: FunctionNode, name: str) -> bool:
-    body = node.body if isinstance(node.body, list) else [node.body]
-    for n in (n for s in body for n in walk(s)):
-        if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load):
-            return True
-        if isinstance(n, ast.arg) and n.arg == name:
-            return True
-    return False
-
-
 # -- fields of one value
 
 
 def _constant_fields(text: str, keep: Set[str]) -> str:
     """The file in which fields of plain classes that always have one value are this value."""
     code = Text(text)
-    classes = [n for n in code.tree.body if isinstance(n, ast.ClassDef) and n.name not in keep and _is_record(n)]
+    classes = [
+        n for n in code.tree.body if isinstance(n, ast.ClassDef) and n.name not in keep and _is_record(n)
+    ]
     fields = Counter(f for c in classes for f in _fields(c))
     uses = names_in(code.tree)
     for cls in classes:
-        calls = _calls({cls.name}, {cls.name: [n for n in uses.get(cls.name, []) if not _in_annotation(n)]}, None)
+        calls = _calls(
+            {cls.name}, {cls.name: [n for n in uses.get(cls.name, []) if not _in_annotation(n)]}, None
+        )
         names = _fields(cls)
         for i, name in reversed(list(enumerate(names))):
-            if calls and fields[name] == 1 and not hasattr(torch.Tensor, name) and _replace_field(code, cls, calls, i, name):
+            if (
+                calls
+                and fields[name] == 1
+                and not hasattr(torch.Tensor, name)
+                and _replace_field(code, cls, calls, i, name)
+            ):
                 break
     return code.edited()
 
@@ -465,8 +283,11 @@ def _replace_field(code: Text, cls: ast.ClassDef, calls: list[ast.Call], i: int,
     """Whether the field is replaced."""
     statement = next(n for n in cls.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == name)
     found = [(call, _argument(call, i, name)) for call in calls]
-    given = {ast.unparse(a) if isinstance(a, ast.expr) else ast.unparse(statement.value) if statement.value else "" for _, a in found}
-    if len(given) != 1 or any(a is None for _, a in found) or not _is_literal(value := next(iter(given))):
+    given = {
+        ast.unparse(a) if isinstance(a, ast.expr) else ast.unparse(statement.value) if statement.value else ""
+        for _, a in found
+    }
+    if len(given) != 1 or any(a is None for _, a in found) or not is_literal(value := next(iter(given))):
         return False
     reads = [n for n in walk(code.tree) if isinstance(n, ast.Attribute) and n.attr == name]
     if any(isinstance(n, ast.keyword) and n.arg == name and above(n) not in calls for n in walk(code.tree)):
@@ -489,146 +310,74 @@ def _known_variables(text: str, keep: Set[str]) -> str:
     """The file without variables that are assigned once: a literal, or a tuple for a single call."""
     code = Text(text)
     uses = names_in(code.tree)
-    for node in code.tree.body:  # another name of a function
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            if name not in keep and name.startswith("_run_") and code.free(node, *uses.get(name, [])):
-                for use in uses.get(name, []):
-                    code.write(use, node.value.id)
-                code.drop(node, code.tree.body)
+    for made in code.tree.body:  # another name of a function
+        if not isinstance(made, ast.Assign) or not isinstance(made.value, ast.Name):
+            continue
+        name = ast.unparse(made.targets[0])
+        if name not in keep and name.startswith("_run_") and code.free(made, *uses.get(name, [])):
+            for use in uses.get(name, []):
+                code.write(use, made.value.id)
+            code.drop(made, code.tree.body)
     for node in code.python():
         if isinstance(node, ast.FunctionDef):
             stored = Counter(
                 n.id for n in walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
             )
             stored.update(n.arg for n in walk(node) if isinstance(n, ast.arg))
-            for i, statement in enumerate(node.body):
-                if isinstance(statement, ast.Assign) and len(node.body) > 1:
-                    _replace_variable(code, node, i, statement, stored)
+            for block in (b for n in walk(node) if isinstance(n, ast.stmt) for b in blocks(n)):
+                for i, statement in enumerate(block):
+                    if isinstance(statement, ast.Assign) and len(block) > 1:
+                        _replace_variable(code, node, block, i, stored)
     return code.edited()
 
 
 def _replace_variable(
-    code: Text, function: ast.FunctionDef, i: int, statement: ast.Assign, stored: Counter[str]
+    code: Text, function: ast.FunctionDef, block: list[ast.stmt], i: int, stored: Counter[str]
 ) -> None:
+    statement = block[i]
+    assert isinstance(statement, ast.Assign)
     targets = statement.targets
     if not all(isinstance(t, ast.Name) and stored[t.id] == 1 for t in targets):
         return
     names = {t.id for t in targets}  # type: ignore[attr-defined]
-    uses = [n for n in walk(function) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)]
+    uses = [
+        n for n in walk(function) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)
+    ]
     value = ast.unparse(statement.value)
     if not uses:
-        if _is_pure(statement.value):
-            code.drop(statement, function.body)
-    elif _is_literal(value) and (not _is_dict(value) or all(_only_looked_up(function, n) for n in names)):
+        if is_pure(statement.value):
+            code.drop(statement, block)
+    elif is_literal(value) and (not _is_dict(value) or all(_only_looked_up(function, n) for n in names)):
         if code.free(*uses, statement):
             for use in uses:
                 code.write(use, value)
-            code.drop(statement, function.body)
-    elif isinstance(statement.value, ast.Name) and statement.value.id in stored and stored[statement.value.id] == 1:
-        if len(names) == 1 and code.free(*uses, statement):
+            code.drop(statement, block)
+    elif (
+        isinstance(statement.value, ast.Name)
+        and statement.value.id in stored
+        and stored[statement.value.id] == 1
+    ):
+        shorter = len(value) <= max(map(len, names))
+        if len(names) == 1 and shorter and code.free(*uses, statement):
             for use in uses:
                 code.write(use, value)
-            code.drop(statement, function.body)
-    elif isinstance(statement.value, ast.Tuple) and len(uses) == 1 and i + 1 < len(function.body):
-        inner = [n for n in walk(function.body[i + 1]) if isinstance(n, ast.Starred) and n.value is uses[0]]
-        if inner and code.free(inner[0], statement):
-            code.write(inner[0], ", ".join(code.of(e) for e in statement.value.elts))
-            code.drop(statement, function.body)
+            code.drop(statement, block)
+    elif isinstance(statement.value, ast.Tuple) and len(uses) == 1 and i + 1 < len(block):
+        _move_tuple(code, statement, uses[0], block[i + 1], block)
 
 
-# -- functions of one call
-
-
-def _inlined(text: str, keep: Set[str]) -> str:
-    """The file with the expression of a function, or the tests of one, in the place of its only call."""
-    code = Text(text)
-    uses = names_in(code.tree)
-    for node in code.tree.body:
-        if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.name in (*keep, *REGISTER):
-            continue
-        found = uses.get(node.name, [])
-        call = above(found[0]) if len(found) == 1 else None
-        if isinstance(call, ast.Call) and call.func is found[0]:
-            _inline(code, node, call)
-    return code.edited()
-
-
-def _inline(code: Text, node: ast.FunctionDef, call: ast.Call) -> None:
-    given = _arguments_by_name(node, call)
-    body = node.body[1:] if ast.get_docstring(node) else node.body
-    enclosing = next((n for n in code.above(call) if isinstance(n, ast.FunctionDef)), None)
-    if given is None or not body or enclosing is None or enclosing is node or is_kernel(enclosing):
-        return
-    for name, argument in given.items():
-        reads = len([n for s in body for n in walk(s) if isinstance(n, ast.Name) and n.id == name])
-        if reads > 1 and not isinstance(argument, (ast.Name, ast.Constant)) and (reads > 3 or not _is_cheap(argument)):
-            return
-    locals_ = bound_names(node) - given.keys()
-    inner = {n.id for s in body for n in walk(s) if isinstance(n, ast.Name)} - given.keys() - locals_
-    if inner & bound_names(enclosing) or not code.free(node):
-        return  # a local variable would hide what the function reads
-    if len(body) == 1 and isinstance(body[0], ast.Return) and body[0].value is not None:
-        value = body[0].value
-        if any(isinstance(n, (ast.Lambda, ast.comprehension)) for n in walk(value)) and any(
-            not isinstance(a, (ast.Name, ast.Constant)) for a in given.values()
-        ):
-            return
-        text = code.substituted(value, given)
-        if len(text) <= 80 and "\n" not in text and code.free(call):
-            code.put_text(call, value, text)
-            code.drop(node, code.tree.body)
-        return
-    statement = above(call)
-    returns = [n for s in body for n in walk(s) if isinstance(n, ast.Return)]
-    if any(isinstance(n, ast.Constant) and "\n" in str(n.value) for s in body for n in walk(s)):
-        return
-    whole = isinstance(statement, ast.Return) or (isinstance(statement, ast.Expr) and not returns)
-    result = None
-    if isinstance(statement, ast.Assign) and statement.value is call and len(returns) == 1:
-        result = returns[0].value if returns[0] is body[-1] else None
-        whole = result is not None
-    names = {n.id for n in walk(enclosing) if isinstance(n, ast.Name)} | bound_names(enclosing)
-    if whole and not locals_ & names and (node.end_lineno or 0) - node.lineno <= MOST_INLINED and code.free(statement):
-        start, end = code.starts[body[0].lineno - 1], code.span(body[-1])[1]
-        while (line := code.lines[code.starts.index(start) - 1]).lstrip().startswith("#") and line.startswith(" "):
-            start = code.starts[code.starts.index(start) - 1]
-        lines = code.substituted(node, given, start, end).split("\n")
-        if result is not None:
-            target = code.raw[code.span(statement)[0] : code.span(call)[0]].decode()
-            lines = code.substituted(node, given, start, code.span(body[-1])[0]).split("\n")
-            lines[-1] += target + code.substituted(result, given)
-        indent = " " * (statement.col_offset - body[0].col_offset)  # type: ignore[attr-defined]
-        code.write(statement, "\n".join(f"{indent}{x}" if x else x for x in lines).lstrip())
-        code.drop(node, code.tree.body)
-
-
-MOST_INLINED = 16  # lines of a function
-
-
-def _is_cheap(node: ast.expr) -> bool:
-    """An attribute, an element of one, or a part of that."""
-    if isinstance(node, ast.BinOp):
-        return isinstance(node.right, ast.Constant) and _is_cheap(node.left)
-    if isinstance(node, ast.Subscript):
-        return isinstance(node.slice, (ast.Constant, ast.UnaryOp)) and _is_cheap(node.value)
-    return isinstance(node, (ast.Attribute, ast.Name))
-
-
-def _arguments_by_name(node: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr] | None:
-    """{parameter: argument}, None if that is not plain."""
-    a = node.args
-    if a.vararg or a.kwarg or a.kwonlyargs or any(isinstance(x, ast.Starred) for x in call.args):
-        return None
-    names = _positional(node)
-    given = dict(zip(names, call.args, strict=False))
-    given.update({k.arg: k.value for k in call.keywords if k.arg})
-    for i, name in enumerate(names):
-        default = _default(node, i)
-        if name not in given and default is not None:
-            given[name] = default
-    stored = any(_stores(node, name) for name in names)
-    return given if given.keys() == set(names) and not stored and not any(k.arg is None for k in call.keywords) else None
+def _move_tuple(
+    code: Text, made: ast.Assign, use: ast.Name, following: ast.stmt, block: list[ast.stmt]
+) -> None:
+    """Write a tuple where the next statement passes it on."""
+    assert isinstance(made.value, ast.Tuple)
+    starred = isinstance(above(use), ast.Starred)
+    place = above(use) if starred else use
+    call, inside = above(place), not any(True for _ in blocks(following)) and place in walk(following)
+    if isinstance(call, ast.Call) and inside and code.free(place, made):
+        inner = ", ".join(code.of(e) for e in made.value.elts)
+        code.write(place, inner if starred else f"({inner}{',' * (len(made.value.elts) == 1)})")
+        code.drop(made, block)
 
 
 # -- definitions that nothing uses
@@ -650,8 +399,8 @@ def without_unused(text: str, keep: Set[str]) -> str:
                 _drop_unused_methods(code, node, attributes)
         elif isinstance(node, ast.Assign):
             bound = {n.id for t in node.targets for n in walk(t) if isinstance(n, ast.Name)}
-            registers = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in REGISTER
-            if not bound & used and (registers or _is_pure(node.value)):
+            registers = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in HELPERS
+            if not bound & used and (registers or is_pure(node.value)):
                 code.drop(node, tree.body)
             elif isinstance(node.targets[0], ast.Tuple) and not bound <= used:
                 _drop_elements(code, node, used)
@@ -667,7 +416,9 @@ def without_unused(text: str, keep: Set[str]) -> str:
 
 def _drop_unused_methods(code: Text, cls: ast.ClassDef, attributes: Counter[str]) -> None:
     for method in cls.body:
-        if isinstance(method, ast.FunctionDef) and (not method.name.startswith("__") or method.name == "__str__"):
+        if isinstance(method, ast.FunctionDef) and (
+            not method.name.startswith("__") or method.name == "__str__"
+        ):
             inside = sum(isinstance(n, ast.Attribute) and n.attr == method.name for n in walk(method))
             if attributes[method.name] == inside:
                 code.drop(method, cls.body)

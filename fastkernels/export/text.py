@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from functools import lru_cache
+
+KEPT_NODES, KEPT_NAMES = "kept_nodes", "kept_names"  # attributes of a node: what was found in it
 
 
 def is_kernel(node: ast.AST) -> bool:
@@ -22,7 +24,7 @@ def blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
 
 def walk(node: ast.AST) -> list[ast.AST]:
     """The node and all nodes in it, in the order of the text; the list of a statement is kept."""
-    kept: list[ast.AST] | None = getattr(node, "all_nodes", None)
+    kept: list[ast.AST] | None = getattr(node, KEPT_NODES, None)
     if kept is not None:
         return kept
     found = [node]
@@ -35,7 +37,7 @@ def walk(node: ast.AST) -> list[ast.AST]:
         elif isinstance(value, ast.AST):
             found += walk(value)
     if isinstance(node, (ast.stmt, ast.Module)):
-        node.all_nodes = found  # type: ignore[attr-defined]
+        setattr(node, KEPT_NODES, found)
     return found
 
 
@@ -78,7 +80,7 @@ def names_in(tree: ast.Module) -> dict[str, list[ast.Name]]:
 
 def bound_names(node: ast.FunctionDef | ast.Lambda) -> frozenset[str]:
     """The names that a function binds itself."""
-    kept: frozenset[str] | None = getattr(node, "own_names", None)
+    kept: frozenset[str] | None = getattr(node, KEPT_NAMES, None)
     if kept is not None:
         return kept
     a = node.args
@@ -98,12 +100,16 @@ def bound_names(node: ast.FunctionDef | ast.Lambda) -> frozenset[str]:
                 names |= {x.asname or x.name.partition(".")[0] for x in n.names}
             elif isinstance(n, ast.Global):
                 free |= set(n.names)
-    node.own_names = frozenset(names - free)  # type: ignore[attr-defined]
-    return node.own_names  # type: ignore[attr-defined,no-any-return]
+    found = frozenset(names - free)
+    setattr(node, KEPT_NAMES, found)
+    return found
 
 
 def above(node: ast.AST) -> ast.AST:
     return node.above  # type: ignore[attr-defined,no-any-return]
+
+
+WIDTH = 110
 
 
 class Text:
@@ -143,7 +149,7 @@ class Text:
         """Whether no edit touches the nodes so far."""
         for node in nodes:
             if node is None or isinstance(node, ast.arguments):
-                parts = _arguments(node) if isinstance(node, ast.arguments) else []
+                parts = arguments(node) if isinstance(node, ast.arguments) else []
                 if not self.free(*parts):
                     return False
                 continue
@@ -172,13 +178,17 @@ class Text:
         start, end = (first, last) if start < 0 else (start, end)
         out, at = [], start
         names = [
-            n for n in walk(node) if isinstance(n, ast.Name) and n.id in given and start <= self.span(n)[0] < end
+            n
+            for n in walk(node)
+            if isinstance(n, ast.Name) and n.id in given and start <= self.span(n)[0] < end
         ]
         for name in sorted(names, key=lambda n: self.span(n)):
             first, last = self.span(name)
             inner = given[name.id]
             text = self.of(inner)
-            loose = isinstance(inner, (ast.BoolOp, ast.IfExp, ast.Lambda, ast.Compare, ast.BinOp, ast.UnaryOp))
+            loose = isinstance(
+                inner, (ast.BoolOp, ast.IfExp, ast.Lambda, ast.Compare, ast.BinOp, ast.UnaryOp)
+            )
             out += [self.raw[at:first].decode(), f"({text})" if loose and name is not node else text]
             at = last
         return "".join([*out, self.raw[at:end].decode()])
@@ -186,12 +196,25 @@ class Text:
     def put_text(self, node: ast.AST, inner: ast.expr, text: str) -> None:
         """Replace an expression, with its own parentheses, by the text of another one; add those that it needs."""
         parent, (start, end), raw = above(node), self.span(node), self.raw
-        tight = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Attribute, ast.Subscript, ast.Starred)
+        tight = (
+            ast.BoolOp,
+            ast.BinOp,
+            ast.UnaryOp,
+            ast.Compare,
+            ast.IfExp,
+            ast.Attribute,
+            ast.Subscript,
+            ast.Starred,
+        )
         loose = isinstance(inner, (ast.BoolOp, ast.IfExp, ast.Lambda, ast.Compare, ast.BinOp))
         needed = loose and isinstance(parent, tight)
         if isinstance(parent, ast.BoolOp) and isinstance(inner, (ast.Compare, ast.BinOp)):
             needed = False
-        if raw[start - 1 : start] == b"(" and raw[end : end + 1] == b")" and raw[start - 2 : start - 1] in b" (":
+        if (
+            raw[start - 1 : start] == b"("
+            and raw[end : end + 1] == b")"
+            and raw[start - 2 : start - 1] in b" ("
+        ):
             start, end = start - 1, end + 1
         self.replace(start, end, f"({text})" if needed else text)
 
@@ -237,7 +260,7 @@ class Text:
         self.replace(start, end, "".join(f"{line[by:]}\n" for line in lines))
 
     def drop_parameter(self, function: ast.FunctionDef | ast.Lambda, i: int) -> None:
-        parts = _arguments(function.args)
+        parts = arguments(function.args)
         every = [*function.args.posonlyargs, *function.args.args]
         defaults = function.args.defaults
         at = i - (len(every) - len(defaults))
@@ -251,7 +274,9 @@ class Text:
     def drop_of_schema(self, node: ast.expr, i: int) -> None:
         """Drop an argument of an op's schema."""
         text = ast.literal_eval(node)
-        name, arguments, returned = re.fullmatch(r"(\w+)\((.*?)\)( -> .*)", re.sub(r"\(([a-z])!\)", r"<\1!>", text)).groups()  # type: ignore[union-attr]
+        name, arguments, returned = re.fullmatch(
+            r"(\w+)\((.*?)\)( -> .*)", re.sub(r"\(([a-z])!\)", r"<\1!>", text)
+        ).groups()  # type: ignore[union-attr]
         kept = arguments.split(", ")
         del kept[i : i + 1]  # a kernel may have more parameters
         new = re.sub(r"<([a-z])!>", r"(\1!)", f"{name}({', '.join(kept)}){returned}")
@@ -283,7 +308,7 @@ class Text:
         return b"".join([*out, self.raw[at:]]).decode()
 
 
-def _arguments(a: ast.arguments) -> list[ast.AST]:
+def arguments(a: ast.arguments) -> list[ast.AST]:
     found = (*a.posonlyargs, *a.args, *a.defaults, *a.kwonlyargs, *a.kw_defaults, a.vararg, a.kwarg)
     return [x for x in found if x is not None]
 
@@ -295,146 +320,3 @@ def literal(text: str) -> str:
     lines = textwrap.wrap(text, 102, break_long_words=False, break_on_hyphens=False)
     quoted = [f'"{line}"' if i == 0 else f'" {line}"' for i, line in enumerate(lines)]
     return "(\n    " + "\n    ".join(quoted) + "\n)"
-
-
-def without_annotations(text: str, keep: Set[str]) -> str:
-    """The file without annotations of functions that only it calls: the op's schema has the types of its arguments."""
-    code = Text(text)
-    for node in code.tree.body:
-        if not isinstance(node, ast.FunctionDef) or node.name in keep or is_kernel(node):
-            continue
-        for function in (n for n in walk(node) if isinstance(n, ast.FunctionDef)):
-            _drop_annotations(code, function)
-    return code.edited()
-
-
-def _drop_annotations(code: Text, function: ast.FunctionDef) -> None:
-    a = function.args
-    every = [*a.posonlyargs, *a.args]
-    pairs = [*zip(every[len(every) - len(a.defaults) :], a.defaults, strict=True)]
-    pairs += [(x, d) for x, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if d is not None]
-    for arg, default in pairs:
-        start = code.span(arg)[0] + len(arg.arg.encode())
-        if arg.annotation is not None:
-            code.replace(start, code.span(default)[0], "=")
-    without = {id(x) for x, _ in pairs}
-    for arg in (*every, *a.kwonlyargs, a.vararg, a.kwarg):
-        if arg is not None and arg.annotation is not None and id(arg) not in without:
-            start, end = code.span(arg)
-            code.replace(start + len(arg.arg.encode()), end, "")
-    if function.returns is not None:
-        start, end = code.span(function.returns)
-        code.replace(code.raw.rindex(b"->", 0, start) - 1, end, "")
-
-
-# -- lines
-
-WIDTH = 110
-SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Raise, ast.Expr, ast.Assert)
-
-
-def reflowed(text: str) -> str:
-    """The file with each statement and signature on as few lines as it needs."""
-    tree, lines = parsed(text), text.split("\n")
-    for node in sorted((n for n in walk(tree) if isinstance(n, ast.stmt)), key=lambda n: -n.lineno):
-        first, last = _head(node)
-        head = lines[first - 1 : last]
-        if first == last and len(head[0]) <= WIDTH or any("#" in x and "# fmt" not in x for x in head):
-            continue
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue
-        if any(isinstance(n, ast.Constant) and "\n" in str(n.value) for n in _shown(node)):
-            continue
-        new = _filled(node, " " * node.col_offset, " ".join(x.partition("  # fmt")[0].strip() for x in head))
-        if new is not None and (len(new) < len(head) or max(map(len, head)) > WIDTH):
-            lines[first - 1 : last] = new
-    return "\n".join(lines)
-
-
-def _head(node: ast.stmt) -> tuple[int, int]:
-    """First and last line of a simple statement, or of what is above a block."""
-    body = getattr(node, "body", None)
-    if isinstance(node, SIMPLE):
-        return node.lineno, node.end_lineno or 0
-    if isinstance(node, (ast.FunctionDef, ast.If, ast.While)) and body and not is_kernel(node):
-        if isinstance(node, ast.FunctionDef):
-            every = [node.returns, *_arguments(node.args)]
-            ends = [x.end_lineno for x in every if x is not None and hasattr(x, "end_lineno")]
-        else:
-            ends = [node.test.end_lineno]
-        end = max([node.lineno, *(e or 0 for e in ends)])
-        return node.lineno, end + (end < body[0].lineno - 1 and end > node.lineno)
-    return node.lineno, node.lineno
-
-
-def _shown(node: ast.stmt) -> Iterator[ast.AST]:
-    """The nodes of the lines that `_head` counts."""
-    for name, value in ast.iter_fields(node):
-        if name not in ("body", "orelse", "finalbody"):
-            for part in value if isinstance(value, list) else [value]:
-                if isinstance(part, ast.AST):
-                    yield from walk(part)
-
-
-def _filled(node: ast.stmt, indent: str, joined: str) -> list[str] | None:
-    """The text on one line, or broken in its last brackets; None if neither keeps its meaning or width."""
-    block = not isinstance(node, SIMPLE)
-    for tight in (re.sub(r",? ([)\]}])", r"\1", re.sub(r"([(\[{]) ", r"\1", joined)),
-                  re.sub(r" ([)\]}])", r"\1", re.sub(r"([(\[{]) ", r"\1", joined))):  # fmt: skip
-        if _meaning(tight, block) == _meaning(joined, block):
-            break
-    else:
-        return None
-    if len(indent + tight) <= WIDTH:
-        return [indent + tight]
-    at = _last_bracket(tight)
-    if at is None:
-        return None
-    start, end = at
-    parts = [p.replace(" ", "\0") for p in _split(tight[start + 1 : end])]
-    inner = textwrap.wrap(", ".join(parts), WIDTH - len(indent) - 4, break_long_words=False, break_on_hyphens=False)
-    made = [f"{indent}    {line}".replace("\0", " ") for line in inner]
-    found = [indent + tight[: start + 1], *made, indent + tight[end:]]
-    if not made or max(map(len, found)) > WIDTH or _meaning(" ".join(x.strip() for x in found), block) != _meaning(joined, block):
-        return None
-    return found
-
-
-def _meaning(text: str, block: bool) -> str | None:
-    try:
-        return ast.dump(ast.parse(f"def f():\n {text} {'pass' if block else ''}"))
-    except SyntaxError:
-        return None
-
-
-def _last_bracket(text: str) -> tuple[int, int] | None:
-    """Where the last outermost brackets open and close."""
-    depth, start, found, quote = 0, 0, None, ""
-    for i, c in enumerate(text):
-        if quote:
-            quote = "" if c == quote else quote
-        elif c in "\"'":
-            quote = c
-        elif c in "([{":
-            start = i if depth == 0 else start
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-            found = (start, i) if depth == 0 else found
-    return found
-
-
-def _split(text: str) -> list[str]:
-    """The elements between outermost commas."""
-    parts, depth, quote = [""], 0, ""
-    for c in text:
-        if quote:
-            quote = "" if c == quote else quote
-        elif c in "\"'":
-            quote = c
-        depth += 0 if quote else (c in "([{") - (c in ")]}")
-        if c == "," and depth == 0 and not quote:
-            parts.append("")
-        else:
-            parts[-1] += c
-    return [p.strip() for p in parts if p.strip()]

@@ -40,10 +40,10 @@ def without_reasons(text: str) -> str:
         ):
             lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + UNSUPPORTED]
         elif reason is not None and node.lineno == node.end_lineno:
-            for text in (n for n in ast.walk(reason) if isinstance(n, ast.JoinedStr)):
+            for part in (n for n in ast.walk(reason) if isinstance(n, ast.JoinedStr)):
                 line = lines[node.lineno - 1]
                 lines[node.lineno - 1] = (
-                    line[: text.col_offset] + '"unsupported"' + line[text.end_col_offset :]
+                    line[: part.col_offset] + '"unsupported"' + line[part.end_col_offset :]
                 )
     return "\n".join(_joined(lines, UNSUPPORTED))
 
@@ -117,7 +117,8 @@ def compact(text: str) -> str:
     text = re.sub(r"\n{4,}", "\n\n\n", text)
     lines = text.split("\n")
     for node in sorted(
-        (n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))), key=lambda n: -n.lineno
+        (n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))),
+        key=lambda n: -n.lineno,
     ):
         first = node.body[0]
         long = ast.get_docstring(node) if isinstance(first, ast.Expr) else None
