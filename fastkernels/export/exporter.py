@@ -284,7 +284,7 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
 
 @lru_cache(maxsize=256)
 def _shortened(text: str, public: frozenset[str], namespace: str) -> str:
-    """What follows the header of a file for a fork, with nothing that its classes and functions do not need."""
+    """Return a file for a fork, without its header, with only what its classes and functions need."""
     text = with_plain_refusals(without_private_docstrings(without_reasons(text), public))
     text = with_one_op(joined(specialized(text.replace("  # fmt: skip", ""), public)), namespace)
     return with_joined_tests(without_unused(reflowed(without_annotations(text, public)), public))

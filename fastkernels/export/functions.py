@@ -1,4 +1,4 @@
-"""What a function takes, and which expressions can be moved or left out."""
+"""Parameters of functions, and expressions that can be moved or left out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Specialize an exported file: parameters to which all calls give one value become that value.
 
 Tests of known values are decided, functions of one call are written in its place, and definitions, variables,
-parameters and imports that nothing uses are dropped. What `keep` names, methods of host classes and Triton kernels keep
+parameters and imports that nothing uses are dropped. Names in `keep`, methods of host classes and Triton kernels keep
 their parameters. All edits are of the text, so that comments stay.
 """
 

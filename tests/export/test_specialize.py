@@ -1,4 +1,4 @@
-"""What is left out of an exported file, and what is not."""
+"""Parts that an exported file leaves out, and parts that it keeps."""
 
 from __future__ import annotations
 
