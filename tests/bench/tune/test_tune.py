@@ -407,8 +407,8 @@ def test_model_is_tuned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFix
 
     model = make_tiny_llama(tmp_path / "tiny")
     words = [
-        "tune", str(model), "--device", "cpu", "--dtype", "float32", "--provider", "reference", "--json", "--batch", "1",
-        "--context", "8", "--rounds", "3", "--finalists", "1", "--run", str(tmp_path / "run"),
+        "tune", str(model), "--device", "cpu", "--dtype", "float32", "--provider", "reference", "--json", "--batch",
+        "1", "--context", "8", "--rounds", "3", "--finalists", "1", "--run", str(tmp_path / "run"),
     ]  # fmt: skip
     with pytest.raises(SystemExit) as end:
         cli.main(words)
