@@ -142,7 +142,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {}),
     "gpt_oss": (
         "GptOss",  # YaRN with a factor of 32
-        {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+        },
     ),
 }
 
@@ -159,7 +165,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{k: (k, {}) for k in ("qwen2", "qwen3_moe", "mistral", "phi3", "olmo2", "olmoe", "granite", "gemma2", "cohere2")},
     **{k: (k, {}) for k in ("smollm3", "starcoder2", "gpt_neox", "stablelm", "nemotron", "glm4")},
     **{k: (k, {}) for k in ("gemma", "gemma3_text", "olmo3", "exaone4", "seed_oss", "ernie4_5", "ministral")},
-    **{k: (k, {}) for k in ("cohere", "glm")},
+    **{k: (k, {}) for k in ("cohere", "glm", "gpt_oss")},
     "exaone4_full": ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": None}),
     "gpt_neox_serial": ("gpt_neox", {"use_parallel_residual": False}),
     "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),

@@ -70,10 +70,19 @@ def check(config: Any) -> None:
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise Unsupported(f"config.quantization_config: {method} is not supported, only unquantized weights")
+        own = _quantization_of(config)
+        if method not in own:
+            supported = f"{', '.join(own)} and unquantized weights" if own else "only unquantized weights"
+            raise Unsupported(f"config.quantization_config: {method} is not supported, {supported}")
     _check_layer_types(config)
     if getattr(config, "vision_config", None) is not None:
         check(config.vision_config)
+
+
+def _quantization_of(config: Any) -> tuple[str, ...]:
+    names = getattr(config, "architectures", None) or [""]
+    known = registry.by_architecture()
+    return known[names[0]].arch.quantization if names[0] in known else ()
 
 
 def _check_layer_types(config: Any) -> None:
@@ -114,6 +123,8 @@ def _unshared(d: Decoder, size: int) -> list[str]:
             f"num_attention_heads={heads}": heads,
             f"{name}{layer.mlp.intermediate}": layer.mlp.intermediate,
         }
+        if isinstance(layer.mlp, Experts) and layer.mlp.mxfp4:
+            sizes[f"an expert's blocks of 32, {layer.mlp.intermediate // 32}"] = layer.mlp.intermediate // 32
         sizes[f"num_key_value_heads={kv_heads}"] = kv_heads
         if size % kv_heads == 0 and not layer.attention.wide_norm:
             copied.add(f"num_key_value_heads={kv_heads}")

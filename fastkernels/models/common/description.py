@@ -61,6 +61,7 @@ class Attention:
     head_norm     the norm of each query and key head, before the rotary embedding
     wide_norm     one norm over all query heads, and one over all key heads
     by_head       the checkpoint's packed projection has q, k and v of one head after the other
+    sinks         a learned logit of each head joins the softmax, without a value (GPT-OSS)
     """
 
     heads: int
@@ -77,6 +78,7 @@ class Attention:
     head_norm: Norm | None = None
     wide_norm: Norm | None = None
     by_head: bool = False
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,9 @@ class Experts:
 
     normalize  their weights sum to 1
     names      an expert's gate, up and down projection in the checkpoint
+    clamped    alpha and limit of GPT-OSS's clamped SwiGLU: router and experts then have biases, and the checkpoint has
+               one tensor for all experts; None: SiLU
+    mxfp4      the matrices of these are in MXFP4
     """
 
     count: int
@@ -102,6 +107,8 @@ class Experts:
     intermediate: int
     normalize: bool = True
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    clamped: tuple[float, float] | None = None
+    mxfp4: bool = False
 
 
 @dataclass(frozen=True)
