@@ -10,13 +10,14 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator, Set
+from typing import cast
 
 import torch
 
 from fastkernels.export.fold import folded
 from fastkernels.export.functions import FunctionNode, default_of, is_literal, is_pure, positional, stores
 from fastkernels.export.inline import HELPERS, inlined
-from fastkernels.export.text import Text, above, blocks, is_kernel, names_in, walk
+from fastkernels.export.text import WIDTH, Text, above, blocks, is_kernel, names_in, walk
 
 ROUNDS = 12
 
@@ -372,10 +373,12 @@ def _move_tuple(
     """Write a tuple where the next statement passes it on."""
     assert isinstance(made.value, ast.Tuple)
     starred = isinstance(above(use), ast.Starred)
-    place = above(use) if starred else use
+    place = cast(ast.expr, above(use)) if starred else use
     call, inside = above(place), not any(True for _ in blocks(following)) and place in walk(following)
     if isinstance(call, ast.Call) and inside and code.free(place, made):
         inner = ", ".join(code.of(e) for e in made.value.elts)
+        if len(code.lines[place.lineno - 1]) + len(inner) > WIDTH and not isinstance(above(call), ast.stmt):
+            return  # a line of nested calls cannot be broken well
         code.write(place, inner if starred else f"({inner}{',' * (len(made.value.elts) == 1)})")
         code.drop(made, block)
 
