@@ -6,7 +6,7 @@ Sizes are of the whole model, before it is shared over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ ACTIVATIONS = {  # of transformers' configs: ours
     "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class Unsupported(ValueError):
@@ -182,6 +182,29 @@ def rope(config: Any, kind: str = "") -> dict[str, Any]:
     if scaling not in ROPE_TYPES:
         raise Unsupported(
             f"config.rope_parameters: rope_type={scaling!r} is not supported, only {', '.join(map(repr, ROPE_TYPES))}"
+        )
+    if scaling == "longrope":
+        found = _longrope(config, found)
+    return found
+
+
+def _longrope(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """LongRoPE's parameters with the lengths that choose the factors. config.max_model_len: set by the engine."""
+    original = getattr(config, "original_max_position_embeddings", None)
+    longest = getattr(config, "max_model_len", None) or config.max_position_embeddings
+    found = {"original_max_position_embeddings": original, "max_model_len": longest, **found}
+    pairs = int(head_size(config) * found.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        given = found.get(name)
+        count = len(given) if isinstance(given, Sequence) else None
+        if count != pairs:
+            what = f"{name}={given!r}" if count is None else f"{name} with {count} numbers"
+            raise Unsupported(
+                f"config.rope_parameters: {what} is not supported, only {pairs} numbers, one for each pair of channels"
+            )
+    if type(found["original_max_position_embeddings"]) is not int:
+        raise Unsupported(
+            "config.rope_parameters: rope_type='longrope' needs original_max_position_embeddings"
         )
     return found
 
