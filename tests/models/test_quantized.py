@@ -312,7 +312,7 @@ def test_engine_serves_quantized_checkpoints(made: Any) -> None:
         assert output.outputs[0].token_ids == best[len(prompt) - 1 : -1].tolist()
 
 
-def test_random_weights_of_quantized_layers_are_the_same_for_all_ranks(base: Path, tmp_path: Path) -> None:
+def test_random_quantized_weights_are_the_same_for_all_ranks(base: Path, tmp_path: Path) -> None:
     """load_format="dummy" draws each parameter whole, and every rank keeps its part."""
     for name in ("fp8_blocks", "gptq_64", "modelopt_nvfp4"):
         wide = make_tiny(tmp_path / "wide", "llama", "float32", **{**SIZES, "num_attention_heads": 8,
