@@ -62,6 +62,7 @@ class Attention:
     wide_norm     one norm over all query heads, and one over all key heads
     by_head       the checkpoint's packed projection has q, k and v of one head after the other
     sinks         a learned logit of each head joins the softmax, without a value (GPT-OSS)
+    out_norm      one norm over all heads' outputs, before the output projection
     """
 
     heads: int
@@ -79,16 +80,18 @@ class Attention:
     wide_norm: Norm | None = None
     by_head: bool = False
     sinks: bool = False
+    out_norm: Norm | None = None
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(act(gate(x)) * up(x)), or without a gate down(act(up(x)))."""
+    """down(norm(act(gate(x)) * up(x))), or without a gate down(norm(act(up(x)))). inner_norm: None leaves it out."""
 
     intermediate: int
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
+    inner_norm: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,10 @@ class Layer:
         return self.names.get(part, NAMES.get(part, part))
 
 
-NAMES = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+NAMES = {
+    "before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm", "out_norm": "attn_sub_norm",
+    "inner_norm": "ffn_sub_norm",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
