@@ -114,7 +114,7 @@ def test_logits_equal_transformers(folder: Path) -> None:
     model = build.build(folder, config, torch.device("cpu"), torch.float32)
     for layer in model.modules():
         if isinstance(layer, PagedAttention):
-            layer.kv_cache = tuple(torch.zeros(2, 4, 16, layer.num_kv_heads, layer.head_size))
+            layer.kv_cache = tuple(torch.zeros(shape) for shape in layer.cache_shapes(4, 16))
     found = []
     for start, end in ((0, 43), (43, 44), (44, 45)):
         with forward_context(one_sequence(start, end)):

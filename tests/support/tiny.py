@@ -70,6 +70,20 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 3,
 }
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,  # of the rotary keys
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
 # kind: (prefix of transformers' classes, what differs from SIZES)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -140,6 +154,27 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("Ministral", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}),
     "cohere": ("Cohere", {"tie_word_embeddings": True, "logit_scale": 0.5}),
     "glm": ("Glm", {}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **MLA,
+            "q_lora_rank": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**YARN, "attention_factor": None, "mscale": 0.7, "mscale_all_dim": 1.3},
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **MLA,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 3.0,
+        },
+    ),
     "gpt_oss": (
         "GptOss",  # YaRN with a factor of 32
         {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -161,6 +196,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{k: (k, {}) for k in ("gemma", "gemma3_text", "olmo3", "exaone4", "seed_oss", "ernie4_5", "ministral")},
     **{k: (k, {}) for k in ("cohere", "glm")},
     "exaone4_full": ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": None}),
+    **{k: (k, {}) for k in ("deepseek_v3", "deepseek_v2")},
+    "deepseek_v2_greedy": ("deepseek_v2", {"q_lora_rank": 40, "topk_method": "greedy"}),
     "gpt_neox_serial": ("gpt_neox", {"use_parallel_residual": False}),
     "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
     "mixtral_window": ("mixtral", {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 3}),

@@ -8,12 +8,13 @@ from typing import Any
 
 from fastkernels.models.common import registry
 from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Decoder, Experts, Unsupported
+from fastkernels.models.common.description import Decoder, Experts, LatentAttention, Unsupported
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 POSITIVE = (
     *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_experts",
-    "num_local_experts", "num_experts_per_tok", "sliding_window",
+    "num_local_experts", "num_experts_per_tok", "sliding_window", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
 )  # fmt: skip
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PADDING = 64  # of the vocabulary
@@ -108,12 +109,17 @@ def _unshared(d: Decoder, size: int) -> list[str]:
     sizes = {f"vocab_size={d.vocab}" + (f" (padded to {padded})" if padded != d.vocab else ""): padded}
     copied = set()
     for layer in d.layers:
-        heads, kv_heads = layer.attention.heads, layer.attention.kv_heads
-        name = "an expert's intermediate size of " if isinstance(layer.mlp, Experts) else "intermediate_size="
-        sizes |= {
-            f"num_attention_heads={heads}": heads,
-            f"{name}{layer.mlp.intermediate}": layer.mlp.intermediate,
-        }
+        heads = layer.attention.heads
+        sizes[f"num_attention_heads={heads}"] = heads
+        if isinstance(layer.mlp, Experts):
+            inner, shared = layer.mlp.intermediate, layer.mlp.shared
+            sizes |= {f"an expert's intermediate size of {inner}": inner}
+            sizes |= {f"the shared experts' intermediate size of {shared}": shared} if shared else {}
+        else:
+            sizes[f"intermediate_size={layer.mlp.intermediate}"] = layer.mlp.intermediate
+        if isinstance(layer.attention, LatentAttention):
+            continue  # all ranks have the same latents
+        kv_heads = layer.attention.kv_heads
         sizes[f"num_key_value_heads={kv_heads}"] = kv_heads
         if size % kv_heads == 0 and not layer.attention.wide_norm:
             copied.add(f"num_key_value_heads={kv_heads}")

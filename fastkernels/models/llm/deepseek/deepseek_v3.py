@@ -1,0 +1,41 @@
+"""DeepSeek-V3 and R1 (arXiv 2412.19437), Kimi-K2: latent attention, sigmoid routing in groups, shared experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastkernels.models.common import description as d
+from fastkernels.models.common.architecture import Architecture
+
+
+def describe(config: Any) -> d.Decoder:
+    d.refuse(config, hidden_act="silu", moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
+    experts = d.Experts(
+        config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size, config.norm_topk_prob,
+        scoring="sigmoid", correction=True, groups=config.n_group, top_groups=config.topk_group,
+        scale=config.routed_scaling_factor, shared=config.moe_intermediate_size * (config.n_shared_experts or 0),
+    )  # fmt: skip
+    return d.latent_decoder(config, experts)
+
+
+ARCH = Architecture(
+    names=("DeepseekV3ForCausalLM",),
+    category="llm",
+    runner="Generate",
+    model_type="deepseek_v3",
+    packed={
+        "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"), "gate_up_proj": ("gate_proj", "up_proj"),
+    },
+    experts="fastkernels.models.common.decoder:expert_mapping",
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    public={
+        "deepseek-ai/DeepSeek-V3": {
+            "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+            "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 163840, "n_routed_experts": 256, "n_shared_experts": 1,
+            "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_nextn_predict_layers": 1,
+        },
+    },
+)  # fmt: skip
