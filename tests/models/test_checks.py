@@ -96,6 +96,23 @@ def test_ranks_that_cannot_share_are_refused(
     assert str(caught.value) == said
 
 
+@pytest.mark.parametrize(
+    ("kind", "ranks", "groups", "said"),
+    [
+        ("llama", 2, 2, "LlamaForCausalLM has no experts"),
+        ("olmoe", 4, 4, "6 experts cannot be divided by 4; supported: 1, 2"),
+        ("olmoe", 6, 3,
+         "num_attention_heads=4, num_key_value_heads=2, vocab_size=512 cannot be shared by 6 ranks; supported: none"),
+    ],
+)  # fmt: skip
+def test_experts_that_cannot_be_divided_are_refused(
+    folders: Path, kind: str, ranks: int, groups: int, said: str
+) -> None:
+    with pytest.raises(Unsupported) as caught:
+        checks.check_ranks(build.load_config(folders / kind), ranks, groups)
+    assert str(caught.value) == said
+
+
 def test_serve_names_sizes_that_ranks_cannot_share(folders: Path) -> None:
     command = ["serve", str(folders / "llama"), "--device", "cpu", "--tensor-parallel-size", "3"]
     done = CliRunner().invoke(app, command)

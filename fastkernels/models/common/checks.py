@@ -92,19 +92,37 @@ def _check_layer_types(config: Any) -> None:
         raise Unsupported("config.layer_types has sliding_attention, and config.sliding_window is missing")
 
 
-def check_ranks(config: Any, size: int) -> None:
-    """Raise Unsupported for sizes that `size` ranks cannot share; the message lists the numbers that can."""
+def check_ranks(config: Any, size: int, experts: int = 1) -> None:
+    """Raise Unsupported for sizes that `size` ranks cannot share; the message lists the numbers that can.
+
+    experts: groups of ranks with different experts
+    """
     if registry.find(config.architectures[0]).arch.runner != "Generate":
+        if experts > 1:
+            raise Unsupported(f"{config.architectures[0]} has no experts")
         return  # has no description; its modules check themselves
     described = registry.describe(config)
-    problems = _unshared(described, size)
+    if experts > 1:
+        counts = {layer.mlp.count for layer in described.layers if isinstance(layer.mlp, Experts)}
+        if not counts:
+            raise Unsupported(f"{config.architectures[0]} has no experts")
+        if uneven := sorted(n for n in counts if n % experts):
+            possible = [n for n in range(1, size + 1) if size % n == 0 and not any(c % n for c in counts)]
+            raise Unsupported(
+                f"{uneven[0]} experts cannot be divided by {experts}; supported: {', '.join(map(str, possible))}"
+            )
+    problems = _unshared(described, size, experts)
     if problems:
-        possible = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if not _unshared(described, n))
+        numbers = range(experts, MOST_RANKS + 1, experts)
+        possible = ", ".join(str(n) for n in numbers if not _unshared(described, n, experts)) or "none"
         raise Unsupported(f"{', '.join(problems)} cannot be shared by {size} ranks; supported: {possible}")
 
 
-def _unshared(d: Decoder, size: int) -> list[str]:
-    """The sizes that this number of ranks cannot share. More ranks than KV heads have copies of them."""
+def _unshared(d: Decoder, size: int, experts: int) -> list[str]:
+    """The sizes that this number of ranks cannot share. More ranks than KV heads have copies of them.
+
+    An expert is shared by the ranks of its group.
+    """
     padded = -(-d.vocab // PADDING) * PADDING
     sizes = {f"vocab_size={d.vocab}" + (f" (padded to {padded})" if padded != d.vocab else ""): padded}
     copied = set()
@@ -113,7 +131,7 @@ def _unshared(d: Decoder, size: int) -> list[str]:
         sizes[f"num_attention_heads={heads}"] = heads
         if isinstance(layer.mlp, Experts):
             inner, shared = layer.mlp.intermediate, layer.mlp.shared
-            sizes |= {f"an expert's intermediate size of {inner}": inner}
+            sizes |= {f"an expert's intermediate size of {inner}": inner * experts}
             sizes |= {f"the shared experts' intermediate size of {shared}": shared} if shared else {}
         else:
             sizes[f"intermediate_size={layer.mlp.intermediate}"] = layer.mlp.intermediate

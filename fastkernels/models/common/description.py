@@ -281,13 +281,27 @@ def latent_attention(config: Any) -> LatentAttention:
     )  # fmt: skip
 
 
-def latent_decoder(config: Any, experts: Experts) -> Decoder:
-    """DeepSeek's decoder with the sizes of a config: the first layers have an MLP, the others experts."""
+def sigmoid_experts(config: Any) -> Experts:
+    """DeepSeek-V3's router and experts with the sizes of a config."""
+    refuse(config, hidden_act="silu", topk_method="noaux_tc", scoring_func="sigmoid")
+    return Experts(
+        config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size, bool(config.norm_topk_prob),
+        scoring="sigmoid", correction=True, groups=config.n_group, top_groups=config.topk_group,
+        scale=config.routed_scaling_factor, shared=config.moe_intermediate_size * (config.n_shared_experts or 0),
+    )  # fmt: skip
+
+
+def latent_decoder(config: Any, experts: Experts, dense_layers: int | None = None) -> Decoder:
+    """DeepSeek's decoder with the sizes of a config: the first layers have an MLP, the others experts.
+
+    dense_layers: with an MLP; by default config.first_k_dense_replace
+    """
+    first = config.first_k_dense_replace if dense_layers is None else dense_layers
     norm, attention = Norm(eps=config.rms_norm_eps), latent_attention(config)
     dense = Mlp(config.intermediate_size, activation(config))
     layers = tuple(
         Layer(
-            attention, dense if i < config.first_k_dense_replace else experts, before_attention=norm, before_mlp=norm
+            attention, dense if i < first else experts, before_attention=norm, before_mlp=norm
         )
         for i in range(config.num_hidden_layers)
     )  # fmt: skip

@@ -9,13 +9,8 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
-    d.refuse(config, hidden_act="silu", moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
-    experts = d.Experts(
-        config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size, config.norm_topk_prob,
-        scoring="sigmoid", correction=True, groups=config.n_group, top_groups=config.topk_group,
-        scale=config.routed_scaling_factor, shared=config.moe_intermediate_size * (config.n_shared_experts or 0),
-    )  # fmt: skip
-    return d.latent_decoder(config, experts)
+    d.refuse(config, moe_layer_freq=1)
+    return d.latent_decoder(config, d.sigmoid_experts(config))
 
 
 ARCH = Architecture(
