@@ -133,6 +133,5 @@ def choose(op: Op, wanted: str | None, samples: list[list[Any]], device: torch.d
         if reason is None:
             return provider
         reasons.append(reason)
-    raise ValueError(
-        f"attention_backend {wanted!r} is not supported: {'; '.join(reasons)}; leave it out, or choose another"
-    )
+    why = "; ".join(reasons) or f"{op.name} has no such provider"
+    raise ValueError(f"attention_backend {wanted!r} is not supported: {why}; leave it out, or choose another")
