@@ -107,9 +107,9 @@ def check_ranks(config: Any, size: int, experts: int = 1) -> None:
         if not counts:
             raise Unsupported(f"{config.architectures[0]} has no experts")
         if uneven := sorted(n for n in counts if n % experts):
-            possible = [n for n in range(1, size + 1) if size % n == 0 and not any(c % n for c in counts)]
+            whole = [str(n) for n in range(1, size + 1) if size % n == 0 and not any(c % n for c in counts)]
             raise Unsupported(
-                f"{uneven[0]} experts cannot be divided by {experts}; supported: {', '.join(map(str, possible))}"
+                f"{uneven[0]} experts cannot be divided by {experts}; supported: {', '.join(whole)}"
             )
     problems = _unshared(described, size, experts)
     if problems:
