@@ -116,6 +116,7 @@ SPEC = OpSpec(
         _case("half", [3, 7], [40, 7], "odd", "float16", heads=5, latent=40, rope=6, block_size=5),
         _case("padding", [5, 1], [5, 17], "odd", "float32", padding=3, **mla_cases.SMALL),
         _case("empty_sequence", [4, 0, 2], [4, 0, 19], "odd", "float32", **mla_cases.SMALL),
+        _case("long", [2, 70], [130, 70], "odd", "float32", **mla_cases.SMALL),
         _case("fp8", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", k_scale=0.5, **mla_cases.SMALL),
     ),
     arguments=(

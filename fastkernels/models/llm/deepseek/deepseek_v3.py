@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437), Kimi-K2: latent attention, sigmoid routing in groups, shared experts."""
+"""DeepSeek-V3 and R1 (arXiv 2412.19437), Moonlight: latent attention, sigmoid routing in groups, shared experts."""
 
 from __future__ import annotations
 
