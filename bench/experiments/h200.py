@@ -260,6 +260,8 @@ def _hosts(a: Settings) -> list[Part]:
     start = ("llama-3.1-8b", "--startup", "--load-format", "dummy", "--dtype", "bfloat16")
     made = [Part("startup", (fk("e2e", *start, "--rounds", "2", "--out", a.file("startup")),), 50)]
     half = ("--decode", "32:10240,8:2048,1:512", "--prefill", "16:10220") if a.quick else ()
+    if "vllm" in a.hosts:
+        made += _many_models(a.hosts["vllm"], a)
     for host, python in a.hosts.items():
         cache = ("--rounds", "1", "--hosts", host, "--python", f"{host}={python}", "--gpu-share", "0.4")
         cache = (*cache, "--out", a.file(f"kv-blocks-{host}"))
@@ -284,6 +286,23 @@ def _hosts(a: Settings) -> list[Part]:
             )
         made += [_works(a, host, letter, features) for letter, features in WORKS[host].items()]
     return made
+
+
+def _many_models(python: str, a: Settings) -> list[Part]:
+    """Models that were never tuned, stock and patched; and six of them in our engine as well."""
+    way = ("--cycles", "1", "--model-seconds", "20" if a.quick else "45", "--python", python)
+    tables: dict[str, tuple[float, tuple[str, ...]]] = {
+        "models": (1300, ("--no-table", "--loads", "all", "--again", "0.98", "--side-by-side", "5")),
+        "engine": (900, ("--with-engine", "--side-by-side", "4")),
+    }
+    return [
+        Part(
+            f"patch-{name}",
+            (fk("patch-compare", "all", *way, *more, "--out", a.file(f"patch-{name}")),),
+            seconds,
+        )
+        for name, (seconds, more) in tables.items()
+    ]
 
 
 def _works(a: Settings, host: str, letter: str, features: str) -> Part:

@@ -65,7 +65,8 @@ class Environment:
     ops         FASTKERNELS_OPS          replace only these ops, comma-separated (default: those on by default)
     candidates  FASTKERNELS_CANDIDATES   OP=FILE[,OP=FILE], or a folder of files OP.py: your own kernels
     provider    FASTKERNELS_PROVIDER     OP:NAME[,OP:NAME]: the provider that an op uses
-    tuned       FASTKERNELS_TUNED        a tuned table, or a folder of CHIP.json, used before the tables that ship
+    tuned       FASTKERNELS_TUNED        a tuned table, or a folder of CHIP.json, used before the tables that ship;
+                0: no table, not even the shipped ones
     verify      FASTKERNELS_VERIFY=0     a patch measures nothing and uses choices that were measured before. 1: it also
                 measures linear_fp8, vLLM's decode attention, and on a CPU (default: linear on a GPU)
     disable     FASTKERNELS_DISABLE      ops that are off, comma-separated

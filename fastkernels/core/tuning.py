@@ -25,6 +25,7 @@ log = logging.getLogger("fastkernels")
 SCHEMA = "fastkernels.tuned/1"
 SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
 REACH = 4  # an entry applies to sizes from its own down to a quarter of it, or to the next smaller tuned size
+NO_TABLE = "0"  # as FASTKERNELS_TUNED
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -311,7 +312,13 @@ def set_verified(chip: str, found: Iterable[Entry]) -> None:
 @lru_cache(maxsize=8)
 def _by_op(chip: str, own: str | None) -> dict[str, list[Entry]]:
     found: dict[Any, list[Entry]] = {}
-    for several in (_entries_of(_users(chip, own), chip), verified(chip), _entries_of(_shipped(chip), chip)):
+    if own == NO_TABLE:
+        several_tables: tuple[tuple[Entry, ...], ...] = (verified(chip),)
+    else:
+        several_tables = (
+            _entries_of(_users(chip, own), chip), verified(chip), _entries_of(_shipped(chip), chip),
+        )  # fmt: skip
+    for several in several_tables:
         here: dict[Any, list[Entry]] = {}
         for entry in several:
             here.setdefault(entry.place, []).append(entry)

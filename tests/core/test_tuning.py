@@ -310,6 +310,13 @@ def test_table_of_another_chip_is_skipped_with_a_warning(
     ]
 
 
+def test_zero_switches_the_shipped_tables_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTKERNELS_TUNED", raising=False)
+    assert tuned.entries("linear", "NVIDIA H200")
+    monkeypatch.setenv("FASTKERNELS_TUNED", "0")
+    assert not tuned.entries("linear", "NVIDIA H200")
+
+
 def test_missing_table_is_an_error(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTKERNELS_TUNED", "/no/such/file")
     op.reset()

@@ -120,4 +120,6 @@ def test_requests_providers_and_tables_change_the_fingerprint(
         table.write_text(f"{i}")
         monkeypatch.setenv("FASTKERNELS_TUNED", str(tables))
         keys.append(fingerprint(Request("patch")))
+    monkeypatch.setenv("FASTKERNELS_TUNED", "0")
+    keys.append(fingerprint(Request("patch")))
     assert len(set(keys)) == len(keys)

@@ -27,7 +27,9 @@ HIDDEN, HEAD = 64, 16
 
 
 class FuseQuantization:
-    """A pass with the name that `fuses` looks for."""
+    """A pass of ours, as `fuses` knows it."""
+
+    quantization = True
 
 
 def config(mode: int = 3, all_reduce: bool = False, ranks: int = 1, passes: tuple[Any, ...] = ()) -> Any:

@@ -117,6 +117,14 @@ def append(path: Path, rows: Iterable[Row]) -> None:
         os.fsync(file.fileno())
 
 
+def replace(path: Path, rows: Iterable[Row]) -> None:
+    """Replace the file by one with these rows; an interruption leaves the old file."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    append(new, rows)
+    os.replace(new, path)
+
+
 def write_gzipped(path: Path, text: str) -> None:
     """Write a published file. It has no time stamp: the same text gives the same bytes."""
     path.write_bytes(gzip.compress(text.encode(), mtime=0))

@@ -79,6 +79,26 @@ def paired_ratio(
     return ratio, (ratio * math.exp(-half), ratio * math.exp(half))
 
 
+def mean_of_means(groups: Sequence[Sequence[float]]) -> tuple[float, tuple[float, float] | None]:
+    """The mean of the groups' means and its 95% interval; None without a group of at least two values.
+
+    The degrees of freedom are Welch's and Satterthwaite's. Groups of one value have no variance of their own and take
+    the mean variance of the others. Raises ValueError for an empty group, or none.
+    """
+    if not groups or not all(len(group) for group in groups):
+        raise ValueError("a mean of means needs groups of at least one value")
+    mean = float(np.mean([np.mean(group) for group in groups]))
+    known = [float(np.var(group, ddof=1)) for group in groups if len(group) > 1]
+    if not known:
+        return mean, None
+    usual = float(np.mean(known))
+    parts = [(np.var(g, ddof=1) if len(g) > 1 else usual) / len(g) for g in groups]
+    below = sum(part**2 / (len(g) - 1) for part, g in zip(parts, groups, strict=True) if len(g) > 1)
+    degrees = max(1, int(sum(parts) ** 2 / below)) if below else sum(len(g) - 1 for g in groups)
+    half = t975(degrees) * math.sqrt(sum(parts)) / len(groups)
+    return mean, (mean - half, mean + half)
+
+
 def percentile_needs(percent: float) -> int:
     """The least number of values that support a percentile: one of them is expected above it (p99: 100)."""
     return math.ceil(100 / (100 - percent))

@@ -33,21 +33,22 @@ class HostFailed(RuntimeError):
 
 
 class HostProcess:
-    """A host's engine in its own process, which runs `script`; its standard error goes to the file `log`.
+    """A host's engine in its own process, which runs `script`.
 
     candidate  folder of candidates that the engine is patched with
+    log        name of the file in `folder` that gets its standard error (default: the host's)
     """
 
     def __init__(
         self, name: str, python: str, settings: dict[str, Any], folder: Path, candidate: str | None = None,
-        script: Path = OFFLINE, env: Mapping[str, str] | None = None,
+        script: Path = OFFLINE, env: Mapping[str, str] | None = None, log: str = "",
     ):  # fmt: skip
         self.name, self.python, self.candidate = name, python, candidate
         self.lane = name + (WITH if candidate else "")
-        log = self.log = folder / f"{self.lane}.log"
+        self.log = folder / f"{log or self.lane}.log"
         settings = {**settings, "candidate": candidate}
         self.started = time.monotonic()
-        with open(log, "wb") as out:
+        with open(self.log, "wb") as out:
             self.process = subprocess.Popen(
                 [python, str(script), json.dumps({"host": name, **settings})],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True,

@@ -43,7 +43,8 @@ def fastkernels(options: dict[str, Any]) -> tuple[Generate, int, Any]:
     settings = {
         "dtype": options["dtype"], "load_format": options["load_format"], "skip_tokenizer_init": True,
         "max_model_len": options["max_model_len"], "max_num_seqs": options["max_num_seqs"],
-        "num_blocks": tokens and tokens // 16 + 1, "tensor_parallel_size": options["tensor_parallel"],
+        "num_blocks": tokens and tokens // 16 + 1, "kv_cache_memory": options.get("kv_bytes"),
+        "tensor_parallel_size": options["tensor_parallel"],
     }  # fmt: skip
     llm = LLM(options["model"], **given(settings, options["engine_args"]))
     ended("engine")
@@ -64,6 +65,7 @@ def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
         "dtype": options["dtype"], "load_format": options["load_format"], "skip_tokenizer_init": True,
         "max_model_len": options["max_model_len"], "max_num_seqs": options["max_num_seqs"],
         "tensor_parallel_size": options["tensor_parallel"], "gpu_memory_utilization": options["gpu_share"],
+        "kv_cache_memory_bytes": options.get("kv_bytes"),
     }  # fmt: skip
     if options["gpu"]:
         settings["num_gpu_blocks_override"] = options["kv_tokens"] and options["kv_tokens"] // 16
@@ -90,13 +92,16 @@ def sglang(options: dict[str, Any]) -> tuple[Generate, int, Any]:
         "context_length": options["max_model_len"], "max_running_requests": options["max_num_seqs"],
         "max_total_tokens": options["kv_tokens"], "tp_size": options["tensor_parallel"],
     }  # fmt: skip
-    if options["gpu"] and options["gpu_share"]:
+    if options.get("shared"):
+        # Its share of what is free would count what other engines take meanwhile; the tokens above are the limit.
+        settings |= {"mem_fraction_static": 0.98, "sleep_on_idle": True}
+    elif options["gpu"] and options["gpu_share"]:
         import torch
 
         free, total = torch.cuda.mem_get_info()
         # SGLang's share is relative to the memory that is free when it starts, next to other hosts.
         settings["mem_fraction_static"] = round(min(0.9, options["gpu_share"] * total / free), 3)
-    elif not options["gpu"]:
+    if not options["gpu"]:
         settings |= {
             "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
@@ -152,7 +157,31 @@ def sglang_arrivals(engine: Any, prompts: list[list[int]], output_len: int) -> l
     return engine.loop.run_until_complete(all_of_them())
 
 
-ARRIVALS: dict[str, Callable[..., list[list[float]]]] = {"vllm": vllm_arrivals, "sglang": sglang_arrivals}
+def fastkernels_arrivals(llm: Any, prompts: list[list[int]], output_len: int) -> list[list[float]]:
+    """As `vllm_arrivals`."""
+    from fastkernels import SamplingParams
+    from fastkernels.engine.sampling.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )  # fmt: skip
+    engine, found = llm.llm_engine, dict[str, list[float]]()
+    start = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        name = f"{start}-{i}"
+        found[name] = []
+        engine.add_request(name, prompt, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            seconds = time.perf_counter() - start
+            found[output.request_id] += [seconds] * len(output.outputs[0].token_ids)
+    return list(found.values())
+
+
+ARRIVALS: dict[str, Callable[..., list[list[float]]]] = {
+    "vllm": vllm_arrivals, "sglang": sglang_arrivals, "fastkernels": fastkernels_arrivals,
+}  # fmt: skip
 
 
 class Toggled:

@@ -2,85 +2,100 @@
 
 The states alternate: stock, patched, stock, patched, stock. Live, that is one engine, patched and undone; before
 construction, a process a state. A run of a patched state is compared with the mean of the same run in the two stock
-states around it; neighbouring stock states compared with each other show the noise.
+states around it; neighbouring stock states compared with each other show the noise. Engines of several models can share
+a GPU: they start together, then they are measured in turn, while the others are idle.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
+from fastkernels.core.tuning import NO_TABLE
 from fk_bench.core import machine, rows
-from fk_bench.core.output import fail, last_line, table
-from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.core.stats import paired_ratio
-from fk_bench.e2e.host import HostFailed, HostProcess, make_row, prompts_of, vocab_size
+from fk_bench.core.output import fail, last_line
+from fk_bench.core.rows import Row
+from fk_bench.e2e import sharing
+from fk_bench.e2e.comparison import Comparison, Extent, Load
+from fk_bench.e2e.host import HostFailed
 from fk_bench.e2e.model_configs import ModelError
+from fk_bench.e2e.ratios import COMMAND, over_loads, show, summary
 from fk_bench.serving.config import ConfigError, comma_list
 
-COMMAND = "patch-compare"
-STATES = "stock", "patched"
-METRICS = {  # metric: (title, whether more is better)
-    "tpot_ms": ("TPOT", False), "ttft_ms": ("TTFT", False), "output_tokens_per_s": ("output tok/s", True),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests that start together, tokens of each prompt, and tokens of each output."""
-
-    requests: int
-    input_len: int
-    output_len: int
-
-    @classmethod
-    def parse(cls, text: str) -> Load:
-        """From '8x512+128'. Raises ConfigError."""
-        count, _, lengths = text.partition("x")
-        parts = [count, *lengths.split("+")]
-        if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
-            raise ConfigError(f"--loads: {text!r} is not REQUESTSxINPUT+OUTPUT, as in 8x512+128")
-        return cls(*map(int, parts))
-
-    def __str__(self) -> str:
-        return f"{self.requests}x{self.input_len}+{self.output_len}"
+DENSE = (
+    "qwen2.5-7b", "llama-3.2-3b", "phi-4", "olmo-2-1124-7b", "granite-3.3-8b", "gemma-2-9b", "qwen3-4b", "qwen2.5-0.5b",
+    "llama-3.2-1b", "qwen2.5-14b", "qwen3-14b", "gemma-3-12b", "mistral-small-24b-2501", "qwen2.5-32b",
+)  # fmt: skip
+WITH_ENGINE = "qwen2.5-7b", "phi-4", "olmo-2-1124-7b", "granite-3.3-8b", "gemma-2-9b", "qwen3-8b"
+DEFAULT_LOADS = "1x512+128,8x512+128,32x512+128"
+ENGINE_LOADS = "1x512+128,32x512+128,64x1024+128"
+# Decoding at several sizes of a batch, then prompts with few outputs: a patch must slow down neither.
+ALL_LOADS = "1x512+64,8x512+64,32x512+64,64x512+64,1x600+8,8x512+8,4x1920+8"
 
 
 def patch_compare_command(
     models: Annotated[
-        list[str] | None, typer.Argument(help="folders, or with random weights names such as llama-3.2-3b")
+        list[str] | None,
+        typer.Argument(
+            help="folders, or with random weights names such as llama-3.2-3b; all: "
+            f"{len(DENSE)} dense models, with --with-engine {len(WITH_ENGINE)}"
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="vllm or sglang")] = "vllm",
     python: Annotated[str, typer.Option(help="the host's interpreter (default: this one)")] = "",
     loads: Annotated[
-        str, typer.Option(help="REQUESTSxINPUT+OUTPUT tokens, comma-separated; all requests start together")
-    ] = "1x512+128,8x512+128,32x512+128",
+        str,
+        typer.Option(
+            help="REQUESTSxINPUT+OUTPUT tokens, comma-separated; all requests start together "
+            f"(default: {DEFAULT_LOADS}, with --with-engine {ENGINE_LOADS}); all: {ALL_LOADS}",
+            show_default=False,
+        ),
+    ] = "",
     cycles: Annotated[int, typer.Option(help="times that the host is patched and undone")] = 2,
     repeats: Annotated[int, typer.Option(help="runs of each load in each state, after one more")] = 3,
+    model_seconds: Annotated[
+        float, typer.Option(help="limit of a model's runs, about: fewer repeats, at least two (0: no limit)")
+    ] = 0.0,
+    again: Annotated[
+        float,
+        typer.Option(help="measure loads once more whose output throughput is under this multiple (0: none)"),
+    ] = 0.0,
+    side_by_side: Annotated[
+        int, typer.Option(help="models whose engines may share the GPU, where their memory fits")
+    ] = 1,
+    with_engine: Annotated[
+        bool, typer.Option("--with-engine", help="also our engine, next to the host, with the same prompts")
+    ] = False,
+    no_table: Annotated[
+        bool,
+        typer.Option(
+            "--no-table", help="without the tuned tables that ship: as for a model that was never tuned"
+        ),
+    ] = False,
     before_construction: Annotated[
         bool, typer.Option("--before-construction", help="FASTKERNELS=1 in a process of its own, not live")
     ] = False,
     ops: Annotated[str, typer.Option(help="comma-separated (default: what patch() chooses)")] = "",
-    trace: Annotated[bool, typer.Option(help="one more run a load and state, profiled: GPU's time")] = True,
+    trace: Annotated[bool, typer.Option(help="profiled runs: the GPU's time in a step of decoding")] = True,
     load_format: Annotated[str, typer.Option(help="dummy: random weights; auto: the checkpoint's")] = "dummy",
     dtype: Annotated[str, typer.Option(help="auto: bfloat16, or float32 on a CPU that emulates it")] = "auto",
     tensor_parallel: Annotated[int, typer.Option(help="GPUs")] = 1,
     gpu_share: Annotated[
         float, typer.Option(help="share of the memory (default: 0.9, on a CPU 0.3)", show_default=False)
     ] = 0.0,
-    engine_args: Annotated[str, typer.Option(help="JSON of more arguments of the engine")] = "{}",
+    engine_args: Annotated[str, typer.Option(help="JSON of more arguments of the host's engine")] = "{}",
     timeout: Annotated[float, typer.Option(help="seconds for a start, a patch or a run")] = 600.0,
+    seconds: Annotated[
+        float, typer.Option(help="begin no model after this time (0: no limit); continue with the same --out")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="of the prompts, which are new for every run")] = 0,
     out: Annotated[
         Path | None,
@@ -96,68 +111,231 @@ def patch_compare_command(
 
     fk-bench patch-compare qwen2.5-7b llama-3.2-3b --python .venv-vllm/bin/python --out run
 
+    fk-bench patch-compare all --no-table --loads all --cycles 1 --again 0.98 --side-by-side 4 --model-seconds 45
+
     A ratio above 1 means that the patched host is better, with a 95% interval; 'noise' is the same for stock against
     stock. Measured by an offline engine, token by token, without a server.
+    Without a model, the rows of --out are shown.
     """
+    start = time.monotonic()
     try:
-        plan = [Load.parse(part) for part in comma_list("--loads", loads, str)]
+        loads = loads or (ENGINE_LOADS if with_engine else DEFAULT_LOADS)
+        plan = [
+            Load.parse(part) for part in comma_list("--loads", ALL_LOADS if loads == "all" else loads, str)
+        ]
         if host not in ("vllm", "sglang"):
             raise ConfigError(f"--host {host!r}: give vllm or sglang")
-        if min(cycles, repeats) < 1:
-            raise ConfigError("--cycles and --repeats must be at least 1")
+        if min(cycles, repeats, side_by_side) < 1:
+            raise ConfigError("--cycles, --repeats and --side-by-side must be at least 1")
+        if before_construction and (side_by_side > 1 or with_engine):
+            raise ConfigError(
+                "--before-construction starts a process for each state: it excludes --side-by-side and --with-engine"
+            )
+        if tensor_parallel > 1 and (side_by_side > 1 or with_engine):
+            raise ConfigError(
+                "--tensor-parallel excludes --side-by-side and --with-engine: they share one GPU"
+            )
         extra = _json_object(engine_args)
     except ConfigError as error:
         fail(str(error))
     folder = out or Path("fk-bench-runs") / time.strftime(f"{COMMAND}-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "rows.jsonl"
-    made, warnings = rows.read(file) if file.exists() else ([], [])
-    for warning in warnings:
-        print(warning, file=sys.stderr)
+    extent = Extent(plan, cycles, repeats, model_seconds, again, trace and machine.machine().gpus > 0)
+    asked = _Asked(
+        host, machine.absolute(python or sys.executable), folder, timeout, before_construction,
+        comma_list("--ops", ops, str) if ops else None, {"FASTKERNELS_TUNED": NO_TABLE} if no_table else {},
+        machine.fast_dtype() if dtype == "auto" else dtype, load_format, tensor_parallel, gpu_share, extra,
+        with_engine, extent, seed,
+    )  # fmt: skip
+    case = asked.case()
+    every = _read(file)
     made = [
-        row for row in made
-        if row.subject.host == host and row.case["before_construction"] == before_construction
-    ]  # fmt: skip
+        row
+        for row in every
+        if all(row.case.get(k, False) == case[k] for k in CHOSEN) and row.subject.host == host
+    ]
     done = {row.subject.model for row in made if row.case["state"] == "end"}
-    longest = max((load.input_len + load.output_len for load in plan), default=0) + 16
-    most = max((load.requests for load in plan), default=1)
-    on_gpu = machine.machine().gpus > 0
-    settings: dict[str, Any] = {
-        "dtype": machine.fast_dtype() if dtype == "auto" else dtype, "load_format": load_format,
-        "max_model_len": longest, "max_num_seqs": max(most, 256 if on_gpu else 8), "kv_tokens": None,
-        "gpu": on_gpu, "gpu_share": gpu_share or (0.9 if on_gpu else 0.3), "tensor_parallel": tensor_parallel,
-        "engine_args": extra,
-    }  # fmt: skip
-    failed = []
-    for model in models or ():
-        if model in done:
-            continue
-        made = [row for row in made if row.subject.model != model]  # of a run that did not end
-        try:
-            path = _prepared(model, load_format, folder)
-            comparison = _Comparison(
-                host, machine.absolute(python or sys.executable), {**settings, "model": path}, folder, timeout,
-                before_construction, comma_list("--ops", ops, str) if ops else None,
-            )  # fmt: skip
-            case = {
-                "before_construction": before_construction,
-                **{k: settings[k] for k in ("dtype", "load_format", "tensor_parallel")},
-            }
-            for found in comparison.measure(model, plan, cycles, repeats, trace, seed, case):
-                made.append(found)
-                rows.append(file, [found])
-        except (HostFailed, ModelError, ValueError) as error:
-            failed.append(model)
-            print(f"{model}: {error}", file=sys.stderr)
+    names = [
+        name
+        for given in models or ()
+        for name in ((WITH_ENGINE if with_engine else DENSE) if given == "all" else (given,))
+    ]
+    wanted = [name for name in dict.fromkeys(names) if name not in done]
+    if unfinished := [row for row in made if row.subject.model in wanted]:
+        rows.replace(file, [row for row in every if row not in unfinished])
+        made = [row for row in made if row not in unfinished]
+    failed: dict[str, str] = {}
+    late = start + seconds if seconds else float("inf")
+    for row in asked.measure(wanted, side_by_side, late, failed):
+        made.append(row)
+        rows.append(file, [row])
+    ended = {row.subject.model for row in made if row.case["state"] == "end"}
+    left = [name for name in wanted if name not in ended and name not in failed]
     results = summary(made)
     if not json_only:
         show(results)
-        if not on_gpu:
+        if not asked.gpu:
             print("on a CPU the ratios say nothing about a GPU")
+        if left:
+            print(
+                f"not measured within {seconds:g} s: {', '.join(left)}; run the command again with --out {folder}"
+            )
         print(f"rows: {file}\n")
-    last_line({"command": COMMAND, "ok": not failed, "rows": str(file), "failed": failed, "results": results})
+    last_line({
+        "command": COMMAND, "ok": not failed, "rows": str(file), "failed": list(failed), "left": left,
+        "results": results, "over_loads": over_loads(results),
+    })  # fmt: skip
     if failed:
         raise SystemExit(1)
+
+
+CHOSEN = "before_construction", "no_table", "with_engine"  # rows that differ in these are another comparison
+
+
+@dataclass
+class _Asked:
+    """The measurements that were requested, for any model."""
+
+    host: str
+    python: str
+    folder: Path
+    timeout: float
+    before_construction: bool
+    ops: Sequence[str] | None
+    env: dict[str, str]
+    dtype: str
+    load_format: str
+    tensor_parallel: int
+    gpu_share: float
+    engine_args: dict[str, Any]
+    with_engine: bool
+    extent: Extent
+    seed: int
+
+    @property
+    def gpu(self) -> bool:
+        return machine.machine().gpus > 0
+
+    def case(self) -> dict[str, Any]:
+        return {
+            "before_construction": self.before_construction, "no_table": bool(self.env),
+            "with_engine": self.with_engine, "dtype": self.dtype, "load_format": self.load_format,
+            "tensor_parallel": self.tensor_parallel,
+        }  # fmt: skip
+
+    def measure(
+        self, models: Sequence[str], at_once: int, late: float, failed: dict[str, str]
+    ) -> Iterable[Row]:
+        """The rows of the models, in groups that share the GPU. `failed` gets the models that could not be measured.
+
+        A model that fails next to others is tried again alone.
+        """
+        groups = self._groups(models, at_once, failed)
+        while groups:
+            if time.monotonic() > late:
+                return
+            group = groups.pop(0)
+            errors: dict[str, str] = {}
+            yield from self._measure_group(group, late, errors)
+            for model, error in errors.items():
+                if len(group) > 1:
+                    print(f"{model}: {error}\n{model} is tried again alone", file=sys.stderr)
+                    groups.append({model: group[model]})
+                else:
+                    failed[model] = error
+                    print(f"{model}: {error}", file=sys.stderr)
+
+    def _groups(
+        self, models: Sequence[str], at_once: int, failed: dict[str, str]
+    ) -> list[dict[str, tuple[str, sharing.Need | None]]]:
+        """[{model: (its folder, its memory if engines share the GPU)}]."""
+        paths, needs = {}, []
+        for model in models:
+            try:
+                paths[model] = _prepared(model, self.load_format, self.folder)
+                if at_once > 1 or self.with_engine:
+                    needs.append(sharing.need(model, paths[model], self.dtype, self._kv_tokens(), self.gpu))
+            except (ModelError, ValueError) as error:
+                failed[model] = str(error)
+                print(f"{model}: {error}", file=sys.stderr)
+        if at_once == 1 and not self.with_engine:
+            return [{model: (path, None)} for model, path in paths.items()]
+        room, copies = sharing.capacity(self.gpu), 1 + self.with_engine
+        found = sharing.waves(needs, room, at_once, copies)
+        for group in found:
+            each = "; ".join(f"{one.model} {one}" for one in group)
+            print(f"together, {copies} x: {each}; {room / sharing.GIB:.1f} GiB are free", file=sys.stderr)
+        return [{one.model: (paths[one.model], one) for one in group} for group in found]
+
+    def _kv_tokens(self) -> int:
+        sizes = ((load.requests, load.input_len + load.output_len) for load in self.extent.loads)
+        return sharing.kv_tokens(sizes, self._longest(), 16 if self.gpu else 128)  # the hosts' blocks
+
+    def _longest(self) -> int:
+        return max((load.input_len + load.output_len for load in self.extent.loads), default=0) + 16
+
+    def _measure_group(
+        self, group: dict[str, tuple[str, sharing.Need | None]], late: float, errors: dict[str, str]
+    ) -> Iterable[Row]:
+        started: list[Comparison] = []
+        ready: list[Comparison] = []
+        try:
+            began = time.monotonic()
+            for model, (path, need) in group.items():
+                started.append(self._comparison(model, path, need))
+                started[-1].start()
+            for one in started:
+                try:
+                    one.wait()
+                    ready.append(one)
+                except HostFailed as error:
+                    errors[one.model] = str(error)
+                    one.stop()
+            print(
+                f"{', '.join(one.model for one in ready)}: started in {time.monotonic() - began:.0f} s",
+                file=sys.stderr,
+            )
+            for one in ready:
+                if time.monotonic() > late:
+                    return
+                case = {**self.case(), "resident": [other.model for other in ready if other is not one]}
+                began = time.monotonic()
+                try:
+                    yield from one.measure(self.extent, self.seed, case)
+                    print(f"{one.model}: measured in {time.monotonic() - began:.0f} s", file=sys.stderr)
+                except HostFailed as error:
+                    errors[one.model] = str(error)
+                    one.stop()
+        finally:  # an engine that is measured stays, since its end would disturb the next one
+            with ThreadPoolExecutor(max(1, len(started))) as pool:
+                list(pool.map(Comparison.stop, started))
+
+    def _comparison(self, model: str, path: str, need: sharing.Need | None) -> Comparison:
+        most = max((load.requests for load in self.extent.loads), default=1)
+        settings: dict[str, Any] = {
+            "model": path, "dtype": self.dtype, "load_format": self.load_format, "max_model_len": self._longest(),
+            "max_num_seqs": max(most, 256 if self.gpu else 8), "kv_tokens": None, "gpu": self.gpu,
+            "gpu_share": self.gpu_share or (0.9 if self.gpu else 0.3), "tensor_parallel": self.tensor_parallel,
+            "engine_args": self.engine_args,
+        }  # fmt: skip
+        engine = None
+        if need is not None:
+            settings |= {"shared": True, "gpu_share": 0.01}  # only a check: the KV cache has its size
+            settings |= {"kv_tokens": need.tokens} if self.host == "sglang" else {"kv_bytes": need.kv}
+        if need is not None and self.with_engine:
+            engine = {**settings, "kv_tokens": None, "kv_bytes": need.kv, "engine_args": {}}
+        return Comparison(
+            model, self.host, self.python, settings, self.folder, self.timeout, self.before_construction, self.ops,
+            self.env, engine,
+        )  # fmt: skip
+
+
+def _read(file: Path) -> list[Row]:
+    made, warnings = rows.read(file) if file.exists() else ([], [])
+    for warning in warnings:
+        print(warning, file=sys.stderr)
+    return made
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -174,227 +352,3 @@ def _prepared(model: str, load_format: str, folder: Path) -> str:
     from fk_bench.e2e.command import sizes_of
 
     return sizes_of(model, folder) if load_format == "dummy" else model
-
-
-class _Comparison:
-    """One model in one host."""
-
-    def __init__(
-        self, host: str, python: str, settings: dict[str, Any], folder: Path, timeout: float,
-        before_construction: bool, ops: Sequence[str] | None,
-    ):  # fmt: skip
-        self.host, self.python, self.settings, self.folder = host, python, settings, folder
-        self.timeout, self.before, self.ops = timeout, before_construction, ops
-        self.process: HostProcess | None = None
-        self.versions = machine.interpreter(python).versions
-        self.vocab = vocab_size(settings["model"])
-
-    def measure(
-        self, model: str, loads: Sequence[Load], cycles: int, repeats: int, trace: bool, seed: int,
-        case: dict[str, Any],
-    ) -> Iterator[Row]:  # fmt: skip
-        """All rows of the model, as they are measured. Raises HostFailed."""
-
-        def row(more: dict[str, Any], metrics: dict[str, float], status: Status = Status.OK) -> Row:
-            return make_row(
-                self.host, {"kind": "toggled", **case, **more}, metrics, command=COMMAND,
-                subject=Subject(model=model, host=self.host), versions=self.versions, status=status,
-                reason="" if status is Status.OK else "not all tokens were generated",
-            )  # fmt: skip
-
-        try:
-            for block in range(2 * cycles + 1):
-                state = STATES[block % 2]
-                change = self._enter(state, block)
-                for number in range(
-                    -1, repeats
-                ):  # run -1 is the first of its load: it may compile or allocate
-                    for load in loads:
-                        where = {
-                            "state": state,
-                            "block": block,
-                            "run": number,
-                            "load": str(load),
-                            **vars(load),
-                        }
-                        found = self._run(load, f"{seed} {model} {block} {number} {load}", "arrivals")
-                        metrics, complete = metrics_of(found["arrivals"], load)
-                        if number < 0 and change is not None:
-                            metrics["change_s"] = change
-                        yield row(where, metrics, Status.OK if complete else Status.WRONG)
-                if trace and self.settings["gpu"]:
-                    for load in loads:
-                        yield row(*self._traced(load, state, block, f"{seed} {model} {block} trace {load}"))
-            yield row({"state": "end"}, {})
-        finally:
-            self._stop()
-
-    def _traced(
-        self, load: Load, state: str, block: int, seed: str
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        where = {"state": state, "block": block, "traced": True, "load": str(load), **vars(load)}
-        found = self._run(load, seed, "traced")
-        return where, {"kernels_s": found["kernels_us"] / 1e6, "allocations": found["allocations"]}
-
-    def _enter(self, state: str, block: int) -> float | None:
-        """Bring the host into a state; the seconds of a live change."""
-        if self.process is None or self.before:
-            self._stop()
-            env = {"FASTKERNELS": "1" if self.before and state == "patched" else "0"}
-            if self.ops is not None:
-                env["FASTKERNELS_OPS"] = ",".join(self.ops)
-            self.process = HostProcess(self.host, self.python, self.settings, self.folder, env=env)
-            self.process.answer(self.timeout)
-            return None
-        work = {"patch": self.ops} if state == "patched" else {"undo": True}
-        self.process.tell(work)
-        return self.process.answer(self.timeout)["seconds"]
-
-    def _run(self, load: Load, seed: str, kind: str) -> dict[str, Any]:
-        assert self.process is not None
-        prompts = prompts_of(seed, load.requests, load.input_len, self.vocab)
-        self.process.tell({"prompts": prompts, "output_len": load.output_len, "arrivals": True, kind: True})
-        return self.process.answer(self.timeout)
-
-    def _stop(self) -> None:
-        if self.process is not None:
-            self.process.stop()
-            self.process = None
-
-
-def metrics_of(arrivals: Sequence[Sequence[float]], load: Load) -> tuple[dict[str, float], bool]:
-    """The metrics of a run, and whether all tokens came. arrivals: seconds to each token of each request.
-
-    A step is the time between two tokens of a request while every request decodes.
-    """
-    complete = all(len(of_one) == load.output_len for of_one in arrivals)
-    if not all(arrivals):
-        return {}, False
-    seconds = max(of_one[-1] for of_one in arrivals)
-    found = {
-        "seconds": seconds,
-        "output_tokens_per_s": sum(map(len, arrivals)) / seconds,
-        "ttft_ms": 1e3 * statistics.fmean(of_one[0] for of_one in arrivals),
-    }
-    per_token = [(a[-1] - a[0]) / (len(a) - 1) for a in arrivals if len(a) > 1]
-    if per_token:
-        found["tpot_ms"] = 1e3 * statistics.fmean(per_token)
-    begin, end = max(a[0] for a in arrivals), min(a[-1] for a in arrivals)
-    steps = [b - a for one in arrivals for a, b in itertools.pairwise(one) if a >= begin and b <= end]
-    if steps:
-        for name, share in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100)):
-            found[f"step_ms_{name}"] = 1e3 * float(np.percentile(steps, share))
-    return found, complete
-
-
-# -- comparing
-
-
-def summary(made: Sequence[Row]) -> list[dict[str, Any]]:
-    """A line for each model and load: medians of the states, and ratios with their intervals."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in made:
-        if "load" in row.case and row.status is Status.OK:
-            groups.setdefault((row.subject.model or "", row.case["load"]), []).append(row)
-    return [{"model": model, "load": load, **_compared(group)} for (model, load), group in groups.items()]
-
-
-def _compared(group: Sequence[Row]) -> dict[str, Any]:
-    runs = {(row.case["block"], row.case["run"]): row.metrics for row in group if not row.case.get("traced")}
-    line: dict[str, Any] = {}
-    for metric, (_, more) in METRICS.items():
-        for state, parity in zip(STATES, (0, 1), strict=True):
-            values = [m[metric] for (b, r), m in runs.items() if b % 2 == parity and r >= 0 and metric in m]
-            if values:
-                line[f"{state}_{metric}"] = statistics.median(values)
-        pairs, noise = _pairs(runs, metric)
-        for name, chosen in ((f"{metric}_ratio", pairs), (f"{metric}_noise", noise)):
-            if chosen:
-                theirs, ours = zip(*chosen, strict=True)
-                ratio, interval = paired_ratio(ours, theirs) if more else paired_ratio(theirs, ours)
-                line[name], line[f"{name}_ci95"] = ratio, interval
-    for state, parity in zip(STATES, (0, 1), strict=True):
-        for name in ("step_ms_p50", "step_ms_p99", "step_ms_max"):
-            values = [m[name] for (b, r), m in runs.items() if b % 2 == parity and r >= 0 and name in m]
-            if values:
-                line[f"{state}_{name}"] = statistics.median(values)
-        later = [m["seconds"] for (b, r), m in runs.items() if b % 2 == parity and r >= 0]
-        firsts = [m["seconds"] for (b, r), m in runs.items() if b % 2 == parity and r < 0]
-        if firsts and later:
-            line[f"{state}_first_run_ratio"] = max(firsts) / statistics.median(later)
-        traced = [r for r in group if r.case.get("traced") and r.case["state"] == state]
-        if traced and later:
-            busy = statistics.median(r.metrics["kernels_s"] for r in traced)
-            line[f"{state}_gpu_busy"] = busy / statistics.median(later)
-            line[f"{state}_allocations"] = max(r.metrics["allocations"] for r in traced)
-    return line
-
-
-def _pairs(
-    runs: dict[tuple[int, int], dict[str, float]], metric: str
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """(stock, patched) of each patched run, and (stock before, stock after) around it."""
-    pairs, noise = [], []
-    for (block, number), metrics in sorted(runs.items()):
-        around = [runs.get((block + step, number), {}).get(metric) for step in (-1, 1)]
-        before, after = around
-        if block % 2 == 0 or number < 0 or metric not in metrics or before is None or after is None:
-            continue
-        pairs.append(((before + after) / 2, metrics[metric]))
-        noise.append((before, after))
-    return pairs, noise
-
-
-def show(results: Sequence[dict[str, Any]]) -> None:
-    """Print a table of ratios, their means over the models, and the steps."""
-    if not results:
-        print("nothing was measured")
-        return
-    columns = ["model", "load", *(f"{t} stock / patched" for t, _ in METRICS.values())]
-    cells = []
-    for line in results:
-        both = [
-            f"{line.get(f'stock_{m}', math.nan):.4g} / {line.get(f'patched_{m}', math.nan):.4g}"
-            for m in METRICS
-        ]
-        cells.append([line["model"], line["load"], *both])
-    table("medians: TPOT and TTFT in ms", columns, cells)
-    columns = ["model", "load", *(h for t, _ in METRICS.values() for h in (t, "noise"))]
-    cells = [
-        [
-            line["model"],
-            line["load"],
-            *(_with_interval(line, f"{m}_{k}") for m in METRICS for k in ("ratio", "noise")),
-        ]
-        for line in results
-    ]
-    for load in dict.fromkeys(line["load"] for line in results):
-        of_load = [line for line in results if line["load"] == load]
-        if len(of_load) > 1:
-            cells.append([f"{len(of_load)} models", load, *_means(of_load)])
-    table("times better when patched; noise: stock against stock", columns, cells)
-    names = ("step_ms_p50", "step_ms_p99", "step_ms_max", "first_run_ratio", "gpu_busy", "allocations")
-    used = [name for name in names if any(f"stock_{name}" in line for line in results)]
-    cells = [
-        [line["model"], line["load"]]
-        + [f"{line.get(f'stock_{n}', math.nan):.3g} / {line.get(f'patched_{n}', math.nan):.3g}" for n in used]
-        for line in results
-    ]
-    table("steps of decoding, stock / patched", ["model", "load", *used], cells)
-
-
-def _with_interval(line: dict[str, Any], name: str) -> str:
-    if name not in line:
-        return ""
-    interval = line[f"{name}_ci95"]
-    return f"{line[name]:.3f}" + ("" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]")
-
-
-def _means(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Geometric means of the models' ratios, and the least; none of the noise."""
-    found = []
-    for metric in METRICS:
-        values = [line[f"{metric}_ratio"] for line in lines if f"{metric}_ratio" in line]
-        mean = math.exp(statistics.fmean(map(math.log, values))) if values else math.nan
-        found += [f"{mean:.3f}, least {min(values, default=math.nan):.3f}", ""]
-    return found

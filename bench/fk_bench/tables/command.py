@@ -1,4 +1,4 @@
-"""`fk-bench tables`: write the tables of README.md, docs/performance.md and docs/reports/, and the README's figure.
+"""`fk-bench tables`: write the tables of README.md and of pages under docs/, and the README's figure.
 
 A document contains `<!-- table: NAME [FILE ...] -->`, the table, and `<!-- end -->`. The command replaces the text in
 between; --check fails if it differs from the rows. A FILE is a row file of bench/results without '.jsonl.gz' and, where
@@ -21,7 +21,7 @@ import typer
 from fk_bench.core.output import fail, last_line
 from fk_bench.explain.tables import Table
 from fk_bench.serving.config import ConfigError
-from fk_bench.tables import figure, layers, servers, steps
+from fk_bench.tables import figure, layers, patch, servers, steps
 from fk_bench.tables.kernels import kernels
 from fk_bench.tables.origin import Files
 from fk_bench.tables.results import GROUPS, Results, take
@@ -39,14 +39,18 @@ TABLES: dict[str, tuple[Maker, str]] = {
     "realized": (steps.realized, "steps"),
     "linear": (layers.linear, "linear"),
     "attention": (layers.attention, "attention"),
+    "models": (patch.models, "models"),
+    "throughput": (patch.throughput, "models"),
+    "engines": (patch.engines, "engines"),
 }
 # {command of rows: tables that --out makes of a file in no group}
 OTHERS = {
     "serve-compare": ("hosts", "tails", "loads", "engine"),
     "skinny_linear": ("linear",),
     "decode_attention": ("attention",),
+    "patch-compare": ("models", "throughput", "engines"),
 }
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/reports/*.md")
+DOCUMENTS = ("README.md", "docs/models.md", "docs/performance.md", "docs/reports/*.md")
 RESULTS = "bench/results"
 FIGURE, FIGURE_GROUP = "docs/assets/speedup.svg", "hosts"
 MARKER = re.compile(

@@ -24,6 +24,8 @@ GROUPS = {
     "linear": ("skinny-linear",),
     "attention": ("decode-attention",),
     "explain": ("explain",),
+    "models": ("patch-models",),
+    "engines": ("patch-engine",),
     "steps": ("kernels", "linear", "attention", "explain", "servers-vllm"),
 }
 DATED = re.compile(r"\d{4}-\d\d-")  # groups of a dated report begin with its month

@@ -57,15 +57,22 @@ def _terms(
     )
 
 
+def _touched(share: int, tiles: int) -> int:
+    """Return the most sequences of `tiles` each that a worker with `share` tiles in a row has a part of."""
+    if share % tiles == 0 or tiles % share == 0:
+        return max(share // tiles, 1)
+    return (share - 2) // tiles + 2
+
+
 def _cuda_terms(p: dict[str, int], call: Call, chip: Chip) -> tuple[float, ...]:
     most = cuda.most_workers(call.kv_heads, p, chip.sms)  # of each key head
     whole = call.keys <= p.get("whole", 0) and call.batch <= most
     units = call.batch * -(-call.keys // p["keys"])
     workers = call.batch if whole else min(max(units // max(p["least"] // p["keys"], 1), 1), most)
     share = -(-units // workers)  # of the busiest worker
-    resident = -(-call.kv_heads * workers * p["cluster"] // chip.sms)
+    blocks = -(-call.kv_heads * workers * p["cluster"] // chip.sms)  # of the busiest SM
     return _terms(
-        call, chip, resident * share * p["keys"] / p["cluster"], -(-share // (p["warps"] * p["cluster"])),
+        call, chip, blocks * share * p["keys"] / p["cluster"], -(-share // (p["warps"] * p["cluster"])),
         -(-call.batch // workers), not whole and workers > 1, max(workers / call.batch, 1.0),
     )  # fmt: skip
 
@@ -76,7 +83,7 @@ def _split_terms(p: dict[str, int], call: Call, chip: Chip) -> tuple[float, ...]
         every = call.batch * tiles
         workers = min(max(every // least, 1), max(p["per_sm"] * chip.sms // call.kv_heads, 1))
         share, programs = -(-every // workers), workers * call.kv_heads
-        cut, parts, sequences = workers > 1, max(workers / call.batch, 1.0), -(-call.batch // workers)
+        cut, parts, sequences = workers > 1, max(workers / call.batch, 1.0), _touched(share, tiles)
     else:
         pairs = call.batch * call.kv_heads
         most = split.splits_of(pairs, call.keys, p["per_sm"], p["min_split"], chip.sms)
@@ -90,10 +97,11 @@ def _split_terms(p: dict[str, int], call: Call, chip: Chip) -> tuple[float, ...]
     )
 
 
-def _kind(p: dict[str, int]) -> str:
+def _kind(p: dict[str, int], call: Call) -> str:
     """Return a set's kind. Sets of a kind share weights, so that few models suffice to fit them."""
     cluster = f" in clusters of {p['cluster']}" if p["cluster"] > 1 else ""
-    return f"cuda-split{cluster}{' whole' if 'whole' in p else ''}"
+    whole = call.keys <= p.get("whole", 0)
+    return f"cuda-split of {p['warps']} warps{cluster}{' whole' if whole else ''}"
 
 
 def _split_kind(p: dict[str, int]) -> str:
@@ -109,8 +117,9 @@ def decode_candidates(call: Call, chip: Chip) -> tuple[Candidate, ...]:
     hopper = chip.capability[0] == HOPPER
     if hopper and call.head_size % 8 == 0 and call.group <= cuda.MAX_HEADS and call.batch <= cuda.MAX_BATCH:
         for i, p in enumerate(cuda.PARAMS):
-            if cuda.has_room(cuda.plan_of(p, call.group, call.head_size, call.block_size, call.batch)):
-                found.append(Candidate("cuda-split", p, _kind(p), _cuda_terms(p, call, chip), i))
+            plan = cuda.plan_of(p, call.group, call.head_size, call.block_size, call.batch)
+            if cuda.has_room(plan) and p["per_sm"] <= plan.resident:  # else its blocks run in two rounds
+                found.append(Candidate("cuda-split", p, _kind(p, call), _cuda_terms(p, call, chip), i))
     for i, p in enumerate(split.PARAMS):
         if split.has_room(p, call.head_size, 2):
             found.append(Candidate("triton-split", p, _split_kind(p), _split_terms(p, call, chip), i))

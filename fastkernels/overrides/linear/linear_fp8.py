@@ -16,7 +16,6 @@ from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.expressions import Expr
 from fastkernels.core.shapes import dtype_name
 from fastkernels.core.spec import OpSpec
-from fastkernels.core.tuning import Chip
 from fastkernels.overrides.kit.fp8 import FP8, empty_outputs
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda
@@ -30,7 +29,7 @@ from fastkernels.overrides.linear.linear_fp8_scales import (
     granularity,
 )
 from fastkernels.overrides.linear.linear_fp8_triton import linear_fp8_triton, supports_triton
-from fastkernels.overrides.linear.skinny_linear_triton import MAX_TOKENS
+from fastkernels.overrides.linear.selection import propose_linear_fp8
 from fastkernels.overrides.linear.wgmma_linear_fp8_cuda import linear_fp8_wgmma, supports_wgmma_fp8
 
 
@@ -90,12 +89,6 @@ def _fits(
     return wgmma_linear_fp8_cuda.fits(params, x.numel() // k if k else 0, k)
 
 
-def _propose(
-    shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip
-) -> tuple[tuple[str, dict[str, Any]], ...]:
-    return (("cuda-wgmma-fp8", {}),) if sizes[0] <= MAX_TOKENS else ()
-
-
 def _supports_ours(*call: Any) -> str | None:
     return supports_wgmma_fp8(*call) or libraries.left_to_deepgemm(*call)
 
@@ -134,7 +127,7 @@ linear_fp8 = define(
         of=_key,
         dims=_key_dims,
         module=shape_of,
-        propose=_propose,
+        propose=propose_linear_fp8,
         # Nothing is proposed for more than 64 tokens: there the host's kernel runs, whatever the order above.
         points=((1,), (8,), (32,), (16,), (64,), (4,), (2,), (256,), (1024,), (4096,), (16384,)),
     ),

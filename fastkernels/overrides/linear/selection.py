@@ -110,3 +110,14 @@ def _linear(m: int, n: int, k: int, chip: Chip) -> Proposals:
         (p for p in triton.PARAMS if triton.fits(p, m, k)), key=lambda p: -triton.busy(p, n, chip.sms)
     )
     return tuple(("triton-skinny", dict(p)) for p in (first, *(p for p in rest if p != first))[:MOST])
+
+
+def propose_linear_fp8(shape: tuple[Any, ...], sizes: tuple[int, ...], chip: Chip) -> Proposals:
+    """Return up to three (provider, params) for `linear_fp8`, the best first."""
+    (n, k, block, _), (m,) = shape, sizes
+    return _linear_fp8(m, n, k, block, chip) if chip.capability[0] == HOPPER else ()
+
+
+@lru_cache(maxsize=4096)
+def _linear_fp8(m: int, n: int, k: int, block: int, chip: Chip) -> Proposals:
+    return model("linear_fp8").proposals(linear_fp8_candidates(m, n, k, block, chip))

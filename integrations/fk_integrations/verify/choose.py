@@ -90,7 +90,7 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
         if op.name not in TRIED and not Environment.read().verify:
             continue
         listed = {e.place for e in tuning.entries(op.name, chip)}
-        for module, shape in _modules(adapter, model, spec):
+        for module, shape in modules_of(adapter, model, spec):
             if Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place not in listed:
                 found.setdefault((op.name, shape), []).append(module)
     points = [
@@ -109,7 +109,8 @@ def _settled(adapter: Adapter, request: Request, spec: OpSpec) -> bool:
     return bool(names & chosen) or not listed or bool(adapter.batch_invariant() and not spec.batch_invariant)
 
 
-def _modules(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tuple[Any, ...]]]:
+def modules_of(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The modules that the op can replace, each with the values of the key's shape."""
     found = []
     for target in adapter.targets(spec, model):
         place, host_class = seam.find(target.seam), seam.host_class(target)

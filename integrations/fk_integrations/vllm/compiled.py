@@ -45,8 +45,11 @@ def fingerprint(request: Request) -> str:
             add_piece(digest, root.name, source_digest(root).encode())
         except ValueError as error:
             raise PatchError(str(error)) from error
-    for path in [] if env.tuned is None else _tables(Path(env.tuned).expanduser()):
-        add_piece(digest, str(path), path.read_bytes())
+    if env.tuned == tuning.NO_TABLE:
+        add_piece(digest, "tables", b"none")
+    elif env.tuned is not None:
+        for path in _tables(Path(env.tuned).expanduser()):
+            add_piece(digest, str(path), path.read_bytes())
     for op, file in request.candidates.items():
         path = Path(file).expanduser()
         if not path.is_file():

@@ -13,6 +13,7 @@ import torch
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
+from fk_integrations.core.journal import Journal
 
 ALL_REDUCE = "vLLM adds it to the all-reduce before it, which our op would prevent"
 QUANTIZED = "vLLM's compiler fuses it with the FP8 quantization after it, which our op would prevent"
@@ -25,18 +26,35 @@ def install(config: Any) -> None:
         return
     from vllm.platforms import current_platform
 
-    from fk_integrations.vllm.compiler_pass import FuseQuantization
+    from fk_integrations.vllm.compiler_pass import RewriteOps
 
     config.compilation_config.inductor_compile_config.setdefault(
-        current_platform.pass_key, FuseQuantization()
+        current_platform.pass_key, RewriteOps(quantization=True)
     )
+
+
+def rewriting(config: Any, journal: Journal | None = None) -> Any:
+    """Our pass, for code that is compiled from now on; None where vLLM runs a pass of the user in its place.
+
+    With a journal it is added to a live engine, without the fusion: the quantization stays the host's there.
+    """
+    from vllm.platforms import current_platform
+
+    settings, key = config.compilation_config.inductor_compile_config, current_platform.pass_key
+    if journal is not None and settings.get(key) is None:
+        from fk_integrations.vllm.compiler_pass import RewriteOps
+
+        settings[key] = RewriteOps(quantization=False)
+        journal.add(lambda: settings.pop(key, None))
+    found = settings.get(key)
+    return found if hasattr(found, "quantization") else None
 
 
 def fuses(config: Any) -> bool:
     """Whether our pass fuses our ops with our quantization, or nothing is compiled."""
     settings = config.compilation_config.inductor_compile_config
     return not config.compilation_config.mode or any(
-        type(value).__name__ == "FuseQuantization" for value in settings.values()
+        getattr(value, "quantization", False) for value in settings.values()
     )
 
 

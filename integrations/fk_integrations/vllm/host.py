@@ -59,9 +59,9 @@ class VllmAdapter(Adapter):
     host = "vllm"
     faster_on_cpu = True
 
-    def __init__(self, worker: Any = None):
+    def __init__(self, worker: Any = None, request: Request | None = None):
         self.version = installed_version() or ""
-        self.worker = worker
+        self.worker, self.request = worker, request or Request("patch")
         self.whole = worker is None or worker.vllm_config.parallel_config.pipeline_parallel_size == 1
         runner = getattr(worker, "model_runner", None)
         self.profiles_memory_later = runner is not None and not getattr(runner, "kv_caches", None)
@@ -107,9 +107,23 @@ class VllmAdapter(Adapter):
         return [(batch, context) for batch in BATCHES if batch <= most]
 
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:
-        from fk_integrations.vllm import fusions
+        from fk_integrations.vllm import fusions, ranges
 
-        return None if self.worker is None else fusions.fused(self.worker.vllm_config, model, op, module)
+        if self.worker is None:
+            return None
+        reason = fusions.fused(self.worker.vllm_config, model, op, module)
+        if reason is not None or self.most_tokens is None or op in ranges.named(self.request):
+            return reason
+        return ranges.stays(op, self.most_tokens)
+
+    @functools.cached_property
+    def most_tokens(self) -> int | None:
+        """The largest batch that our ops run in; None: they run in all."""
+        from fk_integrations.vllm import ranges
+
+        if self.worker is None or not ranges.limited(self.worker.vllm_config):
+            return None
+        return ranges.most_tokens(self, self.worker.get_model(), self.request, str(self.worker.device.type))
 
     def kernel_swapped(self, module: Any) -> None:
         from fk_integrations.vllm import fusions
@@ -190,7 +204,9 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
         raise PatchError("this engine is patched already: undo that patch first (report.undo())")
 
     def change() -> Callable[[], None]:
-        patched = apply(VllmAdapter(worker), worker.get_model(), request, _rank(worker))
+        adapter = VllmAdapter(worker, request)
+        patched = apply(adapter, worker.get_model(), request, _rank(worker))
+        _limit_ranges(worker, adapter.most_tokens, patched)
         key = compiled.swapped(compiled.fingerprint(request), worker.get_model())
         compiled.add_key(key)
         removal = weakref.finalize(worker, compiled.remove_key, key)  # a worker can go without an undo
@@ -217,6 +233,20 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
     else:
         compiled.together(worker, lambda: _discard(change()))
     reports.start("vllm", _rank(worker), _reply_while_alive(worker))
+
+
+def _limit_ranges(worker: Any, most: int | None, patched: Patched) -> None:
+    """Keep the ops that were not requested to the batches in which a kernel of ours wins."""
+    from fk_integrations.vllm import ranges
+
+    if most is None:
+        return
+    active = {row.op for row in patched.rows if row.state == "active"}
+    plain = (active & {*ranges.PLAIN}) - ranges.named(patched.request)
+    if ranges.limit(worker.vllm_config, most, plain, patched.journal):
+        patched.every_step.clear()  # a step of a long prompt alone calls none of them
+        if patched.rank == 0:
+            log.info("ours runs in batches of up to %d tokens, vLLM's compiled code in larger ones", most)
 
 
 def _discard(back: Callable[[], None]) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fk_bench.core.rows import Row, Subject, read
+from fk_bench.core.rows import Row, Subject, append, read
+from fk_bench.e2e.comparison import Load, metrics_of
 from fk_bench.e2e.host import make_row
-from fk_bench.e2e.patch_compare import COMMAND, Load, metrics_of, summary
+from fk_bench.e2e.ratios import COMMAND, over_loads, summary
 from fk_bench.serving.config import ConfigError
 from support.commands import fk_bench, fk_bench_here, last_json
 
@@ -36,9 +37,11 @@ def test_malformed_load_is_refused(text: str) -> None:
         Load.parse(text)
 
 
-def run(block: int, number: int, tpot: float) -> Row:
-    case: dict[str, Any] = {"load": str(LOAD), "block": block, "run": number, "state": "?"}
-    metrics = {"tpot_ms": tpot, "seconds": tpot}
+def run(block: int, number: int, tpot: float, again: bool = False, load: Load = LOAD) -> Row:
+    state = ("stock", "patched")[block % 2]
+    case: dict[str, Any] = {"load": str(load), "block": block, "run": number, "state": state}
+    metrics = {"tpot_ms": tpot, "first_tokens_s": tpot, "output_tokens_per_s": 1000 / tpot}
+    case |= {"again": True} if again else {}
     return make_row("vllm", case, metrics, command=COMMAND, subject=Subject(model="m"))
 
 
@@ -61,11 +64,32 @@ def test_first_runs_are_not_compared() -> None:
     assert line["tpot_ms_ratio"] == 1.0 and line["patched_first_run_ratio"] == 50.0
 
 
+def test_load_measured_again_counts_its_second_cycle() -> None:
+    """Block 2 is also the stock state before the second cycle."""
+    patched = {1: 2.0, 3: 0.5}
+    made = [run(b, n, patched.get(b, 1.0), again=b > 2) for b in range(5) for n in (-1, 0, 1)]
+    (line,) = summary(made)
+    assert line["output_tokens_per_s_ratio"] == pytest.approx(2.0)
+    assert line["output_tokens_per_s_first_ratio"] == pytest.approx(0.5)
+    assert line["ratios"] == pytest.approx([2.0, 2.0])
+
+
+def test_throughput_over_loads_is_a_geometric_mean() -> None:
+    other = Load(1, 4, 3)
+    made = [run(b, n, 0.5 if b == 1 else 1.0) for b in range(3) for n in (0, 1)]
+    made += [run(b, n, (2.0, 2.5)[n] if b == 1 else 1.0, load=other) for b in range(3) for n in (0, 1)]
+    (line,) = over_loads(summary(made))
+    assert line["output_ratio"] == pytest.approx((2.0 * 2.0 / (2.0 * 2.5) ** 0.5 * 0.5**0.5) ** 0.5, rel=0.2)
+    low, high = line["output_ratio_ci95"]
+    assert low < line["output_ratio"] < high and line["least"] == pytest.approx(0.45, rel=0.02)
+
+
 def test_unknown_host_and_bad_arguments_are_refused(tmp_path: Path) -> None:
     for args, message in (
         (["--host", "ollama"], "vllm or sglang"),
         (["--loads", "8"], "8x512+128"),
         (["--engine-args", "[1]"], "object"),
+        (["--before-construction", "--side-by-side", "2"], "--side-by-side"),
     ):
         done = fk_bench_here(COMMAND, "m", *args, "--out", tmp_path / "run")
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
@@ -96,6 +120,67 @@ def test_real_vllm_is_patched_and_undone_in_turn(tmp_path: Path, before: bool) -
     assert again.returncode == 0 and len(read(out / "rows.jsonl")[0]) == len(rows)
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_models_share_a_machine_and_runs_continue(tmp_path: Path) -> None:
+    """Two engines of vLLM and two of ours at once; the file keeps no row of a model that was cut off."""
+    from support.tiny import make_tiny_llama
+
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no .venv-vllm: run `make setup`")
+    first, second = (make_tiny_llama(tmp_path / name) for name in ("first", "second"))
+    out = tmp_path / "run"
+    command = [
+        COMMAND, first, second, "--python", python, "--loads", "1x16+20,2x16+8", "--cycles", "1", "--repeats", "5",
+        "--model-seconds", "0.1", "--again", "100", "--load-format", "auto", "--ops", "rms_norm", "--with-engine",
+        "--side-by-side", "2", "--no-table", "--out", out,
+    ]  # fmt: skip
+    done = fk_bench(*command, timeout=400)
+    assert done.returncode == 0, done.stderr
+    rows, _ = read(out / "rows.jsonl")
+    assert {row.subject.model for row in rows} == {str(first), str(second)}
+    for model, other in ((first, second), (second, first)):
+        own = [row.case for row in rows if row.subject.model == str(model)]
+        assert all(case["resident"] == [str(other)] and case["no_table"] for case in own)
+        runs = {(c["block"], c["run"], c["state"]) for c in own if "run" in c}
+        blocks = (
+            (0, "stock"),
+            (0, "fastkernels"),
+            (1, "patched"),
+            (2, "stock"),
+            (3, "patched"),
+            (4, "stock"),
+        )
+        assert {(block, run, state) for block, state in blocks for run in (-1, 0, 1)} < runs
+        assert max(run for _, run, _ in runs) == 1  # the limit reduced the repeats
+    results = last_json(done)["results"]
+    assert len(results) == 4 and all(line["output_tokens_per_s_fastkernels_ratio"] > 0 for line in results)
+    assert len(last_json(done)["over_loads"]) == 2 and "geometric mean" in done.stdout
+    kept = [row for row in rows if row.subject.model == str(first)]
+    half = [row for row in rows if row.subject.model == str(second)][:5]
+    (out / "rows.jsonl").unlink()
+    append(out / "rows.jsonl", [*kept, *half])
+    again = fk_bench(*command, timeout=400)
+    assert again.returncode == 0, again.stderr
+    now, _ = read(out / "rows.jsonl")
+    assert now[: len(kept)] == kept
+    assert not {row.time for row in half} & {row.time for row in now[len(kept) :]}
+
+
+def test_model_that_fails_next_to_another_is_tried_alone(tmp_path: Path) -> None:
+    """vLLM is not in this environment, so that every start fails."""
+    from support.tiny import make_tiny_llama
+
+    models = [make_tiny_llama(tmp_path / name) for name in ("a", "b")]
+    done = fk_bench(
+        COMMAND, *models, "--python", sys.executable, "--load-format", "auto", "--side-by-side", "2",
+        "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.count("is tried again alone") == 2
+    assert sorted(last_json(done)["failed"]) == sorted(map(str, models))
+
+
 def test_rows_of_an_interpreter_that_fails_name_the_log(tmp_path: Path) -> None:
     from support.tiny import make_tiny_llama
 
@@ -103,5 +188,5 @@ def test_rows_of_an_interpreter_that_fails_name_the_log(tmp_path: Path) -> None:
     done = fk_bench(
         COMMAND, model, "--python", sys.executable, "--load-format", "auto", "--out", tmp_path / "run"
     )
-    assert done.returncode == 1 and "vllm.log" in done.stderr
+    assert done.returncode == 1 and "-vllm.log" in done.stderr
     assert last_json(done)["failed"] == [str(model)]

@@ -54,7 +54,7 @@ def test_parts_use_existing_commands_and_options(tmp_path: Path) -> None:
                 scripts.add(Path(line[1]).stem)
                 text = (ROOT / line[1]).read_text()
                 assert all(f'"{option}"' in text for option in options), line
-    assert seen == {"kernels", "diff", "explain", "e2e", "serve-compare", "tables"}
+    assert seen == {"kernels", "diff", "explain", "e2e", "patch-compare", "serve-compare", "tables"}
     assert {
         "make_checkpoint", "ragged_prompts", "skinny_linear", "linear_fp8", "decode_attention", "decode_step",
         "moe_tiles", "quality", "works_with",
@@ -101,7 +101,7 @@ def test_two_gpu_parts_have_two_after_prerequisites(tmp_path: Path) -> None:
         assert len(where[name].partition("GPU ")[2].partition(", after")[0].split(",")) == 2
     begins = {name: int(line.partition("after ")[2].split()[0]) for name, line in where.items()}
     order = list(where)
-    assert begins["model"] == begins["model-fp8"] == 0 and order.index("linear") < order.index("step")
+    assert max(begins["model"], begins["model-fp8"]) <= 60 and order.index("linear") < order.index("step")
     assert all(begins[name] >= 60 for name in SERVERS)
     assert {name for name in order if name.startswith("works")} == set(order[-7:])  # these measure no time
     assert lines[-1].startswith("about ") and " on 4 GPUs (" in lines[-1]

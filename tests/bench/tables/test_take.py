@@ -73,6 +73,10 @@ def test_rows_of_a_whole_run_become_documents(tmp_path: Path) -> None:
         "servers-tp2": "servers-tp2", "servers-256-vllm": "servers-256", "servers-256-sglang": "servers-mixtral",
         "explain": "explain",
     }  # fmt: skip
+    for name in ("patch-models", "patch-engine"):
+        (run_folder / name).mkdir(parents=True)
+        text_of = read_text(kept / "2026-11-23-h200-patch-compare.jsonl.gz")
+        (run_folder / name / "rows.jsonl").write_text(text_of)
     flat = {
         "skinny-linear": "skinny-linear",
         "decode-attention": "decode-attention",

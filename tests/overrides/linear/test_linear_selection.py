@@ -15,6 +15,7 @@ from experiments.selection.models import linear_shapes
 from fastkernels.core.tuning import Chip
 from fastkernels.overrides.linear import selection
 from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma
+from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma_fp8
 from fastkernels.overrides.linear.linear import linear
 
 H200 = Chip("NVIDIA H200", 132, 4.917e12, 50 << 20)
@@ -41,6 +42,19 @@ def test_proposals_fit_every_model(chip: Chip) -> None:
                 assert params in provider.params and provider.fits(params, x, weight)
             plans = [wgmma.plan(m, n, k, **p, sms=chip.sms) for name, p in found if name == "cuda-wgmma"]
             assert len(set(plans)) == len(plans)  # no kernel twice
+
+
+@pytest.mark.parametrize("block", [0, 1, 128])
+def test_fp8_proposals_fit_every_model(block: int) -> None:
+    for n, k in linear_shapes(head=False):
+        for m in TOKENS:
+            found = selection.propose_linear_fp8((n, k, block, "bfloat16"), (m,), H200)
+            assert 1 <= len(found) <= 3
+            assert all(p in wgmma_fp8.PARAMS and wgmma_fp8.fits(p, m, k) for _, p in found)
+            plans = [wgmma_fp8.plan(m, n, k, **p, blocks=block == 128, sms=132) for _, p in found]
+            assert len(set(plans)) == len(plans)  # no kernel twice
+    assert selection.propose_linear_fp8((4096, 4096, block, "bfloat16"), (65,), H200) == ()
+    assert selection.propose_linear_fp8((4096, 4096, block, "bfloat16"), (8,), AMPERE) == ()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -1,0 +1,237 @@
+"""One model of `fk-bench patch-compare`: its processes, the states in turn, and the rows."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fk_bench.core import machine
+from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.e2e.host import HostProcess, make_row, prompts_of, vocab_size
+from fk_bench.e2e.ratios import COMMAND, ENGINE, FIRST_SECONDS, OUTPUT, STATES, summary
+from fk_bench.serving.config import ConfigError
+
+FIRST_TOKENS = 16  # of the first run of a load, which is not compared
+TRACED = 16  # decode steps of a traced run
+LEAST_REPEATS = 2
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that start together, tokens of each prompt, and tokens of each output."""
+
+    requests: int
+    input_len: int
+    output_len: int
+
+    @classmethod
+    def parse(cls, text: str) -> Load:
+        """From '8x512+128'. Raises ConfigError."""
+        count, _, lengths = text.partition("x")
+        parts = [count, *lengths.split("+")]
+        if len(parts) != 3 or not all(p.isdecimal() and int(p) for p in parts):
+            raise ConfigError(f"--loads: {text!r} is not REQUESTSxINPUT+OUTPUT, as in 8x512+128")
+        return cls(*map(int, parts))
+
+    def __str__(self) -> str:
+        return f"{self.requests}x{self.input_len}+{self.output_len}"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured of a model.
+
+    cycles   times that the host is patched and undone
+    repeats  runs of each load in each state, after one more
+    seconds  approximate limit of a model's runs, which reduces the repeats to two at least; 0: no limit
+    again    loads whose output throughput is less than so many times the stock host's are measured in one more cycle
+    trace    the time of the GPU in a decode step is measured with a profiler
+    """
+
+    loads: Sequence[Load]
+    cycles: int = 2
+    repeats: int = 3
+    seconds: float = 0.0
+    again: float = 0.0
+    trace: bool = False
+
+
+class Comparison:
+    """One model in one host, patched and undone; with `engine`, the settings of our engine, in that as well."""
+
+    def __init__(
+        self, model: str, host: str, python: str, settings: dict[str, Any], folder: Path, timeout: float,
+        before_construction: bool, ops: Sequence[str] | None, env: Mapping[str, str],
+        engine: dict[str, Any] | None = None,
+    ):  # fmt: skip
+        self.model, self.host, self.python, self.settings, self.folder = model, host, python, settings, folder
+        self.timeout, self.before, self.ops, self.env = timeout, before_construction, ops, env
+        self.engine_settings = engine
+        self._repeats, self._seed, self._case = 0, 0, dict[str, Any]()
+        self.process: HostProcess | None = None
+        self.engine: HostProcess | None = None
+        self.versions = machine.interpreter(python).versions
+        self.vocab = vocab_size(settings["model"])
+
+    def start(self) -> None:
+        """Start the processes. They are not ready yet: models that share a GPU start side by side."""
+        self.process = self._started(STATES[0])
+        if self.engine_settings is not None:
+            self.engine = HostProcess(
+                ENGINE, machine.absolute(sys.executable), self.engine_settings, self.folder, log=self._log(ENGINE)
+            )  # fmt: skip
+
+    def wait(self) -> None:
+        """Wait until the processes are ready. Raises HostFailed."""
+        for process in (self.process, self.engine):
+            if process is not None:
+                process.answer(self.timeout)
+
+    def stop(self) -> None:
+        for process in (self.process, self.engine):
+            if process is not None:
+                process.stop()
+        self.process = self.engine = None
+
+    def _started(self, state: str) -> HostProcess:
+        env = {**self.env, "FASTKERNELS": "1" if self.before and state == "patched" else "0"}
+        if self.ops is not None:
+            env["FASTKERNELS_OPS"] = ",".join(self.ops)
+        return HostProcess(
+            self.host, self.python, self.settings, self.folder, env=env, log=self._log(self.host)
+        )
+
+    def _log(self, host: str) -> str:
+        return f"{Path(self.model).name}-{host}"
+
+    def measure(self, extent: Extent, seed: int, case: dict[str, Any]) -> Iterator[Row]:
+        """All rows of the model, as they are measured. Raises HostFailed."""
+        blocks = 2 * extent.cycles + 1
+        self._repeats, self._seed, self._case = extent.repeats, seed, case
+        made: list[Row] = []
+        for block in range(blocks):
+            for row in self._block(block, extent, extent.loads, block < 2, {}):
+                made.append(row)
+                yield row
+        lines = summary(made) if extent.again else []
+        slow = {line["load"] for line in lines if line.get(f"{OUTPUT}_ratio", 1.0) < extent.again}
+        if loads := [load for load in extent.loads if str(load) in slow]:
+            for block in (blocks, blocks + 1):
+                yield from self._block(block, extent, loads, False, {"again": True})
+        yield self._row({"state": "end"}, {})
+
+    def _block(
+        self, block: int, extent: Extent, loads: Sequence[Load], trace: bool, more: dict[str, Any]
+    ) -> Iterator[Row]:
+        state = STATES[block % 2]
+        change = self._enter(state, block)
+        first_s, number = 0.0, -1
+        while number < self._repeats:  # run -1 is the first of its load: it may compile or allocate
+            began = time.monotonic()
+            for load in loads:
+                given = load if number >= 0 else replace(load, output_len=min(FIRST_TOKENS, load.output_len))
+                where = {
+                    "state": state,
+                    "block": block,
+                    "run": number,
+                    "load": str(load),
+                    **vars(load),
+                    **more,
+                }
+                prompts = f"{self._seed} {self.model} {block} {number} {load}"
+                metrics, complete = self._run(self.process, given, prompts)
+                if number < 0 and change is not None:
+                    metrics["change_s"] = change
+                yield self._row(where, metrics, complete)
+                if self.engine is not None and state == STATES[0]:
+                    metrics, complete = self._run(self.engine, given, prompts)
+                    yield self._row({**where, "state": ENGINE}, metrics, complete, ENGINE)
+            took = time.monotonic() - began
+            if number < 0:
+                first_s = took
+                # Before the runs that are compared: what a profiler leaves behind is then in all of them.
+                if trace and extent.trace:
+                    for load in loads:
+                        if load.output_len > TRACED:
+                            yield self._traced(load, state, block)
+            elif number == 0 and block == 0 and extent.seconds:
+                left = extent.seconds / (2 * extent.cycles + 1) - first_s
+                self._repeats = max(min(LEAST_REPEATS, extent.repeats), min(extent.repeats, int(left / took)))
+            number += 1
+
+    def _row(
+        self, more: dict[str, Any], metrics: dict[str, float], complete: bool = True, host: str = ""
+    ) -> Row:
+        host = host or self.host
+        return make_row(
+            host, {"kind": "toggled", **self._case, **more}, metrics, command=COMMAND,
+            subject=Subject(model=self.model, host=self.host, provider=ENGINE if host == ENGINE else None),
+            versions=self.versions, status=Status.OK if complete else Status.WRONG,
+            reason="" if complete else "not all tokens were generated",
+        )  # fmt: skip
+
+    def _traced(self, load: Load, state: str, block: int) -> Row:
+        """The GPU's time in a step of decoding: of a run with more tokens, less that of a run with one."""
+        found = [
+            self._answer(self.process, replace(load, output_len=n), f"{self._seed} trace {block} {load}", "traced")
+            for n in (1, 1 + TRACED)
+        ]  # fmt: skip
+        step_ms = (found[1]["kernels_us"] - found[0]["kernels_us"]) / TRACED / 1e3
+        where = {"state": state, "block": block, "traced": True, "load": str(load), **vars(load)}
+        return self._row(where, {"gpu_step_ms": step_ms, "allocations": found[1]["allocations"]})
+
+    def _enter(self, state: str, block: int) -> float | None:
+        """Bring the host into a state; the seconds of a live change."""
+        if block == 0:
+            return None
+        assert self.process is not None
+        if self.before:
+            self.process.stop()
+            self.process = self._started(state)
+            self.process.answer(self.timeout)
+            return None
+        self.process.tell({"patch": self.ops} if state == "patched" else {"undo": True})
+        return self.process.answer(self.timeout)["seconds"]
+
+    def _run(self, process: HostProcess | None, load: Load, seed: str) -> tuple[dict[str, float], bool]:
+        return metrics_of(self._answer(process, load, seed, "arrivals")["arrivals"], load)
+
+    def _answer(self, process: HostProcess | None, load: Load, seed: str, kind: str) -> dict[str, Any]:
+        assert process is not None
+        prompts = prompts_of(seed, load.requests, load.input_len, self.vocab)
+        process.tell({"prompts": prompts, "output_len": load.output_len, "arrivals": True, kind: True})
+        return process.answer(self.timeout)
+
+
+def metrics_of(arrivals: Sequence[Sequence[float]], load: Load) -> tuple[dict[str, float], bool]:
+    """The metrics of a run, and whether all tokens came. arrivals: seconds to each token of each request.
+
+    A step is the time between two tokens of a request while every request decodes.
+    """
+    complete = all(len(of_one) == load.output_len for of_one in arrivals)
+    if not all(arrivals):
+        return {}, False
+    seconds = max(of_one[-1] for of_one in arrivals)
+    found = {
+        "seconds": seconds,
+        FIRST_SECONDS: max(of_one[:FIRST_TOKENS][-1] for of_one in arrivals),
+        "output_tokens_per_s": sum(map(len, arrivals)) / seconds,
+        "ttft_ms": 1e3 * statistics.fmean(of_one[0] for of_one in arrivals),
+    }
+    per_token = [(a[-1] - a[0]) / (len(a) - 1) for a in arrivals if len(a) > 1]
+    if per_token:
+        found["tpot_ms"] = 1e3 * statistics.fmean(per_token)
+    begin, end = max(a[0] for a in arrivals), min(a[-1] for a in arrivals)
+    steps = [b - a for one in arrivals for a, b in itertools.pairwise(one) if a >= begin and b <= end]
+    if steps:
+        for name, share in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100)):
+            found[f"step_ms_{name}"] = 1e3 * float(np.percentile(steps, share))
+    return found, complete

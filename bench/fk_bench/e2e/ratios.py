@@ -1,0 +1,236 @@
+"""Ratios of `fk-bench patch-compare`: a patched host against the same host, and its tables."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from fk_bench.core.output import table
+from fk_bench.core.rows import Row, Status
+from fk_bench.core.stats import mean_of_means, paired_ratio
+
+COMMAND = "patch-compare"
+STATES = "stock", "patched"
+ENGINE = "fastkernels"  # the state of a run in our engine
+OUTPUT, TPOT = "output_tokens_per_s", "tpot_ms"
+FIRST_SECONDS = "first_tokens_s"  # until all requests have as many tokens as a first run generates
+METRICS = {  # metric: (title, whether more is better)
+    TPOT: ("TPOT", False), "ttft_ms": ("TTFT", False), OUTPUT: ("output tok/s", True),
+}  # fmt: skip
+DECODED = 16  # output tokens from which a load has a TPOT worth comparing
+BUSY = 0.85  # share of a step in which the GPU computes, from which its kernels decide about TPOT
+
+
+def summary(made: Sequence[Row]) -> list[dict[str, Any]]:
+    """A line for each model and load: medians of the states, and ratios with their intervals."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in made:
+        if "load" in row.case and row.status is Status.OK:
+            groups.setdefault((row.subject.model or "", row.case["load"]), []).append(row)
+    return [{"model": model, "load": load, **_compared(group)} for (model, load), group in groups.items()]
+
+
+def _compared(group: Sequence[Row]) -> dict[str, Any]:
+    plain = [row for row in group if not row.case.get("traced")]
+    of_host = [row for row in plain if row.case["state"] != ENGINE]
+    runs = {(row.case["block"], row.case["run"]): row.metrics for row in of_host}
+    ours = {(r.case["block"], r.case["run"]): r.metrics for r in plain if r.case["state"] == ENGINE}
+    again = {row.case["block"] for row in of_host if row.case.get("again")}
+    line: dict[str, Any] = {}
+    for state, parity in zip(STATES, (0, 1), strict=True):
+        _medians(line, state, {(b, r): m for (b, r), m in runs.items() if b % 2 == parity})
+        traced = [r for r in group if r.case.get("traced") and r.case["state"] == state]
+        if traced:
+            line[f"{state}_gpu_step_ms"] = statistics.median(r.metrics["gpu_step_ms"] for r in traced)
+            line[f"{state}_allocations"] = max(r.metrics["allocations"] for r in traced)
+            if f"{state}_{TPOT}" in line:
+                line[f"{state}_gpu_busy"] = line[f"{state}_gpu_step_ms"] / line[f"{state}_{TPOT}"]
+    _medians(line, ENGINE, ours)
+    for metric, (_, more) in METRICS.items():
+        pairs, noise = _pairs(runs, metric, again)
+        with_ours = [
+            (m[metric], ours[at][metric])
+            for at, m in sorted(runs.items())
+            if at in ours and at[1] >= 0 and metric in m and metric in ours[at]
+        ]
+        for name, chosen in (("ratio", pairs), ("noise", noise), (f"{ENGINE}_ratio", with_ours)):
+            _ratio(line, f"{metric}_{name}", chosen, more)
+        if again:
+            _ratio(
+                line,
+                f"{metric}_first_ratio",
+                _pairs(runs, metric, {block for block, _ in runs} - again)[0],
+                more,
+            )
+        if metric == OUTPUT and pairs:
+            line["ratios"] = [patched / stock for stock, patched in pairs]
+    return line
+
+
+def _medians(line: dict[str, Any], state: str, runs: dict[tuple[int, int], dict[str, float]]) -> None:
+    later, firsts = (
+        [m for (_, number), m in runs.items() if (number >= 0) == which] for which in (True, False)
+    )
+    for name in (*METRICS, "step_ms_p50", "step_ms_p99", "step_ms_max"):
+        if values := [m[name] for m in later if name in m]:
+            line[f"{state}_{name}"] = statistics.median(values)
+    usual = [m[FIRST_SECONDS] for m in later if FIRST_SECONDS in m]
+    first = [m[FIRST_SECONDS] for m in firsts if FIRST_SECONDS in m]
+    if first and usual:
+        line[f"{state}_first_run_ratio"] = max(first) / statistics.median(usual)
+
+
+def _ratio(line: dict[str, Any], name: str, pairs: Sequence[tuple[float, float]], more: bool) -> None:
+    """pairs: (the host's value, the other's)."""
+    if pairs:
+        theirs, ours = zip(*pairs, strict=True)
+        line[name], line[f"{name}_ci95"] = paired_ratio(ours, theirs) if more else paired_ratio(theirs, ours)
+
+
+def _pairs(
+    runs: dict[tuple[int, int], dict[str, float]], metric: str, only: Collection[int] = ()
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(stock, patched) of each patched run, and (stock before, stock after) around it; of the blocks `only`, if any."""
+    pairs, noise = [], []
+    for (block, number), metrics in sorted(runs.items()):
+        around = [runs.get((block + step, number), {}).get(metric) for step in (-1, 1)]
+        before, after = around
+        if block % 2 == 0 or number < 0 or metric not in metrics or before is None or after is None:
+            continue
+        if only and block not in only:
+            continue
+        pairs.append(((before + after) / 2, metrics[metric]))
+        noise.append((before, after))
+    return pairs, noise
+
+
+def over_loads(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each model: the geometric mean of its loads' throughput ratios with its interval, and the least."""
+    found = []
+    for model in dict.fromkeys(line["model"] for line in results):
+        own = [line for line in results if line["model"] == model and line.get("ratios")]
+        if not own:
+            continue
+        mean, interval = mean_of_means([[math.log(r) for r in line["ratios"]] for line in own])
+        found.append({
+            "model": model, "loads": len(own), "output_ratio": math.exp(mean),
+            "output_ratio_ci95": None if interval is None else [math.exp(b) for b in interval],
+            "least": min(line[f"{OUTPUT}_ratio"] for line in own),
+        })  # fmt: skip
+    return found
+
+
+def show(results: Sequence[dict[str, Any]]) -> None:
+    """Print tables: medians, ratios, steps of decoding, latency per token by model, and throughput over all loads."""
+    if not results:
+        print("nothing was measured")
+        return
+    states = (*STATES, ENGINE) if any(f"{ENGINE}_{TPOT}" in line for line in results) else STATES
+    columns = ["model", "load", *(f"{t} {' / '.join(states)}" for t, _ in METRICS.values())]
+    cells = [
+        [line["model"], line["load"]]
+        + [" / ".join(f"{line.get(f'{s}_{m}', math.nan):.4g}" for s in states) for m in METRICS]
+        for line in results
+    ]
+    table("medians: TPOT and TTFT in ms", columns, cells)
+    columns = ["model", "load", *(h for t, _ in METRICS.values() for h in (t, "noise"))]
+    cells = [
+        [line["model"], line["load"]]
+        + [_with_interval(line, f"{m}_{k}") for m in METRICS for k in ("ratio", "noise")]
+        for line in results
+    ]
+    table("times better when patched; noise: stock against stock", columns, cells)
+    names = ("step_ms_p50", "step_ms_p99", "step_ms_max", "first_run_ratio", "gpu_busy", "allocations")
+    used = [name for name in names if any(f"stock_{name}" in line for line in results)]
+    cells = [
+        [line["model"], line["load"]]
+        + [" / ".join(f"{line[f'{s}_{n}']:.3g}" for s in STATES if f"{s}_{n}" in line) for n in used]
+        for line in results
+    ]
+    table("steps of decoding, stock / patched", ["model", "load", *used], cells)
+    if len(states) > len(STATES):
+        columns = ["model", "load", *(t for t, _ in METRICS.values())]
+        cells = [
+            [line["model"], line["load"], *(_with_interval(line, f"{m}_{ENGINE}_ratio") for m in METRICS)]
+            for line in results
+        ]
+        table(f"{ENGINE}: times better than the stock host", columns, cells)
+    _show_latency(results)
+    _show_throughput(results)
+
+
+def _show_latency(results: Sequence[dict[str, Any]]) -> None:
+    """TPOT of each model, by load, and the GPU's share of a stock step."""
+    lines = {(line["model"], line["load"]): line for line in decoding(results)}
+    models, loads = (list(dict.fromkeys(of)) for of in zip(*lines, strict=True)) if lines else ([], [])
+    cells = [
+        [model, *(_with_interval(lines.get((model, load), {}), f"{TPOT}_ratio") for load in loads)]
+        for model in models
+    ]
+    for title, least in (("all models", 0.0), (f"GPU busy for {BUSY:.0%} or more", BUSY)):
+        groups = [tpot_ratios(results, load, least) for load in loads]
+        if any(groups):
+            cells.append([title, *(mean_and_least(values) for values in groups)])
+    if cells:
+        table("TPOT, times better when patched", ["model", *loads], cells)
+    busy = {
+        at: line for at, line in lines.items() if "stock_gpu_busy" in line and "patched_gpu_step_ms" in line
+    }
+    if busy:
+        cells = [[model, *(_gpu(busy.get((model, load), {})) for load in loads)] for model in models]
+        table(
+            "the GPU's share of a stock step; its time alone, times better when patched",
+            ["model", *loads],
+            cells,
+        )
+
+
+def decoding(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of loads with enough output tokens for a TPOT."""
+    return [n for n in results if f"{TPOT}_ratio" in n and int(n["load"].rpartition("+")[2]) >= DECODED]
+
+
+def tpot_ratios(results: Sequence[dict[str, Any]], load: str, busy: float = 0.0) -> list[float]:
+    """The TPOT ratios of all models with this load whose GPU is busy for at least this share of a stock step."""
+    chosen = (n for n in decoding(results) if n["load"] == load and n.get("stock_gpu_busy", 0.0) >= busy)
+    return [n[f"{TPOT}_ratio"] for n in chosen]
+
+
+def _gpu(line: dict[str, Any]) -> str:
+    if not line:
+        return ""
+    return f"{line['stock_gpu_busy']:.0%}; {line['stock_gpu_step_ms'] / line['patched_gpu_step_ms']:.3f}"
+
+
+def _show_throughput(results: Sequence[dict[str, Any]]) -> None:
+    """Output throughput of each model, by load, and over all."""
+    loads = list(dict.fromkeys(line["load"] for line in results))
+    lines = {(line["model"], line["load"]): line for line in results}
+    cells = []
+    for one in over_loads(results):
+        row = []
+        for load in loads:
+            line = lines.get((one["model"], load), {})
+            first = line.get(f"{OUTPUT}_first_ratio")
+            both = "" if first is None else f" (first {first:.3f})"
+            row.append(f"{line[f'{OUTPUT}_ratio']:.3f}{both}" if f"{OUTPUT}_ratio" in line else "")
+        cells.append([one["model"], *row, _with_interval(one, "output_ratio"), f"{one['least']:.3f}"])
+    if cells:
+        title = "output tokens per second, patched over stock; a load that was slower is measured again"
+        table(title, ["model", *loads, "geometric mean", "least"], cells)
+
+
+def _with_interval(line: dict[str, Any], name: str) -> str:
+    if name not in line:
+        return ""
+    interval = line[f"{name}_ci95"]
+    return f"{line[name]:.3f}" + ("" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]")
+
+
+def mean_and_least(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    mean = math.exp(statistics.fmean(map(math.log, values)))
+    return f"{mean:.3f}, least {min(values):.3f} of {len(values)}"

@@ -1,0 +1,84 @@
+"""Engines that share the memory of one GPU: the memory that each needs, and which of them start together."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+GIB = 1 << 30
+BATCHED_TOKENS = 16384  # vLLM's step on an H200: the largest of the hosts'
+SAMPLED = 256  # sequences of which a step keeps logits
+FIXED = 6 * GIB  # context, graphs of both states, workspaces, and the buffers of a patch's measurement
+FIXED_CPU = 2 * GIB
+
+
+@dataclass(frozen=True)
+class Need:
+    """The memory of one engine in bytes. tokens: those that its KV cache holds."""
+
+    model: str
+    weights: int
+    tokens: int
+    kv: int
+    rest: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.rest
+
+    def __str__(self) -> str:
+        parts = ("weights", self.weights), ("KV cache", self.kv), ("the rest", self.rest)
+        return f"{self.total / GIB:.1f} GiB ({', '.join(f'{n} {b / GIB:.1f}' for n, b in parts)})"
+
+
+def need(model: str, path: str, dtype: str, tokens: int, gpu: bool) -> Need:
+    """The memory that an engine of the model needs with a KV cache of so many tokens.
+
+    model  its name; path: a folder with its config.json. Raises ValueError for an unknown architecture.
+    """
+    import fastkernels
+    from fastkernels.models.common import build
+
+    plan = fastkernels.plan(path, dtype)
+    config: Any = build.load_config(Path(path))
+    wide = 6 * config.hidden_size + 3 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    activations = BATCHED_TOKENS * wide * 2 + SAMPLED * config.vocab_size * 10
+    rest = FIXED + activations if gpu else FIXED_CPU
+    return Need(model, plan.weight_bytes, tokens, tokens * plan.kv_bytes_per_token, rest)
+
+
+def kv_tokens(sizes: Iterable[tuple[int, int]], longest: int, block: int = 16) -> int:
+    """The tokens of a KV cache that holds any load without preemption. sizes: (requests, tokens of each)."""
+    most = max((requests * -(-(tokens + 1) // block) * block for requests, tokens in sizes), default=0)
+    return -(-max(most * 17 // 16, 2 * longest) // block) * block
+
+
+def waves(needs: Sequence[Need], capacity: int, at_once: int, copies: int = 1) -> list[list[Need]]:
+    """The engines in groups that fit into the memory together, at most `at_once` models in each: the largest first.
+
+    copies: engines of each model. A model that fits into no group is alone in its own.
+    """
+    found: list[list[Need]] = []
+    for one in sorted(needs, key=lambda n: -n.total):
+        for group in found:
+            used = copies * sum(n.total for n in group)
+            if len(group) < at_once and used + copies * one.total <= capacity:
+                group.append(one)
+                break
+        else:
+            found.append([one])
+    return found
+
+
+def capacity(gpu: bool) -> int:
+    """Bytes that engines may share now: on a GPU all that is free, on a CPU half of it."""
+    if not gpu:
+        return psutil.virtual_memory().available // 2
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return min(int(line) for line in out.stdout.splitlines() if line.strip()) << 20

@@ -1,0 +1,116 @@
+"""Tables of many models, stock and patched in one engine, from the rows of `fk-bench patch-compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from fk_bench.core.rows import Row
+from fk_bench.e2e import ratios
+from fk_bench.e2e.ratios import COMMAND, ENGINE, OUTPUT, TPOT
+from fk_bench.explain.tables import Table
+from fk_bench.tables.origin import Files, flat, origin
+
+HOSTS = {"vllm": "vLLM", "sglang": "SGLang"}
+WAYS = "before_construction", "no_table"
+Line = dict[str, Any]
+
+
+def _made(
+    files: Files, title: str, lines: Callable[[list[Line]], tuple[list[str], list[list[str]]]]
+) -> Iterator[Table]:
+    """A table for each host and way of patching."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in flat(files):
+        if row.command == COMMAND:
+            groups.setdefault((row.subject.host, *(row.case.get(way, False) for way in WAYS)), []).append(row)
+    for (host, before, no_table), used in groups.items():
+        columns, cells = lines(ratios.summary(used))
+        if cells:
+            name = HOSTS.get(host, host)
+            how = ("before construction" if before else "live") + (
+                ", without a tuned table" if no_table else ""
+            )
+            yield f"{title}: {name}, patched {how} ({origin(used, files)}).", columns, cells
+
+
+def _load(line: Line) -> list[str]:
+    requests, _, lengths = line["load"].partition("x")
+    return [line["model"], requests, lengths.replace("+", ", ")]
+
+
+def models(files: Files) -> Iterator[Table]:
+    """TPOT of each model and load, and its geometric means over the models."""
+
+    def lines(results: list[Line]) -> tuple[list[str], list[list[str]]]:
+        cells = []
+        for line in ratios.decoding(results):
+            busy = f"{line['stock_gpu_busy']:.0%}" if "stock_gpu_busy" in line else ""
+            cells.append([
+                *_load(line), f"{line[f'stock_{TPOT}']:.2f}", f"{line[f'patched_{TPOT}']:.2f}",
+                _interval(line, f"{TPOT}_ratio"), busy,
+            ])  # fmt: skip
+        for load in dict.fromkeys(line["load"] for line in ratios.decoding(results)):
+            for name, least in (
+                ("all models", 0.0),
+                (f"GPU busy for {ratios.BUSY:.0%} or more", ratios.BUSY),
+            ):
+                if found := ratios.tpot_ratios(results, load, least):
+                    cells.append(
+                        [*_load({"model": name, "load": load}), "", "", ratios.mean_and_least(found), ""]
+                    )
+        columns = [
+            "Model",
+            "Requests",
+            "Tokens in, out",
+            "Stock, ms",
+            "Patched, ms",
+            "Times better",
+            "GPU busy",
+        ]
+        return columns, cells
+
+    yield from _made(files, "Time per output token", lines)
+
+
+def throughput(files: Files) -> Iterator[Table]:
+    """Output throughput of each model over all its loads."""
+
+    def lines(results: list[Line]) -> tuple[list[str], list[list[str]]]:
+        loads = list(dict.fromkeys(line["load"] for line in results))
+        by = {(line["model"], line["load"]): line.get(f"{OUTPUT}_ratio") for line in results}
+        cells = [
+            [one["model"], *(_number(by.get((one["model"], load))) for load in loads), _interval(one, "output_ratio"),
+             f"{one['least']:.3f}"]
+            for one in ratios.over_loads(results)
+        ]  # fmt: skip
+        return ["Model", *loads, "Geometric mean (95%)", "Least"], cells
+
+    yield from _made(files, "Output tokens per second, patched over stock, at REQUESTSxINPUT+OUTPUT", lines)
+
+
+def engines(files: Files) -> Iterator[Table]:
+    """Our engine, the stock host and the patched host on the same prompts."""
+    states = ("stock", "patched", ENGINE)
+
+    def lines(results: list[Line]) -> tuple[list[str], list[list[str]]]:
+        cells = [
+            [*_load(line), *(f"{line[f'{s}_{OUTPUT}']:.0f}" for s in states),
+             *(f"{line[f'{s}_{TPOT}']:.2f}" for s in states), _interval(line, f"{OUTPUT}_{ENGINE}_ratio")]
+            for line in results
+            if f"{OUTPUT}_{ENGINE}_ratio" in line and f"patched_{OUTPUT}" in line
+        ]  # fmt: skip
+        columns = ["Model", "Requests", "Tokens in, out"]
+        columns += [f"{s}, {what}" for what in ("tok/s", "TPOT ms") for s in states]
+        return [*columns, f"{ENGINE} / stock, tok/s"], cells
+
+    yield from _made(files, "Output throughput and time per output token, offline", lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _interval(line: Mapping[str, Any], name: str) -> str:
+    interval = line.get(f"{name}_ci95")
+    return f"{line[name]:.3f}" + ("" if interval is None else f" ({interval[0]:.3f} to {interval[1]:.3f})")

@@ -1,0 +1,88 @@
+"""Compile ranges: in a compiled model ours runs only in batches of the sizes at which it was measured to win.
+
+vLLM compiles a model once for each range of tokens. Above the largest batch that a kernel of ours wins, our pass puts
+plain PyTorch in place of our ops, and Inductor fuses it as in a model that was never patched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from fastkernels.core import registry, tuning
+from fastkernels.core.env import Environment
+from fastkernels.core.reasons import Kind, Reason
+from fastkernels.patch import Request
+from fastkernels.verify.measure import named_shape
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.journal import Journal
+from fk_integrations.verify.choose import modules_of
+from fk_integrations.vllm import fusions
+from fk_integrations.vllm.plain_forms import PLAIN
+
+log = logging.getLogger("fastkernels")
+TOKENS = ("M",)  # Key.sizes of ops whose size is the number of tokens
+FUSED = (
+    "vLLM's compiler fuses it with its neighbours, and next to it no kernel of ours was measured as faster"
+)
+
+
+def limited(config: Any) -> bool:
+    """Whether our ops can be kept to some compile ranges of this configuration, a VllmConfig."""
+    compilation = config.compilation_config
+    return (
+        getattr(compilation.mode, "name", None) == "VLLM_COMPILE"
+        and compilation.backend == "inductor"
+        and bool(compilation.compile_ranges_endpoints)
+    )
+
+
+def named(request: Request) -> set[str]:
+    """The ops that the user requested: they run at all sizes."""
+    return {*(request.ops or ()), *request.candidates, *Environment.read().provider}
+
+
+def most_tokens(adapter: Adapter, model: Any, request: Request, device: str) -> int:
+    """The largest number of tokens at which a table or a measurement lists ours as faster for a layer; 0: none."""
+    chip, found = tuning.chip_of(device), [0]
+    for name in registry.op_names():
+        spec = registry.get(name)
+        op = spec.tuned_by
+        if op is None or op.key is None or op.key.sizes != TOKENS or {name, op.name} & {*request.disable}:
+            continue
+        if not (listed := tuning.entries(op.name, chip)):
+            continue
+        shapes = [named_shape(op.name, shape) for _, shape in modules_of(adapter, model, spec)]
+        found += [e.sizes["M"] for e in listed if e.faster and dict(e.shape) in shapes]
+    return max(found)
+
+
+def stays(op: str, most: int) -> Reason | None:
+    """Why an op that was not requested stays with a compiled host: nothing of ours wins in this model."""
+    return Reason(Kind.LEFT_TO_HOST, FUSED) if op in PLAIN and not most else None
+
+
+def limit(config: Any, most: int, plain: Iterable[str], journal: Journal) -> bool:
+    """Keep the ops of `plain` to batches of at most `most` tokens; whether this changes anything.
+
+    For code that is compiled from now on. The journal restores the ranges.
+    """
+    compilation = config.compilation_config
+    ends = compilation.compile_ranges_endpoints
+    plain = tuple(sorted(plain))
+    if not most or not plain or most >= max(ends):
+        return False
+    found = fusions.rewriting(config, journal)
+    if found is None:
+        log.warning("vLLM's compiler runs a pass of yours, so ours runs in batches of every size")
+        return False
+
+    def back() -> None:
+        compilation.compile_ranges_endpoints, found.most, found.plain = ends, None, ()
+
+    journal.add(back)
+    compilation.compile_ranges_endpoints = sorted({*ends, most})
+    found.most, found.plain = most, plain
+    log.debug("up to %d tokens a batch runs %s of ours, above vLLM's compiled code", most, ", ".join(plain))
+    return True

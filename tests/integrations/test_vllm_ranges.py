@@ -1,0 +1,110 @@
+"""The batches in which ours runs in a compiled vLLM: up to the largest that a kernel of ours wins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fk_integrations.core.journal import Journal
+from fk_integrations.vllm import fusions, ranges
+from fk_integrations.vllm.plain_forms import PLAIN
+
+from fastkernels.core import tuning
+from fastkernels.core.reasons import Kind
+from fastkernels.core.tuning import Entry
+from fastkernels.patch import Request
+
+LAYERS = {"qkv": (96, 64), "down": (64, 128)}  # name: (N, K)
+
+
+def entry(layer: str, tokens: int, faster: bool = True, op: str = "linear") -> Entry:
+    n, k = LAYERS[layer]
+    shape = {"N": n, "K": k, "dtype": "float32"}
+    return Entry(op, shape, {"M": tokens}, "reference" if faster else "onednn", "onednn", "r")
+
+
+@pytest.fixture
+def most(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """most_tokens of a model with these layers and a chip with these entries."""
+
+    def found(layers: list[str], entries: list[Entry], **request: Any) -> int:
+        import torch
+
+        shapes = [(None, (*LAYERS[name], torch.float32)) for name in layers]
+        monkeypatch.setattr(ranges, "modules_of", lambda adapter, model, spec: shapes)
+        monkeypatch.setattr(tuning, "entries", lambda op, chip: [e for e in entries if e.op == op])
+        adapter: Any = None
+        return ranges.most_tokens(adapter, None, Request("patch", **request), "cpu")
+
+    return found
+
+
+def test_most_tokens_is_the_largest_batch_that_ours_wins(most: Any) -> None:
+    entries = [entry("qkv", 8), entry("qkv", 64, faster=False), entry("down", 32), entry("down", 1)]
+    assert most(["qkv", "down"], entries) == 32
+    assert most(["qkv"], entries) == 8
+    assert most(["qkv"], [entry("qkv", 64, faster=False)]) == most(["down"], []) == 0
+    assert most(["qkv", "down"], entries, disable=["linear"]) == 0
+
+
+def test_ops_with_a_plain_form_stay_where_nothing_wins() -> None:
+    reason = ranges.stays("rms_norm", 0)
+    assert reason is not None and reason.kind is Kind.LEFT_TO_HOST
+    assert ranges.stays("rms_norm", 8) is None and ranges.stays("fused_experts", 0) is None
+
+
+class Pass:
+    quantization, most, plain = True, None, ()
+
+
+def config(
+    ends: Any = (512, 2048), mode: str = "VLLM_COMPILE", backend: str = "inductor", of: Any = None
+) -> Any:
+    compilation = SimpleNamespace(
+        mode=SimpleNamespace(name=mode), backend=backend, compile_ranges_endpoints=ends and list(ends),
+        inductor_compile_config={},
+    )  # fmt: skip
+    found = SimpleNamespace(compilation_config=compilation)
+    if of is not None:
+        compilation.inductor_compile_config["post_grad_custom_post_pass"] = of
+    return found
+
+
+def test_only_code_compiled_by_inductor_in_ranges_is_limited() -> None:
+    assert ranges.limited(config())
+    assert not ranges.limited(config(mode="DYNAMO_TRACE_ONCE"))
+    assert not ranges.limited(config(backend="eager"))
+    assert not ranges.limited(config(ends=None))
+
+
+@pytest.fixture(autouse=True)
+def pass_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM, which names the key, is not installed here."""
+
+    def found(config: Any, journal: Journal | None = None) -> Any:
+        value = config.compilation_config.inductor_compile_config["post_grad_custom_post_pass"]
+        return value if hasattr(value, "quantization") else None
+
+    monkeypatch.setattr(fusions, "rewriting", found)
+
+
+def test_limit_adds_an_endpoint_and_undo_removes_it() -> None:
+    ours, journal = Pass(), Journal()
+    found = config(of=ours)
+    assert ranges.limit(found, 64, {"rms_norm", "linear"}, journal)
+    assert found.compilation_config.compile_ranges_endpoints == [64, 512, 2048]
+    assert (ours.most, ours.plain) == (64, ("linear", "rms_norm"))
+    journal.undo()
+    assert found.compilation_config.compile_ranges_endpoints == [512, 2048]
+    assert (ours.most, ours.plain) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("most", "plain", "of"),
+    [(0, PLAIN, Pass()), (2048, PLAIN, Pass()), (8, (), Pass()), (8, PLAIN, object())],
+)
+def test_limit_leaves_the_ranges_otherwise(most: int, plain: Any, of: Any) -> None:
+    found = config(of=of)
+    assert not ranges.limit(found, most, plain, Journal())
+    assert found.compilation_config.compile_ranges_endpoints == [512, 2048]

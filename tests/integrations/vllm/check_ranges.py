@@ -1,0 +1,106 @@
+"""A vLLM engine compiled in ranges, as on a GPU: our ops run in small batches, vLLM's own code in larger ones."""
+
+import os
+
+import pytest
+import torch
+from support.hosts.vllm_engine import first_logprobs, generate, make_llm
+
+import fastkernels
+from fastkernels.core import tuning
+from fastkernels.core.dispatch import OPS
+from fastkernels.core.tuning import Entry, Table
+
+MOST = 2  # tokens of the largest batch that the table below lists ours as faster for
+# Ops of CUDA builds that vLLM's last pass names when it meets an op which changes its arguments.
+ABSENT = (
+    "fused_add_rms_norm_static_fp8_quant", "rms_norm_dynamic_per_token_quant", "rms_norm_static_fp8_quant",
+    "silu_and_mul_quant", "fused_qk_norm_rope",
+)  # fmt: skip
+OURS = ("linear", "rms_norm", "silu_and_mul", "rotary_emb")
+
+
+@pytest.fixture(scope="module")
+def llm():
+    from fk_integrations.vllm.host import VllmAdapter
+    from vllm.config import CompilationMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config.__func__
+
+    def compile_in_pieces(cls, config):
+        stock(cls, config)  # it compiles a model as a whole, without ranges
+        config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+        config.compilation_config.compile_sizes = []
+
+    library = torch.library.Library("_C", "FRAGMENT")
+    for name in ABSENT:
+        if not hasattr(torch.ops._C, name):
+            library.define(f"{name}(Tensor x) -> ()")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(compile_in_pieces))
+        patch.setattr(VllmAdapter, "faster_on_cpu", False)
+        llm = make_llm(os.environ["TINY_LLAMA"], enforce_eager=False, dtype="float32")
+        yield llm
+
+
+@pytest.fixture
+def table(llm, tmp_path, monkeypatch):
+    """A CPU's table: ours is faster for up to MOST tokens, for all layers of the model."""
+    (shapes,) = llm.collective_rpc(shapes_of_layers)
+    entries = tuple(
+        Entry("linear", {"N": n, "K": k, "dtype": "float32"}, {"M": m}, provider, "onednn", "r", speedup=s, ci95=(s, s))
+        for n, k in shapes for m, provider, s in ((MOST, "reference", 1.5), (64, "onednn", 1.0))
+    )  # fmt: skip
+    path = tmp_path / "own.json"
+    path.write_text(Table("cpu", {"r": {}}, entries).to_json())
+    monkeypatch.setenv("FASTKERNELS_TUNED", str(path))
+    tuning._by_op.cache_clear()
+    yield path
+    tuning._by_op.cache_clear()
+
+
+def shapes_of_layers(worker):
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return {tuple(m.weight.shape) for m in worker.get_model().modules() if isinstance(m, LinearBase)}
+
+
+def calls(llm, tokens):
+    """{op: calls of ours in a step of so many tokens}."""
+    for op in OPS.values():
+        op.calls = 0
+    llm.collective_rpc(lambda worker: worker.model_runner._dummy_run(tokens) and None)
+    return {name: OPS[name].calls for name in OURS if OPS[name].calls}
+
+
+def endpoints(llm):
+    return llm.llm_engine.vllm_config.compilation_config.compile_ranges_endpoints
+
+
+def test_ours_runs_in_small_batches_only(llm, table):
+    stock, before = generate(llm), endpoints(llm)
+    report = fastkernels.patch(llm)
+    assert {row.op for row in report.rows if row.state == "active"} >= {*OURS}
+    assert endpoints(llm) == [MOST, *before]
+    assert set(calls(llm, MOST)) == {*OURS}
+    assert calls(llm, MOST + 1) == calls(llm, 64) == {}
+    assert first_logprobs(generate(llm)) == pytest.approx(first_logprobs(stock), abs=1e-3)
+    report.refresh()
+    assert report.verified
+    report.undo()
+    assert endpoints(llm) == before and calls(llm, MOST) == {}
+    assert generate(llm) == stock
+
+
+def test_leaf_ops_stay_where_nothing_of_ours_wins(llm):
+    report = fastkernels.patch(llm)
+    rows = {row.op: row for row in report.rows}
+    assert rows["rms_norm"].state == "off" and "compiler fuses it" in rows["rms_norm"].reason
+    report.undo()
+
+
+def test_requested_ops_run_in_batches_of_every_size(llm, table):
+    report = fastkernels.patch(llm, ops=["rms_norm"])
+    assert set(calls(llm, 1)) == set(calls(llm, 64)) == {"rms_norm"}
+    report.undo()
