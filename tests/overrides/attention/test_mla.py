@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.step_driver import Driver, make_runner
+from support.tiny import make_tiny
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.execution.attention import make_backend
-from fastkernels.overrides.attention.mla_attention import LatentAttention
+from fastkernels.overrides.attention.mla_attention import Expansion, LatentAttention
 
 HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 3, 24, 16, 20, 48, 8
 
@@ -79,6 +82,30 @@ def step_metadata(step: list[tuple[int, int]], backend: Any) -> AttentionMetadat
         torch.tensor(slots), starts, lens, table, max(n for n, _ in step), max(k for _, k in step), len(decoded),
         max(decoded, default=0), backend,
     )  # fmt: skip
+
+
+def test_long_prompts_attend_to_expanded_keys(tmp_path: Path) -> None:
+    """A prompt, and then a chunk after a cached prefix beside a decode: tokens as with latents alone."""
+    folder = make_tiny(tmp_path, "deepseek_v3", "float32")
+    ids = [(i * 37) % 500 for i in range(150)]
+    found = []
+    for name in (None, "reference"):
+        runner = make_runner(folder, attention_backend=name, max_model_len=200, max_num_batched_tokens=128)
+        plans: list[Any] = []
+        plan = runner.backend.plan
+        runner.backend.plan = lambda *args, plan=plan, plans=plans: plans.append(plan(*args)) or plans[-1]
+        driver = Driver(runner)
+        for slot in (0, 1):
+            driver.enter(slot)
+        tokens = [
+            driver.run((0, ids[:100])),
+            driver.run((0, ids[100:101]), (1, ids[:70])),
+            driver.run((0, [5]), (1, ids[70:140])),
+        ]
+        found.append(tokens)
+        expanded = [isinstance(p.plan, Expansion) for p in plans]
+        assert expanded == ([True] * 3 if name is None else [False] * 3)
+    assert found[0] == found[1]
 
 
 def test_backend_refuses_kernels_of_other_layers() -> None:
