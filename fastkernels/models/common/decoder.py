@@ -203,6 +203,7 @@ class DecoderExperts(nn.Module):
     def __init__(self, experts: Experts, hidden: int, prefix: str) -> None:
         super().__init__()
         self.described = experts
+        self.ops = ("topk_softmax" if experts.plain else "grouped_topk", "fused_experts")
         self.gate = VllmReplicatedLinear(hidden, experts.count, bias=False, prefix=f"{prefix}.gate")
         self.experts = sparse_moe.Experts(
             experts.count, hidden, experts.intermediate, prefix=f"{prefix}.experts"

@@ -28,4 +28,13 @@ ARCH = Architecture(
     model_type="dots1",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     experts="fastkernels.models.common.decoder:expert_mapping",
-)
+    public={
+        "rednote-hilab/dots.llm1": {
+            "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 62,
+            "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 152064,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "n_routed_experts": 128, "n_shared_experts": 2,
+            "num_experts_per_tok": 6, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1, "sliding_window": None,
+        },
+    },
+)  # fmt: skip

@@ -46,6 +46,7 @@ class LatentAttention(PagedAttention):
     """
 
     kv_cache: tuple[torch.Tensor] | None  # type: ignore[assignment]
+    ops = ("concat_and_cache_mla", "mla_decode", "mla_prefill", "attention_prefill")
 
     def __init__(
         self, num_heads: int, scale: float, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int,

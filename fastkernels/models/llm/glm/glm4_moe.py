@@ -30,4 +30,13 @@ ARCH = Architecture(
     model_type="glm4_moe",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     experts="fastkernels.models.common.decoder:expert_mapping",
-)
+    public={
+        "zai-org/GLM-4.5-Air": {
+            "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46,
+            "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "n_routed_experts": 128, "n_shared_experts": 1,
+            "num_experts_per_tok": 8, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1, "attention_bias": True, "num_nextn_predict_layers": 1,
+        },
+    },
+)  # fmt: skip

@@ -9,8 +9,9 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
-    dense = config.mlp_layer_types.count("dense")
-    if config.mlp_layer_types != ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense):
+    kinds = config.mlp_layer_types[: config.num_hidden_layers]
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense):
         raise d.Unsupported(
             f"config.mlp_layer_types={config.mlp_layer_types!r} is not supported, only dense layers before sparse ones"
         )
