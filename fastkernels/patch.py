@@ -79,6 +79,7 @@ class Row:
     provider    the provider that FASTKERNELS_PROVIDER names for the op
     reasons     [{kind, text, modules}]: modules is 0 where the reason concerns the whole row
     measured    what was measured on this chip for the op, a line for each shape and size
+    most_tokens the largest batch in which a compiled model runs ours; None: all
     """
 
     rank: int
@@ -96,6 +97,7 @@ class Row:
     provider: str = ""
     reasons: list[dict[str, Any]] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
+    most_tokens: int | None = None
 
     @property
     def kinds(self) -> list[Kind]:
@@ -266,6 +268,7 @@ class Report:
         lines = [f"  {'rank':>4} {'op':<20} {'host class':<24} {'modules':>7} {'calls':>8}  state"]
         for r in self.rows:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
+            state += f"; in batches of up to {r.most_tokens} tokens" if r.most_tokens else ""
             state += f"; provider {r.provider}" if r.provider else ""
             state += f"; candidate {r.candidate}" if r.candidate else ""
             state += f"; candidates inside: {', '.join(r.inside)}" if r.inside else ""
@@ -352,7 +355,8 @@ def patch(
     strict      a fallback, an unknown version or an unsupported module is an error (default: FASTKERNELS_STRICT)
 
     Returns a Report (also a context manager; `undo()` restores everything). Without `ops`, a host may keep every
-    module, as on a CPU, where our code is plain PyTorch: the report then has no active row, and gives the reasons.
+    module, as on a CPU, where our code is plain PyTorch, or in a convolutional network: the report then has no active
+    row, and gives the reasons.
 
     Raises UnknownName for an op or host that does not exist, CandidateError for a folder without candidates, and
     PatchError if the patch fails or requested ops match nothing; nothing has changed then.

@@ -11,6 +11,7 @@ class Kind(str, Enum):
 
     LEFT_TO_HOST = "left_to_host"  # not requested, and the host's own code is not known to be slower
     UNTUNED = "untuned"  # not requested, and no table has measurements of this chip
+    NO_OP = "no_op"  # no op computes modules of this class in this host
     UNSUPPORTED = "unsupported"  # our code does not serve this module
     REPLACED = "replaced"  # another patch has changed the class or the instance
     DISABLED = "disabled"  # FASTKERNELS_DISABLE
@@ -30,7 +31,7 @@ class Kind(str, Enum):
     @property
     def left(self) -> bool:
         """Whether the host's code stays by our choice. Such a reason is never an error."""
-        return self in (Kind.LEFT_TO_HOST, Kind.UNTUNED)
+        return self in (Kind.LEFT_TO_HOST, Kind.UNTUNED, Kind.NO_OP)
 
     @property
     def harmless(self) -> bool:

@@ -45,7 +45,7 @@ class ImageReader:
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise CheckpointError(
                 f"the image processor of {folder} (preprocessor_config.json) cannot be used; it may need the packages"
-                f" pillow and torchvision: {' '.join(str(error).split())}"
+                f" pillow and torchvision (pip install 'fastkernels[images]'): {' '.join(str(error).split())}"
             ) from error
         self._patch_size: int = getattr(hf_config, "vision_config", hf_config).patch_size
         self._prefix_tokens = prefix_tokens

@@ -250,7 +250,8 @@ MOST = 150  # lines of a file for a fork without its kernels and header
 LARGER = {
     "grouped_topk": 177, "moe_align": 199, "quantize_fp8": 292, "rms_norm_quant_fp8": 202,
     "silu_mul_quant_fp8": 211, "linear": 328, "attention_decode": 395, ("linear_fp8", "vllm"): 573,
-    ("linear_fp8", "sglang"): 723, "fused_experts": 545, "fused_experts_fp8": 822, "rms_norm_gated": 158,
+    ("linear_fp8", "sglang"): 723, "fused_experts": 545, "fused_experts_fp8": 822, "fused_experts_swigluoai": 373,
+    "rms_norm_gated": 158,
     ("llama_decoder_layer", "vllm"): 159, ("qwen3_decoder_layer", "vllm"): 159,
 }  # fmt: skip
 

@@ -82,12 +82,22 @@ def test_sglang_reads_and_writes_the_hosts_layout(queries: list[int], window: in
     assert torch.equal(again, out)
 
 
+@BATCHES
+def test_sglang_layers_with_sinks_are_ours(queries: list[int]) -> None:
+    batch, sinks = Batch(queries), torch.linspace(-1, 3, HEADS).to(torch.bfloat16)
+    backend, layer, forward_batch = sglang(batch)
+    forward = backend.forward_decode if max(queries) == 1 else backend.forward_extend
+    q = batch.query.view(-1, HEADS * D)
+    out = forward(q, batch.new(batch.keys), batch.new(batch.values), layer, forward_batch, sinks=sinks)
+    torch.testing.assert_close(out.view(-1, HEADS, D), batch.expected(-1, sinks), atol=1e-5, rtol=1e-5)
+
+
 def test_sglang_unsupported_step_is_counted_as_fallback() -> None:
     batch = Batch([1, 1, 1])
     backend, layer, forward_batch = sglang(batch)
     attention_prefill.reset()
     args = (batch.query, batch.new(batch.keys), batch.new(batch.values), layer, forward_batch)
-    assert backend.forward_decode(*args, sinks=torch.ones(HEADS)) == "the host's decode"
+    assert backend.forward_decode(*args, rope=torch.ones(HEADS)) == "the host's decode"
     forward_batch.forward_mode.name = "TARGET_VERIFY"
     assert backend.forward_extend(*args) == "the host's extend"
     forward_batch.forward_mode.name, forward_batch.spec_info = "DECODE", object()
@@ -97,7 +107,7 @@ def test_sglang_unsupported_step_is_counted_as_fallback() -> None:
     assert backend.forward_decode(*args) == "the host's decode"
     counted = dict(attention_prefill.fallbacks)
     assert list(counted) == [
-        "sinks is set", "forward mode TARGET_VERIFY", "speculative decoding", "a decode of several queries a sequence",
+        "rope is set", "forward mode TARGET_VERIFY", "speculative decoding", "a decode of several queries a sequence",
     ]  # fmt: skip
     assert set(counted.values()) == {1}
     assert (

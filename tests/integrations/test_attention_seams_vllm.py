@@ -28,6 +28,7 @@ class HostImpl:
     """The state of vLLM's FlashAttentionImpl that the seam reads; its own forward must not run."""
 
     head_size, scale, sliding_window, logits_soft_cap = D, D**-0.5, (-1, -1), 0.0
+    sinks: Any = None
 
     def forward(self, *args: object) -> torch.Tensor:
         raise AssertionError("fell back to the host's attention")
@@ -46,6 +47,25 @@ def vllm(impl: Any, batch: Batch) -> tuple[torch.Tensor, SimpleNamespace, torch.
         causal=True, query_start_loc=batch.starts, seq_lens=batch.seq_lens, block_table=batch.table,
     )  # fmt: skip
     return kv_cache, metadata, torch.full((sum(batch.queries) + 3, HEADS, D), 7.0)
+
+
+@BATCHES
+def test_vllm_layers_with_sinks_are_ours(queries: list[int]) -> None:
+    batch, impl = Batch(queries), attention._implementation(HostImpl)()
+    impl.sinks = torch.linspace(-1, 3, HEADS).to(torch.bfloat16)
+    kv_cache, metadata, output = vllm(impl, batch)
+    impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
+    torch.testing.assert_close(output[:-3], batch.expected(-1, impl.sinks), atol=1e-5, rtol=1e-5)
+
+
+def test_vllm_decode_with_sinks_is_not_by_table(use: Callable[..., None]) -> None:
+    """The table's kernel has none: the step stays the host's."""
+    use(64, "sdpa")
+    batch, impl = Batch([1, 1, 1]), attention._implementation(Stock, True)()
+    impl.sinks = torch.ones(HEADS)
+    kv_cache, metadata, output = vllm(impl, batch)
+    impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
+    assert (output == -1).all() and attention_decode.left == {attention.NOT_FASTER: 1}
 
 
 @WINDOWS
@@ -209,7 +229,8 @@ def test_vllm_unsupported_layer_has_a_reason() -> None:
     assert reason() is None and reason(sliding_window=None) is None
     assert reason(kv_cache_dtype="fp8_e4m3") == "a KV cache of fp8_e4m3 is not supported"
     assert reason(sliding_window=(7, 7)) == "sliding window (7, 7) looks ahead"
-    assert reason(sinks=torch.ones(HEADS)) == "ALiBi and attention sinks are not supported"
+    assert reason(sinks=torch.ones(HEADS)) is None
+    assert reason(alibi_slopes=torch.ones(HEADS)) == "ALiBi is not supported"
     config.parallel_config.decode_context_parallel_size = 2
     assert reason() == "decode context parallelism is not supported"
 
@@ -235,6 +256,9 @@ def test_decode_attention_is_measured_with_the_layers_soft_cap(monkeypatch: pyte
     assert adapter.points(attention_decode) == [(1, 40), (8, 40), (4, 40)]
     shape = adapter.whole_shape(attention_decode, layer)
     assert shape == (HEADS, KV_HEADS, D, BLOCK, 8, torch.float32)
+    impl.sinks = torch.ones(HEADS)
+    assert adapter.whole_shape(attention_decode, layer) is None
+    impl.sinks = None
     point = Point("attention_decode", shape, (4, 40), (layer, layer))
     calls = arguments(point, torch.device("cpu"), torch.Generator().manual_seed(0), 1 << 18)
     assert {(call[7], call[8]) for call in calls} == {(7, 30.0)}

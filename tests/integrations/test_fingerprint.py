@@ -1,14 +1,16 @@
-"""The key of vLLM's compile cache: any change of a file that ships changes it."""
+"""The key of vLLM's compile cache: any change of a file that ships changes it. Compiled code that an undo restores."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fk_integrations.vllm import compiled
-from fk_integrations.vllm.compiled import fingerprint, source_digest
+from fk_integrations.vllm.compiled import Code, fingerprint, source_digest
+from torch import nn
 
 import fastkernels
 from fastkernels.patch import PatchError, Request
@@ -123,3 +125,22 @@ def test_requests_providers_and_tables_change_the_fingerprint(
     monkeypatch.setenv("FASTKERNELS_TUNED", "0")
     keys.append(fingerprint(Request("patch")))
     assert len(set(keys)) == len(keys)
+
+
+def test_code_before_a_patch_is_restored_without_other_changes() -> None:
+    config, model, before, after = SimpleNamespace(cache_dir="stock"), nn.Module(), object(), object()
+    model.aot_compiled_fn, model.sleeping = before, False
+    stock = Code.of(config, [model])
+    assert stock.restorable
+    config.cache_dir, model.aot_compiled_fn, model.added = "ours", after, 1
+    changes = stock.changes()
+    model.sleeping = True
+    changes.restore()
+    assert model.aot_compiled_fn is before and config.cache_dir == "stock"
+    assert model.sleeping and not hasattr(model, "added")
+
+
+def test_code_of_dynamo_alone_is_not_restorable() -> None:
+    model = nn.Module()
+    model.aot_compiled_fn = None
+    assert not Code.of(SimpleNamespace(), [model]).restorable

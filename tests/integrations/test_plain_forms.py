@@ -29,6 +29,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("gelu", {"tokens": 5, "d": 40, "approximate": "tanh"}),
     ("quick_gelu", {"tokens": 5, "d": 40}),
     ("relu2", {"tokens": 5, "d": 40}),
+    ("embedding", {"tokens": (5,), "rows": 24, "dim": 40}),
     ("rotary_emb", ROPE),
     ("rotary_emb", {**ROPE, "rotary_dim": 6, "neox": False}),
 ]

@@ -48,14 +48,21 @@ class Batch:
     def new(self, rows: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([r[c:] for r, c in zip(rows, self.context, strict=True)])
 
-    def expected(self, window: int) -> torch.Tensor:
-        """[T, HEADS, D], computed in float64. A query sees itself and `window` keys before it, or all (-1)."""
+    def expected(self, window: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, HEADS, D], computed in float64. A query sees itself and `window` keys before it, or all (-1).
+
+        sinks: [HEADS], the logit of one more key without a value
+        """
         parts = []
         for q, k, v in zip(self.query.split(self.queries), self.keys, self.values, strict=True):
             mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
             mask = mask if window < 0 else mask.triu(len(k) - len(q) - window)
             heads = [t.double().transpose(0, 1) for t in (q, k, v)]
             out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+            if sinks is not None:
+                k = heads[1].repeat_interleave(HEADS // KV_HEADS, 0)
+                scores = (heads[0] @ k.transpose(1, 2) * D**-0.5).masked_fill(~mask, float("-inf"))
+                out = out * torch.sigmoid(scores.logsumexp(-1) - sinks.double()[:, None])[..., None]
             parts.append(out.transpose(0, 1).float())
         return torch.cat(parts)
 

@@ -402,6 +402,24 @@ def attention_dense(ns: Any) -> list[Any]:
     return found
 
 
+def ada_layer_norm(ns: Any) -> list[Any]:
+    x, emb, found = randn(2, 5, 24), randn(2, 24), []
+    for name in ns.classes:
+        sizes = (24, 24) if name.endswith("Continuous") else (24,)
+        made = filled(getattr(ns, name)(*sizes))
+        found.append(made(x, emb=emb) if len(sizes) == 1 else made(x, emb))
+    return [part for out in found for part in (out if isinstance(out, tuple) else (out,))]
+
+
+def group_norm(ns: Any) -> list[Any]:
+    block = filled(ns.ResnetBlock2D(in_channels=8, out_channels=12, temb_channels=6, groups=4))
+    return [block(randn(2, 8, 5, 3), randn(2, 6))]
+
+
+def timestep_embedding(ns: Any) -> list[Any]:
+    return [ns.Timesteps(9, True, 0)(torch.tensor([0, 7, 999]))]
+
+
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
@@ -409,10 +427,12 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
-        linear_fp8, rms_norm_gated, attention_dense,
+        linear_fp8, rms_norm_gated, attention_dense, ada_layer_norm, group_norm, timestep_embedding,
     )
 }  # fmt: skip
-EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2"), activation) | {"gated_gelu_mlp": gated_gelu_mlp}
+EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {
+    "gated_gelu_mlp": gated_gelu_mlp
+}
 
 
 def run(namespaces: dict[str, Any], inputs: dict[str, list[Any]]) -> dict[str, list[Any]]:

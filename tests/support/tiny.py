@@ -191,7 +191,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": (
         "GptOss",  # YaRN with a factor of 32
-        {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+        },
     ),
 }
 
@@ -208,7 +214,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{k: (k, {}) for k in ("qwen2", "qwen3_moe", "mistral", "phi3", "olmo2", "olmoe", "granite", "gemma2", "cohere2")},
     **{k: (k, {}) for k in ("smollm3", "starcoder2", "gpt_neox", "stablelm", "nemotron", "glm4")},
     **{k: (k, {}) for k in ("gemma", "gemma3_text", "olmo3", "exaone4", "seed_oss", "ernie4_5", "ministral")},
-    **{k: (k, {}) for k in ("cohere", "glm")},
+    **{k: (k, {}) for k in ("cohere", "glm", "gpt_oss")},
     "exaone4_full": ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": None}),
     **{k: (k, {}) for k in ("deepseek_v3", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1")},
     "deepseek_v2_greedy": ("deepseek_v2", {"q_lora_rank": 40, "topk_method": "greedy"}),

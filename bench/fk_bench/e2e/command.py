@@ -34,7 +34,10 @@ from fk_bench.serving.config import ConfigError, comma_list
 
 def e2e_command(
     model: Annotated[
-        str, typer.Argument(help="a folder, or a model of the hub (default: a tiny random Llama)")
+        str,
+        typer.Argument(
+            help="a folder, or a model of the hub (default: a tiny random Llama); for images, also names"
+        ),
     ] = "",
     hosts: Annotated[
         str, typer.Option(help=f"{', '.join(HOSTS)}; or one of {', '.join(IN_PROCESS)}, for images")
@@ -72,6 +75,25 @@ def e2e_command(
         typer.Option(help="images: stock, compiled, patched, patched-compiled (default: the first three)"),
     ] = "",
     ops: Annotated[str, typer.Option(help="images: ops to patch (default: those that patch() selects)")] = "",
+    compile_mode: Annotated[
+        str, typer.Option(help="images: torch.compile's mode of the compiled lanes, on a GPU")
+    ] = "max-autotune",
+    compile_blocks: Annotated[
+        bool,
+        typer.Option("--compile-blocks", help="images: compile repeated blocks only: seconds, not minutes"),
+    ] = False,
+    cuda_graphs: Annotated[
+        bool,
+        typer.Option(
+            "--cuda-graphs", help="images: run compiled lanes in CUDA graphs (max-autotune has its own)"
+        ),
+    ] = False,
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last", help="images: convolutions with channels last, in all lanes")
+    ] = False,
+    costs: Annotated[
+        bool, typer.Option("--costs", help="images: the time of a call by kind of kernel, from a profile")
+    ] = False,
     scheduler_only: Annotated[
         bool,
         typer.Option("--scheduler-only", help="no model: CPU cost of scheduling and bookkeeping per step"),
@@ -115,11 +137,13 @@ def e2e_command(
     folder.mkdir(parents=True, exist_ok=True)
     if names[0] in IN_PROCESS:
         from fk_bench.e2e.pictures import command as pictures
+        from fk_bench.e2e.pictures.measure import Compiler
 
         try:
             pictures.run(
                 model, names[0], tuple(counts), rounds, dtype, load_format, image_size, steps, lanes, ops, candidate,
                 seed, extra.get(names[0], {}), folder, json_only,
+                Compiler(compile_mode, compile_blocks, cuda_graphs), costs, channels_last,
             )  # fmt: skip
         except ConfigError as error:
             fail(str(error))

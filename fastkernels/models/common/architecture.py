@@ -28,6 +28,7 @@ class Architecture:
                     leave out: those parts of our parameters are zero
     renamed         {prefix of a checkpoint key: prefix of our parameter}; the first that fits counts
     parts           {part of a checkpoint key: part of ours}, whole names between dots, applied after `renamed`
+    quantization    values of quantization_config's quant_method whose weights the model's own parameters hold
     unused          patterns (fnmatch) of checkpoint keys that the model does not need
     tied            {key that tie_word_embeddings makes unused: key that it copies}
     config_fields   fields beyond config.COMMON that let config.json be read without transformers; None: it is
@@ -49,6 +50,7 @@ class Architecture:
     absent: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
+    quantization: tuple[str, ...] = ()
     unused: tuple[str, ...] = ("*rotary_emb.inv_freq",)
     tied: Mapping[str, str] = field(default_factory=dict)
     config_fields: tuple[str, ...] | None = None

@@ -14,6 +14,7 @@ from fastkernels.core import parallel
 from fastkernels.models.common import checks, weights
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.checkpoint import iterate
+from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.registry import architectures, find, model_class
 
 
@@ -87,6 +88,9 @@ def build(
             weights.dummy(model, seed, {name: p.shape for name, p in whole.named_parameters()})
         else:
             weights.load(model, folder, arch, config)
+        for module in model.modules():
+            if isinstance(module, ClampedExperts):
+                module.loaded(dtype)
     return model.eval().requires_grad_(False)
 
 

@@ -71,10 +71,19 @@ def check(config: Any) -> None:
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise Unsupported(f"config.quantization_config: {method} is not supported, only unquantized weights")
+        own = _quantization_of(config)
+        if method not in own:
+            supported = f"{', '.join(own)} and unquantized weights" if own else "only unquantized weights"
+            raise Unsupported(f"config.quantization_config: {method} is not supported, {supported}")
     _check_layer_types(config)
     if getattr(config, "vision_config", None) is not None:
         check(config.vision_config)
+
+
+def _quantization_of(config: Any) -> tuple[str, ...]:
+    names = getattr(config, "architectures", None) or [""]
+    known = registry.by_architecture()
+    return known[names[0]].arch.quantization if names[0] in known else ()
 
 
 def _check_layer_types(config: Any) -> None:
@@ -106,6 +115,10 @@ def check_ranks(config: Any, size: int, experts: int = 1) -> None:
         counts = {layer.mlp.count for layer in described.layers if isinstance(layer.mlp, Experts)}
         if not counts:
             raise Unsupported(f"{config.architectures[0]} has no experts")
+        if any(isinstance(layer.mlp, Experts) and layer.mlp.clamped for layer in described.layers):
+            raise Unsupported(
+                f"the experts of {config.architectures[0]} cannot be divided: only 1 is supported"
+            )
         if uneven := sorted(n for n in counts if n % experts):
             whole = [str(n) for n in range(1, size + 1) if size % n == 0 and not any(c % n for c in counts)]
             raise Unsupported(
@@ -132,6 +145,8 @@ def _unshared(d: Decoder, size: int, experts: int) -> list[str]:
         if isinstance(layer.mlp, Experts):
             inner, shared = layer.mlp.intermediate, layer.mlp.shared
             sizes |= {f"an expert's intermediate size of {inner}": inner * experts}
+            if layer.mlp.mxfp4:
+                sizes[f"an expert's blocks of 32, {inner // 32}"] = inner // 32 * experts
             sizes |= {f"the shared experts' intermediate size of {shared}": shared} if shared else {}
         else:
             sizes[f"intermediate_size={layer.mlp.intermediate}"] = layer.mlp.intermediate

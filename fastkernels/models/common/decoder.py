@@ -10,6 +10,7 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.models.common import description
+from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.description import Attention, Experts, LatentAttention, Layer, Mlp, Norm
 from fastkernels.models.common.latent import DecoderLatentAttention
 from fastkernels.models.common.registry import describe
@@ -142,10 +143,13 @@ class DecoderAttention(HeadNorms, LlamaAttention):
                 setattr(self, name, WideNorm(a.wide_norm, heads * a.head_size, heads))
             elif a.wide_norm is not None:
                 setattr(self, name, make_norm(a.wide_norm, heads * a.head_size))
+        if a.sinks:
+            self.sinks = nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
+            self.sinks.weight_loader = self._load_sinks  # type: ignore[attr-defined]
         self.attn = VllmAttention(
             self.num_heads, a.head_size, a.head_size**-0.5 if a.scale is None else a.scale,
             num_kv_heads=self.num_kv_heads, logits_soft_cap=a.softcap or None, per_layer_sliding_window=a.window,
-            prefix=f"{prefix}.attn",
+            prefix=f"{prefix}.attn", sinks=getattr(self, "sinks", None),
         )  # fmt: skip
         if a.by_head:
             for parameter in self.qkv_proj.parameters():
@@ -161,6 +165,12 @@ class DecoderAttention(HeadNorms, LlamaAttention):
 
     def _fuses(self, qkv: torch.Tensor) -> bool:
         return self.norms != "wide" and super()._fuses(qkv)
+
+    def _load_sinks(self, param: nn.Parameter, loaded: torch.Tensor) -> None:
+        size, rank = len(param), parallel.get_tp_rank()
+        if loaded.shape != (size * parallel.get_tp_size(),):
+            raise ValueError(f"expected shape ({size * parallel.get_tp_size()},)")
+        param.data.copy_(loaded.narrow(0, rank * size, size))
 
     def _load_by_head(
         self, param: nn.Parameter, loaded: torch.Tensor, loaded_shard_id: str | None = None
@@ -256,6 +266,12 @@ def _attention(a: Attention | LatentAttention, hidden: int, prefix: str) -> nn.M
     return DecoderAttention(a, hidden, prefix)
 
 
+def _make_mlp(mlp: Mlp | Experts, hidden: int, prefix: str) -> nn.Module:
+    if isinstance(mlp, Mlp):
+        return DecoderMlp(mlp, hidden, prefix)
+    return (DecoderExperts if mlp.clamped is None else ClampedExperts)(mlp, hidden, prefix)
+
+
 class DecoderLayer(nn.Module):
     """One layer: positions [T], and hidden [T, H], which is not yet added to the residual [T, H]; returns both."""
 
@@ -264,8 +280,7 @@ class DecoderLayer(nn.Module):
         self.parallel, self.multiplier = layer.parallel, layer.multiplier
         own = layer.name("self_attn"), layer.name("mlp")
         self.add_module(own[0], _attention(layer.attention, hidden, f"{prefix}.{own[0]}"))
-        make = DecoderExperts if isinstance(layer.mlp, Experts) else DecoderMlp
-        self.add_module(own[1], make(layer.mlp, hidden, f"{prefix}.{own[1]}"))  # type: ignore[arg-type]
+        self.add_module(own[1], _make_mlp(layer.mlp, hidden, f"{prefix}.{own[1]}"))
         norms = []
         for part in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             norm = getattr(layer, part)

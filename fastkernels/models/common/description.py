@@ -62,6 +62,7 @@ class Attention:
     head_norm     the norm of each query and key head, before the rotary embedding
     wide_norm     one norm over all query heads, and one over all key heads
     by_head       the checkpoint's packed projection has q, k and v of one head after the other
+    sinks         a learned logit of each head joins the softmax, without a value (GPT-OSS)
     """
 
     heads: int
@@ -78,6 +79,7 @@ class Attention:
     head_norm: Norm | None = None
     wide_norm: Norm | None = None
     by_head: bool = False
+    sinks: bool = False
 
     @property
     def kv_channels(self) -> int:
@@ -147,6 +149,9 @@ class Experts:
     groups, top_groups  experts are chosen from the best top_groups of so many equal groups
     scale       multiplies the weights
     shared      intermediate size of the experts of all tokens, as one MLP; 0: none
+    clamped     alpha and limit of GPT-OSS's clamped SwiGLU: router and experts then have biases, and the checkpoint has
+                one tensor for all experts; None: SiLU
+    mxfp4       the matrices of these are in MXFP4
     """
 
     count: int
@@ -160,6 +165,8 @@ class Experts:
     top_groups: int = 1
     scale: float = 1.0
     shared: int = 0
+    clamped: tuple[float, float] | None = None
+    mxfp4: bool = False
 
     @property
     def plain(self) -> bool:

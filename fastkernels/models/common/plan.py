@@ -21,6 +21,7 @@ from fastkernels.models.common.description import (
 )
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+MXFP4_BITS = 4 + 8 / 32  # a scale for 32 values
 GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_and_mul"}
 PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "relu2": "relu2"}
 NORMS = {"rms": "rms_norm", "gemma": "gemma_rms_norm", "layer": "layer_norm", "layer_1p": "layer_norm"}
@@ -36,6 +37,7 @@ class Item:
     layout     how ranks share the parameters: 'columns', 'rows', 'heads', 'vocabulary', 'inner', or '' (each has all)
     read       parameters that one token reads, if not all (experts, embeddings)
     flops      operations for one token, without those that depend on the context
+    quantized  bytes of the parameters of a quantized layer
     """
 
     path: str
@@ -46,10 +48,20 @@ class Item:
     keys: tuple[str, ...] = ()
     read: int | None = None
     flops: int = 0
+    quantized: int | None = None
 
     @property
     def parameters(self) -> int:
         return sum(prod(shape) for shape in self.shapes.values())
+
+    def weight_bytes(self, dtype: str) -> int:
+        return self.parameters * SIZES[dtype] if self.quantized is None else self.quantized
+
+    def read_bytes(self, dtype: str) -> int:
+        """Bytes that one token reads."""
+        if self.quantized is not None and self.read is not None:
+            return self.quantized * self.read // self.parameters
+        return self.weight_bytes(dtype) if self.read is None else self.read * SIZES[dtype]
 
     def __str__(self) -> str:
         given = ", ".join(f"{k}={v!r}" for k, v in self.arguments.items())
@@ -77,13 +89,12 @@ class Plan:
 
     @property
     def weight_bytes(self) -> int:
-        return self.parameters * SIZES[self.dtype]
+        return sum(item.weight_bytes(self.dtype) for item in self.items)
 
     @property
     def read_bytes(self) -> int:
         """Bytes of parameters that a step with one token reads."""
-        read = sum(item.parameters if item.read is None else item.read for item in self.items)
-        return read * SIZES[self.dtype]
+        return sum(item.read_bytes(self.dtype) for item in self.items)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -200,7 +211,11 @@ def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iter
         "logits_soft_cap": a.softcap or None,
     }
     arguments |= {k: v for k, v in optional.items() if v is not None}
-    yield Item(f"{path}.attn", "attention", arguments, layout="heads")
+    if a.sinks:  # a parameter of the block around it
+        shapes, keys = {"sinks": (a.heads,)}, _keys(f"{path}.sinks", arch)
+    else:
+        shapes, keys = {}, ()
+    yield Item(f"{path}.attn", "attention", arguments, shapes, "heads", keys)
     yield _linear(f"{path}.o_proj", hidden, a.heads * a.head_size, a.out_bias, "rows", arch)
 
 
@@ -239,8 +254,13 @@ def _mlp(mlp: Mlp, hidden: int, path: str, arch: Architecture) -> Iterator[Item]
 
 
 def _experts(experts: Experts, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
-    yield _linear(f"{path}.gate", experts.count, hidden, False, "", arch)
+    router = "gate" if experts.clamped is None else "router"
+    yield _linear(f"{path}.{router}", experts.count, hidden, experts.clamped is not None, "", arch)
     arguments: dict[str, Any] = {"top_k": experts.top_k, "renormalize": experts.normalize}
+    if experts.clamped is not None:
+        yield Item(f"{path}.topk", "topk_softmax", arguments)
+        yield _clamped(experts, hidden, f"{path}.experts", arch)
+        return
     if experts.plain:
         yield Item(f"{path}.router", "topk_softmax", arguments)
     else:
@@ -260,6 +280,21 @@ def _experts(experts: Experts, hidden: int, path: str, arch: Architecture) -> It
     )  # fmt: skip
     if experts.shared:
         yield from _mlp(Mlp(experts.shared), hidden, f"{path}.shared_experts", arch)
+
+
+def _clamped(experts: Experts, hidden: int, path: str, arch: Architecture) -> Item:
+    n, inner = experts.count, experts.intermediate
+    matrices = {"gate_up_proj": (n, 2 * inner, hidden), "down_proj": (n, hidden, inner)}
+    biases = {"gate_up_proj_bias": (n, 2 * inner), "down_proj_bias": (n, hidden)}
+    values, added = (sum(map(prod, shapes.values())) for shapes in (matrices, biases))
+    parts = ("_blocks", "_scales") if experts.mxfp4 else ("",)
+    stored = [*(f"{name}{part}" for name in matrices for part in parts), *biases]
+    return Item(
+        path, "fused_experts_swigluoai", {"top_k": experts.top_k}, {**matrices, **biases}, "inner",
+        tuple(key for name in stored for key in _keys(f"{path}.{name}", arch)),
+        experts.top_k * (values + added) // n, 2 * experts.top_k * values // n,
+        round(values * MXFP4_BITS / 8) + 2 * added if experts.mxfp4 else None,
+    )  # fmt: skip
 
 
 def _linear(path: str, rows: int, columns: int, bias: bool, layout: str, arch: Architecture) -> Item:

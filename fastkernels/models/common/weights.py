@@ -146,7 +146,7 @@ def _unpacked(name: str, shard: Shard, packed: Mapping[str, tuple[str, Shard]]) 
 def _load_one(parameter: nn.Parameter, tensor: torch.Tensor, shard: Shard, file: Path, key: str) -> None:
     loader: Any = getattr(parameter, "weight_loader", None)
     try:
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES and tensor.dtype != parameter.dtype:
             raise ValueError(f"its dtype is {tensor.dtype}: quantized checkpoints are not supported")
         if loader is None:
             if parameter.shape != tensor.shape:
@@ -203,6 +203,11 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
         if parameter.dim() < 2:
             parameter.data.fill_(1.0)
             continue
+        if parameter.dtype == torch.uint8 and name.endswith(
+            "_scales"
+        ):  # of MXFP4: 2^-7 times values of about 3
+            parameter.data.fill_(120)
+            continue
         shape = torch.Size((shapes or {}).get(name, parameter.shape))
         # Rows that pad the vocabulary stay zero: their number depends on the number of ranks.
         vocabulary = getattr(model.get_submodule(name.rpartition(".")[0]), "org_vocab_size", shape[0])
@@ -210,5 +215,8 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "little"))
         whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-        whole.normal_(0.0, 0.02, generator=generator)
+        if whole.dtype == torch.uint8:
+            whole.random_(0, 256, generator=generator)
+        else:
+            whole.normal_(0.0, 0.02, generator=generator)
         _load_one(parameter, whole, None, Path("dummy"), name)

@@ -89,6 +89,17 @@ def _sglang_no_act(x: T, *_: Any) -> str | None:
     return first(half(x), dense(x), filled(x), aligned(x, 64))
 
 
+def _swigluoai_and_mul() -> Function:
+    vllm_ops()
+
+    def swigluoai_and_mul(x: T, alpha: float = 1.702, limit: float = 7.0) -> T:
+        out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+        torch.ops._C.swigluoai_and_mul(out, x, alpha, limit)
+        return out
+
+    return swigluoai_and_mul
+
+
 def _relu2() -> Function:
     from sglang.jit_kernel.activation import relu2
 
@@ -143,5 +154,9 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         from_sglang(_sglang_act_and_mul("silu_and_mul"), _sglang_no_act),
         from_flashinfer(_flashinfer_act_and_mul("silu_and_mul"), _flashinfer_no_act),
         inductor("silu_and_mul"),
+    ),
+    "swigluoai_and_mul": (
+        from_vllm(_swigluoai_and_mul, _rows),
+        inductor("swigluoai_and_mul"),
     ),
 }

@@ -68,11 +68,13 @@ class PagedAttention(nn.Module):
 
     key_cache, value_cache: [blocks, block_size, num_kv_heads, head_size]; with an fp8 cache, a key is the stored value
     times k_scale, a value the stored value times v_scale. The step's AttentionMetadata comes from forward_context; its
-    backend attends, or the ops where it has none. Layers of another kv_group have block tables of their own.
+    backend attends, or the ops where it has none. Layers of another kv_group have block tables of their own. sinks:
+    [num_heads], the logit of one more key of each head, whose value is 0.
     """
 
     kv_cache: tuple[torch.Tensor, torch.Tensor] | None
     kv_group = 0
+    sinks: torch.Tensor | None = None
 
     def _build(
         self,
@@ -116,18 +118,19 @@ class PagedAttention(nn.Module):
         v = None if value is None else value.view(-1, self.num_kv_heads, self.head_size)
         if metadata.backend is not None:
             return metadata.backend.forward(self, q, k, v, metadata).view(-1, self.num_heads * self.head_size)
+        sinks = () if self.sinks is None else (self.sinks,)  # not every candidate takes them
         if k is not None and v is not None:
             store_kvcache(k, v, key_cache, value_cache, metadata.slot_mapping, self.k_scale, self.v_scale)
         if metadata.decode_only:
             out = attention_decode(
                 q, key_cache, value_cache, metadata.seq_lens, metadata.block_table, metadata.max_seqlen_k,
-                self.scale, self.window_left, self.softcap, self.k_scale, self.v_scale,
+                self.scale, self.window_left, self.softcap, self.k_scale, self.v_scale, *sinks,
             )  # fmt: skip
         else:
             out = attention_prefill.attention_prefill(
                 q, key_cache, value_cache, metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_table,
                 metadata.max_seqlen_q, metadata.max_seqlen_k, self.scale, self.window_left, self.softcap,
-                self.k_scale, self.v_scale, metadata.padded,
+                self.k_scale, self.v_scale, metadata.padded, *sinks,
             )  # fmt: skip
         return out.view(-1, self.num_heads * self.head_size)
 
@@ -206,7 +209,11 @@ SPEC = OpSpec(
     level=2,
     reference=reference,
     cases=(
-        *(case for case in attention_prefill.SPEC.cases if case.dtype != "float8_e4m3fn"),
+        *(
+            case
+            for case in attention_prefill.SPEC.cases
+            if case.dtype != "float8_e4m3fn" and "sinks" not in case.dims
+        ),
         _decode("decode_1", [4096], ("model",), 32),
         _decode("decode_32", [1024] * 32, ("model",), 32),
         _decode(

@@ -22,7 +22,7 @@ from fastkernels.overrides.attention import (
     fa3,
     flashinfer,
 )
-from fastkernels.overrides.attention.paged_cache import check, memory, supports_triton, take_blocks
+from fastkernels.overrides.attention.paged_cache import check, memory, no_sinks, supports_triton, take_blocks
 from fastkernels.overrides.attention.selection import propose_decode
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, overlap
@@ -40,11 +40,12 @@ def reference(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q: [B, Hq, D], the last token of each sequence; caches: [blocks, block_size, Hkv, D]; seq_lens: [B] int32.
 
     block_table: [B, max_blocks]; entries past seq_len are not read. max_seqlen_k: at least the largest seq_len.
-    The rest as in attention_prefill. Returns [B, Hq, D] in q's dtype; zeros where seq_len is 0.
+    The rest, sinks among it, as in attention_prefill. Returns [B, Hq, D] in q's dtype; zeros where seq_len is 0.
     """
     check("attention_decode", q, key_cache, value_cache)
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -66,7 +67,12 @@ def reference(
     scores = torch.einsum("bhgd,bkhd->bhgk", grouped, keys) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = torch.softmax(scores.masked_fill(~seen[:, None, None], float("-inf")), dim=-1).nan_to_num(0.0)
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    if sinks is not None:
+        column = sinks.to(acc).view(1, kv_heads, -1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
     return torch.einsum("bhgk,bkhd->bhgd", weights, values).reshape(q.shape).to(q.dtype)
 
 
@@ -77,8 +83,8 @@ MIN_SPLIT = 256  # keys: a smaller split costs more to combine than it saves
 def _attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
-    block_size, n_heads, group, D, scale, v_scale, window_left, softcap,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
+    sink_ptr, block_size, n_heads, group, D, scale, v_scale, window_left, softcap,
+    SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
@@ -126,6 +132,12 @@ def _attention_decode_kernel(
         total = total * decay + tl.sum(p, 1)
         acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         top = new_top
+    if SINKS and SPLITS == 1:
+        sink = tl.load(sink_ptr + heads, mask=rows < group, other=0.0).to(tl.float32)
+        new_top = tl.maximum(top, sink)
+        decay = tl.exp(top - new_top)
+        total = total * decay + tl.exp(sink - new_top)
+        acc = acc * decay[:, None]
     acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
     row = seq * n_heads + heads
     if SPLITS == 1:
@@ -139,8 +151,8 @@ def _attention_decode_kernel(
 
 @triton.jit
 def _combine_kernel(
-    part_ptr, lse_ptr, out_ptr, D, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    part_ptr, lse_ptr, out_ptr, sink_ptr, n_heads, D, SINKS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program per (sequence, query head): it weights the splits' results by their shares of the softmax.
@@ -148,10 +160,15 @@ def _combine_kernel(
     splits, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + row * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
     top = tl.max(lse, 0)
+    if SINKS:  # a key without a value
+        sink = tl.load(sink_ptr + row % n_heads).to(tl.float32)
+        top = tl.maximum(top, sink)
     weight = tl.exp(lse - tl.where(top == float("-inf"), 0.0, top))
     mask = (lse > float("-inf"))[:, None] & (dims < D)[None, :]  # splits without keys wrote only their lse
     part = tl.load(part_ptr + (row * SPLITS + splits)[:, None] * D + dims[None, :], mask=mask, other=0.0)
     total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp(sink - top)
     out = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row * D + dims, out.to(out_ptr.dtype.element_ty), mask=dims < D)
 
@@ -179,6 +196,7 @@ def _triton(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -199,15 +217,17 @@ def _triton(
     early = q.dtype != torch.float32
     _attention_decode_kernel[(batch, kv_heads, splits)](
         q, key_cache, value_cache, out, part, lse, seq_lens, block_table, *q.stride()[:2],
-        *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), key_cache.shape[1], heads, group, d,
-        scale * k_scale, v_scale, window_left, softcap, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
+        *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), sinks, key_cache.shape[1], heads,
+        group, d, scale * k_scale, v_scale, window_left, softcap, SINKS=sinks is not None, WINDOW=window_left >= 0,
+        SOFTCAP=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT,
         BLOCK_G=max(next_power_of_2(group), 16), BLOCK_N=32 if block_d >= 256 else 64, BLOCK_D=block_d,
         num_warps=4, num_stages=2, **overlap(q.device, early=early),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(batch * heads,)](
-            part, lse, out, d, SPLITS=splits, BLOCK_S=next_power_of_2(splits), BLOCK_D=block_d, num_warps=4,
+            part, lse, out, sinks, heads, d, SINKS=sinks is not None, SPLITS=splits,
+            BLOCK_S=next_power_of_2(splits), BLOCK_D=block_d, num_warps=4,
             **overlap(q.device, early=early),
         )  # fmt: skip
     return out
@@ -241,6 +261,7 @@ def _fa3(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return fa3.attend(
@@ -261,6 +282,7 @@ def _key(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[tuple[Any, ...], tuple[int, int]]:
     block_size, kv_heads, head_size = key_cache.shape[1:]
     shape = q.shape[1], kv_heads, head_size, block_size, max(window_left + 1, 0), key_cache.dtype
@@ -287,7 +309,7 @@ def _own(module: Any, args: list[Any]) -> list[Any]:
 attention_decode = define(
     "attention_decode(Tensor q, Tensor key_cache, Tensor value_cache, Tensor seq_lens, Tensor block_table,"
     " SymInt max_seqlen_k, float scale, int window_left=-1, float softcap=0.0, float k_scale=1.0,"
-    " float v_scale=1.0) -> Tensor",
+    " float v_scale=1.0, Tensor? sinks=None) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
         # As fast as FA3 and XQA or faster in all measured batches and contexts; they take what it does not support.
@@ -299,22 +321,27 @@ attention_decode = define(
             fits=attention_decode_cuda.fits,
             out=True,
         ),
-        Provider("fa3", _fa3, module=fa3.MODULES, supports=fa3.supports, out=True),
+        Provider("fa3", _fa3, module=fa3.MODULES, supports=no_sinks(fa3.supports), out=True),
         Provider("triton", _triton, supports=supports_triton, out=True),
         Provider(
             "triton-split",
             attention_decode_split.decode_split,
-            supports=attention_decode_split.supports_split,
+            supports=no_sinks(attention_decode_split.supports_split),
             params=attention_decode_split.PARAMS,
             fits=attention_decode_split.fits,
             out=True,
         ),
-        Provider("flashinfer", flashinfer.decode, module="flashinfer", supports=flashinfer.supports_decode),
+        Provider(
+            "flashinfer",
+            flashinfer.decode,
+            module="flashinfer",
+            supports=no_sinks(flashinfer.supports_decode),
+        ),
         Provider(
             "sdpa",
             attention_decode_cpu.decode_sdpa,
             devices=("cpu",),
-            supports=attention_decode_cpu.supports_sdpa,
+            supports=no_sinks(attention_decode_cpu.supports_sdpa),
         ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
@@ -354,6 +381,8 @@ SPEC = OpSpec(
         _case("empty_sequence", [4, 0, 19], "odd", **_SMALL),
         _case("two_splits", [600, 63], "odd", "float32", **_SMALL),
         _case("graph", [600, 63, 1], "odd", "float32", max_seqlen_k=4096, **_SMALL),
+        _case("sinks", [5, 1, 131, 0], "odd", "float32", sinks=True, window_left=20, **_SMALL),
+        _case("sinks_splits", [600, 63], "odd", "float32", sinks=True, **_SMALL),
         _case("fp8", [5, 17, 600], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
     arguments=(
@@ -363,6 +392,7 @@ SPEC = OpSpec(
         cases.BLOCK_TABLE,
         Scalar("max_seqlen_k"),
         *cases.SCALARS,
+        cases.SINKS,
     ),
     outputs=(Tensor("out", "sequences heads head_size", "queries"),),
     axes=cases.AXES,

@@ -159,8 +159,11 @@ def supports_cuda(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Any = None,
 ) -> str | None:
     """Return why the kernel does not support this call, None if it does."""
+    if sinks is not None:
+        return "it has no attention sinks"
     return (
         no_hopper(SOURCE, q.device)
         or no_hopper(LANES, q.device)
@@ -295,6 +298,7 @@ def decode_cuda(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: None = None,
     out: torch.Tensor | None = None,
     **params: int,
 ) -> torch.Tensor:

@@ -326,6 +326,7 @@ def decode_split(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: None = None,
     out: torch.Tensor | None = None,
     **params: int,
 ) -> torch.Tensor:

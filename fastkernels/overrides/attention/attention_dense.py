@@ -413,5 +413,6 @@ SPEC = OpSpec(
     flops="4 * pairs * heads * head_size",
     extremes=cases.EXTREMES,
     activations=("v",),  # the result is linear in the values
+    calls=("qk_norm_rope",),  # FLUX's processor
     baseline="sdpa",
 )  # fmt: skip

@@ -15,7 +15,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import varied
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases, fa3, flashinfer
-from fastkernels.overrides.attention.paged_cache import check, memory, supports_triton, take_blocks
+from fastkernels.overrides.attention.paged_cache import check, memory, no_sinks, supports_triton, take_blocks
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 
 
@@ -34,6 +34,7 @@ def reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     padded: bool = True,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q: [T, Hq, D]; caches: [blocks, block_size, Hkv, D]; cu_seqlens_q: [B + 1] and seq_lens: [B] int32.
 
@@ -42,7 +43,7 @@ def reference(
     softcap > 0: logits become softcap * tanh(logits / softcap). With caches of float8_e4m3fn, keys are
     key_cache * k_scale and values value_cache * v_scale. Returns [T, Hq, D] in q's dtype; a query without keys, or past
     cu_seqlens_q[B] (padding), gives zeros. With padded=False padding rows are undefined, which saves a launch that
-    zeroes the output.
+    zeroes the output. sinks: [Hq], attention sinks (GPT-OSS): the logit of one more key of each head, whose value is 0.
     """
     check("attention_prefill", q, key_cache, value_cache)
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -65,7 +66,12 @@ def reference(
         seen = at <= last
         if window_left >= 0:
             seen &= at >= last - window_left
-        weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1).nan_to_num(0.0)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            column = sinks.to(acc).view(-1, group, 1, 1).expand(*scores.shape[:-1], 1)
+            weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
         out[rows] = torch.einsum("hgnk,khd->nhgd", weights, values).reshape(n, *q.shape[1:]).to(q.dtype)
     return out
 
@@ -74,8 +80,8 @@ def reference(
 def _attention_prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,
-    block_size, group, D, scale, v_scale, window_left, softcap,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    sink_ptr, block_size, group, D, scale, v_scale, window_left, softcap,
+    SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # One program per (block of queries, sequence, query head). Each key is looked up in the block table on its own, so
@@ -127,6 +133,12 @@ def _attention_prefill_kernel(
             total = total * decay + tl.sum(p, 1)
             acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             top = new_top
+        if SINKS:
+            sink = tl.load(sink_ptr + head).to(tl.float32)
+            new_top = tl.maximum(top, sink)
+            decay = tl.exp(top - new_top)
+            total = total * decay + tl.exp(sink - new_top)
+            acc = acc * decay[:, None]
         acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
         out_at = out_ptr + tokens * out_stride_t + head * out_stride_h + dims[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
@@ -153,6 +165,7 @@ def _triton(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     padded: bool = True,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check("attention_prefill", q, key_cache, value_cache)
@@ -165,8 +178,9 @@ def _triton(
     _attention_prefill_kernel[(cdiv(max_seqlen_q, block_m), batch, q.shape[1])](
         q, key_cache, value_cache, out, cu_seqlens_q, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2], block_table.stride(0),
-        key_cache.shape[1], q.shape[1] // key_cache.shape[2], q.shape[2], scale * k_scale, v_scale, window_left,
-        softcap, WINDOW=window_left >= 0, SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        sinks, key_cache.shape[1], q.shape[1] // key_cache.shape[2], q.shape[2], scale * k_scale, v_scale, window_left,
+        softcap, SINKS=sinks is not None, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=8 if block_m == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -176,7 +190,7 @@ def _fa3_prefill(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
     window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
-    out: torch.Tensor | None = None,
+    sinks: None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return fa3.attend(
         q, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, scale,
@@ -187,12 +201,17 @@ def _fa3_prefill(
 attention_prefill = define(
     "attention_prefill(Tensor q, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q, Tensor seq_lens,"
     " Tensor block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left=-1,"
-    " float softcap=0.0, float k_scale=1.0, float v_scale=1.0, bool padded=True) -> Tensor",
+    " float softcap=0.0, float k_scale=1.0, float v_scale=1.0, bool padded=True, Tensor? sinks=None) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
-        Provider("fa3", _fa3_prefill, module=fa3.MODULES, supports=fa3.supports, out=True),
+        Provider("fa3", _fa3_prefill, module=fa3.MODULES, supports=no_sinks(fa3.supports), out=True),
         Provider("triton", _triton, supports=supports_triton, out=True),
-        Provider("flashinfer", flashinfer.prefill, module="flashinfer", supports=flashinfer.supports_prefill),
+        Provider(
+            "flashinfer",
+            flashinfer.prefill,
+            module="flashinfer",
+            supports=no_sinks(flashinfer.supports_prefill),
+        ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
@@ -229,6 +248,7 @@ SPEC = OpSpec(
         _case("softcap", [2, 6], [2, 33], "odd", "float32", softcap=2.0, **_SMALL),
         _case("padding", [5, 1], [5, 17], "odd", padding=3, **_SMALL),
         _case("empty_sequence", [4, 0, 2], [4, 0, 19], "odd", **_SMALL),
+        _case("sinks", [5, 1, 9], [5, 17, 31], "odd", "float32", sinks=True, window_left=11, **_SMALL),
         _case("fp8", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
     arguments=(
@@ -241,6 +261,7 @@ SPEC = OpSpec(
         Scalar("max_seqlen_k"),
         *cases.SCALARS,
         Scalar("padded", value="padding > 0"),
+        cases.SINKS,
     ),
     outputs=(Tensor("out", "tokens heads head_size", "queries", bytes=_ATTENDED),),
     axes={**cases.AXES, **cases.RAGGED},

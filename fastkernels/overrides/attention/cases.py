@@ -82,6 +82,7 @@ SCALARS = (
     Scalar("k_scale", dim="scales", index=0),
     Scalar("v_scale", dim="scales", index=1),
 )
+SINKS = Tensor("sinks", "heads", "float32", when="sinks")
 FLOPS = "4 * pairs * heads * head_size"
 
 

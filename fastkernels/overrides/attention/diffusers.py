@@ -8,6 +8,7 @@ import torch
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
+from fastkernels.overrides.diffusion.qk_norm_rope import qk_norm_rope
 
 
 class DiffusersAttnProcessor2_0:
@@ -92,15 +93,13 @@ class DiffusersFluxAttnProcessor:
             given = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
             return theirs.__call__(self, attn, *given)
         q, k, v = _heads(attn, hidden_states, ("to_q", "to_k", "to_v"), "to_qkv")
-        q, k = attn.norm_q(q), attn.norm_k(k)
+        text_q = text_k = None
         if attn.added_kv_proj_dim is not None:
             names = ("add_q_proj", "add_k_proj", "add_v_proj")
             text_q, text_k, text_v = _heads(attn, encoder_hidden_states, names, "to_added_qkv")
-            q = torch.cat((attn.norm_added_q(text_q), q), dim=1)
-            k = torch.cat((attn.norm_added_k(text_k), k), dim=1)
             v = torch.cat((text_v, v), dim=1)
-        if image_rotary_emb is not None:
-            q, k = (_rotate(t, *image_rotary_emb) for t in (q, k))
+        q = _positioned(attn, "q", q, text_q, image_rotary_emb)
+        k = _positioned(attn, "k", k, text_k, image_rotary_emb)
         found = attend(q, k, v, attn.head_dim**-0.5, attention_mask).to(q.dtype)
         if encoder_hidden_states is None:
             return found
@@ -125,6 +124,29 @@ def _heads(attn: Any, x: torch.Tensor | None, names: tuple[str, ...], fused: str
     else:
         parts = [getattr(attn, name)(x) for name in names]
     return [t.unflatten(-1, (-1, attn.head_dim)) for t in parts]
+
+
+def _positioned(
+    attn: Any, part: str, x: torch.Tensor, text: torch.Tensor | None, rotary: Any
+) -> torch.Tensor:
+    """Normalize queries or keys of the image and of the text, put the text in front, and rotate both."""
+    norm: Any = getattr(attn, f"norm_{part}")
+    norms: tuple[Any, ...] = (norm,) if text is None else (norm, getattr(attn, f"norm_added_{part}"))
+    if rotary is not None and all(_is_plain(n, x) and n.eps == norm.eps for n in norms):
+        cos, sin = (t.to(x.device) for t in rotary)
+        return qk_norm_rope(
+            x, norm.weight, cos, sin, norm.eps, text, None if text is None else norms[-1].weight
+        )
+    x = norm(x) if text is None else torch.cat((norms[-1](text), norm(x)), dim=1)
+    return x if rotary is None else _rotate(x, *rotary)
+
+
+def _is_plain(norm: Any, x: torch.Tensor) -> bool:
+    """Whether this is torch's RMS norm over the heads, which no other patch, hook or offload has changed."""
+    if type(norm) is not torch.nn.RMSNorm or norm.eps is None or len(norm.normalized_shape) != 1:
+        return False
+    own = "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks
+    return not own and (norm.weight is None or norm.weight.dtype == x.dtype)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,8 +43,22 @@ def memory(name: str, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor
     return out
 
 
+def no_sinks(supports: Callable[..., str | None]) -> Callable[..., str | None]:
+    """`supports` of a kernel that has no attention sinks: it refuses calls of attention_decode or _prefill with them.
+
+    Sinks are the last argument, after scalars.
+    """
+
+    def checked(*args: Any, sinks: torch.Tensor | None = None, **kwargs: Any) -> str | None:
+        if sinks is not None or isinstance(args[-1], torch.Tensor):
+            return "it has no attention sinks"
+        return supports(*(args[:-1] if args[-1] is None else args), **kwargs)
+
+    return checked
+
+
 def supports_triton(
-    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any, sinks: Any = None
 ) -> str | None:
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"dtype {q.dtype} is not float16, bfloat16 or float32"

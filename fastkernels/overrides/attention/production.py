@@ -9,6 +9,7 @@ import torch
 
 from fastkernels.core.baseline import Baseline, Function, aligned, dense, filled, first, half, inductor, same
 from fastkernels.overrides.attention import fa3, flashinfer
+from fastkernels.overrides.attention.paged_cache import no_sinks
 from fastkernels.overrides.kit.libraries import T, from_flashinfer, from_sgl_kernel, from_vllm, vllm_ops
 
 
@@ -184,12 +185,12 @@ def _no_flashinfer_mla(q: T, kv_cache: T, *rest: Any) -> str | None:
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "attention_decode": (
-        Baseline("fa3", "host", _fa3_decode, _FA3, refuses=_no_fa3_decode),
-        from_flashinfer(_decode, _no_decode),
+        Baseline("fa3", "host", _fa3_decode, _FA3, refuses=no_sinks(_no_fa3_decode)),
+        from_flashinfer(_decode, no_sinks(_no_decode)),
     ),
     "attention_prefill": (
-        Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=_no_fa3_prefill),
-        from_flashinfer(lambda: flashinfer.prefill, flashinfer.supports_prefill, graph=False),
+        Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=no_sinks(_no_fa3_prefill)),
+        from_flashinfer(lambda: flashinfer.prefill, no_sinks(flashinfer.supports_prefill), graph=False),
     ),
     "mla_decode": (
         Baseline("flashmla", "host", _flashmla, ("vllm",), refuses=_no_flashmla),

@@ -16,6 +16,7 @@ class VllmAttention(PagedAttention):
     """vllm.model_executor.layers.attention.attention.Attention, decoder only; see PagedAttention.
 
     query, key, value: [T, heads * head_size] or [T, heads, head_size]; out: output_shape or [T, heads * head_size].
+    extra_impl_args: sinks.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class VllmAttention(PagedAttention):
         **extra_impl_args: Any,
     ) -> None:
         super().__init__()
+        sinks = extra_impl_args.pop("sinks", None)
         refuse(
             prefix or "Attention", alibi_slopes=alibi_slopes, use_alibi_sqrt=use_alibi_sqrt, quant_config=quant_config,
             attn_type=None if attn_type == AttentionType.DECODER else attn_type, attn_backend=attn_backend,
@@ -51,6 +53,7 @@ class VllmAttention(PagedAttention):
             window = getattr(cache_config, "sliding_window", None)
         left = None if window is None else window - 1
         self._build(num_heads, head_size, scale, num_kv_heads, left, logits_soft_cap or 0.0)
+        self.__dict__["sinks"] = sinks  # a parameter of the caller, not one more of this module
         self.layer_name = prefix
 
     def forward(

@@ -77,6 +77,52 @@ def _fused_experts() -> Function:
     return experts
 
 
+def _fused_experts_mxfp4() -> Function:
+    """vLLM's experts on OpenAI's Triton kernels. Weights are swizzled at the first call with them, as at load."""
+    from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as kernels
+    from vllm.model_executor.layers.quantization.utils import mxfp4_utils
+
+    if hasattr(kernels, "triton_kernels_version") and kernels.triton_kernels_version == "3.8":
+        from triton_kernels.matmul import FlexCtx, PrecisionConfig
+    else:
+        from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
+    swizzled: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def swizzle(w: T, scale: T) -> tuple[Any, Any]:
+        key = w.data_ptr(), scale.data_ptr()
+        if key not in swizzled:
+            if len(swizzled) > 7:
+                swizzled.clear()
+            values, flex, scales = mxfp4_utils._swizzle_mxfp4(w, scale)
+            named = mxfp4_utils.mx_scale_kwargs(scales)
+            swizzled[key] = values, PrecisionConfig(**named, flex_ctx=FlexCtx(rhs_data=flex))
+        return swizzled[key]
+
+    def experts(
+        x: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T, w2_scale: T,
+        expert_map: T | None = None, alpha: float = 1.702, limit: float = 7.0,
+    ) -> T:  # fmt: skip
+        (first_w, first_scale), (second_w, second_scale) = swizzle(w1, w1_scale), swizzle(w2, w2_scale)
+        config = mxfp4_w4a16_moe_quant_config(first_scale, second_scale, w1_bias.float(), w2_bias.float())
+        routing = kernels.make_routing_data(topk_ids, topk_weights, w1.shape[0])
+        return kernels.triton_kernel_fused_experts(
+            torch.empty_like(x), x, first_w, second_w, *routing, topk_ids.shape[1], quant_config=config,
+            swiglu_alpha=alpha, swiglu_limit=limit,
+        )  # fmt: skip
+
+    return experts
+
+
+def _no_mxfp4(
+    x: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
+    w2_scale: T | None = None, expert_map: T | None = None, *_: Any,
+) -> str | None:  # fmt: skip
+    if w1_scale is None or x.dtype != torch.bfloat16 or expert_map is not None:
+        return "vLLM calls these kernels for MXFP4 weights and bfloat16, with all experts on the rank"
+    return first(dense(x, w1, w2), filled(topk_ids))
+
+
 def _no_experts(x: T, w1: T, w2: T, *_: Any) -> str | None:
     return first(same(x, w1, w2), dense(x, w1, w2), filled(x), aligned(x), aligned(w2))
 
@@ -213,6 +259,9 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
             ("vllm", DEEP_GEMM),
             refuses=supports_deepgemm,
         ),
+    ),
+    "fused_experts_swigluoai": (
+        Baseline("vllm", "host", _fused_experts_mxfp4, ("vllm", "triton_kernels"), refuses=_no_mxfp4),
     ),
     "grouped_topk": (
         from_vllm(_grouped_topk, _no_grouped),

@@ -61,6 +61,10 @@ class Adapter:
         """{reason: modules} of modules that may compute the op, without a target."""
         return {}
 
+    def uncovered(self, model: Any) -> dict[Reason, int]:
+        """{reason: modules} of modules that no op is for, for a report that lists them; {}: not listed."""
+        return {}
+
     def batch_invariant(self) -> str | None:
         """The host's switch that makes results independent of the batch, if it is on."""
         return None

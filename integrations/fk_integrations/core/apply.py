@@ -113,6 +113,7 @@ def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Pat
         patched.rows += _candidate_rows(patched)
         patched.rows += absent_rows(adapter, request, model, patched.rows, rank)
         _annotate(patched)
+        patched.rows += _uncovered_rows(adapter, request, model, rank)
         _add_measured(patched.rows, verified.measured)
         if adapter.own and request.ops is not None:
             patched.rows = [row for row in patched.rows if row.op in request.ops]
@@ -399,6 +400,16 @@ def absent_rows(adapter: Adapter, request: Request, model: Any, rows: list[Row],
             row.explain(reasons)
             made.append(row)
     return made
+
+
+def _uncovered_rows(adapter: Adapter, request: Request, model: Any, rank: int) -> list[Row]:
+    """One row for all modules that no op is for, in a report about a whole model."""
+    reasons = adapter.uncovered(model) if request.ops is None else {}
+    if not reasons:
+        return []
+    row = Row(rank, "-", "other modules", 0, "off")
+    row.explain(reasons)
+    return [row]
 
 
 def _why_absent(adapter: Adapter, name: str) -> Reason:

@@ -10,6 +10,7 @@ from fastkernels.core import registry
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.adapter import class_path
 
+_IDLE = ("Identity", "Dropout", "DropPath", "ModuleList", "Sequential")  # nothing to compute in inference
 PACKAGES = ("timm", "transformers", "diffusers")  # hosts whose models may contain each other's
 
 
@@ -27,6 +28,26 @@ def lookalikes(host: str, op: str, model: Any, parts: Mapping[str, tuple[str, ..
             name = f"{cls.__module__}.{cls.__qualname__}"
             found[Reason(Kind.OTHER_CLASS, f"{name}, which is not one that {op} replaces")] += 1
     return dict(found)
+
+
+def uncovered(host: str, model: Any) -> dict[Reason, int]:
+    """{reason: modules} of leaf modules, and others with weights of their own, whose class no target names."""
+    names = {host, "torch"}
+    listed = {
+        t.path for op in registry.op_names() for name in names for t in registry.get(op).targets_for(name)
+    }
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        cls: Any = type(module)
+        own = any(p is not None for p in module._parameters.values()) or next(module.children(), None) is None
+        if not own or module is model or hasattr(cls, "fastkernels") or class_path(cls) in listed:
+            continue
+        if cls.__name__ not in _IDLE:
+            found[cls.__name__] += 1
+    if not found:
+        return {}
+    counts = ", ".join(f"{name} {n}" for name, n in found.most_common())
+    return {Reason(Kind.NO_OP, f"no op replaces them ({counts})"): found.total()}
 
 
 def first_package(target: Any, packages: tuple[str, ...]) -> str | None:

@@ -18,7 +18,7 @@ from fk_integrations.core.adapter import Adapter, class_path
 from fk_integrations.core.in_process import InProcessHost
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.later import Later
-from fk_integrations.core.lookalikes import PACKAGES, first_package, lookalikes
+from fk_integrations.core.lookalikes import PACKAGES, first_package, lookalikes, uncovered
 from fk_integrations.transformers.host import TransformersAdapter
 
 # {op: parts of the names of classes that may compute it}
@@ -55,6 +55,9 @@ class DiffusersAdapter(Adapter):
         if op == "attention_dense":
             found.update(_other_processors(model))
         return dict(found)
+
+    def uncovered(self, model: Any) -> dict[Reason, int]:
+        return {} if model is None else uncovered(self.host, model)
 
 
 def _other_processors(model: Any) -> Counter[Reason]:

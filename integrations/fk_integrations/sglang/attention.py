@@ -149,7 +149,7 @@ def _unsupported_step(q: Any, batch: Any, pool: Any, extra: dict[str, Any]) -> s
     if batch.encoder_lens is not None:
         return "an encoder's keys before the text's"
     for name, value in extra.items():
-        if value is not None and value is not False:
+        if name != "sinks" and value is not None and value is not False:
             return f"{name} is set"
     for name in ("mha_return_lse", "dcp_kv_mask", "attn_cp_metadata"):
         if getattr(batch, name, None) not in (None, False):
@@ -212,7 +212,16 @@ def _implementation(
     layers: set[Any] = set()
 
     def attend(
-        self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, save: bool, step: Step, choosy: bool
+        self: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        batch: Any,
+        save: bool,
+        step: Step,
+        choosy: bool,
+        sinks: Any,
     ) -> Any:
         """The result; None, with nothing done, if `choosy` and no table lists this decode as faster."""
         shape = (-1, step.block_size, layer.tp_k_head_num, layer.head_dim)
@@ -221,7 +230,9 @@ def _implementation(
         window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
         longest = step.block_table.shape[1] * step.block_size
         rest = (longest, float(layer.scaling), window, float(layer.logit_cap or 0))
-        decode = (q, key_cache, value_cache, step.seq_lens, step.block_table, *rest)
+        more = () if sinks is None else (sinks,)
+        scales = (1.0, 1.0) if more else ()
+        decode = (q, key_cache, value_cache, step.seq_lens, step.block_table, *rest, *scales, *more)
         if choosy and not attention_decode.faster(*decode):
             return None
         if save and k is not None:
@@ -233,7 +244,7 @@ def _implementation(
         else:
             out = attention_prefill(  # rows of padding are undefined, as in the host's own kernels
                 q, key_cache, value_cache, step.cu_seqlens_q, step.seq_lens, step.block_table, step.max_seqlen_q,
-                *rest, 1.0, 1.0, False,
+                *rest, 1.0, 1.0, False, *more,
             )  # fmt: skip
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
@@ -256,7 +267,8 @@ def _implementation(
                 elif name == "forward_decode" and step.seq_lens.shape[0] != rows:
                     reason = "a decode of several queries a sequence"
                 else:
-                    out = attend(self, q, k, v, layer, forward_batch, save_kv_cache, step, choosy)
+                    sinks = extra.get("sinks")
+                    out = attend(self, q, k, v, layer, forward_batch, save_kv_cache, step, choosy, sinks)
                     if out is not None:
                         return out
                     reason = NOT_FASTER

@@ -15,7 +15,7 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.in_process import InProcessHost
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.later import Later
-from fk_integrations.core.lookalikes import PACKAGES, first_package, lookalikes
+from fk_integrations.core.lookalikes import PACKAGES, first_package, lookalikes, uncovered
 
 # {op: parts of the names of classes that may compute it}
 LOOKS_LIKE = {"attention_dense": ("Attention",), "rms_norm": ("RmsNorm",)}
@@ -31,6 +31,9 @@ class TimmAdapter(Adapter):
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
         return lookalikes(self.host, op, model, LOOKS_LIKE)
+
+    def uncovered(self, model: Any) -> dict[Reason, int]:
+        return {} if model is None else uncovered(self.host, model)
 
 
 class TimmHost(InProcessHost):

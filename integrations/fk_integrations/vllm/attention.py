@@ -26,7 +26,9 @@ def whole_shape(module: Any, config: Any) -> tuple[Any, ...] | None:
     """The same with the cache's block size, for layers that our decode kernels can serve."""
     impl, block_size = getattr(module, "impl", None), config.cache_config.block_size
     served = f"{type(impl).__module__}:{type(impl).__qualname__}" == FLASH_ATTN
-    if not served or not block_size or _unsupported(impl, config) is not None:
+    if impl is None or not served or not block_size or _unsupported(impl, config) is not None:
+        return None
+    if impl.sinks is not None:  # what is measured has none
         return None
     return tuple(block_size if value is None else value for value in attention_shape(module))
 
@@ -62,8 +64,8 @@ def _unsupported(impl: Any, config: Any) -> str | None:
         return f"attention type {impl.attn_type!r} is not supported"
     if str(impl.kv_cache_dtype).startswith(("fp8", "int8", "nvfp4")):
         return f"a KV cache of {impl.kv_cache_dtype} is not supported"
-    if impl.alibi_slopes is not None or impl.sinks is not None:
-        return "ALiBi and attention sinks are not supported"
+    if impl.alibi_slopes is not None:
+        return "ALiBi is not supported"
     if impl.sliding_window is not None and impl.sliding_window[1] > 0:
         return f"sliding window {impl.sliding_window} looks ahead"
     if config.parallel_config.decode_context_parallel_size > 1:
@@ -144,11 +146,12 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
         # In 0.26 the window of the layer's group is in the metadata and wins.
         window = getattr(m, "sliding_window", None) or self.sliding_window
         left = -1 if window is None else window[0]
-        q = query[:n]
+        q, sinks = query[:n], self.sinks
         out = output[:n].view(q.shape)
         if decode:
             args = (
-                q, key_cache, value_cache, m.seq_lens, m.block_table, m.max_seq_len, self.scale, left, softcap
+                q, key_cache, value_cache, m.seq_lens, m.block_table, m.max_seq_len, self.scale, left, softcap,
+                *(() if sinks is None else (1.0, 1.0, sinks)),
             )  # fmt: skip
             chosen = ours(args) if choosy else args
             if chosen is None:
@@ -158,7 +161,7 @@ def _implementation(host: type, by_table: bool = False, max_model_len: int = 0) 
         else:
             attention_prefill.into(  # rows of padding stay unchanged, as with the host's own kernels
                 out, q, key_cache, value_cache, m.query_start_loc, m.seq_lens, m.block_table, m.max_query_len,
-                m.max_seq_len, self.scale, left, softcap, 1.0, 1.0, False,
+                m.max_seq_len, self.scale, left, softcap, 1.0, 1.0, False, *(() if sinks is None else (sinks,)),
             )  # fmt: skip
         return output
 

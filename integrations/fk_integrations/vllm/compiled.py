@@ -13,6 +13,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fk_integrations.core.heap import frozen_again
 
 log = logging.getLogger("fastkernels")
 REWARM_S = 1800.0
+_ABSENT = object()
 _KEYS: Counter[str] = Counter()
 _STOCK_HASH: list[Callable[[Any], str]] = []
 
@@ -115,6 +117,47 @@ def remove_key(key: str) -> None:
         VllmConfig.compute_hash = _STOCK_HASH.pop()
 
 
+@dataclass(frozen=True)
+class Code:
+    """The compiled code of a worker's models, without CUDA graphs.
+
+    models   each compiled module with the attributes that its compile wrapper adds, and names of those to remove
+    folders  attributes of the CompilationConfig that name where code is cached
+    """
+
+    config: Any
+    models: list[tuple[Any, dict[str, Any], set[str]]]
+    folders: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Any, models: list[Any]) -> Code:
+        names = [name for name in ("cache_dir", "local_cache_dir") if hasattr(config, name)]
+        folders = {name: getattr(config, name) for name in names}
+        return cls(config, [(m, _own_attributes(m), set()) for m in models], folders)
+
+    def changes(self) -> Code:
+        """The part that differs from the code in use, so that `restore` leaves all later changes of a module."""
+        found = []
+        for model, before, _ in self.models:
+            now = _own_attributes(model)
+            changed = {name: value for name, value in before.items() if now.get(name, _ABSENT) is not value}
+            found.append((model, changed, set(now) - set(before)))
+        return replace(self, models=found)
+
+    @property
+    def restorable(self) -> bool:
+        """Whether all code was compiled ahead of time: it survives torch.compiler.reset(), dynamo's own does not."""
+        return all(attributes.get("aot_compiled_fn") is not None for _, attributes, _ in self.models)
+
+    def restore(self) -> None:
+        for model, attributes, removed in self.models:
+            for key in removed & set(vars(model)):
+                del vars(model)[key]
+            vars(model).update(attributes)
+        for key, value in self.folders.items():
+            setattr(self.config, key, value)
+
+
 class Compiled:
     """The compiled code and CUDA graphs of a worker, kept so that they can be dropped, rebuilt or restored.
 
@@ -133,10 +176,7 @@ class Compiled:
         self.models = _compiled(worker.get_model(), Wrapper)
         owners = [getattr(self.runner, name, None) for name in ("drafter", "speculator")]
         self.draft = [m for o in owners for m in _compiled(getattr(o, "model", None), Wrapper)]
-        self.saved = [(m, _own_attributes(m)) for m in self.models]
-        self.folders = {
-            k: getattr(self.config, k) for k in ("cache_dir", "local_cache_dir") if hasattr(self.config, k)
-        }
+        self.code = Code.of(self.config, self.models)
         holders = _wrappers(CUDAGraphWrapper, "concrete_cudagraph_entries", worker)
         with contextlib.suppress(ImportError):
             from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
@@ -172,8 +212,8 @@ class Compiled:
             return "the CUDA graphs of the encoder cannot be captured again in a live engine"
         return None
 
-    def drop(self) -> None:
-        """Stop using compiled code and graphs; nothing is freed while this object lives."""
+    def drop(self, code: Code | None = None) -> None:
+        """Stop using compiled code and graphs, or use `code`; nothing is freed while this object lives."""
         import torch
         from vllm.compilation.wrapper import reset_compile_wrapper
         from vllm.config import set_current_vllm_config
@@ -182,6 +222,9 @@ class Compiled:
             setattr(holder, name, {})
         for manager, _ in self.captured:
             manager._graphs_captured = False
+        if code is not None:
+            code.restore()
+            return
         if self.models:
             torch.compiler.reset()
         with set_current_vllm_config(self.worker.vllm_config):
@@ -196,17 +239,7 @@ class Compiled:
             setattr(holder, name, graphs)
         for manager, flag in self.captured:
             manager._graphs_captured = flag
-        for model, attributes in self.saved:
-            for key in set(_own_attributes(model)) - set(attributes):
-                del vars(model)[key]
-            vars(model).update(attributes)
-        for key, value in self.folders.items():
-            setattr(self.config, key, value)
-
-    @property
-    def restorable(self) -> bool:
-        """Whether all code was compiled ahead of time: it survives torch.compiler.reset(), dynamo's own does not."""
-        return all(attributes.get("aot_compiled_fn") is not None for _, attributes in self.saved)
+        self.code.changes().restore()
 
     def rewarm(self) -> None:
         """Compile and capture with the current classes. The engine must be idle."""
@@ -225,7 +258,8 @@ class Compiled:
         """Free the old code and graphs, after the new ones exist."""
         import torch
 
-        self.saved, self.graphs, self.captured = [], [], []
+        self.code = Code.of(self.config, [])
+        self.graphs, self.captured = [], []
         gc.collect()
         if torch.device(self.worker.device).type != "cpu":
             torch.accelerator.synchronize()
@@ -299,10 +333,14 @@ def _serving_state(runner: Any) -> Iterator[None]:
 
 
 @frozen_again()
-def swap(worker: Any, change: Callable[[], Callable[[], None] | None]) -> None:
+def swap(
+    worker: Any, change: Callable[[], Callable[[], None] | None], code: Code | None = None
+) -> Code | None:
     """Run `change` (it returns its own undo, or None), then compile, capture and run one step, in every rank.
 
-    If a rank fails, all ranks restore the old classes, code and graphs, and check them by one step. Raises PatchError.
+    With `code`, of the classes after the change, nothing is compiled. Returns the code from before the change, for a
+    change back; None if it cannot be used again. If a rank fails, all ranks restore the old classes, code and graphs,
+    and check them by one step. Raises PatchError.
     """
     compiled = Compiled(worker)
     back: list[Callable[[], None] | None] = []
@@ -315,7 +353,7 @@ def swap(worker: Any, change: Callable[[], Callable[[], None] | None]) -> None:
 
     def second() -> None:
         if compiled.needed:
-            compiled.drop()
+            compiled.drop(code)
             with within(REWARM_S, "compiling and capturing the changed model"):
                 compiled.rewarm()
         with within(Environment.read().trial_s, "the trial step"):
@@ -337,13 +375,15 @@ def swap(worker: Any, change: Callable[[], Callable[[], None] | None]) -> None:
             undo()
         _put_back(worker, compiled, error, same=undo is not None)
         raise
+    before = compiled.code.changes() if compiled.models and compiled.code.restorable else None
     compiled.release()
+    return before
 
 
 def _put_back(worker: Any, compiled: Compiled, error: PatchError, same: bool) -> None:
     """Recover from a failure: restore the old code if the classes are the `same` as before, else compile again."""
     try:
-        if compiled.needed and same and compiled.restorable:
+        if compiled.needed and same and compiled.code.restorable:
             compiled.restore()
         elif compiled.needed:
             compiled.drop()

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
 STATE = "_fastkernels_patched"
+CODE = "_fastkernels_code_before"
 FAILED = "_fastkernels_failed_step"
 BATCHES = (
     1,
@@ -226,7 +227,7 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
 
     if live:
         try:
-            compiled.swap(worker, change)
+            vars(worker)[CODE] = compiled.swap(worker, change)
         except PatchError:
             _clear_kv_cache(worker)  # a trial step may have written to it
             raise
@@ -245,6 +246,8 @@ def _limit_ranges(worker: Any, most: int | None, patched: Patched) -> None:
     plain = (active & {*ranges.PLAIN}) - ranges.named(patched.request)
     if ranges.limit(worker.vllm_config, most, plain, patched.journal):
         patched.every_step.clear()  # a step of a long prompt alone calls none of them
+        for row in patched.rows:
+            row.most_tokens = most if row.op in plain else None
         if patched.rank == 0:
             log.info("ours runs in batches of up to %d tokens, vLLM's compiled code in larger ones", most)
 
@@ -264,7 +267,7 @@ def _undo(worker: Any, request: Request) -> None:
         vars(worker).pop(STATE)
         patched.undo()
 
-    compiled.swap(worker, change)
+    compiled.swap(worker, change, vars(worker).pop(CODE, None))
     _clear_kv_cache(worker)
     reports.write("vllm", _rank(worker), _reply(worker))
 

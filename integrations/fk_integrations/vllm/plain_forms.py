@@ -50,7 +50,7 @@ def _rotary_emb(
 _OWN: dict[str, Callable[..., Any]] = {"linear": _linear, "rotary_emb": _rotary_emb}
 PLAIN = (
     "linear", "rotary_emb", "rms_norm", "gemma_rms_norm", "layer_norm", "silu_and_mul", "gelu_and_mul", "gelu",
-    "quick_gelu", "relu2",
+    "quick_gelu", "relu2", "embedding",
 )  # fmt: skip
 
 

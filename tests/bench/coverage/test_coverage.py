@@ -105,9 +105,11 @@ def test_rows_survive_json() -> None:
 def test_unknown_architecture_names_needs_and_command() -> None:
     import fastkernels
 
-    config = transformers.AutoConfig.for_model("gpt_oss", num_hidden_layers=2)
-    config.architectures = ["GptOssForCausalLM"]
-    with pytest.raises(registry.UnknownName, match="attention with s_aux: GptOssAttention") as raised:
+    config = transformers.AutoConfig.for_model("falcon", num_hidden_layers=2)
+    config.architectures = ["FalconForCausalLM"]
+    with pytest.raises(
+        registry.UnknownName, match="an attention function of its own: FalconAttention"
+    ) as raised:
         fastkernels.plan(config)
     assert "fk-bench scaffold" in str(raised.value)
 

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from fk_bench.core.rows import Row, Status, read
+from fk_bench.e2e.pictures.costs import gaps, kind_of
+from fk_bench.e2e.pictures.graphs import Graphed, compile_blocks
 from fk_bench.e2e.pictures.measure import cosine, psnr
+from fk_bench.e2e.pictures.named import build
+from fk_bench.e2e.pictures.subjects import Pipeline
 from support.commands import fk_bench_here, last_json
 from support.tiny import make_tiny_encoder, make_tiny_pipeline
 
 pytest.importorskip("timm")
-pytest.importorskip("diffusers")
+diffusers = pytest.importorskip("diffusers")
 TIMM = ("vit_small_patch16_dinov3", "--hosts", "timm", "--load-format", "dummy", "--engine-args",
         'timm={"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 3}')  # fmt: skip
 
@@ -78,11 +82,18 @@ def test_pipeline_page_shows_all_images(tmp_path: Path) -> None:
         "attention_dense,layer_norm",
         "--dtype",
         "bfloat16",
+        "--costs",
+        "--channels-last",
     )
     status, last, rows = run(
         tmp_path / "run", pipe, "--hosts", "diffusers", "--requests", "2", *more, rounds=1
     )
     assert status == 0, last
+    *rows, stock, patched = rows
+    assert [stock.subject.lane, patched.subject.lane] == ["stock", "patched"]
+    for row in (stock, patched):
+        assert row.case["kind"] == "picture_costs" and "gaps_ms" not in row.metrics
+        assert all(row.metrics[f"{kind}_ms"] > 0 for kind in ("attention", "conv", "gemm", "norm"))
     assert rows[1].case["modules"]["attention_dense"] == 18 and rows[1].case["steps"] == 2
     assert rows[0].metrics["psnr_to_stock_db"] == 200 and rows[1].metrics["psnr_to_stock_db"] > 30
     page = (tmp_path / "run" / "report.html").read_text()
@@ -132,6 +143,8 @@ def test_folder_without_weights_gives_a_random_pipeline(tmp_path: Path) -> None:
         (("--hosts", "timm", "--lanes", "patched"), "begin with stock, then any of compiled"),
         (("--hosts", "diffusers"), "--hosts diffusers needs MODEL"),
         (("--hosts", "vllm", "--ops", "gelu"), "are for --hosts timm, transformers, diffusers"),
+        (("--hosts", "timm", "--cuda-graphs"), "--cuda-graphs needs --compile-blocks"),
+        (("--hosts", "timm", "--cuda-graphs", "--compile-blocks"), "which has graphs of its own: choose default"),
         (("no_such_model", "--hosts", "timm"), "timm cannot open 'no_such_model'"),
     ],
 )  # fmt: skip
@@ -152,9 +165,10 @@ def test_demo_puts_both_models_on_one_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_lanes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocks", [(), ("--compile-blocks",)])
+def test_compiled_lanes(tmp_path: Path, blocks: tuple[str, ...]) -> None:
     lanes = ("--lanes", "stock,compiled,patched,patched-compiled", "--ops", "layer_norm,attention_dense")
-    status, last, rows = run(tmp_path, *TIMM, "--requests", "2", *lanes, rounds=1)
+    status, last, rows = run(tmp_path, *TIMM, "--requests", "2", *lanes, *blocks, rounds=1)
     assert status == 0, last
     assert [r.subject.lane for r in rows] == ["stock", "compiled", "patched", "patched-compiled"]
     assert rows[1].metrics["first_call_s"] > rows[0].metrics["first_call_s"]
@@ -165,3 +179,77 @@ def test_measures_of_distance() -> None:
     assert cosine(a, 2 * a) == pytest.approx(1) and cosine(a, torch.tensor([4.0, -3.0])) == pytest.approx(0)
     assert psnr(a, a) == 200
     assert psnr(torch.full((9,), 0.6), torch.full((9,), 0.5), 1.0) == pytest.approx(20, abs=1e-4)
+
+
+def test_kernels_are_counted_by_kind() -> None:
+    kinds = {
+        "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90>>": "attention",
+        "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc": "conv",
+        "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT": "gemm",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float>": "norm",
+        "_ada_layer_norm_kernel": "norm",
+        "triton_poi_fused_add_mul_3": "elementwise and other",
+    }
+    assert {name: kind_of(name) for name in kinds} == kinds
+    assert gaps([(5.0, 6.0), (0.0, 2.0), (1.0, 4.0)]) == 1.0 and gaps([]) == 0.0
+
+
+@pytest.mark.parametrize(("name", "millions"), [("flux.1", 11985), ("sdxl", 2651), ("vjepa2", 326)])
+def test_named_models_have_their_real_sizes(name: str, millions: int) -> None:
+    model = build(name, torch.bfloat16, "meta")
+    parts = (
+        [model]
+        if name == "vjepa2"
+        else [p for p in model.components.values() if isinstance(p, torch.nn.Module)]
+    )
+    assert round(sum(p.numel() for part in parts for p in part.parameters()) / 1e6) == millions
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_pipeline_without_text_encoders_is_measured(name: str, tmp_path: Path) -> None:
+    if name == "sdxl":
+        folder = make_tiny_pipeline(tmp_path)
+        pipe = diffusers.DiffusionPipeline.from_pretrained(folder, text_encoder=None, text_encoder_2=None)
+    else:
+        transformer = diffusers.FluxTransformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+            joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=True,
+        )  # fmt: skip
+        vae = diffusers.AutoencoderKL(
+            block_out_channels=[16, 32], down_block_types=["DownEncoderBlock2D"] * 2, norm_num_groups=8,
+            up_block_types=["UpDecoderBlock2D"] * 2, latent_channels=4, shift_factor=0.1,
+        )  # fmt: skip
+        pipe = diffusers.FluxPipeline(
+            transformer=transformer, vae=vae, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+            text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None,
+        )  # fmt: skip
+    subject = Pipeline(pipe, 32, 2)
+    (tokens, _), *_ = (t.shape[1:] for t in subject.inputs(1, 0).values() if isinstance(t, torch.Tensor))
+    assert tokens == (512 if name == "flux" else 77)
+    with torch.inference_mode():
+        found, again = subject.copy().result(2, 0), subject.copy(wide=True).result(2, 0)
+    assert found.shape == (2, 3, 32, 32) and torch.equal(found, again) and found.std() > 0
+
+
+def test_blocks_with_most_weights_are_compiled() -> None:
+    model = torch.nn.Sequential(
+        *(torch.nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)), torch.nn.Linear(8, 8)
+    )
+    assert compile_blocks(model, None) == 4
+    assert [m._compiled_call_impl is not None for m in model] == [True] * 4 + [False]
+    with pytest.raises(ValueError, match="Linear has no class with 4 blocks"):
+        compile_blocks(torch.nn.Linear(2, 2), None)
+
+
+@pytest.mark.gpu
+def test_graphs_replay_new_inputs() -> None:
+    layer = torch.nn.Linear(4, 3).cuda()
+    graphed = Graphed(lambda x, *, scale, twice: [layer(x) * scale * (2 if twice else 1)])
+    with torch.inference_mode():
+        for rows in (2, 5, 2):
+            for twice in (False, True):
+                x, scale = torch.randn(rows, 4, device="cuda"), torch.rand(())
+                (found,) = graphed(x, scale=scale, twice=twice)
+                torch.testing.assert_close(found, layer(x) * scale.cuda() * (2 if twice else 1))
+    assert len(graphed.graphs) == 4

@@ -10,11 +10,13 @@ import torch
 import transformers
 
 import fastkernels
+from fastkernels.core.dispatch import OPS
 from fastkernels.patch import PatchError
 
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models.attention_processor import AttnProcessor2_0  # noqa: E402
 
+DIFFUSION = ["ada_layer_norm", "geglu", "group_norm", "timestep_embedding"]
 UNET = {
     "sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8,
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "cross_attention_dim": 64,
@@ -30,6 +32,15 @@ CLIP = {
     "hidden_size": 32, "intermediate_size": 37, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100,
     "projection_dim": 32, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+T5 = {
+    "vocab_size": 100,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 37,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
 FLUX = {
     "patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16,
     "num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8),
@@ -48,6 +59,30 @@ def sdxl() -> Any:
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def flux_pipeline() -> Any:
+    """FLUX.1 with all its parts: transformer, VAE, CLIP and T5."""
+    torch.manual_seed(0)
+    text = transformers.CLIPTextModel(transformers.CLIPTextConfig(**CLIP))
+    t5 = transformers.T5EncoderModel(transformers.T5Config(**T5))
+    pipe = diffusers.FluxPipeline(
+        vae=diffusers.AutoencoderKL(**VAE, shift_factor=0.1), transformer=flux(), text_encoder=text, tokenizer=None,
+        text_encoder_2=t5, tokenizer_2=None, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def flux_image(pipe: Any) -> torch.Tensor:
+    """An image of a prompt of 8 tokens; the encoders run as encode_prompt would run them."""
+    prompt = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        pooled, texts = pipe.text_encoder(prompt).pooler_output, pipe.text_encoder_2(prompt)[0]
+    return pipe(
+        prompt_embeds=texts, pooled_prompt_embeds=pooled, num_inference_steps=2, height=32, width=32,
+        output_type="pt", generator=torch.Generator().manual_seed(1),
+    ).images  # fmt: skip
 
 
 def image(pipe: Any, output_type: str = "latent") -> torch.Tensor:
@@ -85,18 +120,146 @@ def test_pipeline_gives_the_hosts_latents_and_images() -> None:
     before, picture = image(pipe), image(pipe, "pt")
     modules = [m for part in (pipe.unet, pipe.vae, pipe.text_encoder) for m in part.modules()]
     classes, processors = [type(m) for m in modules], list(pipe.unet.attn_processors.values())
-    report = fastkernels.patch(pipe, ops=["attention_dense", "layer_norm", "quick_gelu"])
+    report = fastkernels.patch(pipe, ops=["attention_dense", "layer_norm", "quick_gelu", *DIFFUSION])
     # the UNet has 16 attention layers, the VAE two; quick_gelu is in the text encoders
-    found = {r.op: r.modules for r in report.active}
-    assert found == {"attention_dense": 18, "layer_norm": 34, "quick_gelu": 4}
+    found = {(r.op, r.host_class): r.modules for r in report.active}
+    assert found == {
+        ("attention_dense", "AttnProcessor2_0"): 18, ("layer_norm", "nn.LayerNorm"): 34, ("geglu", "GEGLU"): 8,
+        ("quick_gelu", "QuickGELUActivation"): 4, ("timestep_embedding", "Timesteps"): 2,
+        ("group_norm", "ResnetBlock2D"): 18, ("group_norm", "nn.GroupNorm"): 45,
+    }  # fmt: skip
     torch.testing.assert_close(image(pipe), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
     calls = {r.op: (r.calls, r.proof) for r in report.refresh().active}
     assert calls["attention_dense"] == (32, "calls") and calls["quick_gelu"] == (0, "uncalled")
+    assert calls["geglu"] == (16, "calls") and calls["timestep_embedding"] == (4, "calls")
     torch.testing.assert_close(image(pipe, "pt"), picture, rtol=1e-3, atol=1e-3)
     report.undo()
     assert [type(m) for m in modules] == classes
     assert all(a is b for a, b in zip(pipe.unet.attn_processors.values(), processors, strict=True))
     assert torch.equal(image(pipe), before) and "_fastkernels_patched" not in vars(pipe)
+
+
+def test_flux_pipeline_gives_the_hosts_images() -> None:
+    pipe = flux_pipeline()
+    before = flux_image(pipe)
+    classes = [
+        type(m)
+        for part in pipe.components.values()
+        if isinstance(part, torch.nn.Module)
+        for m in part.modules()
+    ]
+    with fastkernels.patch(
+        pipe, ops=["attention_dense", "t5_layer_norm", "gelu", "quick_gelu", *DIFFUSION]
+    ) as report:
+        torch.testing.assert_close(flux_image(pipe), before, rtol=1e-3, atol=1e-3)
+        rows = {(r.op, r.host_class): (r.modules, r.calls) for r in report.refresh().active}
+        assert report.verified and not any(r.fallbacks for r in report.active)
+    # two steps: 5 modulated norms, and 3 attention layers with queries and keys; the decoder has 5 blocks
+    assert rows[("ada_layer_norm", "AdaLayerNormZero")] == (2, 10)
+    assert rows[("attention_dense", "FluxAttnProcessor")] == (3, 7)
+    assert rows[("timestep_embedding", "Timesteps")] == (1, 4)
+    assert {op for op, _ in rows} == {
+        "attention_dense", "ada_layer_norm", "timestep_embedding", "group_norm", "gelu", "quick_gelu", "t5_layer_norm",
+    }  # fmt: skip
+    after = [
+        type(m)
+        for part in pipe.components.values()
+        if isinstance(part, torch.nn.Module)
+        for m in part.modules()
+    ]
+    assert after == classes and torch.equal(flux_image(pipe), before)
+
+
+def test_flux_fuses_norm_and_rope_of_heads() -> None:
+    model = flux()
+    with torch.no_grad():
+        for norm in (m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)):
+            norm.weight.normal_(1.0, 0.3)
+    run = step(model)
+    before, fused = run(), OPS["qk_norm_rope"]
+    for ops, calls in ((["attention_dense"], 6), (["attention_dense", "rms_norm"], 0)):
+        with fastkernels.patch(model, ops=ops):
+            fused.reset()
+            torch.testing.assert_close(run(), before, rtol=1e-4, atol=1e-4)
+            assert fused.calls == calls, "explicitly requested norms run as such"
+    hook = model.transformer_blocks[0].attn.norm_q.register_forward_hook(lambda m, a, y: 2 * y)
+    doubled = run()
+    with fastkernels.patch(model, ops="attention_dense"):
+        fused.reset()
+        torch.testing.assert_close(run(), doubled, rtol=1e-4, atol=1e-4)
+        assert fused.calls == 5
+    hook.remove()
+
+
+@pytest.mark.parametrize("part", ["flux", pytest.param("unet", marks=pytest.mark.slow)])
+def test_models_compile_whole_with_the_diffusion_ops(part: str) -> None:
+    if part == "flux":
+        model: Any = flux()
+        run = step(model)
+    else:
+        model = sdxl().unet
+        given = {"text_embeds": torch.ones(1, 32), "time_ids": torch.ones(1, 6)}
+        latents, texts = torch.randn(1, 4, 16, 16), torch.randn(1, 7, 64)
+
+        def run() -> torch.Tensor:
+            with torch.no_grad():
+                return model(latents, torch.tensor(7.0), texts, added_cond_kwargs=given).sample
+
+    before = run()
+    model.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(), before, rtol=1e-3, atol=1e-3)
+    with fastkernels.patch(model, ops=["attention_dense", *DIFFUSION]) as report:
+        torch.testing.assert_close(run(), before, rtol=1e-3, atol=1e-3)
+        assert report.refresh().verified
+    torch.testing.assert_close(run(), before, rtol=1e-3, atol=1e-3)
+
+
+def test_modulation_in_a_wider_dtype_is_the_hosts() -> None:
+    norm = diffusers.models.normalization.AdaLayerNormZeroSingle(16)
+    x, emb = torch.randn(2, 5, 16), torch.randn(2, 16)
+    model = torch.nn.Sequential(norm)
+    with torch.no_grad():
+        before = norm(x.bfloat16(), emb)
+        with fastkernels.patch(model, ops="ada_layer_norm") as report:
+            after = norm(x.bfloat16(), emb)
+            (row,) = report.refresh().active
+    assert row.fallbacks == {"x is torch.bfloat16, its scale torch.float32": 1} and row.calls == 0
+    assert after[0].dtype == torch.float32 and all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"out_channels": 16},
+        {"temb_channels": None},
+        {"temb_channels": None, "time_embedding_norm": "group"},
+        {"skip_time_act": True},
+    ],
+    ids=["same", "shortcut", "without_time", "group", "skip_time_act"],
+)
+def test_resnet_block_equals_the_hosts(options: dict[str, Any]) -> None:
+    from diffusers.models.resnet import ResnetBlock2D
+
+    from fastkernels.overrides.diffusion.diffusers import DiffusersResnetBlock2D
+
+    theirs = ResnetBlock2D(in_channels=8, groups=4, **{"temb_channels": 12, **options})
+    ours = DiffusersResnetBlock2D(in_channels=8, groups=4, **{"temb_channels": 12, **options})
+    ours.load_state_dict(theirs.state_dict())
+    x, temb = torch.randn(2, 8, 6, 5), torch.randn(2, 12)
+    with torch.no_grad():
+        for image in (x, x.to(memory_format=torch.channels_last)):
+            for given in (temb,) if theirs.time_emb_proj is not None else (None,):
+                torch.testing.assert_close(ours(image, given), theirs(image, given))
+    assert DiffusersResnetBlock2D.supports(theirs) is None
+
+
+def test_resampling_blocks_stay_with_the_host() -> None:
+    block = diffusers.models.resnet.ResnetBlock2D(in_channels=8, groups=4, up=True)
+    with fastkernels.patch(torch.nn.Sequential(block), ops="group_norm") as report:
+        rows = {r.host_class: (r.modules, r.reason) for r in report.rows}
+        assert rows["ResnetBlock2D"] == (0, "1 unsupported: it changes the image's size")
+        assert rows["nn.GroupNorm"][0] == 2
 
 
 def test_text_encoders_are_patched_as_in_transformers() -> None:

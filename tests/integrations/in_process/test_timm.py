@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -126,9 +127,20 @@ def test_models_built_later_are_patched_until_undo() -> None:
     torch.testing.assert_close(inside, run(), atol=1e-3, rtol=1e-3)
 
 
-def test_models_without_anything_to_replace_are_an_error() -> None:
-    with pytest.raises(PatchError, match="nothing to patch"):
-        fastkernels.patch(timm.create_model("mobilenetv4_conv_small"))
+def test_model_without_our_ops_is_reported_unchanged() -> None:
+    model = tiny("mobilenetv4_conv_small")
+    run, classes = runner(model), [type(m) for m in model.modules()]
+    before = run()
+    with fastkernels.patch(model, strict=True) as report:
+        assert not report.active and "everything was left to the host" in str(report)
+        reason = next(r.reason for r in report.rows if r.host_class == "other modules")
+        assert re.match(
+            r"\d+ left to the host: no op replaces them \(Conv2d 46, BatchNormAct2d \d+, ", reason
+        )
+        assert torch.equal(run(), before) and [type(m) for m in model.modules()] == classes
+    assert "_fastkernels_patched" not in vars(model)
+    with pytest.raises(PatchError, match="nothing to patch: layer_norm"):
+        fastkernels.patch(model, ops="layer_norm")
 
 
 def test_compiled_models_are_compiled_again() -> None:

@@ -17,7 +17,7 @@ ABSENT = (
     "fused_add_rms_norm_static_fp8_quant", "rms_norm_dynamic_per_token_quant", "rms_norm_static_fp8_quant",
     "silu_and_mul_quant", "fused_qk_norm_rope",
 )  # fmt: skip
-OURS = ("linear", "rms_norm", "silu_and_mul", "rotary_emb")
+OURS = ("linear", "rms_norm", "silu_and_mul", "rotary_emb", "embedding")
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +74,16 @@ def calls(llm, tokens):
     return {name: OPS[name].calls for name in OURS if OPS[name].calls}
 
 
+def compiled_code(llm):
+    return llm.collective_rpc(lambda worker: worker.get_model().model.aot_compiled_fn)[0]
+
+
 def endpoints(llm):
     return llm.llm_engine.vllm_config.compilation_config.compile_ranges_endpoints
 
 
 def test_ours_runs_in_small_batches_only(llm, table):
-    stock, before = generate(llm), endpoints(llm)
+    stock, before, code = generate(llm), endpoints(llm), compiled_code(llm)
     report = fastkernels.patch(llm)
     assert {row.op for row in report.rows if row.state == "active"} >= {*OURS}
     assert endpoints(llm) == [MOST, *before]
@@ -87,9 +91,10 @@ def test_ours_runs_in_small_batches_only(llm, table):
     assert calls(llm, MOST + 1) == calls(llm, 64) == {}
     assert first_logprobs(generate(llm)) == pytest.approx(first_logprobs(stock), abs=1e-3)
     report.refresh()
-    assert report.verified
+    assert report.verified and f"in batches of up to {MOST} tokens" in str(report)
     report.undo()
     assert endpoints(llm) == before and calls(llm, MOST) == {}
+    assert compiled_code(llm) is code is not None  # nothing was compiled again
     assert generate(llm) == stock
 
 

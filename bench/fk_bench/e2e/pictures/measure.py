@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.e2e.host import make_row
 from fk_bench.e2e.pictures import subjects
+from fk_bench.e2e.pictures.costs import costs
 
 LANES = ("stock", "compiled", "patched", "patched-compiled")
 SHORTEST = 0.2  # seconds of a round
@@ -27,17 +28,40 @@ ROUNDING = 1e-6  # of a cosine: two float32 results that sum in another order
 
 @dataclass
 class Lane:
-    """One way of running the model. outputs: {batch: result of the checked call}."""
+    """One way of running the model.
+
+    outputs  {batch: result of the checked call}
+    costs    {batch: {kind of kernel: milliseconds of a call}}
+    """
 
     name: str
     subject: subjects.Subject
     report: Report | None = None
     compile_s: float = 0.0
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    costs: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def free(self) -> None:
+        """Drop the model and its graphs; the outputs stay."""
+        vars(self.subject).clear()
 
     @property
     def patched(self) -> bool:
         return self.name.startswith("patched")
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """The way of the compiled lanes.
+
+    mode    of torch.compile
+    blocks  compile the repeated blocks only, which takes seconds instead of minutes
+    graphs  run them in CUDA graphs captured here; mode max-autotune has its own
+    """
+
+    mode: str = "max-autotune"
+    blocks: bool = False
+    graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +77,8 @@ class Settings:
     lanes: tuple[str, ...]
     ops: tuple[str, ...] | None
     candidates: dict[str, str] | None
+    compiler: Compiler = Compiler()
+    costs: bool = False
 
 
 @torch.inference_mode()
@@ -66,7 +92,10 @@ def measure(
             lanes.append(_lane(name, subject.copy(), settings))
         for lane in lanes:  # after all patches: one of them may reset the compiler
             if lane.name.endswith("compiled"):
-                lane.subject.compile("max-autotune" if torch.cuda.is_available() else None)
+                cuda, how = torch.cuda.is_available(), settings.compiler
+                lane.subject.compile(how.mode if cuda else None, how.blocks)
+                if how.graphs and cuda:
+                    lane.subject.capture()
         made = [row for batch in settings.batches for row in _rounds(batch, reference, lanes, settings, say)]
     finally:
         for lane in reversed(lanes):
@@ -94,6 +123,9 @@ def _rounds(
             lane = lanes[(i + r) % len(lanes)]
             seconds = _timed(lane, batch, calls, settings.seed + r)
             yield _row(lane, settings, batch, r, seconds, checks[lane.name])
+    if settings.costs:
+        for lane in lanes:
+            lane.costs[batch] = costs(lane.subject, batch, settings.seed)
 
 
 def _lane(name: str, subject: subjects.Subject, settings: Settings) -> Lane:
@@ -167,6 +199,8 @@ def _row(lane: Lane, settings: Settings, batch: int, r: int, seconds: float, che
         "kind": "pictures", "result": subject.kind, "batch": batch, "dtype": settings.dtype,
         "image_size": subject.image_size,
     }  # fmt: skip
+    if lane.name.endswith("compiled"):
+        case["compiler"] = asdict(settings.compiler)
     if subject.kind == "images":
         case["steps"] = subject.steps
     if lane.report is not None:
@@ -177,6 +211,20 @@ def _row(lane: Lane, settings: Settings, batch: int, r: int, seconds: float, che
         baseline=None if lane.name == settings.lanes[0] else settings.lanes[0],
         versions=machine.interpreter(sys.executable).versions,
     )  # fmt: skip
+
+
+def cost_rows(lanes: Sequence[Lane], settings: Settings) -> list[Row]:
+    """A row for the profile of each lane and batch."""
+    return [
+        make_row(
+            settings.host, {"kind": "picture_costs", "batch": batch, "dtype": settings.dtype},
+            {f"{kind}_ms".replace(" ", "_"): ms for kind, ms in parts.items()},
+            subject=Subject(model=settings.model, host=settings.host, lane=lane.name),
+            versions=machine.interpreter(sys.executable).versions,
+        )
+        for lane in lanes
+        for batch, parts in lane.costs.items()
+    ]  # fmt: skip
 
 
 def summary(made: Sequence[Row]) -> list[dict[str, Any]]:

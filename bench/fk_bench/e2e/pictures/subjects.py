@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from fk_bench.e2e.pictures.graphs import Graphed, compile_blocks
+from fk_bench.e2e.pictures.named import NAMED, build
+
 PROMPTS = (
     "a red bicycle against a brick wall",
     "a lighthouse at night, oil painting",
@@ -34,8 +37,12 @@ class Subject(ABC):
         """The modules that a call runs, by name."""
 
     @abstractmethod
-    def compile(self, mode: str | None) -> None:
-        """Compile the part that takes the time."""
+    def compile(self, mode: str | None, blocks: bool = False) -> None:
+        """Compile the part that takes the time; with `blocks`, its repeated blocks only."""
+
+    @abstractmethod
+    def capture(self) -> None:
+        """Run that part in CUDA graphs from now on."""
 
     @abstractmethod
     def inputs(self, batch: int, seed: int) -> dict[str, Any]:
@@ -53,6 +60,11 @@ class Subject(ABC):
     def copy(self, wide: bool = False) -> Subject:
         """A copy that shares the weights; with `wide`, one in float32."""
 
+    def channels_last(self) -> None:
+        """Store the weights of convolutions with the channels last, as convolutions on GPUs prefer it."""
+        for part in self.parts().values():
+            part.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
     def _like(self, target: Any) -> Subject:
         made = copy.copy(self)
         made.target = target
@@ -60,31 +72,41 @@ class Subject(ABC):
 
 
 class Encoder(Subject):
-    """A timm model, or a transformers model whose main input are images."""
+    """A timm model, or a transformers model whose main input are images or a video."""
 
     kind = "features"
+    graphed: Graphed | None = None
 
     def parts(self) -> dict[str, torch.nn.Module]:
         return {"model": self.target}
 
-    def compile(self, mode: str | None) -> None:
-        self.target = torch.compile(self.target, mode=mode)
+    def compile(self, mode: str | None, blocks: bool = False) -> None:
+        if blocks:
+            compile_blocks(self.target, mode)
+        else:
+            self.target = torch.compile(self.target, mode=mode)
+
+    def capture(self) -> None:
+        self.graphed = Graphed(self.target)
 
     def copy(self, wide: bool = False) -> Subject:
         return self._like(_copied(self.target, wide))
 
     def inputs(self, batch: int, seed: int) -> dict[str, Any]:
         first, size = next(self.target.parameters()), self.image_size
-        config = getattr(self.target, "config", None)
+        config: Any = getattr(self.target, "config", None)
         draw = torch.Generator().manual_seed(seed)
-        images = torch.randn(batch, getattr(config, "num_channels", 3), size, size, generator=draw)
+        frames = (config.frames_per_clip,) if hasattr(config, "frames_per_clip") else ()
+        channels: int = getattr(config, "num_channels", getattr(config, "in_chans", 3))
+        images = torch.randn(batch, *frames, channels, size, size, generator=draw)
         images = images.to(first.device, first.dtype)
         return {"x": images} if config is None else _inputs(self.target, images)
 
     def run(self, inputs: dict[str, Any]) -> torch.Tensor:
+        model = self.graphed or self.target
         if "x" in inputs:
-            return self.target(inputs["x"])
-        out = self.target(**inputs)
+            return model(inputs["x"])
+        out = model(**inputs)
         for name in ("logits", "pooler_output", "last_hidden_state"):
             if getattr(out, name, None) is not None:
                 return getattr(out, name)
@@ -92,7 +114,9 @@ class Encoder(Subject):
 
 
 def _inputs(model: Any, images: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The arguments of a transformers model; SigLIP 2's takes patches."""
+    """The arguments of a transformers model; SigLIP 2's takes patches, V-JEPA 2's encoder a video."""
+    if model.main_input_name == "pixel_values_videos":
+        return {"pixel_values_videos": images, "skip_predictor": True}  # type: ignore[dict-item]
     if "spatial_shapes" not in inspect.signature(getattr(model, "_orig_mod", model).forward).parameters:
         return {"pixel_values": images}
     p = model.config.patch_size
@@ -115,8 +139,15 @@ class Pipeline(Subject):
     def parts(self) -> dict[str, torch.nn.Module]:
         return {n: m for n, m in self.target.components.items() if isinstance(m, torch.nn.Module)}
 
-    def compile(self, mode: str | None) -> None:
-        self._denoiser().compile(mode=mode)
+    def compile(self, mode: str | None, blocks: bool = False) -> None:
+        if blocks:
+            compile_blocks(self._denoiser(), mode)
+        else:
+            self._denoiser().compile(mode=mode)
+
+    def capture(self) -> None:
+        model = self._denoiser()
+        model.forward = Graphed(model.forward)
 
     def copy(self, wide: bool = False) -> Subject:
         own = {
@@ -157,13 +188,14 @@ class Pipeline(Subject):
 
         if hasattr(config, "joint_attention_dim"):
             width, pooled = config.joint_attention_dim, config.pooled_projection_dim
-            return {"prompt_embeds": random(77, width), "pooled_prompt_embeds": random(pooled)}
-        second = getattr(self.target, "text_encoder_2", None)
-        if second is None:
+            tokens = 512 if type(model).__name__ == "FluxTransformer2DModel" else 77
+            return {"prompt_embeds": random(tokens, width), "pooled_prompt_embeds": random(pooled)}
+        if config.addition_embed_type != "text_time":
             return {"prompt_embeds": random(77, config.cross_attention_dim)} | {
                 "negative_prompt_embeds": random(77, config.cross_attention_dim)
             }
-        width, pooled = config.cross_attention_dim, second.config.projection_dim
+        width = config.cross_attention_dim
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
         return {
             "prompt_embeds": random(77, width), "pooled_prompt_embeds": random(pooled),
             "negative_prompt_embeds": random(77, width), "negative_pooled_prompt_embeds": random(pooled),
@@ -184,7 +216,7 @@ def open_subject(
 ) -> Subject:  # fmt: skip
     """Build a model.
 
-    model        a timm name; a folder or hub id of transformers or of a pipeline
+    model        a timm name; a folder or hub id of transformers or of a pipeline; a name of NAMED
     load_format  'auto', or 'dummy': random weights, also of a folder that has only configurations
     image_size   pixels of a side; 0: the model's own
     arguments    more arguments of the host's constructor
@@ -193,14 +225,17 @@ def open_subject(
     """
     torch.manual_seed(0)
     try:
-        target = _OPEN[host](model, load_format, arguments)
+        if model in NAMED:
+            target = build(model, dtype, device)
+        else:
+            target = _OPEN[host](model, load_format, arguments)
     except (OSError, ValueError, RuntimeError, ImportError, TypeError) as error:
         raise SubjectError(f"{host} cannot open {model!r}: {error}") from error
     if host == "diffusers":
         target.set_progress_bar_config(disable=True)
         target.to(device, dtype)
         return Pipeline(target, image_size, steps)
-    if load_format == "dummy":
+    if load_format == "dummy" or model in NAMED:
         _randomize(target)
     target = target.to(device, dtype).eval().requires_grad_(False)
     return Encoder(target, image_size or _own_size(host, target), steps)
@@ -243,9 +278,9 @@ def _diffusers(model: str, load_format: str, arguments: dict[str, Any]) -> Any:
 
     if load_format != "dummy":
         return DiffusionPipeline.from_pretrained(model, **arguments)
-    from fk_bench.e2e.pictures.random_pipeline import build
+    from fk_bench.e2e.pictures import random_pipeline
 
-    return build(Path(model), arguments)
+    return random_pipeline.build(Path(model), arguments)
 
 
 _OPEN = {"timm": _timm, "transformers": _transformers, "diffusers": _diffusers}
@@ -257,7 +292,7 @@ def _own_size(host: str, model: Any) -> int:
         return (
             int(model.default_cfg["input_size"][-1]) if not hasattr(model, "patch_embed") else _patched(model)
         )
-    size = getattr(model.config, "image_size", None)
+    size = getattr(model.config, "image_size", None) or getattr(model.config, "crop_size", None)
     if size is None and getattr(model.config, "num_patches", None):
         size = int(model.config.num_patches**0.5) * model.config.patch_size
     if not isinstance(size, int):

@@ -161,6 +161,8 @@ class FlashInferBackend(AttentionBackend):
             return f"it needs float16 or bfloat16, the model is {self._dtype}"
         if self._layer.head_size not in (64, 128, 256):
             return f"its kernels support head sizes 64, 128 and 256, not {self._layer.head_size}"
+        if any(m.sinks is not None for m in layers):
+            return "it is used without attention sinks"
         kinds = {
             (m.num_heads, m.num_kv_heads, m.head_size, m.scale, m.window_left, m.softcap) for m in layers
         }

@@ -81,15 +81,15 @@ class OpsBackend(AttentionBackend):
     ) -> torch.Tensor:  # fmt: skip
         return self._call(attention_decode, self._decode, wanted)(
             q, *layer.kv_cache, seq_lens, block_table, longest, layer.scale, layer.window_left, layer.softcap,
-            *_scales(layer),
+            *_rest(layer),
         )  # fmt: skip
 
     def _run_prefill(self, layer: Any, q: torch.Tensor, m: AttentionMetadata, first: int) -> torch.Tensor:
         """Attention of the rows from `first` on. The output has q's shape; tokens of earlier rows are undefined."""
-        more = _scales(layer) if m.padded else (layer.k_scale, layer.v_scale, False)
         return self._call(attention_prefill, self._prefill)(
             q, *layer.kv_cache, m.cu_seqlens_q[first:], m.seq_lens[first:], m.block_table[first:], m.max_seqlen_q,
-            m.max_seqlen_k, layer.scale, layer.window_left, layer.softcap, *more,
+            m.max_seqlen_k, layer.scale, layer.window_left, layer.softcap,
+            *_rest(layer, (m.padded,)),
         )  # fmt: skip
 
     def _call(
@@ -107,18 +107,26 @@ class OpsBackend(AttentionBackend):
     def _sample(self, prefill: bool) -> list[list[Any]]:
         """Arguments of one call for each kind of layer, for the providers' `supports`."""
         made = []
-        for layer in {(m.num_heads, m.num_kv_heads, m.head_size): m for m in self._layers}.values():
+        kinds = {(m.num_heads, m.num_kv_heads, m.head_size, m.sinks is None): m for m in self._layers}
+        for layer in kinds.values():
             q = torch.empty(1, layer.num_heads, layer.head_size, dtype=self._dtype, device=self._device)
             one = torch.ones(2, dtype=torch.int32, device=self._device)
             rest = [one[:1], one[:1].view(1, 1)]
             args = [q, *layer.kv_cache, *([one, *rest, 1, 1] if prefill else [*rest, 1])]
-            made.append([*args, layer.scale, layer.window_left, layer.softcap, *_scales(layer)])
+            more = _rest(layer, (True,) if prefill else ())
+            made.append([*args, layer.scale, layer.window_left, layer.softcap, *more])
         return made
 
 
-def _scales(layer: Any) -> tuple[float, ...]:
-    """Scales of an fp8 cache; none where both are 1, since some providers and candidates do not take them."""
-    return () if layer.k_scale == layer.v_scale == 1.0 else (layer.k_scale, layer.v_scale)
+def _rest(layer: Any, padded: tuple[bool, ...] = ()) -> tuple[Any, ...]:
+    """The arguments after softcap, without defaults at the end: not every provider and candidate takes all of them.
+
+    padded: (padded,) for attention_prefill
+    """
+    if layer.sinks is not None:
+        return layer.k_scale, layer.v_scale, *padded, layer.sinks
+    scaled = (layer.k_scale, layer.v_scale) != (1.0, 1.0)
+    return (layer.k_scale, layer.v_scale, *padded) if scaled or padded == (False,) else ()
 
 
 def choose(op: Op, wanted: str | None, samples: list[list[Any]], device: torch.device) -> Provider:

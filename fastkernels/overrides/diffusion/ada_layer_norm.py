@@ -1,0 +1,158 @@
+"""Adaptive layer normalization, y = layer_norm(x) * (1 + scale) + shift (Peebles and Xie, arXiv 2212.09748)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
+from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
+
+
+def reference(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """x: [B, T, H]; scale, shift: [B, H]; weight, bias of the norm: [H] or None.
+
+    Computed in at least float32, rounded once; returns x's shape and dtype.
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    w, b = (None if t is None else t.to(acc) for t in (weight, bias))
+    y = F.layer_norm(x.to(acc), x.shape[-1:], w, b, eps)
+    return (y * (1 + scale.to(acc)[:, None]) + shift.to(acc)[:, None]).to(x.dtype)
+
+
+@triton.jit
+def _ada_layer_norm_kernel(
+    x_ptr, scale_ptr, shift_ptr, w_ptr, b_ptr, out_ptr, T, x_stride0, x_stride1, scale_stride, shift_stride, H, eps,
+    HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program per token, which is loaded once: mean and variance are computed from registers.
+    row = tl.program_id(0).to(tl.int64)
+    image = row // T
+    cols = tl.arange(0, BLOCK)
+    inside = cols < H
+    x = tl.load(x_ptr + image * x_stride0 + (row % T) * x_stride1 + cols, mask=inside, other=0.0)
+    scale = tl.load(scale_ptr + image * scale_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(shift_ptr + image * shift_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    h = x.to(tl.float32)
+    centered = tl.where(inside, h - tl.sum(h, axis=0) / H, 0.0)
+    y = centered * tl.rsqrt(tl.sum(centered * centered, axis=0) / H + eps)
+    if HAS_W:
+        y *= tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if HAS_B:
+        y += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * H + cols, (y * (1.0 + scale) + shift).to(x.dtype), mask=inside)
+
+
+def _check(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> None:  # fmt: skip
+    shape = tuple(x.shape)
+    if x.dim() != 3:
+        raise ValueError(f"ada_layer_norm: x must be [B, T, H], got shape {shape}")
+    for name, t in (("scale", scale), ("shift", shift)):
+        if tuple(t.shape) != (shape[0], shape[2]):
+            raise ValueError(f"ada_layer_norm: {name} {tuple(t.shape)} is not [B, H] for x {shape}")
+    for name, v in (("weight", weight), ("bias", bias)):
+        if v is not None and v.shape != x.shape[-1:]:
+            raise ValueError(f"ada_layer_norm: {name} {tuple(v.shape)} is not for x {shape}")
+
+
+def _supports_triton(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, eps: float = 1e-6,
+) -> str | None:  # fmt: skip
+    if x.shape[-1] > 65536:
+        return f"hidden size {x.shape[-1]} is over 65536"
+    named = ((x, "x"), (scale, "scale"), (shift, "shift"))
+    reasons = (unsupported_rows(t, name) for t, name in named)
+    vectors = (unsupported_vector(t, name) for t, name in ((weight, "weight"), (bias, "bias")))
+    return next((reason for reason in (*reasons, *vectors) if reason), None)
+
+
+def _triton(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, eps: float = 1e-6,
+) -> torch.Tensor:  # fmt: skip
+    _check(x, scale, shift, weight, bias)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    found = rows(x)
+    assert found is not None, x.stride()
+    hidden = x.shape[-1]
+    block = next_power_of_2(hidden)
+    launch_kernel(
+        _ada_layer_norm_kernel, (x.shape[0] * x.shape[1],),
+        x, scale, shift, weight, bias, out, *found, scale.stride(0), shift.stride(0), hidden, eps,
+        HAS_W=weight is not None, HAS_B=bias is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return out
+
+
+def _reference(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, eps: float = 1e-6,
+) -> torch.Tensor:  # fmt: skip
+    _check(x, scale, shift, weight, bias)
+    return reference(x, scale, shift, weight, bias, eps).contiguous()
+
+
+ada_layer_norm = define(
+    "ada_layer_norm(Tensor x, Tensor scale, Tensor shift, Tensor? weight=None, Tensor? bias=None, float eps=1e-6)"
+    " -> Tensor",
+    fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def _odd(name: str, batch: int, tokens: int, hidden: int, dtype: str = "float32", **more: bool) -> Case:
+    return Case(name, {"batch": batch, "tokens": tokens, "hidden": hidden, **more}, dtype, tags=("odd",))
+
+
+SPEC = OpSpec(
+    name="ada_layer_norm",
+    level=2,
+    reference=reference,
+    op=ada_layer_norm,
+    cases=(  # FLUX.1 at 1024 px: image, text, both
+        Case("flux_image", {"batch": 1, "tokens": 4096, "hidden": 3072}, weight=19, tags=("model",)),
+        Case("flux_text", {"batch": 1, "tokens": 512, "hidden": 3072}, weight=19, tags=("model",)),
+        Case("flux_both", {"batch": 1, "tokens": 4608, "hidden": 3072}, weight=38, tags=("model",)),
+        Case("flux_both_4", {"batch": 4, "tokens": 4608, "hidden": 3072}, weight=38, tags=("model",)),
+        _odd("one", 1, 1, 1),
+        _odd("odd_63", 2, 63, 1000, "bfloat16"),
+        _odd("odd_1128", 3, 2, 1128, "float16"),
+        _odd("affine", 2, 5, 63, weight=True, bias=True),
+        _odd("weight", 3, 7, 129, "bfloat16", weight=True),
+        _odd("tokens_17", 1, 17, 576),
+        _odd("half", 4, 3, 320, "float16", weight=True, bias=True),
+    ),
+    arguments=(
+        Tensor("x", "batch tokens hidden", mean=0.5),
+        Tensor("scale", "batch hidden", std=0.3),
+        Tensor("shift", "batch hidden", std=0.3),
+        Tensor("weight", "hidden", when="weight", mean=1, std=0.1),
+        Tensor("bias", "hidden", when="bias", std=0.1),
+        Scalar("eps", default=1e-6),
+    ),
+    outputs=(Tensor("out", "batch tokens hidden"),),
+    axes={"batch": Axis.per_call(), "tokens": Axis.per_call(), "hidden": Axis.width()},
+    flops="10 * batch * tokens * hidden",
+    stands_for=("layer_norm",),
+)

@@ -1,0 +1,44 @@
+"""Baselines of this family: what diffusers runs, eagerly and compiled, called with the ops' arguments."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fastkernels.core.baseline import Baseline, inductor
+from fastkernels.overrides.diffusion import geglu as gated
+from fastkernels.overrides.diffusion import timestep_embedding as steps
+from fastkernels.overrides.kit.libraries import T, from_torch
+
+
+def _ada_layer_norm(
+    x: T, scale: T, shift: T, weight: T | None = None, bias: T | None = None, eps: float = 1e-6
+) -> T:  # fmt: skip
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps) * (1 + scale[:, None]) + shift[:, None]
+
+
+def _group_norm(
+    x: T, num_groups: int, weight: T | None = None, bias: T | None = None, eps: float = 1e-5, silu: bool = False
+) -> T:  # fmt: skip
+    y = torch.group_norm(x, num_groups, weight, bias, eps)
+    return F.silu(y) if silu else y
+
+
+def _qk_norm_rope(
+    x: T, weight: T | None, cos: T, sin: T, eps: float, text: T | None = None, text_weight: T | None = None
+) -> T:  # fmt: skip
+    y = F.rms_norm(x, x.shape[-1:], weight, eps)
+    if text is not None:
+        y = torch.cat((F.rms_norm(text, x.shape[-1:], text_weight, eps), y), dim=1)
+    real, imaginary = y.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((-imaginary, real), dim=-1).flatten(3)
+    return (y.float() * cos[None, :, None] + turned.float() * sin[None, :, None]).to(x.dtype)
+
+
+BASELINES: dict[str, tuple[Baseline, ...]] = {
+    "ada_layer_norm": (*from_torch(_ada_layer_norm), inductor("ada_layer_norm")),
+    "geglu": (*from_torch(gated.reference), inductor("geglu")),
+    "group_norm": (*from_torch(_group_norm), inductor("group_norm")),
+    "qk_norm_rope": (*from_torch(_qk_norm_rope), inductor("qk_norm_rope")),
+    "timestep_embedding": (*from_torch(steps.reference), inductor("timestep_embedding")),
+}

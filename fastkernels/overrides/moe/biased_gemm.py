@@ -1,0 +1,101 @@
+"""Triton kernel for mixtures of experts with biases: the grouped matrix product with weights in floats or in MXFP4."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fastkernels.overrides.kit import mxfp4
+from fastkernels.overrides.kit.launch import cdiv
+from fastkernels.overrides.kit.overlap import follow, overlap
+from fastkernels.overrides.moe.grouped_gemm import Sorted
+from fastkernels.overrides.moe.moe_tiles import Tiles
+
+
+# The number of pairs changes between calls: one compiled kernel serves all of them.
+@triton.jit(do_not_specialize=["E", "n_pairs", "n_blocks"])
+def _biased_gemm_kernel(
+    a_ptr, b_ptr, s_ptr, bias_ptr, c_ptr, scale_ptr, pairs_ptr, experts_ptr, total_ptr, N, E, n_pairs, n_blocks,
+    a_stride, b_expert, b_stride, s_expert, s_stride, bias_stride,
+    K: tl.constexpr, TOPK: tl.constexpr, HAS_SCALE: tl.constexpr, SORTED: tl.constexpr, MXFP4: tl.constexpr,
+    UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # GROUP_M blocks of rows run next to each other, column by column, and share an expert's matrix through L2.
+    pid = tl.program_id(0)
+    columns = tl.cdiv(N, BLOCK_N)
+    first = pid // (GROUP_M * columns) * GROUP_M
+    height = min(n_blocks - first, GROUP_M)
+    block = first + pid % (GROUP_M * columns) % height
+    col = pid % (GROUP_M * columns) // height
+    if block * BLOCK_M >= (tl.load(total_ptr) if SORTED else n_blocks * BLOCK_M):
+        return
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    if (expert < 0) | (expert >= E):
+        return
+    if SORTED:
+        pairs = tl.load(pairs_ptr + block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))
+    else:
+        pairs = tl.where(tl.arange(0, BLOCK_M) == 0, block, n_pairs)
+    there = pairs < n_pairs
+    rows = (tl.where(there, pairs, 0) // TOPK).to(tl.int64)
+    cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    # The weight is the left operand [cols, K]: Hopper's tensor cores read it from registers, where it is decoded.
+    a_at = a_ptr + rows[None, :] * a_stride + ks[:, None]
+    PER: tl.constexpr = 2 if MXFP4 else 1  # values of an element of b
+    bs = tl.arange(0, BLOCK_K // PER)
+    b_at = b_ptr + expert * b_expert + cols.to(tl.int64)[:, None] * b_stride + bs[None, :]
+    ss = tl.arange(0, BLOCK_K // 32)
+    s_at = s_ptr + expert * s_expert + cols.to(tl.int64)[:, None] * s_stride + ss[None, :]
+    inside = (cols < N)[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = tl.load(a_at + k, mask=there[None, :] & (ks[:, None] < K - k), other=0.0)
+        b = tl.load(b_at + k // PER, mask=inside & (bs[None, :] < (K - k) // PER), other=0)
+        if MXFP4:
+            s = tl.load(s_at + k // 32, mask=inside & (ss[None, :] < (K - k) // 32), other=0)
+            b = mxfp4.decode(b, s, BLOCK_N, BLOCK_K).to(a.dtype)
+        if UPCAST:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(b, a, acc, input_precision="ieee")
+    bias = tl.load(bias_ptr + expert * bias_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
+    out = tl.trans(acc + bias[:, None])
+    if HAS_SCALE:
+        out *= tl.load(scale_ptr + pairs, mask=there, other=0.0).to(tl.float32)[:, None]
+    to = c_ptr + pairs.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(to, out.to(c_ptr.dtype.element_ty), mask=there[:, None] & (cols < N)[None, :])
+
+
+def biased_gemm(
+    a: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor | None, bias: torch.Tensor, pairs: Sorted, topk: int,
+    scale: torch.Tensor | None, t: Tiles,
+) -> torch.Tensor:  # fmt: skip
+    """a: [pairs / topk, K]; b: [E, N, K], or with b_scale MXFP4 [E, N, K / 2]; bias: [E, N]; scale: of pairs, or None.
+
+    Returns [pairs, N] in a's dtype: row i is scale[i] * (b[e] @ a[i / topk] + bias[e]), e the expert of pair i. Rows
+    without a local expert are not written.
+    """
+    n, k = b.shape[1], a.shape[1]
+    out = torch.empty((pairs.n_pairs, n), dtype=a.dtype, device=a.device)
+    grid = (pairs.blocks * cdiv(n, t.block_n),)
+    scales = b if b_scale is None else b_scale  # not read where there are none
+    _biased_gemm_kernel[grid](
+        a, b, scales, bias, out, scale, pairs.pairs, pairs.experts, pairs.total, n, b.shape[0], pairs.n_pairs,
+        pairs.blocks, a.stride(0), *b.stride()[:2], *scales.stride()[:2], bias.stride(0), K=k, TOPK=topk,
+        HAS_SCALE=scale is not None, SORTED=pairs.pairs is not None, MXFP4=b_scale is not None,
+        UPCAST=a.device.type == "cpu", BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, GROUP_M=t.group_m,
+        num_warps=t.num_warps, num_stages=t.num_stages,
+        **(overlap(a.device, grid) if t.early else {"OVERLAP": False}),
+    )  # fmt: skip
+    return out
+
+
+def biased_tiles(rows: int, dtype: torch.dtype) -> Tiles:
+    """Return the tiles for an average number of rows per expert; decoded weights take registers, so tiles are small."""
+    block_m = 16 if rows <= 16 else 64
+    if dtype == torch.float32:
+        return Tiles(block_m, 64, 32, 8, 4, 2)
+    return Tiles(16, 64, 128, 1, 4, 4) if block_m == 16 else Tiles(64, 128, 64, 8, 8, 3)

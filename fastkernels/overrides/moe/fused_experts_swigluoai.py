@@ -1,0 +1,250 @@
+"""GPT-OSS's experts: a weighted sum of MLPs with biases and a clamped SwiGLU, y = sum w (W2 act(W1 x + b1) + b2).
+
+Their weights are floats or MXFP4 (arXiv 2508.10925).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Sizes, Tensor, fan_in
+from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
+from fastkernels.overrides.activation.swigluoai_and_mul import ALPHA, LIMIT, swigluoai_and_mul
+from fastkernels.overrides.kit import mxfp4
+from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles
+from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
+from fastkernels.overrides.moe.fused_experts import local_ids
+from fastkernels.overrides.moe.grouped_gemm import sort_pairs, sum_over_experts
+
+T = torch.Tensor
+
+
+def reference(
+    hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
+    w2_scale: T | None = None, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT,
+) -> T:  # fmt: skip
+    """hidden_states: [T, H]; w1: [E, 2 I, H], gate and up rows alternate; w2: [E, H, I]; weights and ids: [T, K].
+
+    With scales, w1 [E, 2 I, H / 2] and w2 [E, H, I / 2] are MXFP4, see kit/mxfp4.py. w1_bias: [E, 2 I]; w2_bias:
+    [E, H]. expert_map: see fused_experts. Returns [T, H] in hidden_states' dtype.
+    """
+    acc = torch.promote_types(hidden_states.dtype, torch.float32)
+    x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
+    out = torch.zeros_like(x)
+    for e in range(w1.shape[0]):
+        scale = torch.where(ids == e, weights, 0).sum(1, keepdim=True)
+        inner = swiglu.reference(x @ _floats(w1, w1_scale, e, acc).t() + w1_bias[e].to(acc), alpha, limit)
+        y = inner @ _floats(w2, w2_scale, e, acc).t() + w2_bias[e].to(acc)
+        out += torch.where(scale != 0, scale * y, 0)
+    return out.to(hidden_states.dtype)
+
+
+def _floats(w: T, scale: T | None, expert: int, dtype: torch.dtype) -> T:
+    """The matrix of one expert."""
+    return w[expert].to(dtype) if scale is None else mxfp4.dequantize(w[expert], scale[expert], dtype)
+
+
+def _check(
+    x: T, w1: T, w2: T, w1_bias: T, w2_bias: T, weights: T, ids: T, w1_scale: T | None, w2_scale: T | None
+) -> None:
+    """Raise ValueError for tensors that do not match."""
+    if (w1_scale is None) != (w2_scale is None):
+        raise ValueError("w1_scale and w2_scale must be given together")
+    for w, scale in ((w1, w1_scale), (w2, w2_scale)):
+        if scale is not None:
+            mxfp4.check(w, scale)
+    per = 1 if w1_scale is None else 2
+    (experts, rows), (tokens, hidden) = w1.shape[:2], x.shape
+    wanted = {
+        "w1": (w1, (experts, rows, hidden // per)), "w2": (w2, (experts, hidden, rows // 2 // per)),
+        "w1_bias": (w1_bias, (experts, rows)), "w2_bias": (w2_bias, (experts, hidden)),
+        "topk_weights": (weights, tuple(ids.shape)), "topk_ids": (ids, (tokens, *ids.shape[1:])),
+    }  # fmt: skip
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} must be {shape}, with hidden_states {tuple(x.shape)} and w1"
+                f" {tuple(w1.shape)}"
+            )
+
+
+def _supports_triton(
+    hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
+    *_: Any, **__: Any,
+) -> str | None:  # fmt: skip
+    if hidden_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {hidden_states.dtype} is not float32, float16 or bfloat16"
+    for name, w in (("w1", w1), ("w2", w2)):
+        if w1_scale is None and w.dtype != hidden_states.dtype:
+            return f"{name} is {w.dtype}, hidden_states {hidden_states.dtype}"
+        if w.stride(-1) != 1:
+            return f"{name} has strides {tuple(w.stride())}: the last dimension must be contiguous"
+    return None
+
+
+def _triton(
+    hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
+    w2_scale: T | None = None, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT,
+) -> T:  # fmt: skip
+    _check(hidden_states, w1, w2, w1_bias, w2_bias, topk_weights, topk_ids, w1_scale, w2_scale)
+    x, ids, weights = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    if ids.numel() == 0:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    experts = w1.shape[0] if expert_map is None else expert_map.numel()
+    tiles = biased_tiles(ids.numel() // experts, x.dtype)
+    pairs = sort_pairs(ids, experts, expert_map, tiles.block_m)
+    both = biased_gemm(x, w1, w1_scale, w1_bias, pairs, pairs.topk, None, tiles)
+    out = biased_gemm(
+        swigluoai_and_mul.run(both, alpha, limit), w2, w2_scale, w2_bias, pairs, 1, weights, tiles
+    )
+    return sum_over_experts(out, ids, experts, expert_map)
+
+
+def _torch(
+    hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
+    w2_scale: T | None = None, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT,
+) -> T:  # fmt: skip
+    """Run the experts one after another on their own rows. It reads the ids on the host, so it is for the CPU only."""
+    _check(hidden_states, w1, w2, w1_bias, w2_bias, topk_weights, topk_ids, w1_scale, w2_scale)
+    ids, dtype = local_ids(topk_ids, expert_map), hidden_states.dtype
+    out = torch.zeros(hidden_states.shape, dtype=torch.promote_types(dtype, torch.float32))
+    for expert in ids.unique().tolist():
+        if not 0 <= expert < w1.shape[0]:
+            continue
+        tokens, choice = torch.where(ids == expert)
+        both = F.linear(
+            hidden_states[tokens], _floats(w1, w1_scale, expert, dtype), w1_bias[expert].to(dtype)
+        )
+        inner = swigluoai_and_mul.run(both, alpha, limit)
+        y = F.linear(inner, _floats(w2, w2_scale, expert, dtype), w2_bias[expert].to(dtype))
+        out.index_add_(0, tokens, y.to(out.dtype) * topk_weights[tokens, choice, None].to(out.dtype))
+    return out.to(dtype)
+
+
+def _reference(hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, weights: T, ids: T, *more: Any) -> T:
+    scales = (*more[:2], None, None)[:2]
+    _check(hidden_states, w1, w2, w1_bias, w2_bias, weights, ids, *scales)
+    return reference(hidden_states, w1, w2, w1_bias, w2_bias, weights, ids, *more)
+
+
+fused_experts_swigluoai = define(
+    "fused_experts_swigluoai(Tensor hidden_states, Tensor w1, Tensor w2, Tensor w1_bias, Tensor w2_bias,"
+    " Tensor topk_weights, Tensor topk_ids, Tensor? w1_scale=None, Tensor? w2_scale=None, Tensor? expert_map=None,"
+    " float alpha=1.702, float limit=7.0) -> Tensor",
+    fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    providers=(
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("torch", _torch, devices=("cpu",)),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def _weight(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+    if dtype != torch.uint8:
+        return fan_in(call, shape, dtype)
+    return torch.randint(0, 256, shape, dtype=dtype, generator=call.generator, device=call.device)
+
+
+def _scale(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+    """Exponents that give weights of K channels a variance of about 1 / K: random MXFP4 values have one of 8.4."""
+    middle = 127 - round(math.log2(max(8.4 * mxfp4.BLOCK * shape[-1], 1)) / 2)
+    found = torch.randint(-1, 2, shape, generator=call.generator, device=call.device)
+    return (middle + found).to(dtype)
+
+
+def _packed(axis: str) -> Axis:
+    return Axis(lambda sizes: sizes[axis] // 2 if sizes["mxfp4"] else sizes[axis])
+
+
+def _weights(sizes: Sizes) -> str:
+    return "uint8" if sizes["mxfp4"] else str(sizes["dtype"])
+
+
+def _case(
+    name: str, tokens: int, experts: int, topk: int, hidden: int, intermediate: int, tag: str, dtype: str = "bfloat16",
+    **more: Any,
+) -> Case:  # fmt: skip
+    sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
+    return Case(name, {"tokens": tokens, **sizes, **more}, dtype, tags=(tag,))
+
+
+def _models(name: str, experts: int) -> tuple[Case, ...]:
+    sizes = (experts, 4, 2880, 2880, "model")
+    return tuple(_case(f"{name}_{n}", n, *sizes, mxfp4=True) for n in (1, 32, 256, 4096))
+
+
+def _bytes(rows: str, columns: str, scale: bool = False) -> str:
+    """Bytes of the experts that a call reads."""
+    count = f"experts_hit * {rows} * {columns}"
+    return f"mxfp4 * {count} // 32" if scale else f"itemsize(weights) * {count}"
+
+
+SPEC = OpSpec(
+    name="fused_experts_swigluoai",
+    level=2,
+    reference=reference,
+    op=fused_experts_swigluoai,
+    cases=(
+        *_models("gpt_oss_20b", 32),
+        *_models("gpt_oss_120b", 128),
+        _case("floats_63", 63, 5, 2, 72, 130, "odd"),
+        _case("odd_63", 63, 5, 2, 64, 96, "odd", mxfp4=True),
+        _case("one", 1, 1, 1, 1, 1, "odd", "float32"),
+        _case("one_block", 1, 1, 1, 32, 32, "odd", "float32", mxfp4=True),
+        _case("few", 2, 40, 3, 96, 32, "odd", "float32", mxfp4=True),
+        _case("elsewhere", 19, 7, 3, 64, 160, "odd", "float32", elsewhere=True, mxfp4=True),
+        _case("tight", 9, 3, 1, 40, 24, "odd", "float16", alpha=1.0, limit=0.5),
+        _case("all", 70, 2, 2, 65, 33, "odd", "float32"),
+        _case("none", 0, 4, 2, 64, 64, "odd", "float32", mxfp4=True),
+    ),
+    arguments=(
+        Tensor("hidden_states", "tokens hidden"),
+        Tensor(
+            "w1", per_expert("2*intermediate hidden_columns"), "weights", values=_weight,
+            bytes=_bytes("2 * intermediate", "hidden_columns"),
+        ),
+        Tensor(
+            "w2", per_expert("hidden inner_columns"), "weights", values=_weight,
+            bytes=_bytes("hidden", "inner_columns"),
+        ),
+        Tensor(
+            "w1_bias", per_expert("2*intermediate"), std=0.2,
+            bytes="itemsize(dtype) * experts_hit * 2 * intermediate",
+        ),
+        Tensor("w2_bias", per_expert("hidden"), std=0.2, bytes="itemsize(dtype) * experts_hit * hidden"),
+        Tensor("topk_weights", "tokens topk", "float32"),
+        Tensor("topk_ids", "tokens topk", "ids", bytes=ROUTING_BYTES),
+        Tensor(
+            "w1_scale", per_expert("2*intermediate cdiv(hidden,32)"), "uint8", "mxfp4", values=_scale,
+            bytes=_bytes("2 * intermediate", "hidden", scale=True),
+        ),
+        Tensor(
+            "w2_scale", per_expert("hidden cdiv(intermediate,32)"), "uint8", "mxfp4", values=_scale,
+            bytes=_bytes("hidden", "intermediate", scale=True),
+        ),
+        Tensor("expert_map", "experts", "int32", when="elsewhere", bytes="0"),
+        Scalar("alpha", default=ALPHA),
+        Scalar("limit", default=LIMIT),
+    ),
+    outputs=(Tensor("out", "tokens hidden"),),
+    axes={
+        **AXES,
+        "hidden_columns": _packed("hidden"),
+        "inner_columns": _packed("intermediate"),
+        "weights": Axis.dtype(_weights),
+    },
+    constraints=(
+        "topk <= experts", "not mxfp4 or hidden % 32 == 0", "not mxfp4 or intermediate % 32 == 0",
+    ),
+    values=routing,
+    flops=FLOPS,
+    extremes=extremes(5),
+    activations=(0,),
+    calls=("moe_align", "swigluoai_and_mul"),
+)  # fmt: skip
