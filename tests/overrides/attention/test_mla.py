@@ -85,7 +85,7 @@ def step_metadata(step: list[tuple[int, int]], backend: Any) -> AttentionMetadat
 
 
 def test_long_prompts_attend_to_expanded_keys(tmp_path: Path) -> None:
-    """A prompt, and then a chunk after a cached prefix beside a decode: tokens as with latents alone."""
+    """A prompt, and then a chunk after a cached prefix next to a decode: tokens as with latents alone."""
     folder = make_tiny(tmp_path, "deepseek_v3", "float32")
     ids = [(i * 37) % 500 for i in range(150)]
     found = []
