@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class AttentionMetadata:
     plan           the backend's own
     padded         whether there may be tokens behind the last sequence's
     groups         the metadata of layers whose kv_group is 1, 2, ..., with a slot_mapping and block_table of their own
+    derived        what ops computed from the batch for all layers, see once_per_step
 
     `decode_only`: every sequence has exactly one query.
     """
@@ -41,6 +44,7 @@ class AttentionMetadata:
     plan: Any = None
     padded: bool = True
     groups: tuple[AttentionMetadata, ...] = ()
+    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, layer: Any) -> AttentionMetadata:
         """The metadata of an attention layer's KV group."""
@@ -70,3 +74,19 @@ def get_forward_context() -> AttentionMetadata:
     if _current is None:
         raise RuntimeError("no forward context: call the model inside `with forward_context(metadata)`")
     return _current
+
+
+def once_per_step(make: Callable[..., T], tensor: torch.Tensor, *args: Any) -> T:
+    """The value of make(tensor, *args), kept on a CPU for calls with the same arguments in the same `forward_context`.
+
+    For what all layers derive from the batch. Tensors count as the same by address and layout, so they must not change
+    during a step. Outside a context and on other devices, whose graphs replay a step, `make` runs on every call.
+    """
+    if _current is None or not tensor.is_cpu:
+        return make(tensor, *args)
+    given = (tensor, *args)
+    key = (make, *((t.data_ptr(), t.shape, t.stride()) if isinstance(t, torch.Tensor) else t for t in given))
+    found = _current.derived.get(key)
+    if found is None:
+        found = _current.derived[key] = make(*given), given  # tensors that are alive keep their addresses
+    return found[0]

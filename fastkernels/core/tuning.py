@@ -7,6 +7,7 @@ user's table, whose shapes take precedence. Between the two come the choices tha
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -79,6 +80,7 @@ class Key:
     propose what may be faster than the production kernel at a point without an entry. A patch measures it (verify/)
     points  sizes at which a patch measures the proposals for each shape of a model, the most important ones first
     own     own(module, args) -> the arguments `args` of a call with the module's own weights
+    usual   {name of shape: values that hosts have by default}, for commands about shapes that are unknown in part
     """
 
     shape: tuple[str, ...]
@@ -89,6 +91,7 @@ class Key:
     propose: Propose | None = None
     points: tuple[tuple[int, ...], ...] = ()
     own: Callable[[Any, list[Any]], list[Any]] | None = None
+    usual: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -258,8 +261,18 @@ def not_faster(op: str, key: Key, shape: tuple[Any, ...] | None, device: str) ->
     of_shape = [e for e in found if all(_value(e, name) == v for name, v in known.items())]
     said = " ".join(f"{name}={str(known.get(name, '?')).removeprefix('torch.')}" for name in key.shape)
     if not of_shape:
-        return f"{said} is not tuned on {chip}: `fk-bench tune {op} --shape {said.replace(' ', ',')}` would measure it"
+        return f"{said} is not tuned on {chip}: `{_command(op, key, known)}` would measure it"
     return None if any(e.faster for e in of_shape) else f"no kernel of ours is faster at {said} on {chip}"
+
+
+def _command(op: str, key: Key, known: Mapping[str, Any]) -> str:
+    """Return the command that tunes a shape; with the usual values of what is unknown in it."""
+    values = [[known[name]] if name in known else list(key.usual.get(name, ())) for name in key.shape]
+    shapes = [
+        ",".join(f"{name}={str(v).removeprefix('torch.')}" for name, v in zip(key.shape, each, strict=True))
+        for each in itertools.product(*values)
+    ]
+    return " ".join([f"fk-bench tune {op}", *(f"--shape {shape}" for shape in shapes)])
 
 
 def chip_of(device: str) -> str:

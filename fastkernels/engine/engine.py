@@ -80,6 +80,7 @@ class Engine(ABC):
         if opened.runner != self.kind:
             raise ValueError(f"{config.model} cannot be used here: it is for {RUNNERS[opened.runner].use}")
         self.config, self.hf_config, self.phases = config, opened.hf_config, opened.phases
+        self.hf_config.max_model_len = config.max_model_len  # chooses the factors of LongRoPE
         self.inputs = opened.inputs
         self.tokenizer = None
         if not config.skip_tokenizer_init and self.inputs == "tokens":

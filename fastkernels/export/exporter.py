@@ -14,11 +14,14 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from fastkernels import __version__
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec, Target
+from fastkernels.export.flat import with_joined_tests, with_one_op, with_plain_refusals, without_annotations
+from fastkernels.export.layout import reflowed
 from fastkernels.export.simplify import Fork
 from fastkernels.export.source import (
     LAYER,
@@ -32,9 +35,11 @@ from fastkernels.export.source import (
     origin,
     read,
 )
+from fastkernels.export.specialize import specialized, without_unused
 from fastkernels.export.tidy import (
     compact,
     errors_of_the_host,
+    joined,
     without_private_docstrings,
     without_reasons,
     without_unused_methods,
@@ -268,11 +273,21 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     if falls_back:
         text = errors_of_the_host(text)
     if fork:
-        text = without_reasons(text)
-        text = without_private_docstrings(text, {n for names in aliases.values() for n in names})
+        public = {n for names in aliases.values() for n in names} | {n for r in replaced for n in r.names}
+        public |= {"_keep_own", "_CLASSES"} | (set() if found else {op, f"_run_{op}"})
+        start = text.index("from __future__")
+        text = text[:start] + _shortened(text[start:], frozenset(public), namespace)
     text = compact(text)
     compile(text, f"{op}.py", "exec")
     return text
+
+
+@lru_cache(maxsize=256)
+def _shortened(text: str, public: frozenset[str], namespace: str) -> str:
+    """Return a file for a fork, without its header, with only what its classes and functions need."""
+    text = with_plain_refusals(without_private_docstrings(without_reasons(text), public))
+    text = with_one_op(joined(specialized(text.replace("  # fmt: skip", ""), public)), namespace)
+    return with_joined_tests(without_unused(reflowed(without_annotations(text, public)), public))
 
 
 def _module(target: Target) -> str:

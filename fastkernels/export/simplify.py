@@ -25,6 +25,7 @@ KERNELS_OF = {"vllm": "vllm", "sglang": "sgl_kernel"}  # module with a host's ke
 ON_ITS_OWN = {"_supports_ours": "supports_wgmma_fp8"}
 INTEGERS = re.compile(rf"(?m)^from {PACKAGE}\.overrides\.kit\.launch import (.*)$")
 OF_TRITON = ("cdiv", "next_power_of_2")
+REQUESTED = re.compile(r"\b[a-z]\w*\.requested\b")
 LOGGING = ("note", "leave")  # methods that count and log
 FLAT = """\
 def _run_{name}(*args: Any) -> Any:
@@ -57,7 +58,7 @@ def _run_{name}(*args: Any) -> Any:
 )"""
 
 LEFT = """\
-def {name}(*args: Any) -> Any:  # the op has a file of its own
+def {name}(*args: Any) -> Any:
     raise Unsupported
 """
 
@@ -88,6 +89,8 @@ def simplified(module: str, text: str, fork: Fork | None = None) -> str:
     if ".overrides." not in module:
         return text
     text = _with_winners(module, _without_logging(INTEGERS.sub(_of_triton, text)))
+    if fork:  # nothing is requested by name in an exported file
+        text = REQUESTED.sub('""', text)
     lines = text.split("\n")
     needed: set[str] = set()
     for node in reversed(ast.parse(text).body):

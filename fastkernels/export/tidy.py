@@ -6,6 +6,7 @@ import ast
 import itertools
 import re
 import textwrap
+from collections.abc import Set
 
 INVALID = ("ValueError(", "TypeError(")
 UNSUPPORTED = 'return "unsupported"'
@@ -38,7 +39,18 @@ def without_reasons(text: str) -> str:
             isinstance(reason, ast.Constant) and reason.value is not None
         ):
             lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + UNSUPPORTED]
+        elif reason is not None and node.lineno == node.end_lineno:
+            for part in (n for n in ast.walk(reason) if isinstance(n, ast.JoinedStr)):
+                line = lines[node.lineno - 1]
+                lines[node.lineno - 1] = (
+                    line[: part.col_offset] + '"unsupported"' + line[part.end_col_offset :]
+                )
     return "\n".join(_joined(lines, UNSUPPORTED))
+
+
+def joined(text: str) -> str:
+    """The file with tests that follow each other in one, where both leave the call to the host."""
+    return "\n".join(_joined(text.split("\n"), "raise Unsupported"))
 
 
 def _joined(lines: list[str], action: str) -> list[str]:
@@ -81,7 +93,7 @@ def without_unused_methods(text: str, attributes: set[str]) -> str:
     return "\n".join(lines)
 
 
-def without_private_docstrings(text: str, public: set[str]) -> str:
+def without_private_docstrings(text: str, public: Set[str]) -> str:
     """The file without the docstrings of functions that only it calls; those of kernels stay."""
     lines = text.split("\n")
     for node in reversed(ast.parse(text).body):
@@ -93,23 +105,26 @@ def without_private_docstrings(text: str, public: set[str]) -> str:
     return "\n".join(lines)
 
 
+def _docstring(summary: str, indent: str) -> str:
+    """A docstring on one line: as many of its clauses as fit."""
+    while len(f'{indent}"""{summary}"""') > 110 and (cut := re.match(r"(.+)[:;,.] ", summary)):
+        summary = f"{cut[1]}."
+    return f'{indent}"""{summary}"""'
+
+
 def compact(text: str) -> str:
     """Wrap long signatures, keep the first paragraph of docstrings, and drop runs of blank lines."""
     text = re.sub(r"\n{4,}", "\n\n\n", text)
     lines = text.split("\n")
     for node in sorted(
-        (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)), key=lambda n: -n.lineno
+        (n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.ClassDef))),
+        key=lambda n: -n.lineno,
     ):
         first = node.body[0]
         long = ast.get_docstring(node) if isinstance(first, ast.Expr) else None
         if long and len(long.splitlines()) > 1 and len(node.body) > 1:
             summary = " ".join(itertools.takewhile(str.strip, long.splitlines()))
-            lines[first.lineno - 1 : first.end_lineno] = textwrap.wrap(
-                f'"""{summary}"""',
-                110,
-                initial_indent=" " * first.col_offset,
-                subsequent_indent=" " * first.col_offset,
-            )
+            lines[first.lineno - 1 : first.end_lineno] = [_docstring(summary, " " * first.col_offset)]
     text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines))
     lines = text.split("\n")
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]

@@ -154,7 +154,7 @@ def measure(
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():
         try:
-            failed = _compile(subjects, device, generator, time.monotonic() + 0.8 * seconds)
+            failed = compiled(subjects, device, generator, time.monotonic() + 0.8 * seconds)
             for point, found in subjects.items():
                 if time.monotonic() > end:
                     outcome.stopped = f"the limit of {seconds:.0f} s was reached"
@@ -187,7 +187,7 @@ def _measure_point(
     said = outcome.said.setdefault(str(point), {})
     right, calls = [], arguments(point, device, generator, COLD * chip.l2_bytes) if found else []
     for subject in found:
-        reason = failed.get((point, subject.name)) or _wrong(point, subject, host, calls[0])
+        reason = failed.get((point, subject.name)) or wrong(point, subject, host, calls[0])
         if reason is None:
             right.append(subject)
         else:
@@ -246,7 +246,7 @@ def _leave_room(device: torch.device, needed: int) -> None:
         raise NoRoom(f"{free >> 20} MiB are free, and {(needed + SPARE) >> 20} MiB are needed")
 
 
-def _wrong(point: Point, subject: Subject, host: Subject, args: list[Any]) -> str | None:
+def wrong(point: Point, subject: Subject, host: Subject, args: list[Any]) -> str | None:
     """Why a proposal cannot take the place of the host's kernel here; None if it computes the same."""
     supports = subject.provider.supports
     if supports is not None and (reason := supports(*args)) is not None:
@@ -269,10 +269,10 @@ def close(got: torch.Tensor, want: torch.Tensor, limit: Tolerance) -> bool:
 # -- compiling
 
 
-def _compile(
+def compiled(
     subjects: Mapping[Point, list[Subject]], device: torch.device, generator: torch.Generator, end: float
 ) -> dict[tuple[Point, str], str]:
-    """Run every proposal once, so that its kernel is compiled: CUDA C++ in threads, Triton in this one.
+    """Run every proposal once until the time `end`, so that its kernel is compiled: CUDA C++ in threads, Triton here.
 
     Returns {(point, proposal): why it has no kernel}. NVRTC compiles without Python's lock.
     """

@@ -275,3 +275,19 @@ def test_op_shows_the_classes_that_the_model_has() -> None:
         apply(Two(), nn.Sequential(nn.Linear(2, 2)), Request("patch", NAMED))
     with pytest.raises(PatchError, match=r"^nothing to patch: .*no such module$"):  # whatever the source
         apply(Two(unknown=True), nn.Sequential(nn.Linear(2, 2)), Request("patch", NAMED))
+
+
+def test_vllm_names_modules_that_are_transformers() -> None:
+    """vLLM builds models that it has no file for, such as GLM, from transformers' modules."""
+    from fk_integrations.vllm.host import VllmAdapter
+    from transformers import GlmConfig, GlmModel
+
+    model = GlmModel(
+        GlmConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=8, pad_token_id=0)
+    )
+    found = VllmAdapter().unrecognized("rotary_emb", model)
+    (reason,) = found
+    assert reason.kind is Kind.OTHER_CLASS and "GlmRotaryEmbedding" in reason.text and found[reason] == 1
+    (reason,) = VllmAdapter().unrecognized("silu_and_mul", model)
+    assert "SiLUActivation" in reason.text
+    assert not VllmAdapter().unrecognized("rms_norm", model)

@@ -89,7 +89,8 @@ def test_attention_where_decodes_are_faster(attention: Any) -> None:
         "1 left to the host: no kernel of ours is faster at heads=8 kv_heads=2 head_size=64 block_size=? window=128 "
         "dtype=bfloat16 on cpu; 1 left to the host: heads=4 kv_heads=2 head_size=64 block_size=? window=0 "
         "dtype=bfloat16 is not tuned on cpu: `fk-bench tune attention_decode --shape "
-        "heads=4,kv_heads=2,head_size=64,block_size=?,window=0,dtype=bfloat16` would measure it; "
+        "heads=4,kv_heads=2,head_size=64,block_size=16,window=0,dtype=bfloat16 --shape "
+        "heads=4,kv_heads=2,head_size=64,block_size=1,window=0,dtype=bfloat16` would measure it; "
         "1 left to the host: x; y"
     )
     assert [getattr(m, "by_table", None) for m in attention] == [True, True, None, None, True]

@@ -212,10 +212,22 @@ def test_rope_is_transformers() -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"rope_type": "dynamic"}, "'dynamic' is not supported; known: default, linear, llama3, yarn"),
+        (
+            {"rope_type": "dynamic"},
+            "'dynamic' is not supported; known: default, linear, llama3, yarn, longrope",
+        ),
         ({"rope_type": "llama3", "factor": 8.0}, "'llama3' needs low_freq_factor, high_freq_factor"),
         ({"rope_type": "linear"}, "'linear' needs factor"),
         ({"rope_type": "yarn", "factor": 4.0}, "'yarn' needs original_max_position_embeddings"),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0],
+                "long_factor": [1.0] * 32,
+                "original_max_position_embeddings": 64,
+            },
+            "'longrope' needs 32 numbers in short_factor, half of the 64 rotated channels, got 1",
+        ),
         (
             {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 25},
             "factor 2.5 extends 25 positions to 63, and max_position is 64: reduce it",

@@ -157,6 +157,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {}),
     "ernie4_5": ("Ernie4_5", {}),
     "ministral": ("Ministral", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}),
+    "bitnet": ("BitNet", {}),
     "cohere": ("Cohere", {"tie_word_embeddings": True, "logit_scale": 0.5}),
     "glm": ("Glm", {}),
     "deepseek_v3": (
@@ -214,7 +215,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{k: (k, {}) for k in ("qwen2", "qwen3_moe", "mistral", "phi3", "olmo2", "olmoe", "granite", "gemma2", "cohere2")},
     **{k: (k, {}) for k in ("smollm3", "starcoder2", "gpt_neox", "stablelm", "nemotron", "glm4")},
     **{k: (k, {}) for k in ("gemma", "gemma3_text", "olmo3", "exaone4", "seed_oss", "ernie4_5", "ministral")},
-    **{k: (k, {}) for k in ("cohere", "glm", "gpt_oss")},
+    **{k: (k, {}) for k in ("cohere", "glm", "gpt_oss", "bitnet")},
     "exaone4_full": ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": None}),
     **{k: (k, {}) for k in ("deepseek_v3", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1")},
     "deepseek_v2_greedy": ("deepseek_v2", {"q_lora_rank": 40, "topk_method": "greedy"}),

@@ -179,9 +179,12 @@ class Comparison:
         )  # fmt: skip
 
     def _traced(self, load: Load, state: str, block: int) -> Row:
-        """The GPU's time in a step of decoding: of a run with more tokens, less that of a run with one."""
+        """The GPU's time in a step of decoding: of a run with more tokens, less that of a run with one.
+
+        The prompts differ, since a prefix cache would spare the second run its prompts.
+        """
         found = [
-            self._answer(self.process, replace(load, output_len=n), f"{self._seed} trace {block} {load}", "traced")
+            self._answer(self.process, replace(load, output_len=n), f"{self._seed} trace {block} {n} {load}", "traced")
             for n in (1, 1 + TRACED)
         ]  # fmt: skip
         step_ms = (found[1]["kernels_us"] - found[0]["kernels_us"]) / TRACED / 1e3

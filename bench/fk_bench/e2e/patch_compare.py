@@ -148,12 +148,13 @@ def patch_compare_command(
         machine.fast_dtype() if dtype == "auto" else dtype, load_format, tensor_parallel, gpu_share, extra,
         with_engine, extent, seed,
     )  # fmt: skip
-    case = asked.case()
     every = _read(file)
+    case = asked.case() if models or not every else every[-1].case  # without a model, those of the last run
+    host = host if models or not every else str(every[-1].subject.host)
     made = [
         row
         for row in every
-        if all(row.case.get(k, False) == case[k] for k in CHOSEN) and row.subject.host == host
+        if all(row.case.get(k, False) == case.get(k, False) for k in CHOSEN) and row.subject.host == host
     ]
     done = {row.subject.model for row in made if row.case["state"] == "end"}
     names = [

@@ -67,12 +67,18 @@ class Search:
         rows = self._rows(lambda layer: bool(get(layer)))
         single = list(self._conditions(rows))
         both = (f"{a} and {b}" for a, b in combinations(self._implied(single, rows), 2))
-        return self._find(what, rows, ("True", "False"), chain(single, both))
+        either = (f"{a} or {b}" for a, b in combinations(self._sufficient(single, rows), 2))
+        return self._find(what, rows, ("True", "False"), chain(single, both, either))
 
     def _implied(self, conditions: list[str], rows: Any) -> list[str]:
         """The conditions that hold wherever the value is true."""
         true = [(s, names, value) for s, names, value in rows if value]
         return [c for c in conditions if all(self._right(c, names, True) for _, names, _ in true)]
+
+    def _sufficient(self, conditions: list[str], rows: Any) -> list[str]:
+        """The conditions that hold nowhere that the value is false."""
+        false = [(s, names, value) for s, names, value in rows if not value]
+        return [c for c in conditions if all(self._right(c, names, False) for _, names, _ in false)]
 
     def always(self, get: Value, value: Any, only: Value = lambda layer: True) -> bool:
         """Whether all layers, or those that meet a condition, have one value."""
@@ -145,6 +151,9 @@ class Search:
             elif lists:
                 yield from (f"{at}[i]", f"not {at}[i]", f"i in {at}", f"i not in {at}")
         yield from ("window is None", "window is not None")
+        for name in self.names:
+            if len({fields(s.config)[name] is None for s in self.samples.all}) == 2:
+                yield from (f"{self.attribute[name]} is None", f"{self.attribute[name]} is not None")
         for name in self.names:
             if isinstance(values[name], int) and not isinstance(values[name], bool):
                 at = self.attribute[name]

@@ -50,7 +50,7 @@ OTHERS = {
     "decode_attention": ("attention",),
     "patch-compare": ("models", "throughput", "engines"),
 }
-DOCUMENTS = ("README.md", "docs/models.md", "docs/performance.md", "docs/reports/*.md")
+DOCUMENTS = ("README.md", "docs/*.md", "docs/reports/*.md")
 RESULTS = "bench/results"
 FIGURE, FIGURE_GROUP = "docs/assets/speedup.svg", "hosts"
 MARKER = re.compile(

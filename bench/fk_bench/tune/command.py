@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fastkernels.core import tuning
+from fastkernels.core import registry, tuning
 from fastkernels.core.registry import UnknownName
 from fastkernels.core.tuning import Entry, Table, TableError
 from fastkernels.models.common.registry import models
@@ -17,9 +20,14 @@ from fk_bench.core import rows
 from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.e2e.command import sizes_of
+from fk_bench.e2e.model_configs import public_name
 from fk_bench.kernels import report
 from fk_bench.tune import tuner
+from fk_bench.tune.choice import Choice
+from fk_bench.tune.screen import Screen
 
+MODEL_BATCHES, MODEL_CONTEXTS = "1,8,16,32,64", "512,8192"
 BATCHES = "1,2,4,8,16,32,64,128,256"
 ROUND_S = 0.1  # approximate seconds of the timed batches of a round
 CONTEXTS = "512,2048,8192,32768"
@@ -30,7 +38,10 @@ FAILED = tuple(s for s in report.FAILED if s not in NOT_CHOSEN)
 
 def tune_command(
     ops: Annotated[
-        list[str] | None, typer.Argument(help="op names (default: all that are dispatched by shape)")
+        list[str] | None,
+        typer.Argument(
+            help="a model, for all its shapes; or op names (default: all that are dispatched by shape)"
+        ),
     ] = None,
     model: Annotated[
         str,
@@ -43,9 +54,17 @@ def tune_command(
         typer.Option(help="a shape as in tables, N=4096,K=4096,dtype=bfloat16; repeatable"),
     ] = None,
     batch: Annotated[
-        str, typer.Option(help="tokens, or sequences, of a call; default on a GPU " + BATCHES)
+        str,
+        typer.Option(
+            help=f"tokens, or sequences, of a call; default on a GPU {BATCHES}, of a model {MODEL_BATCHES}"
+        ),
     ] = "",
-    context: Annotated[str, typer.Option(help="context lengths, for ops that depend on them")] = CONTEXTS,
+    context: Annotated[
+        str,
+        typer.Option(
+            help=f"context lengths, for ops that depend on them; {CONTEXTS}, of a model {MODEL_CONTEXTS}"
+        ),
+    ] = "",
     provider: Annotated[list[str] | None, typer.Option(help="only these providers (default: all)")] = None,
     against: Annotated[
         str, typer.Option(help="production, or host: the kernels of vLLM or SGLang")
@@ -71,6 +90,10 @@ def tune_command(
     """Measure which provider, with which parameters, is fastest at each shape, and write a table for FASTKERNELS_TUNED.
     An entry names one of our providers only if it is correct and measured faster than production.
 
+    fk-bench tune qwen2.5-7b    # its linear layers and decode attention, in minutes
+
+    The choices for a model are timed in one process, and only those that are faster there are judged.
+
     The last line of output is JSON; the exit status is 1 if a kernel was wrong or a process was lost.
     """
     from fk_bench.kernels.judge import Options
@@ -83,11 +106,13 @@ def tune_command(
     if rounds < 3 or finalists < 1 or not timeout > 0:
         fail("--rounds must be at least 3, --finalists at least 1, --timeout above 0 seconds")
     try:
+        names, whole = _split(tuple(ops or ()), model)
+        on_gpu, few = (MODEL_BATCHES, MODEL_CONTEXTS) if whole else (BATCHES, CONTEXTS)
         sizes = (
-            _numbers("--batch", batch or (BATCHES if where == "cuda" else "1,4")),
-            _numbers("--context", context),
+            _numbers("--batch", batch or (on_gpu if where == "cuda" else "1,4")),
+            _numbers("--context", context or few),
         )
-        asked = _asked(tuple(ops or ()), model, _numbers("--tp", tp), dtype, shape or [], where)
+        asked = _asked(names, whole or model, _numbers("--tp", tp), dtype, shape or [], where, bool(whole))
         several = {name: tuner.choices(tuner.key_of(name)[1], where, provider or ()) for name in asked}
         folder = _run(run)
         path = _out(out, folder, chip)
@@ -105,8 +130,11 @@ def tune_command(
     ]  # fmt: skip
     state = _State(folder / "rows.jsonl", len(points), chip, old, path)
     state.all_there = missing and bool(there) and not points
+    screen = Screen(where, state.run) if whole else None
+    if screen is not None:
+        screen.prepare([(name, its, at, several[name]) for name, its, at, _ in points])
     try:
-        with tuner.Tuner(options, finalists, state.run, state.on_row) as tuning_run:
+        with tuner.Tuner(options, finalists, state.run, state.on_row, screen, state.on_screen) as tuning_run:
             for name, its, at, low in points:
                 if seconds and time.perf_counter() - start > seconds:
                     break
@@ -127,15 +155,23 @@ class _State:
         self.run = time.strftime("%Y%m%d-%H%M%S")
         self.judged: list[Row] = []
         self.found: list[Entry] = []
+        self.screened: Row | None = None
         self.done = 0
         self.all_there = False  # with --missing: no entry is missing
 
     def on_row(self, row: Row) -> None:
         self.judged.append(row)
         rows.append(self.file, [row])
-        said = tuner.Choice(str(row.subject.provider), row.case["params"])
+        said = Choice(str(row.subject.provider), row.case["params"])
         head = f"[{self.done + 1}/{self.points}] {row.case['stage']:<7}"
         print(f"{head} {said}: {report.line(row)}", file=sys.stderr, flush=True)
+
+    def on_screen(self, row: Row) -> None:
+        self.screened = row
+        rows.append(self.file, [row])
+        times = sorted((us, name.removeprefix("us ")) for name, us in row.metrics.items())
+        said = ", ".join(f"{name} {us:.1f} us" for us, name in times[:3]) or row.reason
+        print(f"[{self.done + 1}/{self.points}] in one process: {said}", file=sys.stderr, flush=True)
 
     def on_entry(self, entry: Entry | None) -> None:
         """Write the table with this entry added."""
@@ -143,7 +179,8 @@ class _State:
         if entry is None:
             return
         self.found.append(entry)
-        last = self.judged[-1]
+        last = self.judged[-1] if self.judged else self.screened
+        assert last is not None
         info = {
             "date": time.strftime("%Y-%m-%d"), "commit": last.commit, "versions": last.versions,
             "machine": last.machine.model_dump(),
@@ -179,7 +216,7 @@ class _State:
         cells = [
             (
                 e.op, *(" ".join(f"{n}={v}" for n, v in d.items()) for d in (e.shape, e.sizes)),
-                tuner.Choice(e.provider, e.params) if e.provider else "the op's default order", e.baseline,
+                Choice(e.provider, e.params) if e.provider else "the op's default order", e.baseline,
                 report.speedup(e.speedup, e.ci95) if e.faster else "",
             )
             for e in self.found
@@ -208,10 +245,30 @@ class _State:
         return found
 
 
+def _split(given: tuple[str, ...], model: str) -> tuple[tuple[str, ...], str]:
+    """The ops among the words, and the model: a folder, or a name, which then is a folder with its config.
+
+    Raises UnknownName for an unknown op, ValueError for two models.
+    """
+    others = [name for name in given if name not in registry.op_names() and _is_model(name)]
+    if not others:
+        return given, ""
+    if len(others) > 1 or model:
+        raise ValueError(f"one model at a time, got {', '.join([*others, *[model] * bool(model)])}")
+    folder = Path(tempfile.mkdtemp(prefix="fk-bench-tune-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return tuple(name for name in given if name not in others), sizes_of(others[0], folder)
+
+
+def _is_model(name: str) -> bool:
+    return name in models() or public_name(name) is not None or (Path(name) / "config.json").is_file()
+
+
 def _asked(
-    ops: tuple[str, ...], model: str, tp: tuple[int, ...], dtype: str, given: list[str], device: str
-) -> dict[str, list[dict[str, Any]]]:
-    """{op: shapes}. Raises UnknownName, ValueError."""
+    ops: tuple[str, ...], model: str, tp: tuple[int, ...], dtype: str, given: list[str], device: str,
+    of_model: bool = False,
+) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
+    """{op: shapes}; with `of_model` only ops that the model has. Raises UnknownName, ValueError."""
     import torch
 
     if not tuner.is_dtype(dtype):
@@ -221,9 +278,10 @@ def _asked(
         spec, _, key = tuner.key_of(name)
         shapes = [_shape(text, name, key) for text in given]
         for size in tp if model else ():
-            of_model = tuner.shapes_of_model(name, key, model, getattr(torch, dtype), size)
-            shapes += [s for s in of_model if s not in shapes]
-        found[name] = shapes or tuner.shapes_of_cases(spec, key, device)
+            its = tuner.shapes_of_model(name, key, model, getattr(torch, dtype), size)
+            shapes += [s for s in its if s not in shapes]
+        if shapes or not of_model:
+            found[name] = shapes or tuner.shapes_of_cases(spec, key, device)
     return found
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,11 @@ from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.baselines import baselines
 from fk_bench.kernels.judge.correctness.cases import Trial
+from fk_bench.tune.choice import NOTHING, Choice
+from fk_bench.tune.screen import Screen
 
 SCREEN_ROUNDS, SCREEN_S = 3, 0.1  # to rank the choices; entries are judged in full
 STAGES = ("screen", "final", "control", "low end")
-NOTHING: Mapping[str, Any] = {}
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A provider with one of its sets of parameters; {} means the kernel's own default."""
-
-    provider: str
-    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-    def __str__(self) -> str:
-        return " ".join([self.provider, *(f"{name}={value}" for name, value in self.params.items())])
 
 
 def key_of(name: str) -> tuple[OpSpec, Op, Key]:
@@ -88,6 +77,8 @@ def shapes_of_model(name: str, key: Key, model: str, dtype: torch.dtype, tp: int
     """
     from fastkernels.models.common.ops import one_layer
 
+    if name == "attention_decode" and tp == 1:
+        return _attention(model, dtype)
     if key.module is None:
         return []
     with parallel.build_as(0, tp):
@@ -98,6 +89,21 @@ def shapes_of_model(name: str, key: Key, model: str, dtype: torch.dtype, tp: int
         if any(base.__module__ == where for p in (m, getattr(m, "quant_method", None)) for base in type(p).__mro__)
     ]  # fmt: skip
     return _distinct(_named(key, shape) for shape in shapes if shape is not None)
+
+
+def _attention(model: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Decode attention of a folder's model, by its plan, with the first of the hosts' block sizes."""
+    import fastkernels
+    from fastkernels.models.common.description import Attention
+
+    if not (Path(model) / "config.json").is_file():
+        return []
+    block = registry.get("attention_decode").op.key.usual["block_size"][0]
+    return _distinct(
+        {"heads": a.heads, "kv_heads": a.kv_heads, "head_size": a.head_size, "block_size": block,
+         "window": a.window or 0, "dtype": dtype_name(dtype)}
+        for a in fastkernels.plan(model, dtype_name(dtype)).attentions if isinstance(a, Attention)
+    )  # fmt: skip
 
 
 def _named(key: Key, shape: Sequence[Any]) -> dict[str, Any]:
@@ -198,9 +204,14 @@ class Tuner:
     """Judges points (a shape at sizes) one by one; a context manager, because its judge owns processes.
 
     on_row  called with each judged row; row.case has the `stage` (one of STAGES), shape and sizes
+    screen  times the choices in this process, so that only those which are faster there are judged, at one size
     """
 
-    def __init__(self, options: Options, finalists: int, run: str, on_row: Callable[[Row], None]) -> None:
+    def __init__(
+        self, options: Options, finalists: int, run: str, on_row: Callable[[Row], None],
+        screen: Screen | None = None, on_screen: Callable[[Row], None] = lambda row: None,
+    ) -> None:  # fmt: skip
+        self._screen, self._on_screen = screen, on_screen
         self.final, self.finalists, self.run, self._on_row = options, finalists, run, on_row
         self.screen = dataclasses.replace(options, rounds=SCREEN_ROUNDS, seconds=SCREEN_S)
         self.judge = Judge({}, options, self._row)
@@ -234,6 +245,8 @@ class Tuner:
         """
         spec, _, key = key_of(name)
         several = fitting(several, spec, trial_of(spec, key, shape, sizes, "tune").case)
+        if self._screen is not None:
+            return self._screened(self._screen, name, shape, sizes, low, several)
         rows, best = [], list(several)
         if len(several) > self.finalists:
             rows = [(c, self._judged(name, c, shape, sizes, "screen")) for c in several]
@@ -248,11 +261,39 @@ class Tuner:
         for choice, row in (f for f in faster if f[1].ci95["speedup"][0] > bar):
             low_end = [] if low is None else [self._judged(name, choice, shape, low, "low end")]
             if all(map(beats, low_end)):
-                return Entry(
-                    name, shape, sizes, choice.provider, str(row.baseline), self.run, choice.params,
-                    round(row.metrics["speedup"], 4), tuple(round(v, 4) for v in row.ci95["speedup"]),  # type: ignore[arg-type]
-                )  # fmt: skip
+                return self._won(name, shape, sizes, choice, row)
         return entry
+
+    def _screened(
+        self, screen: Screen, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int],
+        low: Mapping[str, int] | None, several: Sequence[Choice],
+    ) -> Entry | None:  # fmt: skip
+        """As `point`: those that are faster here, also at the smallest sizes, are judged until one wins."""
+        found, row = screen.time(name, shape, sizes, several)
+        self._on_screen(row)
+        best = [one.choice for one in found if one.faster][: self.finalists]
+        if best and low is not None:
+            at_low, row = screen.time(name, shape, low, best)
+            self._on_screen(row)
+            kept = {str(one.choice) for one in at_low if one.faster}
+            best = [choice for choice in best if str(choice) in kept]
+        judged = []
+        for choice in best:
+            judged.append(self._judged(name, choice, shape, sizes, "final"))
+            if beats(judged[-1]):
+                return self._won(name, shape, sizes, choice, judged[-1])
+        if judged:
+            return self._lost(name, shape, sizes, judged)
+        return Entry(name, shape, sizes, row.baseline, row.baseline, self.run) if row.baseline else None
+
+    def _won(
+        self, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int], choice: Choice, row: Row
+    ) -> Entry:
+        low, high = row.ci95["speedup"]
+        return Entry(
+            name, shape, sizes, choice.provider, str(row.baseline), self.run, choice.params,
+            round(row.metrics["speedup"], 4), (round(low, 4), round(high, 4)),
+        )  # fmt: skip
 
     def _judged(
         self, name: str, choice: Choice, shape: Mapping[str, Any], sizes: Mapping[str, int], stage: str

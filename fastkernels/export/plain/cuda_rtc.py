@@ -37,9 +37,7 @@ TensorMap = ctypes.c_uint64 * 16  # CUtensorMap
 def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> Any:
     """Map a matrix of 16-bit numbers: boxes of 64 columns, 128-byte swizzle, zeros past its ends."""
     memory = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 128)
-    made = TensorMap.from_buffer(
-        memory, -ctypes.addressof(memory) % 128
-    )  # aligned to 64 bytes for the driver
+    made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 128)  # the driver needs 64 bytes
     encode, word = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled, ctypes.c_uint32
     encode.argtypes = (ctypes.c_void_p, word, word, *[ctypes.c_void_p] * 5, *[word] * 4)
     dims, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * stride)

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
-from fastkernels.models.common import checks, weights
+from fastkernels.models.common import checks, quantization, quantized, weights
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.checkpoint import iterate
 from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.registry import architectures, find, model_class
+from fastkernels.overrides.linear.parallel_linear import weights_as
 
 
 def load_config(folder: Path) -> Any:
@@ -25,6 +26,7 @@ def load_config(folder: Path) -> Any:
     """
     checks.check_file(folder)
     found = config_file.read(folder) or _from_transformers(folder)
+    quantization.with_own_file(found, folder)
     checks.check(found)
     return found
 
@@ -77,10 +79,14 @@ def build(
     if load_format == "auto":
         weights.weight_files(folder)
     blank, arch = skeleton(folder, config, dtype), find(architecture_of(config, folder)).arch
-    _check_room(blank, device)
     if load_format == "auto":  # names and shapes, before a value is read
         weights.fill(blank, iterate(folder, "meta"), arch, config, folder)
-    with _defaults(dtype, device), torch.inference_mode(False), torch.no_grad():
+    quantized.finish(blank)
+    _check_room(blank, device)
+    with (
+        _defaults(dtype, device), torch.inference_mode(False), torch.no_grad(),
+        weights_as(quantized.methods(config)),
+    ):  # fmt: skip
         model = type(blank)(config)
         if load_format == "dummy":
             with parallel.build_as(0, 1):
@@ -91,13 +97,14 @@ def build(
         for module in model.modules():
             if isinstance(module, ClampedExperts):
                 module.loaded(dtype)
+        quantized.finish(model)
     return model.eval().requires_grad_(False)
 
 
 def skeleton(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     """This rank's shard of the model on device 'meta': shapes without memory."""
     cls = model_class(architecture_of(config, folder))
-    with _defaults(dtype, torch.device("meta")):
+    with _defaults(dtype, torch.device("meta")), weights_as(quantized.methods(config)):
         return cls(config)
 
 

@@ -12,6 +12,10 @@ import torch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DTYPES = {  # of safetensors' headers, those that a conversion of quantized tensors tells apart
+    "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
+    "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
 
 
 class CheckpointError(ValueError):
@@ -148,7 +152,9 @@ def _read(tensors: Any, key: str, file: Path, device: str) -> torch.Tensor:
 
     try:
         if device == "meta":
-            return torch.empty(tensors.get_slice(key).get_shape(), device=device)
+            found = tensors.get_slice(key)
+            dtype = DTYPES.get(found.get_dtype(), torch.float32)
+            return torch.empty(found.get_shape(), dtype=dtype, device=device)
         return tensors.get_tensor(key)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{file}: {key} cannot be read: {error}") from error

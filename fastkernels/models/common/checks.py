@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common import registry
+from fastkernels.models.common import quantization, registry
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Decoder, Experts, LatentAttention, Unsupported
 
@@ -68,22 +68,10 @@ def check(config: Any) -> None:
     chosen = getattr(config, "num_experts_per_tok", None)
     if experts and chosen and chosen > experts:
         raise Unsupported(f"config.num_experts_per_tok={chosen} is more than the {experts} experts")
-    quantization = getattr(config, "quantization_config", None)
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        own = _quantization_of(config)
-        if method not in own:
-            supported = f"{', '.join(own)} and unquantized weights" if own else "only unquantized weights"
-            raise Unsupported(f"config.quantization_config: {method} is not supported, {supported}")
+    quantization.read(config)
     _check_layer_types(config)
     if getattr(config, "vision_config", None) is not None:
         check(config.vision_config)
-
-
-def _quantization_of(config: Any) -> tuple[str, ...]:
-    names = getattr(config, "architectures", None) or [""]
-    known = registry.by_architecture()
-    return known[names[0]].arch.quantization if names[0] in known else ()
 
 
 def _check_layer_types(config: Any) -> None:

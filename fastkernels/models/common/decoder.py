@@ -43,6 +43,15 @@ from fastkernels.overrides.moe.topk_softmax import topk_softmax
 from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmLayerNorm, VllmRMSNorm
 from fastkernels.overrides.rope.vllm import get_rope
 
+
+class ReLUSquaredAndMul(VllmReLUSquaredActivation):
+    """max(gate, 0)^2 * up of packed x [T, 2 * d]: to [T, d]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return super().forward(gate) * up
+
+
 ACTIVATIONS: dict[tuple[str, bool], Callable[[], nn.Module]] = {  # (activation, gated)
     ("silu", True): VllmSiluAndMul,
     ("gelu", True): VllmGeluAndMul,
@@ -51,6 +60,7 @@ ACTIVATIONS: dict[tuple[str, bool], Callable[[], nn.Module]] = {  # (activation,
     ("gelu", False): VllmGELU,
     ("gelu_tanh", False): VllmGELUTanh,
     ("relu2", False): VllmReLUSquaredActivation,
+    ("relu2", True): ReLUSquaredAndMul,
 }
 
 
@@ -109,6 +119,11 @@ class WideNorm(nn.Module):
         return (wide * torch.rsqrt(squares / self.size + self.eps)).to(x.dtype) * self.weight
 
 
+def make_wide_norm(norm: Norm, size: int, heads: int) -> nn.Module:
+    """The norm of rows of `size` channels, of which a rank has the part of its heads."""
+    return WideNorm(norm, size, heads) if parallel.get_tp_size() > 1 else make_norm(norm, size)
+
+
 class NoRope(nn.Module):
     """A layer without positions."""
 
@@ -139,10 +154,10 @@ class DecoderAttention(HeadNorms, LlamaAttention):
         for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
             if a.head_norm is not None:
                 setattr(self, name, make_norm(a.head_norm, a.head_size))
-            elif a.wide_norm is not None and parallel.get_tp_size() > 1:
-                setattr(self, name, WideNorm(a.wide_norm, heads * a.head_size, heads))
             elif a.wide_norm is not None:
-                setattr(self, name, make_norm(a.wide_norm, heads * a.head_size))
+                setattr(self, name, make_wide_norm(a.wide_norm, heads * a.head_size, heads))
+        if a.out_norm is not None:
+            self.attn_sub_norm = make_wide_norm(a.out_norm, a.heads * a.head_size, a.heads)
         if a.sinks:
             self.sinks = nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
             self.sinks.weight_loader = self._load_sinks  # type: ignore[attr-defined]
@@ -162,6 +177,9 @@ class DecoderAttention(HeadNorms, LlamaAttention):
         if self.norms == "wide":
             return self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
         return super()._before_rope(q, k) if self.norms else (q, k)
+
+    def _after_attention(self, out: torch.Tensor) -> torch.Tensor:
+        return self.attn_sub_norm(out) if hasattr(self, "attn_sub_norm") else out
 
     def _fuses(self, qkv: torch.Tensor) -> bool:
         return self.norms != "wide" and super()._fuses(qkv)
@@ -197,13 +215,17 @@ class DecoderMlp(nn.Module):
                 hidden, mlp.intermediate, bias=mlp.bias, prefix=f"{prefix}.up_proj"
             )
         self.act_fn = ACTIVATIONS[mlp.activation, mlp.gated]()
+        self.ffn_sub_norm = (
+            nn.Identity() if mlp.inner_norm is None
+            else make_wide_norm(mlp.inner_norm, mlp.intermediate, mlp.intermediate)
+        )  # fmt: skip
         self.down_proj = VllmRowParallelLinear(
             mlp.intermediate, hidden, bias=mlp.bias, reduce_results=reduce, prefix=f"{prefix}.down_proj"
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner, _ = self.gate_up_proj(x) if self.gated else self.up_proj(x)
-        out, _ = self.down_proj(self.act_fn(inner))
+        out, _ = self.down_proj(self.ffn_sub_norm(self.act_fn(inner)))
         return out
 
 

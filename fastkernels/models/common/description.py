@@ -7,7 +7,7 @@ Sizes are of the whole model, before it is shared over ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ ACTIVATIONS = {  # of transformers' configs: ours
     "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class Unsupported(ValueError):
@@ -63,6 +63,7 @@ class Attention:
     wide_norm     one norm over all query heads, and one over all key heads
     by_head       the checkpoint's packed projection has q, k and v of one head after the other
     sinks         a learned logit of each head joins the softmax, without a value (GPT-OSS)
+    out_norm      one norm over all heads' outputs, before the output projection
     """
 
     heads: int
@@ -80,6 +81,7 @@ class Attention:
     wide_norm: Norm | None = None
     by_head: bool = False
     sinks: bool = False
+    out_norm: Norm | None = None
 
     @property
     def kv_channels(self) -> int:
@@ -130,12 +132,13 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(act(gate(x)) * up(x)), or without a gate down(act(up(x)))."""
+    """down(norm(act(gate(x)) * up(x))), or without a gate down(norm(act(up(x)))). inner_norm: None leaves it out."""
 
     intermediate: int
     activation: str = "silu"
     gated: bool = True
     bias: bool = False
+    inner_norm: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,10 @@ class Layer:
         return self.names.get(part, NAMES.get(part, part))
 
 
-NAMES = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+NAMES = {
+    "before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm", "out_norm": "attn_sub_norm",
+    "inner_norm": "ffn_sub_norm",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -239,6 +245,29 @@ def rope(config: Any, kind: str = "") -> dict[str, Any]:
     if scaling not in ROPE_TYPES:
         raise Unsupported(
             f"config.rope_parameters: rope_type={scaling!r} is not supported, only {', '.join(map(repr, ROPE_TYPES))}"
+        )
+    if scaling == "longrope":
+        found = _longrope(config, found)
+    return found
+
+
+def _longrope(config: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """LongRoPE's parameters with the lengths that choose the factors. config.max_model_len: set by the engine."""
+    original = getattr(config, "original_max_position_embeddings", None)
+    longest = getattr(config, "max_model_len", None) or config.max_position_embeddings
+    found = {"original_max_position_embeddings": original, "max_model_len": longest, **found}
+    pairs = int(head_size(config) * found.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        given = found.get(name)
+        count = len(given) if isinstance(given, Sequence) else None
+        if count != pairs:
+            what = f"{name}={given!r}" if count is None else f"{name} with {count} numbers"
+            raise Unsupported(
+                f"config.rope_parameters: {what} is not supported, only {pairs} numbers, one for each pair of channels"
+            )
+    if type(found["original_max_position_embeddings"]) is not int:
+        raise Unsupported(
+            "config.rope_parameters: rope_type='longrope' needs original_max_position_embeddings"
         )
     return found
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common import checks, registry
+from fastkernels.models.common import checks, quantization, registry
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import (
+    NAMES,
     Attention,
     Decoder,
     Experts,
@@ -19,10 +20,11 @@ from fastkernels.models.common.description import (
     Mlp,
     Norm,
 )
+from fastkernels.models.common.quantization import Scheme
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 MXFP4_BITS = 4 + 8 / 32  # a scale for 32 values
-GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_and_mul"}
+GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_and_mul", "relu2": "relu2"}
 PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "relu2": "relu2"}
 NORMS = {"rms": "rms_norm", "gemma": "gemma_rms_norm", "layer": "layer_norm", "layer_1p": "layer_norm"}
 
@@ -139,9 +141,19 @@ def plan(model: Any, dtype: str = "") -> Plan:
     checks.check(config)
     described = registry.describe(config)
     dtype = dtype or str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-    items = tuple(_items(described, arch))
+    scheme = quantization.read(config)
+    items = tuple(_in_format(item, scheme, arch, SIZES[dtype]) for item in _items(described, arch))
     attentions = tuple(layer.attention for layer in described.layers)
     return Plan(names[0], arch.category, dtype, items, attentions, described.tied)
+
+
+def _in_format(item: Item, scheme: Scheme | None, arch: Architecture, dtype_bytes: int) -> Item:
+    """The item with the op and the bytes of the checkpoint's number format."""
+    if scheme is None or item.op != "linear" or not scheme.quantizes(item.path, arch):
+        return item
+    rows, columns = item.shapes["weight"]
+    size = scheme.weight_bytes(rows, columns, dtype_bytes) + dtype_bytes * prod(item.shapes.get("bias", (0,)))
+    return replace(item, op=scheme.op, arguments={"format": scheme.method}, quantized=size)
 
 
 def _config(model: str | Path) -> Any:
@@ -216,6 +228,8 @@ def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iter
     else:
         shapes, keys = {}, ()
     yield Item(f"{path}.attn", "attention", arguments, shapes, "heads", keys)
+    if a.out_norm is not None:
+        yield _norm(a.out_norm, f"{path}.{NAMES['out_norm']}", a.heads * a.head_size, arch, "heads")
     yield _linear(f"{path}.o_proj", hidden, a.heads * a.head_size, a.out_bias, "rows", arch)
 
 
@@ -250,6 +264,8 @@ def _mlp(mlp: Mlp, hidden: int, path: str, arch: Architecture) -> Iterator[Item]
     op = GATES[mlp.activation] if mlp.gated else PLAIN.get(mlp.activation, mlp.activation)
     tanh = {"approximate": "tanh"} if mlp.activation == "gelu_tanh" else {}
     yield Item(f"{path}.act_fn", op, tanh)
+    if mlp.inner_norm is not None:
+        yield _norm(mlp.inner_norm, f"{path}.{NAMES['inner_norm']}", mlp.intermediate, arch, "columns")
     yield _linear(f"{path}.down_proj", hidden, mlp.intermediate, mlp.bias, "rows", arch)
 
 

@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fastkernels.models.common import registry
+from fastkernels.models.common import quantized, registry
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.checkpoint import CheckpointError, iterate, resolve, some, weight_files
 
 __all__ = ["CheckpointError", "dummy", "fill", "load", "resolve", "weight_files"]
-# Other dtypes belong to quantized checkpoints, whose values need scales.
+# Other dtypes belong to quantized weights, whose values need scales.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -53,22 +53,24 @@ def fill(
     unused = (*arch.unused, *_prediction_layers(config))
     leftover: list[str] = []
     sources: dict[str, str] = {}  # key: the parameter it went into
+    reader = quantized.Reader(config, parameters)
     for file, key, read in tensors:
         own = arch.own_key(key)
         if own in tied or any(fnmatchcase(own, pattern) for pattern in unused):
             continue
-        name, shard = (own, None) if own in parameters else _rename(own, packed)
-        parts = (
-            {shard} if shard is not None else todo.get(name, set())
-        )  # packed in the checkpoint, too: all parts
-        if not parts or not parts <= todo.get(name, set()):
-            leftover.append(f"{key} ({file.name})")
-            continue
-        _load_one(parameters[name], read(), shard, file, key)
-        todo[name] -= parts
-        sources[key] = name
+        renamed, shard = (own, None) if own in parameters else _rename(own, packed)
+        for name, convert in reader.targets(renamed):
+            if name:
+                # Without a shard, the checkpoint has the matrices packed, too: all parts.
+                parts = {shard} if shard is not None else todo.get(name, set())
+                if not parts or not parts <= todo.get(name, set()):
+                    leftover.append(f"{key} ({file.name})")
+                    continue
+                todo[name] -= parts
+                sources[key] = name
+            _load_one(parameters.get(name), read, convert, shard, file, key)
     missing = sorted(
-        arch.checkpoint_key(_unpacked(name, shard, packed))
+        arch.checkpoint_key(_unpacked(reader.checkpoint_name(name), shard, packed))
         for name, shards in todo.items()
         for shard in shards
     )
@@ -143,21 +145,18 @@ def _unpacked(name: str, shard: Shard, packed: Mapping[str, tuple[str, Shard]]) 
     return name
 
 
-def _load_one(parameter: nn.Parameter, tensor: torch.Tensor, shard: Shard, file: Path, key: str) -> None:
+def _load_one(
+    parameter: nn.Parameter | None, read: Callable[[], torch.Tensor], convert: quantized.Convert, shard: Shard,
+    file: Path, key: str,
+) -> None:  # fmt: skip
     loader: Any = getattr(parameter, "weight_loader", None)
+    tensor = read()
     try:
-        if tensor.dtype not in DTYPES and tensor.dtype != parameter.dtype:
-            raise ValueError(f"its dtype is {tensor.dtype}: quantized checkpoints are not supported")
-        if loader is None:
-            if parameter.shape != tensor.shape:
-                raise ValueError(f"expected shape {tuple(parameter.shape)}")
-            parameter.data.copy_(tensor)
-        elif shard is None:
-            loader(parameter, tensor)
-        elif isinstance(shard, tuple):
-            loader(parameter, tensor, key, *shard)
-        else:
-            loader(parameter, tensor, shard)
+        converted = convert(tensor)
+        if parameter is None:
+            return  # the conversion was a check
+        _check_dtype(parameter, converted)
+        _copy(parameter, loader, converted, shard, key)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, AssertionError) as error:
@@ -166,11 +165,37 @@ def _load_one(parameter: nn.Parameter, tensor: torch.Tensor, shard: Shard, file:
         ) from error
 
 
+def _check_dtype(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        return  # names and shapes are reported first
+    if parameter.dtype in DTYPES and tensor.dtype not in DTYPES:
+        raise ValueError(
+            f"its dtype is {tensor.dtype}: a quantized weight, which config.quantization_config does not name"
+        )
+    if parameter.dtype not in DTYPES and tensor.dtype != parameter.dtype:
+        raise ValueError(
+            f"its dtype is {tensor.dtype}, not {parameter.dtype} as config.quantization_config has it"
+        )
+
+
+def _copy(parameter: nn.Parameter, loader: Any, tensor: torch.Tensor, shard: Shard, key: str) -> None:
+    if loader is None:
+        if parameter.shape != tensor.shape:
+            raise ValueError(f"expected shape {tuple(parameter.shape)}")
+        parameter.data.copy_(tensor)
+    elif shard is None:
+        loader(parameter, tensor)
+    elif isinstance(shard, tuple):
+        loader(parameter, tensor, key, *shard)
+    else:
+        loader(parameter, tensor, shard)
+
+
 def _check_finite(parameters: Mapping[str, nn.Parameter], sources: Mapping[str, str], folder: Path) -> None:
     """Raise CheckpointError that names the tensors with NaN or infinity, e.g. from a damaged file."""
     # One sum per parameter and a single synchronization: 16 GB take 5 ms on an H200.
     names = list(parameters)
-    sums = [parameters[n].sum(dtype=torch.float32) for n in names]
+    sums = [_sum(parameters[n].data) for n in names]
     finite = torch.stack(sums).isfinite().tolist() if sums else []
     wrong = {name for name, good in zip(names, finite, strict=True) if not good}
     if not wrong:
@@ -180,14 +205,22 @@ def _check_finite(parameters: Mapping[str, nn.Parameter], sources: Mapping[str, 
         if sources.get(key) in wrong:
             dtype = parameters[sources[key]].dtype
             tensor = read()
-            if not tensor.isfinite().all():
+            if not tensor.float().isfinite().all():
                 damaged.append(f"{key} ({file.name})")
-            elif not tensor.to(dtype).isfinite().all():
+            elif not tensor.to(dtype).float().isfinite().all():
                 large.append(f"{key} ({file.name}; {dtype})")
             del tensor
     if damaged or not large:
         raise CheckpointError(f"{folder} is damaged: NaN or infinity in {some(damaged or sorted(wrong))}")
     raise CheckpointError(f"{folder}: values too large for the dtype in {some(large)}: use another dtype")
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """A value that is not finite if one in the tensor is not. Float8 has no infinity, and no sum."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        damaged = (tensor.view(torch.uint8) & 0x7F).eq(0x7F).any()
+        return torch.where(damaged, torch.nan, 0.0)
+    return tensor.sum(dtype=torch.float32)
 
 
 def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None = None) -> None:
@@ -199,6 +232,9 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.data.zero_()
+            continue
+        if name.endswith("_scale"):  # of quantized weights
+            parameter.data.fill_(0.02)
             continue
         if parameter.dim() < 2:
             parameter.data.fill_(1.0)
@@ -215,8 +251,10 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "little"))
         whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-        if whole.dtype == torch.uint8:
+        if parameter.dtype == torch.uint8:
             whole.random_(0, 256, generator=generator)
+        elif parameter.dtype not in DTYPES:
+            whole.copy_(torch.empty_like(whole, dtype=torch.float32).normal_(0.0, 1.0, generator=generator))
         else:
             whole.normal_(0.0, 0.02, generator=generator)
-        _load_one(parameter, whole, None, Path("dummy"), name)
+        _copy(parameter, getattr(parameter, "weight_loader", None), whole, None, name)

@@ -352,6 +352,7 @@ attention_decode = define(
         dims=_key_dims,
         propose=propose_decode,
         own=_own,
+        usual={"block_size": (16, 1)},  # vLLM's and SGLang's
     ),
 )
 

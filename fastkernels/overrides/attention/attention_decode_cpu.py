@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from fastkernels.core.forward_context import once_per_step
 
 PADDED = 2  # sequences of unequal lengths are padded while this costs at most so many times their keys
 
@@ -33,55 +35,78 @@ def decode_sdpa(
 
     One call serves all sequences, unless padding to the longest would make it slower.
     """
-    lens = seq_lens.tolist()
-    if not any(lens):
+    parts, empty = once_per_step(_plan, seq_lens, block_table, key_cache.shape[1], window_left)
+    if not parts:
         return torch.zeros_like(q)
     grouped = q.reshape(len(q), key_cache.shape[2], -1, q.shape[2])
-    caches = key_cache, value_cache, scale, window_left
-    if len(lens) * max(lens) <= PADDED * sum(lens):
-        out = _attend(grouped, seq_lens, block_table, lens, *caches)
-    else:
-        rows = (slice(row, row + 1) for row in range(len(lens)))
-        out = torch.cat([_attend(grouped[r], seq_lens[r], block_table[r], lens[r], *caches) for r in rows])
-    for row, length in enumerate(lens):
-        if length == 0:
-            out[row] = 0
+    outs = [_attend(grouped[part.rows], part, key_cache, value_cache, scale) for part in parts]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    for row in empty:
+        out[row] = 0
     return out.reshape(q.shape)
 
 
-def _attend(
-    q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, lens: list[int], key_cache: torch.Tensor,
-    value_cache: torch.Tensor, scale: float, window_left: int,
-) -> torch.Tensor:  # fmt: skip
-    """q [B, kv_heads, group, D] over copies of the sequences' blocks, padded to the longest."""
-    block_size = key_cache.shape[1]
+class _Part(NamedTuple):
+    """Sequences that one call of SDPA serves, in copies of their blocks.
+
+    blocks      [sequences * blocks of each]
+    first, end  the keys of the copies that SDPA reads
+    behind      [n]: places in the flattened copies that are no key of their sequence
+    mask        [sequences, 1, 1, end - first]; None: all keys are read
+    """
+
+    rows: slice
+    blocks: torch.Tensor
+    first: int
+    end: int
+    behind: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
+def _plan(
+    seq_lens: torch.Tensor, block_table: torch.Tensor, block_size: int, window_left: int
+) -> tuple[list[_Part], list[int]]:
+    """The calls of SDPA for a batch, and its rows without keys. It is the same for every layer of a step."""
+    lens = seq_lens.tolist()
+    if not any(lens):
+        return [], []
+    empty = [row for row, length in enumerate(lens) if length == 0]
     # The first block that a row reads, and the places of its first and last keys in its copy
     starts = [max(0, n - 1 - window_left) if window_left >= 0 else 0 for n in lens]
     skipped = [start // block_size for start in starts]
     ends = [n - skip * block_size for n, skip in zip(lens, skipped, strict=True)]
     starts = [start - skip * block_size for start, skip in zip(starts, skipped, strict=True)]
+    if len(lens) == 1 or len(lens) * max(ends) > PADDED * sum(ends):
+        return [
+            _Part(slice(row, row + 1), block_table[row, skipped[row] : -(-n // block_size)], starts[row], ends[row])
+            for row, n in enumerate(lens)
+        ], empty  # fmt: skip
     longest = max(ends)
-    if len(lens) == 1:
-        blocks = block_table[0, skipped[0] : -(-lens[0] // block_size)]
-    else:
-        columns = torch.arange(-(-longest // block_size)) + torch.tensor(skipped).unsqueeze(1)
-        used = (seq_lens.unsqueeze(1) - 1).clamp_(min=0) // block_size
-        blocks = block_table.gather(1, torch.minimum(columns, used)).view(-1).clamp_(min=0)
-    key, value = (
-        cache.index_select(0, blocks).view(len(lens), -1, *cache.shape[2:])[:, :longest]
-        for cache in (key_cache, value_cache)
-    )
-    mask = None
-    if len(lens) > 1 and (min(ends) < longest or max(starts) > 0):
-        at = torch.arange(longest)
-        mask = at < torch.tensor(ends).unsqueeze(1)
-        for row, end in enumerate(ends):
-            if end < longest:  # a masked NaN would still be NaN
-                key[row, end:] = 0
-                value[row, end:] = 0
-        if max(starts) > 0:
-            mask &= at >= torch.tensor(starts).unsqueeze(1)
-        mask = mask.view(len(lens), 1, 1, longest)
-    elif starts[0] > 0:
-        key, value = key[:, starts[0] :], value[:, starts[0] :]
-    return F.scaled_dot_product_attention(q, key.transpose(1, 2), value.transpose(1, 2), mask, scale=scale)
+    columns = torch.arange(-(-longest // block_size)) + torch.tensor(skipped).unsqueeze(1)
+    used = (seq_lens.unsqueeze(1) - 1).clamp_(min=0) // block_size
+    blocks = block_table.gather(1, torch.minimum(columns, used)).view(-1).clamp_(min=0)
+    everyone = slice(0, len(lens))
+    if min(ends) == longest and max(starts) == 0:
+        return [_Part(everyone, blocks, 0, longest)], empty
+    at = torch.arange(columns.shape[1] * block_size)
+    inside = (at < torch.tensor(ends).unsqueeze(1)) & (at >= torch.tensor(starts).unsqueeze(1))
+    behind = (~inside).view(-1).nonzero().view(-1)  # a masked NaN would still be NaN
+    mask = inside[:, :longest].view(len(lens), 1, 1, longest)
+    return [_Part(everyone, blocks, 0, longest, behind, mask)], empty
+
+
+def _attend(
+    q: torch.Tensor, part: _Part, key_cache: torch.Tensor, value_cache: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """q [sequences, kv_heads, group, D] to the same."""
+    keys, values = (_copied(cache, part).transpose(1, 2) for cache in (key_cache, value_cache))
+    return F.scaled_dot_product_attention(q, keys, values, part.mask, scale=scale)
+
+
+def _copied(cache: torch.Tensor, part: _Part) -> torch.Tensor:
+    """[sequences, keys, kv_heads, D], zeros where there is no key."""
+    copy = cache.index_select(0, part.blocks)
+    if part.behind is not None:
+        copy.view(-1, *cache.shape[2:]).index_fill_(0, part.behind, 0)
+    count = part.rows.stop - part.rows.start
+    return copy.view(count, -1, *cache.shape[2:])[:, part.first : part.end]

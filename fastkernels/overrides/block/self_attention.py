@@ -38,6 +38,10 @@ class SelfAttention(nn.Module):
         """Return the norms of query and key heads that `_before_rope` applies, if any."""
         return ()
 
+    def _after_attention(self, out: torch.Tensor) -> torch.Tensor:
+        """Process the heads' outputs [T, q_size] before o_proj; subclasses normalize them here."""
+        return out
+
     def _attend(self, positions: torch.Tensor, hidden_states: torch.Tensor, *batch: Any) -> torch.Tensor:
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
@@ -46,7 +50,7 @@ class SelfAttention(nn.Module):
             k = v = None
         else:
             q, k = self.rotary_emb(positions, *self._before_rope(q, k))
-        out, _ = self.o_proj(self.attn(q, k, v, *batch))
+        out, _ = self.o_proj(self._after_attention(self.attn(q, k, v, *batch)))
         return out
 
     def _fuses(self, qkv: torch.Tensor) -> bool:

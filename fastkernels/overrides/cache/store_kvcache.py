@@ -13,6 +13,7 @@ from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.expressions import Expr
+from fastkernels.core.forward_context import once_per_step
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -147,6 +148,14 @@ def _triton(
     )  # fmt: skip
 
 
+def _used_slots(slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The slots without padding, and which tokens they belong to; None: to all."""
+    used = slot_mapping >= 0
+    if used.all():
+        return slot_mapping.long(), None
+    return slot_mapping[used].long(), used
+
+
 def store_in_place(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -157,10 +166,9 @@ def store_in_place(
     v_scale: float = 1.0,
 ) -> None:
     check(key, value, key_cache, value_cache, slot_mapping)
-    used = slot_mapping >= 0
-    if not used.all():
-        key, value, slot_mapping = key[used], value[used], slot_mapping[used]
-    slots = slot_mapping.long()
+    slots, used = once_per_step(_used_slots, slot_mapping)
+    if used is not None:
+        key, value = key[used], value[used]
     block_size = key_cache.shape[1]
     for new, target, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
         new = new if scale == 1.0 else new.to(torch.promote_types(new.dtype, torch.float32)) / scale

@@ -11,9 +11,8 @@ import triton.language as tl
 Pair = tuple[torch.Tensor, torch.Tensor]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-# Lower bounds of an absolute maximum.
-MIN_ABSMAX = 1 / 512  # of a tensor, a token or a norm's group in vLLM: scales are at least 1 / (448 * 512)
-GROUP_EPS = 1e-10  # of a group, in both hosts
+MIN_ABSMAX = 1 / 512  # least absolute maximum of a tensor, a token or a norm's group in vLLM
+GROUP_EPS = 1e-10  # least absolute maximum of a group, in both hosts
 MAX_COLUMNS = 65536
 # Triton's interpreter (3.6) converts to float8 without rounding to nearest even and without carrying.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)

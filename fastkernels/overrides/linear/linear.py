@@ -132,7 +132,7 @@ def linear_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     if not 0 < rows <= PACKED_ROWS:
         return F.linear(x, weight, bias)
     # oneDNN compiles and keeps a kernel for each number of rows, so there are only powers of two.
-    flat, padding = x.reshape(rows, -1), (1 << (rows - 1).bit_length()) - rows
+    flat, padding = x if x.dim() == 2 else x.reshape(rows, -1), (1 << (rows - 1).bit_length()) - rows
     if padding:
         flat = F.pad(flat, (0, 0, 0, padding))
     out = _product()(flat.contiguous(), packed, bias, "none", [], "")

@@ -6,7 +6,9 @@ host files add constructors and forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +19,27 @@ from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.linear import linear
 
 Output = tuple[torch.Tensor, "nn.Parameter | None"]
+
+
+# From a layer's prefix to its quant_method (see quantized.py), None for an unquantized layer.
+Methods = Callable[[str], Any]
+_methods: ContextVar[Methods | None] = ContextVar("quantized linear methods", default=None)
+
+
+@contextmanager
+def weights_as(methods: Methods | None) -> Iterator[None]:
+    """Build the parallel linear layers of a block of code with the methods that `methods(prefix)` returns."""
+    token = _methods.set(methods)
+    try:
+        yield
+    finally:
+        _methods.reset(token)
+
+
+def method_of(prefix: str) -> Any:
+    """Return the method of the layer with this prefix, None if its weight is not quantized."""
+    methods = _methods.get()
+    return None if methods is None else methods(prefix)
 
 
 def vllm_partition(
@@ -48,6 +71,7 @@ class ParallelLinear(nn.Module):
     """
 
     method_class: type[linear.UnquantizedLinearMethod] = linear.UnquantizedLinearMethod
+    quant_method: Any
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -71,7 +95,8 @@ class ParallelLinear(nn.Module):
         """Set the host's attributes and register weight and bias.
 
         output_partition_sizes  rows of this rank's weight, one number for each matrix that is packed into it
-        Raises ValueError for quantized weights and for a rank outside the group.
+        Quantized weights are those of weights_as. Raises ValueError for a host's quant_config and for a rank
+        outside the group.
         """
         if quant_config is not None:
             raise ValueError(
@@ -91,7 +116,7 @@ class ParallelLinear(nn.Module):
         self.has_bias, self.skip_bias_add = bias, skip_bias_add
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.quant_config, self.prefix = quant_config, prefix
-        self.quant_method = self.method_class()
+        self.quant_method = method_of(prefix) or self.method_class()
         self.quant_method.create_weights(
             self, self.input_size_per_partition, output_partition_sizes, input_size, output_size,
             self.params_dtype, weight_loader=self.weight_loader,
@@ -109,6 +134,8 @@ class ParallelLinear(nn.Module):
 
     def _copy(self, param: nn.Parameter, into: torch.Tensor, loaded: torch.Tensor) -> None:
         loaded = loaded.reshape(1) if loaded.dim() == 0 else loaded
+        if getattr(param, "per_matrix", False) and loaded.numel() == 1:
+            loaded = loaded.reshape(1).expand(into.shape)
         if into.shape != loaded.shape:
             kind = "bias" if param is self.bias else "weight"
             raise ValueError(
@@ -117,9 +144,11 @@ class ParallelLinear(nn.Module):
             )
         into.copy_(loaded)
 
-    def _shard(self, loaded: torch.Tensor, dim: int, size: int, rank: int, parts: int) -> torch.Tensor:
+    def _shard(
+        self, param: nn.Parameter, loaded: torch.Tensor, dim: int, size: int, rank: int, parts: int
+    ) -> torch.Tensor:
         """Return the rank's `size` rows (dim 0) or columns (dim 1) of a matrix that is cut into `parts`."""
-        if self.use_presharded_weights:
+        if self.use_presharded_weights or (getattr(param, "per_matrix", False) and loaded.numel() == 1):
             return loaded
         if loaded.dim() <= dim or loaded.shape[dim] != size * parts:
             found = tuple(loaded.shape)
@@ -173,7 +202,7 @@ class Column(ParallelLinear):
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's rows of loaded_weight [N, K] or [N]. Raises ValueError for another shape."""
-        rows = self._shard(loaded_weight, 0, param.shape[0], self.tp_rank, self.tp_size)
+        rows = self._shard(param, loaded_weight, 0, param.shape[0], self.tp_rank, self.tp_size)
         self._copy(param, param.data, rows)
 
 
@@ -201,14 +230,14 @@ class MergedColumn(Column):
                 if ids
                 else []
             )
-            for index, part in zip(ids, _split(self, loaded_weight, [sizes[i] for i in ids]), strict=True):
+            parts = _split(self, param, loaded_weight, [sizes[i] for i in ids])
+            for index, part in zip(ids, parts, strict=True):
                 self.weight_loader(param, part, index)
             return
         if not 0 <= loaded_shard_id < count:
             raise ValueError(f"{self.prefix}: shard id {loaded_shard_id} is not in 0 .. {count - 1}")
-        size = self.output_partition_sizes[loaded_shard_id]
-        start = sum(self.output_partition_sizes[:loaded_shard_id])
-        rows = self._shard(loaded_weight, 0, size, self.tp_rank, self.tp_size)
+        start, size = _span(param, self.output_partition_sizes, loaded_shard_id)
+        rows = self._shard(param, loaded_weight, 0, size, self.tp_rank, self.tp_size)
         self._copy(param, param.data.narrow(0, start, size), rows)
 
 
@@ -268,16 +297,16 @@ class QKV(Column):
             kv = self.total_num_kv_heads
             sizes = [self.total_num_heads * self.head_size, kv * self.head_size, kv * self.v_head_size]
             sizes = self.output_partition_sizes if self.use_presharded_weights else sizes
-            for name, part in zip("qkv", _split(self, loaded_weight, sizes), strict=True):
+            for name, part in zip("qkv", _split(self, param, loaded_weight, sizes), strict=True):
                 self.weight_loader(param, part, name)
             return
         if loaded_shard_id not in ("q", "k", "v"):
             raise ValueError(f"{self.prefix}: shard id {loaded_shard_id!r} is not 'q', 'k' or 'v'")
         index = "qkv".index(loaded_shard_id)
-        size = self.output_partition_sizes[index]
+        start, size = _span(param, self.output_partition_sizes, index)
         rank, parts = (self.tp_rank, self.tp_size) if index == 0 else self._kv_part
-        rows = self._shard(loaded_weight, 0, size, rank, parts)
-        self._copy(param, param.data.narrow(0, sum(self.output_partition_sizes[:index]), size), rows)
+        rows = self._shard(param, loaded_weight, 0, size, rank, parts)
+        self._copy(param, param.data.narrow(0, start, size), rows)
 
 
 class Row(ParallelLinear):
@@ -316,11 +345,22 @@ class Row(ParallelLinear):
     def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """Copy this rank's columns of loaded_weight [N, K]; a bias [N] whole. Raises ValueError for another shape."""
         if getattr(param, "input_dim", None) is not None:
-            loaded_weight = self._shard(loaded_weight, 1, param.shape[1], self.tp_rank, self.tp_size)
+            loaded_weight = self._shard(param, loaded_weight, 1, param.shape[1], self.tp_rank, self.tp_size)
         self._copy(param, param.data, loaded_weight)
 
 
-def _split(layer: ParallelLinear, loaded: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, ...]:
+def _span(param: nn.Parameter, sizes: list[int], index: int) -> tuple[int, int]:
+    """Return the first row and the number of rows of a packed matrix in this parameter."""
+    unit = getattr(param, "row_unit", 1)
+    return sum(sizes[:index]) // unit, -(-sizes[index] // unit)
+
+
+def _split(
+    layer: ParallelLinear, param: nn.Parameter, loaded: torch.Tensor, sizes: list[int]
+) -> tuple[torch.Tensor, ...]:
+    if getattr(param, "per_matrix", False) and loaded.numel() == 1:
+        return (loaded,) * len(sizes)
+    sizes = [-(-size // getattr(param, "row_unit", 1)) for size in sizes]
     if loaded.shape[0] != sum(sizes):
         raise ValueError(
             f"{layer.prefix or type(layer).__name__}: packed weight of shape {tuple(loaded.shape)} does not fit,"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from fastkernels.core.baseline import Baseline, Function, dense, filled, first
+from fastkernels.core.baseline import Baseline, Function, dense, filled, first, half
 from fastkernels.overrides.kit.libraries import T, from_blas
 from fastkernels.overrides.linear.linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
 from fastkernels.overrides.linear.linear_fp8_libraries import (
@@ -22,6 +23,9 @@ from fastkernels.overrides.linear.linear_fp8_libraries import (
     supports_sgl,
 )
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, granularity
+from fastkernels.overrides.linear.linear_int4 import linear_int4_cublas, unpack_int4
+from fastkernels.overrides.linear.linear_int4 import supports_cublas as supports_int4_cublas
+from fastkernels.overrides.linear.linear_ternary import quantize_int8, unpack_ternary
 
 
 def _vllm_triton_linear() -> Function:
@@ -47,8 +51,82 @@ def _linear(x: T, weight: T, bias: T | None = None) -> T:
     return F.linear(x, weight, bias)
 
 
+def _marlin() -> Function:
+    """vLLM's Marlin. It repacks each weight at its first call, as vLLM does at load, and keeps it for later calls."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.quantization.utils import marlin_utils as marlin
+    from vllm.scalar_type import scalar_types
+
+    # By address and version; the entries keep the weights, so that no address is used twice.
+    known: dict[tuple[int, int], tuple[T, dict[str, Any]]] = {}
+
+    def takes(function: Function, **given: Any) -> dict[str, Any]:
+        """The arguments that this version of vLLM has."""
+        return {name: v for name, v in given.items() if name in inspect.signature(function).parameters}
+
+    def prepared(weight: T, scale: T, zero: T | None, dtype: torch.dtype) -> dict[str, Any]:
+        key = weight.data_ptr(), weight._version
+        if key not in known:
+            n, k, none = (
+                weight.shape[0],
+                2 * weight.shape[1],
+                torch.empty(0, dtype=torch.int, device=weight.device),
+            )
+            columns = unpack_int4(weight).t().int().unflatten(0, (-1, 8))
+            shifts = 4 * torch.arange(8, dtype=torch.int32, device=weight.device)
+            words = (columns << shifts[:, None]).sum(1, dtype=torch.int32).contiguous()
+            repack = _custom_ops.gptq_marlin_repack
+            packed = repack(words, **takes(repack, perm=none, size_k=k, size_n=n, num_bits=4))
+            group = k // scale.shape[1] if scale.shape[1] > 1 else -1
+            scales = marlin.marlin_permute_scales(scale.t().contiguous().to(dtype), k, n, group)
+            zeros = none if zero is None else marlin.marlin_zero_points(zero.t().int(), scale.shape[1], n, 4)
+            wanted = takes(
+                marlin.apply_gptq_marlin_linear, weight=packed, weight_scale=scales, weight_zp=zeros, g_idx=none,
+                g_idx_sort_indices=none, workspace=marlin.marlin_make_workspace_new(weight.device), is_k_full=True,
+                wtype=scalar_types.uint4b8 if zero is None else scalar_types.uint4, output_size_per_partition=n,
+                input_size_per_partition=k,
+            )  # fmt: skip
+            known[key] = weight, wanted
+        return known[key][1]
+
+    def linear_int4(
+        x: T, weight: T, weight_scale: T, weight_zero: T | None = None, bias: T | None = None
+    ) -> T:
+        own = None if bias is None else marlin.marlin_permute_bias(bias)
+        arguments = prepared(weight, weight_scale, weight_zero, x.dtype)
+        return marlin.apply_gptq_marlin_linear(x, **arguments, bias=own)
+
+    return linear_int4
+
+
+def _no_marlin(
+    x: T, weight: T, weight_scale: T, weight_zero: T | None = None, bias: T | None = None
+) -> str | None:
+    n, k, groups = weight.shape[0], 2 * weight.shape[1], weight_scale.shape[1]
+    group = k // groups if groups else 0
+    if n % 64 or k % 128:
+        return f"N = {n} and K = {k} must be multiples of 64 and 128"
+    if groups > 1 and group not in (32, 64, 128):
+        return f"groups of {group} columns are not 32, 64 or 128"
+    if groups == 1 and weight_zero is not None:
+        return "zero points need groups"
+    return first(half(x), dense(x, weight, weight_scale), filled(x))
+
+
+def _unpacked(x: T, weight: T, weight_scale: T, bias: T | None = None) -> T:
+    """Unpack the weight and multiply in x's dtype, as transformers' BitLinear does."""
+    q, scale = quantize_int8(x)
+    y = F.linear(q, unpack_ternary(weight).to(x.dtype) - 1) * (scale * weight_scale)
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "linear": (*from_blas(_linear),),
+    "linear_int4": (
+        Baseline("marlin", "host", _marlin, ("vllm",), refuses=_no_marlin),
+        Baseline("cublas", "library", lambda: linear_int4_cublas, refuses=supports_int4_cublas),
+    ),
+    "linear_ternary": (Baseline("unpacked", "library", lambda: _unpacked),),
     "linear_fp8": (
         Baseline("cutlass", "host", lambda: linear_fp8_cutlass, ("vllm",), refuses=supports_cutlass),
         Baseline("deepgemm", "host", lambda: linear_fp8_deepgemm, (DEEP_GEMM,), refuses=supports_deepgemm),

@@ -37,9 +37,8 @@ class SGLangUnquantizedLinearMethod(UnquantizedLinearMethod):
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if getattr(
-            layer, "use_intel_amx_backend", False
-        ):  # in a fork: packed in place, for the host's product
+        # In a fork: packed in place, for the host's product
+        if getattr(layer, "use_intel_amx_backend", False):
             return super().apply(layer, x, bias)
         return linear(x, layer.weight, bias)
 

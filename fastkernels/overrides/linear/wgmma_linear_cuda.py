@@ -102,17 +102,17 @@ def plan(
     least     columns of a stage
     reserved  bytes of shared memory that the ring cannot use
     """
-    splits = min(splits, -(-k // least))
-    rows = tile_rows(n, splits, rows, sms)
+    parts = min(splits, -(-k // least)) if splits > 1 else 1
+    size = tile_rows(n, parts, rows, sms)
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
 
     def room(block_k: int) -> int:
-        return min((SHARED - reserved) // (2 * block_k * (rows + tokens)), MAX_STAGES)
+        return min((SHARED - reserved) // (2 * block_k * (size + tokens)), MAX_STAGES)
 
-    block_k = next((b for b in (256, 128) if room(b) >= stages and -(-k // b) >= splits), least)
-    items, stages = -(-n // rows) * splits, room(block_k)
-    first = min(-(-1024 * ahead // (2 * block_k * rows)), stages) if ahead else stages
-    return Plan(rows, tokens, block_k, stages, splits, items, min(items, sms), first)
+    block_k = next((b for b in (256, 128) if room(b) >= stages and -(-k // b) >= parts), least)
+    items, ring = -(-n // size) * parts, room(block_k)
+    first = min(-(-1024 * ahead // (2 * block_k * size)), ring) if ahead else ring
+    return Plan(size, tokens, block_k, ring, parts, items, min(items, sms), first)
 
 
 def fits(params: dict[str, Any], m: int, k: int) -> bool:

@@ -137,20 +137,20 @@ def _check(
 ) -> None:
     if gating_output.dim() != 2:
         raise ValueError(f"gating_output must be [tokens, experts], got shape {tuple(gating_output.shape)}")
-    experts = gating_output.shape[1]
-    if groups < 1 or experts % groups:
-        raise ValueError(f"{experts} experts cannot form {groups} equal groups (num_expert_group)")
+    count = gating_output.shape[1]
+    if groups < 1 or count % groups:
+        raise ValueError(f"{count} experts cannot form {groups} equal groups (num_expert_group)")
     if not 1 <= topk_group <= groups:
         raise ValueError(f"topk_group {topk_group} is not in 1 .. {groups}, the number of groups")
-    if not 1 <= topk <= topk_group * (experts // groups):
+    if not 1 <= topk <= topk_group * (count // groups):
         raise ValueError(
-            f"topk {topk} is not in 1 .. {topk_group * (experts // groups)}, the experts of the chosen groups"
+            f"topk {topk} is not in 1 .. {topk_group * (count // groups)}, the experts of the chosen groups"
         )
     if scoring_func not in ("softmax", "sigmoid"):
         raise ValueError(f"scoring_func {scoring_func!r} is neither 'softmax' nor 'sigmoid'")
-    if bias is not None and (bias.shape != (experts,) or experts < 2 * groups):
+    if bias is not None and (bias.shape != (count,) or count < 2 * groups):
         raise ValueError(
-            f"e_score_correction_bias {tuple(bias.shape)} must be [{experts}], with two or more experts per group"
+            f"e_score_correction_bias {tuple(bias.shape)} must be [{count}], with two or more experts per group"
         )
 
 

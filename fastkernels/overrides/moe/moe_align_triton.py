@@ -148,8 +148,10 @@ def align(
     ids: torch.Tensor, expert_map: torch.Tensor | None, outs: Outs, num_experts: int, block_size: int, first: bool
 ) -> None:  # fmt: skip
     """Fill outs: sorted_token_ids, expert_ids and num_tokens_post_padded. ids is contiguous; first: invalid_first."""
-    way = by_chunks if in_chunks(ids.numel(), num_experts) else by_experts
-    way(ids, expert_map, outs, num_experts, block_size, first)
+    if in_chunks(ids.numel(), num_experts):
+        by_chunks(ids, expert_map, outs, num_experts, block_size, first)
+    else:
+        by_experts(ids, expert_map, outs, num_experts, block_size, first)
 
 
 def in_chunks(pairs: int, num_experts: int) -> bool:

@@ -57,8 +57,7 @@ def _grouped_topk(
     scoring_func: str,
 ) -> Pair:
     check_tokens(hidden_states, gating_output)
-    if shared:
-        refuse("grouped_topk", num_fused_shared_experts=shared)
+    refuse("grouped_topk", num_fused_shared_experts=shared or None)
     return grouped_topk(
         gating_output, topk, renormalize, groups or 1, topk_group or 1, scoring_func, bias,
         1.0 if factor is None else factor,

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -139,15 +140,17 @@ def _reference(
     acc = torch.promote_types(x.dtype, torch.float32)
     h = x.to(acc)
     if residual is not None:
-        h = h + residual.to(acc)
+        h = h + residual
         residual.copy_(h)
-    head = h if var_hidden_size is None else h[..., :var_hidden_size]
-    y = h * head.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+    if var_hidden_size is None:
+        y = F.rms_norm(h, h.shape[-1:], None, eps)
+    else:
+        y = h * h[..., :var_hidden_size].square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
     if weight is None:
         return y.to(x.dtype)
     if cast_x_before_out_mul:
         return (y.to(x.dtype) * weight).to(x.dtype)
-    return (y * weight.to(acc)).to(x.dtype)
+    return (y * weight).to(x.dtype)
 
 
 rms_norm = define(

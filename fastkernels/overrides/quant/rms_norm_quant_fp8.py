@@ -128,12 +128,10 @@ def _supports_triton(
         return f"group_size {group_size} is not a power of two"
     if scale is None and column_major_scales and x.dim() != 2:
         return f"column-major scales of x with {x.dim()} dimensions"
-    reason = unsupported_rows(x) or unsupported_vector(weight, "weight")
-    if reason is None and residual is not None:
-        reason = unsupported_rows(residual, "residual")
-        if reason is None and (rows(residual) or (1,))[0] != (rows(x) or (1,))[0]:
-            reason = f"residual has strides {residual.stride()}, x {x.stride()}: their rows differ"
-    return reason
+    if residual is not None and (rows(residual) or (1,))[0] != (rows(x) or (1,))[0]:
+        return f"residual has strides {residual.stride()}, x {x.stride()}: their rows differ"
+    added = None if residual is None else unsupported_rows(residual, "residual")
+    return unsupported_rows(x) or unsupported_vector(weight, "weight") or added
 
 
 def _triton(

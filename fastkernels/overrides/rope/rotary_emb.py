@@ -15,6 +15,7 @@ from fastkernels.core.case import Case
 from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define, functional
 from fastkernels.core.expressions import Expr
+from fastkernels.core.forward_context import once_per_step
 from fastkernels.core.shapes import near
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
@@ -74,14 +75,23 @@ def _rotate_at_once(
 ) -> None:  # fmt: skip
     """Do what _rotate does with is_neox_style and without round_products, in fewer steps, for decode steps on a CPU."""
     compute, rotary_dim = torch.promote_types(query.dtype, torch.float32), cos_sin_cache.shape[-1]
-    rows = cos_sin_cache.index_select(0, positions.flatten())
-    cos, sin = (rows.to(query.dtype) if cast_cache else rows).to(compute).unsqueeze(-2).chunk(2, dim=-1)
+    cos, sin = once_per_step(
+        _cos_sin, positions, cos_sin_cache, query.dtype if cast_cache else compute, compute
+    )
     q, k = (x.view(positions.numel(), -1, head_size)[..., :rotary_dim] for x in (query, key))
     x1, x2 = torch.cat((q, k), dim=1).to(compute).chunk(2, dim=-1)
     new = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
     new_q, new_k = (truncate(new) if truncates else new).split((q.shape[1], k.shape[1]), dim=1)
     q.copy_(new_q)
     k.copy_(new_k)
+
+
+def _cos_sin(
+    positions: torch.Tensor, cos_sin_cache: torch.Tensor, rounded: torch.dtype, compute: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """The cosines and the sines of each token, [T, 1, rotary_dim / 2] in `compute`, rounded to `rounded`."""
+    rows = cos_sin_cache.index_select(0, positions.flatten()).to(rounded)
+    return rows.to(compute).unsqueeze(-2).chunk(2, dim=-1)
 
 
 def _pairs(x: torch.Tensor, is_neox_style: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -293,6 +293,25 @@ class VllmPhi3LongRoPEScaledRotaryEmbedding(LongRoPE):
         return rotate(rotary_emb, at, query, key, *how)
 
 
+class ChosenLongRoPE(VllmRotaryEmbedding):
+    """LongRoPE with one of its tables, for every position of every request.
+
+    max_model_len: the longest sequence; over the original context the long factors are used, as vLLM does. Otherwise
+    the keys of a sequence that crosses that length, or shares a prefix with a longer one, would be rotated differently.
+    """
+
+    def __init__(
+        self, head_size: int, rotary_dim: int, max_position_embeddings: int, base: float, is_neox_style: bool,
+        dtype: torch.dtype, factors: Sequence[float], magnitude: float,
+    ) -> None:  # fmt: skip
+        self.factors, self.magnitude = factors, magnitude
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+
+    def _spans(self) -> list[Span]:
+        factors = torch.tensor(self.factors, dtype=torch.float32, device="cpu")
+        return [Span(self._inv_freq() / factors, self.max_position_embeddings, magnitude=self.magnitude)]
+
+
 class VllmApplyRotaryEmb(nn.Module):
     """vllm.model_executor.layers.rotary_embedding.common.ApplyRotaryEmb: the rotation, with given cosines and sines.
 
@@ -328,7 +347,8 @@ def get_rope(
 ) -> VllmRotaryEmbedding:
     """The module for a Hugging Face config's rope_parameters (rope_theta, rope_type, partial_rotary_factor, ...).
 
-    Raises ValueError for a rope_type other than 'default', 'linear', 'llama3' and 'yarn', or a missing parameter.
+    For 'longrope' they may also hold max_model_len, see ChosenLongRoPE; by default it is max_position.
+    Raises ValueError for a rope_type other than 'default' and those of _NEEDED, or a missing parameter.
     """
     p = dict(rope_parameters or {})
     kind = p.get("rope_type", p.get("type", "default"))
@@ -355,6 +375,8 @@ def get_rope(
         )
     if kind == "yarn":
         return _yarn(head_size, rotary_dim, max_position, base, is_neox_style, p, dtype)
+    if kind == "longrope":
+        return _longrope(head_size, rotary_dim, max_position, base, is_neox_style, p, dtype)
     return VllmLlama3RotaryEmbedding(*args, dtype, *(p[n] for n in _NEEDED[kind]))
 
 
@@ -363,6 +385,7 @@ _NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("original_max_position_embeddings",),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 
 
@@ -384,6 +407,26 @@ def _yarn(
         mscale_all_dim=p.get("mscale_all_dim"), attention_factor=p.get("attention_factor"),
         truncate=p.get("truncate", True),
     )  # fmt: skip
+
+
+def _longrope(
+    head_size: int, rotary_dim: int, max_position: int, base: float, is_neox_style: bool, p: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> VllmRotaryEmbedding:  # fmt: skip
+    """LongRoPE with transformers' defaults: without a factor, it is max_position over the original length."""
+    original = p["original_max_position_embeddings"]
+    longest = p.get("max_model_len") or max_position
+    name = "long_factor" if longest > original else "short_factor"
+    if len(p[name]) != rotary_dim // 2:
+        raise ValueError(
+            f"rope_type 'longrope' needs {rotary_dim // 2} numbers in {name}, half of the {rotary_dim} rotated"
+            f" channels, got {len(p[name])}"
+        )
+    factor, magnitude = float(p.get("factor") or max_position / original), p.get("attention_factor")
+    if magnitude is None:
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    args = (head_size, rotary_dim, max_position, base, is_neox_style, dtype)
+    return ChosenLongRoPE(*args, p[name], magnitude)
 
 
 _ROPE = "vllm.model_executor.layers.rotary_embedding."

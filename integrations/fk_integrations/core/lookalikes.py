@@ -14,16 +14,19 @@ _IDLE = ("Identity", "Dropout", "DropPath", "ModuleList", "Sequential")  # nothi
 PACKAGES = ("timm", "transformers", "diffusers")  # hosts whose models may contain each other's
 
 
-def lookalikes(host: str, op: str, model: Any, parts: Mapping[str, tuple[str, ...]]) -> dict[Reason, int]:
+def lookalikes(
+    host: str, op: str, model: Any, parts: Mapping[str, tuple[str, ...]], package: str = ""
+) -> dict[Reason, int]:
     """{reason: modules} of the host's classes whose name contains one of these parts, without a target of any op.
 
-    parts  {op: parts of class names}
+    parts    {op: parts of class names}
+    package  whose classes they are; by default the host's
     """
     listed = {t.path for name in registry.op_names() for t in registry.get(name).targets_for(host)}
     found: Counter[Reason] = Counter()
     for module in model.modules() if model is not None and op in parts else ():
         cls: Any = type(module)
-        theirs = cls.__module__.startswith(f"{host}.") and not hasattr(cls, "fastkernels")
+        theirs = cls.__module__.startswith(f"{package or host}.") and not hasattr(cls, "fastkernels")
         if theirs and any(part in cls.__name__ for part in parts[op]) and class_path(cls) not in listed:
             name = f"{cls.__module__}.{cls.__qualname__}"
             found[Reason(Kind.OTHER_CLASS, f"{name}, which is not one that {op} replaces")] += 1

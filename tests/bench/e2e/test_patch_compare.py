@@ -42,7 +42,7 @@ def run(block: int, number: int, tpot: float, again: bool = False, load: Load = 
     case: dict[str, Any] = {"load": str(load), "block": block, "run": number, "state": state}
     metrics = {"tpot_ms": tpot, "first_tokens_s": tpot, "output_tokens_per_s": 1000 / tpot}
     case |= {"again": True} if again else {}
-    return make_row("vllm", case, metrics, command=COMMAND, subject=Subject(model="m"))
+    return make_row("vllm", case, metrics, command=COMMAND, subject=Subject(model="m", host="vllm"))
 
 
 def test_patched_runs_are_compared_with_both_neighbours() -> None:
@@ -82,6 +82,19 @@ def test_throughput_over_loads_is_a_geometric_mean() -> None:
     assert line["output_ratio"] == pytest.approx((2.0 * 2.0 / (2.0 * 2.5) ** 0.5 * 0.5**0.5) ** 0.5, rel=0.2)
     low, high = line["output_ratio_ci95"]
     assert low < line["output_ratio"] < high and line["least"] == pytest.approx(0.45, rel=0.02)
+
+
+def test_rows_are_shown_without_a_model(tmp_path: Path) -> None:
+    """Those of the last kind that was measured."""
+    made = [run(b, n, 0.5 if b == 1 else 1.0) for b in range(3) for n in (0, 1)]
+    for row in made:
+        row.case["no_table"] = True
+    append(tmp_path / "rows.jsonl", [run(0, 0, 9.0), *made])
+    done = fk_bench_here(COMMAND, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = last_json(done)["results"]
+    assert line["tpot_ms_ratio"] == pytest.approx(2.0) and line["stock_tpot_ms"] == 1.0
+    assert "geometric mean" in done.stdout
 
 
 def test_unknown_host_and_bad_arguments_are_refused(tmp_path: Path) -> None:

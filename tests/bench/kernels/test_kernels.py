@@ -44,9 +44,9 @@ BAD: dict[str, tuple[str, Status, str]] = {
         Status.COMPILE_ERROR, "no\ufffd idea",
     ),
     "merge_state": (
-        ROUTE + "def merge_state(*args):\n    for _ in range(1000):\n        os.write(1, b'x' * 1000000)\n"
-        "    os.write(2, b'the end of a gigabyte')\n    os._exit(3)\n",
-        Status.CRASH, "the end of a gigabyte",
+        ROUTE + "def merge_state(*args):\n    for _ in range(200):\n        os.write(1, b'x' * 1000000)\n"
+        "    os.write(2, b'the end of 200 megabytes')\n    os._exit(3)\n",
+        Status.CRASH, "the end of 200 megabytes",
     ),
     "linear": (
         ROUTE + "def linear(*args):\n    print('here', flush=True)\n    time.sleep(600)\n",
@@ -103,7 +103,7 @@ def failed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any]
     folder = tmp_path_factory.mktemp("bad")
     candidates = written(folder / "candidates", {op: text for op, (text, *_) in BAD.items()})
     result = kernels(
-        *BAD, "moe_align", "--candidate", candidates, "--no-scan", "--timeout", 15, "--out", folder / "run", *ONE
+        *BAD, "moe_align", "--candidate", candidates, "--no-scan", "--timeout", 8, "--out", folder / "run", *ONE
     )  # fmt: skip
     rows, warnings = read(folder / "run" / "rows.jsonl")
     assert not warnings
@@ -124,7 +124,7 @@ def test_run_continues_after_failures(failed_run: Any) -> None:
     assert rows["moe_align"].status is Status.OK and status == 1
     assert not line["ok"] and line["failed"] == len(BAD) and line["cases"] == len(BAD) + 1
     page = Path(line["report"]).read_text()
-    assert "the end of a gigabyte" in page and "no_such_library_here" in page
+    assert "the end of 200 megabytes" in page and "no_such_library_here" in page
 
 
 def test_dying_candidate_gets_rows_and_few_restarts(tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ def test_other_architectures_agree(model_type: str, tmp_path: Path, capsys: Any)
 
 
 @pytest.mark.slow
+def test_model_without_window_is_described(tmp_path: Path, capsys: Any) -> None:
+    """EXAONE 4's small models have no window, and then all their layers have positions."""
+    _, found = scaffold("exaone4", tmp_path, capsys)
+    full = tiny("Exaone4", sliding_window=None, layer_types=["full_attention"] * 2)
+    by_hand = registry.describe(full)
+    with registry.using(Path(found["model_file"])):
+        written = registry.describe(full)
+    assert by_hand.layers[0].attention.rope is not None
+    assert samples.equal(samples.normal(written), samples.normal(by_hand))
+
+
+@pytest.mark.slow
 def test_engine_runs_a_written_file(tmp_path: Path, capsys: Any, greedy: Any, monkeypatch: Any) -> None:
     from fastkernels import LLM, SamplingParams
 

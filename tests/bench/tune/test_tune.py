@@ -11,7 +11,9 @@ import torch
 from fk_bench import cli
 from fk_bench.core.rows import Row, Status, Subject, read
 from fk_bench.tune import tuner
-from fk_bench.tune.tuner import Choice, Tuner
+from fk_bench.tune.choice import Choice
+from fk_bench.tune.screen import Screen
+from fk_bench.tune.tuner import Tuner
 from support.commands import fk_bench, last_json
 
 from fastkernels.core import registry, tuning
@@ -298,6 +300,7 @@ class Script(Tuner):
 
         self.said, self.finalists, self.run, self.final = said, 2, "r1", Options()
         self.requested: list[tuple[str, str]] = []
+        self._screen = None
 
     def _judged(self, name: str, choice: Choice, shape: Any, sizes: Any, stage: str) -> Row:
         self.requested.append((stage, choice.provider))
@@ -346,6 +349,81 @@ def test_production_is_written_if_nothing_is_faster() -> None:
     assert entry is not None and (entry.provider, entry.baseline) == (None, "vllm")
     skipped = {("final", "b"): row("b", 0.9, 0.8, status=Status.SKIPPED)}
     assert Script(skipped).entry("b") is None and Script({}).entry() is None
+
+
+# -- choices timed in one process
+
+
+@pytest.fixture
+def linear(monkeypatch: pytest.MonkeyPatch) -> Op:
+    """The op with more providers: one is half of production's work, others are wrong or fail."""
+
+    def half(x: Any, weight: Any, bias: Any = None) -> Any:
+        return x @ weight.T
+
+    def twice(x: Any, weight: Any, bias: Any = None) -> Any:
+        for _ in range(20):
+            x @ weight.T
+        return x @ weight.T
+
+    def wrong(x: Any, weight: Any, bias: Any = None) -> Any:
+        return x.new_zeros(x.shape[0], weight.shape[0])
+
+    def broken(x: Any, weight: Any, bias: Any = None) -> Any:
+        raise RuntimeError("no such kernel")
+
+    op = registry.get("linear").op
+    more = (Provider(f.__name__, f, ("cpu",)) for f in (half, wrong, broken))
+    monkeypatch.setattr(op, "providers", (Provider("onednn", twice, ("cpu",)), *more))
+    return op
+
+
+def test_screen_ranks_correct_choices_against_production(linear: Op) -> None:
+    shape, several = {"N": 64, "K": 64, "dtype": "float32"}, [Choice(p.name) for p in linear.providers]
+    screen = Screen("cpu", "r")
+    screen.prepare([("linear", shape, {"M": 4}, several)])
+    (found,), row = screen.time("linear", shape, {"M": 4}, several)
+    assert found.choice == Choice("half") and found.faster and found.ratio is not None and found.ratio.low > 1
+    assert row.baseline == "onednn" and set(row.metrics) == {"us half", "us onednn, production"}
+    assert set(row.case["rejected"]) == {"wrong", "broken"}
+    assert "no such kernel" in row.case["rejected"]["broken"]
+
+
+def test_only_choices_faster_in_the_screen_are_judged(linear: Op) -> None:
+    shape = {"N": 64, "K": 64, "dtype": "float32"}
+    script = Script({("final", "half"): row("half", 1.2, 1.1)})
+    script._screen, script._on_screen = Screen("cpu", "r"), lambda row: None
+    several = [Choice(p.name) for p in linear.providers]
+    entry = script.point("linear", shape, {"M": 4}, {"M": 2}, several)
+    assert entry is not None and (entry.provider, entry.speedup) == ("half", 1.2)
+    assert script.requested == [("final", "half")]
+    slow = script.point("linear", shape, {"M": 4}, None, [Choice("wrong"), Choice("onednn")])
+    assert slow is not None and (slow.provider, slow.faster) == ("onednn", False)
+    assert len(script.requested) == 1
+
+
+def test_model_is_tuned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from support.tiny import make_tiny_llama
+
+    model = make_tiny_llama(tmp_path / "tiny")
+    words = [
+        "tune", str(model), "--device", "cpu", "--dtype", "float32", "--provider", "reference", "--json", "--batch",
+        "1", "--context", "8", "--rounds", "3", "--finalists", "1", "--run", str(tmp_path / "run"),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    line = json.loads(capsys.readouterr().out)
+    assert end.value.code == 0 and line["left"] == 0 and line["ops"] == 2
+    found = {e.op for e in tuning.read(Path(line["table"])).entries}
+    assert found == {"linear", "attention_decode"}
+    screened = [r for r in read(Path(line["rows"]))[0] if r.kind == "screened"]
+    assert len(screened) >= line["points"] == 5
+
+
+def test_two_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["tune", "llama-3.2-1b", "--model", "llama", "--device", "cpu", "--run", str(tmp_path)])
+    assert end.value.code == 2 and "one model at a time, got llama-3.2-1b, llama" in capsys.readouterr().err
 
 
 def test_written_table_is_read_back(tmp_path: Path) -> None:

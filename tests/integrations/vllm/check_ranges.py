@@ -12,6 +12,7 @@ from fastkernels.core.dispatch import OPS
 from fastkernels.core.tuning import Entry, Table
 
 MOST = 2  # tokens of the largest batch that the table below lists ours as faster for
+OPTIONS = {"enforce_eager": False, "dtype": "float32"}
 # Ops of CUDA builds that vLLM's last pass names when it meets an op which changes its arguments.
 ABSENT = (
     "fused_add_rms_norm_static_fp8_quant", "rms_norm_dynamic_per_token_quant", "rms_norm_static_fp8_quant",
@@ -40,7 +41,7 @@ def llm():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(compile_in_pieces))
         patch.setattr(VllmAdapter, "faster_on_cpu", False)
-        llm = make_llm(os.environ["TINY_LLAMA"], enforce_eager=False, dtype="float32")
+        llm = make_llm(os.environ["TINY_LLAMA"], **OPTIONS)
         yield llm
 
 
@@ -109,3 +110,13 @@ def test_requested_ops_run_in_batches_of_every_size(llm, table):
     report = fastkernels.patch(llm, ops=["rms_norm"])
     assert set(calls(llm, 1)) == set(calls(llm, 64)) == {"rms_norm"}
     report.undo()
+
+
+def test_engine_built_patched_has_the_same_ranges(llm, table):
+    report = fastkernels.patch("vllm")
+    try:
+        built = make_llm(os.environ["TINY_LLAMA"], **OPTIONS)
+        assert endpoints(built)[0] == MOST
+        assert set(calls(built, MOST)) == {*OURS} and calls(built, MOST + 1) == {}
+    finally:
+        report.undo()

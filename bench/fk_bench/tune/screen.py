@@ -1,0 +1,124 @@
+"""The choices of a point, timed in this process: in CUDA graphs, cold L2, interleaved with production's kernel."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from fastkernels.core import registry
+from fastkernels.core.tuning import Chip
+from fastkernels.verify import measure
+from fastkernels.verify.measure import Point, Ratio
+from fk_bench.core import machine, rows
+from fk_bench.core.rows import Row, Subject
+from fk_bench.tune.choice import Choice
+
+ROUNDS = 15
+
+
+@dataclass(frozen=True)
+class Screened:
+    """A correct choice with its time, and how many times as fast as production it is; None without a kernel of it."""
+
+    choice: Choice
+    us: float
+    ratio: Ratio | None
+
+    @property
+    def faster(self) -> bool:
+        return self.ratio is None or self.ratio.low > 1
+
+
+class Screen:
+    """Times choices on one device. compile_s: the limit for compiling the kernels of a call of `prepare`."""
+
+    def __init__(self, device: str, run_id: str, compile_s: float = 60.0):
+        self.device, self.run_id, self.compile_s = torch.device(device), run_id, compile_s
+        self.chip = Chip.of(device)
+        self._failed: dict[tuple[Point, str], str] = {}
+        self._versions = machine.interpreter(sys.executable).versions
+
+    def prepare(
+        self, points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, int], Sequence[Choice]]]
+    ) -> None:
+        """Compile the kernels of all points (op, shape, sizes, choices) in parallel."""
+        subjects = {
+            point_of(name, shape, sizes): [_subject(name, c) for c in several]
+            for name, shape, sizes, several in points
+        }
+        with torch.inference_mode():
+            self._failed |= measure.compiled(
+                subjects, self.device, self._generator(), time.monotonic() + self.compile_s
+            )
+
+    def time(
+        self, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int], several: Sequence[Choice]
+    ) -> tuple[list[Screened], Row]:
+        """The correct choices, fastest first, and a row with all times and the reasons against the others."""
+        point, usual = point_of(name, shape, sizes), measure.production(name, self.device.type)
+        found: list[Screened] = []
+        said: dict[str, str] = {}
+        with torch.inference_mode():
+            cold = measure.COLD * self.chip.l2_bytes
+            calls = measure.arguments(point, self.device, self._generator(), cold)
+            host = None if usual is None else measure.Subject(usual, {})
+            right = []
+            for choice in several:
+                subject = _subject(name, choice)
+                if subject.provider is usual and not choice.params:  # production itself
+                    continue
+                reason = self._failed.get((point, subject.name)) or self._wrong(
+                    point, subject, host, calls[0]
+                )
+                if reason is None:
+                    right.append((choice, subject))
+                else:
+                    said[str(choice)] = reason
+            every = [*([] if host is None else [host]), *(subject for _, subject in right)]
+            times = measure.interleaved(every, calls, self.device, ROUNDS) if right else []
+        theirs = times[0] if host is not None and times else None
+        for (choice, _), ours in zip(right, times[len(times) - len(right) :], strict=True):
+            ratio = None if theirs is None else Ratio.of(ours, theirs)
+            found.append(Screened(choice, 1e6 * median(ours) / len(calls), ratio))
+        found.sort(key=lambda one: one.us)
+        metrics = {f"us {one.choice}": one.us for one in found}
+        if usual is not None and theirs is not None:
+            metrics[f"us {usual.name}, production"] = 1e6 * median(theirs) / len(calls)
+        case = {"kind": "screened", "shape": dict(shape), "sizes": dict(sizes), "rejected": said}
+        row = Row(
+            run_id=self.run_id, command="tune", commit=machine.commit(), machine=machine.machine(),
+            versions=self._versions, subject=Subject(op=name), case=case, metrics=metrics,
+            baseline=None if usual is None else usual.name, status=rows.Status.OK if found else rows.Status.SKIPPED,
+            reason="" if found else "; ".join(dict.fromkeys(said.values())),
+        )  # fmt: skip
+        return found, row
+
+    def _wrong(self, point: Point, subject: Any, host: Any, args: list[Any]) -> str | None:
+        supports = subject.provider.supports
+        if host is None:
+            return None if supports is None else supports(*args)
+        try:
+            return measure.wrong(point, subject, host, args)
+        except Exception as error:  # of a kernel: the choice is left out
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(0)
+
+
+def point_of(name: str, shape: Mapping[str, Any], sizes: Mapping[str, int]) -> Point:
+    """The point of a shape as a table has it."""
+    key = registry.get(name).op.key
+    typed = (getattr(torch, shape[n]) if n.endswith("dtype") else shape[n] for n in key.shape)
+    return Point(name, tuple(typed), tuple(sizes[n] for n in key.sizes))
+
+
+def _subject(name: str, choice: Choice) -> measure.Subject:
+    provider = next(p for p in registry.get(name).op.providers if p.name == choice.provider)
+    return measure.Subject(provider, choice.params)

@@ -1,0 +1,256 @@
+"""Layers and tensors of quantized checkpoints: from a Scheme to a layer's method, from a tensor to its parameter.
+
+A layer's parameters have one layout for all checkpoints (see overrides/linear/quantized.py). Each tensor is converted
+by itself, on the way from the file to the parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from fastkernels.models.common import registry
+from fastkernels.models.common.quantization import Scheme, read
+from fastkernels.overrides.linear.linear_int4 import MIDDLE, pack_int4
+from fastkernels.overrides.linear.linear_ternary import UNIT, pack_ternary
+from fastkernels.overrides.linear.parallel_linear import Methods, ParallelLinear
+from fastkernels.overrides.linear.quantized import (
+    Fp8LinearMethod,
+    Int4LinearMethod,
+    Nvfp4AsDenseMethod,
+    TernaryLinearMethod,
+)
+
+log = logging.getLogger("fastkernels")
+MARK = "weight_scale"  # the parameter that every quantized layer has
+# Of a KV cache in 8 bits: ours has the model's dtype.
+NOT_READ = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
+
+Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+# {name of a tensor in a layer: ((parameter, conversion), ...)}; with a parameter "", the conversion is only a check
+Tensors: TypeAlias = Mapping[str, tuple[tuple[str, Convert], ...]]
+
+
+def methods(config: Any) -> Methods | None:
+    """The method of each linear layer of a config's model, by prefix; None if the model is not quantized."""
+    scheme = read(config)
+    if scheme is None:
+        return None
+    arch, make = registry.find(config.architectures[0]).arch, _method(scheme)
+    announce(scheme)
+    return lambda prefix: make() if scheme.quantizes(prefix, arch) else None
+
+
+@lru_cache
+def announce(scheme: Scheme) -> None:
+    """Log once what is not done in the checkpoint's number format."""
+    if scheme.kind == "nvfp4":
+        log.warning("NVFP4 weights are dequantized while they are loaded: no kernel here multiplies them")
+
+
+@lru_cache
+def announce_cache() -> None:
+    log.warning("the KV cache has the model's dtype: the checkpoint's scales for one in 8 bits are not used")
+
+
+def _method(scheme: Scheme) -> Callable[[], Any]:
+    if scheme.kind == "int4":
+        # GPTQ and AWQ have scales in float16; in bfloat16 they would lose three bits.
+        scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16
+        return lambda: Int4LinearMethod(scheme.group, scheme.zeros, scale_dtype)
+    if scheme.kind == "nvfp4":
+        return Nvfp4AsDenseMethod
+    if scheme.kind == "ternary":
+        return TernaryLinearMethod
+    return lambda: Fp8LinearMethod(scheme.kind == "fp8_block", scheme.static)
+
+
+class Reader:
+    """The tensors of a checkpoint and the parameters that they become."""
+
+    def __init__(self, config: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+        scheme = read(config)
+        self.tensors: Tensors = {} if scheme is None else _tensors(scheme)
+        self.parameters = parameters
+        self.names = {p: name for name, parts in reversed(list(self.tensors.items())) for p, _ in parts if p}
+
+    def targets(self, name: str) -> tuple[tuple[str, Convert], ...]:
+        """(parameter, conversion) of a tensor, whose name has the layer's name in our model."""
+        layer, _, own = name.rpartition(".")
+        if self.tensors and own in NOT_READ:
+            announce_cache()
+            return ()
+        if own == "bias" and self._quantized(layer) and name not in self.parameters:
+            return (("", _no_bias),)
+        if own in self.tensors and self._quantized(layer):
+            return tuple((p and f"{layer}.{p}", convert) for p, convert in self.tensors[own])
+        return ((name, same),)
+
+    def checkpoint_name(self, parameter: str) -> str:
+        """The name of a parameter's tensor, before the layer is renamed."""
+        layer, _, own = parameter.rpartition(".")
+        return f"{layer}.{self.names.get(own, own)}" if self._quantized(layer) else parameter
+
+    def _quantized(self, layer: str) -> bool:
+        return f"{layer}.{MARK}" in self.parameters
+
+
+def finish(model: nn.Module) -> None:
+    """Let the layers change their parameters after all are loaded."""
+    for module in model.modules():
+        if isinstance(module, ParallelLinear):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, as a conversion."""
+    return tensor
+
+
+def _row_scale(tensor: torch.Tensor) -> torch.Tensor:
+    """A scale per tensor, or per row [N, 1], as [1] or [N]."""
+    return tensor.reshape(-1) if tensor.dim() != 2 or tensor.shape[1] == 1 else tensor
+
+
+def _no_bias(tensor: torch.Tensor) -> torch.Tensor:
+    """AutoGPTQ gives each layer a bias, which is zero where the model has none."""
+    if not tensor.is_meta and tensor.any():
+        raise ValueError("the model has no bias there, and it is not zero")
+    return tensor
+
+
+def _nibbles(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """The eight integers of each int32 along `dim` as uint8; order: the place in the word of the first, second, ..."""
+    if words.dtype != torch.int32 or words.dim() != 2:
+        raise ValueError(f"its dtype is {words.dtype}, not torch.int32 with eight integers in each")
+    shifts = 4 * torch.tensor(order, dtype=torch.int32, device=words.device)
+    shape = (1, 8, 1) if dim == 0 else (8,)
+    return (words.unsqueeze(dim + 1) >> shifts.view(shape) & 15).flatten(dim, dim + 1).to(torch.uint8)
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    if values.shape[1] % 32:
+        raise ValueError(f"{values.shape[1]} columns are not a multiple of 32")
+    return pack_int4(values.contiguous())
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t()
+
+
+def _in_order(group: int) -> Convert:
+    """Check that the groups of GPTQ's g_idx are neighbouring columns."""
+
+    def check(found: torch.Tensor) -> torch.Tensor:
+        size = group if group > 0 else max(len(found), 1)
+        if not found.is_meta and not torch.equal(found.long(), torch.arange(len(found)) // size):
+            raise ValueError(
+                "its columns are not grouped in their order: act order (desc_act) is not supported"
+            )
+        return found
+
+    return check
+
+
+def _zeros(scheme: Scheme, unpack: Convert) -> tuple[tuple[str, Convert], ...]:
+    """Where zero points go: to their parameter, or to a check that they are what a weight without them has."""
+
+    def check(found: torch.Tensor) -> torch.Tensor:
+        values = unpack(found)
+        if not values.is_meta and not values.eq(MIDDLE).all():
+            raise ValueError(f"a symmetric weight has zero points other than {MIDDLE}")
+        return values
+
+    return (("weight_zero", unpack),) if scheme.zeros else (("", check),)
+
+
+def _int4_tensors(scheme: Scheme) -> Tensors:
+    if scheme.layout == "compressed-tensors":
+        return {
+            "weight_packed": (("weight", lambda t: _packed(_nibbles(t, 1))),),
+            "weight_scale": (("weight_scale", same),),
+            "weight_zero_point": _zeros(scheme, lambda t: _nibbles(t, 0)),
+            "weight_shape": (),
+        }
+    scales = (("weight_scale", _transposed),)
+    if scheme.layout == "awq":
+        # Words hold columns 0, 2, 4, 6, 1, 3, 5, 7.
+        order = (0, 4, 1, 5, 2, 6, 3, 7)
+        return {
+            "qweight": (("weight", lambda t: _packed(_nibbles(t, 1, order).t())),),
+            "scales": scales,
+            "qzeros": _zeros(scheme, lambda t: _nibbles(t, 1, order).t()),
+        }
+    one = int(scheme.layout == "gptq")  # the first version stores zero points less one
+    return {
+        "qweight": (("weight", lambda t: _packed(_nibbles(t, 0).t())),),
+        "scales": scales,
+        "qzeros": _zeros(scheme, lambda t: _nibbles(t, 1).t() + one),
+        "g_idx": (("", _in_order(scheme.group)),),
+    }
+
+
+def _ternary(values: torch.Tensor) -> torch.Tensor:
+    """Pack integers 0 to 2 [N, K]."""
+    if values.shape[1] % UNIT:
+        raise ValueError(f"{values.shape[1]} columns are not a multiple of {UNIT}")
+    if not values.is_meta and values.gt(2).any():
+        raise ValueError("it has a weight other than -1, 0 and 1")
+    return pack_ternary(values.contiguous())
+
+
+def _quarters(packed: torch.Tensor) -> torch.Tensor:
+    """BitNet's packing: each quarter of the rows has two bits of the bytes [N / 4, K]."""
+    if packed.dtype != torch.uint8:
+        raise ValueError(f"its dtype is {packed.dtype}, not torch.uint8 with four weights in each")
+    return _ternary(torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)]))
+
+
+def _mean(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float().abs().mean().clamp(min=1e-5).reshape(1)
+
+
+def _rounded(weight: torch.Tensor) -> torch.Tensor:
+    """Weights before quantization, divided by their mean absolute value."""
+    return _ternary(((weight.float() * _mean(weight).reciprocal()).round().clamp(-1, 1) + 1).to(torch.uint8))
+
+
+def _ternary_tensors(scheme: Scheme) -> Tensors:
+    if scheme.layout == "online":
+        return {"weight": (("weight", _rounded), ("weight_scale", _mean))}
+    divides = scheme.layout == "bitlinear"
+    scale = (("weight_scale", lambda t: t.float().reciprocal() if divides else t),)
+    return {"weight": (("weight", _quarters),), "weight_scale": scale}
+
+
+def _nvfp4_tensors(scheme: Scheme) -> Tensors:
+    scale = {"weight_scale": (("weight_scale", same),)}
+    if scheme.layout == "modelopt":
+        factor = (("weight_global", lambda t: t.reshape(1)),)
+        return {"weight": (("weight_packed", same),), **scale, "weight_scale_2": factor, "input_scale": ()}
+    divisor = (("weight_global", lambda t: t.reshape(1).reciprocal()),)
+    named = {"weight_packed": (("weight_packed", same),), "weight_global_scale": divisor}
+    return {**named, **scale, "input_global_scale": ()}
+
+
+def _tensors(scheme: Scheme) -> Tensors:
+    if scheme.kind == "int4":
+        return _int4_tensors(scheme)
+    if scheme.kind == "nvfp4":
+        return _nvfp4_tensors(scheme)
+    if scheme.kind == "ternary":
+        return _ternary_tensors(scheme)
+    static = {"input_scale": (("input_scale", same),) if scheme.static else ()}
+    scale = (("weight_scale", same if scheme.kind == "fp8_block" else _row_scale),)
+    weight = (("weight", same),)
+    if scheme.layout == "fp8":
+        names = ("weight_scale_inv", "weight_scale")
+        first, second = names if scheme.kind == "fp8_block" else names[::-1]
+        old = {"activation_scale": static["input_scale"]}
+        return {"weight": weight, first: scale, second: scale, **static, **old}
+    return {"weight": weight, "weight_scale": scale, **static}

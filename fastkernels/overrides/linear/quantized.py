@@ -1,0 +1,207 @@
+"""Quantized weights of parallel linear layers: the parameters that each format registers, and the product.
+
+A method holds the weight as [N, ...] with rows as in an unquantized layer, so that the layers' loaders share the rows
+and columns over ranks. Checkpoints in other layouts are converted tensor by tensor while they are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.overrides.kit.fp8 import FP8, GROUP_EPS, MIN_ABSMAX
+from fastkernels.overrides.linear.linear import linear
+from fastkernels.overrides.linear.linear_fp8 import linear_fp8
+from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
+from fastkernels.overrides.linear.linear_int4 import UNIT, linear_int4
+from fastkernels.overrides.linear.linear_ternary import UNIT as TERNARY_UNIT
+from fastkernels.overrides.linear.linear_ternary import linear_ternary
+from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
+
+
+def register(layer: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, **attrs: Any) -> None:
+    """Register an uninitialized parameter with the attributes that the layer's weight_loader reads.
+
+    output_dim, input_dim  dimension that is shared over ranks by rows or columns of the weight; None: each has all
+    row_unit               rows of the weight for each row of this parameter
+    per_matrix             a checkpoint may have one value for a whole matrix
+    """
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+    for key, value in attrs.items():
+        setattr(parameter, key, value)
+    layer.register_parameter(name, parameter)
+
+
+class Fp8LinearMethod:
+    """Weight [N, K] in float8 e4m3, x quantized for each call, product by the op `linear_fp8`.
+
+    block   True: weight_scale [N / 128, K / 128], and x in groups of 128 columns. False: weight_scale [N], into which a
+            scale per tensor is repeated, and x per token
+    static  x has the checkpoint's input_scale [1]; the largest of the matrices that are packed into one weight
+    """
+
+    def __init__(self, block: bool = False, static: bool = False) -> None:
+        self.block, self.static = block, static
+
+    def create_weights(
+        self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        register(layer, "weight", (n, k), FP8, input_dim=1, output_dim=0, **extra_weight_attrs)
+        if self.block:
+            check_multiple(layer, BLOCK, k, output_partition_sizes, "block")
+            register(
+                layer, "weight_scale", (-(-n // BLOCK), k // BLOCK), torch.float32, input_dim=1, output_dim=0,
+                row_unit=BLOCK, **extra_weight_attrs,
+            )  # fmt: skip
+        else:
+            register(
+                layer,
+                "weight_scale",
+                (n,),
+                torch.float32,
+                output_dim=0,
+                per_matrix=True,
+                **extra_weight_attrs,
+            )
+        if self.static:
+            register(layer, "input_scale", (1,), torch.float32, weight_loader=_load_largest)
+            layer.input_scale.data.zero_()  # type: ignore[union-attr, operator]
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Do nothing: the op uses the tensors as they were loaded."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.static:
+            q, scale = quantize_fp8(x, layer.input_scale)
+        elif self.block:  # the layout of the scales is the one that DeepGEMM reads
+            flat = x.dim() == 2
+            q, scale = quantize_fp8(x, None, BLOCK, None, GROUP_EPS, flat, flat)
+        else:
+            q, scale = quantize_fp8(x, None, -1, None, MIN_ABSMAX)
+        return linear_fp8(q, layer.weight, scale, layer.weight_scale, bias, x.dtype)
+
+
+def _load_largest(parameter: nn.Parameter, loaded: torch.Tensor, *shard: Any) -> None:
+    if loaded.numel() != 1:
+        raise ValueError("expected one value")
+    if not loaded.is_meta:
+        parameter.data.copy_(torch.maximum(parameter.data, loaded.to(parameter).reshape(1)))
+
+
+class Int4LinearMethod:
+    """Weight of 4 bits, packed as in the op `linear_int4`, which multiplies x as it is.
+
+    group        columns that share a scale, -1: all
+    zeros        each group has a zero point
+    scale_dtype  of the scales in a model of 16 bits; None: the model's
+    """
+
+    def __init__(self, group: int, zeros: bool, scale_dtype: torch.dtype | None = None) -> None:
+        self.group, self.zeros, self.scale_dtype = group, zeros, scale_dtype
+
+    def create_weights(
+        self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        check_multiple(layer, UNIT, k, [], "packing")
+        groups, input_dim = 1, None  # one group of all columns: every rank has its scale
+        if self.group > 0:
+            check_multiple(layer, self.group, k, [], "group")
+            groups, input_dim = k // self.group, 1
+        dtype = params_dtype if params_dtype.itemsize > 2 else self.scale_dtype or params_dtype
+        register(layer, "weight", (n, k // 2), torch.uint8, input_dim=1, output_dim=0, **extra_weight_attrs)
+        shared: dict[str, Any] = {"input_dim": input_dim, "output_dim": 0, **extra_weight_attrs}
+        register(layer, "weight_scale", (n, groups), dtype, **shared)
+        if self.zeros:
+            register(layer, "weight_zero", (n, groups), torch.uint8, **shared)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Do nothing: the tensors were packed while they were read."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        zero = layer.weight_zero if self.zeros else None
+        return linear_int4(x, layer.weight, layer.weight_scale, zero, bias)
+
+
+class TernaryLinearMethod:
+    """Weights -1, 0 and 1, packed as in the op `linear_ternary`, with weight_scale [N].
+
+    A scale of a whole matrix is repeated for its rows. With several ranks, each quantizes its own part of x.
+    """
+
+    def create_weights(
+        self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        check_multiple(layer, TERNARY_UNIT, k, [], "packing")
+        register(layer, "weight", (n, k // 4), torch.uint8, input_dim=1, output_dim=0, **extra_weight_attrs)
+        register(
+            layer, "weight_scale", (n,), torch.float32, output_dim=0, per_matrix=True, **extra_weight_attrs
+        )
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Do nothing: the weight was packed while it was read."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear_ternary(x, layer.weight, layer.weight_scale, bias)
+
+
+NVFP4_GROUP = 16
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of 3 bits; the fourth is the sign
+
+
+class Nvfp4AsDenseMethod:
+    """Weight in NVFP4, dequantized once after loading: then the layer is an unquantized one.
+
+    Loaded are weight_packed [N, K / 2] (even columns in the low half of a byte), weight_scale [N, K / 16] in float8,
+    and weight_global [N], a factor for each matrix that is repeated for its rows.
+    """
+
+    def create_weights(
+        self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        check_multiple(layer, NVFP4_GROUP, k, [], "group")
+        both: dict[str, Any] = {"input_dim": 1, "output_dim": 0, **extra_weight_attrs}
+        register(layer, "weight_packed", (n, k // 2), torch.uint8, **both)
+        register(layer, "weight_scale", (n, k // NVFP4_GROUP), FP8, **both)
+        register(
+            layer, "weight_global", (n,), torch.float32, output_dim=0, per_matrix=True, **extra_weight_attrs
+        )
+        self.dtype = params_dtype
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Replace the loaded parameters by the weight."""
+        packed, scale, factor = (
+            layer.get_parameter(name).data for name in ("weight_packed", "weight_scale", "weight_global")
+        )
+        values = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
+        q = values[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()]
+        wide = scale.float() * factor[:, None]
+        dense = (q.unflatten(-1, (-1, NVFP4_GROUP)) * wide.unsqueeze(-1)).flatten(-2)
+        for name in ("weight_packed", "weight_scale", "weight_global"):
+            delattr(layer, name)
+        layer.weight = nn.Parameter(dense.to(self.dtype), requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, layer.weight, bias)
+
+
+def check_multiple(layer: Any, unit: int, columns: int, rows: list[int], what: str) -> None:
+    """Raise ValueError unless all matrices but the last, and the columns, are whole multiples of `unit` on a rank."""
+    name = getattr(layer, "prefix", "") or type(layer).__name__
+    if columns % unit:
+        raise ValueError(f"{name}: {columns} columns on a rank are not a multiple of the {what} size {unit}")
+    wrong = [n for n in rows[:-1] if n % unit]
+    if wrong:
+        raise ValueError(
+            f"{name}: matrices of {', '.join(map(str, rows))} rows on a rank share blocks of {unit}"
+            " rows: use fewer ranks"
+        )
