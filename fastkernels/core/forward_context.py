@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,6 @@ class AttentionMetadata:
     plan           the backend's own
     padded         whether there may be tokens behind the last sequence's
     groups         the metadata of layers whose kv_group is 1, 2, ..., with a slot_mapping and block_table of their own
-    derived        what ops computed from the batch for all layers, see once_per_step
 
     `decode_only`: every sequence has exactly one query.
     """
@@ -44,7 +43,6 @@ class AttentionMetadata:
     plan: Any = None
     padded: bool = True
     groups: tuple[AttentionMetadata, ...] = ()
-    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, layer: Any) -> AttentionMetadata:
         """The metadata of an attention layer's KV group."""
@@ -56,17 +54,18 @@ class AttentionMetadata:
 
 
 _current: AttentionMetadata | None = None
+_derived: dict[Any, Any] = {}  # what ops computed from the current step's batch for all layers, see once_per_step
 
 
 @contextmanager
 def forward_context(metadata: AttentionMetadata) -> Iterator[None]:
     """Make `metadata` the current step's."""
-    global _current
-    previous, _current = _current, metadata
+    global _current, _derived
+    previous, _current, _derived = (_current, _derived), metadata, {}
     try:
         yield
     finally:
-        _current = previous
+        _current, _derived = previous
 
 
 def get_forward_context() -> AttentionMetadata:
@@ -86,7 +85,7 @@ def once_per_step(make: Callable[..., T], tensor: torch.Tensor, *args: Any) -> T
         return make(tensor, *args)
     given = (tensor, *args)
     key = (make, *((t.data_ptr(), t.shape, t.stride()) if isinstance(t, torch.Tensor) else t for t in given))
-    found = _current.derived.get(key)
+    found = _derived.get(key)
     if found is None:
-        found = _current.derived[key] = make(*given), given  # tensors that are alive keep their addresses
+        found = _derived[key] = make(*given), given  # tensors that are alive keep their addresses
     return found[0]

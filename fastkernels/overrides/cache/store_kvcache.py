@@ -165,8 +165,29 @@ def store_in_place(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
+    _store(key, value, key_cache, value_cache, slot_mapping, _used_slots(slot_mapping), k_scale, v_scale)
+
+
+def _once_per_step(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Do what store_in_place does; the layers of a step find the used slots once."""
+    used = once_per_step(_used_slots, slot_mapping)
+    _store(key, value, key_cache, value_cache, slot_mapping, used, k_scale, v_scale)
+
+
+def _store(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor | None], k_scale: float, v_scale: float,
+) -> None:  # fmt: skip
     check(key, value, key_cache, value_cache, slot_mapping)
-    slots, used = once_per_step(_used_slots, slot_mapping)
+    slots, used = found
     if used is not None:
         key, value = key[used], value[used]
     block_size = key_cache.shape[1]
@@ -187,7 +208,7 @@ store_kvcache = define(
     fake=lambda *args, **kwargs: None,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
-        Provider("reference", store_in_place, devices=("cuda", "cpu")),
+        Provider("reference", _once_per_step, devices=("cuda", "cpu")),
     ),
 )
 

@@ -164,10 +164,10 @@ def test_shapes_of_models_and_ranks() -> None:
     _, _, key = tuner.key_of("linear")
     whole = tuner.shapes_of_model("linear", key, "llama", torch.bfloat16)
     sizes = [(s["N"], s["K"]) for s in whole]
-    assert sizes == [(3 * 4096, 4096), (4096, 4096), (2 * 11008, 4096), (4096, 11008)]
+    assert sizes == [(6144, 4096), (4096, 4096), (2 * 14336, 4096), (4096, 14336)]  # Llama-3.1-8B
     half = tuner.shapes_of_model("linear", key, "llama", torch.float16, tp=2)
     assert [(s["N"], s["K"], s["dtype"]) for s in half] == [
-        (3 * 2048, 4096, "float16"), (4096, 2048, "float16"), (11008, 4096, "float16"), (4096, 5504, "float16"),
+        (3072, 4096, "float16"), (4096, 2048, "float16"), (14336, 4096, "float16"), (4096, 7168, "float16"),
     ]  # fmt: skip
 
 

@@ -223,6 +223,7 @@ class Worker:
 
     def __init__(self, config):
         self.vllm_config, self.rank, self.model_runner = config, 0, None
+        self.device = torch.device("cpu")
 
     def load_model(self):
         self.builder = SimpleNamespace(
