@@ -28,7 +28,7 @@ class Group:
 
 _SINGLE = Group(0, 1, lambda t: t, lambda t, dim: t)
 _group: Group = _SINGLE
-_build_as: ContextVar[tuple[int, int] | None] = ContextVar("build_as", default=None)
+_build_as: ContextVar[tuple[int, int, int] | None] = ContextVar("build_as", default=None)
 
 
 def bind(
@@ -58,13 +58,14 @@ def reset() -> None:
 
 
 @contextmanager
-def build_as(rank: int, size: int) -> Iterator[None]:
+def build_as(rank: int, size: int, experts: int = 1) -> Iterator[None]:
     """Build modules of `rank` in this thread, whatever group is bound; collectives still use the bound group.
 
+    experts  groups of ranks that have different experts; 1: each rank has a shard of every expert
     Raises ValueError for a rank that is not in 0 .. size - 1.
     """
     _check(rank, size)
-    token = _build_as.set((rank, size))
+    token = _build_as.set((rank, size, experts))
     try:
         yield
     finally:
@@ -127,6 +128,12 @@ def get_tp_size() -> int:
     """The number of ranks that a module built now is sharded over."""
     found = _build_as.get()
     return _group.size if found is None else found[1]
+
+
+def get_ep_size() -> int:
+    """The number of groups of ranks that a mixture of experts built now is sharded over."""
+    found = _build_as.get()
+    return 1 if found is None else found[2]
 
 
 def all_reduce(t: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ class EngineConfig:
     async_scheduling        schedule a step while the previous one runs (default: on CUDA)
     attention_backend       one of ATTENTION_BACKENDS (default: the first supported of fa3, triton, reference)
     tensor_parallel_size    ranks that each layer is sharded over: GPUs, or gloo processes on the CPU
+    expert_parallel_size    groups of those ranks that have different experts (1: every expert is shared by all ranks)
     max_logprobs            upper limit of logprobs and prompt_logprobs of a request; -1: no limit
     seed                    of dummy weights, and of the seeds of requests without one
     load_format             'auto': safetensors; 'dummy': random weights from `seed`
@@ -58,6 +59,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     attention_backend: str | None = None
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
     max_logprobs: int = 20
     seed: int = 0
     load_format: str = "auto"
@@ -80,7 +82,7 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization {self.gpu_memory_utilization} is not in (0, 1]")
         for name in (
             "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_blocks", "kv_cache_memory",
-            "tensor_parallel_size",
+            "tensor_parallel_size", "expert_parallel_size",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -88,6 +90,11 @@ class EngineConfig:
         if self.max_logprobs < -1:
             raise ValueError(
                 f"max_logprobs {self.max_logprobs} is invalid: it must be at least 0, or -1 for no limit"
+            )
+        if self.tensor_parallel_size % self.expert_parallel_size:
+            raise ValueError(
+                f"expert_parallel_size {self.expert_parallel_size} does not divide tensor_parallel_size"
+                f" {self.tensor_parallel_size}: it groups those ranks"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(

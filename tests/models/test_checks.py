@@ -24,8 +24,13 @@ REMOTE = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checks")
-    for kind in ("llama", "olmoe", "cohere2"):
-        make_tiny(root / kind, kind, "float32", **({} if kind == "olmoe" else {"num_attention_heads": 8}))
+    for kind in ("llama", "olmoe", "cohere2", "gpt_oss"):
+        make_tiny(
+            root / kind,
+            kind,
+            "float32",
+            **({} if kind in ("olmoe", "gpt_oss") else {"num_attention_heads": 8}),
+        )
     return root
 
 
@@ -93,6 +98,24 @@ def test_ranks_that_cannot_share_are_refused(
     config = build.load_config(edited(folders / kind, tmp_path / "copy", **fields))
     with pytest.raises(Unsupported) as caught:
         checks.check_ranks(config, ranks)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "groups", "said"),
+    [
+        ("llama", 2, 2, "LlamaForCausalLM has no experts"),
+        ("gpt_oss", 2, 2, "the experts of GptOssForCausalLM cannot be divided: only 1 is supported"),
+        ("olmoe", 4, 4, "6 experts cannot be divided by 4; supported: 1, 2"),
+        ("olmoe", 6, 3,
+         "num_attention_heads=4, num_key_value_heads=2, vocab_size=512 cannot be shared by 6 ranks; supported: none"),
+    ],
+)  # fmt: skip
+def test_experts_that_cannot_be_divided_are_refused(
+    folders: Path, kind: str, ranks: int, groups: int, said: str
+) -> None:
+    with pytest.raises(Unsupported) as caught:
+        checks.check_ranks(build.load_config(folders / kind), ranks, groups)
     assert str(caught.value) == said
 
 

@@ -11,16 +11,20 @@ from support.tiny import KINDS, MODELS, make_tiny
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
-from fastkernels.models.common import build
+from fastkernels.models.common import build, decoder
 from fastkernels.models.common.registry import models
 from fastkernels.overrides.attention.attention import PagedAttention
+from fastkernels.overrides.moe.sparse_moe import Experts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
 
 
 # Built by the same code as the others: by default, only their logits are compared.
-SIMILAR = ("gemma", "seed_oss", "ernie4_5", "ministral", "cohere", "glm", "exaone4_full")
+SIMILAR = (
+    "gemma", "seed_oss", "ernie4_5", "ministral", "cohere", "glm", "exaone4_full", "deepseek_v2", "deepseek_v2_greedy",
+    "glm4_moe", "glm4_moe_lite", "dots1",
+)  # fmt: skip
 every_model = pytest.mark.parametrize(
     "folder",
     [pytest.param(name, marks=pytest.mark.slow if name in SIMILAR else ()) for name in MODELS],
@@ -102,6 +106,26 @@ def test_two_ranks_keep_tokens(folder: Path, greedy: Any) -> None:
     assert got == [greedy(folder, prompt, 12) for prompt in PROMPTS]
 
 
+EXPERTS = [name for name in MODELS if name in ("mixtral", "deepseek_v3", "qwen3_moe")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", EXPERTS, indirect=True)
+def test_expert_parallel_ranks_keep_tokens(folder: Path, greedy: Any) -> None:
+    """Each of two ranks has half of the experts, whole."""
+    ranks = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+    llm = LLM(str(folder), device="cpu", max_model_len=256, **ranks)
+    modules = [m for m in llm.llm_engine.executor.runner.model.modules() if isinstance(m, Experts)]
+    shapes = {tuple(m.w13_weight.shape) for m in modules}
+    got = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
+    llm.llm_engine.shutdown()
+    assert got == [greedy(folder, prompt, 12) for prompt in PROMPTS]
+    config = build.load_config(folder)
+    count = next(n for name in decoder.EXPERTS if (n := getattr(config, name, None)))
+    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    assert shapes == {(count // 2, 2 * inner, config.hidden_size)}
+
+
 @torch.inference_mode()
 def test_logits_equal_transformers(folder: Path) -> None:
     """Prefill all but two tokens, decode these, and compare each position with one full forward pass."""
@@ -114,7 +138,7 @@ def test_logits_equal_transformers(folder: Path) -> None:
     model = build.build(folder, config, torch.device("cpu"), torch.float32)
     for layer in model.modules():
         if isinstance(layer, PagedAttention):
-            layer.kv_cache = tuple(torch.zeros(2, 4, 16, layer.num_kv_heads, layer.head_size))
+            layer.kv_cache = tuple(torch.zeros(shape) for shape in layer.cache_shapes(4, 16))
     found = []
     for start, end in ((0, 43), (43, 44), (44, 45)):
         with forward_context(one_sequence(start, end)):

@@ -24,10 +24,22 @@ def test_plan_has_checkpoint_keys_and_sizes(name: str, tmp_path_factory: pytest.
 
 
 PUBLISHED = {  # thousand million parameters, as their model cards state
-    "gemma-2-9b": 9.24, "granite-3.3-8b": 8.17, "llama-3.1-8b": 8.03, "llama-3.2-3b": 3.21, "mixtral-8x7b": 46.7,
-    "olmo-2-1124-7b": 7.30, "phi-4": 14.7, "qwen2.5-0.5b": 0.494, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8,
-    "qwen2.5-32b": 32.8, "qwen3-4b": 4.02, "qwen3-14b": 14.8,
+    "deepseek-r1": 671.0, "dots.llm1": 142.8, "gemma-2-9b": 9.24, "glm-4.5-air": 106.9, "granite-3.3-8b": 8.17,
+    "llama-3.1-8b": 8.03, "llama-3.2-3b": 3.21, "mixtral-8x7b": 46.7, "olmo-2-1124-7b": 7.30, "phi-4": 14.7,
+    "qwen2.5-0.5b": 0.494, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8, "qwen2.5-32b": 32.8, "qwen3-4b": 4.02,
+    "qwen3-14b": 14.8,
 }  # fmt: skip
+
+
+def test_cache_of_latents_has_one_vector_a_token() -> None:
+    """70 kB a token in bfloat16, where keys and values of 128 heads would take 5 MB."""
+    from fk_bench.e2e.model_configs import load_config
+
+    made = plan(load_config("deepseek-r1")[1])
+    assert made.kv_bytes_per_token == 61 * (512 + 64) * 2
+    assert made.kv_bytes(1000) == 1000 * made.kv_bytes_per_token
+    # 37 thousand million parameters are active, as published; the embedding counts as one row
+    assert made.read_bytes / 2e9 == pytest.approx(37, rel=0.02)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -28,6 +28,14 @@ from fastkernels.models.common.weights import CheckpointError
 RECORDED = {row["id"]: row for row in json.loads((Path(__file__).parent / "checkpoints.json").read_text())}
 WHERE = Path("model-00001-of-00004.safetensors")
 Shapes = Mapping[str, Sequence[int]]
+LARGE = (
+    "zai-org/GLM-4.5-Air",
+    "zai-org/GLM-4.7-Flash",
+    "rednote-hilab/dots.llm1.inst",
+)  # ten thousand keys and more
+every_row = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in RECORDED]
+)
 
 
 def expanded(patterns: Shapes) -> dict[str, Sequence[int]]:
@@ -65,7 +73,7 @@ def fill(model: nn.Module, config: Any, folder: Path, shapes: Shapes) -> dict[st
     return weights.fill(model, tensors, find(config.architectures[0]).arch, config, folder)
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@every_row
 def test_recorded_names_fit_plan_and_loader(name: str, tmp_path: Path) -> None:
     config, row = config_of(name, tmp_path), RECORDED[name]
     made, shapes = plan(config, "bfloat16"), expanded(row["keys"])
@@ -90,7 +98,7 @@ def test_recorded_names_fit_plan_and_loader(name: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@every_row
 def test_wrong_names_and_shapes_are_named(name: str, tmp_path: Path) -> None:
     """The first key of each pattern: under another name, and with one row more."""
     config, row = config_of(name, tmp_path), RECORDED[name]

@@ -153,3 +153,9 @@ def test_models_of_a_series_share_a_folder(tmp_path: Path) -> None:
     write(tmp_path, "vision/series/third.py", ARCH.format("C"))
     with pytest.raises(registry.InvalidModelFile, match="category 'llm' is not its folder 'vision'"):
         registry.read_models(tmp_path)
+
+
+def test_ops_of_a_model_include_those_of_later_experts() -> None:
+    """DeepSeek-V3's first three layers have no experts."""
+    found = ops_of_model("deepseek_v3")
+    assert {"mla_prefill", "mla_decode", "grouped_topk", "fused_experts"} <= set(found)

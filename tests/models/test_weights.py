@@ -352,3 +352,31 @@ def test_peak_memory_is_one_shard_plus_one_file(tiny, tmp_path):
     # Column shards (o_proj, down_proj) touch all pages of their tensor, row shards a quarter.
     assert quarter < 0.28 * total
     assert quarter_growth < quarter + 0.6 * largest + 8 * 1024
+
+
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
+    """DeepSeek-V3's checkpoints have one more layer, which only speculative decoding needs."""
+    folder = make_tiny(tmp_path / "model", "deepseek_v3", "float32", num_nextn_predict_layers=1)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    more = {"model.layers.2.eh_proj.weight": torch.ones(4, 4), "model.layers.2.enorm.weight": torch.ones(4)}
+    save_file({**tensors, **more}, file, metadata={"format": "pt"})
+    assert not any(name.startswith("model.layers.2.") for name in load(folder))
+    save_file({**tensors, "model.layers.3.enorm.weight": torch.ones(4)}, file, metadata={"format": "pt"})
+    fails(folder, "keys that the model does not have: model.layers.3.enorm.weight")
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(("size", "groups"), [(2, 2), (4, 2), (4, 4)])
+def test_expert_parallel_shards_make_up_the_model(tmp_path, size, groups, load_format):
+    folder = make_tiny(tmp_path / "model", "deepseek_v3", "float32")
+    name = "model.layers.1.mlp.experts.w2_weight"
+    whole = load(folder, load_format=load_format)[name]
+    rows = []
+    for first in range(0, size, size // groups):
+        parts = []
+        for rank in range(first, first + size // groups):
+            with parallel.build_as(rank, size, groups):
+                parts.append(load(folder, load_format=load_format)[name])
+        rows.append(torch.cat(parts, dim=2))
+    torch.testing.assert_close(torch.cat(rows), whole, atol=0, rtol=0)

@@ -70,6 +70,25 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 3,
 }
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
+MLA: dict[str, Any] = {
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "head_dim": 16,  # of the rotary keys
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "num_nextn_predict_layers": 0,
+}
 # kind: (prefix of transformers' classes, what differs from SIZES)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -141,6 +160,36 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bitnet": ("BitNet", {}),
     "cohere": ("Cohere", {"tie_word_embeddings": True, "logit_scale": 0.5}),
     "glm": ("Glm", {}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **MLA,
+            "q_lora_rank": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**YARN, "attention_factor": None, "mscale": 0.7, "mscale_all_dim": 1.3},
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **MLA,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", {**MLA, "q_lora_rank": 40, "n_group": 2}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**EXPERTS, "num_key_value_heads": 2, "n_group": 2, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "dots1": (
+        "Dots1",
+        {**EXPERTS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "gpt_oss": (
         "GptOss",  # YaRN with a factor of 32
         {
@@ -168,6 +217,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{k: (k, {}) for k in ("gemma", "gemma3_text", "olmo3", "exaone4", "seed_oss", "ernie4_5", "ministral")},
     **{k: (k, {}) for k in ("cohere", "glm", "gpt_oss", "bitnet")},
     "exaone4_full": ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": None}),
+    **{k: (k, {}) for k in ("deepseek_v3", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1")},
+    "deepseek_v2_greedy": ("deepseek_v2", {"q_lora_rank": 40, "topk_method": "greedy"}),
     "gpt_neox_serial": ("gpt_neox", {"use_parallel_residual": False}),
     "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
     "mixtral_window": ("mixtral", {"sliding_window": 9, "num_local_experts": 5, "num_experts_per_tok": 3}),

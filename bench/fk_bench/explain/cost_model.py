@@ -144,8 +144,8 @@ def step(
 def _bind(model: nn.Module, blocks: int, dtype: torch.dtype) -> int:
     for layer in model.modules():
         if isinstance(layer, PagedAttention):
-            shape = (blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_size)
-            layer.kv_cache = tuple(torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))  # type: ignore[assignment]
+            shapes = layer.cache_shapes(blocks, BLOCK_SIZE)
+            layer.kv_cache = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)  # type: ignore[assignment]
     return blocks
 
 

@@ -109,9 +109,7 @@ class _Describe:
 
         for name in ("heads", "kv_heads", "head_size", "bias", "out_bias", "scale", "softcap", "by_head"):
             what, get = f"attention.{name}", attrgetter(f"attention.{name}")
-            if name == "scale" and search.always(
-                lambda layer: layer.attention.scale * layer.attention.head_size**0.5, 1.0
-            ):
+            if name == "scale" and search.always(_relative_scale, 1.0):
                 continue
             if name != "scale" and search.fits(f"d.attention(config, window).{name}", get):
                 continue
@@ -338,3 +336,9 @@ def _own_name(role: str, names: Mapping[str, str]) -> str:
     if role == "router":
         return f"{names['experts'].rpartition('.')[0]}.gate"
     return f"{'mlp' if role in MLP else 'self_attn'}.{role}"
+
+
+def _relative_scale(layer: d.Layer) -> float:
+    """The scale of the scores over the default."""
+    assert isinstance(layer.attention, d.Attention) and layer.attention.scale is not None
+    return layer.attention.scale * layer.attention.head_size**0.5

@@ -119,9 +119,9 @@ def normal(decoder: d.Decoder) -> d.Decoder:
     layers = []
     for layer in decoder.layers:
         a = layer.attention
-        a = replace(
-            a, scale=a.head_size**-0.5 if a.scale is None else a.scale, interleaved=a.interleaved and a.rope is not None
-        )  # fmt: skip
+        if isinstance(a, d.Attention):
+            scale = a.head_size**-0.5 if a.scale is None else a.scale
+            a = replace(a, scale=scale, interleaved=a.interleaved and a.rope is not None)
         names = {part: name for part, name in layer.names.items() if getattr(layer, part, True) is not None}
         layers.append(replace(layer, attention=a, names=names))
     return replace(decoder, layers=tuple(layers), tied=bool(decoder.tied))

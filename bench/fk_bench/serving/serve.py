@@ -107,6 +107,12 @@ def serve(
     tensor_parallel_size: Annotated[
         int, typer.Option(help="GPUs (on the CPU: processes) that share each layer")
     ] = DEFAULT.tensor_parallel_size,
+    expert_parallel_size: Annotated[
+        int,
+        typer.Option(
+            help="groups of those ranks that have different experts (1: all ranks share each expert)"
+        ),
+    ] = DEFAULT.expert_parallel_size,
     max_logprobs: Annotated[int, typer.Option(help="maximum logprobs of a request")] = DEFAULT.max_logprobs,
     seed: Annotated[
         int, typer.Option(help="for dummy weights, and for requests without a seed")
@@ -140,6 +146,7 @@ def serve(
             gpu_memory_utilization=gpu_memory_utilization, kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=enable_prefix_caching, async_scheduling=async_scheduling,
             attention_backend=attention_backend, tensor_parallel_size=tensor_parallel_size,
+            expert_parallel_size=expert_parallel_size,
             max_logprobs=max_logprobs, seed=seed, load_format=load_format, enforce_eager=enforce_eager,
         )  # fmt: skip
         with process.bind(host, port) as sock:

@@ -94,6 +94,7 @@ def shapes_of_model(name: str, key: Key, model: str, dtype: torch.dtype, tp: int
 def _attention(model: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     """Decode attention of a folder's model, by its plan, with the first of the hosts' block sizes."""
     import fastkernels
+    from fastkernels.models.common.description import Attention
 
     if not (Path(model) / "config.json").is_file():
         return []
@@ -101,7 +102,7 @@ def _attention(model: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     return _distinct(
         {"heads": a.heads, "kv_heads": a.kv_heads, "head_size": a.head_size, "block_size": block,
          "window": a.window or 0, "dtype": dtype_name(dtype)}
-        for a in fastkernels.plan(model, dtype_name(dtype)).attentions
+        for a in fastkernels.plan(model, dtype_name(dtype)).attentions if isinstance(a, Attention)
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import bisect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -79,8 +80,9 @@ def cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def block_bytes(layers: Sequence[Any], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of these layers."""
-    return sum(2 * block_size * m.num_kv_heads * m.head_size * dtype.itemsize for m in layers)
+    """Bytes of one block: what these layers cache."""
+    shapes = (shape for m in layers for shape in m.cache_shapes(1, block_size))
+    return sum(prod(shape) for shape in shapes) * dtype.itemsize
 
 
 def bind(
@@ -95,9 +97,9 @@ def bind(
     try:
         for i, (group, num_blocks) in enumerate(zip(groups, counts, strict=True)):
             for layer in group.layers:
-                shape = (2, num_blocks, block_size, layer.num_kv_heads, layer.head_size)
-                cache = torch.zeros(shape, dtype=dtype, device=device)
-                layer.kv_cache, layer.kv_group = (cache[0], cache[1]), i
+                shapes = layer.cache_shapes(num_blocks, block_size)
+                cache = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+                layer.kv_cache, layer.kv_group = cache, i
     except RuntimeError as error:  # includes torch.cuda.OutOfMemoryError
         unbind(layers)
         if not isinstance(error, torch.cuda.OutOfMemoryError) and "can't allocate memory" not in str(error):

@@ -199,16 +199,19 @@ class _Checked:
 
 def _check_ranks(config: EngineConfig, folder: Path, hf_config: Any) -> None:
     """Raise ValueError before any process is started: too few GPUs, or sizes that cannot be sharded."""
-    size = config.tensor_parallel_size
+    size, experts = config.tensor_parallel_size, config.expert_parallel_size
     gpus = torch.cuda.device_count()
     if config.device != "cpu" and 0 < gpus < size:
         raise ValueError(f"tensor_parallel_size {size} needs {size} GPUs, and there are {gpus}")
     try:
-        checks.check_ranks(hf_config, size)
-        with parallel.build_as(0, size):
+        checks.check_ranks(hf_config, size, experts)
+        with parallel.build_as(0, size, experts):
             build.skeleton(folder, hf_config, torch.float32)
     except ValueError as error:
-        raise ValueError(f"tensor_parallel_size {size} does not suit {config.model}: {error}") from error
+        more = f" with expert_parallel_size {experts}" if experts > 1 else ""
+        raise ValueError(
+            f"tensor_parallel_size {size}{more} does not suit {config.model}: {error}"
+        ) from error
 
 
 __all__ = ["Executor", "TensorParallelExecutor", "WorkerDied", "make_executor"]

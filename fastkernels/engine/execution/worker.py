@@ -48,9 +48,10 @@ def build_runner(setup: Setup, phases: Phases | None = None) -> Any:
 
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
-    with parallel.build_as(setup.rank, setup.config.tensor_parallel_size):
+    config = setup.config
+    with parallel.build_as(setup.rank, config.tensor_parallel_size, config.expert_parallel_size):
         return runner_class(setup.hf_config, setup.folder)(
-            setup.config, setup.folder, setup.hf_config, rank=setup.rank, bind_cache=False, phases=phases
+            config, setup.folder, setup.hf_config, rank=setup.rank, bind_cache=False, phases=phases
         )
 
 

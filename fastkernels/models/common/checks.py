@@ -8,12 +8,13 @@ from typing import Any
 
 from fastkernels.models.common import quantization, registry
 from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Decoder, Experts, Unsupported
+from fastkernels.models.common.description import Decoder, Experts, LatentAttention, Unsupported
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 POSITIVE = (
     *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_experts",
-    "num_local_experts", "num_experts_per_tok", "sliding_window",
+    "num_local_experts", "num_experts_per_tok", "sliding_window", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
 )  # fmt: skip
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PADDING = 64  # of the vocabulary
@@ -88,31 +89,58 @@ def _check_layer_types(config: Any) -> None:
         raise Unsupported("config.layer_types has sliding_attention, and config.sliding_window is missing")
 
 
-def check_ranks(config: Any, size: int) -> None:
-    """Raise Unsupported for sizes that `size` ranks cannot share; the message lists the numbers that can."""
+def check_ranks(config: Any, size: int, experts: int = 1) -> None:
+    """Raise Unsupported for sizes that `size` ranks cannot share; the message lists the numbers that can.
+
+    experts: groups of ranks with different experts
+    """
     if registry.find(config.architectures[0]).arch.runner != "Generate":
+        if experts > 1:
+            raise Unsupported(f"{config.architectures[0]} has no experts")
         return  # has no description; its modules check themselves
     described = registry.describe(config)
-    problems = _unshared(described, size)
+    if experts > 1:
+        counts = {layer.mlp.count for layer in described.layers if isinstance(layer.mlp, Experts)}
+        if not counts:
+            raise Unsupported(f"{config.architectures[0]} has no experts")
+        if any(isinstance(layer.mlp, Experts) and layer.mlp.clamped for layer in described.layers):
+            raise Unsupported(
+                f"the experts of {config.architectures[0]} cannot be divided: only 1 is supported"
+            )
+        if uneven := sorted(n for n in counts if n % experts):
+            whole = [str(n) for n in range(1, size + 1) if size % n == 0 and not any(c % n for c in counts)]
+            raise Unsupported(
+                f"{uneven[0]} experts cannot be divided by {experts}; supported: {', '.join(whole)}"
+            )
+    problems = _unshared(described, size, experts)
     if problems:
-        possible = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if not _unshared(described, n))
+        numbers = range(experts, MOST_RANKS + 1, experts)
+        possible = ", ".join(str(n) for n in numbers if not _unshared(described, n, experts)) or "none"
         raise Unsupported(f"{', '.join(problems)} cannot be shared by {size} ranks; supported: {possible}")
 
 
-def _unshared(d: Decoder, size: int) -> list[str]:
-    """The sizes that this number of ranks cannot share. More ranks than KV heads have copies of them."""
+def _unshared(d: Decoder, size: int, experts: int) -> list[str]:
+    """The sizes that this number of ranks cannot share. More ranks than KV heads have copies of them.
+
+    An expert is shared by the ranks of its group.
+    """
     padded = -(-d.vocab // PADDING) * PADDING
     sizes = {f"vocab_size={d.vocab}" + (f" (padded to {padded})" if padded != d.vocab else ""): padded}
     copied = set()
     for layer in d.layers:
-        heads, kv_heads = layer.attention.heads, layer.attention.kv_heads
-        name = "an expert's intermediate size of " if isinstance(layer.mlp, Experts) else "intermediate_size="
-        sizes |= {
-            f"num_attention_heads={heads}": heads,
-            f"{name}{layer.mlp.intermediate}": layer.mlp.intermediate,
-        }
-        if isinstance(layer.mlp, Experts) and layer.mlp.mxfp4:
-            sizes[f"an expert's blocks of 32, {layer.mlp.intermediate // 32}"] = layer.mlp.intermediate // 32
+        heads = layer.attention.heads
+        sizes[f"num_attention_heads={heads}"] = heads
+        if isinstance(layer.mlp, Experts):
+            inner, shared = layer.mlp.intermediate, layer.mlp.shared
+            sizes |= {f"an expert's intermediate size of {inner}": inner * experts}
+            if layer.mlp.mxfp4:
+                sizes[f"an expert's blocks of 32, {inner // 32}"] = inner // 32 * experts
+            sizes |= {f"the shared experts' intermediate size of {shared}": shared} if shared else {}
+        else:
+            sizes[f"intermediate_size={layer.mlp.intermediate}"] = layer.mlp.intermediate
+        if isinstance(layer.attention, LatentAttention):
+            continue  # all ranks have the same latents
+        kv_heads = layer.attention.kv_heads
         sizes[f"num_key_value_heads={kv_heads}"] = kv_heads
         if size % kv_heads == 0 and not layer.attention.wide_norm:
             copied.add(f"num_key_value_heads={kv_heads}")

@@ -11,7 +11,8 @@ from torch import nn
 from fastkernels.core import parallel
 from fastkernels.models.common import description
 from fastkernels.models.common.clamped_experts import ClampedExperts
-from fastkernels.models.common.description import Attention, Experts, Layer, Mlp, Norm
+from fastkernels.models.common.description import Attention, Experts, LatentAttention, Layer, Mlp, Norm
+from fastkernels.models.common.latent import DecoderLatentAttention
 from fastkernels.models.common.registry import describe
 from fastkernels.overrides.activation.vllm import (
     VllmGELU,
@@ -37,6 +38,7 @@ from fastkernels.overrides.linear.vllm import (
 )
 from fastkernels.overrides.moe import sparse_moe
 from fastkernels.overrides.moe.fused_experts import fused_experts
+from fastkernels.overrides.moe.grouped_topk import grouped_topk
 from fastkernels.overrides.moe.topk_softmax import topk_softmax
 from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmLayerNorm, VllmRMSNorm
 from fastkernels.overrides.rope.vllm import get_rope
@@ -60,6 +62,9 @@ ACTIVATIONS: dict[tuple[str, bool], Callable[[], nn.Module]] = {  # (activation,
     ("relu2", False): VllmReLUSquaredActivation,
     ("relu2", True): ReLUSquaredAndMul,
 }
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the number of experts in configs
 
 
 def make_norm(norm: Norm, size: int) -> nn.Module:
@@ -196,9 +201,9 @@ class DecoderAttention(HeadNorms, LlamaAttention):
 
 
 class DecoderMlp(nn.Module):
-    """The MLP of a description: x [T, H] to the same."""
+    """The MLP of a description: x [T, H] to the same. reduce: sum the result over the ranks."""
 
-    def __init__(self, mlp: Mlp, hidden: int, prefix: str) -> None:
+    def __init__(self, mlp: Mlp, hidden: int, prefix: str, reduce: bool = True) -> None:
         super().__init__()
         self.gated = mlp.gated
         if mlp.gated:
@@ -215,7 +220,7 @@ class DecoderMlp(nn.Module):
             else make_wide_norm(mlp.inner_norm, mlp.intermediate, mlp.intermediate)
         )  # fmt: skip
         self.down_proj = VllmRowParallelLinear(
-            mlp.intermediate, hidden, bias=mlp.bias, prefix=f"{prefix}.down_proj"
+            mlp.intermediate, hidden, bias=mlp.bias, reduce_results=reduce, prefix=f"{prefix}.down_proj"
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -229,30 +234,58 @@ class DecoderExperts(nn.Module):
 
     def __init__(self, experts: Experts, hidden: int, prefix: str) -> None:
         super().__init__()
-        self.top_k, self.normalize = experts.top_k, experts.normalize
+        self.described = experts
+        self.ops = ("topk_softmax" if experts.plain else "grouped_topk", "fused_experts")
         self.gate = VllmReplicatedLinear(hidden, experts.count, bias=False, prefix=f"{prefix}.gate")
         self.experts = sparse_moe.Experts(
             experts.count, hidden, experts.intermediate, prefix=f"{prefix}.experts"
         )
+        if experts.correction:
+            bias = torch.empty(experts.count, dtype=torch.float32)
+            self.gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+        self.shared_experts = (
+            DecoderMlp(Mlp(experts.shared), hidden, f"{prefix}.shared_experts", reduce=False)
+            if experts.shared
+            else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores, _ = self.gate(x)
-        weights, ids, _ = topk_softmax(scores, self.top_k, self.normalize)
-        out = fused_experts(x, self.experts.w13_weight, self.experts.w2_weight, weights, ids)
+        weights, ids = self._route(x)
+        experts = self.experts
+        out = fused_experts(x, experts.w13_weight, experts.w2_weight, weights, ids, experts.expert_map)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
         return parallel.all_reduce(out)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights and ids of each token's experts: [T, top_k]."""
+        d = self.described
+        logits, _ = self.gate(x)
+        if d.plain:
+            weights, ids, _ = topk_softmax(logits, d.top_k, d.normalize)
+            return weights, ids
+        bias = self.gate.e_score_correction_bias if d.correction else None
+        return grouped_topk(logits, d.top_k, d.normalize, d.groups, d.top_groups, d.scoring, bias, d.scale)
 
 
 def expert_mapping(config: Any) -> list[tuple[str, str, int, str]]:
     """vLLM's expert_params_mapping for checkpoints that name an expert's parts as an MLP's; see sparse_moe."""
+    count = next(n for name in EXPERTS if (n := getattr(config, name, None)))
     return [
         (f"experts.{ours}_", f"experts.{expert}.{theirs}.", expert, shard)
-        for expert in range(config.num_experts)
+        for expert in range(count)
         for ours, theirs, shard in (
             ("w13", "gate_proj", "w1"),
             ("w2", "down_proj", "w2"),
             ("w13", "up_proj", "w3"),
         )
     ]
+
+
+def _attention(a: Attention | LatentAttention, hidden: int, prefix: str) -> nn.Module:
+    if isinstance(a, LatentAttention):
+        return DecoderLatentAttention(a, make_norm, hidden, prefix)
+    return DecoderAttention(a, hidden, prefix)
 
 
 def _make_mlp(mlp: Mlp | Experts, hidden: int, prefix: str) -> nn.Module:
@@ -268,7 +301,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.parallel, self.multiplier = layer.parallel, layer.multiplier
         own = layer.name("self_attn"), layer.name("mlp")
-        self.add_module(own[0], DecoderAttention(layer.attention, hidden, f"{prefix}.{own[0]}"))
+        self.add_module(own[0], _attention(layer.attention, hidden, f"{prefix}.{own[0]}"))
         self.add_module(own[1], _make_mlp(layer.mlp, hidden, f"{prefix}.{own[1]}"))
         norms = []
         for part in ("before_attention", "after_attention", "before_mlp", "after_mlp"):

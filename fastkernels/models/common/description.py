@@ -6,6 +6,7 @@ Sizes are of the whole model, before it is shared over ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,6 +83,52 @@ class Attention:
     sinks: bool = False
     out_norm: Norm | None = None
 
+    @property
+    def kv_channels(self) -> int:
+        """Numbers in the cache for each token."""
+        return 2 * self.kv_heads * self.head_size
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Operations for each query and key that it sees."""
+        return 4 * self.heads * self.head_size
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2): the cache holds one latent and one rotary key for each token.
+
+    query_rank    channels of the queries' latent; None: queries are projected directly
+    rank          channels of the latent of keys and values
+    nope_size, rope_size, value_size  channels of a head: key without positions, rotary key, value
+    scale         of the scores; None: (nope_size + rope_size) ** -0.5
+    bias          of the projections to latents and of the output
+    """
+
+    heads: int
+    query_rank: int | None
+    rank: int
+    nope_size: int
+    rope_size: int
+    value_size: int
+    scale: float | None = None
+    bias: bool = False
+    rope: Mapping[str, Any] | None = None
+    max_positions: int = 8192
+    interleaved: bool = True
+    norm: Norm = Norm()
+    window: None = None
+
+    @property
+    def kv_channels(self) -> int:
+        """Numbers in the cache for each token."""
+        return self.rank + self.rope_size
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Operations for each query and key that it sees, with queries in the space of latents."""
+        return 2 * self.heads * (2 * self.rank + self.rope_size)
+
 
 @dataclass(frozen=True)
 class Mlp:
@@ -98,11 +145,16 @@ class Mlp:
 class Experts:
     """A router and the gated MLPs (SiLU) of each token's top_k experts.
 
-    normalize  their weights sum to 1
-    names      an expert's gate, up and down projection in the checkpoint
-    clamped    alpha and limit of GPT-OSS's clamped SwiGLU: router and experts then have biases, and the checkpoint has
-               one tensor for all experts; None: SiLU
-    mxfp4      the matrices of these are in MXFP4
+    normalize   their weights sum to 1
+    names       an expert's gate, up and down projection in the checkpoint
+    scoring     'softmax' or 'sigmoid' of the router's logits
+    correction  the ranks of experts are their scores plus a bias, which their weights are without
+    groups, top_groups  experts are chosen from the best top_groups of so many equal groups
+    scale       multiplies the weights
+    shared      intermediate size of the experts of all tokens, as one MLP; 0: none
+    clamped     alpha and limit of GPT-OSS's clamped SwiGLU: router and experts then have biases, and the checkpoint has
+                one tensor for all experts; None: SiLU
+    mxfp4       the matrices of these are in MXFP4
     """
 
     count: int
@@ -110,8 +162,19 @@ class Experts:
     intermediate: int
     normalize: bool = True
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    scoring: str = "softmax"
+    correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    shared: int = 0
     clamped: tuple[float, float] | None = None
     mxfp4: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether the router is a softmax over all experts."""
+        return (self.scoring, self.correction, self.groups, self.scale) == ("softmax", False, 1, 1.0)
 
 
 @dataclass(frozen=True)
@@ -125,7 +188,7 @@ class Layer:
     are None are left out. names: the modules' names in the checkpoint, where they are not Llama's.
     """
 
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: Mlp | Experts
     before_attention: Norm | None = None
     after_attention: Norm | None = None
@@ -238,4 +301,44 @@ def llama(config: Any, **differs: Any) -> Decoder:
         Layer(attention(config, window, **differs), mlp, before_attention=norm, before_mlp=norm)
         for window in windows(config)
     )
+    return Decoder(config.vocab_size, config.hidden_size, layers, norm, bool(config.tie_word_embeddings))
+
+
+def latent_attention(config: Any) -> LatentAttention:
+    """DeepSeek's attention with the sizes of a config. With YaRN the scores are scaled by its magnitude, squared."""
+    parameters, size = rope(config), config.qk_nope_head_dim + config.qk_rope_head_dim
+    scale, over, factor = size**-0.5, parameters.get("mscale_all_dim"), parameters.get("factor") or 1.0
+    if over and factor > 1.0:
+        scale *= (0.1 * over * math.log(factor) + 1.0) ** 2
+    return LatentAttention(
+        config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim,
+        config.qk_rope_head_dim, config.v_head_dim, scale, bool(config.attention_bias), parameters,
+        config.max_position_embeddings, bool(getattr(config, "rope_interleave", True)),
+    )  # fmt: skip
+
+
+def sigmoid_experts(config: Any) -> Experts:
+    """DeepSeek-V3's router and experts with the sizes of a config."""
+    refuse(config, hidden_act="silu", topk_method="noaux_tc", scoring_func="sigmoid")
+    return Experts(
+        config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size, bool(config.norm_topk_prob),
+        scoring="sigmoid", correction=True, groups=config.n_group, top_groups=config.topk_group,
+        scale=config.routed_scaling_factor, shared=config.moe_intermediate_size * (config.n_shared_experts or 0),
+    )  # fmt: skip
+
+
+def latent_decoder(config: Any, experts: Experts, dense_layers: int | None = None) -> Decoder:
+    """DeepSeek's decoder with the sizes of a config: the first layers have an MLP, the others experts.
+
+    dense_layers: with an MLP; by default config.first_k_dense_replace
+    """
+    first = config.first_k_dense_replace if dense_layers is None else dense_layers
+    norm, attention = Norm(eps=config.rms_norm_eps), latent_attention(config)
+    dense = Mlp(config.intermediate_size, activation(config))
+    layers = tuple(
+        Layer(
+            attention, dense if i < first else experts, before_attention=norm, before_mlp=norm
+        )
+        for i in range(config.num_hidden_layers)
+    )  # fmt: skip
     return Decoder(config.vocab_size, config.hidden_size, layers, norm, bool(config.tie_word_embeddings))

@@ -1,35 +1,47 @@
-"""The ops that a model runs: those of its modules, and the ops that these call by name."""
+"""The ops that a model runs: those of its modules' classes or `ops`, and the ops that these call by name."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from fastkernels.core import registry
 from fastkernels.models.common import build
-from fastkernels.models.common.registry import by_architecture, models
+from fastkernels.models.common.registry import by_architecture, describe, find, models
 
 
 def one_layer(model: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """A model with one layer on device 'meta'.
+    """A model on device 'meta' with its first layer, and with those up to its first experts if it has any.
 
-    model  a model name ('llama') or an architecture, with the default sizes of its config; or a folder with config.json
+    model  a model name ('llama') or an architecture, with sizes of its file or transformers' defaults; or a folder with
+           config.json
     Raises UnknownName, CheckpointError.
     """
     from transformers import AutoConfig
 
     if (Path(model) / "config.json").is_file():
         config = build.load_config(Path(model))
-        config.num_hidden_layers = 1
+        config.num_hidden_layers = _layers(config)
         return build.skeleton(Path(model), config, dtype)
     found = models().get(model) or by_architecture().get(model)
     if found is None:
         raise registry.UnknownName("model", model, models())
-    config = AutoConfig.for_model(found.arch.model_type, num_hidden_layers=1)
-    config.architectures = [found.arch.names[0]]
+    names, sizes = [found.arch.names[0]], dict(next(iter(found.arch.public.values()), {}))
+    whole = AutoConfig.for_model(found.arch.model_type, architectures=names, **sizes)
+    sizes["num_hidden_layers"] = _layers(whole)
+    config = AutoConfig.for_model(found.arch.model_type, architectures=names, **sizes)
     return build.skeleton(Path(), config, dtype)
+
+
+def _layers(config: Any) -> int:
+    """The number of first layers that have every kind of MLP."""
+    if find(config.architectures[0]).arch.runner != "Generate":
+        return 1
+    kinds = [type(layer.mlp) for layer in describe(config).layers]
+    return max(map(kinds.index, set(kinds))) + 1
 
 
 def ops_of_model(model: str) -> list[str]:
@@ -38,6 +50,7 @@ def ops_of_model(model: str) -> list[str]:
     parts = [*skeleton.modules(), *(getattr(m, "quant_method", None) for m in skeleton.modules())]
     bases = {base for part in parts for base in type(part).__mro__}
     todo = [op for op in map(registry.op_of_class, bases) if op is not None]
+    todo += [op for part in parts for op in getattr(part, "ops", ())]
     found: set[str] = set()
     while todo:
         name = todo.pop()

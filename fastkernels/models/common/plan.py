@@ -10,7 +10,16 @@ from typing import Any
 
 from fastkernels.models.common import checks, quantization, registry
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import NAMES, Attention, Decoder, Experts, Layer, Mlp, Norm
+from fastkernels.models.common.description import (
+    NAMES,
+    Attention,
+    Decoder,
+    Experts,
+    LatentAttention,
+    Layer,
+    Mlp,
+    Norm,
+)
 from fastkernels.models.common.quantization import Scheme
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
@@ -73,7 +82,7 @@ class Plan:
     category: str
     dtype: str
     items: tuple[Item, ...]
-    attentions: tuple[Attention, ...]
+    attentions: tuple[Attention | LatentAttention, ...]
     tied: bool
 
     @property
@@ -92,11 +101,11 @@ class Plan:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in all layers, while every window holds it."""
-        return sum(2 * a.kv_heads * a.head_size for a in self.attentions) * SIZES[self.dtype]
+        return sum(a.kv_channels for a in self.attentions) * SIZES[self.dtype]
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of keys and values that the next token of a sequence reads: windows bound them."""
-        seen = (2 * a.kv_heads * a.head_size * min(context, a.window or context) for a in self.attentions)
+        seen = (a.kv_channels * min(context, a.window or context) for a in self.attentions)
         return sum(seen) * SIZES[self.dtype]
 
     def flops(self, tokens: int, context: int) -> int:
@@ -106,7 +115,7 @@ class Plan:
         for a in self.attentions:
             window = a.window or context
             pairs = sum(min(first + i + 1, window) for i in range(tokens))
-            own += 4 * a.heads * a.head_size * pairs
+            own += a.flops_per_pair * pairs
         return own
 
     def ops(self) -> list[str]:
@@ -177,7 +186,11 @@ def _layer(layer: Layer, hidden: int, path: str, arch: Architecture) -> Iterator
             yield _norm(getattr(layer, part), f"{path}.{layer.name(part)}", hidden, arch)
 
     yield from norm("before_attention")
-    yield from _attention(layer.attention, hidden, f"{path}.{layer.name('self_attn')}", arch)
+    attention, name = layer.attention, f"{path}.{layer.name('self_attn')}"
+    if isinstance(attention, LatentAttention):
+        yield from _latent_attention(attention, hidden, name, arch)
+    else:
+        yield from _attention(attention, hidden, name, arch)
     yield from norm("after_attention")
     yield from norm("before_mlp")
     mlp, name = layer.mlp, f"{path}.{layer.name('mlp')}"
@@ -220,6 +233,31 @@ def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iter
     yield _linear(f"{path}.o_proj", hidden, a.heads * a.head_size, a.out_bias, "rows", arch)
 
 
+def _latent_attention(a: LatentAttention, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    rows, size = a.rank + a.rope_size, a.nope_size + a.rope_size
+    if a.query_rank is None:
+        yield _linear(f"{path}.q_proj", a.heads * size, hidden, False, "heads", arch)
+        yield _linear(f"{path}.kv_a_proj_with_mqa", rows, hidden, a.bias, "", arch)
+    else:
+        yield _linear(f"{path}.fused_qkv_a_proj", a.query_rank + rows, hidden, a.bias, "", arch)
+        yield _norm(a.norm, f"{path}.q_a_layernorm", a.query_rank, arch)
+        yield _linear(f"{path}.q_b_proj", a.heads * size, a.query_rank, False, "heads", arch)
+    yield _norm(a.norm, f"{path}.kv_a_layernorm", a.rank, arch)
+    arguments = {"head_size": a.rope_size, "is_neox_style": not a.interleaved, **(a.rope or {})}
+    yield Item(f"{path}.rotary_emb", "rotary_emb", {k: v for k, v in arguments.items() if v is not None})
+    yield _linear(f"{path}.kv_b_proj", a.heads * (a.nope_size + a.value_size), a.rank, False, "heads", arch)
+    arguments = {
+        "num_heads": a.heads,
+        "kv_lora_rank": a.rank,
+        "qk_rope_head_dim": a.rope_size,
+        "scale": a.scale,
+    }
+    yield Item(
+        f"{path}.attn", "mla_decode", {k: v for k, v in arguments.items() if v is not None}, layout="heads"
+    )
+    yield _linear(f"{path}.o_proj", hidden, a.heads * a.value_size, a.bias, "rows", arch)
+
+
 def _mlp(mlp: Mlp, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
     n, name = (2, "gate_up_proj") if mlp.gated else (1, "up_proj")
     yield _linear(f"{path}.{name}", n * mlp.intermediate, hidden, mlp.bias, "columns", arch)
@@ -234,14 +272,19 @@ def _mlp(mlp: Mlp, hidden: int, path: str, arch: Architecture) -> Iterator[Item]
 def _experts(experts: Experts, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
     router = "gate" if experts.clamped is None else "router"
     yield _linear(f"{path}.{router}", experts.count, hidden, experts.clamped is not None, "", arch)
-    yield Item(
-        f"{path}.router" if experts.clamped is None else f"{path}.topk",
-        "topk_softmax",
-        {"top_k": experts.top_k, "renormalize": experts.normalize},
-    )
+    arguments: dict[str, Any] = {"top_k": experts.top_k, "renormalize": experts.normalize}
     if experts.clamped is not None:
+        yield Item(f"{path}.topk", "topk_softmax", arguments)
         yield _clamped(experts, hidden, f"{path}.experts", arch)
         return
+    if experts.plain:
+        yield Item(f"{path}.router", "topk_softmax", arguments)
+    else:
+        arguments |= {"num_expert_group": experts.groups, "topk_group": experts.top_groups}
+        arguments |= {"scoring_func": experts.scoring, "routed_scaling_factor": experts.scale}
+        bias, name = {"e_score_correction_bias": (experts.count,)}, f"{path}.gate.e_score_correction_bias"
+        keys = _keys(name, arch) if experts.correction else ()
+        yield Item(f"{path}.router", "grouped_topk", arguments, bias if experts.correction else {}, keys=keys)
     n, inner, each = experts.count, experts.intermediate, 3 * experts.intermediate * hidden
     shapes = {"w13_weight": (n, 2 * inner, hidden), "w2_weight": (n, hidden, inner)}
     keys = tuple(
@@ -251,6 +294,8 @@ def _experts(experts: Experts, hidden: int, path: str, arch: Architecture) -> It
         f"{path}.experts", "fused_experts", {"top_k": experts.top_k}, shapes, "inner", keys, experts.top_k * each,
         2 * experts.top_k * each,
     )  # fmt: skip
+    if experts.shared:
+        yield from _mlp(Mlp(experts.shared), hidden, f"{path}.shared_experts", arch)
 
 
 def _clamped(experts: Experts, hidden: int, path: str, arch: Architecture) -> Item:

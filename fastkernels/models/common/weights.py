@@ -50,12 +50,13 @@ def fill(
     todo = {name: _parts_of(name, packed) for name in parameters}
     if arch.absent:
         _leave_out(parameters, todo, packed, registry.load(arch.absent)(config))
+    unused = (*arch.unused, *_prediction_layers(config))
     leftover: list[str] = []
     sources: dict[str, str] = {}  # key: the parameter it went into
     reader = quantized.Reader(config, parameters)
     for file, key, read in tensors:
         own = arch.own_key(key)
-        if own in tied or any(fnmatchcase(own, pattern) for pattern in arch.unused):
+        if own in tied or any(fnmatchcase(own, pattern) for pattern in unused):
             continue
         renamed, shard = (own, None) if own in parameters else _rename(own, packed)
         for name, convert in reader.targets(renamed):
@@ -81,6 +82,15 @@ def fill(
     if problems:
         raise CheckpointError(f"{folder} does not fit {type(model).__name__}: " + "; ".join(problems))
     return sources
+
+
+def _prediction_layers(config: Any) -> list[str]:
+    """Patterns of the keys of layers for multi-token prediction, which follow the decoder's layers."""
+    first, count = (
+        getattr(config, "num_hidden_layers", 0),
+        getattr(config, "num_nextn_predict_layers", None) or 0,
+    )
+    return [f"model.layers.{first + i}.*" for i in range(count)]
 
 
 # How a weight_loader names a part: (shard_id, expert_id) for stacked experts; None: the whole parameter.

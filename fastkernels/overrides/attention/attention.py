@@ -94,6 +94,11 @@ class PagedAttention(nn.Module):
         self.kv_cache = None
         self.k_scale = self.v_scale = 1.0
 
+    def cache_shapes(self, blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the tensors of `kv_cache`."""
+        shape = (blocks, block_size, self.num_kv_heads, self.head_size)
+        return shape, shape
+
     def _attend(
         self,
         query: torch.Tensor,

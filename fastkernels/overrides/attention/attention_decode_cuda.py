@@ -23,7 +23,6 @@ from fastkernels.overrides.kit.overlap import overlaps
 SOURCE = Path(__file__).parent / "csrc" / "attention_decode.cu"
 LANES = SOURCE.with_name("attention_decode_lanes.cu")
 MAX_HEADS, MAX_BATCH = 16, 4096  # query heads per key head; sequences, whose lengths are in shared memory
-PROVED = (64, 128)  # head sizes of calls that were checked on a GPU, without a window and a soft cap
 WIDTHS = (64, 128, 256)  # channels of a row in shared memory; a smaller head is padded there
 SHARED, SHARED_OF_ALL = 227 * 1024, 228 * 1024  # bytes of shared memory of a block, and of an SM
 LOG2E = 1.4426950408889634
@@ -168,16 +167,8 @@ def supports_cuda(
         no_hopper(SOURCE, q.device)
         or no_hopper(LANES, q.device)
         or refused(q, key_cache, value_cache, seq_lens, block_table)
-        or _unproved(q.shape[2], window_left >= 0, softcap > 0)
         or not_loaded(q, key_cache, max_seqlen_k, window_left >= 0, softcap > 0)
     )
-
-
-def _unproved(head_size: int, window: bool, softcap: bool) -> str | None:
-    """Return why another kernel runs such calls for now, None if this one does."""
-    if not (window or softcap or head_size not in PROVED):
-        return None
-    return f"head size {head_size}{', a window' * window}{', a soft cap' * softcap}: this has not run on a GPU yet"
 
 
 _loaded: set[tuple[Any, ...]] = set()

@@ -106,7 +106,8 @@ def _drawn_block_size(size: int, rng: random.Random) -> int:
 
 def _shared(a: SimpleNamespace) -> int | None:
     """Count the cached tokens that are read, None if every sequence has its own."""
-    return _counted(a.seq_lens.tolist(), a.block_table, a.key_cache.shape[1])
+    cache = a.key_cache if hasattr(a, "key_cache") else a.kv_cache
+    return _counted(a.seq_lens.tolist(), a.block_table, cache.shape[1])
 
 
 def _counted(lens: list[int], block_table: torch.Tensor, block_size: int) -> int | None:

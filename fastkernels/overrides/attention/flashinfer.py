@@ -175,6 +175,57 @@ class Plans:
         self.rows = int(starts[-1])
 
 
+class LatentPlans(Plans):
+    """The same for latents, where every row of q counts."""
+
+    def _plan(self, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:
+        size = self.layer["page_size"]
+        lengths = seq_lens.int().cpu()
+        pages = (lengths + size - 1) // size
+        used = torch.arange(block_table.shape[1], device=seq_lens.device) < pages.to(seq_lens.device)[:, None]
+        indptr = torch.nn.functional.pad(pages.cumsum(0, dtype=torch.int32), (1, 0))
+        device = seq_lens.device
+        self.wrapper.plan(
+            cu_seqlens_q.int(), indptr.to(device), block_table[used].int(), seq_lens.int(), **self.layer
+        )
+        self.rows = int(cu_seqlens_q[-1])
+
+
+@cache
+def _latent_plans(device: torch.device, **layer: Any) -> LatentPlans:
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    return LatentPlans(BatchMLAPagedAttentionWrapper(workspace(device, "prefill"), backend="auto"), layer)
+
+
+def latent_prefill(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    head_size_v: int,
+    k_scale: float = 1.0,
+) -> torch.Tensor:
+    """Run FlashInfer's kernel of latent attention with arguments of mla_prefill.reference."""
+    out = torch.zeros(*q.shape[:2], head_size_v, dtype=q.dtype, device=q.device)
+    plans = _latent_plans(
+        q.device, num_heads=q.shape[1], head_dim_ckv=head_size_v, head_dim_kpe=q.shape[2] - head_size_v,
+        page_size=kv_cache.shape[1], causal=True, sm_scale=scale, q_data_type=q.dtype, kv_data_type=kv_cache.dtype,
+    )  # fmt: skip
+    wrapper, rows = plans.planned(cu_seqlens_q, seq_lens, block_table)
+    parts = [
+        t[..., start:stop]
+        for t in (q[:rows], kv_cache)
+        for start, stop in ((0, head_size_v), (head_size_v, None))
+    ]
+    wrapper.run(*parts, out=out[:rows])
+    return out
+
+
 @cache
 def _plans(device: torch.device, **layer: Any) -> Plans:
     from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper

@@ -61,7 +61,30 @@ def _sglang_no_store(key: T, value: T, key_cache: T, value_cache: T, slots: T, *
     return first(dense(key_cache, value_cache), filled(key), aligned(key.flatten(1), 4))
 
 
+def _vllm_concat_and_cache_mla() -> Function:
+    vllm_ops()
+    store = torch.ops._C_cache_ops.concat_and_cache_mla
+
+    def concat_and_cache_mla(kv_c: T, k_pe: T, kv_cache: T, slots: T, scale: float = 1.0) -> None:
+        kind = "auto"
+        if kv_cache.dtype == torch.float8_e4m3fn:
+            kind, kv_cache = "fp8", kv_cache.view(torch.uint8)
+        store(kv_c, k_pe, kv_cache, slots, kind, vllm_scale(scale, kv_c.device))
+
+    return concat_and_cache_mla
+
+
+def _no_vllm_concat(kv_c: T, k_pe: T, kv_cache: T, slots: T, scale: float = 1.0) -> str | None:
+    if slots.dtype != torch.int64:
+        return f"vLLM's slots are int64, got {slots.dtype}"
+    fp8 = kv_cache.dtype == torch.float8_e4m3fn
+    if not fp8 and scale != 1.0:
+        return "vLLM scales fp8 caches only"
+    return first(None if fp8 else same(kv_c, k_pe, kv_cache), filled(kv_c))
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
+    "concat_and_cache_mla": (from_vllm(_vllm_concat_and_cache_mla, _no_vllm_concat),),
     "store_kvcache": (
         from_vllm(vllm_store_kvcache, no_vllm_store),
         from_sglang(_sglang_store_kvcache, _sglang_no_store),

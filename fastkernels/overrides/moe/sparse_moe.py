@@ -41,11 +41,15 @@ def expert_mapping(num_experts: int) -> list[tuple[str, str, int, str]]:
 
 
 class Experts(nn.Module):
-    """The stacked weights of all experts, with this rank's shard of the intermediate size.
+    """The stacked weights of this rank's experts, with its shard of the intermediate size.
 
-    w13_weight: [E, 2 I / tp_size, H], gate rows first; w2_weight: [E, H, I / tp_size]. Raises ValueError for quantized
-    weights and for sizes that tp_size does not divide.
+    Of `ranks` ranks, ep_size groups of tp_size ranks have an equal part of the experts each, by default all experts
+    (parallel.get_ep_size() is 1). w13_weight: [E / ep_size, 2 I / tp_size, H], gate rows first; w2_weight: [E /
+    ep_size, H, I / tp_size]. expert_map [E]: index of each expert on this rank or -1; None if it has all. Raises
+    ValueError for quantized weights and for sizes that cannot be divided.
     """
+
+    expert_map: torch.Tensor | None
 
     def __init__(
         self,
@@ -65,15 +69,21 @@ class Experts(nn.Module):
             raise ValueError(
                 f"{prefix or 'Experts'}: tp_size {size} is neither 1 nor the group's {parallel.get_tp_size()}"
             )
-        self.tp_size, self.tp_rank, self.prefix = size, parallel.get_tp_rank() if size > 1 else 0, prefix
-        inner = parallel.divide(intermediate_size, size, "intermediate size")
+        self.ranks, self.ep_size, self.prefix = size, parallel.get_ep_size() if size > 1 else 1, prefix
+        self.tp_size = parallel.divide(size, self.ep_size, "tensor-parallel ranks")
+        ep_rank, self.tp_rank = divmod(parallel.get_tp_rank() if size > 1 else 0, self.tp_size)
+        inner = parallel.divide(intermediate_size, self.tp_size, "intermediate size")
+        self.num_experts, here = num_experts, parallel.divide(num_experts, self.ep_size, "experts")
+        self.first, expert_map = ep_rank * here, None
+        if self.ep_size > 1:
+            at = torch.arange(num_experts, dtype=torch.int32) - self.first
+            expert_map = torch.where((at >= 0) & (at < here), at, -1)
+        self.register_buffer("expert_map", expert_map, persistent=False)
         dtype = params_dtype or torch.get_default_dtype()
         self.w13_weight = nn.Parameter(
-            torch.empty(num_experts, 2 * inner, hidden_size, dtype=dtype), requires_grad=False
+            torch.empty(here, 2 * inner, hidden_size, dtype=dtype), requires_grad=False
         )
-        self.w2_weight = nn.Parameter(
-            torch.empty(num_experts, hidden_size, inner, dtype=dtype), requires_grad=False
-        )
+        self.w2_weight = nn.Parameter(torch.empty(here, hidden_size, inner, dtype=dtype), requires_grad=False)
         for parameter in (self.w13_weight, self.w2_weight):
             parameter.weight_loader = self.weight_loader  # type: ignore[attr-defined]
 
@@ -88,10 +98,15 @@ class Experts(nn.Module):
     ) -> bool | None:
         """Copy this rank's shard of one expert's 'w1', 'w2' or 'w3', or without ids of the whole stacked parameter.
 
+        Experts of other ranks are checked and not copied.
+
         loaded_weight: [I, H] for w1 and w3, [H, I] for w2; without ids [E, 2 I, H] or [E, H, I]. Raises ValueError for
         unknown ids and other shapes.
         """
         if shard_id is None:
+            if len(loaded_weight) != self.num_experts:
+                raise ValueError(f"{self.prefix}: {len(loaded_weight)} experts, expected {self.num_experts}")
+            loaded_weight = loaded_weight.narrow(0, self.first, len(param))
             parts = loaded_weight.chunk(2, dim=1) if param is self.w13_weight else (loaded_weight,)
             into = param.data.chunk(2, dim=1) if param is self.w13_weight else (param.data,)
             for mine, whole in zip(into, parts, strict=True):
@@ -99,9 +114,10 @@ class Experts(nn.Module):
         else:
             if shard_id not in SHARDS or (shard_id == "w2") != (param is self.w2_weight):
                 raise ValueError(f"{self.prefix}: shard id {shard_id!r} does not belong to this parameter")
-            if expert_id is None or not 0 <= expert_id < param.shape[0]:
-                raise ValueError(f"{self.prefix}: expert {expert_id} is not in 0 .. {param.shape[0] - 1}")
-            mine = param.data[expert_id]
+            if expert_id is None or not 0 <= expert_id < self.num_experts:
+                raise ValueError(f"{self.prefix}: expert {expert_id} is not in 0 .. {self.num_experts - 1}")
+            here = self.first <= expert_id < self.first + len(param)
+            mine = param.data[expert_id - self.first] if here else torch.empty_like(param[0], device="meta")
             if shard_id != "w2":
                 mine = mine.chunk(2, dim=0)[shard_id == "w3"]
             self._copy(mine, loaded_weight, 1 if shard_id == "w2" else 0)
@@ -122,9 +138,9 @@ class Experts(nn.Module):
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         out = experts.fused_experts(
-            hidden_states, self.w13_weight, self.w2_weight, topk_weights, topk_ids, None, False
+            hidden_states, self.w13_weight, self.w2_weight, topk_weights, topk_ids, self.expert_map, False
         )
-        return parallel.all_reduce(out) if self.tp_size > 1 else out
+        return parallel.all_reduce(out) if self.ranks > 1 else out
 
 
 class SparseMoE(nn.Module):

@@ -9,11 +9,26 @@ from support.hosts.vllm_engine import generate, make_llm
 
 import fastkernels
 from fastkernels.core import registry
+from fastkernels.core.reasons import Kind
+from fastkernels.models.common.registry import architectures
 
 # vLLM's CPU kernel for rotary embeddings misreads three-dimensional queries, which these models have.
 WRONG_IN_VLLM = ("deepseek_v2", "deepseek_v3")
 # vLLM's NewGELU rounds after each of its operations and ours once, so close choices differ in bfloat16.
 ROUNDED_IN_VLLM = ("gptj",)
+
+
+def unnamed(report, llm) -> set[str]:
+    """The classes of modules without parts that no row names, without methods and the layers that they compute."""
+    (leaves,) = llm.apply_model(
+        lambda model: {
+            type(module).__name__
+            for module in model.modules()
+            if not list(module.children()) and not hasattr(module, "quant_method")
+        }
+    )
+    text = " ".join([row.host_class for row in report.rows] + [row.reason for row in report.rows])
+    return {name for name in leaves if name not in text and not name.endswith("Method")}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -33,6 +48,9 @@ def test_held_out_model_is_patched_and_undone(name, tmp_path):
         else:
             check_same(patched, stock)
         assert report.active and not any(row.fallbacks for row in report.rows)
+        if ARCHITECTURES[name][0] in architectures():
+            assert not any(kind is Kind.UNKNOWN_VERSION for row in report.rows for kind in row.kinds)
+            assert not unnamed(report, llm)
         report.undo()
         assert generate(llm) == stock
     finally:

@@ -12,6 +12,7 @@ SPOKEN_OF = {
     "WordEmbedding": "embedding",
     "RotaryEmbedding": "rotary_emb",
     "TopKRouter": "topk_softmax",
+    "TopkRouter": "grouped_topk",
     "ParallelLMHead": "embedding",
     "LogitsProcessor": "logits_processor",
     "FusedMoE": "fused_experts",

@@ -29,13 +29,13 @@ class OpsBackend(AttentionBackend):
 
     def __init__(self, provider: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype):
         self._wanted, self._layers, self._device, self._dtype = provider, layers, device, dtype
-        self._decode = _choose(attention_decode, provider, self._sample(prefill=False), device)
-        self._prefill = _choose(attention_prefill, provider, self._sample(prefill=True), device)
+        self._decode = choose(attention_decode, provider, self._sample(prefill=False), device)
+        self._prefill = choose(attention_prefill, provider, self._sample(prefill=True), device)
         self.name = self._prefill.name
         self._mixed_decode = self._decode  # for rows with one query in a mixed batch
         if self.name == "fa3" and provider is None:
             # Not the tuned table's choice: a kernel first needed here would be compiled during a step.
-            self._mixed_decode = _choose(attention_decode, "fa3", self._sample(prefill=False), device)
+            self._mixed_decode = choose(attention_decode, "fa3", self._sample(prefill=False), device)
 
     def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
         padded = inputs.input_ids.shape[0] > int(inputs.host_query_lens.sum())
@@ -129,7 +129,7 @@ def _rest(layer: Any, padded: tuple[bool, ...] = ()) -> tuple[Any, ...]:
     return (layer.k_scale, layer.v_scale, *padded) if scaled or padded == (False,) else ()
 
 
-def _choose(op: Op, wanted: str | None, samples: list[list[Any]], device: torch.device) -> Provider:
+def choose(op: Op, wanted: str | None, samples: list[list[Any]], device: torch.device) -> Provider:
     """The wanted provider, or the op's first that supports these layers. Raises ValueError."""
     reasons = []
     for provider, absent in op.order(device.type):
@@ -141,6 +141,5 @@ def _choose(op: Op, wanted: str | None, samples: list[list[Any]], device: torch.
         if reason is None:
             return provider
         reasons.append(reason)
-    raise ValueError(
-        f"attention_backend {wanted!r} is not supported: {'; '.join(reasons)}; leave it out, or choose another"
-    )
+    why = "; ".join(reasons) or f"{op.name} has no such provider"
+    raise ValueError(f"attention_backend {wanted!r} is not supported: {why}; leave it out, or choose another")

@@ -1,0 +1,106 @@
+"""Multi-head latent attention with our ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from fastkernels.core.dispatch import Op, Provider
+from fastkernels.core.forward_context import AttentionMetadata
+from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, metadata_of
+from fastkernels.engine.execution.attention.ops import choose
+from fastkernels.engine.execution.input_batch import Inputs
+from fastkernels.overrides.attention.mla_attention import Expansion, LatentAttention
+from fastkernels.overrides.attention.mla_decode import mla_decode
+from fastkernels.overrides.attention.mla_prefill import mla_prefill
+
+MOST_EXPANDED = 1 << 28  # numbers in expanded keys and values of a step: 512 MiB in 16 bits
+
+
+class MlaBackend(AttentionBackend):
+    """Uses mla_decode for rows with one query. The rest attend to expanded keys if that is less work, else to latents.
+
+    provider  'triton' or 'reference'; None: the first available provider of each op that supports the layers
+    Raises ValueError for an unsupported provider.
+    """
+
+    def __init__(
+        self,
+        provider: str | None,
+        layers: Sequence[LatentAttention],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self._wanted, self._layer, layer = provider, layers[0], layers[0]
+        assert layer.kv_cache is not None
+        self._block_size = layer.kv_cache[0].shape[1]
+        q = torch.empty(1, layer.num_heads, layer.head_size, dtype=dtype, device=device)
+        one = torch.ones(2, dtype=torch.int32, device=device)
+        args = [q, layer.kv_cache[0], one[:1], one[:1].view(1, 1), 1, layer.scale, layer.kv_lora_rank]
+        self._decode = choose(mla_decode, provider, [args], device)
+        self._prefill = choose(mla_prefill, provider, [[*args[:2], one, *args[2:4], 1, *args[4:]]], device)
+        self.name = self._decode.name
+
+    def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
+        return metadata_of(self, inputs, block_table, self._expansion(inputs, block_table))
+
+    def _expansion(self, inputs: Inputs, block_table: torch.Tensor) -> Expansion | None:
+        """The plan for expanded keys of this step's prompts; None where latents are less work, or on request."""
+        n, layer = inputs.num_decodes, self._layer
+        queries, lens = inputs.host_query_lens[n:].astype(np.int64), inputs.host_seq_lens[n:].astype(np.int64)
+        if self._wanted is not None or len(lens) == 0 or mla_prefill.candidate is not None:
+            return None
+        size = layer.qk_nope_head_dim + layer.head_size - layer.kv_lora_rank
+        # Operations for each head: less for a query and a key, more for a key
+        less = layer.head_size + layer.kv_lora_rank - size - max(size, layer.v_head_dim)
+        more = layer.kv_lora_rank * (layer.qk_nope_head_dim + layer.v_head_dim)
+        counts = -(-lens // self._block_size)
+        tokens = int(counts.sum()) * self._block_size
+        channels = 3 * max(size, layer.v_head_dim) + layer.qk_nope_head_dim + layer.v_head_dim
+        if (
+            less * int((queries * lens).sum()) < more * tokens
+            or tokens * layer.num_heads * channels > MOST_EXPANDED
+        ):
+            return None
+        device, total, longest = block_table.device, int(counts.sum()), int(counts.max())
+        there = (
+            inputs.seq_lens[n:] + (self._block_size - 1)
+        ) // self._block_size  # without a copy from the host
+        starts = there.cumsum(0) - there
+        row = torch.repeat_interleave(there, output_size=total)
+        column = torch.arange(total, device=device) - starts[row]
+        table = starts[:, None] + torch.arange(longest, device=device)
+        blocks = block_table[n:].long()[row, column]
+        return Expansion(blocks, table.clamp_(max=total - 1).int(), inputs.cu_seqlens_q[n:] - n)
+
+    def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
+        if self.name == "reference":
+            raise CannotCapture("reference: its memory grows with the longest possible context")
+        if not inputs.decode_only:
+            raise CannotCapture(
+                f"{self.name}: rows with one query run in a separate kernel, and a graph would fix their number"
+            )
+        return metadata_of(self, inputs, block_table)
+
+    def forward(
+        self,
+        layer: LatentAttention,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """q: absorbed queries [T, H, rank + rope]; k: latents [T, rank]; v: rotary keys [T, rope]."""
+        if k is not None and v is not None:
+            layer.store(k, v, metadata)
+        decode, prefill = self._call(mla_decode, self._decode), self._call(mla_prefill, self._prefill)
+        return layer.attend(q, metadata, decode, prefill)
+
+    def _call(self, op: Op, provider: Provider) -> Callable[..., torch.Tensor]:
+        """The function to call: a candidate, else the user's provider or the op's own choice."""
+        if op.candidate is not None or self._wanted is None:
+            return op
+        op.calls += 1
+        return provider.fn

@@ -1,0 +1,147 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the layer between its projections, with its cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastkernels.core.forward_context import AttentionMetadata, get_forward_context
+from fastkernels.overrides.attention.attention import PagedAttention
+from fastkernels.overrides.attention.attention_prefill import attention_prefill
+from fastkernels.overrides.attention.mla_decode import mla_decode
+from fastkernels.overrides.attention.mla_prefill import mla_prefill
+from fastkernels.overrides.attention.paged_cache import take_blocks
+from fastkernels.overrides.cache.concat_and_cache_mla import concat_and_cache_mla
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The plan of a step that expands the keys of its prompts: sequences after the first metadata.num_decodes.
+
+    blocks        [N] of the cache, sequence after sequence
+    block_table   [B', max_blocks] int32: where each sequence has its blocks among those N
+    cu_seqlens_q  [B' + 1] int32, without the tokens of decodes
+    """
+
+    blocks: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+
+
+class LatentAttention(PagedAttention):
+    """Attention of this rank's heads over a cache of latents, which all ranks and heads share.
+
+    num_heads         of this rank
+    qk_nope_head_dim, qk_rope_head_dim, v_head_dim  channels of a head's key without and with positions, and its value
+    kv_lora_rank      channels of a token's latent
+    kv_b_proj         its weight [num_heads * (nope + v), rank] maps a latent to each head's key and value
+
+    kv_cache is a tuple of one tensor [blocks, block_size, rank + rope]. Queries are multiplied with the keys' part of
+    kv_b_proj, and the result with the values' part, so that heads attend to latents. Where the step's plan is an
+    Expansion, prompts attend to expanded keys and values instead: many queries share the cost of expanding a key, and
+    each product has 192 and 128 channels instead of 576 and 512 (sizes of DeepSeek-V3).
+    """
+
+    kv_cache: tuple[torch.Tensor] | None  # type: ignore[assignment]
+    ops = ("concat_and_cache_mla", "mla_decode", "mla_prefill", "attention_prefill")
+
+    def __init__(
+        self, num_heads: int, scale: float, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int,
+        kv_lora_rank: int, kv_b_proj: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._build(num_heads, kv_lora_rank + qk_rope_head_dim, scale, 1, None, 0.0)
+        self.qk_nope_head_dim, self.v_head_dim, self.kv_lora_rank = qk_nope_head_dim, v_head_dim, kv_lora_rank
+        self._kv_b_proj = (kv_b_proj,)  # a tuple: the projection is a module of the layer around this one
+
+    def cache_shapes(self, blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
+        return ((blocks, block_size, self.head_size),)
+
+    def forward(self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
+        """q: [T, H, nope + rope]; kv_c_normed: [T, rank]; k_pe: [T, rope]. Returns [T, H * v_head_dim].
+
+        The rotary embedding is already applied to q and k_pe. Raises RuntimeError without a cache.
+        """
+        if self.kv_cache is None:
+            raise RuntimeError("no KV cache is bound: set kv_cache = (latents,) on every attention layer")
+        metadata = get_forward_context().of(self)
+        if isinstance(metadata.plan, Expansion):
+            return self._expanded(q, kv_c_normed, k_pe, metadata, metadata.plan)
+        return self._absorbed(q, kv_c_normed, k_pe, metadata)
+
+    def _expanded(
+        self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, m: AttentionMetadata, plan: Expansion
+    ) -> torch.Tensor:
+        """Decodes in the absorbed form, prompts with expanded keys."""
+        self.store(kv_c, k_pe, m)
+        n, lens = m.num_decodes, m.seq_lens[m.num_decodes :]
+        latents = take_blocks(self.kv_cache[0], plan.blocks).to(q.dtype)  # type: ignore[index]
+        latents = latents if self.k_scale == 1.0 else latents * self.k_scale
+        both, rope = (
+            self._kv_b_proj[0](latents[..., : self.kv_lora_rank])[0],
+            latents[..., self.kv_lora_rank :],
+        )
+        both = both.unflatten(-1, (self.num_heads, -1))
+        nope, value = both.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        key = torch.cat((nope, rope.unsqueeze(2).expand(*nope.shape[:3], -1)), dim=-1)
+        size = key.shape[-1]
+        if size < self.v_head_dim:  # the kernels need keys and values of one size
+            key, query = (F.pad(t, (0, self.v_head_dim - size)) for t in (key, q[n:]))
+        else:
+            value, query = F.pad(value, (0, size - self.v_head_dim)), q[n:]
+        out = attention_prefill(
+            query, key, value.contiguous(), plan.cu_seqlens_q, lens, plan.block_table, m.max_seqlen_q, m.max_seqlen_k,
+            self.scale,
+        )[..., : self.v_head_dim].flatten(1)  # fmt: skip
+        if n == 0:
+            return out
+        decodes = replace(
+            m, seq_lens=m.seq_lens[:n], block_table=m.block_table[:n], max_seqlen_q=1, plan=None,
+            max_seqlen_k=m.max_decode_seqlen_k,
+        )  # fmt: skip
+        return torch.cat((self._absorbed(q[:n], None, None, decodes), out))
+
+    def _absorbed(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor | None,
+        k_pe: torch.Tensor | None,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Queries and results go through kv_b_proj, and latents stay as they are; without latents none are stored."""
+        up = self._kv_b_proj[0].weight.view(self.num_heads, -1, self.kv_lora_rank)
+        nope, rope = q.split([self.qk_nope_head_dim, q.shape[2] - self.qk_nope_head_dim], dim=-1)
+        absorbed = torch.bmm(nope.transpose(0, 1), up[:, : self.qk_nope_head_dim]).transpose(0, 1)
+        queries = torch.cat((absorbed, rope), dim=-1)
+        if metadata.backend is not None:
+            out = metadata.backend.forward(self, queries, kv_c_normed, k_pe, metadata)
+        else:
+            if kv_c_normed is not None and k_pe is not None:
+                self.store(kv_c_normed, k_pe, metadata)
+            out = self.attend(queries, metadata)
+        values = torch.bmm(out.transpose(0, 1), up[:, self.qk_nope_head_dim :].transpose(1, 2))
+        return values.transpose(0, 1).reshape(len(q), self.num_heads * self.v_head_dim)
+
+    def store(self, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: AttentionMetadata) -> None:
+        """Write the step's latents into the cache."""
+        assert self.kv_cache is not None
+        concat_and_cache_mla(kv_c, k_pe, self.kv_cache[0], metadata.slot_mapping, self.k_scale)
+
+    def attend(
+        self, q: torch.Tensor, m: AttentionMetadata, decode: Any = mla_decode, prefill: Any = mla_prefill
+    ) -> torch.Tensor:
+        """Attend with absorbed queries [T, H, rank + rope]; returns [T, H, rank]. decode, prefill: the functions."""
+        assert self.kv_cache is not None
+        cache, rest = self.kv_cache[0], (self.scale, self.kv_lora_rank, self.k_scale)
+        if m.decode_only:
+            return decode(q, cache, m.seq_lens, m.block_table, m.max_seqlen_k, *rest)
+        n = m.num_decodes
+        out = prefill(
+            q, cache, m.cu_seqlens_q[n:], m.seq_lens[n:], m.block_table[n:], m.max_seqlen_q, m.max_seqlen_k, *rest
+        )  # fmt: skip
+        if n:
+            out[:n] = decode(q[:n], cache, m.seq_lens[:n], m.block_table[:n], m.max_decode_seqlen_k, *rest)
+        return out

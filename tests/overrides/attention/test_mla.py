@@ -1,0 +1,121 @@
+"""Multi-head latent attention: the absorbed form and its kernels against the paper's equations with expanded keys."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.step_driver import Driver, make_runner
+from support.tiny import make_tiny
+
+from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.engine.execution.attention import make_backend
+from fastkernels.overrides.attention.mla_attention import Expansion, LatentAttention
+
+HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 3, 24, 16, 20, 48, 8
+
+
+def made(dtype: torch.dtype, seed: int = 0) -> tuple[LatentAttention, torch.Generator]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(HEADS * (NOPE + VALUE), RANK, generator=generator, dtype=torch.float64) * RANK**-0.5
+    projection = SimpleNamespace(weight=weight.to(dtype))
+    layer = LatentAttention(HEADS, (NOPE + ROPE) ** -0.5, NOPE, ROPE, VALUE, RANK, projection)
+    return layer, generator
+
+
+def expanded(
+    layer: LatentAttention, q: torch.Tensor, latents: torch.Tensor, rope: torch.Tensor
+) -> torch.Tensor:
+    """Equations 10 to 19 of arXiv 2405.04434 in float64: one sequence whose last tokens have queries q [n, H, D]."""
+    weight = layer._kv_b_proj[0].weight.double().view(HEADS, NOPE + VALUE, RANK)
+    up = torch.einsum("hdr,kr->khd", weight, latents.double())
+    keys = torch.cat((up[..., :NOPE], rope.double()[:, None].expand(-1, HEADS, -1)), dim=-1)
+    scores = torch.einsum("nhd,khd->hnk", q.double(), keys) / math.sqrt(NOPE + ROPE)
+    n, k = len(q), len(latents)
+    scores = scores.masked_fill(torch.arange(k) > torch.arange(k - n, k)[:, None], -math.inf)
+    return torch.einsum("hnk,khd->nhd", scores.softmax(-1), up[..., NOPE:]).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", [False, True])
+@torch.inference_mode()
+def test_layer_equals_expanded_equations(dtype: torch.dtype, backend: bool) -> None:
+    """Two prompts, then a mixed batch: one decode, and a chunk that follows a cached prefix."""
+    layer, generator = made(dtype)
+    layer.kv_cache = tuple(torch.full(s, math.nan, dtype=dtype) for s in layer.cache_shapes(12, BLOCK))
+    own: Any = make_backend(None, [layer], torch.device("cpu"), dtype) if backend else None
+    steps = ([(17, 17), (9, 9)], [(1, 18), (5, 14)], [(1, 19), (1, 15)])
+    data = [
+        torch.randn(32, HEADS * (NOPE + ROPE) + RANK + ROPE, generator=generator).to(dtype) for _ in range(2)
+    ]
+    for step in steps:
+        parts = [data[i][k - n : k] for i, (n, k) in enumerate(step)]
+        q, latents, rope = torch.cat(parts).split([HEADS * (NOPE + ROPE), RANK, ROPE], dim=1)
+        q = q.view(-1, HEADS, NOPE + ROPE)
+        found = step_metadata(step, own)
+        with forward_context(found):
+            out = layer(q, latents, rope)
+        expected = []
+        for i, (n, k) in enumerate(step):
+            queries, c, r = data[i][:k].split([HEADS * (NOPE + ROPE), RANK, ROPE], dim=1)
+            expected.append(expanded(layer, queries[k - n :].view(n, HEADS, -1), c, r))
+        error = 2e-5 if dtype == torch.float32 else 4e-2
+        torch.testing.assert_close(out.double(), torch.cat(expected), atol=error, rtol=error)
+
+
+def step_metadata(step: list[tuple[int, int]], backend: Any) -> AttentionMetadata:
+    """Metadata of sequences with (queries, keys) in scattered blocks; those with one query come first."""
+    table = torch.tensor([[7, 1, 4], [2, 9, 5]], dtype=torch.int32)
+    slots = [
+        int(table[i, p // BLOCK]) * BLOCK + p % BLOCK
+        for i, (n, k) in enumerate(step)
+        for p in range(k - n, k)
+    ]
+    starts = torch.tensor([0, *(n for n, _ in step)]).cumsum(0).to(torch.int32)
+    lens = torch.tensor([k for _, k in step], dtype=torch.int32)
+    decoded = [k for n, k in step if n == 1]
+    return AttentionMetadata(
+        torch.tensor(slots), starts, lens, table, max(n for n, _ in step), max(k for _, k in step), len(decoded),
+        max(decoded, default=0), backend,
+    )  # fmt: skip
+
+
+def test_long_prompts_attend_to_expanded_keys(tmp_path: Path) -> None:
+    """A prompt, and then a chunk after a cached prefix next to a decode: tokens as with latents alone."""
+    folder = make_tiny(tmp_path, "deepseek_v3", "float32")
+    ids = [(i * 37) % 500 for i in range(150)]
+    found = []
+    for name in (None, "reference"):
+        runner = make_runner(folder, attention_backend=name, max_model_len=200, max_num_batched_tokens=128)
+        plans: list[Any] = []
+        plan = runner.backend.plan
+        runner.backend.plan = lambda *args, plan=plan, plans=plans: plans.append(plan(*args)) or plans[-1]
+        driver = Driver(runner)
+        for slot in (0, 1):
+            driver.enter(slot)
+        tokens = [
+            driver.run((0, ids[:100])),
+            driver.run((0, ids[100:101]), (1, ids[:70])),
+            driver.run((0, [5]), (1, ids[70:140])),
+        ]
+        found.append(tokens)
+        expanded = [isinstance(p.plan, Expansion) for p in plans]
+        assert expanded == ([True] * 3 if name is None else [False] * 3)
+    assert found[0] == found[1]
+
+
+def test_backend_refuses_kernels_of_other_layers() -> None:
+    layer, _ = made(torch.float32)
+    layer.kv_cache = tuple(torch.zeros(s) for s in layer.cache_shapes(2, BLOCK))
+    with pytest.raises(ValueError, match="attention_backend 'fa3' is not supported: mla_decode has no such"):
+        make_backend("fa3", [layer], torch.device("cpu"), torch.float32)
+
+
+def test_layer_without_cache_is_refused() -> None:
+    layer, _ = made(torch.float32)
+    with pytest.raises(RuntimeError, match="no KV cache is bound"):
+        layer(torch.zeros(1, HEADS, NOPE + ROPE), torch.zeros(1, RANK), torch.zeros(1, ROPE))
