@@ -238,10 +238,24 @@ def rotate_in_place(
     _rotate(positions, [query] if key is None else [query, key], head_size, cos_sin_cache, *flags)
 
 
+def _same_tokens(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *_: Any, **__: Any
+) -> None:
+    """Tell torch.compile that all have the same number of tokens, which it takes from the arithmetic of a host.
+
+    Otherwise a graph has a symbolic size for each until Inductor finds them equal. vLLM then loads the graph from its
+    cache with fewer inputs than the code takes that it compiled before.
+    """
+    for x in (query, key):
+        if positions.dim() == 1 and x is not None and isinstance(x.shape[0], torch.SymInt):
+            if not any(isinstance(size, torch.SymInt) for size in x.shape[1:]):
+                torch._check(positions.shape[0] == x.shape[0])
+
+
 rotary_emb = define(
     "rotary_emb(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache,"
     " bool is_neox_style, bool cast_cache=True, bool round_products=False) -> ()",
-    fake=lambda *args, **kwargs: None,
+    fake=_same_tokens,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton, out=True),
         Provider("reference", rotate_in_place, devices=("cuda", "cpu")),
@@ -253,6 +267,13 @@ def _new(
     positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def _fake(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _same_tokens(positions, query, key)
+    return _new(positions, query, key)
 
 
 def _functional(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +288,7 @@ rotary_emb.functional = functional(
     "rotary_emb_functional(Tensor positions, Tensor query, Tensor key, int head_size, Tensor cos_sin_cache,"
     " bool is_neox_style, bool cast_cache=True, bool round_products=False) -> (Tensor, Tensor)",
     _functional,
-    fake=_new,
+    fake=_fake,
 )
 
 
