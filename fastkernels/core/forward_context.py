@@ -54,7 +54,9 @@ class AttentionMetadata:
 
 
 _current: AttentionMetadata | None = None
-_derived: dict[Any, Any] = {}  # what ops computed from the current step's batch for all layers, see once_per_step
+_derived: dict[
+    Any, Any
+] = {}  # what ops computed from the current step's batch for all layers, see once_per_step
 
 
 @contextmanager

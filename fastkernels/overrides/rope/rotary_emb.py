@@ -247,9 +247,10 @@ def _same_tokens(
     cache with fewer inputs than the code takes that it compiled before.
     """
     for x in (query, key):
-        if positions.dim() == 1 and x is not None and isinstance(x.shape[0], torch.SymInt):
-            if not any(isinstance(size, torch.SymInt) for size in x.shape[1:]):
-                torch._check(positions.shape[0] == x.shape[0])
+        if positions.dim() != 1 or x is None or not isinstance(x.shape[0], torch.SymInt):
+            continue
+        if not any(isinstance(size, torch.SymInt) for size in x.shape[1:]):
+            torch._check(positions.shape[0] == x.shape[0])
 
 
 rotary_emb = define(

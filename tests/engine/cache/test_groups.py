@@ -17,7 +17,9 @@ CONFIG = EngineConfig(model="", block_size=16, max_num_seqs=4, max_num_batched_t
 
 def layers(*windows: int | None) -> list[Any]:
     return [
-        SimpleNamespace(window_left=-1 if w is None else w - 1, cache_shapes=lambda n, size: [(n, size, 2, 8)] * 2)
+        SimpleNamespace(
+            window_left=-1 if w is None else w - 1, cache_shapes=lambda n, size: [(n, size, 2, 8)] * 2
+        )
         for w in windows
     ]
 
