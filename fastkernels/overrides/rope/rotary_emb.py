@@ -247,9 +247,9 @@ def _same_tokens(
     cache with fewer inputs than the code takes that it compiled before.
     """
     for x in (query, key):
-        if positions.dim() == 1 and x is not None and isinstance(x.shape[0], torch.SymInt):
-            if not any(isinstance(size, torch.SymInt) for size in x.shape[1:]):
-                torch._check(positions.shape[0] == x.shape[0])
+        symbolic = [] if x is None else [isinstance(size, torch.SymInt) for size in x.shape]
+        if x is not None and positions.dim() == 1 and symbolic[0] and not any(symbolic[1:]):
+            torch._check(positions.shape[0] == x.shape[0])
 
 
 rotary_emb = define(
