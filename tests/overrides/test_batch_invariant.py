@@ -13,7 +13,6 @@ from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
 from fastkernels.overrides.activation.quick_gelu import quick_gelu
 from fastkernels.overrides.activation.relu2 import relu2
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
-from fastkernels.overrides.activation.swigluoai_and_mul import swigluoai_and_mul
 from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
 from fastkernels.overrides.norm.layer_norm import layer_norm
@@ -60,7 +59,6 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "l2_norm": l2_norm,
     "t5_layer_norm": lambda x: t5_layer_norm(x, _weight(x), 1e-6),
     "silu_and_mul": silu_and_mul,
-    "swigluoai_and_mul": lambda x: swigluoai_and_mul(x.clamp(-3, 3)),
     "rotary_emb": _rotated,
     "rope_store_kvcache": _stored,
 }  # fmt: skip

@@ -98,5 +98,4 @@ SPEC = OpSpec(
     outputs=(elementwise.OUT,),
     axes=elementwise.AXES,
     flops="9 * tokens * inner * d",
-    batch_invariant=True,  # elementwise
 )

@@ -247,7 +247,11 @@ class Worker:
 def patching(monkeypatch):
     """A patch of vLLM without a model and compiled code."""
     monkeypatch.setattr(
-        vllm, "apply", lambda *args: SimpleNamespace(journal=Journal(), undo=None, report=list)
+        vllm,
+        "apply",
+        lambda *args: SimpleNamespace(
+            journal=Journal(), undo=None, report=list, rows=[], rank=0, request=args[2]
+        ),
     )
     monkeypatch.setattr(vllm, "_rank", lambda worker: 0)
     monkeypatch.setattr(compiled, "swap", lambda worker, change: change())
@@ -275,7 +279,7 @@ def test_a_live_engine_keeps_its_sizes(patching):
     """Its buffers are as long as its largest graph; on a GPU, capturing a longer one fails."""
     config = configuration()
     live = worker(config, cudagraph_dispatcher=dispatcher(config))
-    live.get_model = torch.nn.Module
+    live.get_model, live.device = torch.nn.Module, torch.device("cpu")
     live.execute_model = lambda *args: None
     vllm._patch(live, Request("patch"))
     assert sizes(config) == OWN
