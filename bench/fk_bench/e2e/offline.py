@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # A script's folder is on sys.path, where its modules would shadow packages of the same names.
@@ -126,12 +126,17 @@ def vllm_arrivals(llm: Any, prompts: list[list[int]], output_len: int) -> list[l
         temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )  # fmt: skip
-    engine, found = llm.llm_engine, dict[str, list[float]]()
+    return _arrivals(llm.llm_engine, [{"prompt_token_ids": prompt} for prompt in prompts], params)
+
+
+def _arrivals(engine: Any, prompts: Sequence[Any], params: Any) -> list[list[float]]:
+    """Step vLLM's engine, or ours, until all requests have ended."""
+    found: dict[str, list[float]] = {}
     start = time.perf_counter()
     for i, prompt in enumerate(prompts):
         name = f"{start}-{i}"
         found[name] = []
-        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        engine.add_request(name, prompt, params)
     while engine.has_unfinished_requests():
         for output in engine.step():
             seconds = time.perf_counter() - start
@@ -166,17 +171,7 @@ def fastkernels_arrivals(llm: Any, prompts: list[list[int]], output_len: int) ->
         temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )  # fmt: skip
-    engine, found = llm.llm_engine, dict[str, list[float]]()
-    start = time.perf_counter()
-    for i, prompt in enumerate(prompts):
-        name = f"{start}-{i}"
-        found[name] = []
-        engine.add_request(name, prompt, params)
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            seconds = time.perf_counter() - start
-            found[output.request_id] += [seconds] * len(output.outputs[0].token_ids)
-    return list(found.values())
+    return _arrivals(llm.llm_engine, prompts, params)
 
 
 ARRIVALS: dict[str, Callable[..., list[list[float]]]] = {
