@@ -160,15 +160,25 @@ def against_server(client: Client, folder: Path, url: str, out: Path) -> Figures
     ],
 )
 def test_figures_agree_within_noise(client: Client, server: tuple[Path, str], tmp_path: Path) -> None:
+    """A busy machine delays a few of 12 requests by 100 ms, so that one of three attempts must agree."""
     folder, url = server
-    ours = [against_server(serve_compare, folder, url, tmp_path / "before")]
-    theirs = against_server(client, folder, url, tmp_path)
-    ours.append(against_server(serve_compare, folder, url, tmp_path / "after"))
-    for name, value in theirs.items():
-        low, high = min(o[name] for o in ours), max(o[name] for o in ours)
-        assert low / MARGIN <= value <= high * MARGIN, (
-            f"{name} {value:.3f}, ours {low:.3f} to {high:.3f}: {theirs}"
-        )
+    problems = []
+    for attempt in range(3):
+        out = tmp_path / str(attempt)
+        out.mkdir()
+        ours = [against_server(serve_compare, folder, url, out / "before")]
+        theirs = against_server(client, folder, url, out)
+        ours.append(against_server(serve_compare, folder, url, out / "after"))
+        ranges = {name: (min(o[name] for o in ours), max(o[name] for o in ours)) for name in theirs}
+        wrong = {
+            name: f"{theirs[name]:.3f}, ours {low:.3f} to {high:.3f}"
+            for name, (low, high) in ranges.items()
+            if not low / MARGIN <= theirs[name] <= high * MARGIN
+        }
+        if not wrong:
+            return
+        problems.append(wrong)
+    pytest.fail(f"three attempts disagree: {problems}")
 
 
 def test_loads_on_our_server(server: tuple[Path, str], tmp_path: Path) -> None:
