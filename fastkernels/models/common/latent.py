@@ -9,7 +9,7 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.models.common.description import LatentAttention, Norm
-from fastkernels.overrides.attention import mla_attention
+from fastkernels.overrides.latent_attention import mla_attention
 from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
     VllmMergedColumnParallelLinear,

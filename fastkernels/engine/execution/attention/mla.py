@@ -12,9 +12,9 @@ from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, metadata_of
 from fastkernels.engine.execution.attention.ops import choose
 from fastkernels.engine.execution.input_batch import Inputs
-from fastkernels.overrides.attention.mla_attention import Expansion, LatentAttention
-from fastkernels.overrides.attention.mla_decode import mla_decode
-from fastkernels.overrides.attention.mla_prefill import mla_prefill
+from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
+from fastkernels.overrides.latent_attention.mla_decode import mla_decode
+from fastkernels.overrides.latent_attention.mla_prefill import mla_prefill
 
 MOST_EXPANDED = 1 << 28  # numbers in expanded keys and values of a step: 512 MiB in 16 bits
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from fastkernels.core.forward_context import AttentionMetadata, get_forward_context
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
-from fastkernels.overrides.attention.mla_decode import mla_decode
-from fastkernels.overrides.attention.mla_prefill import mla_prefill
 from fastkernels.overrides.attention.paged_cache import take_blocks
 from fastkernels.overrides.cache.concat_and_cache_mla import concat_and_cache_mla
+from fastkernels.overrides.latent_attention.mla_decode import mla_decode
+from fastkernels.overrides.latent_attention.mla_prefill import mla_prefill
 
 
 @dataclass(frozen=True)
