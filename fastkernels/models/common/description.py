@@ -369,8 +369,6 @@ def indexer(config: Any, interleaved: bool, shared: bool = False) -> Indexer:
             f"config.index_head_dim={config.index_head_dim} is not supported, only sizes from"
             f" qk_rope_head_dim={config.qk_rope_head_dim} on"
         )
-    if config.q_lora_rank is None:
-        raise Unsupported("config.q_lora_rank=None is not supported with an indexer, which reads that latent")
     return Indexer(config.index_n_heads, config.index_head_dim, config.index_topk, interleaved, shared)
 
 

@@ -174,17 +174,19 @@ mla_sparse = define(
 
 
 def _values(call: Call) -> dict[str, torch.Tensor]:
-    """Each query attends to random keys of those that it sees."""
+    """Each query attends to its own key and to random ones of the others that it sees."""
     d = call.sizes
     _seq_lens, table = cases.block_tables(d, call.device, call.generator)
     _, _, starts = cases.ragged(d, table)
     seen = torch.tensor([*sparse_cases.seen_by(d), *[0] * d["padding"]], device=call.device)
     indices = torch.full((len(seen), d["topk"]), -1, dtype=torch.int32, device=call.device)
-    longest, most = max(d["seq_lens"], default=0), 1 << 24
-    for first in range(0, len(seen), max(1, most // max(longest, 1))):
-        some = slice(first, first + max(1, most // max(longest, 1)))
+    longest = max(d["seq_lens"], default=0)
+    step, at = max(1, (1 << 24) // max(longest, 1)), torch.arange(longest, device=call.device)
+    for first in range(0, len(seen), step):
+        some = slice(first, first + step)
         drawn = call.rand(len(seen[some]), longest)
-        drawn[torch.arange(longest, device=call.device) >= seen[some, None]] = -1.0
+        drawn[at == seen[some, None] - 1] = 2.0
+        drawn[at >= seen[some, None]] = -1.0
         chosen = drawn.topk(min(d["topk"], longest), dim=-1)
         kept = torch.where(chosen.values < 0, longest, chosen.indices).sort(dim=-1).values
         indices[some, : kept.shape[1]] = torch.where(kept < longest, kept, -1).to(torch.int32)
@@ -215,6 +217,7 @@ def _none_chosen(args: list[Any]) -> None:
     args[2][::2] = -1
 
 
+_AXES = {**mla_cases.AXES, **cases.RAGGED}
 _ATTENDED = "attended * heads * ({}) * itemsize(queries)"
 _SMALL = {**mla_cases.SMALL, "topk": 7}
 SPEC = OpSpec(
@@ -251,7 +254,7 @@ SPEC = OpSpec(
     ),
     outputs=(Tensor("out", "tokens heads latent", "queries", bytes=_ATTENDED.format("latent")),),
     axes={
-        **{name: axis for name, axis in {**mla_cases.AXES, **cases.RAGGED}.items() if name != "max_seqlen_k"},
+        **{name: axis for name, axis in _AXES.items() if name not in ("max_seqlen_k", "kv_tokens")},
         "topk": Axis.count(),
         "seq_lens": replace(mla_cases.AXES["seq_lens"], read=_read_seq_lens),
         "chosen": Axis(lambda s: sum(min(n, s["topk"]) for n in sparse_cases.seen_by(s)), varies=True),
