@@ -99,7 +99,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Indexer:
-    """What picks the keys of sparse attention (DeepSeek-V3.2): small queries of `heads`, and one key for each token.
+    """The choice of keys in sparse attention (DeepSeek-V3.2), by small queries of `heads` and one small key per token.
 
     topk         keys that a query attends to
     interleaved  pairs of the indexer's rotary embedding are neighbours instead of halves

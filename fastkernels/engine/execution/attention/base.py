@@ -52,7 +52,7 @@ class AttentionBackend(ABC):
         return False
 
     def function(self, op: Op) -> Callable[..., torch.Tensor]:
-        """What layers call for an op that `forward` does not cover: those of sparse attention."""
+        """Return what layers call for an op that `forward` does not cover, which are those of sparse attention."""
         return op
 
     @abstractmethod
