@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fk_bench.core.rows import Status
+from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.clock.timing import Samples, batched, unsteady
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import ipc, layout
@@ -126,6 +127,7 @@ class Batches:
                 mapping.close()
         return timed
 
+    @PHASES.of("memory")
     def _map(self, lane: Lane, places: list[list[Place]], mapping: ipc.Mapping) -> list[list[torch.Tensor]]:
         try:
             return map_outputs(lane.arena, places, mapping, over_inputs=lane.side.trusted)
@@ -176,6 +178,7 @@ class Batches:
                 mine_of, theirs_of = (lane.outputs[:count] for lane in (self.candidate, self.baseline))
                 self.checks.same(self.slots, self.candidate.arena, self.baseline.arena, mine_of, theirs_of)
 
+    @PHASES.of("batches")
     def _batch(
         self, lane: Lane, start: int, count: int, into: Samples | None, group: str
     ) -> tuple[list[Sampled], list[int]]:
@@ -209,6 +212,7 @@ class Batches:
                     into.given.append(given)
         return held, poisoned
 
+    @PHASES.of("alone")
     def _gated(self, lane: Lane, timed: Timed | None) -> None:
         """GPU: time one call that was queued before its inputs were made, while its process is stopped."""
         side, (slot, _) = lane.side, self._one()

@@ -48,7 +48,8 @@ class Pair:
         self.loaded: dict[str, Loaded] = {}
         self.failure: RunnerError | None = None
         self.deaths = 0
-        self.compiled = choice is not None  # checked once per op, whichever provider runs
+        # Checked once per op, whichever provider runs; a baseline need not compile.
+        self.compiled = choice is not None or options.identity
         self.busy_s = 0.0  # time spent waiting for both processes in the last case
         self.budget = Budget(options.op_budget, "op")
 
@@ -67,7 +68,7 @@ class Pair:
             if who in self.sides:
                 continue
             mine, against = self.candidates, None
-            if who == "baseline":
+            if who == "baseline" or self.options.identity:
                 against = self.options.against
                 mine = {self.spec.name: Path(against)} if against.endswith(".py") else {}
             side = self._all.spawn(who, list(mine.values())) if mine else self._all.trusted(who)
@@ -122,6 +123,7 @@ class Pair:
             self.calling.mode,
             plan,
             self._floor(trial),
+            self.options.identity,
         )
         seen = case.run(self._baselines(trial), not self.compiled, self.options.timed)
         self.compiled = self.compiled or seen.checked is not None
