@@ -74,7 +74,9 @@ def kernels_command(
     ] = None,
     identity: Annotated[
         bool,
-        typer.Option("--identity", help="the baseline against itself, one case an op: what the judge resolves here"),
+        typer.Option(
+            "--identity", help="the baseline against itself, one case an op: what the judge resolves here"
+        ),
     ] = False,
     python: Annotated[
         list[str] | None, typer.Option(help="candidate=PATH or baseline=PATH of an interpreter")
@@ -91,7 +93,9 @@ def kernels_command(
     from fk_bench.kernels.judge.correctness.cases import SOURCES
     from fk_bench.kernels.judge.processes.zygote import ZygoteError
 
-    sources = tuple(s.strip() for s in cases.split(",") if s.strip()) or (("random",) if identity else SOURCES)
+    sources = tuple(s.strip() for s in cases.split(",") if s.strip()) or (
+        ("random",) if identity else SOURCES
+    )
     if unknown := [s for s in sources if s not in SOURCES]:
         fail(f"--cases: unknown source {', '.join(unknown)} (known: {', '.join(SOURCES)})")
     if against not in AGAINST and not (against.endswith(".py") and Path(against).is_file()):
@@ -109,7 +113,9 @@ def kernels_command(
         fail("--cheat names some of the cheats that --cheats runs: add --cheats")
     if task is not None and (ops or level or model or cases or cheats):
         fail("--task states the op and its cases: give no op, --level, --model, --cases or --cheats")
-    if identity and (candidate is not None or task is not None or cheats or against.endswith(".py") or no_time):
+    if identity and (
+        candidate is not None or task is not None or cheats or against.endswith(".py") or no_time
+    ):
         fail("--identity compares the baseline with itself: give no candidate, --task, --cheats or --no-time")
     interpreters = _pairs(python or [])
     chosen_device = torch_device(device)

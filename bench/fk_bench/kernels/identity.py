@@ -25,9 +25,9 @@ PREFERRED = ("decode_32", "qkv_32")  # a call of production that is neither tiny
 def run_identity(names: Sequence[str], options: Options, out: Path, quiet: bool = False) -> dict[str, Any]:
     """Judge the baselines of these ops against themselves, one case an op, or those that `options.names` has.
 
-    Ops without a function are left out. Writes each row to `out`, and a line to standard error. Returns {ok, ops, cases,
-    timed, inside, outside, unsteady, left_out, mean, low, high, seconds}: `inside` counts the intervals that include 1,
-    `left_out` the cases that cannot be timed for another reason than a busy machine.
+    Ops without a function are left out. Writes each row to `out`, and a line to standard error. Returns {ok, ops,
+    cases, timed, inside, outside, unsteady, left_out, mean, low, high, seconds}: `inside` counts the intervals that
+    include 1, `left_out` the cases that cannot be timed for another reason than a busy machine.
     """
     start, rows = time.perf_counter(), list[Row]()
     options = dataclasses.replace(options, identity=True, timed=True)

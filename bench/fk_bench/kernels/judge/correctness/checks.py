@@ -54,7 +54,9 @@ class Checks:
         self.allowed = 0.0
         self.errors = Errors()
         self.passed_over: dict[str, str] = {}  # {baseline: why it does not serve this case}
-        self.unchecked: Sequence[int] = ()  # outputs that are not compared: of a baseline in the candidate's place
+        self.unchecked: Sequence[
+            int
+        ] = ()  # outputs that are not compared: of a baseline in the candidate's place
 
     # -- the baseline
 

@@ -128,7 +128,9 @@ class Judge:
                 if row.status is not Status.SKIPPED:
                     wall = time.perf_counter() - begin
                     row.metrics |= {"wall_s": wall, "overhead_s": max(wall - pair.busy_s, 0.0)}
-                    row.case["seconds"] = {phase: round(s, 4) for phase, s in PHASES.take().items() if s >= 5e-4}
+                    row.case["seconds"] = {
+                        phase: round(s, 4) for phase, s in PHASES.take().items() if s >= 5e-4
+                    }
                 if pair.choice is not None:
                     row.subject.provider, row.case["params"] = pair.choice
                 self._add(row)
