@@ -65,9 +65,9 @@ class Timed:
     candidate: Samples
     baseline: Samples
     again: Samples
-    own: Samples | None = None
     traced: Traced = field(default_factory=Traced)
     priority: str = "on"
+    own: Samples | None = None
 
 
 @dataclass
