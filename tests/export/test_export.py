@@ -24,6 +24,7 @@ from fastkernels.core import cuda_rtc, forward_context, registry
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.export import fork
 from fastkernels.export.exporter import INSTEAD, ExportError, export, fork_targets, printed, targets
+from fastkernels.overrides.attention import attention_decode_cuda
 from fastkernels.overrides.linear import linear_fp8_scales, wgmma_linear_cuda, wgmma_linear_fp8_cuda
 
 RUNNER = Path(runner.__file__)
@@ -346,7 +347,7 @@ MOST = 150  # lines of a file for a fork without its kernels and header
 # Files above it, with the reasons in docs/patch.md: (op, host), or the op for all of its hosts. They only shrink.
 LARGER = {
     ("quantize_fp8", "vllm"): 220, ("quantize_fp8", "sglang"): 251, ("linear_fp8", "vllm"): 184,
-    ("linear_fp8", "sglang"): 178, "attention_decode": 331, "fused_experts_swigluoai": 251,
+    ("linear_fp8", "sglang"): 178, "fused_experts_swigluoai": 251,
 }  # fmt: skip
 
 
@@ -500,6 +501,23 @@ def test_linear_tiles_of_a_fork_are_the_library_s(linear_file: Any) -> None:
         found = linear_file.tile(m, n, k, sms)
         assert found == (plan.rows, plan.tokens, plan.block_k, plan.stages, plan.ahead), (m, n, k, sms)
         assert plan.grid == min(-(-n // found[0]), sms)
+
+
+def test_decode_constants_of_a_fork_are_the_library_s(tmp_path: Path) -> None:
+    text = exported("attention_decode", "vllm", "0.33.0")
+    (tmp_path / "decode.py").write_text(text.replace("fastkernels_attention_decode", f"test_{tmp_path.name}"))
+    file = runner.load(tmp_path / "decode.py")
+    dtypes = (torch.bfloat16, torch.float16)
+    for batch, group, size, window, dtype in itertools.product(
+        (1, 300), (1, 4, 16), (64, 80, 128, 256), (0, 1), dtypes
+    ):
+        q, cache = torch.empty(batch, 2 * group, size, dtype=dtype), torch.empty(3, 16, 2, size, dtype=dtype)
+        params = attention_decode_cuda.PARAMS[5 if size > 128 else 0]
+        plan = attention_decode_cuda.plan(params, q, cache, bool(window), not window)
+        found, shared = file.constants(q, cache, bool(window), not window)
+        assert shared == plan.shared and params["per_sm"] * params["cluster"] == 1
+        assert {f"-D{name}={value}" for name, value in found.items()} == set(plan.options) - {"--std=c++17"}
+        assert params["least"] // params["keys"] == 8
 
 
 @pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason="NVRTC is not installed")
