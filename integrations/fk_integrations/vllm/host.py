@@ -461,6 +461,7 @@ class VllmHost:
             if changes and engine.is_sleeping():
                 raise PatchError(ASLEEP)
             if changes:
+                _forget_finished(engine)
                 _reset_caches(engine)
             replies = _in_order(engine.collective_rpc(RPC, args=(request.to_json(),)))
         except PatchError:
@@ -519,6 +520,16 @@ def _abort_failed(engine: Any) -> None:
         core = engine.engine_core
         engine.output_processor.abort_requests(requests, internal=True)
         core.abort_requests(requests)
+
+
+def _forget_finished(engine: Any) -> None:
+    """Free the slots of finished requests in workers of this process, which learn of them with their next step.
+
+    A warm-up takes all slots.
+    """
+    core = getattr(engine.engine_core, "engine_core", None)  # None: in another process, which steps by itself
+    if core is not None and core.scheduler.has_finished_requests():
+        engine.step()
 
 
 def _reset_caches(engine: Any) -> None:
