@@ -111,7 +111,7 @@ def _leave_to_compiler(op: str) -> None:
 
 
 def _signature(values: Any) -> Iterator[Any]:
-    """The parts of a call that its time depends on. Sizes count by powers of two, so that any prompt needs few decisions."""
+    """The parts of a call that its time depends on. Sizes count by powers of two: lengths vary."""
     for value in values:
         if isinstance(value, torch.Tensor):
             dims = value.dim()
