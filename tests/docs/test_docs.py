@@ -186,6 +186,7 @@ def test_judge_page_names_every_status_source_and_metric() -> None:
 
 def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     from fastkernels.engine.cache.blocks import BlockManager
+    from fastkernels.engine.config import EngineConfig
     from fastkernels.engine.execution.startup import Phases
     from fastkernels.engine.http import protocol
     from fastkernels.engine.http.metrics import Metrics
@@ -216,6 +217,8 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     assert {f for f in fields if f"`{f}`" not in text} <= implied
     blocks = BlockManager(2, 16)
     scheduler = Scheduler([blocks], 1, 1, 1)
-    engine: Any = SimpleNamespace(scheduler=scheduler, blocks=blocks, max_model_len=16, phases=Phases())
+    engine: Any = SimpleNamespace(
+        scheduler=scheduler, blocks=blocks, max_model_len=16, phases=Phases(), config=EngineConfig("m")
+    )
     names = re.findall(r"# TYPE (\w+:\w+) ", Metrics("m", engine).text().decode())
     assert set(re.findall(r"`((?:vllm|fastkernels):\w+)`", text)) == set(names)

@@ -134,8 +134,8 @@ def _reads_parts(template: str) -> bool:
     return any(_name(loop.iter) == "content" for loop in tree.find_all(nodes.For))
 
 
-def _name(of: nodes.Expr) -> str | None:
-    """The name that a Jinja expression ends with: content in `content`, `m.content` and `m["content"]`."""
+def _name(of: nodes.Node) -> str | None:
+    """The name that a Jinja node ends with: content in `content`, `m.content` and `m["content"]`."""
     if isinstance(of, nodes.Getitem):
         return of.arg.value if isinstance(of.arg, nodes.Const) else None
     return of.attr if isinstance(of, nodes.Getattr) else of.name if isinstance(of, nodes.Name) else None
