@@ -37,7 +37,6 @@ from fastkernels.overrides.linear.vllm import (
     VllmRowParallelLinear,
 )
 from fastkernels.overrides.moe import sparse_moe
-from fastkernels.overrides.moe.fused_experts import fused_experts
 from fastkernels.overrides.moe.grouped_topk import grouped_topk
 from fastkernels.overrides.moe.topk_softmax import topk_softmax
 from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmLayerNorm, VllmRMSNorm
@@ -235,11 +234,11 @@ class DecoderExperts(nn.Module):
     def __init__(self, experts: Experts, hidden: int, prefix: str) -> None:
         super().__init__()
         self.described = experts
-        self.ops = ("topk_softmax" if experts.plain else "grouped_topk", "fused_experts")
         self.gate = VllmReplicatedLinear(hidden, experts.count, bias=False, prefix=f"{prefix}.gate")
         self.experts = sparse_moe.Experts(
             experts.count, hidden, experts.intermediate, prefix=f"{prefix}.experts"
         )
+        self.ops = ("topk_softmax" if experts.plain else "grouped_topk", self.experts.quant_method.op)
         if experts.correction:
             bias = torch.empty(experts.count, dtype=torch.float32)
             self.gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
@@ -251,8 +250,7 @@ class DecoderExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self._route(x)
-        experts = self.experts
-        out = fused_experts(x, experts.w13_weight, experts.w2_weight, weights, ids, experts.expert_map)
+        out = self.experts.compute(x, weights, ids)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
         return parallel.all_reduce(out)

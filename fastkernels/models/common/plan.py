@@ -147,8 +147,16 @@ def plan(model: Any, dtype: str = "") -> Plan:
 
 def _in_format(item: Item, scheme: Scheme | None, arch: Architecture, dtype_bytes: int) -> Item:
     """The item with the op and the bytes of the checkpoint's number format."""
-    if scheme is None or item.op != "linear" or not scheme.quantizes(item.path, arch):
+    ops = "linear", "fused_experts"
+    if scheme is None or item.op not in ops or item.path.rpartition(".")[2] in quantization.DENSE:
         return item
+    if not scheme.quantizes(item.path, arch):
+        return item
+    if item.op == "fused_experts":
+        parts = [scheme.weight_bytes(n, k, dtype_bytes, True) * e for e, n, k in item.shapes.values()]
+        size = sum(parts) + 4 * scheme.static * len(parts)
+        arguments = {**item.arguments, "format": scheme.method}
+        return replace(item, op=scheme.expert_op, arguments=arguments, quantized=size)
     rows, columns = item.shapes["weight"]
     size = scheme.weight_bytes(rows, columns, dtype_bytes) + dtype_bytes * prod(item.shapes.get("bias", (0,)))
     return replace(item, op=scheme.op, arguments={"format": scheme.method}, quantized=size)
