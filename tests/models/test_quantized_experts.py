@@ -39,8 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 CASES = [
     ("deepseek_v3", "fp8_blocks"), ("deepseek_v3", "compressed_channel"), ("deepseek_v3", "gptq_64"),
-    ("deepseek_v32", "fp8_blocks"), ("qwen3_moe", "fp8_static"), ("qwen3_moe", "fp8_dynamic"), ("qwen3_moe", "packed_channel"),
-    ("mixtral", "awq"), ("mixtral", "compressed_block"),
+    ("deepseek_v32", "fp8_blocks"), ("qwen3_moe", "fp8_static"), ("qwen3_moe", "fp8_dynamic"),
+    ("qwen3_moe", "packed_channel"), ("mixtral", "awq"), ("mixtral", "compressed_block"),
 ]  # fmt: skip
 
 
