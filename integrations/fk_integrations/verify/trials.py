@@ -41,6 +41,7 @@ class Choice:
 class Trial:
     """The decisions about one host class in one patch.
 
+    compiled  whether compiled code keeps ours
     choices   {what identifies a call: decision}; modules of the same sizes share them
     modules   that began with ours
     restored  of these, how many are the host's again
@@ -48,6 +49,7 @@ class Trial:
 
     op: str
     host_class: Any
+    compiled: bool = False
     choices: dict[Any, Choice] = field(default_factory=dict)
     modules: int = 0
     restored: int = 0
@@ -84,11 +86,15 @@ def sizes_of(module: Any) -> Any:
     return (*tensors, getattr(module, "heads", None))
 
 
-def choosing(theirs: Callable[..., Any], ours: Callable[..., Any], op: str) -> Callable[..., Any]:
+def choosing(
+    theirs: Callable[..., Any], ours: Callable[..., Any], op: str, compiled: bool
+) -> Callable[..., Any]:
     """A method that runs `theirs` or `ours`: for each kind of call what took less time the first time."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            if compiled:
+                return ours(self, *args, **kwargs)
             _leave_to_compiler(op)
             return theirs(self, *args, **kwargs)
         own: _Own | None = vars(self).get(OWN)

@@ -49,9 +49,9 @@ def ours(seconds: float, factor: float = 2, error: bool = False) -> type:
     return type("Ours", (nn.Module,), {"forward": forward})
 
 
-def tried(module: Host, cls: type) -> tuple[Trial, Journal]:
-    trial, journal = Trial("gelu", Host), Journal()
-    journal.set_class(module, live_class(Host, cls, trial_of="gelu"))
+def tried(module: Host, cls: type, compiled: bool = False) -> tuple[Trial, Journal]:
+    trial, journal = Trial("gelu", Host, compiled), Journal()
+    journal.set_class(module, live_class(Host, cls, trial=trial))
     trial.begin(module, sizes_of(module), lambda: setattr(module, "__class__", Host), journal)
     return trial, journal
 
@@ -101,6 +101,16 @@ def test_gradients_stay_with_the_host() -> None:
     trial, _ = tried(module, ours(0.0))
     module(x).sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0)) and not trial.choices  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_code_keeps_ours_where_measured(compiled: bool) -> None:
+    module, x = Host(0.0), torch.randn(3)
+    tried(module, ours(0.0, factor=3), compiled)
+    module.compile(backend="eager")
+    with torch.no_grad():
+        assert torch.equal(module(x), x * (3 if compiled else 2))
+    torch.compiler.reset()
 
 
 def vit() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
