@@ -149,6 +149,34 @@ def test_default_patch_keeps_what_wins_and_undoes() -> None:
     assert not any(OWN in vars(m) for m in model.modules())
 
 
+def test_flux_decides_about_processors_and_norms() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=True,
+    ).eval()  # fmt: skip
+    processors = list(model.attn_processors.values())
+    given = [torch.randn(1, *n) for n in ((16, 16), (8, 32), (32,))]
+    at = {"img_ids": torch.arange(48.0).view(16, 3), "txt_ids": torch.zeros(8, 3), "guidance": torch.ones(1)}
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return model(*given, torch.tensor([0.5]), **at).sample
+
+    before = run()
+    with fastkernels.patch(model) as report:
+        torch.testing.assert_close(run(), before, atol=1e-4, rtol=1e-4)
+        decided = {(r.op, r.host_class) for r in report.refresh().rows if r.measured}
+        assert {
+            ("attention_dense", "FluxAttnProcessor"), ("ada_layer_norm", "AdaLayerNormZero"),
+            ("timestep_embedding", "Timesteps"),
+        } <= decided  # fmt: skip
+        assert not any("our result" in line or "Error" in line for r in report.rows for line in r.measured)
+    assert all(a is b for a, b in zip(model.attn_processors.values(), processors, strict=True))
+    assert torch.equal(run(), before)
+
+
 def test_slow_kernel_loses_everywhere() -> None:
     model, run = vit()
     before = run()
