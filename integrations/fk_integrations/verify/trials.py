@@ -22,7 +22,7 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 
 log = logging.getLogger("fastkernels")
-ROUNDS, CPU_ROUNDS, CALLS = 21, 9, 4  # of a graph's calls, or of calls one after the other
+ROUNDS, CPU_ROUNDS, CALLS = 21, 15, 4  # of a graph's calls, or of calls one after the other
 EAGER = 1.02  # the least ratio of eager calls: a method that chooses adds Python of its own
 ERRORS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the norm of the result
 COMPILED = "torch.compile fuses the host's code"
