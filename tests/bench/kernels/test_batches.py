@@ -98,6 +98,7 @@ def test_calls_of_long_batch_only_are_compared(fd: int, cuda: bool, monkeypatch:
     monkeypatch.setattr(
         made, "_batch", lambda lane, start, count, *rest: (ran.append((start, count)), ([], []))[1]
     )
+    monkeypatch.setattr(made.checks, "kept", lambda *args: None)
     monkeypatch.setattr(made.checks, "same", lambda *args: compared.append([len(o) for o in args[3:]]))
     gated = []
     monkeypatch.setattr(made, "_gated", lambda lane, timed: gated.append(lane))
@@ -112,6 +113,7 @@ def test_both_sides_run_equally_often_on_cpu(fd: int, monkeypatch: pytest.Monkey
     made.baseline = Lane(made.baseline.side, made.baseline.arena)
     order: list[str] = []
     monkeypatch.setattr(made, "_check", lambda *args: order.append("check"))
+    monkeypatch.setattr(made.checks, "kept", lambda *args: order.append("check"))
 
     def batch(lane: Lane, start: int, count: int, into: Samples, group: str) -> tuple[list[int], list[int]]:
         into.add(group.endswith("long"), 1e-5 * count, None, count)
@@ -119,7 +121,7 @@ def test_both_sides_run_equally_often_on_cpu(fd: int, monkeypatch: pytest.Monkey
         return [], []
 
     monkeypatch.setattr(made, "_batch", batch)
-    timed = Timed(*(Samples(4) for _ in range(3)), own=Samples(4))
+    timed = Timed(Samples(4), Samples(4), Samples(4), own=Samples(4))
     made._round(0, timed, False)
     assert order.count("candidate") == order.count("baseline") == 5
     assert timed.own is not None and len(timed.own.slopes) == len(timed.again.slopes) == 1

@@ -13,7 +13,7 @@ from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.correctness.errors import Errors, compare, expect
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.arena import Arena
-from fk_bench.kernels.judge.memory.slots import Slots
+from fk_bench.kernels.judge.memory.slots import Slots, poison
 from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 
 REFERENCE = "reference"
@@ -167,6 +167,30 @@ class Checks:
         self._take(errors, "in a timed call: ")
         if arena.changed(slot):
             raise Wrong("an argument was written, but the op does not write it")
+
+    @PHASES.of("compare")
+    def kept(self, side: RunnerProcess, arena: Arena, slots: Slots, slot: int) -> None:
+        """CPU: the result of a timed call, copied once more after all inputs of its slot have changed, is the same.
+
+        So it is neither a view of an input nor memory that the next call has used. Raises Wrong, RunnerError.
+        """
+        views = arena.output_views(slot)
+        if self.mode != "op" or not views:
+            return
+        side.stop()
+        before = [v.clone() for v in views]
+        for i, a in enumerate(arena.args_of(slot)):
+            for t in layout.tensors(a) if i not in slots.may_change else ():
+                _flip(t)
+        poison(views)
+        side.ask("copy", out=slot)
+        side.stop()
+        for i, (v, k) in enumerate(zip(views, before, strict=True)):
+            if not torch.equal(_bits(v), _bits(k)):
+                raise Wrong(
+                    f"in a timed call: output {i} changes after the call, with an input or with the next call"
+                )
+        arena.publish(slot, 1)
 
     @PHASES.of("compare")
     def same(
