@@ -152,6 +152,14 @@ def test_calls_alone_are_queued_together(fd: int, monkeypatch: pytest.MonkeyPatc
     assert do == "queue" and stop == "stop" and opened == list(zip(slots, tickets, strict=True))
     assert len(set(slots)) == QUEUED and min(slots) >= 8 and sorted(set(tickets)) == tickets
 
+    def wrong(*args: object) -> None:
+        raise Wrong("the first call")
+
+    monkeypatch.setattr(made, "_open", wrong)
+    with pytest.raises(Wrong):
+        made._gated(Lane(Queue(), made.candidate.arena), None)  # type: ignore[arg-type]
+    assert Queue.gate._words[0] == asked[-2][2][-1]  # what still waits must not block the next command
+
 
 def places(made: Batches, position: int = 0) -> list[list[Place]]:
     """An output of each slot in the memory of its argument."""

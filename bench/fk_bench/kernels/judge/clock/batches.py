@@ -239,8 +239,11 @@ class Batches:
         tickets = [side.gate.ticket() for _ in picked]
         side.ask("queue", slots=picked, tickets=tickets)
         side.stop()
-        for slot, ticket in zip(picked, tickets, strict=True):
-            self._open(lane, slot, ticket, timed)
+        try:
+            for slot, ticket in zip(picked, tickets, strict=True):
+                self._open(lane, slot, ticket, timed)
+        finally:  # after a wrong result too: work that still waits would block the next command
+            side.gate.open(tickets[-1])
 
     def _open(self, lane: Lane, slot: int, ticket: int, timed: Timed | None) -> None:
         """Give a queued call its inputs, open its gate, and take the time until its outputs are read."""
