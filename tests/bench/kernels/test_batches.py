@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.memory.slots import Slots
 from fk_bench.kernels.judge.processes.messages import Place
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
+from fk_bench.kernels.judge.rows.case import CaseRun, Plan
 from fk_bench.kernels.judge.rows.verdict import Evidence, decide
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -129,6 +132,25 @@ def test_both_sides_run_equally_often_on_cpu(fd: int, monkeypatch: pytest.Monkey
     assert all(set(pair) == {"candidate", "baseline"} for pair in zip(pairs[::2], pairs[1::2], strict=True))
     for i in (i for i, o in enumerate(order) if o == "check"):
         assert order[:i].count("candidate") == order[:i].count("baseline")
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "n"),
+    [
+        ("cpu", 1 << 40, 20),
+        ("cpu", 100 << 20, 8),
+        ("cpu", 0, 2),
+        ("cuda", 1 << 40, 20),
+        ("cuda", 700 << 20, 28),
+    ],
+)
+def test_batches_shrink_to_the_memory(device: str, memory: int, n: int) -> None:
+    """Both sides' arenas, their outputs and the judge's own slots must fit."""
+    run = CaseRun.__new__(CaseRun)
+    run.plan = Plan(device, 4, 4, 1.0, 2e-3, 20 if memory > 1 << 30 or device == "cpu" else 768, memory)
+    described = layout.Layout([], [], stride=1 << 20)
+    run._slots = cast(Any, SimpleNamespace(layout=described, out_bytes=1 << 20))
+    assert run._calls(1e-5, 1e-5, 1) == n
 
 
 def test_calls_alone_are_queued_together(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
