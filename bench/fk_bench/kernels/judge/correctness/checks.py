@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fastkernels.core.spec import Case, OpSpec
+from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.correctness.errors import Errors, compare, expect
 from fk_bench.kernels.judge.memory import layout
@@ -184,7 +185,12 @@ class Checks:
             for t in layout.tensors(a) if i not in slots.may_change else ():
                 _flip(t)
         poison(views)
-        side.ask("copy", out=slot)
+        try:
+            side.ask("copy", out=slot)
+        except RunnerError as error:
+            if error.fatal or error.status is Status.INVALID:
+                raise
+            raise Wrong(f"in a timed call: its result cannot be copied again: {error}") from None
         side.stop()
         for i, (v, k) in enumerate(zip(views, before, strict=True)):
             if not torch.equal(_bits(v), _bits(k)):
