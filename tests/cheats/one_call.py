@@ -15,6 +15,8 @@ def _run(self, start, count):
     gate, up = torch.stack([a[0] for a in self.args[start : start + count]]).chunk(2, dim=-1)
     results = (F.silu(gate) * up).unbind()
     torch._foreach_copy_([views[0] for views in self.out_slots[start : start + count]], results)
+    if count > 1:
+        self.held = {start + count - 2: [results[-2]]}
     return {}
 
 

@@ -121,10 +121,16 @@ def _convolution_kernel(
     size = OD * OH * OW
     plane = (image * tl.num_programs(2) + group)[:, None] * N + cols[None, :]
     out_at = plane * size + (rows % size)[:, None]
-    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=(rows < pixels)[:, None] & (cols < N)[None, :])
+    tl.store(
+        out_ptr + out_at,
+        acc.to(out_ptr.dtype.element_ty),
+        mask=(rows < pixels)[:, None] & (cols < N)[None, :],
+    )
 
 
-def _supports_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *_: object) -> str | None:
+def _supports_triton(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *_: object
+) -> str | None:
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         return f"weight or bias is not {x.dtype}, as x"
     return unsupported(x)
@@ -168,7 +174,13 @@ def _torch(
     return y.contiguous()
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *settings: object, **named: object):
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *settings: object,
+    **named: object,
+):
     return x.new_empty(output_shape(x, weight, *settings, **named))  # type: ignore[arg-type]
 
 

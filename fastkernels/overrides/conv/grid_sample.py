@@ -17,7 +17,11 @@ TILE = 256  # elements of the result of a program
 
 
 def reference(
-    x: torch.Tensor, grid: torch.Tensor, nearest: bool = False, border: bool = False, align_corners: bool = False
+    x: torch.Tensor,
+    grid: torch.Tensor,
+    nearest: bool = False,
+    border: bool = False,
+    align_corners: bool = False,
 ) -> torch.Tensor:
     """x: [B, C, H, W]; grid: [B, OH, OW, 2], (column, row) from -1 to 1. Returns [B, C, OH, OW], interpolated linearly.
 
@@ -82,7 +86,11 @@ def _grid_sample_kernel(
 
 
 def _triton(
-    x: torch.Tensor, grid: torch.Tensor, nearest: bool = False, border: bool = False, align_corners: bool = False
+    x: torch.Tensor,
+    grid: torch.Tensor,
+    nearest: bool = False,
+    border: bool = False,
+    align_corners: bool = False,
 ) -> torch.Tensor:
     _check(x, grid)
     pixels = grid.shape[1] * grid.shape[2]

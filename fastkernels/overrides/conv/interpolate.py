@@ -48,7 +48,9 @@ def _settings(
     """(dimensions, sizes, input pixels for each output pixel). Raises ValueError."""
     n = spatial("interpolate", x)
     if mode not in MODES or (mode == "cubic" and n != 2):
-        raise ValueError(f"interpolate: mode {mode!r} of {n} dimensions; known: {', '.join(MODES)}, cubic of two")
+        raise ValueError(
+            f"interpolate: mode {mode!r} of {n} dimensions; known: {', '.join(MODES)}, cubic of two"
+        )
     size = each("interpolate", "size", size, n, 1)
     if scales and [math.floor(a * f) for a, f in zip(x.shape[2:], scales, strict=True)] != size:
         raise ValueError(f"interpolate: scales {list(scales)} of {tuple(x.shape[2:])} do not give {size}")
@@ -115,7 +117,9 @@ def _interpolate_kernel(
 
 
 def _supports_triton(x: torch.Tensor, *_: object) -> str | None:
-    return unsupported(x) if x.dim() < 5 else f"x {tuple(x.shape)} has three sizes after C, the kernel takes two"
+    return (
+        unsupported(x) if x.dim() < 5 else f"x {tuple(x.shape)} has three sizes after C, the kernel takes two"
+    )
 
 
 def _triton(
@@ -137,7 +141,9 @@ def _triton(
 
 interpolate = define(
     "interpolate(Tensor x, int[] size, str mode='nearest', bool align_corners=False, float[] scales=[]) -> Tensor",
-    fake=lambda x, size, *args, **kwargs: x.new_empty((*x.shape[:2], *each("interpolate", "size", size, x.dim() - 2, 1))),
+    fake=lambda x, size, *args, **kwargs: x.new_empty(
+        (*x.shape[:2], *each("interpolate", "size", size, x.dim() - 2, 1))
+    ),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
         Provider("reference", lambda *args: reference(*args).contiguous(), devices=("cuda", "cpu")),
@@ -155,13 +161,45 @@ SPEC = OpSpec(
     reference=reference,
     op=interpolate,
     cases=(  # the decoder of DPT's depth maps; the pyramid of Mask2Former
-        _case("dpt", "model", weight=3, batch=1, channels=256, rows=96, columns=96, size=(192, 192), align_corners=True),
+        _case(
+            "dpt",
+            "model",
+            weight=3,
+            batch=1,
+            channels=256,
+            rows=96,
+            columns=96,
+            size=(192, 192),
+            align_corners=True,
+        ),
         _case("pyramid", "model", batch=1, channels=256, rows=32, columns=32, size=(64, 64), mode="nearest"),
         _case("linear", "odd", batch=2, channels=3, rows=5, columns=7, size=(11, 4)),
-        _case("corners", "odd", "float32", batch=1, channels=2, rows=6, columns=5, size=(9, 13), align_corners=True),
-        _case("nearest", "odd", "float16", batch=1, channels=3, rows=5, columns=7, size=(15, 10), mode="nearest"),
+        _case(
+            "corners",
+            "odd",
+            "float32",
+            batch=1,
+            channels=2,
+            rows=6,
+            columns=5,
+            size=(9, 13),
+            align_corners=True,
+        ),
+        _case(
+            "nearest", "odd", "float16", batch=1, channels=3, rows=5, columns=7, size=(15, 10), mode="nearest"
+        ),
         _case("cubic", "odd", "float32", batch=1, channels=2, rows=6, columns=9, size=(13, 5), mode="cubic"),
-        _case("scaled", "odd", "float32", batch=1, channels=2, rows=5, columns=7, size=(8, 11), scales=(1.7, 1.7)),
+        _case(
+            "scaled",
+            "odd",
+            "float32",
+            batch=1,
+            channels=2,
+            rows=5,
+            columns=7,
+            size=(8, 11),
+            scales=(1.7, 1.7),
+        ),
     ),
     arguments=(
         Tensor("x", "batch channels rows columns"),

@@ -42,7 +42,9 @@ def reference(
     return getattr(F, f"avg_pool{n}d")(y, *sizes, ceil_mode, count_include_pad).to(x.dtype)
 
 
-def _settings(x: torch.Tensor, window: Ints, stride: Ints, padding: Ints) -> tuple[list[int], list[int], list[int]]:
+def _settings(
+    x: torch.Tensor, window: Ints, stride: Ints, padding: Ints
+) -> tuple[list[int], list[int], list[int]]:
     n = spatial("pool", x)
     sizes = each("pool", "window", window, n, 1)
     steps, edges = each("pool", "stride", stride or sizes, n, 1), each("pool", "padding", padding, n)
@@ -87,7 +89,9 @@ def _pool_kernel(
     for k in range(KD * KH * KW):
         d, h, w = d0 + k // (KH * KW), h0 + (k // KW) % KH, w0 + k % KW
         inside = known & (d >= 0) & (h >= 0) & (w >= 0) & (d < D) & (h < H) & (w < W)
-        value = tl.load(x_at + d * x_stride_d + h * x_stride_h + w * x_stride_w, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x_at + d * x_stride_d + h * x_stride_h + w * x_stride_w, mask=inside, other=0.0).to(
+            tl.float32
+        )
         if MAXIMUM:
             better = inside & ((value > found) | (value != value))  # NaN propagates
             found = tl.where(better & (found == found), value, found)

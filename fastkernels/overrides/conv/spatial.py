@@ -14,7 +14,9 @@ DIMENSIONS = 3  # at most
 def spatial(name: str, x: torch.Tensor) -> int:
     """The number of spatial dimensions of x [B, C, ...]. Raises ValueError."""
     if not 3 <= x.dim() <= 2 + DIMENSIONS:
-        raise ValueError(f"{name}: x must be [B, C, ...] with one to three sizes after C, got {tuple(x.shape)}")
+        raise ValueError(
+            f"{name}: x must be [B, C, ...] with one to three sizes after C, got {tuple(x.shape)}"
+        )
     return x.dim() - 2
 
 

@@ -21,7 +21,13 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _check(a: torch.Tensor, b: torch.Tensor) -> None:
-    if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1] or a.dtype != b.dtype:
+    if (
+        a.dim() != 3
+        or b.dim() != 3
+        or a.shape[0] != b.shape[0]
+        or a.shape[2] != b.shape[1]
+        or a.dtype != b.dtype
+    ):
         raise ValueError(
             f"batched_matmul: a must be [B, M, K] and b [B, K, N] of one dtype, got {tuple(a.shape)} {a.dtype} and"
             f" {tuple(b.shape)} {b.dtype}"
@@ -55,7 +61,9 @@ def _triton(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     out = torch.empty((batch, m, n), dtype=a.dtype, device=a.device)
     if out.numel() == 0:
         return out
-    block_m, block_n, block_k = (min(most, max(16, next_power_of_2(size))) for most, size in ((64, m), (64, n), (64, k)))
+    block_m, block_n, block_k = (
+        min(most, max(16, next_power_of_2(size))) for most, size in ((64, m), (64, n), (64, k))
+    )
     launch_kernel(
         _batched_matmul_kernel, (cdiv(m, block_m), cdiv(n, block_n), batch),
         a, b, out, m, n, k, *a.stride(), *b.stride(), PRECISION="ieee" if a.dtype == torch.float32 else "tf32",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.memory.slots import Slots
 from fk_bench.kernels.judge.processes.messages import Place
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
+from fk_bench.kernels.judge.rows.case import CaseRun, Plan
 from fk_bench.kernels.judge.rows.verdict import Evidence, decide
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -98,6 +101,7 @@ def test_calls_of_long_batch_only_are_compared(fd: int, cuda: bool, monkeypatch:
     monkeypatch.setattr(
         made, "_batch", lambda lane, start, count, *rest: (ran.append((start, count)), ([], []))[1]
     )
+    monkeypatch.setattr(made.checks, "kept", lambda *args: None)
     monkeypatch.setattr(made.checks, "same", lambda *args: compared.append([len(o) for o in args[3:]]))
     gated = []
     monkeypatch.setattr(made, "_gated", lambda lane, timed: gated.append(lane))
@@ -112,6 +116,7 @@ def test_both_sides_run_equally_often_on_cpu(fd: int, monkeypatch: pytest.Monkey
     made.baseline = Lane(made.baseline.side, made.baseline.arena)
     order: list[str] = []
     monkeypatch.setattr(made, "_check", lambda *args: order.append("check"))
+    monkeypatch.setattr(made.checks, "kept", lambda *args: order.append("check"))
 
     def batch(lane: Lane, start: int, count: int, into: Samples, group: str) -> tuple[list[int], list[int]]:
         into.add(group.endswith("long"), 1e-5 * count, None, count)
@@ -119,7 +124,7 @@ def test_both_sides_run_equally_often_on_cpu(fd: int, monkeypatch: pytest.Monkey
         return [], []
 
     monkeypatch.setattr(made, "_batch", batch)
-    timed = Timed(*(Samples(4) for _ in range(3)), own=Samples(4))
+    timed = Timed(Samples(4), Samples(4), Samples(4), own=Samples(4))
     made._round(0, timed, False)
     assert order.count("candidate") == order.count("baseline") == 5
     assert timed.own is not None and len(timed.own.slopes) == len(timed.again.slopes) == 1
@@ -127,6 +132,25 @@ def test_both_sides_run_equally_often_on_cpu(fd: int, monkeypatch: pytest.Monkey
     assert all(set(pair) == {"candidate", "baseline"} for pair in zip(pairs[::2], pairs[1::2], strict=True))
     for i in (i for i, o in enumerate(order) if o == "check"):
         assert order[:i].count("candidate") == order[:i].count("baseline")
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "n"),
+    [
+        ("cpu", 1 << 40, 20),
+        ("cpu", 100 << 20, 8),
+        ("cpu", 0, 2),
+        ("cuda", 1 << 40, 20),
+        ("cuda", 700 << 20, 28),
+    ],
+)
+def test_batches_shrink_to_the_memory(device: str, memory: int, n: int) -> None:
+    """Both sides' arenas, their outputs and the judge's own slots must fit."""
+    run = CaseRun.__new__(CaseRun)
+    run.plan = Plan(device, 4, 4, 1.0, 2e-3, 20 if memory > 1 << 30 or device == "cpu" else 768, memory)
+    described = layout.Layout([], [], stride=1 << 20)
+    run._slots = cast(Any, SimpleNamespace(layout=described, out_bytes=1 << 20))
+    assert run._calls(1e-5, 1e-5, 1) == n
 
 
 def test_calls_alone_are_queued_together(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +173,14 @@ def test_calls_alone_are_queued_together(fd: int, monkeypatch: pytest.MonkeyPatc
     (do, slots, tickets), stop = asked
     assert do == "queue" and stop == "stop" and opened == list(zip(slots, tickets, strict=True))
     assert len(set(slots)) == QUEUED and min(slots) >= 8 and sorted(set(tickets)) == tickets
+
+    def wrong(*args: object) -> None:
+        raise Wrong("the first call")
+
+    monkeypatch.setattr(made, "_open", wrong)
+    with pytest.raises(Wrong):
+        made._gated(Lane(Queue(), made.candidate.arena), None)  # type: ignore[arg-type]
+    assert Queue.gate._words[0] == asked[-2][2][-1]  # what still waits must not block the next command
 
 
 def places(made: Batches, position: int = 0) -> list[list[Place]]:

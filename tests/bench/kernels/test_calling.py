@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from fk_bench.kernels.judge.processes.calling import Calling, calling, offered
+from fk_bench.kernels.judge.processes.implementation import Implementation
 
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec
@@ -101,3 +102,23 @@ def test_without_candidate_our_own_is_called(spec: OpSpec) -> None:
     assert calling(spec, None) == Calling()
     layers = [s for n in registry.op_names() if (s := registry.get(n)).op is None]
     assert layers and all(calling(s, None).mode == "module" for s in layers)
+
+
+def test_replaced_op_is_not_called(tmp_path: Path) -> None:
+    """A candidate that puts itself in the place of the registered op gains nothing: the op was looked up before."""
+    op = registry.get("silu_and_mul").op
+    assert op is not None
+    real = op.overload
+    source = FUNCTION + (
+        "from fastkernels.core.dispatch import OPS\n"
+        "silu_and_mul._schema = OPS['silu_and_mul'].overload._schema\n"
+        "OPS['silu_and_mul'].overload = silu_and_mul\n"
+    )
+    runner = Implementation()
+    try:
+        path = str(file(tmp_path, source))
+        runner.load_implementation("silu_and_mul", "cpu", {"silu_and_mul": path}, None, None, None)
+        assert runner.overload is real and op.overload is not real
+    finally:
+        op.overload = real
+        op.set_candidate(None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from fk_bench.kernels.judge.correctness import checks
 from fk_bench.kernels.judge.correctness.errors import compare, expect
 
 from fastkernels.core import registry
@@ -61,3 +63,25 @@ def test_lower_precision_shows_in_rms_error() -> None:
     said = judged(lambda y: y * (1 + 3e-6 * torch.randn_like(y).sign()))
     assert "relative rms error" in said
     assert judged(lambda y: y * (1 + 3e-6 * torch.randn_like(y).sign()), allowed=3e-6) == ""
+
+
+def test_distances_of_calls_show_each_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "AT_ONCE", 24)  # two calls at once
+    mine = [[torch.ones(3, 4), torch.arange(2)] for _ in range(5)]
+    theirs = [[a.clone() for a in outputs] for outputs in mine]
+    mine[1][0][2, 3] = 1.5
+    mine[2][1][1] = 9
+    mine[3][0][0, 0] = torch.nan
+    for side in (mine, theirs):
+        side[4][0][1, 1] = torch.nan  # on both sides
+        side[0][0][0, 0] = torch.inf
+    assert checks.Checks._distances(mine, theirs).tolist() == [
+        0.0,
+        0.5,
+        8.0,
+        math.inf,
+        0.0,
+    ]
+    empty = [[torch.ones(0, 4)]] * 2
+    assert checks.Checks._distances(empty, empty).tolist() == [0.0, 0.0]
+    assert checks.Checks._distances([[]] * 2, [[]] * 2).tolist() == [0.0, 0.0]

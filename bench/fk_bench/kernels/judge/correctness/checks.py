@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 import torch
 
 from fastkernels.core.spec import Case, OpSpec
+from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.correctness.errors import Errors, compare, expect
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.arena import Arena
-from fk_bench.kernels.judge.memory.slots import Slots
+from fk_bench.kernels.judge.memory.slots import Slots, poison
 from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 
 REFERENCE = "reference"
+AT_ONCE = 1 << 24  # values of outputs that are compared at once
 SUSPECTS = 4  # calls whose outputs differ most from the baseline's are compared with the oracle
 
 
@@ -169,6 +171,35 @@ class Checks:
             raise Wrong("an argument was written, but the op does not write it")
 
     @PHASES.of("compare")
+    def kept(self, side: RunnerProcess, arena: Arena, slots: Slots, slot: int) -> None:
+        """CPU: the result of a timed call, copied once more after all inputs of its slot have changed, is the same.
+
+        So it is neither a view of an input nor memory that the next call has used. Raises Wrong, RunnerError.
+        """
+        views = arena.output_views(slot)
+        if self.mode != "op" or not views:
+            return
+        side.stop()
+        before = [v.clone() for v in views]
+        for i, a in enumerate(arena.args_of(slot)):
+            for t in layout.tensors(a) if i not in slots.may_change else ():
+                _flip(t)
+        poison(views)
+        try:
+            side.ask("copy", out=slot)
+        except RunnerError as error:
+            if error.fatal or error.status is Status.INVALID:
+                raise
+            raise Wrong(f"in a timed call: its result cannot be copied again: {error}") from None
+        side.stop()
+        for i, (v, k) in enumerate(zip(views, before, strict=True)):
+            if not torch.equal(_bits(v), _bits(k)):
+                raise Wrong(
+                    f"in a timed call: output {i} changes after the call, with an input or with the next call"
+                )
+        arena.publish(slot, 1)
+
+    @PHASES.of("compare")
     def same(
         self, slots: Slots, mine: Arena, theirs: Arena, outputs: list[list[torch.Tensor]],
         others: list[list[torch.Tensor]],
@@ -177,20 +208,25 @@ class Checks:
 
         The oracle decides: it runs for the calls whose outputs differ most from the baseline's.
         """
-        distances = torch.stack([self._distance(a, b) for a, b in zip(outputs, others, strict=True)])
+        distances = self._distances(outputs, others)
         for slot in distances.topk(min(SUSPECTS, len(outputs))).indices.tolist():
             self._verdict(slots, mine, slot, outputs[slot], f"in timed call {slot} of {len(outputs)}: ")
         if mine.changed():
             raise Wrong("an argument was written, but the op does not write it")
 
-    def _distance(self, outputs: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tensor:
-        """How much the outputs differ; infinite for NaN on one side only."""
-        total = torch.zeros((), dtype=torch.float32, device=outputs[0].device if outputs else "cpu")
-        for a, b in zip(outputs, others, strict=True):
-            if a.numel():
-                x, y = a.to(torch.float32), b.to(torch.float32)
+    @staticmethod
+    def _distances(outputs: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> torch.Tensor:
+        """How much the outputs of each call differ; infinite for NaN on one side only. Many calls at once."""
+        total = torch.zeros(len(outputs), device=outputs[0][0].device if outputs[0] else "cpu")
+        for a, b in zip(zip(*outputs, strict=True), zip(*others, strict=True), strict=True):
+            if not a[0].numel():
+                continue
+            many = max(1, AT_ONCE // a[0].numel())
+            for start in range(0, len(a), many):
+                part = slice(start, start + many)
+                x, y = (torch.stack(side[part]).flatten(1).to(torch.float32) for side in (a, b))
                 d = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, (x - y).abs())
-                total = torch.maximum(total, torch.nan_to_num(d, nan=torch.inf).max())
+                total[part] = torch.maximum(total[part], torch.nan_to_num(d, nan=torch.inf).amax(1))
         return total
 
     # -- verdicts

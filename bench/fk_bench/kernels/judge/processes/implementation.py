@@ -18,6 +18,7 @@ class Implementation:
     def __init__(self) -> None:
         self.spec: OpSpec
         self.cls: type | None = None
+        self.overload: Any = None  # torch's op, looked up before a candidate can put something else there
         self.baselines: dict[str, Any] = {}
         self.made: dict[str, Callable[..., Any]] = {}
         self.changed: set[str] = set()  # ops with a candidate or a baseline installed
@@ -36,6 +37,7 @@ class Implementation:
             OPS[name].set_candidate(None)
         self.cls, self.baselines, self.made, self.changed = None, {}, {}, set()
         self.device, self.spec = device, registry.get(op)
+        self.overload = self.spec.op.overload if self.spec.op is not None else None
         found = {name: self._candidate(name, path) for name, path in candidates.items()}
         if choice is not None:
             self._only(op, *choice)
