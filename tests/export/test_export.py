@@ -275,7 +275,9 @@ def test_functional_fork_files_run_kernels_or_raise(interpreted: str, tmp_path: 
         spec = registry.get(name)
         if not spec.targets:
             (tmp_path / f"{name}.py").write_text(exported(name, "vllm", "0.33.0"))
-            case = [c for c in spec.cases if "odd" in c.tags][-1]
+            odd = [c for c in spec.cases if "odd" in c.tags]
+            # Triton's interpreter computes tl.dot of bfloat16 on its bits as integers.
+            case = next((c for c in reversed(odd) if c.dtype != "bfloat16"), odd[-1])
             inputs[name] = spec.inputs(case, "cpu", torch.Generator().manual_seed(3))
     torch.save(inputs, tmp_path / "inputs.pt")
     command = [sys.executable, "-c", CALL, str(tmp_path)]
