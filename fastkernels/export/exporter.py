@@ -328,7 +328,7 @@ def _with_fallback(text: str, host: str, supports: bool = False) -> str:
     positional = [x.arg for x in (*a.posonlyargs, *a.args)]
     called = positional[1:] if positional[:1] == ["self"] else positional
     called = called + [f"{x.arg}={x.arg}" for x in a.kwonlyargs]
-    called += [f"**{a.kwarg.arg}"] if a.kwarg else []
+    rest = [f"**{a.kwarg.arg}"] if a.kwarg else []
     stored = {
         n.id
         for s in node.body
@@ -348,13 +348,13 @@ def _with_fallback(text: str, host: str, supports: bool = False) -> str:
     if supports:
         head += [
             f"{indent}if self.supports() is not None:",
-            f"{indent}    return {host}({', '.join(called)})",
+            f"{indent}    return {host}({', '.join([*called, *rest])})",
         ]
     if stored & {*positional, *(x.arg for x in a.kwonlyargs)}:  # the host's code gets the arguments as given
         if a.kwonlyargs:
             raise ExportError(f"{node.name} assigns to its arguments")
         head, called = [*head, f"{indent}given = ({', '.join(called)})"], ["*given"]
-    tail = [f"{indent}except Unsupported:", *_returned(host, called, f"{indent}    ")]
+    tail = [f"{indent}except Unsupported:", *_returned(host, [*called, *rest], f"{indent}    ")]
     return "\n".join([*lines[:first], *head, f"{indent}try:", *body, *tail])
 
 

@@ -21,7 +21,12 @@ INIT_LINES = 3  # of the docstring of an __init__.py
 
 HOSTS = {"vllm", "sglang", "diffusers", "timm", "sgl_kernel", "flashinfer", "flash_attn"}
 # Only the host itself imports these modules, so they may subclass its classes.
-LOADED_BY_HOST = {"fk_integrations.vllm.compiler_pass": "vllm"}
+LOADED_BY_HOST = {
+    "fk_integrations.vllm.compiler_pass": "vllm",
+    # never imported: the exporter copies its text into a file for a fork
+    "fastkernels.export.plain.fork_vllm_scaled_mm": "vllm",
+    "fastkernels.export.plain.fork_sglang_scaled_mm": "sglang",
+}
 # A host that is a dependency of the library is imported inside functions, too.
 LAZY = {"transformers"}
 MAY_IMPORT = {

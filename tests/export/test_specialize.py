@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastkernels.export.flat import with_joined_tests, with_plain_refusals
+from fastkernels.export.flat import with_joined_tests, with_one_op, with_plain_refusals
 from fastkernels.export.layout import reflowed
 from fastkernels.export.specialize import specialized
 
@@ -64,6 +64,65 @@ def test_field_of_one_value_is_that_value() -> None:
     found = specialized(text, {"g"})
     assert "parts" not in found and "return 0" not in found and "    return p.rows + p.rows" in found
     assert "parts" in specialized(text.replace("Plan(n.pop())", "Plan(n.pop(), n.pop())"), {"g"})
+
+
+def test_variable_in_capitals_is_no_constant() -> None:
+    text = "def f(x):\n    return x if x else x()\n\n\ndef g(A):\n    return f(A)\n"
+    assert specialized(text + "\n\ndef h(A):\n    return f(A)\n", {"g", "h"}).startswith(text)
+
+
+def test_array_of_one_is_still_an_array() -> None:
+    text = "def g(n):\n    return (c_uint64 * 1)(n), n * 1\n"
+    assert specialized(text, {"g"}) == text.replace("n * 1", "n")
+
+
+def test_function_that_only_calls_another_is_that_one() -> None:
+    text = "def f(x, y):\n    return torch.add(x, y)\n\n\ndef g(n, other):\n    return n(f, f)\n"
+    assert "return n(torch.add, torch.add)" in specialized(text, {"g"})
+    assert specialized(swapped := text.replace("(x, y)\n\n", "(y, x)\n\n"), {"g"}) == swapped
+
+
+GUARDED = """\
+def guarded(schema, kernel, fake, supports):
+    return kernel
+
+
+def supports(x, n=1, *_):
+    if n > 64:
+        return "unsupported"
+    return {}
+
+
+op = guarded("op(Tensor x, int n=1, int m=1) -> Tensor", kernel, fake, supports)
+"""
+GUARD = """\
+def op(x, n=1, *rest):
+    if not (x.is_cuda or INTERPRETED):
+        raise Unsupported
+    if n > 64:
+        raise Unsupported
+{}    return torch.ops.ns.op.default(x, n, *rest)
+"""
+
+
+@pytest.mark.parametrize(
+    "result, refused",
+    [
+        ("None", ""),
+        ("first(x) or second(x)", "first(x) or second(x)"),
+        ('None if x.dim() == 2 else "unsupported"', "not (x.dim() == 2)"),
+        ('"unsupported" if n % 8 else None', "n % 8"),
+    ],
+)
+def test_guard_of_the_only_op_has_its_tests(result: str, refused: str) -> None:
+    more = f"    if {refused}:\n        raise Unsupported\n" if refused else ""
+    found = with_one_op(GUARDED.format(result), "ns")
+    assert found.endswith(GUARD.format(more)) and "def supports" not in found and "def guarded" not in found
+
+
+def test_guard_calls_a_function_with_other_results() -> None:
+    found = with_one_op(GUARDED.format("reason(x)[0] if x else 'other'"), "ns")
+    assert "def supports(x, n=1, *_):" in found and "supports(*args) is not None:" in found
 
 
 def test_call_with_an_effect_is_evaluated_once() -> None:
