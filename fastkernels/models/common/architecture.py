@@ -29,6 +29,7 @@ class Architecture:
     renamed         {prefix of a checkpoint key: prefix of our parameter}; the first that fits counts
     parts           {part of a checkpoint key: part of ours}, whole names between dots, applied after `renamed`
     quantization    values of quantization_config's quant_method whose weights the model's own parameters hold
+    unneeded        "module:function" that maps a config to such patterns that depend on its sizes
     unused          patterns (fnmatch) of checkpoint keys that the model does not need
     tied            {key that tie_word_embeddings makes unused: key that it copies}
     config_fields   fields beyond config.COMMON that let config.json be read without transformers; None: it is
@@ -48,6 +49,7 @@ class Architecture:
     packed: Mapping[str, Sequence[str]] = field(default_factory=lambda: PACKED)
     experts: str = ""
     absent: str = ""
+    unneeded: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     quantization: tuple[str, ...] = ()

@@ -147,8 +147,15 @@ def model_class(architecture: str) -> Any:
 
 def describe(config: Any) -> Decoder:
     """The description that the model file of this config returns. Raises UnknownName and Unsupported."""
+    allow_mixed_sizes(config)
     names = getattr(config, "architectures", None) or [""]
     return load(f"{find(names[0], config).module}:describe")(config)
+
+
+def allow_mixed_sizes(config: Any) -> None:
+    """Let a size that differs between layers be read from the config itself, where transformers raises by default."""
+    if hasattr(config, "allow_global_per_layer_attribute_access"):
+        config.allow_global_per_layer_attribute_access = True
 
 
 def load(path: str) -> Any:

@@ -18,9 +18,7 @@ from fastkernels.overrides.moe.moe_tiles import chosen, tiles, wide
 T = torch.Tensor
 
 
-def reference(
-    hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert_map: T | None = None
-) -> T:
+def reference(hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert_map: T | None = None) -> T:
     """hidden_states: [T, H]; w1: [E, 2 I, H], gate rows first; w2: [E, H, I]; topk_weights, topk_ids: [T, K].
 
     Returns [T, H] in hidden_states' dtype. expert_map: see fused_experts.
@@ -49,9 +47,7 @@ def _supports_triton(hidden_states: T, w1: T, w2: T, *_: Any, **__: Any) -> str 
     return None
 
 
-def _triton(
-    hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert_map: T | None = None
-) -> T:
+def _triton(hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert_map: T | None = None) -> T:
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
     x, ids, weights = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     if ids.numel() == 0:
@@ -64,9 +60,7 @@ def _triton(
     return sum_over_experts(out, ids, experts, expert_map)
 
 
-def _torch(
-    hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert_map: T | None = None
-) -> T:
+def _torch(hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert_map: T | None = None) -> T:
     """Run the experts one after another on their own rows. It reads the ids on the host, so it is for the CPU only."""
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
     ids = local_ids(topk_ids, expert_map)
