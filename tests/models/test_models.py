@@ -68,7 +68,9 @@ def held(llm: LLM) -> list[int]:
     return [group.num_usable - group.num_free for group in llm.llm_engine.scheduler.groups]
 
 
-@pytest.mark.parametrize(("kind", "windows"), [("gemma3_text", [None, 8]), ("mistral", [8])])
+@pytest.mark.parametrize(
+    ("kind", "windows"), [("gemma3_text", [None, 8]), ("gemma4_text", [None, 8]), ("mistral", [8])]
+)
 def test_windows_free_blocks(kind: str, windows: list[int | None], tmp_path: Path, greedy: Any) -> None:
     """A sequence of 100 tokens fills 25 blocks; a window of 8 tokens touches three at a time."""
     folder = make_tiny(tmp_path, kind, "float32")
@@ -106,7 +108,7 @@ def test_two_ranks_keep_tokens(folder: Path, greedy: Any) -> None:
     assert got == [greedy(folder, prompt, 12) for prompt in PROMPTS]
 
 
-EXPERTS = [name for name in MODELS if name in ("mixtral", "deepseek_v3", "qwen3_moe")]
+EXPERTS = [name for name in MODELS if name in ("mixtral", "deepseek_v3", "qwen3_moe", "gemma4_experts")]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fastkernels.core import parallel, registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
@@ -31,7 +32,7 @@ GROUPS = {
     "attention_decode": "attention", "attention_prefill": "attention", "store_kvcache": "attention",
     "rope_store_kvcache": "attention",
     "topk_softmax": "experts", "grouped_topk": "experts", "fused_experts": "experts",
-    "fused_experts_fp8": "experts",
+    "fused_experts_fp8": "experts", "fused_experts_gelu": "experts", "fused_experts_swigluoai": "experts",
     "all_reduce": "collectives", "all_gather": "collectives",
 }  # fmt: skip
 REST = "rest"
@@ -243,7 +244,14 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "fastkernels":
-            return func(*args, **(kwargs or {}))
+            # Beside a tensor on 'meta', values do not matter.
+            given = args, kwargs or {}
+            found = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+            if any(t.is_meta for t in found) and not all(t.is_meta for t in found):
+                given = tree_map(
+                    lambda a: a.to("meta") if isinstance(a, torch.Tensor) and a.dim() else a, given
+                )
+            return func(*given[0], **given[1])
         schema = func._schema
         given = [
             args[i] if i < len(args) else (kwargs or {}).get(a.name, a.default_value)

@@ -42,12 +42,17 @@ def check_file(folder: Path) -> None:
                 f" does not run; supported without it: {', '.join(sorted(known))}"
             )
         return
+    if names[0] in arch.text_of:
+        raw = raw.get("text_config")
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{file} has no text_config, which {names[0]} needs")
+        kind = raw.get("model_type")
     if kind is not None and kind != arch.model_type:
         raise CheckpointError(
             f"{file}: model_type={kind!r} contradicts architectures={names!r}, whose model_type is {arch.model_type!r}"
         )
-    if arch.inputs == "images":
-        return  # no vocabulary, and transformers' defaults are public models: wrong sizes do not fit the weights
+    if arch.inputs == "images" or names[0] in arch.text_of:
+        return  # transformers' defaults are public models: wrong sizes do not fit the weights
     missing = [name for name in REQUIRED if name not in raw]
     if missing:
         raise CheckpointError(f"{file} has no {', '.join(missing)}")
