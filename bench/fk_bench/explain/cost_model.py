@@ -244,7 +244,7 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "fastkernels":
-            # Beside a tensor on 'meta', values do not matter.
+            # Values do not matter once one tensor is on 'meta'.
             given = args, kwargs or {}
             found = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
             if any(t.is_meta for t in found) and not all(t.is_meta for t in found):

@@ -211,7 +211,7 @@ class ParallelExperts:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What each layer reads of a token, besides the residual stream x (Gemma 4's per-layer embeddings):
+    """Inputs of each layer in addition to the residual stream x (Gemma 4's per-layer embeddings):
 
         x += norm(projection(act(gate(x)) * input))
 

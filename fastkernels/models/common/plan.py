@@ -177,12 +177,14 @@ def _items(d: Decoder, arch: Architecture) -> Iterator[Item]:
     if d.layer_input is not None:
         yield from _layer_inputs(d.layer_input, d.hidden, len(d.layers), "model.layer_inputs", arch)
     for i, layer in enumerate(d.layers):
-        yield from _layer(layer, d.hidden, f"model.layers.{i}", arch)
+        path = f"model.layers.{i}"
+        items = [*_layer(layer, d.hidden, path, arch)]
         if d.layer_input is not None:
-            yield from _layer_input(d.layer_input, d.hidden, f"model.layers.{i}.layer_input", arch)
-        if layer.scaled:
-            name = f"model.layers.{i}.layer_scalar"
-            yield Item(name, "scale", {}, {"scalar": (1,)}, keys=_keys(name, arch))
+            items += _layer_input(d.layer_input, d.hidden, f"{path}.layer_input", arch)
+        if layer.scaled:  # a parameter of the layer itself
+            last, keys = items[-1], _keys(f"{path}.layer_scalar", arch)
+            items[-1] = replace(last, shapes={**last.shapes, "layer_scalar": (1,)}, keys=(*last.keys, *keys))
+        yield from items
     yield _norm(d.norm, "model.norm", d.hidden, arch)
     shapes = {} if d.tied else dict(table)
     if d.head_bias:
