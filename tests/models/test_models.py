@@ -23,7 +23,7 @@ PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
 # Built by the same code as the others: by default, only their logits are compared.
 SIMILAR = (
     "gemma", "seed_oss", "ernie4_5", "ministral", "cohere", "glm", "exaone4_full", "deepseek_v2", "deepseek_v2_greedy",
-    "glm4_moe", "glm4_moe_lite", "dots1",
+    "glm4_moe", "glm4_moe_lite", "dots1", "gemma4_unified_text", "cwm", "minimax_m2",
 )  # fmt: skip
 every_model = pytest.mark.parametrize(
     "folder",

@@ -30,6 +30,9 @@ WHERE = Path("model-00001-of-00004.safetensors")
 Shapes = Mapping[str, Sequence[int]]
 LARGE = (
     "google/gemma-4-E4B",
+    "google/gemma-4-12B",
+    "facebook/cwm",
+    "MiniMaxAI/MiniMax-M2",
     "zai-org/GLM-4.5-Air",
     "zai-org/GLM-4.7-Flash",
     "rednote-hilab/dots.llm1.inst",

@@ -12,7 +12,7 @@ def describe(config: Any) -> d.Decoder:
     """Layers with full attention have sizes of their own (per_layer_config). Norms do not add 1 to their weights."""
     d.refuse(config, use_bidirectional_attention="vision")  # text is causal then
     norm, activation = d.Norm(eps=config.rms_norm_eps), d.activation(config, "hidden_activation")
-    first, size = first_shared(config), config.hidden_size_per_layer_input
+    first, size = first_shared(config), getattr(config, "hidden_size_per_layer_input", 0)
     layers = []
     for i, window in enumerate(d.windows(config)):
         own, kind = config.per_layer_config[i], config.layer_types[i]
@@ -42,7 +42,7 @@ def describe(config: Any) -> d.Decoder:
 
 
 def _experts(config: Any, activation: str, norm: d.Norm) -> d.ParallelExperts | None:
-    if not config.enable_moe_block:
+    if not getattr(config, "enable_moe_block", False):
         return None
     sizes = config.num_experts, config.top_k_experts, config.moe_intermediate_size
     return d.ParallelExperts(d.Experts(*sizes, activation=activation), norm)
