@@ -245,13 +245,13 @@ class _Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "fastkernels":
             # Values do not matter once one tensor is on 'meta'.
-            given = args, kwargs or {}
-            found = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+            every = args, kwargs or {}
+            found = [leaf for leaf in tree_leaves(every) if isinstance(leaf, torch.Tensor)]
             if any(t.is_meta for t in found) and not all(t.is_meta for t in found):
-                given = tree_map(
-                    lambda a: a.to("meta") if isinstance(a, torch.Tensor) and a.dim() else a, given
+                every = tree_map(
+                    lambda a: a.to("meta") if isinstance(a, torch.Tensor) and a.dim() else a, every
                 )
-            return func(*given[0], **given[1])
+            return func(*every[0], **every[1])
         schema = func._schema
         given = [
             args[i] if i < len(args) else (kwargs or {}).get(a.name, a.default_value)

@@ -46,7 +46,6 @@ from fastkernels.overrides.linear.vllm import (
     VllmRowParallelLinear,
 )
 from fastkernels.overrides.moe import sparse_moe
-from fastkernels.overrides.moe.fused_experts import fused_experts
 from fastkernels.overrides.moe.grouped_topk import grouped_topk
 from fastkernels.overrides.moe.topk_softmax import topk_softmax
 from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmLayerNorm, VllmRMSNorm
@@ -292,11 +291,11 @@ class DecoderExperts(nn.Module):
     def __init__(self, experts: Experts, hidden: int, prefix: str) -> None:
         super().__init__()
         self.described = experts
-        self.ops = ("topk_softmax" if experts.plain else "grouped_topk", "fused_experts")
         self.gate = VllmReplicatedLinear(hidden, experts.count, bias=False, prefix=f"{prefix}.gate")
         self.experts = sparse_moe.Experts(
             experts.count, hidden, experts.intermediate, prefix=f"{prefix}.experts"
         )
+        self.ops = ("topk_softmax" if experts.plain else "grouped_topk", self.experts.quant_method.op)
         if experts.correction:
             bias = torch.empty(experts.count, dtype=torch.float32)
             self.gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
@@ -308,8 +307,7 @@ class DecoderExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self._route(x)
-        experts = self.experts
-        out = fused_experts(x, experts.w13_weight, experts.w2_weight, weights, ids, experts.expert_map)
+        out = self.experts.compute(x, weights, ids)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
         return parallel.all_reduce(out)
@@ -340,12 +338,14 @@ def expert_mapping(config: Any) -> list[tuple[str, str, int, str]]:
 
 
 def _attention(
-    a: Attention | LatentAttention, hidden: int, prefix: str, shared: VllmAttention | None
+    a: Attention | LatentAttention, hidden: int, prefix: str, source: nn.Module | None = None
 ) -> nn.Module:
     if isinstance(a, LatentAttention):
-        return DecoderLatentAttention(a, make_norm, hidden, prefix)
-    if shared is not None:
-        return SharedAttention(a, hidden, prefix, shared)
+        shared = source if isinstance(source, DecoderLatentAttention) else None
+        return DecoderLatentAttention(a, make_norm, hidden, prefix, shared)
+    if a.shared is not None:
+        assert isinstance(source, DecoderAttention)
+        return SharedAttention(a, hidden, prefix, source.attn)
     return DecoderAttention(a, hidden, prefix)
 
 
@@ -358,17 +358,20 @@ def _make_mlp(mlp: Mlp | Experts, hidden: int, prefix: str) -> nn.Module:
 class DecoderLayer(nn.Module):
     """One layer: positions [T], and hidden [T, H], which is not yet added to the residual [T, H]; returns both.
 
-    shared: the attention whose keys and values this layer reads. layer_input: [T, size], with a LayerInput.
+    source: the layer whose KV cache this one reads, or the one before, whose keys sparse attention may attend to.
+    layer_input: [T, size], with a LayerInput.
     """
 
     def __init__(
-        self, layer: Layer, hidden: int, prefix: str, shared: VllmAttention | None = None,
+        self, layer: Layer, hidden: int, prefix: str, source: DecoderLayer | None = None,
         layer_input: LayerInput | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.parallel, self.multiplier = layer.parallel, layer.multiplier
         own = layer.name("self_attn"), layer.name("mlp")
-        self.add_module(own[0], _attention(layer.attention, hidden, f"{prefix}.{own[0]}", shared))
+        self.parts: tuple[str, str] = own
+        other = None if source is None else getattr(source, source.parts[0])
+        self.add_module(own[0], _attention(layer.attention, hidden, f"{prefix}.{own[0]}", other))
         self.add_module(own[1], _make_mlp(layer.mlp, hidden, f"{prefix}.{own[1]}"))
         norms = []
         for part in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
@@ -376,7 +379,7 @@ class DecoderLayer(nn.Module):
             norms.append(None if norm is None else layer.name(part))
             if norm is not None:
                 self.add_module(layer.name(part), make_norm(norm, hidden))
-        self.parts, self.norms = own, norms
+        self.norms = norms
         self.moe = (
             None if layer.experts is None
             else ExpertsBesideMlp(layer.experts, make_norm, hidden, f"{prefix}.moe")
@@ -426,11 +429,13 @@ class DecoderModel(nn.Module):
             None if d.layer_input is None
             else LayerInputs(d.layer_input, make_norm, d.hidden, len(d.layers), "model.layer_inputs")
         )  # fmt: skip
-        self.layers = nn.ModuleList()
+        layers: list[DecoderLayer] = []
         for i, layer in enumerate(d.layers):
-            source = layer.attention.shared if isinstance(layer.attention, Attention) else None
-            shared: Any = None if source is None else self.layers[source].get_submodule("self_attn.attn")
-            self.layers.append(DecoderLayer(layer, d.hidden, f"model.layers.{i}", shared, d.layer_input))
+            shared = layer.attention.shared if isinstance(layer.attention, Attention) else None
+            number = i - 1 if shared is None else shared
+            source = layers[number] if i else None
+            layers.append(DecoderLayer(layer, d.hidden, f"model.layers.{i}", source, d.layer_input))
+        self.layers = nn.ModuleList(layers)
         self.norm = make_norm(d.norm, d.hidden)
         self.scale = d.embedding_scale
 

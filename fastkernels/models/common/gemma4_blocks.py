@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import parallel
-from fastkernels.models.common.description import LayerInput, Norm, ParallelExperts
+from fastkernels.models.common.description import LayerInput, Norm, ParallelExperts, Unsupported
 from fastkernels.overrides.embedding.vllm import VllmVocabParallelEmbedding
 from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
 from fastkernels.overrides.moe import sparse_moe
@@ -53,6 +53,10 @@ class ExpertsBesideMlp(nn.Module):
         self.experts = sparse_moe.Experts(
             experts.count, hidden, experts.intermediate, prefix=f"{prefix}.experts"
         )
+        if (op := self.experts.quant_method.op) != "fused_experts":
+            raise Unsupported(
+                f"experts next to an MLP are supported in floats only, not with {op} ({prefix})"
+            )
         self.after_mlp, self.before, self.after = (make_norm(norm, hidden) for _ in range(3))
 
     def forward(self, mlp: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
