@@ -15,6 +15,7 @@ from fastkernels.models.common import build, decoder
 from fastkernels.models.common.registry import models
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.moe.sparse_moe import Experts
+from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
@@ -148,6 +149,20 @@ def test_logits_equal_transformers(folder: Path) -> None:
         found.append(model.compute_logits(hidden))
     assert expected.std() > 0.1
     torch.testing.assert_close(torch.cat(found), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_fused_rope_keeps_normalized_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's windowed layers, two of them with a cache of their own, on the path that GPUs take."""
+    folder = make_tiny(tmp_path, "gemma4_text", "float32")
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "rope_store_kvcache:reference")
+    rope_store_kvcache.forget()
+    before = rope_store_kvcache.calls
+    try:
+        test_logits_equal_transformers(folder)
+    finally:
+        monkeypatch.undo()
+        rope_store_kvcache.forget()
+    assert rope_store_kvcache.calls == before + 2 * 3
 
 
 def one_sequence(start: int, end: int) -> AttentionMetadata:
