@@ -69,7 +69,6 @@ def test_task_has_the_sizes_of_its_model(file: Path) -> None:
 
 WITHOUT = {
     "fused_experts_fp8",
-    "fused_experts_gelu",
     "fused_experts_swigluoai",
     "linear_fp8",
     "mla_decode",
