@@ -15,6 +15,7 @@ from fastkernels.models.common import build, decoder
 from fastkernels.models.common.registry import models
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.moe.sparse_moe import Experts
+from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
@@ -23,7 +24,7 @@ PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
 # Built by the same code as the others: by default, only their logits are compared.
 SIMILAR = (
     "gemma", "seed_oss", "ernie4_5", "ministral", "cohere", "glm", "exaone4_full", "deepseek_v2", "deepseek_v2_greedy",
-    "glm4_moe", "glm4_moe_lite", "dots1",
+    "glm4_moe", "glm4_moe_lite", "dots1", "gemma4_unified_text", "cwm", "minimax_m2",
 )  # fmt: skip
 every_model = pytest.mark.parametrize(
     "folder",
@@ -68,7 +69,9 @@ def held(llm: LLM) -> list[int]:
     return [group.num_usable - group.num_free for group in llm.llm_engine.scheduler.groups]
 
 
-@pytest.mark.parametrize(("kind", "windows"), [("gemma3_text", [None, 8]), ("mistral", [8])])
+@pytest.mark.parametrize(
+    ("kind", "windows"), [("gemma3_text", [None, 8]), ("gemma4_text", [None, 8]), ("mistral", [8])]
+)
 def test_windows_free_blocks(kind: str, windows: list[int | None], tmp_path: Path, greedy: Any) -> None:
     """A sequence of 100 tokens fills 25 blocks; a window of 8 tokens touches three at a time."""
     folder = make_tiny(tmp_path, kind, "float32")
@@ -106,7 +109,7 @@ def test_two_ranks_keep_tokens(folder: Path, greedy: Any) -> None:
     assert got == [greedy(folder, prompt, 12) for prompt in PROMPTS]
 
 
-EXPERTS = [name for name in MODELS if name in ("mixtral", "deepseek_v3", "qwen3_moe")]
+EXPERTS = [name for name in MODELS if name in ("mixtral", "deepseek_v3", "qwen3_moe", "gemma4_experts")]
 
 
 @pytest.mark.slow
@@ -146,6 +149,20 @@ def test_logits_equal_transformers(folder: Path) -> None:
         found.append(model.compute_logits(hidden))
     assert expected.std() > 0.1
     torch.testing.assert_close(torch.cat(found), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_fused_rope_keeps_normalized_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's windowed layers, two of them with a cache of their own, on the path that GPUs take."""
+    folder = make_tiny(tmp_path, "gemma4_text", "float32")
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "rope_store_kvcache:reference")
+    rope_store_kvcache.forget()
+    before = rope_store_kvcache.calls
+    try:
+        test_logits_equal_transformers(folder)
+    finally:
+        monkeypatch.undo()
+        rope_store_kvcache.forget()
+    assert rope_store_kvcache.calls == before + 2 * 3
 
 
 def one_sequence(start: int, end: int) -> AttentionMetadata:

@@ -214,7 +214,7 @@ def test_rope_is_transformers() -> None:
     [
         (
             {"rope_type": "dynamic"},
-            "'dynamic' is not supported; known: default, linear, llama3, yarn, longrope",
+            "'dynamic' is not supported; known: default, linear, llama3, yarn, longrope, proportional",
         ),
         ({"rope_type": "llama3", "factor": 8.0}, "'llama3' needs low_freq_factor, high_freq_factor"),
         ({"rope_type": "linear"}, "'linear' needs factor"),

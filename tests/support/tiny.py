@@ -70,6 +70,18 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 3,
 }
+GEMMA4_EXPERTS: dict[str, Any] = {  # values of full attention are its keys, no layer has inputs of its own
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
 EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
@@ -205,6 +217,37 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Dots1",
         {**EXPERTS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "gemma4_text": (
+        "Gemma4",  # layers 3 and 4 read the keys of 1 and 2
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2],
+            "sliding_window": 8,
+            "global_head_dim": 48,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 24,
+            "vocab_size_per_layer_input": VOCAB,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 20.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4_unified_text": (
+        "Gemma4Unified",
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 8,
+            "global_head_dim": 48,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "cwm": ("Cwm", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"intermediate_size": 48, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 16},
+    ),
     "gpt_oss": (
         "GptOss",  # YaRN with a factor of 32
         {
@@ -230,7 +273,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{k: (k, {}) for k in ("qwen2", "qwen3_moe", "mistral", "phi3", "olmo2", "olmoe", "granite", "gemma2", "cohere2")},
     **{k: (k, {}) for k in ("smollm3", "starcoder2", "gpt_neox", "stablelm", "nemotron", "glm4")},
     **{k: (k, {}) for k in ("gemma", "gemma3_text", "olmo3", "exaone4", "seed_oss", "ernie4_5", "ministral")},
-    **{k: (k, {}) for k in ("cohere", "glm", "gpt_oss", "bitnet")},
+    **{k: (k, {}) for k in ("cohere", "glm", "gpt_oss", "bitnet", "gemma4_text", "gemma4_unified_text")},
+    **{k: (k, {}) for k in ("cwm", "minimax_m2")},
+    "gemma4_experts": ("gemma4_text", GEMMA4_EXPERTS),
     "exaone4_full": ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": None}),
     **{k: (k, {}) for k in ("deepseek_v32", "glm_moe_dsa")},
     **{k: (k, {}) for k in ("deepseek_v3", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1")},
@@ -269,6 +314,11 @@ def make_tiny(
                 parameter.normal_(0.0, 0.1, generator=generator)
             else:
                 parameter.normal_(1.0, 0.1, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # Gemma 4
+                buffer.uniform_(0.5, 0.9, generator=generator)
+            elif name.endswith("mlp.e_score_correction_bias"):  # MiniMax-M2
+                buffer.normal_(0.0, 0.1, generator=generator)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.checks import check_file
+from fastkernels.models.common.config import text_model
 from fastkernels.models.common.registry import architectures, by_architecture, models
 
 # {short name: (model type, fields)}: sizes that the model files list, for machines without access to the hub.
@@ -49,7 +50,7 @@ def load_config(model: str) -> tuple[str, Any]:
         kind = models()[model].arch.model_type
         _check_generates(model, models()[model].arch.names[0])
         return model, _typed(AutoConfig.for_model(kind), kind)
-    config = _read(model, path)
+    config = text_model(_read(model, path))
     if getattr(config, "quantization_config", None):
         raise ModelError(f"{model} has quantized weights; only unquantized models are supported here")
     names = getattr(config, "architectures", None) or []

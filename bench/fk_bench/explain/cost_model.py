@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fastkernels.core import parallel, registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
@@ -33,7 +34,7 @@ GROUPS = {
     "mla_prefill": "attention", "mla_sparse": "attention", "paged_mqa_logits": "attention",
     "top_k_per_row": "attention",
     "topk_softmax": "experts", "grouped_topk": "experts", "fused_experts": "experts",
-    "fused_experts_fp8": "experts",
+    "fused_experts_fp8": "experts", "fused_experts_gelu": "experts", "fused_experts_swigluoai": "experts",
     "all_reduce": "collectives", "all_gather": "collectives",
 }  # fmt: skip
 REST = "rest"
@@ -245,7 +246,14 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "fastkernels":
-            return func(*args, **(kwargs or {}))
+            # Values do not matter once one tensor is on 'meta'.
+            every = args, kwargs or {}
+            found = [leaf for leaf in tree_leaves(every) if isinstance(leaf, torch.Tensor)]
+            if any(t.is_meta for t in found) and not all(t.is_meta for t in found):
+                every = tree_map(
+                    lambda a: a.to("meta") if isinstance(a, torch.Tensor) and a.dim() else a, every
+                )
+            return func(*every[0], **every[1])
         schema = func._schema
         given = [
             args[i] if i < len(args) else (kwargs or {}).get(a.name, a.default_value)

@@ -26,9 +26,12 @@ class Architecture:
     experts         "module:function" that maps a config to vLLM's expert mapping (weights.expert_parts)
     absent          "module:function" that maps a config to patterns (fnmatch) of checkpoint keys that its checkpoints
                     leave out: those parts of our parameters are zero
+    text_of         architectures with images or sound whose text model this is; its config is their `text_config`
+    prefixes        {prefix of a checkpoint key of these: prefix of the key in a checkpoint of this one}
     renamed         {prefix of a checkpoint key: prefix of our parameter}; the first that fits counts
     parts           {part of a checkpoint key: part of ours}, whole names between dots, applied after `renamed`
     quantization    values of quantization_config's quant_method whose weights the model's own parameters hold
+    unneeded        "module:function" that maps a config to such patterns that depend on its sizes
     unused          patterns (fnmatch) of checkpoint keys that the model does not need
     tied            {key that tie_word_embeddings makes unused: key that it copies}
     config_fields   fields beyond config.COMMON that let config.json be read without transformers; None: it is
@@ -48,6 +51,9 @@ class Architecture:
     packed: Mapping[str, Sequence[str]] = field(default_factory=lambda: PACKED)
     experts: str = ""
     absent: str = ""
+    unneeded: str = ""
+    text_of: tuple[str, ...] = ()
+    prefixes: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     quantization: tuple[str, ...] = ()
@@ -60,6 +66,10 @@ class Architecture:
 
     def own_key(self, key: str) -> str:
         """Our name of a checkpoint key, before packing."""
+        for other, prefix in self.prefixes.items():
+            if key.startswith(other):
+                key = prefix + key.removeprefix(other)
+                break
         for theirs, ours in self.renamed.items():
             if key.startswith(theirs):
                 key = ours + key.removeprefix(theirs)

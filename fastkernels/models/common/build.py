@@ -25,7 +25,7 @@ def load_config(folder: Path) -> Any:
     No code of the checkpoint is run. Raises CheckpointError, and Unsupported for values that no model here can have.
     """
     checks.check_file(folder)
-    found = config_file.read(folder) or _from_transformers(folder)
+    found = config_file.read(folder) or config_file.text_model(_from_transformers(folder))
     quantization.with_own_file(found, folder)
     checks.check(found)
     return found

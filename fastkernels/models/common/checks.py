@@ -8,7 +8,7 @@ from typing import Any
 
 from fastkernels.models.common import quantization, registry
 from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.description import Decoder, Experts, LatentAttention, Unsupported
+from fastkernels.models.common.description import Decoder, LatentAttention, Mlp, Unsupported
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 POSITIVE = (
@@ -42,12 +42,17 @@ def check_file(folder: Path) -> None:
                 f" does not run; supported without it: {', '.join(sorted(known))}"
             )
         return
+    if names[0] in arch.text_of:
+        raw = raw.get("text_config")
+        if not isinstance(raw, dict):
+            raise CheckpointError(f"{file} has no text_config, which {names[0]} needs")
+        kind = raw.get("model_type")
     if kind is not None and kind != arch.model_type:
         raise CheckpointError(
             f"{file}: model_type={kind!r} contradicts architectures={names!r}, whose model_type is {arch.model_type!r}"
         )
-    if arch.inputs == "images":
-        return  # no vocabulary, and transformers' defaults are public models: wrong sizes do not fit the weights
+    if arch.inputs == "images" or names[0] in arch.text_of:
+        return  # transformers' defaults are public models: wrong sizes do not fit the weights
     missing = [name for name in REQUIRED if name not in raw]
     if missing:
         raise CheckpointError(f"{file} has no {', '.join(missing)}")
@@ -55,6 +60,7 @@ def check_file(folder: Path) -> None:
 
 def check(config: Any) -> None:
     """Raise Unsupported for sizes that are no sizes, or that contradict each other."""
+    registry.allow_mixed_sizes(config)
     for name in POSITIVE:
         value = getattr(config, name, None)
         if value is not None and not (type(value) is int and value > 0):
@@ -100,10 +106,11 @@ def check_ranks(config: Any, size: int, experts: int = 1) -> None:
         return  # has no description; its modules check themselves
     described = registry.describe(config)
     if experts > 1:
-        counts = {layer.mlp.count for layer in described.layers if isinstance(layer.mlp, Experts)}
+        found = [layer.all_experts for layer in described.layers]
+        counts = {own.count for own in found if own is not None}
         if not counts:
             raise Unsupported(f"{config.architectures[0]} has no experts")
-        if any(isinstance(layer.mlp, Experts) and layer.mlp.clamped for layer in described.layers):
+        if any(own is not None and own.clamped for own in found):
             raise Unsupported(
                 f"the experts of {config.architectures[0]} cannot be divided: only 1 is supported"
             )
@@ -130,13 +137,13 @@ def _unshared(d: Decoder, size: int, experts: int) -> list[str]:
     for layer in d.layers:
         heads = layer.attention.heads
         sizes[f"num_attention_heads={heads}"] = heads
-        if isinstance(layer.mlp, Experts):
-            inner, shared = layer.mlp.intermediate, layer.mlp.shared
+        if (own := layer.all_experts) is not None:
+            inner, shared = own.intermediate, own.shared
             sizes |= {f"an expert's intermediate size of {inner}": inner * experts}
-            if layer.mlp.mxfp4:
+            if own.mxfp4:
                 sizes[f"an expert's blocks of 32, {inner // 32}"] = inner // 32 * experts
             sizes |= {f"the shared experts' intermediate size of {shared}": shared} if shared else {}
-        else:
+        if isinstance(layer.mlp, Mlp):
             sizes[f"intermediate_size={layer.mlp.intermediate}"] = layer.mlp.intermediate
         if isinstance(layer.attention, LatentAttention):
             continue  # all ranks have the same latents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from fastkernels.models.common import registry
 from fastkernels.models.common.architecture import Architecture
 
+log = logging.getLogger("fastkernels")
 COMMON = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings",
@@ -45,6 +47,21 @@ def read(folder: Path) -> SimpleNamespace | None:
     if "use_sliding_window" in arch.config_defaults:  # false here: _is_plain rejects true
         config.sliding_window, config.layer_types = None, ["full_attention"] * raw["num_hidden_layers"]
     return config
+
+
+def text_model(config: Any) -> Any:
+    """The config of the text model, where that is the part of this architecture that a model file describes."""
+    names = getattr(config, "architectures", None) or [""]
+    found = registry.by_architecture().get(names[0])
+    if found is None or names[0] not in found.arch.text_of:
+        return config
+    text = config.text_config
+    for name in ("dtype", "quantization_config", "eos_token_id", "tie_word_embeddings"):
+        if getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
+    text.architectures = [found.arch.names[0]]
+    log.info("%s: only the text model %s is used", names[0], text.architectures[0])
+    return text
 
 
 def _arch_of(raw: Any) -> Architecture | None:

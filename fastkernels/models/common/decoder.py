@@ -11,7 +11,16 @@ from torch import nn
 from fastkernels.core import parallel
 from fastkernels.models.common import description
 from fastkernels.models.common.clamped_experts import ClampedExperts
-from fastkernels.models.common.description import Attention, Experts, LatentAttention, Layer, Mlp, Norm
+from fastkernels.models.common.description import (
+    Attention,
+    Experts,
+    LatentAttention,
+    Layer,
+    LayerInput,
+    Mlp,
+    Norm,
+)
+from fastkernels.models.common.gemma4_blocks import ExpertsBesideMlp, LayerInputBlock, LayerInputs
 from fastkernels.models.common.latent import DecoderLatentAttention
 from fastkernels.models.common.registry import describe
 from fastkernels.overrides.activation.vllm import (
@@ -72,12 +81,14 @@ def make_norm(norm: Norm, size: int) -> nn.Module:
         return VllmRMSNorm(size, eps=norm.eps)
     if norm.kind == "gemma":
         return VllmGemmaRMSNorm(size, eps=norm.eps)
+    if norm.kind == "unit":
+        return VllmRMSNorm(size, eps=norm.eps, has_weight=False)
     if norm.kind in ("layer", "layer_1p"):
         made = VllmLayerNorm(size, norm.eps, bias=norm.bias)
         if norm.kind == "layer_1p":
             made.weight.weight_loader = _load_plus_one  # type: ignore[union-attr, attr-defined]
         return made
-    raise ValueError(f"norm kind {norm.kind!r} is not one of 'rms', 'gemma', 'layer', 'layer_1p'")
+    raise ValueError(f"norm kind {norm.kind!r} is not one of 'rms', 'gemma', 'unit', 'layer', 'layer_1p'")
 
 
 def _load_plus_one(param: nn.Parameter, loaded: torch.Tensor) -> None:
@@ -127,9 +138,16 @@ class NoRope(nn.Module):
     """A layer without positions."""
 
     def forward(
-        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return q, k
+
+
+def make_rope(a: Attention) -> nn.Module:
+    """The rotary embedding of an attention layer."""
+    if a.rope is None:
+        return NoRope()
+    return get_rope(a.head_size, a.max_positions, not a.interleaved, a.rope)
 
 
 class DecoderAttention(HeadNorms, LlamaAttention):
@@ -139,15 +157,13 @@ class DecoderAttention(HeadNorms, LlamaAttention):
         nn.Module.__init__(self)
         self.hidden_size, self.head_dim = hidden, a.head_size
         self.qkv_proj = VllmQKVParallelLinear(
-            hidden, a.head_size, a.heads, a.kv_heads, bias=a.bias, prefix=f"{prefix}.qkv_proj"
-        )
+            hidden, a.head_size, a.heads, a.kv_heads, bias=a.bias, prefix=f"{prefix}.qkv_proj",
+            v_head_size=0 if a.keys_as_values else None,
+        )  # fmt: skip
         self.o_proj = VllmRowParallelLinear(
             a.heads * a.head_size, hidden, bias=a.out_bias, prefix=f"{prefix}.o_proj"
         )
-        self.rotary_emb = (
-            NoRope() if a.rope is None
-            else get_rope(a.head_size, a.max_positions, not a.interleaved, a.rope)
-        )  # fmt: skip
+        self.rotary_emb = make_rope(a)
         self._split_heads()
         self.norms = "head" if a.head_norm else "wide" if a.wide_norm else ""
         for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
@@ -155,6 +171,7 @@ class DecoderAttention(HeadNorms, LlamaAttention):
                 setattr(self, name, make_norm(a.head_norm, a.head_size))
             elif a.wide_norm is not None:
                 setattr(self, name, make_wide_norm(a.wide_norm, heads * a.head_size, heads))
+        self.v_norm = None if a.value_norm is None else make_norm(a.value_norm, a.head_size)
         if a.out_norm is not None:
             self.attn_sub_norm = make_wide_norm(a.out_norm, a.heads * a.head_size, a.heads)
         if a.sinks:
@@ -168,6 +185,20 @@ class DecoderAttention(HeadNorms, LlamaAttention):
         if a.by_head:
             for parameter in self.qkv_proj.parameters():
                 parameter.weight_loader = self._load_by_head  # type: ignore[attr-defined]
+
+    def _attend(self, positions: torch.Tensor, hidden_states: torch.Tensor, *batch: Any) -> torch.Tensor:
+        if self.v_norm is None:
+            return super()._attend(positions, hidden_states, *batch)
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, qkv.shape[-1] - self.q_size - self.kv_size], dim=-1)
+        v = self.v_norm((v if v.shape[-1] else k).unflatten(-1, (-1, self.head_dim))).flatten(-2)
+        if not torch.compiler.is_compiling() and self._fuses(qkv):
+            self._rope_and_store(positions, q, k, v)
+            k = v = None
+        else:
+            q, k = self.rotary_emb(positions, *self._before_rope(q, k))
+        out, _ = self.o_proj(self.attn(q, k, v))
+        return out
 
     def _head_norms(self) -> tuple[Any, ...]:
         return (self.q_norm, self.k_norm) if self.norms == "head" else ()
@@ -197,6 +228,32 @@ class DecoderAttention(HeadNorms, LlamaAttention):
             rows = loaded.reshape(-1, 3, self.head_dim, *loaded.shape[1:])
             loaded = rows.transpose(0, 1).reshape(loaded.shape)
         self.qkv_proj.weight_loader(param, loaded, loaded_shard_id)
+
+
+class SharedAttention(nn.Module):
+    """Self-attention of a description that reads the keys and values of an earlier layer, through its `attn`."""
+
+    attn: VllmAttention
+
+    def __init__(self, a: Attention, hidden: int, prefix: str, attn: VllmAttention) -> None:
+        super().__init__()
+        self.q_proj = VllmColumnParallelLinear(
+            hidden, a.heads * a.head_size, bias=a.bias, prefix=f"{prefix}.q_proj"
+        )
+        self.q_norm = None if a.head_norm is None else make_norm(a.head_norm, a.head_size)
+        self.rotary_emb = make_rope(a)
+        self.__dict__["attn"] = attn  # a module of the earlier layer, not one more of this model
+        self.o_proj = VllmRowParallelLinear(
+            a.heads * a.head_size, hidden, bias=a.out_bias, prefix=f"{prefix}.o_proj"
+        )
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        q, _ = self.q_proj(hidden_states)
+        if self.q_norm is not None:
+            q = self.q_norm(q.unflatten(-1, (self.attn.num_heads, self.attn.head_size))).flatten(-2)
+        q, _ = self.rotary_emb(positions, q, None)
+        out, _ = self.o_proj(self.attn(q, None, None))
+        return out
 
 
 class DecoderMlp(nn.Module):
@@ -281,11 +338,14 @@ def expert_mapping(config: Any) -> list[tuple[str, str, int, str]]:
 
 
 def _attention(
-    a: Attention | LatentAttention, hidden: int, prefix: str, before: nn.Module | None = None
+    a: Attention | LatentAttention, hidden: int, prefix: str, source: nn.Module | None = None
 ) -> nn.Module:
     if isinstance(a, LatentAttention):
-        shared = before if isinstance(before, DecoderLatentAttention) else None
+        shared = source if isinstance(source, DecoderLatentAttention) else None
         return DecoderLatentAttention(a, make_norm, hidden, prefix, shared)
+    if a.shared is not None:
+        assert isinstance(source, DecoderAttention)
+        return SharedAttention(a, hidden, prefix, source.attn)
     return DecoderAttention(a, hidden, prefix)
 
 
@@ -298,16 +358,20 @@ def _make_mlp(mlp: Mlp | Experts, hidden: int, prefix: str) -> nn.Module:
 class DecoderLayer(nn.Module):
     """One layer: positions [T], and hidden [T, H], which is not yet added to the residual [T, H]; returns both.
 
-    before: the layer before, where layers share the keys that sparse attention attends to.
+    source: the layer whose KV cache this one reads, or the one before, whose keys sparse attention may attend to.
+    layer_input: [T, size], with a LayerInput.
     """
 
-    def __init__(self, layer: Layer, hidden: int, prefix: str, before: DecoderLayer | None = None) -> None:
+    def __init__(
+        self, layer: Layer, hidden: int, prefix: str, source: DecoderLayer | None = None,
+        layer_input: LayerInput | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.parallel, self.multiplier = layer.parallel, layer.multiplier
         own = layer.name("self_attn"), layer.name("mlp")
         self.parts: tuple[str, str] = own
-        source = None if before is None else getattr(before, before.parts[0])
-        self.add_module(own[0], _attention(layer.attention, hidden, f"{prefix}.{own[0]}", source))
+        other = None if source is None else getattr(source, source.parts[0])
+        self.add_module(own[0], _attention(layer.attention, hidden, f"{prefix}.{own[0]}", other))
         self.add_module(own[1], _make_mlp(layer.mlp, hidden, f"{prefix}.{own[1]}"))
         norms = []
         for part in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
@@ -316,10 +380,20 @@ class DecoderLayer(nn.Module):
             if norm is not None:
                 self.add_module(layer.name(part), make_norm(norm, hidden))
         self.norms = norms
+        self.moe = (
+            None if layer.experts is None
+            else ExpertsBesideMlp(layer.experts, make_norm, hidden, f"{prefix}.moe")
+        )  # fmt: skip
+        self.layer_input = (
+            None if layer_input is None
+            else LayerInputBlock(layer_input, make_norm, hidden, f"{prefix}.layer_input")
+        )  # fmt: skip
+        self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False) if layer.scaled else None
 
     def forward(
-        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None,
+        layer_input: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         attend, mlp = (getattr(self, name) for name in self.parts)
         before_attention, after_attention, before_mlp, after_mlp = (
             None if name is None else getattr(self, name) for name in self.norms
@@ -333,9 +407,16 @@ class DecoderLayer(nn.Module):
             out = out if self.multiplier == 1.0 else out * self.multiplier
             y, residual = add_and_norm(before_mlp, out, residual)
         done = mlp(y)
+        done = done if self.moe is None else self.moe(done, residual)
         done = done if after_mlp is None else after_mlp(done)
         done = done + out if self.parallel else done
-        return (done if self.multiplier == 1.0 else done * self.multiplier), residual
+        done = done if self.multiplier == 1.0 else done * self.multiplier
+        if self.layer_input is not None:
+            residual = residual + done
+            done = self.layer_input(residual, layer_input)
+        return (
+            (done, residual) if self.layer_scalar is None else ((residual + done) * self.layer_scalar, None)
+        )
 
 
 class DecoderModel(nn.Module):
@@ -344,9 +425,16 @@ class DecoderModel(nn.Module):
     def __init__(self, d: description.Decoder) -> None:
         super().__init__()
         self.embed_tokens = VllmVocabParallelEmbedding(d.vocab, d.hidden, prefix="model.embed_tokens")
+        self.layer_inputs = (
+            None if d.layer_input is None
+            else LayerInputs(d.layer_input, make_norm, d.hidden, len(d.layers), "model.layer_inputs")
+        )  # fmt: skip
         layers: list[DecoderLayer] = []
         for i, layer in enumerate(d.layers):
-            layers.append(DecoderLayer(layer, d.hidden, f"model.layers.{i}", layers[-1] if layers else None))
+            shared = layer.attention.shared if isinstance(layer.attention, Attention) else None
+            number = i - 1 if shared is None else shared
+            source = layers[number] if i else None
+            layers.append(DecoderLayer(layer, d.hidden, f"model.layers.{i}", source, d.layer_input))
         self.layers = nn.ModuleList(layers)
         self.norm = make_norm(d.norm, d.hidden)
         self.scale = d.embedding_scale
@@ -355,6 +443,11 @@ class DecoderModel(nn.Module):
         hidden, residual = self.embed_tokens(input_ids), None
         if self.scale != 1.0:
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype)
+        if self.layer_inputs is not None:
+            inputs = self.layer_inputs(input_ids, hidden)
+            for i, layer in enumerate(self.layers):
+                hidden, residual = layer(positions, hidden, residual, inputs[:, i])
+            return add_and_norm(self.norm, hidden, residual)[0]
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual)
         return add_and_norm(self.norm, hidden, residual)[0]

@@ -18,7 +18,7 @@ ACTIVATIONS = {  # of transformers' configs: ours
     "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
 }  # fmt: skip
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 class Unsupported(ValueError):
@@ -43,7 +43,8 @@ def activation(config: Any, name: str = "hidden_act") -> str:
 
 @dataclass(frozen=True)
 class Norm:
-    """kind: 'rms', 'gemma' (RMS with weight + 1), 'layer', or 'layer_1p' (LayerNorm with weight + 1)."""
+    """kind: 'rms', 'gemma' (RMS with weight + 1), 'unit' (RMS without a weight), 'layer', or 'layer_1p' (LayerNorm with
+    weight + 1)."""
 
     kind: str = "rms"
     eps: float = 1e-6
@@ -64,6 +65,9 @@ class Attention:
     by_head       the checkpoint's packed projection has q, k and v of one head after the other
     sinks         a learned logit of each head joins the softmax, without a value (GPT-OSS)
     out_norm      one norm over all heads' outputs, before the output projection
+    value_norm    the norm of each value head; it has no weight
+    keys_as_values  values are the projected keys, before their norm and the rotary embedding
+    shared        the earlier layer whose keys and values this one reads: it has no projection of its own for them
     """
 
     heads: int
@@ -82,15 +86,18 @@ class Attention:
     by_head: bool = False
     sinks: bool = False
     out_norm: Norm | None = None
+    value_norm: Norm | None = None
+    keys_as_values: bool = False
+    shared: int | None = None
 
     @property
     def kv_channels(self) -> int:
-        """Numbers in the cache for each token."""
-        return 2 * self.kv_heads * self.head_size
+        """Numbers in the cache for each token; none in another layer's cache."""
+        return 2 * self.kv_heads * self.head_size if self.shared is None else 0
 
     def kv_read(self, context: int) -> int:
         """Numbers of the cache that a query at the end of `context` tokens reads."""
-        return self.kv_channels * min(context, self.window or context)
+        return 2 * self.kv_heads * self.head_size * min(context, self.window or context)
 
     def flops(self, context: int) -> int:
         """Operations of a query at the end of `context` tokens."""
@@ -177,7 +184,7 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """A router and the gated MLPs (SiLU) of each token's top_k experts.
+    """A router and the gated MLPs of each token's top_k experts.
 
     normalize   their weights sum to 1
     names       an expert's gate, up and down projection in the checkpoint
@@ -189,6 +196,7 @@ class Experts:
     clamped     alpha and limit of GPT-OSS's clamped SwiGLU: router and experts then have biases, and the checkpoint has
                 one tensor for all experts; None: SiLU
     mxfp4       the matrices of these are in MXFP4
+    activation  'silu' or 'gelu_tanh'
     """
 
     count: int
@@ -204,11 +212,43 @@ class Experts:
     shared: int = 0
     clamped: tuple[float, float] | None = None
     mxfp4: bool = False
+    activation: str = "silu"
 
     @property
     def plain(self) -> bool:
         """Whether the router is a softmax over all experts."""
         return (self.scoring, self.correction, self.groups, self.scale) == ("softmax", False, 1, 1.0)
+
+
+@dataclass(frozen=True)
+class ParallelExperts:
+    """Experts next to a layer's MLP, which read the same x (Gemma 4):
+
+        mlp(before_mlp(x)) becomes norm(mlp(before_mlp(x))) + norm(experts(norm(x), router(x)))
+
+    The router's projection reads the normalized x times a weight, divided by the root of its channels. Each expert has
+    a learned factor of its weights. norm: of all four, without a weight in the router.
+    """
+
+    experts: Experts
+    norm: Norm = Norm()
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """Inputs of each layer in addition to the residual stream x (Gemma 4's per-layer embeddings):
+
+        x += norm(projection(act(gate(x)) * input))
+
+    with input = (norm(projection(embedding) / sqrt(hidden)) + sqrt(size) * own embedding) / sqrt(2).
+
+    vocab, size  of the layers' own embeddings
+    """
+
+    vocab: int
+    size: int
+    activation: str = "gelu_tanh"
+    norm: Norm = Norm()
 
 
 @dataclass(frozen=True)
@@ -219,7 +259,8 @@ class Layer:
         x += multiplier * after_mlp(mlp(before_mlp(x)))
 
     or, if `parallel`, both from the same x; without before_mlp the MLP then reads what the attention reads. Norms that
-    are None are left out. names: the modules' names in the checkpoint, where they are not Llama's.
+    are None are left out. names: the modules' names in the checkpoint, where they are not Llama's. experts: next to the
+    MLP. scaled: a learned number multiplies the layer's result.
     """
 
     attention: Attention | LatentAttention
@@ -231,6 +272,15 @@ class Layer:
     parallel: bool = False
     multiplier: float = 1.0
     names: Mapping[str, str] = field(default_factory=dict)
+    experts: ParallelExperts | None = None
+    scaled: bool = False
+
+    @property
+    def all_experts(self) -> Experts | None:
+        """The layer's experts, instead of an MLP or next to one."""
+        if self.experts is not None:
+            return self.experts.experts
+        return self.mlp if isinstance(self.mlp, Experts) else None
 
     def name(self, part: str) -> str:
         """The name of a module: self_attn, mlp, or one of the four norms."""
@@ -251,6 +301,7 @@ class Decoder:
     head_bias         the head has a bias
     embedding_scale   multiplies the embedding; logits_scale multiplies the logits
     logits_softcap    cap * tanh(logit / cap); 0: none
+    layer_input       what each layer reads of a token itself; None: nothing
     """
 
     vocab: int
@@ -262,6 +313,7 @@ class Decoder:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
+    layer_input: LayerInput | None = None
 
 
 def head_size(config: Any) -> int:

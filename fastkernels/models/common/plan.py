@@ -18,8 +18,10 @@ from fastkernels.models.common.description import (
     Indexer,
     LatentAttention,
     Layer,
+    LayerInput,
     Mlp,
     Norm,
+    ParallelExperts,
 )
 from fastkernels.models.common.quantization import Scheme
 
@@ -27,7 +29,13 @@ SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 MXFP4_BITS = 4 + 8 / 32  # a scale for 32 values
 GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_and_mul", "relu2": "relu2"}
 PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "relu2": "relu2"}
-NORMS = {"rms": "rms_norm", "gemma": "gemma_rms_norm", "layer": "layer_norm", "layer_1p": "layer_norm"}
+NORMS = {
+    "rms": "rms_norm",
+    "unit": "rms_norm",
+    "gemma": "gemma_rms_norm",
+    "layer": "layer_norm",
+    "layer_1p": "layer_norm",
+}
 
 
 @dataclass(frozen=True)
@@ -172,8 +180,17 @@ def _items(d: Decoder, arch: Architecture) -> Iterator[Item]:
     table: dict[str, tuple[int, ...]] = {"weight": (d.vocab, d.hidden)}
     embed, head = "model.embed_tokens", "lm_head"
     yield Item(embed, "embedding", {}, table, "vocabulary", _keys(f"{embed}.weight", arch), d.hidden)
+    if d.layer_input is not None:
+        yield from _layer_inputs(d.layer_input, d.hidden, len(d.layers), "model.layer_inputs", arch)
     for i, layer in enumerate(d.layers):
-        yield from _layer(layer, d.hidden, f"model.layers.{i}", arch)
+        path = f"model.layers.{i}"
+        items = [*_layer(layer, d.hidden, path, arch)]
+        if d.layer_input is not None:
+            items += _layer_input(d.layer_input, d.hidden, f"{path}.layer_input", arch)
+        if layer.scaled:  # a parameter of the layer itself
+            last, keys = items[-1], _keys(f"{path}.layer_scalar", arch)
+            items[-1] = replace(last, shapes={**last.shapes, "layer_scalar": (1,)}, keys=(*last.keys, *keys))
+        yield from items
     yield _norm(d.norm, "model.norm", d.hidden, arch)
     shapes = {} if d.tied else dict(table)
     if d.head_bias:
@@ -204,17 +221,51 @@ def _layer(layer: Layer, hidden: int, path: str, arch: Architecture) -> Iterator
         yield from _experts(mlp, hidden, name, arch)
     else:
         yield from _mlp(mlp, hidden, name, arch)
+    if layer.experts is not None:
+        yield from _parallel_experts(layer.experts, hidden, f"{path}.moe", arch)
     yield from norm("after_mlp")
 
 
+def _parallel_experts(p: ParallelExperts, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    own, router = p.experts, f"{path}.router"
+    yield _norm(p.norm, f"{path}.after_mlp", hidden, arch)
+    yield _norm(p.norm, f"{router}.norm", hidden, arch)
+    yield _linear(f"{router}.proj", own.count, hidden, False, "", arch)
+    scale = {"per_expert_scale": (own.count,)}
+    arguments = {"top_k": own.top_k, "renormalize": True}
+    yield Item(router, "topk_softmax", arguments, scale, keys=_keys(f"{router}.per_expert_scale", arch))
+    yield _norm(p.norm, f"{path}.before", hidden, arch)
+    keys = tuple(k for name in ("w13_weight", "w2_weight") for k in _keys(f"{path}.experts.{name}", arch))
+    yield _stacked(own, "fused_experts_gelu", hidden, f"{path}.experts", keys)
+    yield _norm(p.norm, f"{path}.after", hidden, arch)
+
+
+def _layer_inputs(p: LayerInput, hidden: int, layers: int, path: str, arch: Architecture) -> Iterator[Item]:
+    wide, embed = layers * p.size, f"{path}.embed_tokens"
+    table = {"weight": (p.vocab, wide)}
+    yield Item(embed, "embedding", {}, table, "vocabulary", _keys(f"{embed}.weight", arch), wide)
+    yield _linear(f"{path}.projection", wide, hidden, False, "", arch)
+    yield _norm(p.norm, f"{path}.norm", p.size, arch)
+
+
+def _layer_input(p: LayerInput, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    yield _linear(f"{path}.gate", p.size, hidden, False, "", arch)
+    yield _linear(f"{path}.projection", hidden, p.size, False, "", arch)
+    yield _norm(p.norm, f"{path}.norm", hidden, arch)
+
+
 def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
-    rows = (a.heads + 2 * a.kv_heads) * a.head_size
-    yield _linear(f"{path}.qkv_proj", rows, hidden, a.bias, "heads", arch)
-    for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads)):
+    own = 0 if a.shared is not None else 1 if a.keys_as_values else 2
+    rows = (a.heads + own * a.kv_heads) * a.head_size
+    projection = _linear(f"{path}.{'qkv_proj' if own else 'q_proj'}", rows, hidden, a.bias, "heads", arch)
+    yield replace(projection, keys=tuple(k for k in projection.keys if own != 1 or ".v_proj." not in k))
+    for name, heads in (("q_norm", a.heads), ("k_norm", a.kv_heads))[: 1 if a.shared is not None else 2]:
         if a.head_norm is not None:
             yield _norm(a.head_norm, f"{path}.{name}", a.head_size, arch)
         elif a.wide_norm is not None:
             yield _norm(a.wide_norm, f"{path}.{name}", heads * a.head_size, arch, "heads")
+    if a.value_norm is not None and a.shared is None:
+        yield _norm(a.value_norm, f"{path}.v_norm", a.head_size, arch)
     if a.rope is not None:
         arguments = {
             "head_size": a.head_size,
@@ -229,6 +280,8 @@ def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iter
         "logits_soft_cap": a.softcap or None,
     }
     arguments |= {k: v for k, v in optional.items() if v is not None}
+    if a.shared is not None:
+        arguments["kv_of_layer"] = a.shared
     if a.sinks:  # a parameter of the block around it
         shapes, keys = {"sinks": (a.heads,)}, _keys(f"{path}.sinks", arch)
     else:
@@ -306,17 +359,30 @@ def _experts(experts: Experts, hidden: int, path: str, arch: Architecture) -> It
         bias, name = {"e_score_correction_bias": (experts.count,)}, f"{path}.gate.e_score_correction_bias"
         keys = _keys(name, arch) if experts.correction else ()
         yield Item(f"{path}.router", "grouped_topk", arguments, bias if experts.correction else {}, keys=keys)
-    n, inner, each = experts.count, experts.intermediate, 3 * experts.intermediate * hidden
-    shapes = {"w13_weight": (n, 2 * inner, hidden), "w2_weight": (n, hidden, inner)}
     keys = tuple(
-        arch.checkpoint_key(f"{path}.experts.{e}.{part}.weight") for e in range(n) for part in experts.names
+        arch.checkpoint_key(f"{path}.experts.{e}.{part}.weight")
+        for e in range(experts.count)
+        for part in experts.names
     )
-    yield Item(
-        f"{path}.experts", "fused_experts", {"top_k": experts.top_k}, shapes, "inner", keys, experts.top_k * each,
-        2 * experts.top_k * each,
-    )  # fmt: skip
+    yield _stacked(experts, "fused_experts", hidden, f"{path}.experts", keys)
     if experts.shared:
         yield from _mlp(Mlp(experts.shared), hidden, f"{path}.shared_experts", arch)
+
+
+def _stacked(experts: Experts, op: str, hidden: int, path: str, keys: tuple[str, ...]) -> Item:
+    """The matrices of all experts."""
+    n, inner, each = experts.count, experts.intermediate, 3 * experts.intermediate * hidden
+    shapes = {"w13_weight": (n, 2 * inner, hidden), "w2_weight": (n, hidden, inner)}
+    return Item(
+        path,
+        op,
+        {"top_k": experts.top_k},
+        shapes,
+        "inner",
+        keys,
+        experts.top_k * each,
+        2 * experts.top_k * each,
+    )
 
 
 def _clamped(experts: Experts, hidden: int, path: str, arch: Architecture) -> Item:
@@ -344,6 +410,8 @@ def _linear(path: str, rows: int, columns: int, bias: bool, layout: str, arch: A
 
 def _norm(norm: Norm, path: str, size: int, arch: Architecture, layout: str = "") -> Item:
     shapes = {"weight": (size,), **({"bias": (size,)} if norm.bias else {})}
+    if norm.kind == "unit":
+        return Item(path, NORMS[norm.kind], {"eps": norm.eps, "has_weight": False})
     keys = tuple(key for name in shapes for key in _keys(f"{path}.{name}", arch))
     return Item(path, NORMS[norm.kind], {"eps": norm.eps}, shapes, layout, keys)
 

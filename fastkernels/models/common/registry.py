@@ -61,7 +61,7 @@ def read_models(root: Path = MODELS_ROOT, package: str = MODELS_PACKAGE) -> dict
         if category == COMMON or file.stem == "__init__":
             continue
         model = _read(file, ".".join([package, category, *inside]), category)
-        for name in (model.name, *model.arch.names):
+        for name in (model.name, *model.arch.names, *model.arch.text_of):
             if (other := claimed.setdefault(name, file)) != file:
                 raise DuplicateName(
                     f"two files define the model {name!r}: {other} and {file}. Rename one of them"
@@ -107,7 +107,7 @@ def _replace(known: dict[str, Model]) -> None:
 
 def by_architecture() -> dict[str, Model]:
     """{architecture name in config.json: Model}."""
-    return {name: model for model in models().values() for name in model.arch.names}
+    return {name: m for m in models().values() for name in (*m.arch.names, *m.arch.text_of)}
 
 
 def architectures() -> list[str]:
@@ -147,8 +147,15 @@ def model_class(architecture: str) -> Any:
 
 def describe(config: Any) -> Decoder:
     """The description that the model file of this config returns. Raises UnknownName and Unsupported."""
+    allow_mixed_sizes(config)
     names = getattr(config, "architectures", None) or [""]
     return load(f"{find(names[0], config).module}:describe")(config)
+
+
+def allow_mixed_sizes(config: Any) -> None:
+    """Let a size that differs between layers be read from the config itself, where transformers raises by default."""
+    if hasattr(config, "allow_global_per_layer_attribute_access"):
+        config.allow_global_per_layer_attribute_access = True
 
 
 def load(path: str) -> Any:

@@ -51,6 +51,8 @@ def fill(
     if arch.absent:
         _leave_out(parameters, todo, packed, registry.load(arch.absent)(config))
     unused = (*arch.unused, *_prediction_layers(config))
+    if arch.unneeded:
+        unused += tuple(registry.load(arch.unneeded)(config))
     leftover: list[str] = []
     sources: dict[str, str] = {}  # key: the parameter it went into
     reader = quantized.Reader(config, parameters)

@@ -127,6 +127,21 @@ def _no_experts(x: T, w1: T, w2: T, *_: Any) -> str | None:
     return first(same(x, w1, w2), dense(x, w1, w2), filled(x), aligned(x), aligned(w2))
 
 
+def _fused_experts_gelu() -> Function:
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    def experts(x: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert_map: T | None = None) -> T:
+        elsewhere = (
+            {} if expert_map is None else {"global_num_experts": expert_map.numel(), "expert_map": expert_map}
+        )
+        return fused_experts(
+            x, w1, w2, topk_weights, topk_ids, activation=MoEActivation.GELU_TANH, **elsewhere
+        )
+
+    return experts
+
+
 def _moe_sum() -> Function:
     vllm_ops()
     total = torch.ops._moe_C.moe_sum
@@ -260,6 +275,7 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
             refuses=supports_deepgemm,
         ),
     ),
+    "fused_experts_gelu": (from_vllm(_fused_experts_gelu, _no_experts),),
     "fused_experts_swigluoai": (
         Baseline("vllm", "host", _fused_experts_mxfp4, ("vllm", "triton_kernels"), refuses=_no_mxfp4),
     ),

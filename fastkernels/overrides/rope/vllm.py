@@ -365,6 +365,10 @@ def get_rope(
     missing = [n for n in _NEEDED[kind] if p.get(n) is None]
     if missing:
         raise ValueError(f"rope_type {kind!r} needs {', '.join(missing)} in rope_parameters")
+    if kind == "proportional":
+        if p.get("factor", 1.0) != 1.0:
+            raise ValueError(f"rope_type 'proportional' with factor {p['factor']:g} is not supported, only 1")
+        return VllmGemma4RotaryEmbedding(*args, dtype)
     if kind == "linear":
         factor = float(
             p["factor"]
@@ -386,6 +390,7 @@ _NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("original_max_position_embeddings",),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "proportional": (),
 }
 
 

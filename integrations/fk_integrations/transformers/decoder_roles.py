@@ -159,7 +159,7 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
         "before_attention": before_attention, "after_attention": after_attention, "before_mlp": before_mlp,
         "after_mlp": after_mlp,
     }  # fmt: skip
-    kinds = {part: None if call is None else norms.kind(call) for part, call in parts.items()}
+    kinds: dict[str, Any] = {part: None if call is None else norms.kind(call) for part, call in parts.items()}
     own_names = {
         part: call.path[len(path) + 1 :]
         for part, call in parts.items()

@@ -24,7 +24,9 @@ def unnamed(report, llm) -> set[str]:
         lambda model: {
             type(module).__name__
             for module in model.modules()
-            if not list(module.children()) and not hasattr(module, "quant_method")
+            if not list(module.children())
+            and not hasattr(module, "quant_method")
+            and type(module).__name__ != "ModuleList"  # of no layers
         }
     )
     text = " ".join([row.host_class for row in report.rows] + [row.reason for row in report.rows])

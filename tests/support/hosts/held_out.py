@@ -25,6 +25,10 @@ _LONG = _rope(
     "longrope", original_max_position_embeddings=64, short_factor=[1.0] * 16, long_factor=[1.5] * 16
 )  # fmt: skip
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1)
+_GEMMA4 = {
+    "tie_word_embeddings": True, "sliding_window": 8, "global_head_dim": 64, "vocab_size_per_layer_input": 512,
+    "final_logit_softcapping": 20.0,
+}  # fmt: skip
 # name: (transformers' model class, what differs from SIZES)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("ApertusForCausalLM", {}),
@@ -49,6 +53,31 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaForCausalLM", {"tie_word_embeddings": True}),
     "gemma2": ("Gemma2ForCausalLM", {"tie_word_embeddings": True, "sliding_window": 8}),
     "gemma3": ("Gemma3ForCausalLM", {"tie_word_embeddings": True, "sliding_window": 8}),
+    "gemma4": (
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 32,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4_experts": (
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
+        },
+    ),
     "glm": ("GlmForCausalLM", {}),
     "glm4": ("Glm4ForCausalLM", {}),
     "glm4_moe": (

@@ -51,6 +51,14 @@ ARCH = Architecture(
     category="llm",
     runner="Generate",
     model_type="gemma3_text",
+    text_of=("Gemma3ForConditionalGeneration",),
+    prefixes={
+        "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
+    },
+    unused=(
+        "*rotary_emb.inv_freq", "vision_tower.*", "model.vision_tower.*", "multi_modal_projector.*",
+        "model.multi_modal_projector.*",
+    ),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     public={
         "google/gemma-3-12b": {
