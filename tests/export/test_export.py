@@ -251,7 +251,7 @@ LARGER = {
     ("quantize_fp8", "vllm"): 220, ("quantize_fp8", "sglang"): 250, ("rms_norm_quant_fp8", "vllm"): 158,
     ("grouped_topk", "sglang"): 154, "linear": 290, "attention_decode": 358, ("linear_fp8", "vllm"): 478,
     ("linear_fp8", "sglang"): 555, "fused_experts": 372, "fused_experts_fp8": 623,
-    "fused_experts_swigluoai": 251,
+    "fused_experts_swigluoai": 251, "fused_experts_int4": 256,
 }  # fmt: skip
 
 
