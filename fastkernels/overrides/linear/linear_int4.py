@@ -97,10 +97,11 @@ def centered(nibble, zero, x_ptr, UPCAST: tl.constexpr):
     """nibble - zero in x's dtype. Integers below 16 are the last bits of 128 (bfloat16) and 1024 (float16)."""
     if UPCAST:
         return nibble.to(tl.float32) - zero.to(tl.float32)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    ONE: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
-    value = (nibble.to(tl.uint16) | ONE).to(dtype, bitcast=True)
-    return value - (zero.to(tl.uint16) | ONE).to(dtype, bitcast=True)
+    else:  # without `else` Triton compiles this part too
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        ONE: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+        value = (nibble.to(tl.uint16) | ONE).to(dtype, bitcast=True)
+        return value - (zero.to(tl.uint16) | ONE).to(dtype, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["M"])

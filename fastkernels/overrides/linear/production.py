@@ -121,6 +121,7 @@ def _unpacked(x: T, weight: T, weight_scale: T, bias: T | None = None) -> T:
 
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
+    "batched_matmul": (*from_blas(torch.bmm),),
     "linear": (*from_blas(_linear),),
     "linear_int4": (
         Baseline("marlin", "host", _marlin, ("vllm",), refuses=_no_marlin),

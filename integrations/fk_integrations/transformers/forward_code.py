@@ -15,6 +15,11 @@ from typing import Any
 
 MODELS = "transformers.models."
 SKIPPED = ("loss", "interpolate_pos", "resize_pos", "init_weights", "prune", "rope_index", "moving_average")
+_MODES = {  # of resampling: what our ops compute
+    "interpolate": {"nearest", "linear", "bilinear", "bicubic", "trilinear"},
+    "upsample": {"nearest", "linear", "bilinear", "bicubic", "trilinear"},
+    "grid_sample": {"bilinear", "nearest", "zeros", "border"},
+}
 _INTERFACE = "attention_interface"
 
 
@@ -96,7 +101,11 @@ class _Reader(ast.NodeVisitor):
             elif isinstance(function, FunctionType) or not isinstance(function, type):
                 self.names.add(name)
         elif last == "apply" and name.count(".") == 1 and isinstance(self.globals.get(name[:-6]), type):
-            self.names.add("autograd function")
+            own = getattr(self.globals[name[:-6]], "forward", None)  # of an autograd function
+            if isinstance(own, FunctionType):
+                self.functions.append(own)
+            else:
+                self.names.add("autograd function")
         elif name.startswith("super()"):
             self.names.add("super")
         elif name.startswith("self.") and name.count(".") == 1:
@@ -110,11 +119,24 @@ class _Reader(ast.NodeVisitor):
                     self.names.add(own.__name__.removeprefix("fft_"))
         elif last in ("matmul", "mm", "bmm") and node.args and _transposed(node.args[-1]):
             self.names.add("product")
+        elif last in _MODES and not self._is_child(node.func):
+            self.names.add(last if self._usual(node, last) else f"{last} otherwise")
         elif last == "unfold" and not name.startswith(("F.", "nn.functional.", "torch.nn.functional.")):
             pass  # a view of a tensor, without the products of torch.nn.functional.unfold
         elif not self._is_child(node.func):
             self.names.add(last)
         self.generic_visit(node)
+
+    def _usual(self, node: ast.Call, last: str) -> bool:
+        """Whether the arguments of a resampling are those that our op has, as far as the code shows."""
+        for keyword in node.keywords:
+            if keyword.arg in ("mode", "padding_mode"):
+                known = _literals(keyword.value, self)
+                if not known or not known <= _MODES[last]:
+                    return False
+            if keyword.arg == "antialias" and self._value(keyword.value) is not False:
+                return False
+        return True
 
     def _is_weight(self, node: ast.expr) -> bool:
         """Whether this is a parameter of the module with two dimensions."""
@@ -150,3 +172,17 @@ def _transposed(node: ast.expr) -> bool:
     """Whether this is `x.t()` or `x.T`, which need a tensor of two dimensions."""
     text = ast.unparse(node)
     return text.endswith((".t()", ".T")) or ".t().to(" in text
+
+
+def _literals(node: ast.expr, reader: _Reader) -> set[str]:
+    """The strings that an expression may be; empty if the code does not show them."""
+    if isinstance(node, ast.Constant):
+        return {str(node.value)}
+    if isinstance(node, ast.IfExp):
+        found = _literals(node.body, reader), _literals(node.orelse, reader)
+        return found[0] | found[1] if all(found) else set()
+    if isinstance(node, ast.Name):
+        value = reader.defaults.get(node.id)
+        return {value} if isinstance(value, str) else set()
+    value = getattr(reader.module, node.attr, None) if isinstance(node, ast.Attribute) else None
+    return {value} if isinstance(value, str) else set()

@@ -22,33 +22,37 @@ from torch import nn
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Target
-from fk_integrations.transformers import probes
+from fk_integrations.transformers import attention_graph, probes
 from fk_integrations.transformers.forward_code import calls
 from fk_integrations.transformers.recognition import target_of
 
 PRIMITIVES = {  # functions of torch that no op of ours computes: what they are
-    **{f"conv{n}d": "convolution" for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": "transposed convolution" for n in (1, 2, 3)},
-    **{f"{kind}_pool{n}d": "pooling" for kind in ("avg", "max", "adaptive_avg", "adaptive_max") for n in (1, 2, 3)},
     **dict.fromkeys(("fft", "fftn", "fft2", "ifft", "rfft", "irfft", "rfft2", "irfft2", "stft", "istft"), "FFT"),
     **dict.fromkeys(("selective_scan_fn", "selective_scan_update", "mamba_chunk_scan_combined"), "recurrence"),
     **dict.fromkeys(("pinv", "svd", "eigh", "solve", "inv", "qr", "cholesky"), "linear algebra"),
     **dict.fromkeys(("deform_conv2d", "roi_align", "nms", "batched_nms"), "detection op"),
-    "autograd function": "custom function",
-    "grid_sample": "grid_sample", "interpolate": "interpolate", "upsample": "interpolate", "cdist": "codebook",
-    "gumbel_softmax": "codebook", "group_norm": "group norm", "batch_norm": "batch norm",
-    "instance_norm": "instance norm", "multi_scale_deformable_attention": "grid_sample",
+    "autograd function": "custom function", "gumbel_softmax": "codebook",
 }  # fmt: skip
-MODULES: tuple[tuple[str, tuple[type, ...]], ...] = (
-    ("transposed convolution", (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
-    ("batch norm", (nn.modules.batchnorm._NormBase,)),
-    ("group norm", (nn.GroupNorm,)),
-    ("recurrence", (nn.RNNBase,)),
-    ("interpolate", (nn.Upsample,)),
-    ("pooling", (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)),
-    ("unfold", (nn.Unfold, nn.Fold)),
-    ("bilinear", (nn.Bilinear,)),
+FUNCTIONS = {  # functions of torch and the ops that compute them; their module may be of any kind
+    **{f"conv{n}d": "convolution" for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": "convolution" for n in (1, 2, 3)},
+    **{f"{kind}_pool{n}d": "pool" for kind in ("avg", "max") for n in (1, 2, 3)},
+    "grid_sample": "grid_sample", "interpolate": "interpolate", "upsample": "interpolate", "group_norm": "group_norm",
+    "instance_norm": "group_norm", "batch_norm": "batch_norm", "multi_scale_deformable_attention": "grid_sample",
+}  # fmt: skip
+_RESEMBLE = {  # by class only
+    **{f"adaptive_{kind}_pool{n}d": ("pool", "windows of several sizes") for kind in ("avg", "max") for n in (1, 2, 3)},
+    "interpolate otherwise": ("interpolate", "resampling of another kind"),
+    "grid_sample otherwise": ("grid_sample", "sampling of another kind"),
+    "cdist": ("linear", "distances to the rows of a table"),
+}  # fmt: skip
+MODULES: tuple[tuple[str, tuple[type, ...], Callable[..., bool]], ...] = (
+    ("batch_norm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), probes.batch_norm_probe),
+    ("group_norm", (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm), probes.group_norm_probe),
+    ("interpolate", (nn.Upsample,), probes.interpolate_probe),
+    ("pool", (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), probes.pool_probe),
 )
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WHOLE_POOLS = (
     nn.AdaptiveAvgPool1d,
     nn.AdaptiveAvgPool2d,
@@ -61,7 +65,6 @@ _RECURRENT = re.compile(
 )
 _NAMED = (  # (end or part of a class's name, primitive) of what only a name tells
     (re.compile(r"Indexer$"), "index of sparse attention"),
-    (re.compile(r"Quantizer|Codebook$"), "codebook"),
 )
 _SOFTMAX_ATTENTION = {"attention_interface", "scaled_dot_product_attention", "multi_head_attention_forward"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm", "product"}
@@ -161,12 +164,18 @@ def _parts(module: nn.Module) -> Match:
     for name in sorted(names):
         if name in PRIMITIVES:
             return missing(PRIMITIVES[name])
+    for name in sorted(names & set(_RESEMBLE)):
+        return Match(Kind.OP, _RESEMBLE[name][0], by_signature=False, by_probe=False, needs=_RESEMBLE[name][1])
     if {"cumsum", "exp"} <= names and names & _PRODUCTS:
         return missing("recurrence")
     if names & (_PRODUCTS - {"product"}):
-        return Match(
-            Kind.OP, "linear", by_probe=False, by_signature=False, needs="product of two activations"
-        )
+        if any(isinstance(child, nn.Softmax) for child in module.children()):
+            return _inside(module) or Match(
+                Kind.OP, "attention_dense", True, False, False, needs="an attention function of its own"
+            )
+        return Match(Kind.OP, "batched_matmul")  # matmul, bmm and einsum of two tensors are this product
+    for name in sorted(names & set(FUNCTIONS)):
+        return Match(Kind.OP, FUNCTIONS[name])
     return PARTS
 
 
@@ -183,6 +192,8 @@ def _listed(module: nn.Module) -> Match | None:
     probe = reason is None and probes.safely(probes.target_probe, module, ours)
     if not probe and op == "layer_norm" and _normalizes_last(module):
         probe = probes.safely(lambda: probes.norm_op(module) == op)
+    if not probe and op == "group_norm":
+        probe = probes.safely(probes.group_norm_probe, module)
     return Match(Kind.OP, op, True, same, probe, dict(target.computes), target, needs=reason or "")
 
 
@@ -205,21 +216,23 @@ def _torch_module(module: Any) -> Match | None:
     if _is_linear(module):
         plain = type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
         return Match(Kind.OP, "linear", by_probe=plain and _once(probes.linear_probe, module))
-    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
-        patches = module.kernel_size == module.stride or set(module.kernel_size) == {1} == set(module.stride)
-        whole = set(module.dilation) == {1} and module.groups == 1 and module.padding in (
-            "valid", tuple(0 for _ in module.kernel_size)
-        )  # fmt: skip
-        if not (patches and whole):
-            return missing("convolution")
-        return Match(Kind.OP, "linear", by_probe=probes.safely(probes.patches_probe, module))
-    for primitive, classes in MODULES:
+    if isinstance(module, _CONVOLUTIONS):
+        return _convolution(module)
+    for op, classes, probe in MODULES:
         if isinstance(module, classes):
-            return missing(primitive)
+            plain = next(cls for cls in classes if isinstance(module, cls))
+            same = type(module).forward is plain.forward and probes.safely(probe, module)
+            return Match(Kind.OP, op, by_probe=same, needs="" if same else f"a subclass of {plain.__name__}")
+    if isinstance(module, nn.RNNBase):
+        return missing("recurrence")
+    if isinstance(module, nn.Bilinear):
+        return missing("bilinear")
     if isinstance(module, _WHOLE_POOLS):
-        return PARTS if _sizes(module.output_size) == {1} else missing("pooling")
+        if _sizes(module.output_size) == {1}:
+            return PARTS
+        return Match(Kind.OP, "pool", by_signature=False, by_probe=False, needs="windows of several sizes")
     if isinstance(module, nn.MultiheadAttention):
-        return Match(Kind.OP, "attention", True, False, False, needs="torch's MultiheadAttention")
+        return _inside(module) or Match(Kind.OP, "attention", True, False, False, needs="torch's MultiheadAttention")
     if type(module).__module__.startswith("torch.nn") and type(module).__name__ in _ACTIVATIONS:
         op, tanh = (
             _ACTIVATIONS[type(module).__name__],
@@ -228,6 +241,23 @@ def _torch_module(module: Any) -> Match | None:
         probe = probes.safely(lambda: probes.activation_probe(module, op, **tanh))
         return Match(Kind.OP, op, by_probe=probe, arguments=tanh)
     return None
+
+
+def _convolution(module: Any) -> Match:
+    """A convolution whose windows do not overlap is `linear` on patches; any other, `convolution`."""
+    cls: Any = type(module)
+    plain = cls.forward in {c.forward for c in _CONVOLUTIONS}
+    patches = module.kernel_size == module.stride or set(module.kernel_size) == {1} == set(module.stride)
+    whole = set(module.dilation) == {1} and module.groups == 1 and module.padding in (
+        "valid", tuple(0 for _ in module.kernel_size)
+    )  # fmt: skip
+    if patches and whole and not module.transposed:
+        return Match(Kind.OP, "linear", by_probe=probes.safely(probes.patches_probe, module))
+    if not plain and (own := calls(module)) & set(PRIMITIVES):
+        return missing(PRIMITIVES[min(own & set(PRIMITIVES))])
+    sizes = tuple(min(d * (k - 1) + 1, 64) + s for d, k, s in zip(module.dilation, module.kernel_size, module.stride))
+    probe = probes.safely(probes.convolution_probe, module, sizes)
+    return Match(Kind.OP, "convolution", by_probe=probe, arguments={"transposed": module.transposed})
 
 
 def _sizes(size: Any) -> set[Any]:
@@ -273,14 +303,14 @@ def _rotary(module: nn.Module) -> Match | None:
     if ("Rotary" not in name and not name.endswith("RoPE")) or any(True for _ in module.parameters()):
         return None
     if hasattr(module, "mrope_section") or "mrope" in str(getattr(module, "rope_type", "")):
-        return Match(Kind.OP, "rotary_emb", True, False, False, needs="positions in several sections")
+        return _angles(module, "positions in several sections")
     if "position_ids" not in inspect.signature(type(module).forward).parameters:
-        return Match(Kind.OP, "rotary_emb", True, False, False, needs="angles of positions in two dimensions")
+        return _angles(module, "angles of positions in two dimensions")
     config = getattr(module, "config", None)
     kinds = getattr(module, "layer_types", None) or [None]
     apply = _rotation(type(module))
     if apply is None or config is None:
-        return Match(Kind.OP, "rotary_emb", True, True, False, needs="a rotation of its own")
+        return _angles(module, "a rotation of its own")
     with torch.device("cpu"):
         made = _built(type(module), config)
 
@@ -288,9 +318,21 @@ def _rotary(module: nn.Module) -> Match | None:
         return lambda m, x, at: m(x, at) if kind is None else m(x, at, kind)
 
     probe = made is not None and all(probes.safely(probes.rope_probe, made, apply, call(k)) for k in kinds)
-    return Match(
-        Kind.OP, "rotary_emb", by_probe=probe, needs="" if probe else "angles or a rotation of its own"
-    )
+    return Match(Kind.OP, "rotary_emb") if probe else _angles(module, "angles or a rotation of its own")
+
+
+def _angles(module: nn.Module, needs: str) -> Match:
+    """Angles of each token, however positions give them: the op reads them from a table with a row for each token.
+
+    Every function of the file that rotates by such angles must do it as the op.
+    """
+    space = vars(sys.modules[type(module).__module__])
+    vision = "Vision" in type(module).__name__
+    found = [f for n, f in space.items() if n.startswith("apply_") and ("rot" in n or "rope" in n)]
+    own = [f for f in found if ("vision" in f.__name__) == vision] or found
+    elementwise = not calls(module) & (set(PRIMITIVES) | {"softmax", "bmm"})
+    same = bool(own) and elementwise and all(probes.safely(probes.rotation_probe, f) for f in own)
+    return Match(Kind.OP, "rotary_emb", True, same, same, needs="" if same else needs)
 
 
 def _built(cls: type, config: Any) -> Any:
@@ -367,9 +409,14 @@ def _norm(module: nn.Module) -> Match | None:
 
     if probes.safely(probe):
         return Match(Kind.OP, op)
+    if probes.safely(lambda: bool(probes.scaled_norm(module))):
+        return Match(Kind.OP, "layer_norm")
+    if name == "_WeightNorm" or probes.safely(probes.scales_alone, module):
+        return PARTS  # of weights, once; a product and a sum
     family = "layer_norm" if isinstance(module, nn.LayerNorm) or "Layer" in name else "rms_norm"
     if "Group" in name or "Batch" in name or "Instance" in name:
-        return missing(f"{'group' if 'Group' in name else 'batch' if 'Batch' in name else 'instance'} norm")
+        op = "batch_norm" if "Batch" in name else "group_norm"
+        return Match(Kind.OP, op, True, False, False, needs="a norm of another form")
     return Match(Kind.OP, family, True, False, False, needs="a norm of another form")
 
 
@@ -393,7 +440,13 @@ def _attention(module: nn.Module) -> Match | None:
         why = _difference(module, op) if interface else "an attention function of its own"
         if not why:
             return Match(Kind.OP, op)
-    return Match(Kind.OP, op, True, False, False, needs=why)
+    return _inside(module) or Match(Kind.OP, op, True, False, False, needs=why)
+
+
+def _inside(module: nn.Module) -> Match | None:
+    """Attention that the module's code writes out: the op in its place computes the same."""
+    found = probes.safely(lambda: attention_graph.computes_attention(module)[0])
+    return Match(Kind.OP, "attention_dense") if found else None
 
 
 def _difference(module: Any, op: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -167,6 +168,110 @@ def norm_op(module: nn.Module) -> str:
             if (name != "gemma_rms_norm" or weight is not None) and agree(theirs, first(compute())):
                 return name
     return ""
+
+
+def scaled_norm(module: nn.Module) -> str:
+    """The op of a norm over the channels of [B, C, ...], or one whose weight is stored less 1; '' if none."""
+    made = on_cpu(module)
+    weight, bias = getattr(made, "weight", None), getattr(made, "bias", None)
+    if weight is None:
+        return ""
+    layer_norm = registry.get("layer_norm").reference
+    numbers = {v for v in vars(module).values() if isinstance(v, float) and 0 < v < 1e-2} | {1e-5, 1e-6}
+    channels = torch.randn(2, weight.shape[0], 3, 2), torch.randn(2, weight.shape[0], 3)
+    for x in (*channels, torch.randn(TOKENS, weight.shape[0])):
+        try:
+            theirs = made(x)
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            continue
+        rows = x.movedim(1, -1).contiguous() if x.dim() > 2 else x
+        for eps, w in itertools.product(numbers, (weight, weight + 1)):
+            ours = layer_norm(rows, w, bias, eps)
+            if agree(theirs, ours.movedim(-1, 1) if x.dim() > 2 else ours):
+                return "layer_norm"
+    return ""
+
+
+def scales_alone(module: nn.Module) -> bool:
+    """Whether a class that is called a norm only multiplies by its weight and adds its bias."""
+    made: Any = on_cpu(module)
+    x = torch.randn(TOKENS, made.weight.shape[-1])
+    return agree(made(x), x * made.weight + made.bias)
+
+
+def convolution_probe(module: Any, sizes: tuple[int, ...]) -> bool:
+    """A convolution of torch, plain or transposed, with its settings and fewer channels: the op `convolution`."""
+    groups = 1 if module.groups == 1 else 2
+    made: Any = _plain_convolution(module)(
+        2 * groups, 2 * groups, module.kernel_size, module.stride, module.padding, groups=groups,
+        bias=module.bias is not None, dilation=module.dilation,
+        **({"output_padding": module.output_padding} if module.transposed else {}),
+    )  # fmt: skip
+    x = torch.randn(1, 2 * groups, *sizes)
+    padding, given = made.padding, x
+    if isinstance(padding, str):  # more zeros behind than in front, where their number is odd
+        given, padding = nn.functional.pad(x, made._reversed_padding_repeated_twice), (0,)
+        padding = padding if made.padding == "same" else (0,)
+    more = (made.transposed, made.output_padding)
+    ours = registry.get("convolution").reference(
+        given, made.weight, made.bias, made.stride, padding, made.dilation, groups, *more
+    )
+    return agree(made(x), ours)
+
+
+def _plain_convolution(module: Any) -> Any:
+    found = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    return next(cls for cls in found if isinstance(module, cls))
+
+
+def batch_norm_probe(module: Any) -> bool:
+    made: Any = on_cpu(module, dict.fromkeys(("weight", "bias", "running_mean", "running_var"), (6,)))
+    made.running_var = torch.rand(6) + 0.5
+    made.num_features = 6
+    dimensions = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}[type(module)]
+    x = torch.randn(2, 6, *[3] * dimensions)
+    statistics = made.running_mean, made.running_var
+    return agree(made(x), registry.get("batch_norm").reference(x, *statistics, made.weight, made.bias, made.eps))
+
+
+def group_norm_probe(module: Any) -> bool:
+    """GroupNorm, or InstanceNorm, which has a group for each channel."""
+    groups = getattr(module, "num_groups", None) or module.num_features
+    channels = 2 * groups if hasattr(module, "num_groups") else groups
+    made: Any = on_cpu(module, dict.fromkeys(("weight", "bias"), (channels,)))
+    if hasattr(made, "num_channels"):
+        made.num_channels = channels
+    dimensions = 3 if type(module).__name__.endswith("3d") else 1 if type(module).__name__.endswith("1d") else 2
+    x = torch.randn(2, channels, *[3] * dimensions)
+    reference = registry.get("group_norm").reference
+    return agree(made(x), reference(x, groups, made.weight, made.bias, made.eps))
+
+
+def pool_probe(module: Any) -> bool:
+    kind, n = type(module).__name__[:3], int(type(module).__name__[-2])
+    x = torch.randn(1, 2, *[int(k) + 6 for k in _each(module.kernel_size, n)])
+    sizes = [_each(v, n) for v in (module.kernel_size, module.stride, module.padding)]
+    more = (module.ceil_mode, getattr(module, "count_include_pad", True))
+    return agree(module(x), registry.get("pool").reference(x, *sizes, kind == "Max", *more))
+
+
+def _each(value: Any, n: int) -> list[int]:
+    return [int(v) for v in value] if isinstance(value, (tuple, list)) else [int(value)] * n
+
+
+def interpolate_probe(module: Any) -> bool:
+    """torch's Upsample."""
+    modes = {"nearest": "nearest", "linear": "linear", "bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
+    n = {"linear": 1, "trilinear": 3}.get(module.mode, 2)
+    x = torch.randn(1, 2, *(4, 5, 3)[:n])
+    theirs = module(x)
+    scales = [] if module.scale_factor is None else [float(f) for f in _factors(module.scale_factor, n)]
+    reference = registry.get("interpolate").reference
+    return agree(theirs, reference(x, theirs.shape[2:], modes[module.mode], bool(module.align_corners), scales))
+
+
+def _factors(value: Any, n: int) -> list[float]:
+    return list(value) if isinstance(value, (tuple, list)) else [value] * n
 
 
 def first(result: Any) -> Any:
@@ -373,6 +478,43 @@ def _rotates_alike(
     for neox in (True, False):
         ours = registry.get("rotary_emb").reference(positions, q[0], k[0], width, cache, neox)
         if all(agree(a[0], b) for a, b in zip(theirs, ours, strict=True)):
+            return True
+    return False
+
+
+def rotation_probe(apply: Callable[..., Any]) -> bool:
+    """A function that rotates queries and keys by angles of each token: `rotary_emb`, whose cache has a row a token."""
+    half, width = 4, 16
+    angles = torch.rand(TOKENS, half) * 3
+    cache = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    at = torch.arange(TOKENS)
+    for wide in (torch.cat((angles, angles), -1), angles.repeat_interleave(2, -1), angles):
+        for turn in (wide[None], wide, wide[None, :, None], wide[:, None]):
+            for given in ((turn.cos(), turn.sin()), (torch.polar(torch.ones_like(turn), turn),)):
+                for layout, rotated in itertools.product((0, 1, 2), (2 * half, width)):
+                    if _rotates_by(apply, given, at, cache, rotated, layout):
+                        return True
+    return False
+
+
+def _rotates_by(
+    apply: Callable[..., Any], given: tuple[torch.Tensor, ...], at: torch.Tensor, cache: torch.Tensor, width: int,
+    layout: int,
+) -> bool:  # fmt: skip
+    """layout: queries are [1, heads, T, D], [1, T, heads, D] or [T, heads, D]. One tensor or two are rotated."""
+    q, k = torch.randn(TOKENS, 2, width), torch.randn(TOKENS, 2, width)
+    to = (lambda t: t.transpose(0, 1)[None], lambda t: t[None], lambda t: t)[layout]
+    back = (lambda t: t[0].transpose(0, 1), lambda t: t[0], lambda t: t)[layout]
+    names = list(inspect.signature(apply).parameters)
+    both = len(names) > 1 and names[1] not in ("cos", "freqs", "freqs_cis", "freqs_ci")
+    try:
+        theirs = apply(*(to(t).clone() for t in ((q, k) if both else (q,))), *given)
+        theirs = [back(t) for t in (theirs if both else (theirs,))]
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    for neox in (True, False):
+        ours = registry.get("rotary_emb").reference(at, q, k, width, cache, neox)
+        if all(agree(a, b) for a, b in zip(theirs, ours, strict=False)):
             return True
     return False
 

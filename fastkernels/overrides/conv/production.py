@@ -1,0 +1,37 @@
+"""Baselines of this family: PyTorch's kernels (cuDNN), eager and compiled, called with the ops' arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from fastkernels.core.baseline import Baseline, inductor
+from fastkernels.overrides.conv import grid_sample as places
+from fastkernels.overrides.conv import interpolate as sizes
+from fastkernels.overrides.conv import pool as windows
+from fastkernels.overrides.kit.libraries import T, from_torch
+
+
+Ints = Sequence[int]
+
+
+def _batch_norm(x: T, mean: T, var: T, weight: T | None = None, bias: T | None = None, eps: float = 1e-5) -> T:
+    return F.batch_norm(x, mean, var, weight, bias, eps=eps)
+
+
+def _convolution(
+    x: T, weight: T, bias: T | None, stride: Ints, padding: Ints, dilation: Ints, groups: int, transposed: bool,
+    output_padding: Ints,
+) -> T:  # fmt: skip
+    return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+
+
+BASELINES: dict[str, tuple[Baseline, ...]] = {
+    "batch_norm": (*from_torch(_batch_norm), inductor("batch_norm")),
+    "convolution": from_torch(_convolution),
+    "grid_sample": from_torch(places.reference),
+    "interpolate": (*from_torch(sizes.reference), inductor("interpolate")),
+    "pool": from_torch(windows.reference),
+}
