@@ -16,10 +16,10 @@ from fk_integrations.vllm.host import VllmAdapter
 from support import attention_seams
 from support.attention_seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
 
-from fastkernels.overrides.attention import mla_decode
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
+from fastkernels.overrides.latent_attention import mla_decode
 from fastkernels.verify.measure import Point, arguments
 
 use = attention_seams.use  # the fixture

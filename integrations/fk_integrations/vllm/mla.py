@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
-from fastkernels.overrides.attention.mla_decode import mla_decode
+from fastkernels.overrides.latent_attention.mla_decode import mla_decode
 from fk_integrations.core import versions
 from fk_integrations.core.expert_layers import path_of
 from fk_integrations.core.journal import Journal
