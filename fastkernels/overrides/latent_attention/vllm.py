@@ -46,7 +46,7 @@ class VllmMLAAttention_0_26(LatentAttention):
         )
         self.q_lora_rank, self.layer_name = q_lora_rank, prefix
 
-    def forward(
+    def forward(  # type: ignore[override]  # the host's signature
         self,
         q: torch.Tensor,
         kv_c_normed: torch.Tensor,
@@ -95,7 +95,7 @@ class VllmMLAAttention(VllmMLAAttention_0_26):
             **extra_impl_args,
         )  # fmt: skip
 
-    def forward(
+    def forward(  # type: ignore[override]  # the host's signature
         self,
         q: torch.Tensor,
         kv_c_normed: torch.Tensor,

@@ -103,7 +103,8 @@ def _replaced(module: Any, given: dict[str, Any], names: list[str]) -> tuple[boo
     used = {id(n) for c in cores for n in (c.scores, c.result)}
     given_to = set().union(*(_below(n) for n in graph.graph.nodes if n.op == "placeholder"))
     others = sum(
-        n.target in _PRODUCTS and id(n) not in used and set(n.all_input_nodes) <= given_to for n in graph.graph.nodes
+        n.target in _PRODUCTS and id(n) not in used and set(n.all_input_nodes) <= given_to
+        for n in graph.graph.nodes
     )
     fresh = [given[n] if n in module_calls.MASKS else torch.randn_like(given[n]) for n in names]
     with torch.no_grad():
@@ -202,7 +203,9 @@ class _Replacing(fx.Interpreter):
         bias = torch.zeros(*q.shape[:3], k.shape[2])
         mask = kwargs.get("attn_mask")
         if mask is not None:
-            bias = bias + (mask if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
+            bias = bias + (
+                mask if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+            )
         if len(args) > 4 and args[4]:
             bias = bias.masked_fill(torch.ones(bias.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
@@ -210,7 +213,9 @@ class _Replacing(fx.Interpreter):
         return out, torch.zeros(q.shape[:3])
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, bias: torch.Tensor) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, bias: torch.Tensor
+) -> torch.Tensor:
     """The op's reference on q [N, Sq, D], k [N, Sk, D], v [N, Sk, Dv], bias [N, Sq, Sk]; zeros fill the narrower."""
     dense, width = registry.get("attention_dense").reference, v.shape[-1]
     most = max(q.shape[-1], width)

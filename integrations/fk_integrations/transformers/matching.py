@@ -50,7 +50,11 @@ MODULES: tuple[tuple[str, tuple[type, ...], Callable[..., bool]], ...] = (
     ("batch_norm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), probes.batch_norm_probe),
     ("group_norm", (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm), probes.group_norm_probe),
     ("interpolate", (nn.Upsample,), probes.interpolate_probe),
-    ("pool", (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), probes.pool_probe),
+    (
+        "pool",
+        (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+        probes.pool_probe,
+    ),
 )
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WHOLE_POOLS = (
@@ -165,7 +169,9 @@ def _parts(module: nn.Module) -> Match:
         if name in PRIMITIVES:
             return missing(PRIMITIVES[name])
     for name in sorted(names & set(_RESEMBLE)):
-        return Match(Kind.OP, _RESEMBLE[name][0], by_signature=False, by_probe=False, needs=_RESEMBLE[name][1])
+        return Match(
+            Kind.OP, _RESEMBLE[name][0], by_signature=False, by_probe=False, needs=_RESEMBLE[name][1]
+        )
     if {"cumsum", "exp"} <= names and names & _PRODUCTS:
         return missing("recurrence")
     if names & (_PRODUCTS - {"product"}):
@@ -232,7 +238,9 @@ def _torch_module(module: Any) -> Match | None:
             return PARTS
         return Match(Kind.OP, "pool", by_signature=False, by_probe=False, needs="windows of several sizes")
     if isinstance(module, nn.MultiheadAttention):
-        return _inside(module) or Match(Kind.OP, "attention", True, False, False, needs="torch's MultiheadAttention")
+        return _inside(module) or Match(
+            Kind.OP, "attention", True, False, False, needs="torch's MultiheadAttention"
+        )
     if type(module).__module__.startswith("torch.nn") and type(module).__name__ in _ACTIVATIONS:
         op, tanh = (
             _ACTIVATIONS[type(module).__name__],
@@ -255,7 +263,9 @@ def _convolution(module: Any) -> Match:
         return Match(Kind.OP, "linear", by_probe=probes.safely(probes.patches_probe, module))
     if not plain and (own := calls(module)) & set(PRIMITIVES):
         return missing(PRIMITIVES[min(own & set(PRIMITIVES))])
-    sizes = tuple(min(d * (k - 1) + 1, 64) + s for d, k, s in zip(module.dilation, module.kernel_size, module.stride))
+    sizes = tuple(
+        min(d * (k - 1) + 1, 64) + s for d, k, s in zip(module.dilation, module.kernel_size, module.stride)
+    )
     probe = probes.safely(probes.convolution_probe, module, sizes)
     return Match(Kind.OP, "convolution", by_probe=probe, arguments={"transposed": module.transposed})
 
