@@ -15,7 +15,7 @@ import fastkernels
 # vLLM's kernel for a CPU has these sizes only.
 SIZES = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 64,
-    "head_dim": 64,
+    "head_dim": 64, "topk_method": "noaux_tc",
 }  # fmt: skip
 OPS = ["mla_decode", "rms_norm", "silu_and_mul"]
 
