@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.vllm import attention
+from fk_integrations.vllm import attention, mla
 from fk_integrations.vllm.host import VllmAdapter
 from support import attention_seams
 from support.attention_seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
@@ -19,6 +19,7 @@ from support.attention_seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Ba
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
+from fastkernels.overrides.latent_attention import mla_decode
 from fastkernels.verify.measure import Point, arguments
 
 use = attention_seams.use  # the fixture
@@ -264,3 +265,32 @@ def test_decode_attention_is_measured_with_the_layers_soft_cap() -> None:
     assert attention_decode.key is not None and attention_decode.key.of(*calls[0]) == (shape, (4, 40))
     impl.kv_cache_dtype = "fp8"
     assert adapter.whole_shape(attention_decode, layer) is None
+
+
+class LatentImpl:
+    """The state of vLLM's implementations of latent attention that the seam reads."""
+
+    num_heads, kv_lora_rank, scale = 2, 8, 0.3
+
+    def forward_mqa(self, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
+        return "the host's"
+
+
+def test_vllm_decodes_of_latent_attention_are_ours() -> None:
+    impl: Any = mla._implementation(LatentImpl)()
+    lengths, table = (
+        torch.tensor([1, 9], dtype=torch.int32),
+        torch.tensor([[2, 0], [3, 1]], dtype=torch.int32),
+    )
+    decode = SimpleNamespace(seq_lens=lengths, block_table=table)
+    metadata = SimpleNamespace(decode=decode, max_seq_len=9)
+    cache, query = torch.randn(4, 8, 12), (torch.randn(2, 2, 8), torch.randn(2, 2, 4))
+    whole = torch.cat(query, -1)
+    expected = mla_decode.reference(whole, cache, lengths, table, 9, 0.3, 8)
+    for q in (query, whole):
+        found, lse = impl.forward_mqa(q, cache, metadata, None)
+        assert lse is None
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    # Several tokens of a sequence, as in speculative decoding, and heads that a backend pads.
+    assert impl.forward_mqa(whole.repeat(2, 1, 1), cache, metadata, None) == "the host's"
+    assert impl.forward_mqa(whole.repeat(1, 2, 1), cache, metadata, None) == "the host's"

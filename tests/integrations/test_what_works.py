@@ -21,10 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "what-works.md"
 FEATURES = [
     "LoRA", "FP8 weights", "AWQ / GPTQ", "speculative decoding, several tokens a step", "fp8 KV cache",
-    "sliding window", "attention sinks (GPT-OSS)", "TP", "PP", "prefix cache", "sleep / reload", "mixtures of experts",
+    "sliding window", "attention sinks (GPT-OSS)", "latent attention (DeepSeek)", "expert parallelism", "TP", "PP",
+    "prefix cache", "sleep / reload", "mixtures of experts",
 ]  # fmt: skip
 # The parts of a quoted line that are an example's values; all other text must be in the sources.
-FILLED_IN = re.compile(r"\.\.\.|; |torch\.\w+|fp8 is|SWAKVPool|\(7, 7\)|\w*Method|gate_up_proj|TARGET_VERIFY")
+FILLED_IN = re.compile(
+    r"\.\.\.|; |torch\.\w+|fp8 is|SWAKVPool|MLATokenToKVPool|\(7, 7\)|\w*Method|gate_up_proj|TARGET_VERIFY"
+)
 
 
 def tables() -> list[list[list[str]]]:

@@ -24,7 +24,7 @@ from fastkernels.core.trial import import_in_child
 from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import call_recording, reports, versions
-from fk_integrations.core.adapter import BATCHES, Adapter
+from fk_integrations.core.adapter import BATCHES, Adapter, class_path
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.construction import BeforeConstruction
@@ -141,8 +141,10 @@ class VllmAdapter(Adapter):
         return experts.swap_experts(module, ours, self.version, journal, by_table)
 
     def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
-        from fk_integrations.vllm import attention
+        from fk_integrations.vllm import attention, mla
 
+        if class_path(type(module)) == mla.LAYER:
+            return mla.swap_decode(module, self.version, self.worker.vllm_config, journal, by_table)
         return attention.swap_attention(module, self.version, self.worker.vllm_config, journal, by_table)
 
 
