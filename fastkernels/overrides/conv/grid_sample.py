@@ -17,7 +17,11 @@ TILE = 256  # elements of the result of a program
 
 
 def reference(
-    x: torch.Tensor, grid: torch.Tensor, nearest: bool = False, border: bool = False, align_corners: bool = False
+    x: torch.Tensor,
+    grid: torch.Tensor,
+    nearest: bool = False,
+    border: bool = False,
+    align_corners: bool = False,
 ) -> torch.Tensor:
     """x: [B, C, H, W]; grid: [B, OH, OW, 2], (column, row) from -1 to 1. Returns [B, C, OH, OW], interpolated linearly.
 
@@ -82,7 +86,11 @@ def _grid_sample_kernel(
 
 
 def _triton(
-    x: torch.Tensor, grid: torch.Tensor, nearest: bool = False, border: bool = False, align_corners: bool = False
+    x: torch.Tensor,
+    grid: torch.Tensor,
+    nearest: bool = False,
+    border: bool = False,
+    align_corners: bool = False,
 ) -> torch.Tensor:
     _check(x, grid)
     pixels = grid.shape[1] * grid.shape[2]
@@ -116,11 +124,20 @@ SPEC = OpSpec(
     reference=reference,
     op=grid_sample,
     cases=(  # RT-DETR at 640 px: the largest of three levels, 300 queries, 8 heads, 4 points
-        _case("rt_detr", "model", weight=6, batch=8, channels=32, rows=80, columns=80, made_rows=300, made_columns=4),
+        _case("rt_detr", "model", weight=6, batch=8, channels=32, rows=80, columns=80, made_rows=300,
+              made_columns=4),
+        _case("rt_detr_20", "model", weight=6, batch=1, channels=32, rows=20, columns=20, made_rows=300,
+              made_columns=4),
+        _case("rt_detr_40", "model", weight=6, batch=1, channels=32, rows=40, columns=40, made_rows=300,
+              made_columns=4),
+        _case("one", "odd", "float32", batch=1, channels=1, rows=1, columns=1, made_rows=1, made_columns=1),
+        _case("half", "odd", "float16", batch=1, channels=5, rows=9, columns=3, made_rows=17, made_columns=1),
         _case("linear", "odd", batch=2, channels=3, rows=5, columns=7, made_rows=6, made_columns=11),
-        _case("corners", "odd", "float32", batch=1, channels=2, rows=6, columns=5, made_rows=63, made_columns=2,
+        _case("corners", "odd", "float32", batch=1, channels=2, rows=6, columns=5, made_rows=63,
+              made_columns=2,
               align_corners=True, border=True),
-        _case("nearest", "odd", "float32", batch=1, channels=3, rows=5, columns=7, made_rows=9, made_columns=5,
+        _case("nearest", "odd", "float32", batch=1, channels=3, rows=5, columns=7, made_rows=9,
+              made_columns=5,
               nearest=True),
     ),
     arguments=(

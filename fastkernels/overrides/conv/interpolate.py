@@ -48,7 +48,9 @@ def _settings(
     """(dimensions, sizes, input pixels for each output pixel). Raises ValueError."""
     n = spatial("interpolate", x)
     if mode not in MODES or (mode == "cubic" and n != 2):
-        raise ValueError(f"interpolate: mode {mode!r} of {n} dimensions; known: {', '.join(MODES)}, cubic of two")
+        raise ValueError(
+            f"interpolate: mode {mode!r} of {n} dimensions; known: {', '.join(MODES)}, cubic of two"
+        )
     size = each("interpolate", "size", size, n, 1)
     if scales and [math.floor(a * f) for a, f in zip(x.shape[2:], scales, strict=True)] != size:
         raise ValueError(f"interpolate: scales {list(scales)} of {tuple(x.shape[2:])} do not give {size}")
@@ -62,9 +64,7 @@ def _settings(
 @triton.jit
 def _source(at, step, TAPS: tl.constexpr, CORNERS: tl.constexpr):
     # The coordinate of an output pixel in the input: a whole number, and the rest.
-    if TAPS == 1:
-        place = at.to(tl.float32) * step
-    elif CORNERS:
+    if TAPS == 1 or CORNERS:
         place = at.to(tl.float32) * step
     else:
         place = (at.to(tl.float32) + 0.5) * step - 0.5
@@ -115,7 +115,9 @@ def _interpolate_kernel(
 
 
 def _supports_triton(x: torch.Tensor, *_: object) -> str | None:
-    return unsupported(x) if x.dim() < 5 else f"x {tuple(x.shape)} has three sizes after C, the kernel takes two"
+    return (
+        unsupported(x) if x.dim() < 5 else f"x {tuple(x.shape)} has three sizes after C, the kernel takes two"
+    )
 
 
 def _triton(
@@ -129,7 +131,8 @@ def _triton(
     wide = lifted(x)[:, :, 0]
     launch_kernel(
         _interpolate_kernel, (cdiv(out.numel(), TILE),),
-        wide, out, out.numel(), *wide.shape[1:], *padded(size, 1)[1:], *wide.stride(), *[0.0] * (2 - len(steps)), *steps,
+        wide, out, out.numel(), *wide.shape[1:], *padded(size, 1)[1:], *wide.stride(),
+        *[0.0] * (2 - len(steps)), *steps,
         TAPS=MODES[mode], CORNERS=align_corners, TILE=TILE, num_warps=4,
     )  # fmt: skip
     return out
@@ -137,7 +140,9 @@ def _triton(
 
 interpolate = define(
     "interpolate(Tensor x, int[] size, str mode='nearest', bool align_corners=False, float[] scales=[]) -> Tensor",
-    fake=lambda x, size, *args, **kwargs: x.new_empty((*x.shape[:2], *each("interpolate", "size", size, x.dim() - 2, 1))),
+    fake=lambda x, size, *args, **kwargs: x.new_empty(
+        (*x.shape[:2], *each("interpolate", "size", size, x.dim() - 2, 1))
+    ),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
         Provider("reference", lambda *args: reference(*args).contiguous(), devices=("cuda", "cpu")),
@@ -155,13 +160,47 @@ SPEC = OpSpec(
     reference=reference,
     op=interpolate,
     cases=(  # the decoder of DPT's depth maps; the pyramid of Mask2Former
-        _case("dpt", "model", weight=3, batch=1, channels=256, rows=96, columns=96, size=(192, 192), align_corners=True),
+        _case(
+            "dpt",
+            "model",
+            weight=3,
+            batch=1,
+            channels=256,
+            rows=96,
+            columns=96,
+            size=(192, 192),
+            align_corners=True,
+        ),
         _case("pyramid", "model", batch=1, channels=256, rows=32, columns=32, size=(64, 64), mode="nearest"),
+        _case("pyramid_8", "model", batch=1, channels=256, rows=8, columns=8, size=(16, 16), mode="nearest"),
+        _case("one", "odd", "float32", batch=1, channels=1, rows=1, columns=1, size=(2, 3)),
         _case("linear", "odd", batch=2, channels=3, rows=5, columns=7, size=(11, 4)),
-        _case("corners", "odd", "float32", batch=1, channels=2, rows=6, columns=5, size=(9, 13), align_corners=True),
-        _case("nearest", "odd", "float16", batch=1, channels=3, rows=5, columns=7, size=(15, 10), mode="nearest"),
+        _case(
+            "corners",
+            "odd",
+            "float32",
+            batch=1,
+            channels=2,
+            rows=6,
+            columns=5,
+            size=(9, 13),
+            align_corners=True,
+        ),
+        _case(
+            "nearest", "odd", "float16", batch=1, channels=3, rows=5, columns=7, size=(15, 10), mode="nearest"
+        ),
         _case("cubic", "odd", "float32", batch=1, channels=2, rows=6, columns=9, size=(13, 5), mode="cubic"),
-        _case("scaled", "odd", "float32", batch=1, channels=2, rows=5, columns=7, size=(8, 11), scales=(1.7, 1.7)),
+        _case(
+            "scaled",
+            "odd",
+            "float32",
+            batch=1,
+            channels=2,
+            rows=5,
+            columns=7,
+            size=(8, 11),
+            scales=(1.7, 1.7),
+        ),
     ),
     arguments=(
         Tensor("x", "batch channels rows columns"),
@@ -174,10 +213,13 @@ SPEC = OpSpec(
     axes={
         "batch": Axis.per_call(),
         "channels": Axis.width(),
-        "rows": Axis(),
-        "columns": Axis(),
+        "rows": Axis.per_call(),
+        "columns": Axis.per_call(),
         "size": Axis(),
         "scales": Axis(()),
     },
+    constraints=tuple(
+        f"(({name}*scales[{i}])//1==size[{i}])if(scales)else(1)" for i, name in enumerate(("rows", "columns"))
+    ),
     flops="8 * batch * channels * size[0] * size[1]",
 )

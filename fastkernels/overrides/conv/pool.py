@@ -42,7 +42,9 @@ def reference(
     return getattr(F, f"avg_pool{n}d")(y, *sizes, ceil_mode, count_include_pad).to(x.dtype)
 
 
-def _settings(x: torch.Tensor, window: Ints, stride: Ints, padding: Ints) -> tuple[list[int], list[int], list[int]]:
+def _settings(
+    x: torch.Tensor, window: Ints, stride: Ints, padding: Ints
+) -> tuple[list[int], list[int], list[int]]:
     n = spatial("pool", x)
     sizes = each("pool", "window", window, n, 1)
     steps, edges = each("pool", "stride", stride or sizes, n, 1), each("pool", "padding", padding, n)
@@ -87,7 +89,9 @@ def _pool_kernel(
     for k in range(KD * KH * KW):
         d, h, w = d0 + k // (KH * KW), h0 + (k // KW) % KH, w0 + k % KW
         inside = known & (d >= 0) & (h >= 0) & (w >= 0) & (d < D) & (h < H) & (w < W)
-        value = tl.load(x_at + d * x_stride_d + h * x_stride_h + w * x_stride_w, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x_at + d * x_stride_d + h * x_stride_h + w * x_stride_w, mask=inside, other=0.0).to(
+            tl.float32
+        )
         if MAXIMUM:
             better = inside & ((value > found) | (value != value))  # NaN propagates
             found = tl.where(better & (found == found), value, found)
@@ -148,6 +152,12 @@ SPEC = OpSpec(
               padding=(1, 1), maximum=True),
         _case("poolformer", "model", weight=6, batch=8, channels=320, rows=14, columns=14, window=(3, 3),
               stride=(1, 1), padding=(1, 1), count_include_pad=False),
+        _case("poolformer_1", "model", weight=6, batch=1, channels=320, rows=14, columns=14, window=(3, 3),
+              stride=(1, 1), padding=(1, 1), count_include_pad=False),
+        _case("spp_13", "model", batch=1, channels=64, rows=20, columns=20, window=(13, 13), stride=(1, 1),
+              padding=(6, 6), maximum=True),
+        _case("one", "odd", "float32", batch=1, channels=1, rows=1, columns=1, window=(1, 1), stride=(1, 1)),
+        _case("sequence", "odd", batch=2, channels=5, rows=1, columns=33, window=(1, 3), stride=(1, 2), maximum=True),
         _case("maximum", "odd", batch=2, channels=3, rows=9, columns=13, window=(3, 2), stride=(2, 2), padding=(1, 0),
               maximum=True),
         _case("mean", "odd", "float32", batch=1, channels=5, rows=10, columns=9, window=(2, 3), stride=(2, 3)),

@@ -13,11 +13,12 @@ from fastkernels.overrides.conv import interpolate as sizes
 from fastkernels.overrides.conv import pool as windows
 from fastkernels.overrides.kit.libraries import T, from_torch
 
-
 Ints = Sequence[int]
 
 
-def _batch_norm(x: T, mean: T, var: T, weight: T | None = None, bias: T | None = None, eps: float = 1e-5) -> T:
+def _batch_norm(
+    x: T, mean: T, var: T, weight: T | None = None, bias: T | None = None, eps: float = 1e-5
+) -> T:
     return F.batch_norm(x, mean, var, weight, bias, eps=eps)
 
 

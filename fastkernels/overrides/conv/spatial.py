@@ -1,4 +1,4 @@
-"""Shared by ops on [B, C, ...] with one to three spatial dimensions: settings of each dimension, five-dimensional views."""
+"""Shared by ops on [B, C, ...] with one to three spatial dimensions: settings of each, views with all three."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ DIMENSIONS = 3  # at most
 def spatial(name: str, x: torch.Tensor) -> int:
     """The number of spatial dimensions of x [B, C, ...]. Raises ValueError."""
     if not 3 <= x.dim() <= 2 + DIMENSIONS:
-        raise ValueError(f"{name}: x must be [B, C, ...] with one to three sizes after C, got {tuple(x.shape)}")
+        raise ValueError(
+            f"{name}: x must be [B, C, ...] with one to three sizes after C, got {tuple(x.shape)}"
+        )
     return x.dim() - 2
 
 

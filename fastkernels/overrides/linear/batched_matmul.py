@@ -21,7 +21,13 @@ def reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _check(a: torch.Tensor, b: torch.Tensor) -> None:
-    if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1] or a.dtype != b.dtype:
+    if (
+        a.dim() != 3
+        or b.dim() != 3
+        or a.shape[0] != b.shape[0]
+        or a.shape[2] != b.shape[1]
+        or a.dtype != b.dtype
+    ):
         raise ValueError(
             f"batched_matmul: a must be [B, M, K] and b [B, K, N] of one dtype, got {tuple(a.shape)} {a.dtype} and"
             f" {tuple(b.shape)} {b.dtype}"
@@ -55,7 +61,9 @@ def _triton(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     out = torch.empty((batch, m, n), dtype=a.dtype, device=a.device)
     if out.numel() == 0:
         return out
-    block_m, block_n, block_k = (min(most, max(16, next_power_of_2(size))) for most, size in ((64, m), (64, n), (64, k)))
+    block_m, block_n, block_k = (
+        min(most, max(16, next_power_of_2(size))) for most, size in ((64, m), (64, n), (64, k))
+    )
     launch_kernel(
         _batched_matmul_kernel, (cdiv(m, block_m), cdiv(n, block_n), batch),
         a, b, out, m, n, k, *a.stride(), *b.stride(), PRECISION="ieee" if a.dtype == torch.float32 else "tf32",
@@ -95,6 +103,11 @@ SPEC = OpSpec(
     cases=(  # DeepSeek-V3: queries of 128 heads into the latent space, 32 tokens; outputs back
         _case("mla_queries", "model", weight=61, batch=128, rows=32, inner=128, columns=512),
         _case("mla_values", "model", weight=61, batch=128, rows=32, inner=512, columns=128),
+        _case("contrast", "model", batch=1, rows=8, inner=512, columns=8),
+        _case("mla_small", "model", batch=16, rows=1, inner=128, columns=64),
+        _case("one", "odd", "float32", batch=1, rows=1, inner=1, columns=1),
+        _case("odd_65", "odd", "float16", batch=2, rows=65, inner=7, columns=3),
+        _case("odd_129", "odd", "float32", batch=1, rows=3, inner=129, columns=65),
         _case("odd_63", "odd", "float32", batch=3, rows=63, inner=65, columns=17),
         _case("odd_half", "odd", batch=2, rows=1, inner=100, columns=33),
     ),

@@ -50,7 +50,11 @@ MODULES: tuple[tuple[str, tuple[type, ...], Callable[..., bool]], ...] = (
     ("batch_norm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), probes.batch_norm_probe),
     ("group_norm", (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm), probes.group_norm_probe),
     ("interpolate", (nn.Upsample,), probes.interpolate_probe),
-    ("pool", (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), probes.pool_probe),
+    (
+        "pool",
+        (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+        probes.pool_probe,
+    ),
 )
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _WHOLE_POOLS = (
@@ -165,8 +169,10 @@ def _parts(module: nn.Module) -> Match:
         if name in PRIMITIVES:
             return missing(PRIMITIVES[name])
     for name in sorted(names & set(_RESEMBLE)):
-        return Match(Kind.OP, _RESEMBLE[name][0], by_signature=False, by_probe=False, needs=_RESEMBLE[name][1])
-    if {"cumsum", "exp"} <= names and names & _PRODUCTS:
+        return Match(
+            Kind.OP, _RESEMBLE[name][0], by_signature=False, by_probe=False, needs=_RESEMBLE[name][1]
+        )
+    if {"cumsum", "exp"} <= names and names & _PRODUCTS and "logsumexp" not in names:  # not optimal transport
         return missing("recurrence")
     if names & (_PRODUCTS - {"product"}):
         if any(isinstance(child, nn.Softmax) for child in module.children()):
@@ -218,11 +224,11 @@ def _torch_module(module: Any) -> Match | None:
         return Match(Kind.OP, "linear", by_probe=plain and _once(probes.linear_probe, module))
     if isinstance(module, _CONVOLUTIONS):
         return _convolution(module)
-    for op, classes, probe in MODULES:
+    for op, classes, computes in MODULES:
         if isinstance(module, classes):
-            plain = next(cls for cls in classes if isinstance(module, cls))
-            same = type(module).forward is plain.forward and probes.safely(probe, module)
-            return Match(Kind.OP, op, by_probe=same, needs="" if same else f"a subclass of {plain.__name__}")
+            torchs: Any = next(cls for cls in classes if isinstance(module, cls))
+            same = type(module).forward is torchs.forward and probes.safely(computes, module)
+            return Match(Kind.OP, op, by_probe=same, needs="" if same else f"a subclass of {torchs.__name__}")
     if isinstance(module, nn.RNNBase):
         return missing("recurrence")
     if isinstance(module, nn.Bilinear):
@@ -232,7 +238,9 @@ def _torch_module(module: Any) -> Match | None:
             return PARTS
         return Match(Kind.OP, "pool", by_signature=False, by_probe=False, needs="windows of several sizes")
     if isinstance(module, nn.MultiheadAttention):
-        return _inside(module) or Match(Kind.OP, "attention", True, False, False, needs="torch's MultiheadAttention")
+        return _inside(module) or Match(
+            Kind.OP, "attention", True, False, False, needs="torch's MultiheadAttention"
+        )
     if type(module).__module__.startswith("torch.nn") and type(module).__name__ in _ACTIVATIONS:
         op, tanh = (
             _ACTIVATIONS[type(module).__name__],
@@ -251,11 +259,14 @@ def _convolution(module: Any) -> Match:
     whole = set(module.dilation) == {1} and module.groups == 1 and module.padding in (
         "valid", tuple(0 for _ in module.kernel_size)
     )  # fmt: skip
-    if patches and whole and not module.transposed:
-        return Match(Kind.OP, "linear", by_probe=probes.safely(probes.patches_probe, module))
+    if patches and whole and not module.transposed and probes.safely(probes.patches_probe, module):
+        return Match(Kind.OP, "linear")
     if not plain and (own := calls(module)) & set(PRIMITIVES):
         return missing(PRIMITIVES[min(own & set(PRIMITIVES))])
-    sizes = tuple(min(d * (k - 1) + 1, 64) + s for d, k, s in zip(module.dilation, module.kernel_size, module.stride))
+    sizes = tuple(
+        min(d * (k - 1) + 1, 64) + s
+        for d, k, s in zip(module.dilation, module.kernel_size, module.stride, strict=True)
+    )
     probe = probes.safely(probes.convolution_probe, module, sizes)
     return Match(Kind.OP, "convolution", by_probe=probe, arguments={"transposed": module.transposed})
 
@@ -426,6 +437,8 @@ def _attention(module: nn.Module) -> Match | None:
     if list(own & set(PRIMITIVES)):
         return None
     interface = "attention_interface" in own
+    if any(isinstance(child, nn.Softmax) for child in module.children()):
+        own |= {"softmax"}
     if not interface and not own & _SOFTMAX_ATTENTION and not ("softmax" in own and own & _PRODUCTS):
         name = type(module).__name__
         if name.endswith(("Attention", "SelfAttn", "Attn")) and own & _PRODUCTS:

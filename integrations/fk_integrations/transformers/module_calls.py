@@ -18,7 +18,10 @@ SIDE, WIDE = 4, 16  # of a square of tokens; of one that can be reduced by 8
 _NONE = {"cache", "past_key_value", "past_key_values", "layer_past", "head_mask", "layer_head_mask"}
 MASKS = {"attention_mask", "mask", "key_padding_mask", "attn_mask"}
 _LENGTHS = {"cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seqlens_k"}
-_ROTATED = {"position_embeddings", "rotary_pos_emb", "rotary_emb", "freqs", "positional_encoding", "pos_emb"}
+_ROTATED = {"position_embeddings", "rotary_pos_emb", "rotary_emb", "freqs", "positional_encoding", "pos_emb",
+    "relative_position_embeddings",
+}  # fmt: skip
+_RELATIVE = -1  # instead of channels: an embedding of each distance, of the width of the hidden states
 
 
 def copy_on_cpu(module: nn.Module) -> Any:
@@ -43,7 +46,11 @@ def copy_on_cpu(module: nn.Module) -> Any:
 def _values(tensor: torch.Tensor, part: nn.Module, name: str) -> torch.Tensor:
     shape = tuple(tensor.shape)
     if tensor.dtype == torch.bool:
-        return torch.ones(shape, dtype=torch.bool).tril() if len(shape) > 1 else torch.ones(shape, dtype=torch.bool)
+        return (
+            torch.ones(shape, dtype=torch.bool).tril()
+            if len(shape) > 1
+            else torch.ones(shape, dtype=torch.bool)
+        )
     if not tensor.is_floating_point():
         return torch.zeros(shape, dtype=tensor.dtype)
     if tensor is not part._parameters.get(name) and len(shape) > 1 and shape[-1] == shape[-2]:
@@ -92,7 +99,16 @@ _STATES = {
 }  # fmt: skip
 
 
-def _value(name: str, module: Any, hidden: torch.Tensor, side: int, rotation: int, mask: str, first: bool, required: bool) -> Any:
+def _value(
+    name: str,
+    module: Any,
+    hidden: torch.Tensor,
+    side: int,
+    rotation: int,
+    mask: str,
+    first: bool,
+    required: bool,
+) -> Any:
     tokens = side * side
     if first:
         return hidden
@@ -101,16 +117,28 @@ def _value(name: str, module: Any, hidden: torch.Tensor, side: int, rotation: in
     if name in MASKS:
         later = torch.ones(tokens, tokens).triu(1)[None, None]
         least = torch.finfo(torch.float32).min
-        return {"added": later * least, "padding": torch.arange(tokens)[None].lt(tokens - 2).float(), "": None}[mask]
+        return {
+            "added": later * least,
+            "padding": torch.arange(tokens)[None].lt(tokens - 2).float(),
+            "": None,
+        }[mask]
     if name in ("query", "query_states"):
         return torch.randn_like(hidden)
     if name in _STATES:
         width = _key_width(module) or hidden.shape[-1]
         return torch.randn(*hidden.shape[:-1], width)
+    if name in _ROTATED and rotation == _RELATIVE:
+        return torch.randn(1, 2 * tokens - 1, hidden.shape[-1])
     if name in _ROTATED and not rotation:
         return None
+    if name == "alibi":
+        return torch.randn(getattr(module, "num_heads", 1), 1, tokens)
     if name in _ROTATED:
-        turn = torch.rand(*hidden.shape[:-2], tokens, rotation) if hidden.dim() <= 3 else torch.rand(tokens, rotation)
+        turn = (
+            torch.rand(*hidden.shape[:-2], tokens, rotation)
+            if hidden.dim() <= 3
+            else torch.rand(tokens, rotation)
+        )
         return turn if name in ("rotary_pos_emb", "freqs") else (turn.cos(), turn.sin())
     if name in _LENGTHS:
         return torch.tensor([0, tokens], dtype=torch.int32)
@@ -138,7 +166,11 @@ def _windows(module: Any) -> list[int]:
     found = getattr(module, "window_size", None)
     if isinstance(found, int) and 1 < found < 32:
         return [found]
-    return [found[0]] if isinstance(found, (tuple, list)) and found and isinstance(found[0], int) and found[0] < 32 else []
+    return (
+        [found[0]]
+        if isinstance(found, (tuple, list)) and found and isinstance(found[0], int) and found[0] < 32
+        else []
+    )
 
 
 def _widths(module: Any) -> list[int]:
@@ -158,7 +190,14 @@ def _rotations(module: Any) -> list[int]:
     if not _ROTATED & set(names):
         return [0]
     config = getattr(module, "config", None) or SimpleNamespace()
-    size = next((n for n in (getattr(module, a, None) for a in ("head_dim", "head_size", "attention_head_size")) if n), 64)
+    size = next(
+        (
+            n
+            for n in (getattr(module, a, None) for a in ("head_dim", "head_size", "attention_head_size"))
+            if n
+        ),
+        64,
+    )
     found = [size, size // 2, int(size * (getattr(config, "partial_rotary_factor", None) or 0.5)), size // 4]
     found += [getattr(config, n, None) for n in ("qk_rope_head_dim", "rotary_dim")]
-    return [*dict.fromkeys(n for n in found if isinstance(n, int) and n), 0]
+    return [*dict.fromkeys(n for n in found if isinstance(n, int) and n), 0, _RELATIVE]

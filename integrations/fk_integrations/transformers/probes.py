@@ -231,7 +231,9 @@ def batch_norm_probe(module: Any) -> bool:
     dimensions = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}[type(module)]
     x = torch.randn(2, 6, *[3] * dimensions)
     statistics = made.running_mean, made.running_var
-    return agree(made(x), registry.get("batch_norm").reference(x, *statistics, made.weight, made.bias, made.eps))
+    return agree(
+        made(x), registry.get("batch_norm").reference(x, *statistics, made.weight, made.bias, made.eps)
+    )
 
 
 def group_norm_probe(module: Any) -> bool:
@@ -241,7 +243,9 @@ def group_norm_probe(module: Any) -> bool:
     made: Any = on_cpu(module, dict.fromkeys(("weight", "bias"), (channels,)))
     if hasattr(made, "num_channels"):
         made.num_channels = channels
-    dimensions = 3 if type(module).__name__.endswith("3d") else 1 if type(module).__name__.endswith("1d") else 2
+    dimensions = (
+        3 if type(module).__name__.endswith("3d") else 1 if type(module).__name__.endswith("1d") else 2
+    )
     x = torch.randn(2, channels, *[3] * dimensions)
     reference = registry.get("group_norm").reference
     return agree(made(x), reference(x, groups, made.weight, made.bias, made.eps))
@@ -261,13 +265,21 @@ def _each(value: Any, n: int) -> list[int]:
 
 def interpolate_probe(module: Any) -> bool:
     """torch's Upsample."""
-    modes = {"nearest": "nearest", "linear": "linear", "bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
+    modes = {
+        "nearest": "nearest",
+        "linear": "linear",
+        "bilinear": "linear",
+        "trilinear": "linear",
+        "bicubic": "cubic",
+    }
     n = {"linear": 1, "trilinear": 3}.get(module.mode, 2)
     x = torch.randn(1, 2, *(4, 5, 3)[:n])
     theirs = module(x)
     scales = [] if module.scale_factor is None else [float(f) for f in _factors(module.scale_factor, n)]
     reference = registry.get("interpolate").reference
-    return agree(theirs, reference(x, theirs.shape[2:], modes[module.mode], bool(module.align_corners), scales))
+    return agree(
+        theirs, reference(x, theirs.shape[2:], modes[module.mode], bool(module.align_corners), scales)
+    )
 
 
 def _factors(value: Any, n: int) -> list[float]:
