@@ -45,6 +45,7 @@ class Target:
     seam      a key of SEAMS
     versions  PEP 440 specifier of the host versions that the class is for, '' for all
     default   whether patch() without a list of ops applies it
+    tried     whether patch() without a list of ops lets the first calls decide, on a GPU, by time against the host
     note      why the class is not applied to live hosts, or how it differs from the host's
     computes  scalar arguments of the op that the class has built in: {"approximate": "tanh"}
     module    module of our class; the registry sets it
@@ -58,6 +59,7 @@ class Target:
     default: bool = True
     note: str = ""
     computes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    tried: bool = False
     module: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

@@ -94,6 +94,19 @@ for _class in _CLASSES:
 '''
 DISPATCHERS = ("vllm", "sglang")  # hosts whose leaf classes choose among forward_cuda, forward_cpu, ...
 # A class put in by these seams has the host's constructor; of ours only the methods count.
+# In a fork, experts keep the host's code for all but the grouped products, through whose launch all of it goes.
+_LAUNCH = {
+    "vllm": "vllm.model_executor.layers.fused_moe.fused_moe:invoke_fused_moe_triton_kernel",
+    "sglang": "sglang.kernels.ops.moe.fused_moe_triton_kernels:invoke_fused_moe_kernel",
+}
+_PRODUCTS = {"fused_experts": "grouped_product", "fused_experts_fp8": "grouped_product_fp8"}
+INSTEAD = {
+    (op, host): Target(host, path, ours, "function", module=f"{PACKAGE}.export.plain.experts_{host}")
+    for op, ours in _PRODUCTS.items()
+    for host, path in _LAUNCH.items()
+}
+# Host functions through which its classes with such layers go, too
+SCALED_MM = {"vllm": "vllm._custom_ops:cutlass_scaled_mm", "sglang": "sglang.kernels.ops.gemm:fp8_scaled_mm"}
 METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "processor")
 
 
@@ -126,9 +139,6 @@ class Replaced:
     dispatched: bool = False
     others: tuple[str, ...] = ()  # paths of further classes that get the same methods
     assigned: Mapping[str, Key] = field(default_factory=dict)  # methods that are functions of ours
-    host_attributes: Mapping[str, str] = field(
-        default_factory=dict
-    )  # {class attribute: path of a class of the host}
 
     @property
     def names(self) -> list[str]:
@@ -161,7 +171,11 @@ def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
     host's subclasses and callers use.
     """
     targets(spec, host, version)  # raises if there is none
+    if (spec.name, host) in INSTEAD:
+        return [INSTEAD[spec.name, host]]
     found = spec.targets_for(host, version)  # namesakes in models' files, too
+    if spec.name == "linear_fp8" and host in SCALED_MM:
+        found = [t for t in found if t.path == SCALED_MM[host]]
     kept = [t for t in found if t.seam != "standalone" and (_keeps_host_class(t) or _is_function(t))]
     if found and not kept:
         names = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found))
@@ -193,13 +207,6 @@ def _is_for(spec: OpSpec, host: str, version: str) -> bool:
     return True
 
 
-def _others(op: str, host: str, version: str, found: list[Target]) -> frozenset[str]:
-    """Ops that replace one of these classes or functions, too."""
-    paths = {t.path for t in found}
-    every = ((name, registry.get(name)) for name in registry.op_names() if name != op)
-    return frozenset(n for n, spec in every if paths & {t.path for t in spec.targets_for(host, version)})
-
-
 def export(op: str, host: str, version: str, standalone: bool = False, only: str = "") -> str:
     """Return the text of the file.
 
@@ -226,7 +233,7 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     whole = [t for t in found if t not in kept]
     # Whole classes need no host. Methods and functions leave unsupported calls to the host's code of the same name;
     # a functional op, which no host has, leaves them to its caller.
-    fork = None if standalone else Fork(host, _others(op, host, version, found))
+    fork = None if standalone else Fork(host)
     alike: dict[Any, list[Target]] = {}
     for target in kept:
         alike.setdefault(tuple(_methods(target).values()), []).append(target)
@@ -244,7 +251,7 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     hosts = {origin(t.module, t.cls, fork): t.path for t in reversed(whole)} if falls_back else {}
     names = _final_names(parts, order, module, aliases)
     text = _header(spec, found, host, version, namespace, parts, replaced, fork)
-    imported = [p for r in replaced for p in (r.path, *r.others, *r.host_attributes.values())]
+    imported = [p for r in replaced for p in (r.path, *r.others)]
     imported += list(hosts.values())
     text += "\n".join(_external(parts, replaced, imported)) + "\n"
     attributes = _attributes(parts, replaced)
@@ -321,6 +328,7 @@ def _with_fallback(text: str, host: str, supports: bool = False) -> str:
     positional = [x.arg for x in (*a.posonlyargs, *a.args)]
     called = positional[1:] if positional[:1] == ["self"] else positional
     called = called + [f"{x.arg}={x.arg}" for x in a.kwonlyargs]
+    called += [f"**{a.kwarg.arg}"] if a.kwarg else []
     stored = {
         n.id
         for s in node.body
@@ -402,15 +410,13 @@ def _replaced(found: list[Target], fork: Fork | None) -> Replaced:
         first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
         statement = Statement(node, (), source.at(first, 0), source.lines[node.end_lineno or 0] - 1)
         methods.append((source, statement, _uses(source, node)))
-    host_attributes = getattr(ours, "host_attributes", {})
     for _, statement, _ in methods:
-        _check_reads(ours, statement.node, {*_methods(target), *host_attributes})
+        _check_reads(ours, statement.node, {*_methods(target)})
     about = (ours.__doc__ or "").strip().partition("\n")[0]
     dispatched = target.seam == "leaf" and target.host in DISPATCHERS
     paths = tuple(t.path for t in others)
     return Replaced(
-        target.cls, target.path, target.path.partition(":")[2], about, methods, dispatched, paths, assigned,
-        host_attributes,
+        target.cls, target.path, target.path.partition(":")[2], about, methods, dispatched, paths, assigned
     )  # fmt: skip
 
 
@@ -428,7 +434,7 @@ def _check_reads(ours: Any, method: ast.stmt, kept: set[str]) -> None:
         if n.attr in owners and n.attr not in kept and isinstance(n.ctx, ast.Load):
             raise ExportError(
                 f"{ours.__name__}.{method.name} reads {first}.{n.attr} of {owners[n.attr].__name__}, which a fork's"
-                " class does not have: make it a function, or name it in live_methods or host_attributes"
+                " class does not have: make it a function, or name it in live_methods"
             )
 
 
@@ -449,7 +455,6 @@ def _class_text(
             f"    host_{m} = {_host_name(r.path)}.{m}\n" for m in names_of_methods if m != "supports"
         )
     text += "".join(f"    {m} = {names[key]}\n" for m, key in r.assigned.items())
-    text += "".join(f"    {name} = {_host_name(path)}\n" for name, path in r.host_attributes.items())
     for source, statement, uses in r.methods:
         method, name = _copied(source, statement, uses, names, namespace), statement.node.name  # type: ignore[attr-defined]
         if name == "supports":

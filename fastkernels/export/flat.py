@@ -6,7 +6,8 @@ import ast
 import re
 from collections.abc import Set
 
-from fastkernels.export.text import WIDTH, Text, blocks, is_kernel, literal, walk
+from fastkernels.export.functions import positional
+from fastkernels.export.text import WIDTH, Text, blocks, is_kernel, literal, names_in, walk
 
 ONE_OP = """\
 LIBRARY.define({schema})
@@ -14,11 +15,19 @@ LIBRARY.impl("{op}", {kernel}, "CompositeExplicitAutograd")
 torch.library.register_fake("{namespace}::{op}", {fake}, lib=LIBRARY)
 
 
+{function}
+"""
+ONE_REGISTERED = """\
+LIBRARY.define({schema})
+LIBRARY.impl("{op}", {fn}, "CompositeExplicitAutograd")
+torch.library.register_fake("{namespace}::{op}", {fake}, lib=LIBRARY)
+{name} = torch.ops.{namespace}.{op}.default
+"""
+GUARD = """\
 def {name}(*args):
     if not (args[0].is_cuda or INTERPRETED) or {supports}(*args) is not None:
         raise Unsupported
-    return torch.ops.{namespace}.{op}.default(*args)
-"""
+    return torch.ops.{namespace}.{op}.default(*args)"""
 
 
 def with_plain_refusals(text: str) -> str:
@@ -73,21 +82,86 @@ def with_one_op(text: str, namespace: str) -> str:
         (n, n.value) for n in code.tree.body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)
     )
     made = [(n, call) for n, call in calls if ast.unparse(call.func) in ("guarded", "register")]
-    helper = next((n for n in code.tree.body if isinstance(n, ast.FunctionDef) and n.name == "guarded"), None)
-    if len(made) != 1 or helper is None or ast.unparse(made[0][1].func) != "guarded":
+    if len(made) != 1:
         return text
     node, call = made[0]
+    name = ast.unparse(call.func)
+    helper = next(n for n in code.tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
+    schema = ast.literal_eval(call.args[0])
+    names = {"name": ast.unparse(node.targets[0]), "namespace": namespace, "op": schema.partition("(")[0]}
+    if name == "register":
+        _, fn, fake = (code.of(a) for a in call.args)
+        shown = literal(schema).removeprefix("(").removesuffix(")")
+        code.write(node, ONE_REGISTERED.format(schema=shown, fn=fn, fake=fake, **names).rstrip())
+        code.drop(helper, code.tree.body)
+        return code.edited()
     _, kernel, fake, supports = (code.of(a) for a in call.args)
     if supports.startswith("lambda"):
         return text
-    schema = ast.literal_eval(call.args[0])
+    checks = next((n for n in code.tree.body if isinstance(n, ast.FunctionDef) and n.name == supports), None)
+    function = None
+    if checks is not None and len(names_in(code.tree)[supports]) == 1:
+        function = _guard(code, checks, **names)
+    if checks is not None and function is not None:
+        code.drop(checks, code.tree.body)
     new = ONE_OP.format(
-        schema=literal(schema).removeprefix("(").removesuffix(")"), op=schema.partition("(")[0], kernel=kernel,
-        fake=fake, supports=supports, name=ast.unparse(node.targets[0]), namespace=namespace,
+        schema=literal(schema).removeprefix("(").removesuffix(")"), kernel=kernel, fake=fake, **names,
+        function=function or GUARD.format(supports=supports, **names),
     )  # fmt: skip
     code.write(node, new.rstrip())
     code.drop(helper, code.tree.body)
     return code.edited()
+
+
+def _guard(code: Text, checks: ast.FunctionDef, name: str, namespace: str, op: str) -> str | None:
+    """The function that calls the op, with the body of the function that checks its arguments; None if a result of
+    that function is not plain."""
+    a, last = checks.args, checks.body[-1]
+    if a.kwonlyargs or a.kwarg or not isinstance(last, ast.Return) or not positional(checks):
+        return None
+    rest = "_" if a.vararg is not None and a.vararg.arg == "_" else ""
+    if a.vararg is not None and not rest:
+        return None
+    body = Text(code.of(checks))
+    made = body.tree.body[0]
+    assert isinstance(made, ast.FunctionDef)
+    for node in (n for n in walk(made) if isinstance(n, ast.Return) and n is not made.body[-1]):
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            body.write(node, "raise Unsupported")
+        else:
+            return None
+    first = positional(made)[0]
+    before = f"if not ({first}.is_cuda or INTERPRETED):\n        raise Unsupported\n    "
+    call = f"return torch.ops.{namespace}.{op}.default({', '.join([*positional(made), *['*rest'] * bool(rest)])})"
+    ending, refused = made.body[-1], None
+    assert isinstance(ending, ast.Return) and ending.value is not None
+    value = ending.value
+    if isinstance(value, ast.IfExp):
+        held = value.orelse if ast.unparse(value.body) == "None" else value.body
+        if ast.unparse(value.orelse if held is value.body else value.body) != "None" or not _is_reason(held):
+            return None
+        test = body.of(value.test)
+        refused = test if held is value.body else f"not ({test})"
+    elif _is_reason(value):
+        return None
+    elif ast.unparse(value) != "None":
+        refused = body.of(value)
+    if refused is not None:
+        call = f"if {refused}:\n        raise Unsupported\n    {call}"
+    body.write(ending, call)
+    if rest and made.args.vararg is not None:
+        start = body.span(made.args.vararg)[0]
+        body.replace(start, start + 1, "rest")
+    at = body.span(made.body[0])[0]
+    body.replace(at, at, before) if made.body[0] is not ending else None
+    text = body.edited()
+    if made.body[0] is ending:
+        text = text.replace(call, before + call, 1)
+    return re.sub(rf"^def {checks.name}\(", f"def {name}(", text)
+
+
+def _is_reason(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 ACTIONS = ("raise Unsupported", "return 'unsupported'")
@@ -141,7 +215,8 @@ def without_annotations(text: str, keep: Set[str]) -> str:
     """The file without annotations of functions that only it calls: the op's schema has the types of its arguments."""
     code = Text(text)
     for node in code.tree.body:
-        if not isinstance(node, ast.FunctionDef) or node.name in keep or is_kernel(node):
+        private = isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in keep
+        if not private or is_kernel(node):
             continue
         for function in (n for n in walk(node) if isinstance(n, ast.FunctionDef)):
             _drop_annotations(code, function)

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
-from fastkernels.export.text import Text, blocks
+from fastkernels.export.text import Text, above, blocks
 
 UNKNOWN = object()
 
@@ -91,9 +91,8 @@ def folded(text: str) -> str:
     """The file with tests of known values decided, one enclosing another at a time."""
     while True:
         code = Text(text)
-        left = {n.name for n in code.tree.body if isinstance(n, ast.FunctionDef) and _raises(n)}
         for node in code.python():
-            _fold_statements(code, node, left)
+            _fold_statements(code, node)
             _fold_expressions(code, node)
         new = code.edited()
         if new == text:
@@ -101,24 +100,9 @@ def folded(text: str) -> str:
         text = new
 
 
-def _raises(node: ast.FunctionDef) -> bool:
-    """Whether the function only raises Unsupported, as that of an op with a file of its own."""
-    return len(node.body) == 1 and ast.unparse(node.body[0]) == "raise Unsupported"
-
-
-def _is_left(statement: ast.stmt, left: set[str]) -> bool:
-    """Whether the statement calls one of these functions, or returns it to a caller that does."""
-    value = getattr(statement, "value", None)
-    if isinstance(value, ast.Tuple) and isinstance(statement, ast.Return) and value.elts:
-        return isinstance(value.elts[0], ast.Name) and value.elts[0].id in left
-    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in left
-
-
-def _fold_statements(code: Text, node: ast.AST, left: set[str]) -> None:
+def _fold_statements(code: Text, node: ast.AST) -> None:
     for block in blocks(node):
         for i, statement in enumerate(block):
-            if left and _is_left(statement, left):
-                code.write(statement, "raise Unsupported")
             if isinstance(statement, ast.If) and (held := _truth(statement.test)) is not UNKNOWN:
                 code.replace_if(statement, bool(held), block)
             if isinstance(statement, (ast.Return, ast.Raise)) and i + 1 < len(block):
@@ -134,6 +118,9 @@ def _fold_expressions(code: Text, node: ast.AST) -> None:
         _fold_operands(code, node)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Sub)):
         neutral = 1 if isinstance(node.op, ast.Mult) else 0
+        called = isinstance(above(node), ast.Call) and above(node).func is node  # type: ignore[attr-defined]
+        if called:  # (ctypes.c_int * 1)(...) is an array
+            return
         if isinstance(node.right, ast.Constant) and node.right.value is neutral:
             code.put(node, node.left)
     elif isinstance(node, (ast.Compare, ast.Subscript, ast.Call)) or (

@@ -26,6 +26,7 @@ ON_ITS_OWN = {"_supports_ours": "supports_wgmma_fp8"}
 INTEGERS = re.compile(rf"(?m)^from {PACKAGE}\.overrides\.kit\.launch import (.*)$")
 OF_TRITON = ("cdiv", "next_power_of_2")
 REQUESTED = re.compile(r"\b[a-z]\w*\.requested\b")
+CUDA_ONLY = ("supports_wgmma",)
 LOGGING = ("note", "leave")  # methods that count and log
 FLAT = """\
 def _run_{name}(*args: Any) -> Any:
@@ -40,15 +41,15 @@ def _run_{name}(*args: Any) -> Any:
     {fake},
 )"""
 
-# In a fork: what the host's kernel supports never runs as plain PyTorch, which is much slower for long prompts.
+FLAT_CUDA = FLAT.replace("    fits = (args[0].is_cuda or INTERPRETED) and {supports}\n", "").replace(
+    "fits", "{supports}"
+)
+
+# In a fork: the rest runs the host's code, not plain PyTorch, which is much slower for long prompts.
 FALLING = """\
 def _run_{name}(*args: Any) -> Any:
-    \"\"\"Run the kernel where it supports the call, else the host's kernel, else plain PyTorch.\"\"\"
-    if not args[0].is_cuda:
-        return {plain}(*args)
-    if {supports}(*args) is None:
-        return {kernel}(*args)
-    return ({theirs} if {supported}(*args) is None else {plain})(*args)
+    \"\"\"Run the kernel where it supports the call, else the host's code.\"\"\"
+    return ({kernel} if {supports}(*args) is None else {theirs})(*args)
 
 
 {name} = register(
@@ -56,11 +57,6 @@ def _run_{name}(*args: Any) -> Any:
     _run_{name},
     {fake},
 )"""
-
-LEFT = """\
-def {name}(*args: Any) -> Any:
-    raise Unsupported
-"""
 
 RAISING = """\
 def _run_{name}(*args: Any) -> Any:
@@ -74,14 +70,9 @@ def _run_{name}(*args: Any) -> Any:
 
 
 class Fork(NamedTuple):
-    """The host of a file for a fork, and what the file leaves to it.
-
-    host    the host
-    others  ops that replace the same classes and functions, from files of their own: their calls are left to the host
-    """
+    """The host of a file for a fork."""
 
     host: str
-    others: frozenset[str] = frozenset()
 
 
 def simplified(module: str, text: str, fork: Fork | None = None) -> str:
@@ -142,8 +133,6 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: Fork 
         return f"{name} = r'''{path.read_text()}'''" if isinstance(path, Path) else None
     if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "define"):
         return None
-    if fork and name in fork.others:
-        return LEFT.format(name=name)
     schema = ast.get_source_segment(text, value.args[0]) or ""
     if "\n" in schema:
         schema = f"({schema})"
@@ -167,11 +156,14 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: Fork 
         return f"{name} = Op({schema}, {fake}, kernel={kernel}, plain={plain}, supports={supports})"
     if fork and supports and (theirs := _kernel_of(fork.host, keywords["providers"])) is not None:
         return FALLING.format(
-            name=name, schema=schema, fake=fake, kernel=kernel, supports=supports, plain=plain,
-            theirs=theirs[0], supported=theirs[1],
+            name=name, schema=schema, fake=fake, kernel=kernel, supports=supports, theirs=theirs
         )  # fmt: skip
     call = f"({supports})" if supports and not supports.isidentifier() else supports
     test = f"{call}(*args) is None" if supports else "True"
+    if supports in CUDA_ONLY:  # it tests the device itself
+        return FLAT_CUDA.format(
+            name=name, schema=schema, fake=fake, kernel=kernel, plain=plain, supports=test
+        )
     return FLAT.format(name=name, schema=schema, fake=fake, kernel=kernel, plain=plain, supports=test)
 
 
@@ -225,12 +217,12 @@ def _winner(op: Any) -> tuple[str, dict[str, Any]]:
     return best, json.loads(most) if 2 * sets[most] > sum(sets.values()) else {}
 
 
-def _kernel_of(host: str, providers: ast.expr) -> tuple[str, str] | None:
-    """(function, supports) of the op's provider that calls the host's own kernel, as expressions."""
+def _kernel_of(host: str, providers: ast.expr) -> str | None:
+    """The function of the op's provider that calls the host's own kernel, as an expression."""
     for call in providers.elts:  # type: ignore[attr-defined]
         keywords = {k.arg: ast.unparse(k.value) for k in call.keywords}
         if keywords.get("module") == repr(KERNELS_OF.get(host)):
-            return ast.unparse(call.args[1]), keywords["supports"]
+            return ast.unparse(call.args[1])
     return None
 
 

@@ -17,7 +17,7 @@ import torch
 from fastkernels.export.fold import folded
 from fastkernels.export.functions import FunctionNode, default_of, is_literal, is_pure, positional, stores
 from fastkernels.export.inline import HELPERS, inlined
-from fastkernels.export.text import WIDTH, Text, above, blocks, is_kernel, names_in, walk
+from fastkernels.export.text import WIDTH, Text, above, blocks, bound_names, is_kernel, names_in, walk
 
 ROUNDS = 12
 
@@ -121,6 +121,7 @@ def _constant_parameters(text: str, keep: Set[str]) -> str:
 def _replace_parameter(code: Text, function: Calls, i: int, name: str) -> bool:
     """Whether the parameter is replaced."""
     given: set[str] = set()
+    local = False  # a variable of the caller, of whatever case, is no constant
     arguments = []
     defaults = {ast.unparse(d) for m in function.members if (d := default_of(m, i)) is not None}
     for call in function.calls:
@@ -130,12 +131,16 @@ def _replace_parameter(code: Text, function: Calls, i: int, name: str) -> bool:
         if isinstance(argument, ast.expr):
             arguments.append((call, argument))
             given.add(ast.unparse(argument))
+            if isinstance(argument, ast.Name) and any(
+                argument.id in bound_names(f) for f in code.above(call) if isinstance(f, FunctionNode)
+            ):
+                local = True
         else:
             given |= defaults or {""}
     if function.first:  # beyond the schema: only the default is left
         given |= defaults
     unused = all(not _reads(m, _named(m, i)) and _has(m, i) for m in function.members)
-    if not unused and (len(given) != 1 or not is_literal(next(iter(given)))):
+    if not unused and (local or len(given) != 1 or not is_literal(next(iter(given)))):
         return False
     if unused and not all(is_pure(a) for _, a in arguments):
         return False
@@ -311,14 +316,22 @@ def _known_variables(text: str, keep: Set[str]) -> str:
     """The file without variables that are assigned once: a literal, or a tuple for a single call."""
     code = Text(text)
     uses = names_in(code.tree)
-    for made in code.tree.body:  # another name of a function
-        if not isinstance(made, ast.Assign) or not isinstance(made.value, ast.Name):
+    functions = {n.name for n in code.tree.body if isinstance(n, ast.FunctionDef)}
+    for made in code.tree.body:  # another name of a function, or of a type
+        if not isinstance(made, ast.Assign) or not _is_name_or_tuple(made.value):
             continue
-        name = ast.unparse(made.targets[0])
-        if name not in keep and name.startswith("_run_") and code.free(made, *uses.get(name, [])):
+        name, value = ast.unparse(made.targets[0]), ast.unparse(made.value)
+        other = name.startswith("_run_") or value in functions or value.startswith("tuple[")
+        if other and name not in keep and code.free(made, *uses.get(name, [])):
             for use in uses.get(name, []):
-                code.write(use, made.value.id)
+                code.write(use, value)
             code.drop(made, code.tree.body)
+    for wrapper in (n for n in code.tree.body if isinstance(n, ast.FunctionDef) and n.name not in keep):
+        called = _only_calls(wrapper)
+        if called is not None and code.free(wrapper, *uses.get(wrapper.name, [])):
+            for use in uses.get(wrapper.name, []):
+                code.write(use, called)
+            code.drop(wrapper, code.tree.body)
     for node in code.python():
         if isinstance(node, ast.FunctionDef):
             stored = Counter(
@@ -330,6 +343,22 @@ def _known_variables(text: str, keep: Set[str]) -> str:
                     if isinstance(statement, ast.Assign) and len(block) > 1:
                         _replace_variable(code, node, block, i, stored)
     return code.edited()
+
+
+def _only_calls(node: ast.FunctionDef) -> str | None:
+    """The function of another module that the function calls with its own arguments and does nothing else."""
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    call = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or node.decorator_list:
+        return None
+    same = [ast.unparse(a) for a in call.args] == positional(node) and not call.keywords
+    return ast.unparse(call.func) if same and not (node.args.vararg or node.args.kwonlyargs) else None
+
+
+def _is_name_or_tuple(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) or (
+        isinstance(node, ast.Subscript) and ast.unparse(node.value) == "tuple"
+    )
 
 
 def _replace_variable(

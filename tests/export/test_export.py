@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -21,7 +23,9 @@ from fk_integrations.core import signature_diff as compare
 from fastkernels.core import cuda_rtc, forward_context, registry
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.export import fork
-from fastkernels.export.exporter import ExportError, export, fork_targets, printed, targets
+from fastkernels.export.exporter import INSTEAD, ExportError, export, fork_targets, printed, targets
+from fastkernels.overrides.attention import attention_decode_cuda
+from fastkernels.overrides.linear import linear_fp8_scales, wgmma_linear_cuda, wgmma_linear_fp8_cuda
 
 RUNNER = Path(runner.__file__)
 VERSIONS = [(host, version) for host in compare.hosts() for version in compare.versions(host)]
@@ -123,14 +127,17 @@ def test_standalone_files_run_alone(
 @pytest.mark.parametrize("interpreted", ["0", "1"], ids=["unsupported", "interpreted"])
 @pytest.mark.parametrize("host", ["vllm", "sglang", "transformers"])
 def test_fork_files_run_kernels_or_the_host(host: str, interpreted: str, tmp_path: Path) -> None:
-    """Over a stand-in for the host: on a CPU its code runs, with the same arguments; in Triton's interpreter ours."""
+    """Over a stand-in for the host: on a CPU its code runs, with the same arguments; in Triton's interpreter ours.
+
+    test_fork_experts_multiply_or_run_the_host is for ops in whose place a fork has a smaller function.
+    """
     version, paths, classes = compare.versions(host)[-1], {}, {}
     pasted = tmp_path / "fork"
     pasted.mkdir()
     for name in registry.op_names():
         found = _fork_targets(registry.get(name), host, version)
         text = exported(name, host, version) if found else ""
-        if not found or "Unsupported" not in text:
+        if not found or "Unsupported" not in text or (name, host) in INSTEAD:
             continue
         alone = exported(name, host, version, standalone=True)
         (tmp_path / f"{name}.py").write_text(alone.replace(f"fastkernels_{name}_{host}", f"stand_in_{name}"))
@@ -150,10 +157,101 @@ def test_fork_files_run_kernels_or_the_host(host: str, interpreted: str, tmp_pat
     for name, outputs in found["theirs"].items():
         assert outputs, f"{name}: nothing was compared"
         _same(found["ours"][name], outputs)
-    expected = set(paths) & {"l2_norm"}  # an output dtype that the kernel does not support
+    # l2_norm has an output dtype that the kernel does not support; the kernel of linear_fp8 is CUDA C++.
+    expected = set(paths) & {"l2_norm", "linear_fp8"}
     if interpreted == "0":
-        expected = set(paths) - LAYERS - {"linear_fp8"}  # its op has PyTorch's product as a fallback
+        expected = set(paths) - LAYERS
     assert set(found["fallbacks"]) == expected
+
+
+EXPERTS = """
+import importlib, sys, types
+import torch
+folder, host, path = sys.argv[1:]
+module, _, name = path.partition(":")
+parts, left = module.split("."), []
+for i in range(len(parts)):
+    sys.modules[".".join(parts[: i + 1])] = types.ModuleType(parts[i])
+theirs = sys.modules[module]
+setattr(theirs, name, lambda *args, **options: left.append((args, options)))
+def quantized(a, scale=None, use_per_token_if_dynamic=False):
+    scale = a.float().abs().amax(1, keepdim=True) / 448 if scale is None else scale
+    return (a.float() / scale).to(torch.float8_e4m3fn), scale
+def grouped(a, size):
+    q, scale = quantized(a.reshape(-1, size))
+    return q.view(a.shape), scale.view(len(a), -1)
+theirs.scaled_fp8_quant, theirs.sglang_per_token_group_quant_fp8 = quantized, grouped
+sys.path.insert(0, folder)
+files = {op: importlib.import_module(op) for op in ("fused_experts", "fused_experts_fp8")}
+torch.manual_seed(0)
+T, TOPK, E, N, K, M = 9, 2, 4, 192, 256, 16
+ids = torch.randint(0, E, (T, TOPK))
+weights, flat = torch.rand(T, TOPK), ids.flatten()
+rows, blocks = [], []
+for e in range(E):  # the last expert is on another rank
+    mine = (flat == e).nonzero().flatten().tolist()
+    for at in range(0, len(mine), M):
+        rows += (mine[at : at + M] + [T * TOPK] * M)[:M]
+        blocks.append(e if e < E - 1 else -1)
+rows, blocks, total = (torch.tensor(x, dtype=torch.int32) for x in (rows, blocks, [len(rows)]))
+single = (None, flat.int(), torch.tensor([T * TOPK * M], dtype=torch.int32))  # vLLM's few pairs, not sorted
+def call(op, a, b, c, a_scale, b_scale, mul, topk, fp8, sorting=(rows, blocks, total), block_shape=None, m=M, **more):
+    head = (a, b, c, a_scale, b_scale) if host == "vllm" else (a, b, None, c, a_scale, b_scale, None)
+    of_ids = () if host == "vllm" else (ids,)
+    flags = (fp8, False, False, False, a_scale is None or a_scale.numel() > 1)
+    getattr(files[op], name)(*head, weights, *of_ids, *sorting, mul, topk, {"BLOCK_SIZE_M": m}, None, *flags,
+                             block_shape=block_shape, **more)
+def expected(a, b, mul, last=True):
+    y = torch.stack([b[e] @ a[i // (TOPK if len(a) == T else 1)] for i, e in enumerate(flat.tolist())])
+    y *= weights.view(-1, 1) if mul else 1
+    return torch.where((flat == E - 1)[:, None] & last, 0.0, y)
+def close(c, y):
+    torch.testing.assert_close(c.view(T * TOPK, N).float(), y, rtol=2e-2, atol=2e-2 * float(y.abs().max()))
+x, w = torch.randn(T, K).half(), torch.randn(E, N, K).half() / 16
+for a, topk, mul in ((x, TOPK, False), (torch.randn(T * TOPK, K).half(), 1, True)):
+    c = torch.full((T, TOPK, N), float("nan")).half()
+    call("fused_experts", a, w, c, None, None, mul, topk, False)
+    close(c, expected(a.float(), w.float(), mul))
+    if host == "vllm":
+        call("fused_experts", a, w, c, None, None, mul, topk, False, single)
+        close(c, expected(a.float(), w.float(), mul, False))
+assert not left
+q, of_rows = quantized(w.reshape(E * N, K))
+q, of_rows = q.view(E, N, K), of_rows.view(E, N, 1)
+blocks_of_w = torch.rand(E, 2, 2) + 0.5
+of_experts = torch.rand(E) + 0.5
+for scale, wide, shape in ((of_rows, of_rows, None), (of_experts, of_experts.view(E, 1, 1), None), (
+    blocks_of_w, blocks_of_w.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :N], [128, 128]
+)):
+    a, a_scale = grouped(x, 128) if shape else quantized(x, torch.tensor([0.01]) if scale is of_experts else None)
+    full = a.float() * (a_scale.repeat_interleave(128, 1) if shape else a_scale)
+    given = (x, a_scale if scale is of_experts else None) if host == "sglang" else (a, a_scale)
+    c = torch.full((T, TOPK, N), float("nan")).half()
+    call("fused_experts_fp8", given[0], q, c, given[1], scale, False, TOPK, True, block_shape=shape)
+    close(c, expected(full, q.float() * wide, False))
+assert not left
+c = torch.empty(T, TOPK, N).half()
+call("fused_experts", x, q, c, None, of_rows, False, TOPK, True)  # of the other file
+call("fused_experts_fp8", x, w, c, None, None, False, TOPK, False)
+call("fused_experts", x, w, c, None, None, False, TOPK, False, m=256)
+call("fused_experts", x.float(), w.float(), c, None, None, False, TOPK, False)
+if host == "sglang":
+    call("fused_experts", x, w, c, None, None, False, TOPK, False, c_sorted=True, filter_expert=False)
+    assert left[-1][1] == {"c_sorted": True, "filter_expert": False}
+assert len(left) == 4 + (host == "sglang") and left[0][0][0] is x
+"""
+
+
+@pytest.mark.parametrize("host", ["vllm", "sglang"])
+def test_fork_experts_multiply_or_run_the_host(host: str, tmp_path: Path) -> None:
+    """In Triton's interpreter, over stand-ins for the host's launch and its quantization."""
+    version = compare.versions(host)[-1]
+    for op in ("fused_experts", "fused_experts_fp8"):
+        (tmp_path / f"{op}.py").write_text(exported(op, host, version))
+    command = [sys.executable, "-c", EXPERTS, str(tmp_path), host, INSTEAD["fused_experts", host].path]
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 CALL = """
@@ -248,10 +346,8 @@ def kernel_lines(tree: ast.Module) -> int:
 MOST = 150  # lines of a file for a fork without its kernels and header
 # Files above it, with the reasons in docs/patch.md: (op, host), or the op for all of its hosts. They only shrink.
 LARGER = {
-    ("quantize_fp8", "vllm"): 220, ("quantize_fp8", "sglang"): 250, ("rms_norm_quant_fp8", "vllm"): 158,
-    ("grouped_topk", "sglang"): 154, "linear": 290, "attention_decode": 358, ("linear_fp8", "vllm"): 478,
-    ("linear_fp8", "sglang"): 555, "fused_experts": 372, "fused_experts_fp8": 623,
-    "fused_experts_swigluoai": 251,
+    ("quantize_fp8", "vllm"): 220, ("quantize_fp8", "sglang"): 251, ("linear_fp8", "vllm"): 184,
+    ("linear_fp8", "sglang"): 178, "fused_experts_swigluoai": 251,
 }  # fmt: skip
 
 
@@ -350,6 +446,8 @@ class Kernel:
 file.Kernel, file.INTERPRETED, file.tensor_map = Kernel, True, lambda *args: None
 file.supports_wgmma = file.supports_cuda = lambda *args: None
 torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=0)
+torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=132)
+torch.cuda.is_current_stream_capturing = lambda: False
 if sys.argv[3] == "linear":
     file._run_linear(torch.zeros(4, 512).bfloat16(), torch.zeros(16896, 512).bfloat16())
 else:
@@ -383,37 +481,133 @@ def test_cuda_files_compile_their_own_source(name: str, winner: tuple[str, ...],
     assert all(f"'{option}'" in done.stdout for option in winner), done.stdout
 
 
-@pytest.mark.parametrize("host, version", [("vllm", "0.33.0"), ("sglang", "0.5.23")])
-@pytest.mark.parametrize("ours, theirs, ran", [(1, 1, "ours"), (0, 1, "host"), (0, 0, "plain")])
-def test_fp8_calls_run_the_host_kernel_before_pytorch(
-    host: str, version: str, ours: int, theirs: int, ran: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def linear_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The file for a fork of vLLM, over a stand-in for the host's class."""
+    path = next(t.path for t in registry.get("linear").targets_for("vllm", "0.33.0"))
+    runner.host_module(path.partition(":")[0]).UnquantizedLinearMethod = type("Method", (), {})
+    for module in [m for m in sys.modules if m.partition(".")[0] == "vllm"]:
+        monkeypatch.setitem(sys.modules, module, sys.modules.pop(module))  # gone after the test
+    text = exported("linear", "vllm", "0.33.0").replace("fastkernels_linear", f"test_{tmp_path.name}")
+    (tmp_path / "linear.py").write_text(text)
+    return runner.load(tmp_path / "linear.py")
+
+
+def test_linear_tiles_of_a_fork_are_the_library_s(linear_file: Any) -> None:
+    for m, n, k, sms in itertools.product(
+        (1, 9, 33, 64), (8, 200, 4096, 28672), (64, 896, 4096, 14336), (132, 78)
+    ):
+        plan = wgmma_linear_cuda.plan(m, n, k, splits=1, stages=4, rows=128, ahead=64, sms=sms)
+        found = linear_file.tile(m, n, k, sms)
+        assert found == (plan.rows, plan.tokens, plan.block_k, plan.stages, plan.ahead), (m, n, k, sms)
+        assert plan.grid == min(-(-n // found[0]), sms)
+
+
+def test_decode_constants_of_a_fork_are_the_library_s(tmp_path: Path) -> None:
+    text = exported("attention_decode", "vllm", "0.33.0")
+    (tmp_path / "decode.py").write_text(text.replace("fastkernels_attention_decode", f"test_{tmp_path.name}"))
+    file = runner.load(tmp_path / "decode.py")
+    dtypes = (torch.bfloat16, torch.float16)
+    for batch, group, size, window, dtype in itertools.product(
+        (1, 300), (1, 4, 16), (64, 80, 128, 256), (0, 1), dtypes
+    ):
+        q, cache = torch.empty(batch, 2 * group, size, dtype=dtype), torch.empty(3, 16, 2, size, dtype=dtype)
+        params = attention_decode_cuda.PARAMS[5 if size > 128 else 0]
+        plan = attention_decode_cuda.plan(params, q, cache, bool(window), not window)
+        found, shared = file.constants(q, cache, bool(window), not window)
+        assert shared == plan.shared and params["per_sm"] * params["cluster"] == 1
+        assert {f"-D{name}={value}" for name, value in found.items()} == set(plan.options) - {"--std=c++17"}
+        assert params["least"] // params["keys"] == 8
+
+
+@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason="NVRTC is not installed")
+@pytest.mark.parametrize("overlap", [False, True])
+def test_launch_of_a_fork_gives_the_driver_its_structures(
+    overlap: bool, linear_file: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long prompt is for the host's kernel, not for a product in float32."""
-    text = exported("linear_fp8", host, version)
-    for line in re.findall(rf"^from ({host}\S*) import (\w+)", text, re.MULTILINE):
-        setattr(runner.host_module(line[0]), line[1], type(line[1], (), {}))
+    """CUlaunchConfig, its attribute and the parameters, in memory as cuda-bindings has them."""
+    from cuda.bindings import driver
+
+    told: list[Any] = []
+
+    def launched(config: bytes, function: Any, pointers: Any, extra: None) -> int:
+        attributes = int.from_bytes(config[40:48], "little")
+        told.extend([config, ctypes.string_at(attributes, 72), ctypes.c_int.from_address(pointers[1]).value])
+        return 0
+
+    monkeypatch.setattr(linear_file.ctypes, "CDLL", lambda name: SimpleNamespace(cuLaunchKernelEx=launched))
+    kernel = linear_file.Kernel.__new__(linear_file.Kernel)
+    kernel.types, kernel.shared, kernel.function = (ctypes.c_void_p, ctypes.c_int), 4321, ctypes.c_void_p(99)
+    kernel.launch(7, 192, 0x1234567890, [None, 41], overlap)
+    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = 7, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 192, 1, 1
+    config.sharedMemBytes, config.hStream, config.numAttrs = 4321, 0x1234567890, int(overlap)
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    expected = ctypes.string_at(config.getPtr(), 56)
+    assert told[0][:40] + told[0][48:52] == expected[:40] + expected[48:52]
+    assert told[1][:12] == ctypes.string_at(attribute.getPtr(), 72)[:12] and told[2] == 41
+
+
+FP8_HOSTS = [("vllm", "cutlass_scaled_mm"), ("sglang", "fp8_scaled_mm")]
+
+
+@pytest.fixture
+def fp8_file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """(the host's function in the file for a fork, the file), over a stand-in that returns its arguments."""
+    host, name = request.param
+    (target,) = fork_targets(registry.get("linear_fp8"), host, compare.versions(host)[-1])
+
+    def product(*args: Any) -> Any:
+        product.args = args  # type: ignore[attr-defined]
+        return torch.zeros(len(args[0]), args[1].shape[1], dtype=args[4])
+
+    setattr(runner.host_module(target.path.partition(":")[0]), name, product)
     for module in [m for m in sys.modules if m.partition(".")[0] == host]:
         monkeypatch.setitem(sys.modules, module, sys.modules.pop(module))  # gone after the test
-    (tmp_path / f"{host}_{ran}.py").write_text(text.replace("fastkernels_linear_fp8", f"test_{ran}"))
-    file = runner.load(tmp_path / f"{host}_{ran}.py")
-    kernel = {"vllm": "cutlass", "sglang": "sgl"}[host]
-    names = {"linear_fp8_wgmma": "ours", f"linear_fp8_{kernel}": "host", "reference": "plain"}
-    for name, result in names.items():
-        assert hasattr(file, name)
-        setattr(file, name, lambda *args, result=result: result)
-    file.supports_wgmma_fp8 = lambda *args: None if ours else "unsupported"
-    setattr(file, f"supports_{kernel}", lambda *args: None if theirs else "unsupported")
-    assert file._run_linear_fp8(SimpleNamespace(is_cuda=True)) == ran
-    assert file._run_linear_fp8(SimpleNamespace(is_cuda=False)) == "plain"
+    text = exported("linear_fp8", host, compare.versions(host)[-1])
+    (tmp_path / "fp8.py").write_text(text.replace("fastkernels_linear_fp8", f"test_{tmp_path.name}"))
+    file = runner.load(tmp_path / "fp8.py")
+    return getattr(file, name), file
 
 
-def test_fork_file_leaves_other_ops_to_their_files() -> None:
-    """Two ops replace the same function; each file has the kernels of one."""
-    for host, version in (("vllm", "0.33.0"), ("sglang", "0.5.23")):
-        plain, fp8 = (exported(name, host, version) for name in ("fused_experts", "fused_experts_fp8"))
-        assert "torch.float8" not in plain and "torch.float8" in fp8
-        assert "_run_fused_experts_fp8" not in plain and "fused_experts_fp8(" not in plain
-        assert ".requested" not in plain + fp8  # an attribute that only ops of this package have
+@pytest.mark.parametrize("fp8_file", FP8_HOSTS, indirect=True, ids=lambda pair: pair[0])
+def test_fp8_calls_without_a_kernel_run_the_host(fp8_file: Any) -> None:
+    """The host gets the scales in their form, also those of blocks that are as many as the rows."""
+    function, file = fp8_file
+    host = function.__module__ and getattr(file, f"host_{function.__name__}")
+    x, w = (torch.zeros(n, 256).to(torch.float8_e4m3fn) for n in (5, 384))
+    of_x, bias = torch.rand(5, 1), torch.zeros(384).half()
+    for of_w in (torch.rand(1), torch.rand(384, 1)):
+        out = function(x, w.t(), of_x, of_w, torch.float16, bias)
+        a, b, scale_a, scale_b, dtype, given = host.args
+        assert out.shape == (5, 384) and (a is x or a.data_ptr() == x.data_ptr()) and dtype == torch.float16
+        assert b.shape == (256, 384) and scale_a.shape == (5, 1) and given.data_ptr() == bias.data_ptr()
+        assert torch.equal(scale_b.flatten(), of_w.flatten())
+    if function.__name__ == "cutlass_scaled_mm":
+        of_blocks = torch.rand(2, 3)  # [K / 128, N / 128]
+        function(x, w.t(), torch.rand(5, 2), of_blocks, torch.bfloat16)
+        assert torch.equal(host.args[3], of_blocks)
+
+
+@pytest.mark.parametrize("fp8_file", FP8_HOSTS[:1], indirect=True, ids=lambda pair: pair[0])
+def test_fp8_tiles_and_scales_of_a_fork_are_the_library_s(fp8_file: Any) -> None:
+    file = fp8_file[1]
+    for m, n, k, blocks in itertools.product(
+        (1, 17, 64), (8, 4096, 28672), (128, 4096, 14336), (False, True)
+    ):
+        sizes = {"splits": 1, "stages": 4, "rows": 128, "ahead": 64, "blocks": blocks}
+        plan = wgmma_linear_fp8_cuda.plan(m, n, k, **sizes)
+        found = file.tile(m, n, k // 2, 132, 7 * 1024 if blocks else 1024)
+        assert found == (plan.rows, plan.tokens, plan.block_k, plan.stages, plan.ahead), (m, n, k, blocks)
+    x, w = torch.zeros(5, 256), torch.zeros(384, 256)
+    scales = [(torch.rand(a), torch.rand(b)) for a, b in (((1,), (1,)), ((5, 1), (384,)), ((5, 1), (1,)))]
+    for of_x, of_w in [*scales, (torch.rand(2, 5).t(), torch.rand(3, 2))]:
+        kind = linear_fp8_scales.granularity(x, w, of_x, of_w)
+        expected = linear_fp8_scales.strides(kind, of_x, of_w)[1]
+        assert file.scale_strides(x, w, of_x, of_w) == tuple(expected)
+    assert file.scale_strides(x, w, torch.rand(5, 3), torch.rand(384)) is None
 
 
 @pytest.mark.parametrize("name, host, version", FORKS, ids=str)
@@ -593,16 +787,13 @@ def test_weights_packed_by_sglang_go_to_its_method(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_class_attribute_of_a_kept_method_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = exported("fused_experts", "sglang", "0.5.23")
-    assert "    combine = HostStandardCombineInput\n" in text
-    assert "standard import StandardCombineInput as HostStandardCombineInput\n" in text
-    (target,) = (
-        t for t in registry.get("fused_experts").targets_for("sglang", "0.5.23") if "MoeRunner" in t.path
-    )
-    monkeypatch.delattr(registry.target_class(target), "host_attributes")
-    with pytest.raises(ExportError, match=r"SGLangMoeRunner.run reads self.combine of SGLangMoeRunner"):
-        export("fused_experts", "sglang", "0.5.23")
+def test_attribute_that_a_fork_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    (target,) = registry.get("rms_norm_gated").targets_for("sglang", "0.5.23")[:1]
+    ours = registry.target_class(target)
+    monkeypatch.setattr(ours, "live_methods", ("forward",), raising=False)
+    monkeypatch.setattr(ours, "group_size", None, raising=False)
+    with pytest.raises(ExportError, match=r"reads self.group_size of"):
+        export("rms_norm_gated", "sglang", "0.5.23")
 
 
 def test_fork_of_another_version_is_not_changed(tmp_path: Path) -> None:

@@ -11,226 +11,29 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoints.formats import (
+    CHANNEL,
+    FORMATS,
+    FP8,
+    SIZES,
+    T,
+    Tensors,
+    as_it_is,
+    blocks_of,
+    ours,
+    set_config,
+    theirs,
+    write,
+)
 from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.core import parallel
-from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.models.common import build, quantized
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
-from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.linear.linear_int4 import dequantize_int4
-
-T = torch.Tensor
-Tensors = dict[str, T]
-FP8 = torch.float8_e4m3fn
-SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "attention_bias": True}
-
-
-def to_fp8(x: T, scale: T) -> T:
-    return (x / scale).clamp(-448, 448).to(FP8)
-
-
-def blocks_of(scale: T, shape: torch.Size) -> T:
-    return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
-
-
-def per_tensor(w: T) -> tuple[Tensors, T]:
-    scale = w.abs().max() / 448
-    q = to_fp8(w, scale)
-    return {"weight": q, "weight_scale": scale, "input_scale": torch.tensor(0.02)}, q.float() * scale
-
-
-def per_channel(w: T) -> tuple[Tensors, T]:
-    scale = w.abs().amax(1, keepdim=True) / 448
-    q = to_fp8(w, scale)
-    return {"weight": q, "weight_scale": scale}, q.float() * scale
-
-
-def blockwise(name: str) -> Callable[[T], tuple[Tensors, T]]:
-    def quantize(w: T) -> tuple[Tensors, T]:
-        parts = w.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
-        scale = parts.abs().amax((1, 3)) / 448
-        wide = blocks_of(scale, w.shape)
-        q = to_fp8(w, wide)
-        return {"weight": q, name: scale}, q.float() * wide
-
-    return quantize
-
-
-def as_it_is(x: T) -> T:
-    return x
-
-
-def fake_rows(x: T) -> T:
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=1 / 512) / 448
-    return to_fp8(x, scale).float() * scale
-
-
-def fake_static(x: T) -> T:
-    return to_fp8(x, torch.tensor(0.02)).float() * 0.02
-
-
-def fake_groups(x: T) -> T:
-    groups = x.unflatten(-1, (-1, 128))
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
-    return (to_fp8(groups, scale).float() * scale).flatten(-2)
-
-
-def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    groups = {"group_0": group}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "ignore": ["lm_head"],
-        "config_groups": groups,
-    }
-
-
-def groups_of(w: T, size: int, symmetric: bool) -> tuple[T, T, T, T]:
-    """Integers 0 to 15 [N, K], scales [N, G], zero points [N, G], and the dequantized matrix."""
-    parts = w.unflatten(1, (-1, size if size > 0 else w.shape[1]))
-    if symmetric:
-        scale = (parts.abs().amax(-1) / 7).half().float()
-        zero = torch.full_like(scale, 8)
-    else:
-        low, high = parts.amin(-1), parts.amax(-1)
-        scale = ((high - low) / 15).half().float()
-        zero = (-low / scale).round().clamp(0, 15)
-    q = (parts / scale[..., None] + zero[..., None]).round().clamp(0, 15)
-    plain = ((q - zero[..., None]) * scale[..., None]).flatten(1)
-    return q.flatten(1).int(), scale, zero.int(), plain
-
-
-def words(values: T, dim: int, order: tuple[int, ...] = tuple(range(8))) -> T:
-    """Eight integers of 4 bits in each int32; order[i]: which of eight is the i-th from the lowest bit."""
-    parts = values.unflatten(dim, (-1, 8)).long()
-    shifted = [parts.select(dim + 1, column) << 4 * i for i, column in enumerate(order)]
-    return torch.stack(shifted).sum(0).to(torch.int32)
-
-
-def gptq(size: int, symmetric: bool, less: int = 1) -> Callable[[T], tuple[Tensors, T]]:
-    def quantize(w: T) -> tuple[Tensors, T]:
-        q, scale, zero, plain = groups_of(w, size, symmetric)
-        if less:
-            zero = zero.clamp(min=1)  # the format has no zero point 0
-            step = size if size > 0 else w.shape[1]
-            wide = (t.repeat_interleave(step, 1) for t in (zero, scale))
-            plain = (q - next(wide)) * next(wide)
-        index = torch.arange(w.shape[1], dtype=torch.int32) // (size if size > 0 else w.shape[1])
-        parts = {"qweight": words(q.t(), 0), "qzeros": words(zero.t() - less, 1), "scales": scale.t().half()}
-        return {**parts, "g_idx": index}, plain
-
-    return quantize
-
-
-def awq(w: T) -> tuple[Tensors, T]:
-    q, scale, zero, plain = groups_of(w, 32, False)
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    parts = {
-        "qweight": words(q.t(), 1, order),
-        "qzeros": words(zero.t(), 1, order),
-        "scales": scale.t().half(),
-    }
-    return parts, plain
-
-
-def packed(size: int, symmetric: bool) -> Callable[[T], tuple[Tensors, T]]:
-    def quantize(w: T) -> tuple[Tensors, T]:
-        q, scale, zero, plain = groups_of(w, size, symmetric)
-        parts = {"weight_packed": words(q, 1), "weight_scale": scale, "weight_shape": torch.tensor(w.shape)}
-        return parts | ({} if symmetric else {"weight_zero_point": words(zero, 0)}), plain
-
-    return quantize
-
-
-def nvfp4(names: tuple[str, str, str], divides: bool) -> Callable[[T], tuple[Tensors, T]]:
-    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-    def quantize(w: T) -> tuple[Tensors, T]:
-        parts = w.unflatten(1, (-1, 16))
-        factor = w.abs().max() / (6 * 448)
-        scale = (parts.abs().amax(-1) / 6 / factor).to(FP8)
-        wide = (scale.float() * factor)[..., None]
-        nearest = ((parts / wide).abs()[..., None] - levels).abs().argmin(-1)
-        code = (nearest + 8 * (parts < 0)).flatten(1).to(torch.uint8)
-        plain = (levels[nearest] * parts.sign() * wide).flatten(1)
-        made = (code[:, ::2] | code[:, 1::2] << 4, scale, 1 / factor if divides else factor)
-        return dict(zip(names, made, strict=True)), plain
-
-    return quantize
-
-
-CHANNEL = compressed(
-    {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
-    {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, "float-quantized",
-)  # fmt: skip
-BLOCK = compressed(
-    {"num_bits": 8, "type": "float", "strategy": "block", "symmetric": True, "block_structure": [128, 128]},
-    {"num_bits": 8, "type": "float", "strategy": "group", "dynamic": True, "group_size": 128}, "float-quantized",
-)  # fmt: skip
-# name: (quantization_config, one matrix to (tensors, dequantized matrix), x to dequantized x)
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[T], tuple[Tensors, T]], Callable[[T], T]]] = {
-    "fp8_static": ({"quant_method": "fp8", "activation_scheme": "static"}, per_tensor, fake_static),
-    "fp8_dynamic": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, per_tensor, fake_rows),
-    "fp8_blocks": (
-        {"quant_method": "fp8", "weight_block_size": [128, 128]}, blockwise("weight_scale_inv"), fake_groups,
-    ),
-    "compressed_channel": (CHANNEL, per_channel, fake_rows),
-    "compressed_block": (BLOCK, blockwise("weight_scale"), fake_groups),
-    "gptq_128": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, gptq(128, True), as_it_is),
-    "gptq_64": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False}, gptq(64, False), as_it_is),
-    "gptq_v2": (
-        {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False, "checkpoint_format": "gptq_v2"},
-        gptq(-1, False, 0), as_it_is,
-    ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}, awq, as_it_is),
-    "packed_128": (
-        compressed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}, None,
-                   "pack-quantized"),
-        packed(128, True), as_it_is,
-    ),
-    "packed_channel": (
-        compressed({"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False}, None, "pack-quantized"),
-        packed(-1, False), as_it_is,
-    ),
-    "modelopt_nvfp4": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
-        nvfp4(("weight", "weight_scale", "weight_scale_2"), False), as_it_is,
-    ),
-    "compressed_nvfp4": (
-        compressed({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
-                   {"num_bits": 4, "type": "float"}, "nvfp4-pack-quantized"),
-        nvfp4(("weight_packed", "weight_scale", "weight_global_scale"), True), as_it_is,
-    ),
-    "modelopt_fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, per_tensor, fake_static),
-}  # fmt: skip
-
-
-def write(folder: Path, name: str, base: Path) -> tuple[Path, Path]:
-    """The checkpoint `base` quantized as FORMATS[name], and one with the dequantized weights."""
-    config, quantize, _ = FORMATS[name]
-    kept, plain = {}, {}
-    for key, tensor in load_file(base / "model.safetensors").items():
-        if not key.endswith("_proj.weight"):
-            kept[key] = plain[key] = tensor
-            continue
-        parts, plain[key] = quantize(tensor)
-        kept |= {key.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
-    kept["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(1.0)
-    made, dense = (shutil.copytree(base, folder / part) for part in (name, "dense"))
-    save_file(kept, made / "model.safetensors", {"format": "pt"})
-    save_file(plain, dense / "model.safetensors", {"format": "pt"})
-    set_config(made, config)
-    return made, dense
-
-
-def set_config(folder: Path, quantization: dict[str, Any]) -> None:
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**fields, "quantization_config": quantization}))
 
 
 @pytest.fixture(scope="module")
@@ -241,39 +44,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=FORMATS)
 def made(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return request.param, *write(tmp_path_factory.mktemp("quantized"), request.param, base)
-
-
-def theirs(dense: Path, ids: T, fake: Callable[[T], T]) -> T:
-    """transformers' logits with dequantized weights, and with x as the format rounds it."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
-    for name, module in model.named_modules():
-        if name.endswith("_proj"):
-            module.register_forward_pre_hook(lambda _, args: (fake(args[0]),))
-    with torch.no_grad():
-        return model(ids[None]).logits[0]
-
-
-def ours(folder: Path, ids: T, steps: tuple[tuple[int, int], ...]) -> T:
-    """Our logits in float32; steps: (start, end) of the tokens that are computed together."""
-    model: Any = build.build(folder, build.load_config(folder), torch.device("cpu"), torch.float32)
-    for layer in model.modules():
-        if isinstance(layer, PagedAttention):
-            layer.kv_cache = tuple(torch.zeros(2, 4, 16, layer.num_kv_heads, layer.head_size))
-    found = []
-    for start, end in steps:
-        with forward_context(one_sequence(start, end)):
-            found.append(model.compute_logits(model(ids[start:end], torch.arange(start, end))))
-    return torch.cat(found)
-
-
-def one_sequence(start: int, end: int) -> AttentionMetadata:
-    table = torch.tensor([[3, 1, 2]], dtype=torch.int32)
-    at = torch.arange(start, end)
-    slots = table[0, at // 16].long() * 16 + at % 16
-    starts, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, end - start], [end]))
-    return AttentionMetadata(slots, starts, lengths, table, end - start, end)
 
 
 @torch.inference_mode()

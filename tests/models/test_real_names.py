@@ -32,6 +32,8 @@ LARGE = (
     "zai-org/GLM-4.5-Air",
     "zai-org/GLM-4.7-Flash",
     "rednote-hilab/dots.llm1.inst",
+    "deepseek-ai/DeepSeek-V3.2",
+    "zai-org/GLM-5",
 )  # ten thousand keys and more
 every_row = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in RECORDED]

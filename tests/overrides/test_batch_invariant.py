@@ -13,6 +13,7 @@ from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
 from fastkernels.overrides.activation.quick_gelu import quick_gelu
 from fastkernels.overrides.activation.relu2 import relu2
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.latent_attention.top_k_per_row import top_k_per_row
 from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
 from fastkernels.overrides.norm.layer_norm import layer_norm
@@ -61,6 +62,7 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu_and_mul": silu_and_mul,
     "rotary_emb": _rotated,
     "rope_store_kvcache": _stored,
+    "top_k_per_row": lambda x: top_k_per_row(x, 100),
 }  # fmt: skip
 
 

@@ -34,8 +34,9 @@ def demo(out: Path, rounds: int = 3) -> bool:
             subject = open_subject(host, model, torch.bfloat16, "cpu", load_format, size, 4, arguments)
             name = Path(model).name
             settings = Settings(host, name, "bfloat16", (batch,), rounds, 0, ("stock", "patched"), OPS, None)
-            runs.append(measure(subject, settings, lambda line: print(line, file=sys.stderr)))
-            rows.append(out / "rows.jsonl", runs[-1][0])
+            made, lanes = measure(subject, settings, lambda line: print(line, file=sys.stderr))
+            rows.append(out / "rows.jsonl", made)
+            runs.append((made, report.section(made, lanes)))
     report.write(out / "report.html", runs)
     return all(row.status is Status.OK for made, _ in runs for row in made)
 

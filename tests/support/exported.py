@@ -482,9 +482,6 @@ def forks(folder: Path, fork: Path) -> None:
         for path, methods in paths.items():
             module, _, name = path.partition(":")
             theirs = getattr(alone[op], name)
-            for attribute, of in getattr(theirs, "host_attributes", {}).items():
-                where, _, what = of.partition(":")
-                setattr(host_module(where), what, getattr(theirs, attribute))
             if methods:
                 found = {m: counted(getattr(theirs, m), fallbacks, op) for m in methods}
                 theirs = type(name, (theirs,), found)

@@ -89,6 +89,16 @@ MLA: dict[str, Any] = {
     "v_head_dim": 20,
     "num_nextn_predict_layers": 0,
 }
+# Sparse from the tenth token on. With fewer heads of the indexer, more scores are tied at 0.
+DSA: dict[str, Any] = {
+    **MLA,
+    "q_lora_rank": 40,
+    "n_group": 2,
+    "topk_group": 1,
+    "index_topk": 9,
+    "index_n_heads": 12,
+    "index_head_dim": 24,
+}
 # kind: (prefix of transformers' classes, what differs from SIZES)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -170,6 +180,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "attention_factor": None, "mscale": 0.7, "mscale_all_dim": 1.3},
         },
     ),
+    "deepseek_v32": ("DeepseekV32", DSA),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {**DSA, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "index_head_dim": 16},
+    ),
     "deepseek_v2": (
         "DeepseekV2",
         {
@@ -217,6 +232,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{k: (k, {}) for k in ("gemma", "gemma3_text", "olmo3", "exaone4", "seed_oss", "ernie4_5", "ministral")},
     **{k: (k, {}) for k in ("cohere", "glm", "gpt_oss", "bitnet")},
     "exaone4_full": ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": None}),
+    **{k: (k, {}) for k in ("deepseek_v32", "glm_moe_dsa")},
     **{k: (k, {}) for k in ("deepseek_v3", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1")},
     "deepseek_v2_greedy": ("deepseek_v2", {"q_lora_rank": 40, "topk_method": "greedy"}),
     "gpt_neox_serial": ("gpt_neox", {"use_parallel_residual": False}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -21,7 +22,7 @@ from fk_bench.serving.config import ConfigError
 
 FIRST_TOKENS = 16  # of the first run of a load, which is not compared
 TRACED = 16  # decode steps of a traced run
-LEAST_REPEATS = 2
+LEAST_REPEATS, MOST_REPEATS = 2, 20
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Extent:
     cycles   times that the host is patched and undone
     repeats  runs of each load in each state, after one more
     seconds  approximate limit of a model's runs, which reduces the repeats to two at least; 0: no limit
+    load_seconds  a load that takes less time is repeated more often, until its runs take so long (at most 20 times)
     again    loads whose output throughput is less than so many times the stock host's are measured in one more cycle
     trace    the time of the GPU in a decode step is measured with a profiler
     """
@@ -60,6 +62,7 @@ class Extent:
     cycles: int = 2
     repeats: int = 3
     seconds: float = 0.0
+    load_seconds: float = 0.0
     again: float = 0.0
     trace: bool = False
 
@@ -75,7 +78,7 @@ class Comparison:
         self.model, self.host, self.python, self.settings, self.folder = model, host, python, settings, folder
         self.timeout, self.before, self.ops, self.env = timeout, before_construction, ops, env
         self.engine_settings = engine
-        self._repeats, self._seed, self._case = 0, 0, dict[str, Any]()
+        self._repeats, self._seed, self._case = dict[Load, int](), 0, dict[str, Any]()
         self.process: HostProcess | None = None
         self.engine: HostProcess | None = None
         self.versions = machine.interpreter(python).versions
@@ -115,7 +118,7 @@ class Comparison:
     def measure(self, extent: Extent, seed: int, case: dict[str, Any]) -> Iterator[Row]:
         """All rows of the model, as they are measured. Raises HostFailed."""
         blocks = 2 * extent.cycles + 1
-        self._repeats, self._seed, self._case = extent.repeats, seed, case
+        self._repeats, self._seed, self._case = dict.fromkeys(extent.loads, extent.repeats), seed, case
         made: list[Row] = []
         for block in range(blocks):
             for row in self._block(block, extent, extent.loads, block < 2, {}):
@@ -133,10 +136,10 @@ class Comparison:
     ) -> Iterator[Row]:
         state = STATES[block % 2]
         change = self._enter(state, block)
-        first_s, number = 0.0, -1
-        while number < self._repeats:  # run -1 is the first of its load: it may compile or allocate
-            began = time.monotonic()
-            for load in loads:
+        first_s, number, took = 0.0, -1, dict[Load, float]()
+        while due := [load for load in loads if number < self._repeats[load]]:
+            for load in due:  # run -1 is the first of its load: it may compile or allocate
+                began = time.monotonic()
                 given = load if number >= 0 else replace(load, output_len=min(FIRST_TOKENS, load.output_len))
                 where = {
                     "state": state,
@@ -154,17 +157,16 @@ class Comparison:
                 if self.engine is not None and state == STATES[0]:
                     metrics, complete = self._run(self.engine, given, prompts)
                     yield self._row({**where, "state": ENGINE}, metrics, complete, ENGINE)
-            took = time.monotonic() - began
+                took[load] = time.monotonic() - began
             if number < 0:
-                first_s = took
+                first_s = sum(took.values())
                 # Before the runs that are compared: what a profiler leaves behind is then in all of them.
                 if trace and extent.trace:
                     for load in loads:
                         if load.output_len > TRACED:
                             yield self._traced(load, state, block)
-            elif number == 0 and block == 0 and extent.seconds:
-                left = extent.seconds / (2 * extent.cycles + 1) - first_s
-                self._repeats = max(min(LEAST_REPEATS, extent.repeats), min(extent.repeats, int(left / took)))
+            elif number == 0 and block == 0:
+                self._repeats = repeats_of(extent, first_s, took)
             number += 1
 
     def _row(
@@ -212,6 +214,18 @@ class Comparison:
         prompts = prompts_of(seed, load.requests, load.input_len, self.vocab)
         process.tell({"prompts": prompts, "output_len": load.output_len, "arrivals": True, kind: True})
         return process.answer(self.timeout)
+
+
+def repeats_of(extent: Extent, first_s: float, took: Mapping[Load, float]) -> dict[Load, int]:
+    """How often each load is run in a state. first_s: seconds of all first runs; took: of one compared run."""
+    most = extent.repeats
+    if extent.seconds:
+        left = extent.seconds / (2 * extent.cycles + 1) - first_s
+        most = max(min(LEAST_REPEATS, most), min(most, int(left / sum(took.values()))))
+    return {
+        load: max(most, min(MOST_REPEATS, math.ceil(extent.load_seconds / seconds)))
+        for load, seconds in took.items()
+    }
 
 
 def metrics_of(arrivals: Sequence[Sequence[float]], load: Load) -> tuple[dict[str, float], bool]:

@@ -28,7 +28,8 @@ class ModelError(ValueError):
 def public_name(model: str) -> str | None:
     """The key of PUBLIC for a name like 'meta-llama/Llama-3.1-8B-Instruct'; None for other names and for paths."""
     owner, _, last = model.strip().rpartition("/")
-    public = re.sub(r"(-(instruct|base|chat|hf))?(-v[\d.]+)?$", "", last.lower())
+    name = last.lower()
+    public = name if name in PUBLIC else re.sub(r"(-(instruct|base|chat|hf))?(-v[\d.]+)?$", "", name)
     known = public in PUBLIC and owner.lower() in _OWNERS and not Path(model).expanduser().exists()
     return public if known else None
 

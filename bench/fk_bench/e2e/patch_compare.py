@@ -3,7 +3,7 @@
 The states alternate: stock, patched, stock, patched, stock. Live, that is one engine, patched and undone; before
 construction, a process a state. A run of a patched state is compared with the mean of the same run in the two stock
 states around it; neighbouring stock states compared with each other show the noise. Engines of several models can share
-a GPU: they start together, then they are measured in turn, while the others are idle.
+a GPU: they start together, then they are measured in turn, while the others are idle, which is faster and less exact.
 """
 
 from __future__ import annotations
@@ -64,12 +64,18 @@ def patch_compare_command(
     model_seconds: Annotated[
         float, typer.Option(help="limit of a model's runs, about: fewer repeats, at least two (0: no limit)")
     ] = 0.0,
+    load_seconds: Annotated[
+        float, typer.Option(help="repeat a short load until its runs take so long, at most 20 times")
+    ] = 1.0,
     again: Annotated[
         float,
         typer.Option(help="measure loads once more whose output throughput is under this multiple (0: none)"),
     ] = 0.0,
     side_by_side: Annotated[
-        int, typer.Option(help="models whose engines may share the GPU, where their memory fits")
+        int,
+        typer.Option(
+            help="models whose engines may share the GPU, where their memory fits: faster, but less exact"
+        ),
     ] = 1,
     with_engine: Annotated[
         bool, typer.Option("--with-engine", help="also our engine, next to the host, with the same prompts")
@@ -141,7 +147,9 @@ def patch_compare_command(
     folder = out or Path("fk-bench-runs") / time.strftime(f"{COMMAND}-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "rows.jsonl"
-    extent = Extent(plan, cycles, repeats, model_seconds, again, trace and machine.machine().gpus > 0)
+    extent = Extent(
+        plan, cycles, repeats, model_seconds, load_seconds, again, trace and machine.machine().gpus > 0
+    )
     asked = _Asked(
         host, machine.absolute(python or sys.executable), folder, timeout, before_construction,
         comma_list("--ops", ops, str) if ops else None, {"FASTKERNELS_TUNED": NO_TABLE} if no_table else {},

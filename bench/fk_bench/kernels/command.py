@@ -72,6 +72,12 @@ def kernels_command(
     cheat: Annotated[
         list[str] | None, typer.Option(help="with --cheats: only the cheat of this name (of tests/cheats)")
     ] = None,
+    identity: Annotated[
+        bool,
+        typer.Option(
+            "--identity", help="the baseline against itself, one case an op: what the judge resolves here"
+        ),
+    ] = False,
     python: Annotated[
         list[str] | None, typer.Option(help="candidate=PATH or baseline=PATH of an interpreter")
     ] = None,
@@ -87,7 +93,9 @@ def kernels_command(
     from fk_bench.kernels.judge.correctness.cases import SOURCES
     from fk_bench.kernels.judge.processes.zygote import ZygoteError
 
-    sources = tuple(s.strip() for s in cases.split(",") if s.strip()) or SOURCES
+    sources = tuple(s.strip() for s in cases.split(",") if s.strip()) or (
+        ("random",) if identity else SOURCES
+    )
     if unknown := [s for s in sources if s not in SOURCES]:
         fail(f"--cases: unknown source {', '.join(unknown)} (known: {', '.join(SOURCES)})")
     if against not in AGAINST and not (against.endswith(".py") and Path(against).is_file()):
@@ -105,6 +113,10 @@ def kernels_command(
         fail("--cheat names some of the cheats that --cheats runs: add --cheats")
     if task is not None and (ops or level or model or cases or cheats):
         fail("--task states the op and its cases: give no op, --level, --model, --cases or --cheats")
+    if identity and (
+        candidate is not None or task is not None or cheats or against.endswith(".py") or no_time
+    ):
+        fail("--identity compares the baseline with itself: give no candidate, --task, --cheats or --no-time")
     interpreters = _pairs(python or [])
     chosen_device = torch_device(device)
     try:
@@ -127,6 +139,8 @@ def kernels_command(
         fail(str(error))
     run = _directory(out)
     try:
+        if identity:
+            return _identity(names, options, run, json)
         return (
             _cheats(options, run, json, tuple(cheat or ()))
             if cheats
@@ -207,6 +221,22 @@ def _cheats(options: Any, run: Path, quiet: bool, names: tuple[str, ...]) -> int
     except (FileNotFoundError, UnknownName) as error:
         fail(str(error))
     last_line({"command": "kernels", "device": options.device, **result, "rows": str(run / "rows.jsonl")})
+    return 0 if result["ok"] else 1
+
+
+def _identity(names: list[str], options: Any, run: Path, quiet: bool) -> int:
+    from fk_bench.kernels.identity import run_identity
+
+    result = run_identity(names, options, run / "rows.jsonl", quiet)
+    if not quiet:
+        print(
+            f"{result['inside']} of {result['timed']} intervals include 1, mean {result['mean']}; "
+            f"{result['unsteady']} of {result['cases']} cases unsteady, {result['left_out']} left out"
+        )
+    last_line(
+        {"command": "kernels", "identity": True, "device": options.device, "against": options.against, **result,
+         "rows": str(run / "rows.jsonl")}
+    )  # fmt: skip
     return 0 if result["ok"] else 1
 
 

@@ -21,7 +21,7 @@ log = logging.getLogger("fastkernels")
 # Both sides of each change of kernel: multiples of 16 (Triton), tiles of 64 to 256 rows (cuBLAS), tuned tables.
 DECODES = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256)  # rows
 PROMPTS = (2, 3, 17, 32, 65, 129, 300, 512, 520, 777, 1040, 1531, 2048, 3001, 4096)  # tokens
-LONG = 2000  # context tokens in half of the steps: enough for attention to split the keys
+LONG = 2100  # context tokens in half of the steps: enough for attention to split the keys, and for sparse attention
 TOKENS_OF_A_ROW, FEW = 200, 64
 LOGPROBS = 20  # per row at most, even if the engine allows more
 

@@ -123,6 +123,15 @@ class Metrics:
         yield startup
         counters: list[tuple[str, str, float]] = []
         if blocks is not None:
+            cache = {
+                "block_size": self.engine.config.block_size,
+                "num_gpu_blocks": blocks.num_blocks,
+                "enable_prefix_caching": self.engine.config.enable_prefix_caching,
+                "cache_dtype": self.engine.config.kv_cache_dtype,
+            }
+            info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=[*self._labels, *cache])
+            info.add_metric([*self._labels.values(), *map(str, cache.values())], 1)
+            yield info
             yield self._one(
                 GaugeMetricFamily,
                 "vllm:kv_cache_usage_perc",

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import jinja2
+from jinja2 import nodes
+
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.protocol import Conversation
 from fastkernels.engine.tokenizer import encode
@@ -82,15 +85,21 @@ class Prompts:
         reserved = sorted(kwargs.keys() & self._reserved)
         if reserved:
             raise ApiError(400, f"chat_template_kwargs may not set {reserved[0]!r}", "chat_template_kwargs")
-        messages = [_for_template(i, m.model_dump(exclude_unset=True)) for i, m in enumerate(body.messages)]
         tools = [t.model_dump(exclude_none=True) for t in body.tools] if body.tools else None
+        try:
+            template = self.tokenizer.get_chat_template(tools=tools)
+        except ValueError as error:  # several templates, and none is the default
+            raise ApiError(400, f"no chat template fits these messages: {error}", "messages") from error
+        messages = [
+            _for_template(i, m.model_dump(exclude_unset=True), template) for i, m in enumerate(body.messages)
+        ]
         render = functools.partial(
             self.tokenizer.apply_chat_template, messages, tools=tools, documents=body.documents, tokenize=False,
             add_generation_prompt=bool(body.add_generation_prompt) and not body.continue_final_message,
             continue_final_message=bool(body.continue_final_message), **kwargs,
         )  # fmt: skip
         try:
-            text = await self._run(sum(len(m["content"]) for m in messages), render)
+            text = await self._run(sum(len(str(m["content"])) for m in messages), render)
         except Exception as error:  # any exception of the template is about its input
             raise ApiError(400, f"the chat template rejects these messages: {error}", "messages") from error
         return await self.text(text, bool(special), "messages", limit, side)
@@ -115,9 +124,35 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _for_template(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Convert a message to the form of templates: text as a string, arguments of tool calls as objects."""
-    message["content"] = message.get("content") or ""
+@functools.lru_cache(maxsize=16)
+def _reads_parts(template: str) -> bool:
+    """Whether a chat template loops over the parts of a message's content."""
+    try:
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateSyntaxError:  # tags of other extensions
+        return False
+    return any(_name(loop.iter) == "content" for loop in tree.find_all(nodes.For))
+
+
+def _name(of: nodes.Expr) -> str | None:
+    """The name that a Jinja expression ends with: content in `content`, `m.content` and `m["content"]`."""
+    if isinstance(of, nodes.Getitem):
+        return of.arg.value if isinstance(of.arg, nodes.Const) else None
+    return of.attr if isinstance(of, nodes.Getattr) else of.name if isinstance(of, nodes.Name) else None
+
+
+def _for_template(index: int, message: dict[str, Any], template: str) -> dict[str, Any]:
+    """Convert a message to what the template reads, as vLLM does.
+
+    Parts become lines of one text, unless the template loops over parts. A developer's message becomes a system
+    message, unless the template names that role. Arguments of tool calls become objects.
+    """
+    content = message.get("content") or ""
+    if isinstance(content, list) and not _reads_parts(template):
+        content = "\n".join(part["text"] for part in content)
+    message["content"] = content
+    if message["role"] == "developer" and not any(f"{q}developer{q}" in template for q in "'\""):
+        message["role"] = "system"
     for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
         if isinstance(message.get(name), str):  # templates use either name
             message.setdefault(other, message[name])

@@ -94,7 +94,7 @@ def _token_ids(ids: list[Any], name: str) -> None:
 
 def _no_echo(value: Any) -> bool | None:
     if value is not None and value is not False:  # 0 is equal to False
-        raise ValueError(f"is not supported for chat completions, got {value!r}")
+        raise ValueError("is not supported for chat completions")
     return value
 
 
@@ -112,15 +112,15 @@ def _stop(value: Any) -> list[str] | None:
     return strings
 
 
-def _content(value: Any) -> str | None:
-    """The text of a message, with its parts joined."""
+def _content(value: Any) -> str | list[dict[str, str]] | None:
+    """A message's text, or its parts. Whether the template gets parts or their text is decided in prompts.py."""
     if value is None or isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else [value]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError('must be a text, or a list of {"type": "text", "text": ...}')
-    return "".join(part["text"] for part in parts)
+    return [{"type": "text", "text": part["text"]} for part in parts]
 
 
 def _array(items: dict[str, Any], most: int, least: int = 0) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from fastkernels import __version__
 from fastkernels.engine.http.errors import error_body
 from fastkernels.engine.http.logprobs import Spell, chat_logprobs, completion_logprobs, prompt_logprobs_body
 from fastkernels.engine.http.parsing.message import MessageParser, chat_delta, chat_message
 from fastkernels.engine.http.protocol import ChatCompletionRequest, CompletionRequest
 from fastkernels.engine.scheduling.request import CompletionOutput, PromptLogprobs, RequestOutput
 
+FINGERPRINT = f"fastkernels-{__version__}"  # what a seed's repeatable answer depends on, with the model
 Outputs = Sequence[tuple[int, RequestOutput]]  # (index of the prompt, its output)
 
 
@@ -105,7 +107,10 @@ class Answer:
             self.num_tokens[prompt * self.n + out.index] = out.num_tokens
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }  # fmt: skip
 
     def _top_level(self) -> dict[str, Any]:
         return {}

@@ -32,6 +32,6 @@ def overlap(device: torch.device, grid: tuple[int, ...] = (), early: bool = True
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    few = math.prod(grid) <= 4096  # larger launches gain nothing from an early start (H200)
+    few = torch.Size(grid).numel() <= 4096  # larger launches gain nothing from an early start (H200)
     early = few and args[0].is_cuda and torch.cuda.get_device_capability(args[0].device)[0] >= 9
     kernel[grid](*args, **constants, OVERLAP=early, **({"launch_pdl": True} if early else {}))

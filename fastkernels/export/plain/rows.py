@@ -15,9 +15,9 @@ def rows(x: torch.Tensor) -> tuple[int, int, int] | None:
     return (1, x.stride(-2) if x.dim() > 1 else 0, 0) if whole or x.is_contiguous() else None
 
 
-def unsupported_rows(x: torch.Tensor, name: str = "x") -> str | None:
-    return None if x.dtype in FLOATS and rows(x) is not None else f"{name}: unsupported dtype or strides"
+def unsupported_rows(x: torch.Tensor | None, name: str = "x") -> str | None:
+    fits = x is None or (x.dtype in FLOATS and rows(x) is not None)
+    return None if fits else f"{name}: unsupported dtype or strides"
 
 
-def unsupported_vector(t: torch.Tensor | None, name: str) -> str | None:
-    return None if t is None or (t.is_contiguous() and t.dtype in FLOATS) else f"{name} is not contiguous"
+unsupported_vector = unsupported_rows  # a vector has one row, or is contiguous

@@ -14,9 +14,9 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 POSITIVE = (
     *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_experts",
     "num_local_experts", "num_experts_per_tok", "sliding_window", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
-    "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
+    "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group", "index_topk", "index_n_heads", "index_head_dim",
 )  # fmt: skip
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "indexed_attention")
 PADDING = 64  # of the vocabulary
 MOST_RANKS = 64
 

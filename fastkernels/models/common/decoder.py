@@ -37,7 +37,6 @@ from fastkernels.overrides.linear.vllm import (
     VllmRowParallelLinear,
 )
 from fastkernels.overrides.moe import sparse_moe
-from fastkernels.overrides.moe.fused_experts import fused_experts
 from fastkernels.overrides.moe.grouped_topk import grouped_topk
 from fastkernels.overrides.moe.topk_softmax import topk_softmax
 from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmLayerNorm, VllmRMSNorm
@@ -235,11 +234,11 @@ class DecoderExperts(nn.Module):
     def __init__(self, experts: Experts, hidden: int, prefix: str) -> None:
         super().__init__()
         self.described = experts
-        self.ops = ("topk_softmax" if experts.plain else "grouped_topk", "fused_experts")
         self.gate = VllmReplicatedLinear(hidden, experts.count, bias=False, prefix=f"{prefix}.gate")
         self.experts = sparse_moe.Experts(
             experts.count, hidden, experts.intermediate, prefix=f"{prefix}.experts"
         )
+        self.ops = ("topk_softmax" if experts.plain else "grouped_topk", self.experts.quant_method.op)
         if experts.correction:
             bias = torch.empty(experts.count, dtype=torch.float32)
             self.gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
@@ -251,8 +250,7 @@ class DecoderExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self._route(x)
-        experts = self.experts
-        out = fused_experts(x, experts.w13_weight, experts.w2_weight, weights, ids, experts.expert_map)
+        out = self.experts.compute(x, weights, ids)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
         return parallel.all_reduce(out)
@@ -282,9 +280,12 @@ def expert_mapping(config: Any) -> list[tuple[str, str, int, str]]:
     ]
 
 
-def _attention(a: Attention | LatentAttention, hidden: int, prefix: str) -> nn.Module:
+def _attention(
+    a: Attention | LatentAttention, hidden: int, prefix: str, before: nn.Module | None = None
+) -> nn.Module:
     if isinstance(a, LatentAttention):
-        return DecoderLatentAttention(a, make_norm, hidden, prefix)
+        shared = before if isinstance(before, DecoderLatentAttention) else None
+        return DecoderLatentAttention(a, make_norm, hidden, prefix, shared)
     return DecoderAttention(a, hidden, prefix)
 
 
@@ -295,13 +296,18 @@ def _make_mlp(mlp: Mlp | Experts, hidden: int, prefix: str) -> nn.Module:
 
 
 class DecoderLayer(nn.Module):
-    """One layer: positions [T], and hidden [T, H], which is not yet added to the residual [T, H]; returns both."""
+    """One layer: positions [T], and hidden [T, H], which is not yet added to the residual [T, H]; returns both.
 
-    def __init__(self, layer: Layer, hidden: int, prefix: str) -> None:
+    before: the layer before, where layers share the keys that sparse attention attends to.
+    """
+
+    def __init__(self, layer: Layer, hidden: int, prefix: str, before: DecoderLayer | None = None) -> None:
         super().__init__()
         self.parallel, self.multiplier = layer.parallel, layer.multiplier
         own = layer.name("self_attn"), layer.name("mlp")
-        self.add_module(own[0], _attention(layer.attention, hidden, f"{prefix}.{own[0]}"))
+        self.parts: tuple[str, str] = own
+        source = None if before is None else getattr(before, before.parts[0])
+        self.add_module(own[0], _attention(layer.attention, hidden, f"{prefix}.{own[0]}", source))
         self.add_module(own[1], _make_mlp(layer.mlp, hidden, f"{prefix}.{own[1]}"))
         norms = []
         for part in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
@@ -309,7 +315,7 @@ class DecoderLayer(nn.Module):
             norms.append(None if norm is None else layer.name(part))
             if norm is not None:
                 self.add_module(layer.name(part), make_norm(norm, hidden))
-        self.parts, self.norms = own, norms
+        self.norms = norms
 
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -338,9 +344,10 @@ class DecoderModel(nn.Module):
     def __init__(self, d: description.Decoder) -> None:
         super().__init__()
         self.embed_tokens = VllmVocabParallelEmbedding(d.vocab, d.hidden, prefix="model.embed_tokens")
-        self.layers = nn.ModuleList(
-            DecoderLayer(layer, d.hidden, f"model.layers.{i}") for i, layer in enumerate(d.layers)
-        )
+        layers: list[DecoderLayer] = []
+        for i, layer in enumerate(d.layers):
+            layers.append(DecoderLayer(layer, d.hidden, f"model.layers.{i}", layers[-1] if layers else None))
+        self.layers = nn.ModuleList(layers)
         self.norm = make_norm(d.norm, d.hidden)
         self.scale = d.embedding_scale
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastkernels.overrides.block import attention_sizes
@@ -88,10 +88,30 @@ class Attention:
         """Numbers in the cache for each token."""
         return 2 * self.kv_heads * self.head_size
 
-    @property
-    def flops_per_pair(self) -> int:
-        """Operations for each query and key that it sees."""
-        return 4 * self.heads * self.head_size
+    def kv_read(self, context: int) -> int:
+        """Numbers of the cache that a query at the end of `context` tokens reads."""
+        return self.kv_channels * min(context, self.window or context)
+
+    def flops(self, context: int) -> int:
+        """Operations of a query at the end of `context` tokens."""
+        return 4 * self.heads * self.head_size * min(context, self.window or context)
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The choice of keys in sparse attention (DeepSeek-V3.2), by small queries of `heads` and one small key per token.
+
+    topk         keys that a query attends to
+    interleaved  pairs of the indexer's rotary embedding are neighbours instead of halves
+    shared       the layer has none, and attends to the keys that the layer before it attends to
+    """
+
+    heads: int
+    head_size: int
+    topk: int
+    interleaved: bool = False
+    shared: bool = False
+    norm: Norm = Norm("layer", 1e-6, True)
 
 
 @dataclass(frozen=True)
@@ -103,6 +123,7 @@ class LatentAttention:
     nope_size, rope_size, value_size  channels of a head: key without positions, rotary key, value
     scale         of the scores; None: (nope_size + rope_size) ** -0.5
     bias          of the projections to latents and of the output
+    indexer       of sparse attention; None: queries attend to all keys
     """
 
     heads: int
@@ -118,16 +139,29 @@ class LatentAttention:
     interleaved: bool = True
     norm: Norm = Norm()
     window: None = None
+    indexer: Indexer | None = None
+
+    @property
+    def index_channels(self) -> int:
+        """Numbers in the indexer's cache for each token."""
+        return 0 if self.indexer is None or self.indexer.shared else self.indexer.head_size
 
     @property
     def kv_channels(self) -> int:
         """Numbers in the cache for each token."""
-        return self.rank + self.rope_size
+        return self.rank + self.rope_size + self.index_channels
 
-    @property
-    def flops_per_pair(self) -> int:
-        """Operations for each query and key that it sees, with queries in the space of latents."""
-        return 2 * self.heads * (2 * self.rank + self.rope_size)
+    def _chosen(self, context: int) -> int:
+        return context if self.indexer is None else min(context, self.indexer.topk)
+
+    def kv_read(self, context: int) -> int:
+        """Numbers of the cache that a query at the end of `context` tokens reads."""
+        return self._chosen(context) * (self.rank + self.rope_size) + context * self.index_channels
+
+    def flops(self, context: int) -> int:
+        """Operations of a query at the end of `context` tokens, which is in the space of latents."""
+        scored = 2 * self.indexer.heads * self.index_channels if self.indexer is not None else 0
+        return 2 * self.heads * (2 * self.rank + self.rope_size) * self._chosen(context) + scored * context
 
 
 @dataclass(frozen=True)
@@ -327,18 +361,42 @@ def sigmoid_experts(config: Any) -> Experts:
     )  # fmt: skip
 
 
-def latent_decoder(config: Any, experts: Experts, dense_layers: int | None = None) -> Decoder:
+def indexer(config: Any, interleaved: bool, shared: bool = False) -> Indexer:
+    """DeepSeek-V3.2's indexer with the sizes of a config. Raises Unsupported for the other rotary layout."""
+    refuse(config, indexer_rope_interleave=interleaved)
+    if config.index_head_dim < config.qk_rope_head_dim:
+        raise Unsupported(
+            f"config.index_head_dim={config.index_head_dim} is not supported, only sizes from"
+            f" qk_rope_head_dim={config.qk_rope_head_dim} on"
+        )
+    return Indexer(config.index_n_heads, config.index_head_dim, config.index_topk, interleaved, shared)
+
+
+def dense_layers(config: Any) -> int:
+    """The number of first layers with an MLP by config.mlp_layer_types. Raises Unsupported for another order."""
+    kinds = config.mlp_layer_types[: config.num_hidden_layers]
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense):
+        raise Unsupported(
+            f"config.mlp_layer_types={config.mlp_layer_types!r} is not supported, only dense layers before sparse ones"
+        )
+    return dense
+
+
+def latent_decoder(
+    config: Any, experts: Experts, dense_layers: int | None = None, indexers: Sequence[Indexer] = ()
+) -> Decoder:
     """DeepSeek's decoder with the sizes of a config: the first layers have an MLP, the others experts.
 
-    dense_layers: with an MLP; by default config.first_k_dense_replace
+    dense_layers: with an MLP; by default config.first_k_dense_replace. indexers: one for each layer, or none
     """
     first = config.first_k_dense_replace if dense_layers is None else dense_layers
     norm, attention = Norm(eps=config.rms_norm_eps), latent_attention(config)
     dense = Mlp(config.intermediate_size, activation(config))
+    none: list[Indexer | None] = [None] * config.num_hidden_layers
+    attentions = [replace(attention, indexer=x) for x in indexers or none]
     layers = tuple(
-        Layer(
-            attention, dense if i < first else experts, before_attention=norm, before_mlp=norm
-        )
-        for i in range(config.num_hidden_layers)
-    )  # fmt: skip
+        Layer(a, dense if i < first else experts, before_attention=norm, before_mlp=norm)
+        for i, a in enumerate(attentions)
+    )
     return Decoder(config.vocab_size, config.hidden_size, layers, norm, bool(config.tie_word_embeddings))

@@ -1,4 +1,4 @@
-"""The attention block of multi-head latent attention: projections, norms and rotary embedding."""
+"""The attention block of multi-head latent attention, and the indexer of sparse attention."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
-from fastkernels.models.common.description import LatentAttention, Norm
-from fastkernels.overrides.attention import mla_attention
+from fastkernels.models.common.description import Indexer, LatentAttention, Norm
+from fastkernels.overrides.latent_attention import mla_attention
+from fastkernels.overrides.latent_attention.sparse_indexer import SparseAttnIndexer
 from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
     VllmMergedColumnParallelLinear,
@@ -19,12 +20,63 @@ from fastkernels.overrides.linear.vllm import (
 from fastkernels.overrides.rope.vllm import get_rope
 
 
-class DecoderLatentAttention(nn.Module):
-    """Self-attention of a description: positions [T] and hidden_states [T, H] to [T, H]. Ranks share the heads."""
+class DecoderIndexer(nn.Module):
+    """The indexer of a description, the same on all ranks: from hidden_states and the queries' latents to positions.
+
+    The published code also rotates queries and keys by a Hadamard matrix, for their FP8 values: products stay the same.
+    """
 
     def __init__(
-        self, a: LatentAttention, make_norm: Callable[[Norm, int], nn.Module], hidden: int, prefix: str
+        self,
+        x: Indexer,
+        a: LatentAttention,
+        make_norm: Callable[[Norm, int], nn.Module],
+        hidden: int,
+        prefix: str,
     ) -> None:
+        super().__init__()
+        assert a.query_rank is not None
+        self.described, self.rope_size = x, a.rope_size
+        self.wq_b = VllmReplicatedLinear(
+            a.query_rank, x.heads * x.head_size, bias=False, prefix=f"{prefix}.wq_b"
+        )
+        self.wk = VllmReplicatedLinear(hidden, x.head_size, bias=False, prefix=f"{prefix}.wk")
+        self.k_norm = make_norm(x.norm, x.head_size)
+        self.weights_proj = VllmReplicatedLinear(hidden, x.heads, bias=False, prefix=f"{prefix}.weights_proj")
+        self.rotary_emb = get_rope(a.rope_size, a.max_positions, not x.interleaved, a.rope)
+        self.indexer_op = SparseAttnIndexer(x.heads, x.head_size, x.topk)
+        self.scale = (x.heads * x.head_size) ** -0.5
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, q_latent: torch.Tensor
+    ) -> torch.Tensor | None:
+        """positions: [T]; hidden_states: [T, H]; q_latent: [T, query_rank]. Returns [T, topk]; None: all keys."""
+        x = self.described
+        q, _ = self.wq_b(q_latent)
+        k, _ = self.wk(hidden_states)
+        weights, _ = self.weights_proj(hidden_states)
+        q, k = q.view(-1, x.heads, x.head_size), self.k_norm(k)
+        k_pe, k_nope = k.split([self.rope_size, x.head_size - self.rope_size], dim=-1)
+        self.rotary_emb(positions, q[..., : self.rope_size], k_pe.unsqueeze(1))  # in place
+        return self.indexer_op(q, k_pe, k_nope, weights.float() * self.scale)
+
+
+class Selection:
+    """The keys that each query of the step attends to, from the last layer with an indexer: [T, topk]; None: all."""
+
+    indices: torch.Tensor | None = None
+
+
+class DecoderLatentAttention(nn.Module):
+    """Self-attention of a description: positions [T] and hidden_states [T, H] to [T, H]. Ranks share the heads.
+
+    before: the block of the layer before. All blocks of a model have one selection.
+    """
+
+    def __init__(
+        self, a: LatentAttention, make_norm: Callable[[Norm, int], nn.Module], hidden: int, prefix: str,
+        before: DecoderLatentAttention | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.described, size = a, a.nope_size + a.rope_size
         self.num_heads = parallel.divide(a.heads, parallel.get_tp_size(), "heads")
@@ -54,8 +106,12 @@ class DecoderLatentAttention(nn.Module):
         self.rotary_emb = get_rope(a.rope_size, a.max_positions, not a.interleaved, a.rope)
         self.attn = mla_attention.LatentAttention(
             self.num_heads, size**-0.5 if a.scale is None else a.scale, a.nope_size, a.rope_size, a.value_size, a.rank,
-            self.kv_b_proj,
+            self.kv_b_proj, None if a.indexer is None else a.indexer.topk,
         )  # fmt: skip
+        self.selection: Selection = Selection() if before is None else before.selection
+        self.indexer = None
+        if a.indexer is not None and not a.indexer.shared:
+            self.indexer = DecoderIndexer(a.indexer, a, make_norm, hidden, f"{prefix}.indexer")
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         a = self.described
@@ -65,10 +121,13 @@ class DecoderLatentAttention(nn.Module):
         else:
             both, _ = self.fused_qkv_a_proj(hidden_states)
             q, latent = both.split([a.query_rank, a.rank + a.rope_size], dim=-1)
-            q, _ = self.q_b_proj(self.q_a_layernorm(q.contiguous()))
+            q_latent = self.q_a_layernorm(q.contiguous())
+            if self.indexer is not None:
+                self.selection.indices = self.indexer(positions, hidden_states, q_latent)
+            q, _ = self.q_b_proj(q_latent)
         q = q.view(-1, self.num_heads, a.nope_size + a.rope_size)
         kv_c, k_pe = latent.split([a.rank, a.rope_size], dim=-1)
         kv_c = self.kv_a_layernorm(kv_c.contiguous())
         self.rotary_emb(positions, q[..., a.nope_size :], k_pe.unsqueeze(1))  # in place
-        out, _ = self.o_proj(self.attn(q, kv_c, k_pe))
+        out, _ = self.o_proj(self.attn(q, kv_c, k_pe, self.selection.indices))
         return out

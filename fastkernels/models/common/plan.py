@@ -15,6 +15,7 @@ from fastkernels.models.common.description import (
     Attention,
     Decoder,
     Experts,
+    Indexer,
     LatentAttention,
     Layer,
     Mlp,
@@ -104,18 +105,15 @@ class Plan:
         return sum(a.kv_channels for a in self.attentions) * SIZES[self.dtype]
 
     def kv_bytes(self, context: int) -> int:
-        """Bytes of keys and values that the next token of a sequence reads: windows bound them."""
-        seen = (a.kv_channels * min(context, a.window or context) for a in self.attentions)
-        return sum(seen) * SIZES[self.dtype]
+        """Bytes of keys and values that the next token of a sequence reads: windows and sparse attention bound them."""
+        return sum(a.kv_read(context) for a in self.attentions) * SIZES[self.dtype]
 
     def flops(self, tokens: int, context: int) -> int:
         """Operations of `tokens` new tokens of a sequence that ends with `context` tokens."""
         own = tokens * sum(item.flops for item in self.items)
         first = context - tokens
         for a in self.attentions:
-            window = a.window or context
-            pairs = sum(min(first + i + 1, window) for i in range(tokens))
-            own += a.flops_per_pair * pairs
+            own += sum(a.flops(first + i + 1) for i in range(tokens))
         return own
 
     def ops(self) -> list[str]:
@@ -149,8 +147,16 @@ def plan(model: Any, dtype: str = "") -> Plan:
 
 def _in_format(item: Item, scheme: Scheme | None, arch: Architecture, dtype_bytes: int) -> Item:
     """The item with the op and the bytes of the checkpoint's number format."""
-    if scheme is None or item.op != "linear" or not scheme.quantizes(item.path, arch):
+    ops = "linear", "fused_experts"
+    if scheme is None or item.op not in ops or item.path.rpartition(".")[2] in quantization.DENSE:
         return item
+    if not scheme.quantizes(item.path, arch):
+        return item
+    if item.op == "fused_experts":
+        parts = [scheme.weight_bytes(n, k, dtype_bytes, True) * e for e, n, k in item.shapes.values()]
+        size = sum(parts) + 4 * scheme.static * len(parts)
+        arguments = {**item.arguments, "format": scheme.method}
+        return replace(item, op=scheme.expert_op, arguments=arguments, quantized=size)
     rows, columns = item.shapes["weight"]
     size = scheme.weight_bytes(rows, columns, dtype_bytes) + dtype_bytes * prod(item.shapes.get("bias", (0,)))
     return replace(item, op=scheme.op, arguments={"format": scheme.method}, quantized=size)
@@ -245,17 +251,32 @@ def _latent_attention(a: LatentAttention, hidden: int, path: str, arch: Architec
     yield _norm(a.norm, f"{path}.kv_a_layernorm", a.rank, arch)
     arguments = {"head_size": a.rope_size, "is_neox_style": not a.interleaved, **(a.rope or {})}
     yield Item(f"{path}.rotary_emb", "rotary_emb", {k: v for k, v in arguments.items() if v is not None})
+    if a.indexer is not None and not a.indexer.shared:
+        yield from _indexer(a, a.indexer, hidden, f"{path}.indexer", arch)
     yield _linear(f"{path}.kv_b_proj", a.heads * (a.nope_size + a.value_size), a.rank, False, "heads", arch)
     arguments = {
         "num_heads": a.heads,
         "kv_lora_rank": a.rank,
         "qk_rope_head_dim": a.rope_size,
         "scale": a.scale,
+        "topk": None if a.indexer is None else a.indexer.topk,
     }
-    yield Item(
-        f"{path}.attn", "mla_decode", {k: v for k, v in arguments.items() if v is not None}, layout="heads"
-    )
+    op = "mla_decode" if a.indexer is None else "mla_sparse"
+    yield Item(f"{path}.attn", op, {k: v for k, v in arguments.items() if v is not None}, layout="heads")
     yield _linear(f"{path}.o_proj", hidden, a.heads * a.value_size, a.bias, "rows", arch)
+
+
+def _indexer(a: LatentAttention, x: Indexer, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
+    assert a.query_rank is not None
+    yield _linear(f"{path}.wq_b", x.heads * x.head_size, a.query_rank, False, "", arch)
+    yield _linear(f"{path}.wk", x.head_size, hidden, False, "", arch)
+    yield _norm(x.norm, f"{path}.k_norm", x.head_size, arch)
+    arguments = {"head_size": a.rope_size, "is_neox_style": not x.interleaved, **(a.rope or {})}
+    yield Item(f"{path}.rotary_emb", "rotary_emb", {k: v for k, v in arguments.items() if v is not None})
+    yield _linear(f"{path}.weights_proj", x.heads, hidden, False, "", arch)
+    sizes = {"num_heads": x.heads, "head_size": x.head_size}
+    yield Item(f"{path}.indexer_op", "paged_mqa_logits", sizes)
+    yield Item(f"{path}.indexer_op", "top_k_per_row", {"topk": x.topk})
 
 
 def _mlp(mlp: Mlp, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:

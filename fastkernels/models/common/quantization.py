@@ -20,6 +20,13 @@ from fastkernels.models.common.description import Unsupported
 
 BLOCK = 128  # rows and columns that share a float8 scale
 GROUPS = (32, 64, 128, -1)  # columns that share an int4 scale; -1: all
+ROUTERS = (
+    "gate",
+    "router",
+)  # layers that stay unquantized in a model with experts, listed in a config or not
+EXPERT_KINDS = ("fp8", "fp8_block", "int4")  # number formats of a mixture's experts
+# Layers whose weight is read by more than their own product: they are dequantized at load.
+DENSE = ("kv_b_proj",)
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,12 @@ class Scheme:
         Raises Unsupported if only some of the matrices are that are packed into one weight here.
         """
         above, _, own = prefix.rpartition(".")
+        if arch.experts and own in ROUTERS:
+            return False
+        if (
+            arch.experts and own == "experts"
+        ):  # the first stands for all: a checkpoint that differs lacks scales
+            return self._quantizes_one(f"{arch.checkpoint_key(prefix)}.0.gate_proj")
         parts = arch.packed.get(own, (own,))
         names = [arch.checkpoint_key(".".join(filter(None, (above, part)))) for part in parts]
         found = {name: self._quantizes_one(name) for name in names}
@@ -66,7 +79,7 @@ class Scheme:
         targeted = not self.targets or any(_matches(name, target) for target in self.targets)
         return targeted and not any(_matches(name, pattern) for pattern in self.skipped)
 
-    def weight_bytes(self, rows: int, columns: int, dtype_bytes: int) -> int:
+    def weight_bytes(self, rows: int, columns: int, dtype_bytes: int, of_expert: bool = False) -> int:
         """Bytes of a weight with its scales, as it is kept in memory."""
         scales = rows * (1 if self.group < 0 else -(-columns // (self.group or columns)))
         sizes = {
@@ -76,13 +89,17 @@ class Scheme:
             "ternary": rows * columns // 4 + 4 * rows,
             "nvfp4": rows * columns * dtype_bytes,
         }
-        return sizes[self.kind] + 4 * self.static
+        return sizes[self.kind] + 4 * (self.static and not of_expert)
 
     @property
     def op(self) -> str:
         return {"int4": "linear_int4", "ternary": "linear_ternary", "nvfp4": "linear"}.get(
             self.kind, "linear_fp8"
         )
+
+    @property
+    def expert_op(self) -> str:
+        return "fused_experts_int4" if self.kind == "int4" else "fused_experts_fp8"
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -109,11 +126,15 @@ def read(config: Any) -> Scheme | None:
     if not isinstance(method, str) or method not in READERS:
         raise _unsupported("quant_method", method, *READERS)
     scheme = READERS[method](_Fields(raw))
-    if arch.runner != "Generate" or arch.experts:
-        what = "experts" if arch.experts else f"the runner {arch.runner}"
+    if arch.runner != "Generate":
         raise Unsupported(
-            f"config.quantization_config.quant_method={method!r} is not supported with {what}, only with dense"
-            " language models"
+            f"config.quantization_config.quant_method={method!r} is not supported with the runner {arch.runner}, only"
+            " with language models"
+        )
+    if arch.experts and scheme.kind not in EXPERT_KINDS:
+        raise Unsupported(
+            f"config.quantization_config.quant_method={method!r} is not supported with experts in {scheme.kind}, only"
+            f" in {', '.join(EXPERT_KINDS)}"
         )
     return scheme
 

@@ -15,19 +15,22 @@ import torch
 from torch import nn
 
 from fastkernels.models.common import registry
-from fastkernels.models.common.quantization import Scheme, read
+from fastkernels.models.common.quantization import DENSE, Scheme, read
 from fastkernels.overrides.linear.linear_int4 import MIDDLE, pack_int4
 from fastkernels.overrides.linear.linear_ternary import UNIT, pack_ternary
 from fastkernels.overrides.linear.parallel_linear import Methods, ParallelLinear
 from fastkernels.overrides.linear.quantized import (
+    DequantizedMethod,
     Fp8LinearMethod,
     Int4LinearMethod,
     Nvfp4AsDenseMethod,
     TernaryLinearMethod,
 )
+from fastkernels.overrides.moe.quantized import Fp8ExpertsMethod, Int4ExpertsMethod
 
 log = logging.getLogger("fastkernels")
 MARK = "weight_scale"  # the parameter that every quantized layer has
+MATRICES = ("w13", "w2")  # of stacked experts, before the names of their parameters
 # Of a KV cache in 8 bits: ours has the model's dtype.
 NOT_READ = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
 
@@ -41,9 +44,22 @@ def methods(config: Any) -> Methods | None:
     scheme = read(config)
     if scheme is None:
         return None
-    arch, make = registry.find(config.architectures[0]).arch, _method(scheme)
+    arch, make, make_experts = (
+        registry.find(config.architectures[0], config).arch,
+        _method(scheme),
+        _experts_method(scheme),
+    )
     announce(scheme)
-    return lambda prefix: make() if scheme.quantizes(prefix, arch) else None
+
+    def method(prefix: str) -> Any:
+        if not scheme.quantizes(prefix, arch):
+            return None
+        own = prefix.rpartition(".")[2]
+        if own == "experts" and arch.experts:
+            return make_experts()
+        return DequantizedMethod(make()) if own in DENSE and scheme.kind != "nvfp4" else make()
+
+    return method
 
 
 @lru_cache
@@ -70,6 +86,13 @@ def _method(scheme: Scheme) -> Callable[[], Any]:
     return lambda: Fp8LinearMethod(scheme.kind == "fp8_block", scheme.static)
 
 
+def _experts_method(scheme: Scheme) -> Callable[[], Any]:
+    if scheme.kind == "int4":
+        scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16
+        return lambda: Int4ExpertsMethod(scheme.group, scheme.zeros, scale_dtype)
+    return lambda: Fp8ExpertsMethod(scheme.kind == "fp8_block", scheme.static)
+
+
 class Reader:
     """The tensors of a checkpoint and the parameters that they become."""
 
@@ -81,23 +104,31 @@ class Reader:
 
     def targets(self, name: str) -> tuple[tuple[str, Convert], ...]:
         """(parameter, conversion) of a tensor, whose name has the layer's name in our model."""
-        layer, _, own = name.rpartition(".")
+        layer, own = self._split(name)
         if self.tensors and own in NOT_READ:
             announce_cache()
             return ()
         if own == "bias" and self._quantized(layer) and name not in self.parameters:
             return (("", _no_bias),)
         if own in self.tensors and self._quantized(layer):
-            return tuple((p and f"{layer}.{p}", convert) for p, convert in self.tensors[own])
+            return tuple((p and layer + p, convert) for p, convert in self.tensors[own])
         return ((name, same),)
 
     def checkpoint_name(self, parameter: str) -> str:
         """The name of a parameter's tensor, before the layer is renamed."""
-        layer, _, own = parameter.rpartition(".")
-        return f"{layer}.{self.names.get(own, own)}" if self._quantized(layer) else parameter
+        layer, own = self._split(parameter)
+        return layer + self.names.get(own, own) if self._quantized(layer) else parameter
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """The layer with its separator, and a tensor's own name: stacked experts have w13_weight and w2_weight."""
+        layer, dot, own = name.rpartition(".")
+        matrix, line, rest = own.partition("_")
+        if line and matrix in MATRICES:
+            return f"{layer}.{matrix}_", rest
+        return layer + dot, own
 
     def _quantized(self, layer: str) -> bool:
-        return f"{layer}.{MARK}" in self.parameters
+        return layer + MARK in self.parameters
 
 
 def finish(model: nn.Module) -> None:

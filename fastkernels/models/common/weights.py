@@ -107,22 +107,28 @@ def packed_parts(mapping: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, S
 
 
 def expert_parts(mapping: Iterable[tuple[str, str, int, str]]) -> dict[str, tuple[str, Shard]]:
-    """The same for vLLM's expert mapping: {'experts.3.w1.weight': ('experts.w13_weight', ('w1', 3))}."""
-    return {f"{theirs}weight": (f"{ours}weight", (shard, expert)) for ours, theirs, expert, shard in mapping}
+    """The same for vLLM's expert mapping: {'experts.3.w1': ('experts.w13_', ('w1', 3))}, before a parameter's name."""
+    return {theirs.removesuffix("."): (ours, (shard, expert)) for ours, theirs, expert, shard in mapping}
+
+
+def _has(name: str, module: str) -> bool:
+    """Whether the parameter `name` belongs to one of our modules, or to the experts' matrix 'experts.w13_'."""
+    return (f".{module}" if module.endswith("_") else f".{module}.") in f".{name}"
 
 
 def _rename(key: str, packed: Mapping[str, tuple[str, Shard]]) -> tuple[str, Shard]:
     pieces = key.split(".")
     for i in range(len(pieces)):
-        for n in (1, 4):  # a module, or a parameter of an expert: experts.N.w1.weight
+        for n in (1, 3):  # a module, or a matrix of an expert: experts.N.w1
             found = packed.get(".".join(pieces[i : i + n]))
-            if found is not None:
-                return ".".join([*pieces[:i], found[0], *pieces[i + n :]]), found[1]
+            if found is not None and i + n < len(pieces):
+                above, rest = "".join(f"{piece}." for piece in pieces[:i]), ".".join(pieces[i + n :])
+                return f"{above}{found[0]}{'' if found[0].endswith('_') else '.'}{rest}", found[1]
     return key, None
 
 
 def _parts_of(name: str, packed: Mapping[str, tuple[str, Shard]]) -> set[Shard]:
-    return {shard for ours, shard in packed.values() if f".{ours}." in f".{name}."} or {None}
+    return {shard for ours, shard in packed.values() if _has(name, ours)} or {None}
 
 
 def _leave_out(
@@ -140,8 +146,9 @@ def _leave_out(
 
 def _unpacked(name: str, shard: Shard, packed: Mapping[str, tuple[str, Shard]]) -> str:
     for theirs, (ours, part) in packed.items():
-        if part == shard and f".{ours}." in f".{name}.":
-            return f".{name}.".replace(f".{ours}.", f".{theirs}.")[1:-1]
+        if part == shard and _has(name, ours):
+            dot = "" if ours.endswith("_") else "."
+            return f".{name}".replace(f".{ours}{dot}", f".{theirs}.")[1:]
     return name
 
 

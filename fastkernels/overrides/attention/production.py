@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.core.baseline import Baseline, Function, aligned, dense, filled, first, half, inductor, same
+from fastkernels.core.baseline import Baseline, Function, aligned, dense, filled, first, inductor, same
 from fastkernels.overrides.attention import fa3, flashinfer
 from fastkernels.overrides.attention.paged_cache import no_sinks
 from fastkernels.overrides.kit.libraries import T, from_flashinfer, from_sgl_kernel, from_vllm, vllm_ops
@@ -38,7 +38,7 @@ def _vllm_no_merge(
 
 
 @cache
-def _starts(batch: int, device: torch.device) -> T:
+def decode_starts(batch: int, device: torch.device) -> T:
     """Return the query starts of a decode, which vLLM makes once per step for all layers."""
     return torch.arange(batch + 1, dtype=torch.int32, device=device)
 
@@ -49,7 +49,7 @@ def _fa3_decode() -> Function:
     def attention_decode(
         q: T, key_cache: T, value_cache: T, seq_lens: T, block_table: T, longest: int, *rest: Any
     ) -> T:
-        starts = _starts(q.shape[0], q.device)
+        starts = decode_starts(q.shape[0], q.device)
         return prefill(q, key_cache, value_cache, starts, seq_lens, block_table, 1, longest, *rest)
 
     return attention_decode
@@ -136,53 +136,6 @@ def _no_decode(q: T, key_cache: T, value_cache: T, seq_lens: T, block_table: T, 
     return first(refused, dense(q, seq_lens, block_table), filled(q), empty)
 
 
-def _flashmla() -> Function:
-    from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
-
-    def mla_decode(
-        q: T, kv_cache: T, seq_lens: T, block_table: T, longest: int, scale: float, head_size_v: int, *_: Any
-    ) -> T:
-        # vLLM makes the schedule once per step for all layers; here it is part of each call.
-        schedule, splits = get_mla_metadata(seq_lens, q.shape[1], 1)
-        out, _lse = flash_mla_with_kvcache(
-            q=q.unsqueeze(1), k_cache=kv_cache.unsqueeze(-2), block_table=block_table, cache_seqlens=seq_lens,
-            head_dim_v=head_size_v, tile_scheduler_metadata=schedule, num_splits=splits, softmax_scale=scale,
-            causal=True,
-        )  # fmt: skip
-        return out.squeeze(1)
-
-    return mla_decode
-
-
-def _no_flashmla(
-    q: T, kv_cache: T, seq_lens: T, block_table: T, longest: int, scale: float, head_size_v: int, k_scale: float = 1.0
-) -> str | None:  # fmt: skip
-    if (q.shape[2], head_size_v) != (576, 512):
-        return f"FlashMLA has a kernel for 512 + 64 channels only, got {head_size_v} + {q.shape[2] - head_size_v}"
-    if kv_cache.shape[1] != 64:
-        return f"FlashMLA needs blocks of 64 tokens, got {kv_cache.shape[1]}"
-    if k_scale != 1.0 or bool((seq_lens == 0).any()):
-        return "FlashMLA is used without a scale of the cache and without empty sequences"
-    return first(half(q), same(q, kv_cache), dense(q, kv_cache, block_table), filled(q))
-
-
-def _flashinfer_mla_decode() -> Function:
-    def mla_decode(q: T, kv_cache: T, seq_lens: T, block_table: T, longest: int, *rest: Any) -> T:
-        starts = _starts(q.shape[0], q.device)
-        return flashinfer.latent_prefill(q, kv_cache, starts, seq_lens, block_table, 1, longest, *rest)
-
-    return mla_decode
-
-
-def _no_flashinfer_mla(q: T, kv_cache: T, *rest: Any) -> str | None:
-    head_size_v, k_scale = (rest[4], rest[5:]) if len(rest) < 7 else (rest[6], rest[7:])
-    if (q.shape[2], head_size_v) != (576, 512):
-        return f"FlashInfer has a kernel for 512 + 64 channels only, got {head_size_v} + {q.shape[2] - head_size_v}"
-    if any(scale != 1.0 for scale in k_scale):
-        return "FlashInfer is used without a scale of the cache"
-    return first(half(q), same(q, kv_cache), dense(q, kv_cache), filled(q))
-
-
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "attention_decode": (
         Baseline("fa3", "host", _fa3_decode, _FA3, refuses=no_sinks(_no_fa3_decode)),
@@ -192,11 +145,6 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=no_sinks(_no_fa3_prefill)),
         from_flashinfer(lambda: flashinfer.prefill, no_sinks(flashinfer.supports_prefill), graph=False),
     ),
-    "mla_decode": (
-        Baseline("flashmla", "host", _flashmla, ("vllm",), refuses=_no_flashmla),
-        from_flashinfer(_flashinfer_mla_decode, _no_flashinfer_mla, graph=False),
-    ),
-    "mla_prefill": (from_flashinfer(lambda: flashinfer.latent_prefill, _no_flashinfer_mla, graph=False),),
     "merge_state": (
         from_vllm(_vllm_merge_state, _vllm_no_merge),
         from_sgl_kernel(_sglang_merge_state, _sglang_no_merge),

@@ -37,7 +37,8 @@ TARGETS = {
     "group_norm": (
         Target(
             "torch", "torch.nn.modules.normalization:GroupNorm", "TorchGroupNorm", "leaf", versions=">=2.13",
-            default=False, note="not measured yet against the host: replaced on request", computes={"silu": False},
+            default=False, note="decided at first calls on a GPU, elsewhere replaced on request",
+            computes={"silu": False}, tried=True,
         ),
     ),
 }  # fmt: skip

@@ -33,8 +33,10 @@ def rows(x: torch.Tensor) -> tuple[int, int, int] | None:
     return (n_inner, outer, inner) if len(runs) == 2 else (1, inner, 0)
 
 
-def unsupported_rows(x: torch.Tensor, name: str = "x") -> str | None:
-    """None if a kernel that uses `rows` can read x, else the reason."""
+def unsupported_rows(x: torch.Tensor | None, name: str = "x") -> str | None:
+    """None if a kernel that uses `rows` can read x, or x is None, else the reason."""
+    if x is None:
+        return None
     if x.dtype not in FLOATS:
         return f"{name} has dtype {x.dtype}, not float16, bfloat16 or float32"
     if rows(x) is None:

@@ -93,14 +93,15 @@ def check(
 
 
 @triton.jit
-def _exact(nibble, zero, x_ptr, UPCAST: tl.constexpr):
+def centered(nibble, zero, x_ptr, UPCAST: tl.constexpr):
     """nibble - zero in x's dtype. Integers below 16 are the last bits of 128 (bfloat16) and 1024 (float16)."""
     if UPCAST:
         return nibble.to(tl.float32) - zero.to(tl.float32)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    ONE: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
-    value = (nibble.to(tl.uint16) | ONE).to(dtype, bitcast=True)
-    return value - (zero.to(tl.uint16) | ONE).to(dtype, bitcast=True)
+    else:  # without `else` Triton compiles this part too
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        ONE: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+        value = (nibble.to(tl.uint16) | ONE).to(dtype, bitcast=True)
+        return value - (zero.to(tl.uint16) | ONE).to(dtype, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -136,8 +137,8 @@ def _int4_kernel(
             zero = tl.full((BLOCK_N, 1), 8, dtype=tl.uint8)
         if UPCAST:
             low, high = low.to(tl.float32), high.to(tl.float32)
-        part = tl.dot(_exact(w & 15, zero, x_ptr, UPCAST), low, input_precision="ieee")
-        part = tl.dot(_exact(w >> 4, zero, x_ptr, UPCAST), high, part, input_precision="ieee")
+        part = tl.dot(centered(w & 15, zero, x_ptr, UPCAST), low, input_precision="ieee")
+        part = tl.dot(centered(w >> 4, zero, x_ptr, UPCAST), high, part, input_precision="ieee")
         acc += part * scale[:, None]
     row, col = rows[None, :], cols[:, None]
     mask = there & (col < N)

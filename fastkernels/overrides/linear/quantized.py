@@ -14,10 +14,10 @@ from torch import nn
 from fastkernels.overrides.kit.fp8 import FP8, GROUP_EPS, MIN_ABSMAX
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
-from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
-from fastkernels.overrides.linear.linear_int4 import UNIT, linear_int4
+from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, expanded
+from fastkernels.overrides.linear.linear_int4 import UNIT, dequantize_int4, linear_int4
 from fastkernels.overrides.linear.linear_ternary import UNIT as TERNARY_UNIT
-from fastkernels.overrides.linear.linear_ternary import linear_ternary
+from fastkernels.overrides.linear.linear_ternary import linear_ternary, unpack_ternary
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 
 
@@ -74,6 +74,12 @@ class Fp8LinearMethod:
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Do nothing: the op uses the tensors as they were loaded."""
 
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        """Return the weight [N, K] in float32."""
+        n, k = layer.weight.shape
+        kind = BLOCK if self.block else ROW
+        return layer.weight.float() * expanded(layer.weight_scale, n, k, kind, BLOCK)
+
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.static:
             q, scale = quantize_fp8(x, layer.input_scale)
@@ -123,6 +129,11 @@ class Int4LinearMethod:
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Do nothing: the tensors were packed while they were read."""
 
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        """Return the weight [N, K] in float32."""
+        zero = layer.weight_zero if self.zeros else None
+        return dequantize_int4(layer.weight, layer.weight_scale, zero, torch.float32)
+
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         zero = layer.weight_zero if self.zeros else None
         return linear_int4(x, layer.weight, layer.weight_scale, zero, bias)
@@ -147,6 +158,10 @@ class TernaryLinearMethod:
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Do nothing: the weight was packed while it was read."""
+
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        """Return the weight [N, K] in float32."""
+        return (unpack_ternary(layer.weight).float() - 1) * layer.weight_scale[:, None]
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear_ternary(x, layer.weight, layer.weight_scale, bias)
@@ -189,6 +204,33 @@ class Nvfp4AsDenseMethod:
         for name in ("weight_packed", "weight_scale", "weight_global"):
             delattr(layer, name)
         layer.weight = nn.Parameter(dense.to(self.dtype), requires_grad=False)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, layer.weight, bias)
+
+
+class DequantizedMethod:
+    """A quantized weight that is dequantized once after loading: then the layer is an unquantized one."""
+
+    def __init__(self, stored: Any) -> None:
+        self.stored = stored
+
+    def create_weights(
+        self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        self.stored.create_weights(
+            layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype,
+            **extra_weight_attrs,
+        )  # fmt: skip
+        self.dtype = params_dtype
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Replace the loaded parameters by the weight."""
+        dense = self.stored.dequantize(layer).to(self.dtype)
+        for name in [name for name in layer._parameters if name != "bias"]:
+            delattr(layer, name)
+        layer.weight = nn.Parameter(dense, requires_grad=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x, layer.weight, bias)

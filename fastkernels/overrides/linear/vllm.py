@@ -298,7 +298,7 @@ def vllm_cutlass_scaled_mm(
 
     scale_b: [1], [N, 1] or [1, N]; per block [K / 128, N / 128].
     """
-    of_blocks = tuple(scale_b.shape) == (blocks(b.shape[0]), blocks(b.shape[1]))
+    of_blocks = tuple(scale_b.shape) == tuple(blocks(n) for n in b.shape)
     scale = scale_b.t() if of_blocks and scale_b.numel() > 1 else scale_b.reshape(-1)
     return linear_fp8(a, b.t(), scale_a, scale, bias, out_dtype)
 

@@ -70,12 +70,12 @@ class Scales(NamedTuple):
 
 # The number of pairs changes between calls: one compiled kernel serves all of them.
 @triton.jit(do_not_specialize=["E", "n_pairs", "n_blocks", "as_block"])
-def _grouped_gemm_kernel(
+def grouped_gemm_kernel(
     a_ptr, b_ptr, c_ptr, scale_ptr, pairs_ptr, experts_ptr, total_ptr, as_ptr, bs_ptr, N, E, n_pairs, n_blocks,
     a_stride, b_expert, b_stride, as_row, as_block, bs_expert, bs_row, bs_block,
     K: tl.constexpr, TOPK: tl.constexpr, HAS_SCALE: tl.constexpr, SORTED: tl.constexpr, FP8: tl.constexpr,
     BLOCKS: tl.constexpr, UPCAST: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, OVERLAP: tl.constexpr, ZEROS: tl.constexpr = False,
 ):  # fmt: skip
     follow(OVERLAP)
     # GROUP_M blocks of rows run next to each other, column by column, and share an expert's matrix through L2.
@@ -87,16 +87,20 @@ def _grouped_gemm_kernel(
     col = pid % (GROUP_M * columns) // height
     if block * BLOCK_M >= (tl.load(total_ptr) if SORTED else n_blocks * BLOCK_M):
         return
-    expert = tl.load(experts_ptr + block).to(tl.int64)
-    if (expert < 0) | (expert >= E):
-        return
     if SORTED:
         pairs = tl.load(pairs_ptr + block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))
     else:
         pairs = tl.where(tl.arange(0, BLOCK_M) == 0, block, n_pairs)
     there = pairs < n_pairs
-    rows = (tl.where(there, pairs, 0) // TOPK).to(tl.int64)
     cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    if (expert < 0) | (expert >= E):
+        if ZEROS:  # the rows of experts on other ranks are read, too
+            none = c_ptr + pairs.to(tl.int64)[:, None] * N + cols[None, :]
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=c_ptr.dtype.element_ty)
+            tl.store(none, zeros, mask=there[:, None] & (cols < N)[None, :])
+        return
+    rows = (tl.where(there, pairs, 0) // TOPK).to(tl.int64)
     ks = tl.arange(0, BLOCK_K)
     # a is [rows, K] and b is [K, cols]. With SWAP they are [K, rows] and [cols, K], and the product is b a.
     a_k = ks[:, None] if SWAP else ks[None, :]
@@ -171,7 +175,7 @@ def grouped_gemm(
     grid = (pairs.blocks * cdiv(n, t.block_n),)
     of_blocks = scales is not None and scales.kind == BLOCK
     where = Scales(ROW, a, 0, 0, b, 0, 0, 0) if scales is None else scales
-    _grouped_gemm_kernel[grid](
+    grouped_gemm_kernel[grid](
         a, b, out, scale, pairs.pairs, pairs.experts, pairs.total, where.a, where.b, n, b.shape[0], pairs.n_pairs,
         pairs.blocks, a.stride(0), b.stride(0), b.stride(1), where.a_row, where.a_block, where.b_expert, where.b_row,
         where.b_block, K=k, TOPK=topk, HAS_SCALE=scale is not None, SORTED=pairs.pairs is not None,

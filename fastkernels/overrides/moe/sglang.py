@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -220,9 +219,6 @@ class SGLangMoeRunner:
     """
 
     live_methods = ("run",)
-    host_attributes: Mapping[str, str] = {
-        "combine": "sglang.srt.layers.moe.token_dispatcher.standard:StandardCombineInput"
-    }
     combine: Any = Combined
 
     def __init__(self, runner_backend: Any, config: Any, lora_enabled: bool = False) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from fastkernels.core import assemble, parallel
 from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Permutable, Scalar, Tensor, fan_in
+from fastkernels.overrides.linear.parallel_linear import method_of
 from fastkernels.overrides.moe import fused_experts as experts
 from fastkernels.overrides.moe import topk_softmax as router
 
@@ -40,16 +41,33 @@ def expert_mapping(num_experts: int) -> list[tuple[str, str, int, str]]:
     ]
 
 
+class UnquantizedExpertsMethod:
+    """Weights in floats; moe/quantized.py has the others."""
+
+    op = "fused_experts"
+
+    def create_weights(self, layer: Any, n: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+        layer.add("w13_weight", (n, 2 * inner, hidden), dtype, 0)
+        layer.add("w2_weight", (n, hidden, inner), dtype, 1)
+
+    def apply(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return experts.fused_experts(
+            x, layer.w13_weight, layer.w2_weight, weights, ids, layer.expert_map, False
+        )
+
+
 class Experts(nn.Module):
     """The stacked weights of this rank's experts, with its shard of the intermediate size.
 
     Of `ranks` ranks, ep_size groups of tp_size ranks have an equal part of the experts each, by default all experts
     (parallel.get_ep_size() is 1). w13_weight: [E / ep_size, 2 I / tp_size, H], gate rows first; w2_weight: [E /
-    ep_size, H, I / tp_size]. expert_map [E]: index of each expert on this rank or -1; None if it has all. Raises
-    ValueError for quantized weights and for sizes that cannot be divided.
+    ep_size, H, I / tp_size]. expert_map [E]: index of each expert on this rank or -1; None if it has all. Quantized
+    weights are those of weights_as, see moe/quantized.py. Raises ValueError for a host's quant_config and for sizes
+    that cannot be divided.
     """
 
     expert_map: torch.Tensor | None
+    quant_method: Any
 
     def __init__(
         self,
@@ -79,13 +97,19 @@ class Experts(nn.Module):
             at = torch.arange(num_experts, dtype=torch.int32) - self.first
             expert_map = torch.where((at >= 0) & (at < here), at, -1)
         self.register_buffer("expert_map", expert_map, persistent=False)
+        self.quant_method = method_of(prefix) or UnquantizedExpertsMethod()
         dtype = params_dtype or torch.get_default_dtype()
-        self.w13_weight = nn.Parameter(
-            torch.empty(here, 2 * inner, hidden_size, dtype=dtype), requires_grad=False
-        )
-        self.w2_weight = nn.Parameter(torch.empty(here, hidden_size, inner, dtype=dtype), requires_grad=False)
-        for parameter in (self.w13_weight, self.w2_weight):
-            parameter.weight_loader = self.weight_loader  # type: ignore[attr-defined]
+        self.quant_method.create_weights(self, here, hidden_size, inner, dtype)
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, shared: int | None) -> None:
+        """Register an uninitialized parameter of all experts, or of shape [1] a value that is their largest.
+
+        shared: the dimension of an expert's part that ranks share, None if each has all. Names begin with w13 or w2.
+        """
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        parameter.weight_loader, parameter.shared = self.weight_loader, shared  # type: ignore[attr-defined]
+        parameter.of_down = name.startswith("w2")  # type: ignore[attr-defined]
+        self.register_parameter(name, parameter)
 
     def weight_loader(
         self,
@@ -100,46 +124,75 @@ class Experts(nn.Module):
 
         Experts of other ranks are checked and not copied.
 
-        loaded_weight: [I, H] for w1 and w3, [H, I] for w2; without ids [E, 2 I, H] or [E, H, I]. Raises ValueError for
-        unknown ids and other shapes.
+        loaded_weight: [I, H] for w1 and w3, [H, I] for w2; without ids [E, 2 I, H] or [E, H, I]. Those of quantized
+        weights are as the parameter, in which a scale of one value is repeated. Raises ValueError for unknown ids and
+        other shapes.
         """
+        of_down, shared = param.of_down, param.shared  # type: ignore[attr-defined]
         if shard_id is None:
+            if param.dim() == 1:
+                self._copy_largest(param, loaded_weight)
+                return True if return_success else None
             if len(loaded_weight) != self.num_experts:
                 raise ValueError(f"{self.prefix}: {len(loaded_weight)} experts, expected {self.num_experts}")
             loaded_weight = loaded_weight.narrow(0, self.first, len(param))
-            parts = loaded_weight.chunk(2, dim=1) if param is self.w13_weight else (loaded_weight,)
-            into = param.data.chunk(2, dim=1) if param is self.w13_weight else (param.data,)
+            parts = (loaded_weight,) if of_down else loaded_weight.chunk(2, dim=1)
+            into = (param.data,) if of_down else param.data.chunk(2, dim=1)
             for mine, whole in zip(into, parts, strict=True):
-                self._copy(mine, whole, 1 if param is self.w13_weight else 2)
+                self._copy(mine, whole, None if shared is None else shared + 1)
         else:
-            if shard_id not in SHARDS or (shard_id == "w2") != (param is self.w2_weight):
+            if shard_id not in SHARDS or (shard_id == "w2") != of_down:
                 raise ValueError(f"{self.prefix}: shard id {shard_id!r} does not belong to this parameter")
             if expert_id is None or not 0 <= expert_id < self.num_experts:
                 raise ValueError(f"{self.prefix}: expert {expert_id} is not in 0 .. {self.num_experts - 1}")
+            if param.dim() == 1:
+                self._copy_largest(param, loaded_weight)
+                return True if return_success else None
             here = self.first <= expert_id < self.first + len(param)
             mine = param.data[expert_id - self.first] if here else torch.empty_like(param[0], device="meta")
             if shard_id != "w2":
                 mine = mine.chunk(2, dim=0)[shard_id == "w3"]
-            self._copy(mine, loaded_weight, 1 if shard_id == "w2" else 0)
+            if mine.dim() == 1 and loaded_weight.numel() == 1:  # the scale of a whole matrix
+                mine.copy_(loaded_weight.reshape(1).expand(mine.shape))
+            else:
+                self._copy(mine, loaded_weight, shared)
         return True if return_success else None
 
-    def _copy(self, into: torch.Tensor, loaded: torch.Tensor, dim: int) -> None:
-        """Copy this rank's shard of `loaded` along `dim`."""
+    def _copy(self, into: torch.Tensor, loaded: torch.Tensor, dim: int | None) -> None:
+        """Copy this rank's shard of `loaded` along `dim`, all of it without one."""
         expected = list(into.shape)
-        expected[dim] *= self.tp_size
+        if dim is not None:
+            expected[dim] *= self.tp_size
         if list(loaded.shape) != expected:
+            where = (
+                ""
+                if dim is None
+                else f" ({into.shape[dim]} of dimension {dim} on each of {self.tp_size} ranks)"
+            )
             raise ValueError(
                 f"{self.prefix or 'Experts'}: weight of shape {tuple(loaded.shape)} does not fit, expected"
-                f" {tuple(expected)} ({into.shape[dim]} of dimension {dim} on each of {self.tp_size} ranks)"
+                f" {tuple(expected)}{where}"
             )
-        into.copy_(loaded.narrow(dim, self.tp_rank * into.shape[dim], into.shape[dim]))
+        into.copy_(
+            loaded if dim is None else loaded.narrow(dim, self.tp_rank * into.shape[dim], into.shape[dim])
+        )
+
+    def _copy_largest(self, param: nn.Parameter, loaded: torch.Tensor) -> None:
+        if loaded.numel() != 1:
+            raise ValueError(f"{self.prefix or 'Experts'}: expected one value")
+        if not loaded.is_meta:
+            param.data.copy_(torch.maximum(param.data, loaded.to(param).reshape(1)))
+
+    def compute(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of this rank's experts, not yet summed over the ranks."""
+        return self.quant_method.apply(self, hidden_states, topk_weights, topk_ids)
 
     def forward(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        out = experts.fused_experts(
-            hidden_states, self.w13_weight, self.w2_weight, topk_weights, topk_ids, self.expert_map, False
-        )
+        out = self.compute(hidden_states, topk_weights, topk_ids)
         return parallel.all_reduce(out) if self.ranks > 1 else out
 
 

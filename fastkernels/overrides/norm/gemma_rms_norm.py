@@ -73,8 +73,9 @@ def _supports_triton(
 ) -> str | None:
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
-    reason = unsupported_rows(x) or unsupported_vector(weight, "weight")
-    return reason if residual is None else reason or unsupported_rows(residual, "residual")
+    return (
+        unsupported_rows(x) or unsupported_vector(weight, "weight") or unsupported_rows(residual, "residual")
+    )
 
 
 def _triton(

@@ -130,8 +130,9 @@ def _supports_triton(
         return f"column-major scales of x with {x.dim()} dimensions"
     if residual is not None and (rows(residual) or (1,))[0] != (rows(x) or (1,))[0]:
         return f"residual has strides {residual.stride()}, x {x.stride()}: their rows differ"
-    added = None if residual is None else unsupported_rows(residual, "residual")
-    return unsupported_rows(x) or unsupported_vector(weight, "weight") or added
+    return (
+        unsupported_rows(x) or unsupported_vector(weight, "weight") or unsupported_rows(residual, "residual")
+    )
 
 
 def _triton(

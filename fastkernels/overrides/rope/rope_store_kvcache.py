@@ -298,11 +298,21 @@ def _reference(
     store_kvcache.store_in_place(turned, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
+def _same_tokens(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor,
+    value_cache: torch.Tensor, slot_mapping: torch.Tensor, *_: Any, **__: Any,
+) -> None:  # fmt: skip
+    """Tell torch.compile that these have the same number of tokens; see rotary_emb's."""
+    for x in (query, key, value, slot_mapping):
+        if isinstance(x.shape[0], torch.SymInt):
+            torch._check(positions.shape[0] == x.shape[0])
+
+
 rope_store_kvcache = define(
     "rope_store_kvcache(Tensor positions, Tensor(a!) query, Tensor key, Tensor value, Tensor(b!) key_cache,"
     " Tensor(c!) value_cache, Tensor slot_mapping, Tensor cos_sin_cache, bool is_neox_style, Tensor? q_weight=None,"
     " Tensor? k_weight=None, float eps=1e-6, float k_scale=1.0, float v_scale=1.0) -> ()",
-    fake=lambda *args, **kwargs: None,
+    fake=_same_tokens,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider("reference", _reference, devices=("cuda", "cpu")),

@@ -27,6 +27,7 @@ class Adapter:
     whole          whether this process has all layers of the model; False in a stage of a pipeline
     own            whether the model is built from our modules (our engine): rows then show all ops that run
     profiles_memory_later  whether the host still measures how much memory is left for its KV cache
+    first_call     whether modules that no user has named decide by time, at their first calls, if ours runs
     faster_on_cpu  whether the host's code on a CPU beats our plain PyTorch, which then goes in only when requested
     """
 
@@ -35,6 +36,7 @@ class Adapter:
     whole = True
     own = False
     faster_on_cpu = False
+    first_call = False
     profiles_memory_later = False
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:

@@ -24,7 +24,8 @@ from fk_integrations.core import seam
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.seam import Seam, Swap
-from fk_integrations.verify import choose
+from fk_integrations.verify import choose, trials
+from fk_integrations.verify.trials import Trial
 
 log = logging.getLogger("fastkernels")
 
@@ -35,6 +36,7 @@ class Patched:
 
     traced      ops whose kernels a profiler trace has shown
     every_step  ids of the rows whose modules a model calls in every step, or never
+    trials      {id of a row: the trial that decides about it, the reasons of its other modules}
     """
 
     adapter: Adapter
@@ -46,10 +48,13 @@ class Patched:
     rows: list[Row] = field(default_factory=list)
     traced: set[str] = field(default_factory=set)
     every_step: set[int] = field(default_factory=set)
+    trials: dict[int, tuple[Trial, dict[Reason, int]]] = field(default_factory=dict)
 
     def report(self) -> list[dict[str, Any]]:
         """The rows as dicts, with the counters as they are now."""
         for row in self.rows:
+            if id(row) in self.trials:
+                self._decided(row, *self.trials[id(row)])
             if row.state == "active" or Kind.CANDIDATE_UNCALLED in row.kinds:
                 self._count(row)
         active = [row for row in self.rows if row.state == "active"]
@@ -58,6 +63,13 @@ class Patched:
                 if not row.calls and not row.proof and id(row) in self.every_step:
                     row.proof = "uncalled"
         return [asdict(row) for row in self.rows]
+
+    def _decided(self, row: Row, trial: Trial, others: dict[Reason, int]) -> None:
+        """Bring a row up to date with what the first calls have decided."""
+        row.modules, row.measured = trial.modules - trial.restored, trial.lines()
+        row.state = "active" if row.modules else "off"
+        slower = Reason(Kind.LEFT_TO_HOST, "not faster than the host's at their first calls")
+        row.explain({**others, slower: trial.restored} if trial.restored else others)
 
     def _count(self, row: Row) -> None:
         from fastkernels.core.dispatch import fusions_of, proving
@@ -133,9 +145,16 @@ def plan(adapter: Adapter, request: Request, model: Any = None) -> Iterator[tupl
     for name in names:
         spec = registry.get(name)
         for target in adapter.targets(spec, model):
-            included = target.default or _requested(request, name)
+            included = (
+                target.default or _requested(request, name) or (target.tried and _decides(adapter, model))
+            )
             if seam.find(target.seam).live and (included or _by_table(spec, model)):
                 yield spec, target
+
+
+def _decides(adapter: Adapter, model: Any) -> bool:
+    """Whether first calls of this model decide."""
+    return model is not None and trials.decides(adapter, _device(model))
 
 
 def _requested(request: Request, op: str) -> bool:
@@ -199,7 +218,8 @@ def _load_candidates(patched: Patched) -> None:
 def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     row = Row(patched.rank, spec.name, target.name, 0, "off")
     requested = _requested(patched.request, spec.name)
-    by_table = not requested and not target.default
+    decides = not requested and _decides(patched.adapter, patched.model)
+    by_table = not requested and not target.default and not (target.tried and decides)
     host_class = seam.host_class(target)
     whole = _why_off(patched, spec, target, host_class, by_table)
     if whole is not None:
@@ -218,10 +238,14 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     for reason in place.passed_over(patched.model, host_class, known):
         reasons[_unless_requested(reason) if by_table else reason] += 1
     ours = _our_class(patched, spec, target)
+    trial = None
+    if place.decided and decides and not by_table:
+        trial = Trial(spec.name, host_class)
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:
-            stays = _swap(place, Swap(patched.adapter, module, host_class, ours, patched.journal, by_table))
+            made = Swap(patched.adapter, module, host_class, ours, patched.journal, by_table, trial)
+            stays = _swap(place, made)
             if stays is not None and by_table and place.optional:
                 stays = _unless_requested(stays)
         if stays is None:
@@ -233,6 +257,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if not row.modules and not reasons:
         reasons[Reason(Kind.NO_SUCH_MODULE, "the model has no such module")] = 0
     row.explain(reasons)
+    if trial is not None and row.modules:
+        patched.trials[id(row)] = trial, dict(reasons)
     if place.every_step and not by_table and not row.candidate:
         patched.every_step.add(id(row))
     return row

@@ -9,24 +9,28 @@ from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.journal import Journal
+from fk_integrations.verify.trials import Trial, choosing, sizes_of
 
-_LIVE: dict[tuple[type, type, bool], type] = {}
+_LIVE: dict[tuple[type, type, bool, str], type] = {}
 
 
-def live_class(host_class: type, ours: type, by_table: bool = False) -> type:
+def live_class(host_class: type, ours: type, by_table: bool = False, trial_of: str = "") -> type:
     """A subclass of the host's class with our methods; its constructor, loaders and isinstance checks stay.
 
     `ours.live_methods` names the methods, default ("forward",); a candidate may leave the list to the class that it
     replaces.
 
     by_table: wrap each method in `ours.by_table(theirs, ours)`, which picks one of the two per call by a tuned table.
+    trial_of: the op whose `trials.choosing` wraps each method and picks by the time of first calls.
     """
-    key = (host_class, ours, by_table)
+    key = (host_class, ours, by_table, trial_of)
     if key not in _LIVE:
         methods = {name: getattr(ours, name) for name in _method_names(host_class, ours)}
         if by_table:
             choose = ours.by_table  # type: ignore[attr-defined]
             methods = {name: choose(getattr(host_class, name), own) for name, own in methods.items()}
+        if trial_of:
+            methods = {n: choosing(getattr(host_class, n), own, trial_of) for n, own in methods.items()}
         body = {
             **methods,
             "__module__": host_class.__module__,
@@ -45,8 +49,9 @@ def _method_names(host_class: type, ours: type) -> set[str]:
 
 
 def replace_attribute(
-    holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal, by_table: bool = False
-) -> Reason | None:
+    holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal, by_table: bool = False,
+    trial: Trial | None = None,
+) -> Reason | None:  # fmt: skip
     """Replace the object `holder.name` with one of our class and the same state; None, or why not.
 
     methods: an instance that has one of these as an attribute of its own was patched by other code.
@@ -54,10 +59,17 @@ def replace_attribute(
     old = getattr(holder, name)
     if patched := [m for m in methods if m in vars(old)]:
         return Reason(Kind.REPLACED, f"its {name}.{patched[0]} was replaced by other code")
-    new: Any = object.__new__(live_class(type(old), ours, by_table))
+    new: Any = object.__new__(live_class(type(old), ours, by_table, trial.op if trial is not None else ""))
     vars(new).update(vars(old))
     setattr(holder, name, new)
     journal.add(lambda: setattr(holder, name, old))
+
+    def back() -> None:
+        if getattr(holder, name) is new:  # no other object since
+            setattr(holder, name, old)
+
+    if trial is not None:
+        trial.begin(new, sizes_of(holder), back, journal)
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import Target
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
+from fk_integrations.core.live_class import live_class
+from fk_integrations.verify import trials
+from fk_integrations.verify.trials import Trial
 
 FOLDER = Path(__file__).resolve().parents[1] / "seams"
 
@@ -22,6 +25,7 @@ class Swap:
     """One module that is to run our class `ours`.
 
     by_table  only calls that a tuned table lists as faster run ours
+    trial     decides at the first calls whether ours runs; None: always
     """
 
     adapter: Adapter
@@ -30,6 +34,7 @@ class Swap:
     ours: type
     journal: Journal
     by_table: bool = False
+    trial: Trial | None = None
 
 
 class Seam:
@@ -39,12 +44,14 @@ class Seam:
     optional  whether an unsupported module counts as left to the host when the op was not requested
     first     whether its targets are handled before all others, which depend on what it changes
     every_step  whether a model calls its modules in every step or never; others may wait for a decode
+    decided  whether the first calls of its modules may decide between the host and ours
     """
 
     live = True
     optional = False
     first = False
     every_step = False
+    decided = False
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         """The modules of exactly this host class, each once; a subclass may have been changed by other code."""
@@ -60,6 +67,15 @@ class Seam:
     def swap(self, swap: Swap) -> Reason | None:
         """Make the change, noted in the journal; None, or why nothing was changed."""
         raise NotImplementedError(f"{type(self).__name__} is not for live models")
+
+
+def set_live_class(swap: Swap) -> None:
+    """Change a module's class, to one whose first calls decide if the swap has a trial."""
+    op = swap.trial.op if swap.trial is not None else ""
+    swap.journal.set_class(swap.module, live_class(swap.host_class, swap.ours, trial_of=op))
+    if swap.trial is not None:
+        back = partial(setattr, swap.module, "__class__", swap.host_class)
+        swap.trial.begin(swap.module, trials.sizes_of(swap.module), back, swap.journal)
 
 
 def other_classes(model: Any, host_class: type, known: Callable[[str], bool]) -> list[Reason]:

@@ -30,6 +30,7 @@ class DiffusersAdapter(Adapter):
     """Targets are diffusers' layers and processors, torch's classes, and transformers' in text encoders."""
 
     host = "diffusers"
+    first_call = True
 
     def __init__(self) -> None:
         self.version = versions.installed("diffusers") or ""

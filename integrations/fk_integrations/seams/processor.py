@@ -14,9 +14,12 @@ class Processor(Seam):
     """Replaces `processor`; layers may share one, and each gets its own."""
 
     every_step = True
+    decided = True
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         return [m for m in model.modules() if type(vars(m).get("processor")) is host_class]
 
     def swap(self, swap: Swap) -> Reason | None:
-        return replace_attribute(swap.module, "processor", swap.ours, ("__call__",), swap.journal)
+        return replace_attribute(
+            swap.module, "processor", swap.ours, ("__call__",), swap.journal, trial=swap.trial
+        )

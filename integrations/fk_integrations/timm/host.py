@@ -25,6 +25,7 @@ class TimmAdapter(Adapter):
     """Targets are timm's shared layers, the classes of single models, and torch's."""
 
     host = "timm"
+    first_call = True
 
     def __init__(self) -> None:
         self.version = versions.installed("timm") or ""

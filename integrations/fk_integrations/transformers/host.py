@@ -48,6 +48,7 @@ class TransformersAdapter(Adapter):
     """Targets are the model's classes that compute what a listed class does, and torch's."""
 
     host = "transformers"
+    first_call = True
 
     def __init__(self) -> None:
         self.version = installed_version() or ""

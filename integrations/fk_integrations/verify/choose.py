@@ -25,7 +25,8 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.verify.ranks import agree
 
 log = logging.getLogger("fastkernels")
-TRIED = ("linear",)  # ops whose verification has run on a GPU; others are measured with FASTKERNELS_VERIFY=1
+# Ops whose verification has run on a GPU; others are measured with FASTKERNELS_VERIFY=1.
+TRIED = "linear", "attention_decode"
 SECONDS = 85.0  # of a measurement, with compiling
 WAIT_S = SECONDS + 60  # that other ranks wait for it
 

@@ -109,8 +109,6 @@ class VllmAdapter(Adapter):
     def points(self, op: Any) -> Sequence[tuple[int, ...]]:
         if op.name != "attention_decode" or self.worker is None:
             return super().points(op)
-        if not Environment.read().verify:  # by default only what was proved on a GPU
-            return ()
         config = self.worker.vllm_config
         most, context = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
         return [(batch, context) for batch in BATCHES if batch <= most]
@@ -461,6 +459,7 @@ class VllmHost:
             if changes and engine.is_sleeping():
                 raise PatchError(ASLEEP)
             if changes:
+                _forget_finished(engine)
                 _reset_caches(engine)
             replies = _in_order(engine.collective_rpc(RPC, args=(request.to_json(),)))
         except PatchError:
@@ -519,6 +518,16 @@ def _abort_failed(engine: Any) -> None:
         core = engine.engine_core
         engine.output_processor.abort_requests(requests, internal=True)
         core.abort_requests(requests)
+
+
+def _forget_finished(engine: Any) -> None:
+    """Free the slots of finished requests in workers of this process, which learn of them with their next step.
+
+    A warm-up takes all slots.
+    """
+    core = getattr(engine.engine_core, "engine_core", None)  # None: in another process, which steps by itself
+    if core is not None and core.scheduler.has_finished_requests():
+        engine.step()
 
 
 def _reset_caches(engine: Any) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fk_bench.core.rows import Row, Subject, append, read
-from fk_bench.e2e.comparison import Load, metrics_of
+from fk_bench.e2e.comparison import Extent, Load, metrics_of, repeats_of
 from fk_bench.e2e.host import make_row
 from fk_bench.e2e.ratios import COMMAND, over_loads, summary
 from fk_bench.serving.config import ConfigError
@@ -97,6 +98,16 @@ def test_rows_are_shown_without_a_model(tmp_path: Path) -> None:
     assert "geometric mean" in done.stdout
 
 
+def test_short_loads_are_repeated_more_often() -> None:
+    short, long = Load(1, 600, 8), Load(64, 512, 64)
+    took = {short: 0.06, long: 2.5}
+    extent = Extent([short, long], cycles=1, repeats=3, load_seconds=1.0)
+    assert repeats_of(extent, 1.0, took) == {short: 17, long: 3}
+    assert repeats_of(replace(extent, seconds=9.0), 1.0, took) == {short: 17, long: 2}  # two at least
+    assert repeats_of(replace(extent, load_seconds=60.0), 1.0, took) == {short: 20, long: 20}
+    assert repeats_of(replace(extent, load_seconds=0.0), 1.0, took) == {short: 3, long: 3}
+
+
 def test_unknown_host_and_bad_arguments_are_refused(tmp_path: Path) -> None:
     for args, message in (
         (["--host", "ollama"], "vllm or sglang"),
@@ -120,7 +131,8 @@ def test_real_vllm_is_patched_and_undone_in_turn(tmp_path: Path, before: bool) -
     model, out = make_tiny_llama(tmp_path / "tiny"), tmp_path / "run"
     command = [
         COMMAND, model, "--python", python, "--loads", "1x16+8,3x16+8", "--cycles", "1", "--repeats", "2",
-        "--load-format", "auto", "--ops", "rms_norm", *["--before-construction"] * before, "--out", out,
+        "--load-seconds", "0", "--load-format", "auto", "--ops", "rms_norm", *["--before-construction"] * before,
+        "--out", out,
     ]  # fmt: skip
     done = fk_bench(*command, timeout=400)
     assert done.returncode == 0, done.stderr
@@ -146,8 +158,8 @@ def test_models_share_a_machine_and_runs_continue(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [
         COMMAND, first, second, "--python", python, "--loads", "1x16+20,2x16+8", "--cycles", "1", "--repeats", "5",
-        "--model-seconds", "0.1", "--again", "100", "--load-format", "auto", "--ops", "rms_norm", "--with-engine",
-        "--side-by-side", "2", "--no-table", "--out", out,
+        "--model-seconds", "0.1", "--load-seconds", "0", "--again", "100", "--load-format", "auto", "--ops", "rms_norm",
+        "--with-engine", "--side-by-side", "2", "--no-table", "--out", out,
     ]  # fmt: skip
     done = fk_bench(*command, timeout=400)
     assert done.returncode == 0, done.stderr

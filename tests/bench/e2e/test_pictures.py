@@ -127,6 +127,37 @@ def test_wrong_candidate_is_found(tmp_path: Path) -> None:
     assert [r.status for r in rows] == [Status.OK, Status.WRONG] and "cosine to float32" in rows[1].reason
 
 
+def test_failed_lane_leaves_the_others(tmp_path: Path) -> None:
+    folder = tmp_path / "candidates"
+    folder.mkdir()
+    (folder / "gelu.py").write_text(
+        "def gelu(x, approximate='none'):\n    raise RuntimeError('no such kernel')\n"
+    )
+    args = (*TIMM, "--requests", "1", "--candidate", folder, "--dtype", "float32")
+    status, last, rows = run(tmp_path / "run", *args)
+    assert status == 1 and [line["status"] for line in last["results"]] == ["ok", "failed"]
+    patched, *stock = rows
+    assert patched.status is Status.FAILED and "no such kernel" in patched.reason and not patched.metrics
+    assert [(r.subject.lane, r.round, r.status) for r in stock] == [("stock", r, Status.OK) for r in (0, 1)]
+    assert "no such kernel" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_interrupted_run_is_continued(tmp_path: Path) -> None:
+    two = ("vit_small_patch16_dinov3,no_such_model", *TIMM[1:], "--requests", "1,2", "--dtype", "float32")
+    status, last, first = run(tmp_path, *two, rounds=1)
+    assert status == 1 and first[-1].reason.startswith("timm cannot open 'no_such_model'")
+    assert [(r.case["batch"], r.subject.lane) for r in first[:-1]] == [
+        (1, "stock"), (1, "patched"), (2, "stock"), (2, "patched"),
+    ]  # fmt: skip
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines[:3]) + "\n")  # ended within batch 2
+    status, last, again = run(tmp_path, TIMM[0], *two[1:], rounds=1)
+    assert status == 0 and again[:2] == first[:2] and len(last["results"]) == 4
+    assert [r.time >= first[3].time for r in again[2:]] == [True, True]
+    done = fk_bench_here("e2e", *TIMM, "--lanes", "stock,patched", "--rounds", 3, "--out", tmp_path)
+    assert done.returncode != 0 and "has results of other settings" in done.stderr
+
+
 def test_folder_without_weights_gives_a_random_pipeline(tmp_path: Path) -> None:
     pipe = make_tiny_pipeline(tmp_path / "sdxl")
     for file in pipe.rglob("*.safetensors"):
@@ -168,7 +199,8 @@ def test_demo_puts_both_models_on_one_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("blocks", [(), ("--compile-blocks",)])
 def test_compiled_lanes(tmp_path: Path, blocks: tuple[str, ...]) -> None:
     lanes = ("--lanes", "stock,compiled,patched,patched-compiled", "--ops", "layer_norm,attention_dense")
-    status, last, rows = run(tmp_path, *TIMM, "--requests", "2", *lanes, *blocks, rounds=1)
+    deeper = (*TIMM[:-1], TIMM[-1].replace('"depth": 2', '"depth": 4'))  # blocks are compiled from four on
+    status, last, rows = run(tmp_path, *deeper, "--requests", "2", *lanes, *blocks, rounds=1)
     assert status == 0, last
     assert [r.subject.lane for r in rows] == ["stock", "compiled", "patched", "patched-compiled"]
     assert rows[1].metrics["first_call_s"] > rows[0].metrics["first_call_s"]

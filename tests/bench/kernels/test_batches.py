@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.clock.batches import GRAPH_CALLS, SINGLES, Batches, Lane, Timed
+from fk_bench.kernels.judge.clock.batches import GRAPH_CALLS, QUEUED, SINGLES, Batches, Lane, Timed
 from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena, memory_file
+from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.memory.slots import Slots
 from fk_bench.kernels.judge.processes.messages import Place
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
@@ -103,6 +104,51 @@ def test_calls_of_long_batch_only_are_compared(fd: int, cuda: bool, monkeypatch:
     made._round(0, Timed(Samples(4), Samples(4), Samples(4)), True)
     assert compared == [[8, 8]] and (0, 8) in ran
     assert bool(gated) is cuda
+
+
+def test_both_sides_run_equally_often_on_cpu(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The side that runs more often is faster there; and no check of the candidate lies between the two."""
+    made = batches(fd, 4, False)
+    made.baseline = Lane(made.baseline.side, made.baseline.arena)
+    order: list[str] = []
+    monkeypatch.setattr(made, "_check", lambda *args: order.append("check"))
+
+    def batch(lane: Lane, start: int, count: int, into: Samples, group: str) -> tuple[list[int], list[int]]:
+        into.add(group.endswith("long"), 1e-5 * count, None, count)
+        order.append("candidate" if lane is made.candidate else "baseline")
+        return [], []
+
+    monkeypatch.setattr(made, "_batch", batch)
+    timed = Timed(*(Samples(4) for _ in range(3)), own=Samples(4))
+    made._round(0, timed, False)
+    assert order.count("candidate") == order.count("baseline") == 5
+    assert timed.own is not None and len(timed.own.slopes) == len(timed.again.slopes) == 1
+    pairs = [o for o in order if o != "check"]
+    assert all(set(pair) == {"candidate", "baseline"} for pair in zip(pairs[::2], pairs[1::2], strict=True))
+    for i in (i for i, o in enumerate(order) if o == "check"):
+        assert order[:i].count("candidate") == order[:i].count("baseline")
+
+
+def test_calls_alone_are_queued_together(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU: one request queues calls of different slots, each with its own ticket, and each is passed once."""
+    made = batches(fd, 4, True)
+    asked, opened = [], []
+
+    class Queue:
+        gate = Gate(fd)
+
+        def ask(self, do: str, slots: list[int], tickets: list[int]) -> None:
+            asked.append((do, slots, tickets))
+
+        def stop(self) -> None:
+            asked.append("stop")
+
+    made._queued = QUEUED
+    monkeypatch.setattr(made, "_open", lambda lane, slot, ticket, timed: opened.append((slot, ticket)))
+    made._gated(Lane(Queue(), made.candidate.arena), None)  # type: ignore[arg-type]
+    (do, slots, tickets), stop = asked
+    assert do == "queue" and stop == "stop" and opened == list(zip(slots, tickets, strict=True))
+    assert len(set(slots)) == QUEUED and min(slots) >= 8 and sorted(set(tickets)) == tickets
 
 
 def places(made: Batches, position: int = 0) -> list[list[Place]]:

@@ -15,16 +15,18 @@ def test_words_are_shared_and_tickets_grow() -> None:
     judge, side = Gate(fd), Gate(fd)
     first, second = judge.ticket(), judge.ticket()
     assert first < second and side._words[0] == 0
-    judge.open()
-    assert side._words[0] == second  # what waits for a ticket that is not above it goes on
-    assert not judge.passed(0.001)
-    side._words[1] = first  # an earlier report does not count
-    assert not judge.passed(0.001)
+    judge.open(first)
+    assert side._words[0] == first < second  # what waits for a ticket that is not above it goes on
+    assert not judge.passed(first, 0.001)
+    side._words[1] = first
+    assert judge.passed(first, 0.001)
+    assert not judge.passed(second, 0.001)  # an earlier report does not count
+    judge.open(second)
     side._words[1] = second
-    assert judge.passed(0.001)
+    assert side._words[0] == second and judge.passed(second, 0.001)
     following = Gate(fd)  # of the next process
     following.reset()
-    assert side._words[0] < following.ticket() and not following.passed(0.001)
+    assert side._words[0] < following.ticket() and not following.passed(second + 1, 0.001)
     os.close(fd)
 
 
@@ -40,7 +42,7 @@ def test_queued_work_waits_until_the_gate_opens() -> None:
         side.wait(stream.cuda_stream, ticket)
         x.add_(1)
         side.report(stream.cuda_stream, ticket)
-    assert not judge.passed(0.05)
-    judge.open()
-    assert judge.passed(5.0) and x.sum().item() == 4
+    assert not judge.passed(ticket, 0.05)
+    judge.open(ticket)
+    assert judge.passed(ticket, 5.0) and x.sum().item() == 4
     os.close(fd)

@@ -73,6 +73,8 @@ WITHOUT = {
     "linear_fp8",
     "mla_decode",
     "mla_prefill",
+    "mla_sparse",
+    "paged_mqa_logits",
     "rope_store_kvcache",
 }  # their references use other modules of ours
 

@@ -84,6 +84,16 @@ def test_interval_has_difference_between_baselines(ratio: float) -> None:
     assert not busy.significant
 
 
+def test_both_sets_of_the_candidate_count() -> None:
+    candidate, baseline, again = (samples(1e-5, 0.001, seed) for seed in (1, 2, 3))
+    own = samples(2e-5, 0.001, 4)
+    alone, both = (timing.speedup(candidate, baseline, again, own=o) for o in (None, own))
+    assert both.value == pytest.approx(2 / 3, rel=0.01) and alone.value == pytest.approx(1, rel=0.01)
+    assert both.interval[0] < 0.5 and both.interval[1] > 0.9  # the sets differ by a factor of 2
+    late = timing.speedup(candidate, baseline, again, 1e-5, candidate)
+    assert late.value == pytest.approx(0.5, rel=0.01)
+
+
 # Scatter
 
 

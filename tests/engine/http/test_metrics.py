@@ -59,6 +59,8 @@ def test_metrics_page_has_vllm_names_and_counts(tiny):
     assert values["vllm:prefix_cache_queries_total"] >= 80 and values["vllm:kv_cache_usage_perc"] == 0
     ended = {s.labels["finished_reason"]: s.value for s in families["vllm:request_success"].samples}
     assert ended == {"stop": 0, "length": 2, "abort": 0}
+    (cache,) = families["vllm:cache_config_info"].samples
+    assert (cache.labels["num_gpu_blocks"], cache.labels["block_size"], cache.value) == ("64", "16", 1)
     startup = {s.labels["phase"]: s.value for s in families["fastkernels:startup_seconds"].samples}
     assert startup == engine.phases.seconds and startup["weights"] > 0
     phases = ("queue", "prefill", "decode")

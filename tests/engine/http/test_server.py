@@ -9,6 +9,8 @@ import openai
 import pytest
 from support.live import live_server, metric
 
+from fastkernels import __version__
+
 GREEDY = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -123,13 +125,39 @@ def test_echo_and_prompt_logprobs(client, url):
 
 def test_chat(client):
     whole = client.chat.completions.create(model="tiny", messages=MESSAGES, **GREEDY)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     chunks = list(client.chat.completions.create(model="tiny", messages=parts, stream=True, **GREEDY))
     text = "".join(c.choices[0].delta.content or "" for c in chunks)
     assert whole.choices[0].message.content == text != ""
     assert [c.choices[0].delta.role for c in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
     assert whole.usage.prompt_tokens == len("<|user|>Hi\n<|assistant|>")
+    assert whole.system_fingerprint == chunks[-1].system_fingerprint == f"fastkernels-{__version__}"
     assert len(whole.prompt_token_ids) == whole.usage.prompt_tokens == len(chunks[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}", "system:S;user:a\nb;"),
+        (
+            "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for part in m['content'] %}[{{ part.text }}]{% endfor %}{% endif %};{% endfor %}",
+            "system:S;user:[a][b];",
+        ),
+        ("{% for m in messages %}{{ m.role == 'developer' }};{% endfor %}", "True;False;"),
+    ],
+)
+def test_templates_get_parts_and_roles_that_they_read(live, template, expected):
+    url, server = live
+    tokenizer = server.llm.engine.tokenizer
+    user = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    try:
+        messages = [{"role": "developer", "content": "S"}, user]
+        ids = post(url, "/tokenize", messages=messages, add_generation_prompt=False).json()["tokens"]
+    finally:
+        tokenizer.chat_template = before
+    assert post(url, "/detokenize", tokens=ids).json()["prompt"] == expected
 
 
 def test_logprobs_of_a_chat(client):

@@ -64,7 +64,10 @@ def test_asleep_the_plugin_adds_one_method(llm, stock):
 
 def test_live_patch_runs_ours_and_undo_is_exact(llm, stock):
     before = modules(llm)
+    generate(llm)
+    assert worker(llm).model_runner.requests  # vLLM's worker has not yet heard that they are finished
     report = fastkernels.patch(llm, ops=LEAVES)
+    assert not worker(llm).model_runner.requests
     assert report.verified and report.version == "0.32.0"
     calls = report.patched_calls
     patched = generate(llm)

@@ -186,3 +186,25 @@ def test_gpu_kernel_equals_the_separate_kernels(tokens: int, norms: bool) -> Non
             torch.testing.assert_close(got.float(), want.float(), rtol=1.6e-2, atol=1.6e-2)
         else:
             assert torch.equal(got, want)
+
+
+def test_graph_has_one_size_for_all_tokens() -> None:
+    """As of a host's own arithmetic; see rotary_emb's test."""
+    torch._dynamo.reset()
+    args = make_args(SPEC, next(case for case in ODD if case.dims["tokens"] > 1))
+    first = [*(x.contiguous() for x in args[:4]), args[6]]
+    sizes: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        values = [n.meta["example_value"] for n in graph.graph.find_nodes(op="placeholder")]
+        of_tensors = [x.shape[0] for x in values if isinstance(x, torch.Tensor)]
+        sizes.extend(str(n) for n in of_tensors if isinstance(n, torch.SymInt))
+        return graph.forward
+
+    def stored(*x: torch.Tensor) -> None:
+        rope_store_kvcache.rope_store_kvcache(*x[:4], *args[4:6], x[4], *args[7:])
+
+    for x in first:
+        torch._dynamo.mark_dynamic(x, 0)
+    torch.compile(stored, backend=backend, fullgraph=True)(*first)
+    assert len(sizes) == 5 and len({*sizes}) == 1, sizes

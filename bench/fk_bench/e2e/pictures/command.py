@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,22 @@ import torch
 
 from fastkernels.core.candidate import from_directory
 from fastkernels.patch import PatchError
-from fk_bench.core import machine, rows
-from fk_bench.core.output import fail, last_line, table
+from fk_bench.core import machine
+from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e.pictures import report, subjects
-from fk_bench.e2e.pictures.measure import LANES, Compiler, Lane, Settings, cost_rows, measure, summary
+from fk_bench.e2e.pictures.measure import (
+    COSTS,
+    LANES,
+    Compiler,
+    DeviceLost,
+    Lane,
+    Settings,
+    failed_row,
+    measure,
+    summary,
+)
+from fk_bench.e2e.pictures.saved import Saved
 from fk_bench.serving.config import ConfigError, comma_list
 
 WITH_GRAPHS = ("max-autotune", "reduce-overhead")
@@ -28,7 +41,10 @@ def run(
     steps: int, lanes: str, ops: str, candidate: Path | None, seed: int, arguments: dict[str, Any], folder: Path,
     json_only: bool, compiler: Compiler, with_costs: bool, channels_last: bool,
 ) -> None:  # fmt: skip
-    """Measure models one after the other, write rows.jsonl and report.html to `folder`, and print tables and JSON."""
+    """Measure models one after the other, write rows.jsonl and report.html to `folder`, and print tables and JSON.
+
+    A folder of an interrupted run with the same settings is continued. Raises ConfigError.
+    """
     names = comma_list("--lanes", lanes or "stock,compiled,patched", str)
     unknown = [n for n in names if n not in LANES]
     if unknown or names[0] != "stock":
@@ -52,57 +68,95 @@ def run(
     chosen = tuple(comma_list("--ops", ops, str)) if ops else None
     files = {op: str(file) for op, file in from_directory(candidate).items()} if candidate else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    every: list[tuple[str, list[Row], list[Lane]]] = []
+    made_with = {
+        "rounds": rounds, "dtype": dtype, "load_format": load_format, "image_size": image_size, "steps": steps,
+        "ops": chosen, "candidates": files, "seed": seed, "arguments": arguments, "compiler": asdict(compiler),
+        "costs": with_costs, "channels_last": channels_last,
+    }  # fmt: skip
+    saved = Saved(folder, made_with)
+    every: list[tuple[str, list[Row]]] = []
+    lost: DeviceLost | None = None
     for model in models.split(","):
         own = subjects.NAMED[model][0] if model in subjects.NAMED else host
         settings = Settings(
             own, model, dtype, batches, rounds, seed, tuple(names), chosen, files, compiler, with_costs
         )  # fmt: skip
         try:
-            subject = subjects.open_subject(
-                own, model, getattr(torch, dtype), device, load_format, image_size, steps, arguments
-            )
-            if channels_last:
-                subject.channels_last()
-            made, found = measure(subject, settings, lambda line: print(line, file=sys.stderr))
-        except (subjects.SubjectError, PatchError) as error:
-            fail(f"{model}: {error}" if "," in models else str(error), 1)
+            _measure(settings, saved, device, load_format, image_size, steps, arguments, channels_last)
+        except DeviceLost as error:
+            lost = error
+        except Exception as error:  # the other models are measured
+            known = isinstance(error, (subjects.SubjectError, PatchError))
+            text = str(error) if known else f"{type(error).__name__}: {error}"
+            print(f"{model}: {text}" if "," in models else text, file=sys.stderr)
+            if not known:
+                traceback.print_exc()
+            saved.add([failed_row(settings, text)])
+        made = saved.of(model)
+        every.append((model, made))
+        if not json_only and any(r.metrics for r in made):
+            _show(settings, made)
+        if lost is not None:
+            break
+    saved.write_page()
+    ok = lost is None and all(r.status is Status.OK for _, made in every for r in made)
+    if not json_only:
+        print(f"rows: {saved.rows}; page: {saved.page}\n")
+    several = len(every) > 1
+    last_line({
+        "command": "e2e", "ok": ok, "rows": str(saved.rows), "report": str(saved.page),
+        "results": [{"model": m, **line} if several else line for m, made in every for line in summary(made)],
+    })  # fmt: skip
+    if lost is not None:
+        print(str(lost), file=sys.stderr)
+    if not ok:
+        raise SystemExit(1)
+
+
+def _measure(
+    settings: Settings, saved: Saved, device: str, load_format: str, image_size: int, steps: int,
+    arguments: dict[str, Any], channels_last: bool,
+) -> None:  # fmt: skip
+    """Measure what `saved` does not have of one model yet."""
+    settings = saved.rest(settings)
+    if not settings.batches:
+        print(f"{settings.model}: measured before, in {saved.rows}", file=sys.stderr)
+        return
+    subject = subjects.open_subject(
+        settings.host, settings.model, getattr(torch, settings.dtype), device, load_format, image_size, steps, arguments
+    )  # fmt: skip
+    if channels_last:
+        subject.channels_last()
+    found: list[Lane] = []
+    try:
+        _, found = measure(
+            subject, settings, lambda line: print(line, file=sys.stderr, flush=True), saved.add
+        )
+        saved.add_section(settings.model, report.section(saved.of(settings.model), found))
+    finally:
         for lane in found:
             lane.free()
         del subject
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-        rows.append(folder / "rows.jsonl", [*made, *cost_rows(found, settings)])
-        every.append((model, made, found))
-        report.write(folder / "report.html", [(made, found) for _, made, found in every])
-        if not json_only:
-            _show(settings, made, found)
-    ok = all(r.status is Status.OK for _, made, _ in every for r in made)
-    if not json_only:
-        print(f"rows: {folder / 'rows.jsonl'}; page: {folder / 'report.html'}\n")
-    several = len(every) > 1
-    last_line({
-        "command": "e2e", "ok": ok, "rows": str(folder / "rows.jsonl"), "report": str(folder / "report.html"),
-        "results": [{"model": m, **line} if several else line for m, made, _ in every for line in summary(made)],
-    })  # fmt: skip
-    if not ok:
-        raise SystemExit(1)
 
 
-def _show(settings: Settings, made: list[Row], found: list[Lane]) -> None:
+def _show(settings: Settings, made: list[Row]) -> None:
     """Print the tables of one model."""
     cells = [[_text(line.get(key)) for key in SHOWN] for line in summary(made)]
     title = f"{settings.model} in {settings.host}, {settings.dtype}, medians of {settings.rounds} rounds"
     table(title, list(SHOWN), cells)
-    kinds = list(dict.fromkeys(kind for lane in found for parts in lane.costs.values() for kind in parts))
+    profiles = [row for row in made if row.kind == COSTS]
+    kinds = list(dict.fromkeys(kind for row in profiles for kind in row.metrics))
     if kinds:
         lines = [
-            [batch, lane.name, *(f"{parts[kind]:.2f}" for kind in kinds)]
-            for lane in found for batch, parts in lane.costs.items()
-        ]  # fmt: skip
+            [row.case["batch"], row.subject.lane, *(f"{row.metrics[kind]:.2f}" for kind in kinds)]
+            for row in profiles
+        ]
+        names = [kind.removesuffix("_ms").replace("_", " ") for kind in kinds]
         table(
-            f"{settings.model}: milliseconds of one call under the profiler", ["batch", "lane", *kinds], lines
+            f"{settings.model}: milliseconds of one call under the profiler", ["batch", "lane", *names], lines
         )
     for reason in sorted({r.reason for r in made if r.reason}):
         print(reason)

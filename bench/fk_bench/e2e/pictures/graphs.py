@@ -11,6 +11,7 @@ import torch._dynamo
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 LEAST = 4  # blocks of one class
+WITH_THEM = ("ResnetBlock2D",)  # blocks that diffusers' models do not list in _repeated_blocks
 VARIANTS = 512  # of the code of a block: sizes of images and batches, in the host's modules and in ours
 
 
@@ -56,7 +57,7 @@ def compile_blocks(model: torch.nn.Module, mode: str | None) -> int:
     dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, VARIANTS)
     names = getattr(model, "_repeated_blocks", None) or [_largest(model)]
-    blocks = [m for m in model.modules() if type(m).__name__ in names]
+    blocks = [m for m in model.modules() if type(m).__name__ in (*names, *WITH_THEM)]
     for block in blocks:
         block.compile(mode=mode, dynamic=False)
     return len(blocks)

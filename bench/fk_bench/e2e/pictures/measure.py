@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ LANES = ("stock", "compiled", "patched", "patched-compiled")
 SHORTEST = 0.2  # seconds of a round
 MOST_CALLS = 200
 ALLOWED = 2.0  # times the host's own distance from float32
+COSTS = "picture_costs"  # kind of the rows of profiles
 ROUNDING = 1e-6  # of a cosine: two float32 results that sum in another order
 
 
@@ -32,6 +34,7 @@ class Lane:
 
     outputs  {batch: result of the checked call}
     costs    {batch: {kind of kernel: milliseconds of a call}}
+    failed   why the lane cannot run at all
     """
 
     name: str
@@ -40,6 +43,7 @@ class Lane:
     compile_s: float = 0.0
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     costs: dict[int, dict[str, float]] = field(default_factory=dict)
+    failed: str = ""
 
     def free(self) -> None:
         """Drop the model and its graphs; the outputs stay."""
@@ -66,7 +70,11 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run. ops: as in fastkernels.patch; None: its default."""
+    """The settings of a run.
+
+    ops   as in fastkernels.patch; None: its default
+    skip  {batch: lanes that failed in an earlier run}
+    """
 
     host: str
     model: str
@@ -79,24 +87,44 @@ class Settings:
     candidates: dict[str, str] | None
     compiler: Compiler = Compiler()
     costs: bool = False
+    skip: Mapping[int, Collection[str]] = field(default_factory=dict)
+
+
+class DeviceLost(RuntimeError):
+    """The GPU refuses all further work of this process, after an illegal access for example."""
 
 
 @torch.inference_mode()
 def measure(
-    subject: subjects.Subject, settings: Settings, say: Callable[[str], None]
-) -> tuple[list[Row], list[Lane]]:
-    """Rows of all lanes and rounds, and the lanes with their outputs, after one in float32. Raises PatchError."""
+    subject: subjects.Subject, settings: Settings, say: Callable[[str], None],
+    keep: Callable[[list[Row]], None] = lambda made: None,
+) -> tuple[list[Row], list[Lane]]:  # fmt: skip
+    """Rows of all lanes and rounds, and the lanes with their outputs, after one in float32.
+
+    A lane that fails gets a row with the reason, and the others go on. `keep` receives each row as soon as it exists.
+    Raises DeviceLost, after the row of the lane that lost it.
+    """
+    made: list[Row] = []
+
+    def add(rows: list[Row]) -> None:
+        made.extend(rows)
+        keep(rows)
+
     reference, lanes = Lane("reference", subject.copy(wide=True)), []
+    for batch in settings.batches:
+        say(f"batch {batch}: in float32")
+        reference.outputs[batch] = reference.subject.result(batch, settings.seed)
+    reference.free()  # before the lanes need memory of their own
     try:
         for name in settings.lanes:
-            lanes.append(_lane(name, subject.copy(), settings))
+            lane = Lane(name, subject.copy())
+            lanes.append(lane)
+            lane.failed = _failure(partial(_patch, lane, settings)) or ""
         for lane in lanes:  # after all patches: one of them may reset the compiler
-            if lane.name.endswith("compiled"):
-                cuda, how = torch.cuda.is_available(), settings.compiler
-                lane.subject.compile(how.mode if cuda else None, how.blocks)
-                if how.graphs and cuda:
-                    lane.subject.capture()
-        made = [row for batch in settings.batches for row in _rounds(batch, reference, lanes, settings, say)]
+            if lane.name.endswith("compiled") and not lane.failed:
+                lane.failed = _failure(partial(_compile, lane, settings.compiler)) or ""
+        for batch in settings.batches:
+            _measure_batch(batch, reference, lanes, settings, say, add)
     finally:
         for lane in reversed(lanes):
             if lane.report is not None:
@@ -104,36 +132,96 @@ def measure(
     return made, [reference, *lanes]
 
 
-def _rounds(
-    batch: int, reference: Lane, lanes: list[Lane], settings: Settings, say: Callable[[str], None]
-) -> Iterator[Row]:
-    """Yield the rows of one batch size."""
-    reference.outputs[batch] = reference.subject.result(batch, settings.seed)
+def _failure(work: Callable[[], Any]) -> str | None:
+    """Do it; None, or the first line of the error."""
+    try:
+        work()
+        _synchronize()
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        return _first_line(error)
+    except Exception as error:  # whatever a host, a compiler or a kernel raises
+        return _first_line(error)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    lost = "lost: " if isinstance(error, getattr(torch, "AcceleratorError", ())) else ""
+    return f"{lost}{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _measure_batch(
+    batch: int, reference: Lane, lanes: list[Lane], settings: Settings, say: Callable[[str], None],
+    add: Callable[[list[Row]], None],
+) -> None:  # fmt: skip
+    """Measure one batch size."""
+    running = []
+
+    def fail(lane: Lane, why: str) -> None:
+        say(f"batch {batch}, {lane.name}: failed: {why}")
+        add([_row(lane, settings, batch, None, None, {}, why)])
+        if why.startswith("lost: "):
+            raise DeviceLost(f"{lane.name}: {why}; run the command again with this --out for the other lanes")
+
     for lane in lanes:
+        if lane.name in settings.skip.get(batch, ()):
+            continue
         say(f"batch {batch}, {lane.name}: first calls")
-        began = time.perf_counter()
-        lane.subject.result(batch, settings.seed)
-        lane.compile_s = time.perf_counter() - began
-        for _ in range(2):  # CUDA graphs are captured in the second call
-            lane.outputs[batch] = lane.subject.result(batch, settings.seed)
+        why = lane.failed or _failure(partial(_first_calls, lane, batch, settings.seed))
+        if why:
+            fail(lane, why)
+        else:
+            running.append(lane)
+    if lanes[0] not in running:
+        return
     calls = _calls_of_a_round(lanes[0], batch, settings.seed)
-    checks = {lane.name: _check(lane, reference, lanes[0], batch) for lane in lanes}
+    checks = {lane.name: _check(lane, reference, lanes[0], batch) for lane in running}
     for r in range(settings.rounds):
         for i in range(len(lanes)):
             lane = lanes[(i + r) % len(lanes)]
-            seconds = _timed(lane, batch, calls, settings.seed + r)
-            yield _row(lane, settings, batch, r, seconds, checks[lane.name])
-    if settings.costs:
-        for lane in lanes:
-            lane.costs[batch] = costs(lane.subject, batch, settings.seed)
+            if lane in running:
+                timed: list[float] = []
+                why = _failure(partial(_time, lane, batch, calls, settings.seed + r, timed))
+                if why:
+                    running.remove(lane)
+                    fail(lane, why)
+                else:
+                    add([_row(lane, settings, batch, r, timed[0], checks[lane.name])])
+    for lane in running if settings.costs else ():
+        say(f"batch {batch}, {lane.name}: profile")
+        if why := _failure(partial(_profile, lane, batch, settings.seed)):
+            say(f"batch {batch}, {lane.name}: no profile: {why}")
+        else:
+            add([cost_row(lane, batch, settings)])
 
 
-def _lane(name: str, subject: subjects.Subject, settings: Settings) -> Lane:
-    lane = Lane(name, subject)
+def _first_calls(lane: Lane, batch: int, seed: int) -> None:
+    began = time.perf_counter()
+    lane.subject.result(batch, seed)
+    lane.compile_s = time.perf_counter() - began
+    for _ in range(2):  # CUDA graphs are captured in the second call
+        lane.outputs[batch] = lane.subject.result(batch, seed)
+
+
+def _time(lane: Lane, batch: int, calls: int, seed: int, found: list[float]) -> None:
+    found.append(_timed(lane, batch, calls, seed))
+
+
+def _profile(lane: Lane, batch: int, seed: int) -> None:
+    lane.costs[batch] = costs(lane.subject, batch, seed)
+
+
+def _compile(lane: Lane, how: Compiler) -> None:
+    cuda = torch.cuda.is_available()
+    lane.subject.compile(how.mode if cuda else None, how.blocks)
+    if how.graphs and cuda:
+        lane.subject.capture()
+
+
+def _patch(lane: Lane, settings: Settings) -> None:
     if lane.patched:
         ops = list(settings.ops) if settings.ops else None
-        lane.report = fastkernels.patch(subject.target, ops=ops, candidates=settings.candidates)
-    return lane
+        lane.report = fastkernels.patch(lane.subject.target, ops=ops, candidates=settings.candidates)
 
 
 def _synchronize() -> None:
@@ -184,16 +272,22 @@ def _check(lane: Lane, reference: Lane, stock: Lane, batch: int) -> dict[str, An
     }
 
 
-def _row(lane: Lane, settings: Settings, batch: int, r: int, seconds: float, check: dict[str, Any]) -> Row:
-    status, reason = Status.OK, ""
-    if check["wrong"]:
-        status, reason = Status.WRONG, check["wrong"]
-    elif lane.report is not None and not lane.report.refresh().verified and lane.name == "patched":
-        status, reason = Status.FAILED, "none of the replaced ops ran"
-    metrics = {
-        "images_per_s": batch / seconds, "latency_ms": 1000 * seconds, "first_call_s": lane.compile_s,
-        **check["metrics"],
-    }  # fmt: skip
+def _row(
+    lane: Lane, settings: Settings, batch: int, r: int | None, seconds: float | None, check: dict[str, Any],
+    failed: str = "",
+) -> Row:  # fmt: skip
+    status, reason, metrics = Status.OK, "", {}
+    if seconds is None:
+        status, reason = Status.FAILED, failed
+    else:
+        metrics = {
+            "images_per_s": batch / seconds, "latency_ms": 1000 * seconds, "first_call_s": lane.compile_s,
+            **check["metrics"],
+        }  # fmt: skip
+        if check["wrong"]:
+            status, reason = Status.WRONG, check["wrong"]
+        elif lane.name == "patched" and lane.report is not None and _ran_nothing(lane.report.refresh()):
+            status, reason = Status.FAILED, "none of the replaced ops ran"
     subject = lane.subject
     case = {
         "kind": "pictures", "result": subject.kind, "batch": batch, "dtype": settings.dtype,
@@ -213,36 +307,48 @@ def _row(lane: Lane, settings: Settings, batch: int, r: int, seconds: float, che
     )  # fmt: skip
 
 
-def cost_rows(lanes: Sequence[Lane], settings: Settings) -> list[Row]:
-    """A row for the profile of each lane and batch."""
-    return [
-        make_row(
-            settings.host, {"kind": "picture_costs", "batch": batch, "dtype": settings.dtype},
-            {f"{kind}_ms".replace(" ", "_"): ms for kind, ms in parts.items()},
-            subject=Subject(model=settings.model, host=settings.host, lane=lane.name),
-            versions=machine.interpreter(sys.executable).versions,
-        )
-        for lane in lanes
-        for batch, parts in lane.costs.items()
-    ]  # fmt: skip
+def _ran_nothing(report: Report) -> bool:
+    """Whether replaced modules exist and none ran; first calls may have left all of them to the host."""
+    return bool(report.active) and not report.verified
+
+
+def failed_row(settings: Settings, reason: str) -> Row:
+    """The row of a model that could not be measured at all."""
+    case = {"kind": "pictures", "dtype": settings.dtype}
+    subject = Subject(model=settings.model, host=settings.host)
+    return make_row(settings.host, case, {}, status=Status.FAILED, reason=reason, subject=subject)
+
+
+def cost_row(lane: Lane, batch: int, settings: Settings) -> Row:
+    """The row for the profile of a lane."""
+    return make_row(
+        settings.host, {"kind": COSTS, "batch": batch, "dtype": settings.dtype},
+        {f"{kind}_ms".replace(" ", "_"): ms for kind, ms in lane.costs[batch].items()},
+        subject=Subject(model=settings.model, host=settings.host, lane=lane.name),
+        versions=machine.interpreter(sys.executable).versions,
+    )  # fmt: skip
 
 
 def summary(made: Sequence[Row]) -> list[dict[str, Any]]:
     """Medians of each lane and batch, with the speedup over the first lane and the fastest host lane."""
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in made:
+        if row.kind == COSTS or row.subject.lane is None:
+            continue
         groups.setdefault((row.case["batch"], str(row.subject.lane)), []).append(row)
     medians = {
-        key: {m: statistics.median(r.metrics[m] for r in group) for m in group[0].metrics}
+        key: {m: statistics.median(r.metrics[m] for r in group if r.metrics) for m in group[0].metrics}
         for key, group in groups.items()
     }
     lines = []
-    for (batch, lane), metrics in medians.items():
+    for (batch, lane), metrics in sorted(medians.items(), key=lambda m: (m[0][0], LANES.index(m[0][1]))):
         host = [
-            m["latency_ms"] for (b, n), m in medians.items() if b == batch and not n.startswith("patched")
+            m["latency_ms"]
+            for (b, n), m in medians.items()
+            if b == batch and m and not n.startswith("patched")
         ]
         line: dict[str, Any] = {"batch": batch, "lane": lane, **metrics}
-        if lane.startswith("patched") and host:
+        if lane.startswith("patched") and host and metrics:
             line["speedup_over_host"] = min(host) / metrics["latency_ms"]
         line["status"] = groups[batch, lane][-1].status.value
         lines.append(line)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from fk_bench.core import pages
 from fk_bench.core.rows import Row, Status
-from fk_bench.e2e.pictures.measure import Lane, summary
+from fk_bench.e2e.pictures.measure import COSTS, Lane, summary
 
 AMPLIFIED = 16  # times, of a difference on the page
 MOST_IMAGES = 4  # of a lane
+MOST_PIXELS = 512  # of a side of an image on the page
 COLUMNS = {
     "batch": "batch", "lane": "lane", "images_per_s": "images/s", "latency_ms": "latency ms",
     "speedup_over_host": "speedup over the fastest host lane", "first_call_s": "first call s",
@@ -24,35 +27,41 @@ COLUMNS = {
 }  # fmt: skip
 
 
-Run = tuple[Sequence[Row], Sequence[Lane]]
+Run = tuple[Sequence[Row], dict[str, Any]]
+
+
+def file_name(model: str) -> str:
+    """A model's name without the characters of paths."""
+    return re.sub(r"[^\w.-]+", "_", model)
 
 
 def write(path: Path, runs: Sequence[Run]) -> None:
-    """Write one page. runs: rows and lanes of each model, as measure returns them."""
-    sections = [_section(made, lanes) for made, lanes in runs]
+    """Write one page. runs: the rows and the section of each model."""
     made = [row for rows, _ in runs for row in rows]
-    title = sections[0]["title"] if len(sections) == 1 else "Image models, stock and patched"
+    title = runs[0][1]["title"] if len(runs) == 1 else "Image models, stock and patched"
     text = pages.render(
         "pictures.html", title=title, first=made[0], when=pages.period(made), columns=list(COLUMNS.values()),
-        sections=sections, cpu=made[0].machine.gpus == 0, amplified=AMPLIFIED,
+        sections=[section for _, section in runs], cpu=made[0].machine.gpus == 0, amplified=AMPLIFIED,
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")
 
 
-def _section(made: Sequence[Row], lanes: Sequence[Lane]) -> dict[str, Any]:
-    first = made[0]
-    case = first.case
+def section(made: Sequence[Row], lanes: Sequence[Lane]) -> dict[str, Any]:
+    """A model's part of the page, as plain JSON. lanes: as measure returns them; without any, no images."""
+    made = [row for row in made if row.subject.lane is not None]
+    timed = [row for row in made if row.kind != COSTS]
+    case = timed[0].case
     conditions = [str(case["dtype"]), f"{case['image_size'] or 'default'} pixels"]
     if "steps" in case:
         conditions.append(f"{case['steps']} steps")
-    patched = {op: n for row in made for op, n in row.case.get("modules", {}).items()}
+    patched = {op: n for row in timed for op, n in row.case.get("modules", {}).items()}
     return {
-        "title": f"{pages.model_name(first.subject.model)} in {first.subject.host}",
+        "title": f"{pages.model_name(timed[0].subject.model)} in {timed[0].subject.host}",
         "conditions": ", ".join(conditions),
         "patched": ", ".join(f"{op} {n}" for op, n in patched.items()),
-        "lines": [[_cell(line.get(key)) for key in COLUMNS] for line in summary(made)],
-        "problems": sorted({f"{r.subject.lane}: {r.reason}" for r in made if r.status is not Status.OK}),
-        "grids": _grids(lanes) if case["result"] == "images" else [],
+        "lines": [[_cell(line.get(key)) for key in COLUMNS] for line in summary(timed)],
+        "problems": sorted({f"{r.subject.lane}: {r.reason}" for r in timed if r.status is not Status.OK}),
+        "grids": _grids(lanes) if lanes and case["result"] == "images" else [],
     }
 
 
@@ -67,6 +76,7 @@ def _cell(value: Any) -> str:
 def _grids(lanes: Sequence[Lane]) -> list[dict[str, Any]]:
     """For each image of the largest batch: the images of all lanes, and their differences from float32."""
     batch = max(lanes[0].outputs)
+    lanes = [lane for lane in lanes if batch in lane.outputs]
     wanted = lanes[0].outputs[batch]
     grids = []
     for i in range(min(batch, MOST_IMAGES)):
@@ -85,10 +95,13 @@ def _grids(lanes: Sequence[Lane]) -> list[dict[str, Any]]:
 
 
 def _png(image: torch.Tensor) -> str:
-    """A data URL of an image [3, H, W] in [0, 1]."""
+    """A data URL of an image [3, H, W] in [0, 1], at most MOST_PIXELS wide."""
     from PIL import Image
 
-    values = (image.float().cpu().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    small = image.float().cpu().clamp(0, 1)
+    if small.shape[-1] > MOST_PIXELS:
+        small = F.interpolate(small[None], scale_factor=MOST_PIXELS / small.shape[-1], mode="area")[0]
+    values = (small * 255).round().byte().permute(1, 2, 0).numpy()
     file = io.BytesIO()
     Image.fromarray(values).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -38,7 +38,7 @@ class Subject(ABC):
 
     @abstractmethod
     def compile(self, mode: str | None, blocks: bool = False) -> None:
-        """Compile the part that takes the time; with `blocks`, its repeated blocks only."""
+        """Compile the parts that take the time; with `blocks`, their repeated blocks only."""
 
     @abstractmethod
     def capture(self) -> None:
@@ -140,10 +140,12 @@ class Pipeline(Subject):
         return {n: m for n, m in self.target.components.items() if isinstance(m, torch.nn.Module)}
 
     def compile(self, mode: str | None, blocks: bool = False) -> None:
-        if blocks:
-            compile_blocks(self._denoiser(), mode)
-        else:
-            self._denoiser().compile(mode=mode)
+        decoder = self.target.vae.decoder if getattr(self.target, "vae", None) is not None else None
+        for model in (self._denoiser(), decoder):
+            if model is not None and blocks:
+                compile_blocks(model, mode)
+            elif model is not None:
+                model.compile(mode=mode)
 
     def capture(self) -> None:
         model = self._denoiser()

@@ -10,7 +10,7 @@ import torch
 from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, with_groups
 from fastkernels.engine.execution.attention.mla import MlaBackend
 from fastkernels.engine.execution.attention.ops import OpsBackend
-from fastkernels.overrides.attention.mla_attention import LatentAttention
+from fastkernels.overrides.latent_attention.mla_attention import LatentAttention
 
 __all__ = ["AttentionBackend", "CannotCapture", "make_backend", "with_groups"]
 

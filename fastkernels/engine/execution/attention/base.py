@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fastkernels.core.dispatch import Op
 from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.engine.execution.input_batch import Inputs
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
@@ -49,6 +50,10 @@ class AttentionBackend(ABC):
     def takes_apart(self, num_decodes: int) -> bool:
         """Whether a mixed batch with `num_decodes` rows of one query runs faster outside a graph."""
         return False
+
+    def function(self, op: Op) -> Callable[..., torch.Tensor]:
+        """Return what layers call for an op that `forward` does not cover, which are those of sparse attention."""
+        return op
 
     @abstractmethod
     def forward(

@@ -12,9 +12,10 @@ from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, metadata_of
 from fastkernels.engine.execution.attention.ops import choose
 from fastkernels.engine.execution.input_batch import Inputs
-from fastkernels.overrides.attention.mla_attention import Expansion, LatentAttention
-from fastkernels.overrides.attention.mla_decode import mla_decode
-from fastkernels.overrides.attention.mla_prefill import mla_prefill
+from fastkernels.overrides.attention.attention import PagedAttention
+from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
+from fastkernels.overrides.latent_attention.mla_decode import mla_decode
+from fastkernels.overrides.latent_attention.mla_prefill import mla_prefill
 
 MOST_EXPANDED = 1 << 28  # numbers in expanded keys and values of a step: 512 MiB in 16 bits
 
@@ -29,11 +30,12 @@ class MlaBackend(AttentionBackend):
     def __init__(
         self,
         provider: str | None,
-        layers: Sequence[LatentAttention],
+        layers: Sequence[PagedAttention],
         device: torch.device,
         dtype: torch.dtype,
     ):
-        self._wanted, self._layer, layer = provider, layers[0], layers[0]
+        layer = next(m for m in layers if isinstance(m, LatentAttention))  # the others are indexers
+        self._wanted, self._layer, self._device = provider, layer, device
         assert layer.kv_cache is not None
         self._block_size = layer.kv_cache[0].shape[1]
         q = torch.empty(1, layer.num_heads, layer.head_size, dtype=dtype, device=device)
@@ -52,6 +54,8 @@ class MlaBackend(AttentionBackend):
         queries, lens = inputs.host_query_lens[n:].astype(np.int64), inputs.host_seq_lens[n:].astype(np.int64)
         if self._wanted is not None or len(lens) == 0 or mla_prefill.candidate is not None:
             return None
+        if layer.topk is not None and inputs.max_seqlen_k > layer.topk:
+            return None  # each query attends to keys of its own
         size = layer.qk_nope_head_dim + layer.head_size - layer.kv_lora_rank
         # Operations for each head: less for a query and a key, more for a key
         less = layer.head_size + layer.kv_lora_rank - size - max(size, layer.v_head_dim)
@@ -97,6 +101,10 @@ class MlaBackend(AttentionBackend):
             layer.store(k, v, metadata)
         decode, prefill = self._call(mla_decode, self._decode), self._call(mla_prefill, self._prefill)
         return layer.attend(q, metadata, decode, prefill)
+
+    def function(self, op: Op) -> Callable[..., torch.Tensor]:
+        found = [p for p, absent in op.order(self._device.type) if p.name == self._wanted and absent is None]
+        return self._call(op, found[0]) if found else op
 
     def _call(self, op: Op, provider: Provider) -> Callable[..., torch.Tensor]:
         """The function to call: a candidate, else the user's provider or the op's own choice."""

@@ -1,1 +1,1 @@
-"""DeepSeek-V2 and V3."""
+"""DeepSeek-V2, V3 and V3.2."""

@@ -9,13 +9,7 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
-    kinds = config.mlp_layer_types[: config.num_hidden_layers]
-    dense = kinds.count("dense")
-    if kinds != ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense):
-        raise d.Unsupported(
-            f"config.mlp_layer_types={config.mlp_layer_types!r} is not supported, only dense layers before sparse ones"
-        )
-    return d.latent_decoder(config, d.sigmoid_experts(config), dense)
+    return d.latent_decoder(config, d.sigmoid_experts(config), d.dense_layers(config))
 
 
 ARCH = Architecture(

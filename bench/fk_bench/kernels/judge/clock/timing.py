@@ -208,15 +208,17 @@ class Speedup:
 
 
 def speedup(
-    candidate: Samples, baseline: Samples, again: Samples, charged: float = 0.0, draws: int = 2000
-) -> Speedup:
-    """The speedup over both sets of the baseline's batches.
+    candidate: Samples, baseline: Samples, again: Samples, charged: float = 0.0, own: Samples | None = None,
+    draws: int = 2000,
+) -> Speedup:  # fmt: skip
+    """The speedup over both sets of the baseline's batches, and of the candidate's if it has two (`own`).
 
     The interval has the scatter of both sides (the larger of a bootstrap's, paired by round, and Student's) and the
     difference between the two sets, which a busy machine causes. charged: seconds added to each time of the candidate.
     """
-    a = candidate.slopes + charged
+    a = (candidate.slopes if own is None else (candidate.slopes + own.slopes) / 2) + charged
     b = (baseline.slopes + again.slopes) / 2
+    spread = candidate.spread if own is None else (candidate.spread + own.spread) / 2
     # A candidate that scatters is counted at its 80th percentile: jitter must not gain.
     counted = float(np.median(a)) if candidate.steady else float(np.percentile(a, 80))
     value = float(np.median(b)) / counted
@@ -227,7 +229,9 @@ def speedup(
     low, high = np.percentile(logs, (2.5, 97.5)) if len(logs) else (0.0, 0.0)
     t = t975(max(len(a) - 1, 1))
     between = abs(np.log(again.time / baseline.time)) * 0.75**0.5  # of a side and the mean of two
-    errors = (candidate.spread / counted, (baseline.spread + again.spread) / 2 / baseline.time, between)
+    if own is not None and own.time > 0 and candidate.steady:  # of two means of two
+        between = np.hypot(np.log(again.time / baseline.time), np.log(own.time / candidate.time)) / 2
+    errors = (spread / counted, (baseline.spread + again.spread) / 2 / baseline.time, between)
     half = max(t * float(np.sqrt(sum(e**2 for e in errors))), (high - low) / 2)
     return Speedup(
         value,

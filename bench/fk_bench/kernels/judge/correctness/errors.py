@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import Case, OpSpec
+from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.slots import split
 
@@ -34,6 +35,7 @@ class Expected:
         return [*self.outputs, *self.written.values()]
 
 
+@PHASES.of("oracle")
 def expect(spec: OpSpec, case: Case, args: list[Any], mode: str) -> Expected:
     """Run the oracle. The arguments are private copies and are not written."""
     size = sum(t.numel() for t in layout.tensors(args))
@@ -57,6 +59,7 @@ class Errors:
         return Errors(self.problem or other.problem, max(self.rms, other.rms), max(self.max, other.max))
 
 
+@PHASES.of("compare")
 def compare(
     spec: OpSpec,
     case: Case,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.slots import Slots, poison
 
@@ -29,6 +30,7 @@ class Arena:
     fd  the memfd that this side has (CPU); on a GPU each arena is an allocation with a handle of its own
     """
 
+    @PHASES.of("memory")
     def __init__(self, slots: Slots, out_slots: int, fd: int):
         self.slots, self.out_slots = slots, out_slots
         places = slots.count + slots.count // SPARE + 1
@@ -112,6 +114,7 @@ class Arena:
         rows = grid[:, part]
         return rows if (part.stop - part.start) % 8 else rows.view(torch.int64)
 
+    @PHASES.of("memory")
     def close(self) -> None:
         """Free it. No tensor of this memory may be used afterwards."""
         self._bound.clear()

@@ -40,12 +40,13 @@ class Gate:
         self._ticket += 1
         return self._ticket
 
-    def open(self) -> None:
-        self._words[0] = self._ticket
+    def open(self, ticket: int) -> None:
+        """Let the work that waits for this ticket go on, and what was queued before it."""
+        self._words[0] = ticket
 
-    def passed(self, seconds: float) -> bool:
-        """Wait until the queued work reports that it is done; whether it did within so many seconds."""
-        end, words, ticket = time.perf_counter() + seconds, self._words, self._ticket
+    def passed(self, ticket: int, seconds: float) -> bool:
+        """Wait until the work behind this ticket reports that it is done; whether it did within so many seconds."""
+        end, words = time.perf_counter() + seconds, self._words
         while words[1] != ticket:
             if time.perf_counter() > end:
                 return False

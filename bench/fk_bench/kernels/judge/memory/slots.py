@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import OpSpec
+from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.permutations import Permuter
 
@@ -84,6 +85,7 @@ class Slots:
     rolls: bool = False
     masters: list[list[Any]] = field(default_factory=list)
 
+    @PHASES.of("inputs")
     def __post_init__(self) -> None:
         self.masters = [self.make(self._generator())]
         first = self.masters[0]
@@ -124,6 +126,7 @@ class Slots:
 
     # -- inputs
 
+    @PHASES.of("inputs")
     def refresh(self, start: int = 0, count: int | None = None) -> None:
         """Refill `count` slots from `start` (None: to the last). Some masters are new, and each is used equally often.
 
@@ -135,6 +138,7 @@ class Slots:
         self.masters = [*kept, *(self.make(self._generator()) for _ in range(wanted - len(kept)))]
         self.fill(secrets.SystemRandom().sample([s % wanted for s in range(count)], count), start)
 
+    @PHASES.of("inputs")
     def fill(self, origin: list[int], start: int = 0) -> None:
         """Give slot start + i the values of master origin[i]: floats are multiplied by a secret factor in (0.8, 1] and
         rolled, or permuted as the op allows, so that all slots have different results.
@@ -154,6 +158,7 @@ class Slots:
             return
         self._fill_at_once(part)
 
+    @PHASES.of("inputs")
     def renew(self, slot: int) -> None:
         """Give one slot new values, from another master if there is one."""
         self.origin[slot] = secrets.randbelow(len(self.masters))

@@ -30,6 +30,7 @@ HEADER = struct.Struct(">Q")
 MAX_FDS = 64
 FAILED = 70  # exit status of a child that could not be set up, or whose entry raised
 _WATCH_S = 0.2
+_PART = 1 << 14  # bytes read at once from a file of /proc
 _PRIORITY = -10  # of a supervisor (root): it must get CPU time even next to a fork bomb
 _HALTED = ("T", "t", "Z", "X")  # states of a task in /proc
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
@@ -193,52 +194,64 @@ def _watch(first: int, options: cage.CageOptions, proc: int) -> dict[str, Any]:
 def _read(proc: int, name: str) -> str:
     try:
         fd = os.open(name, os.O_RDONLY, dir_fd=proc)
-        with open(fd) as file:
-            return file.read()
     except OSError:
         return ""  # it has ended meanwhile
+    try:  # without a file object: the judge reads several of these per task before each timed request
+        parts = [os.read(fd, _PART)]
+        while len(parts[-1]) == _PART:
+            parts.append(os.read(fd, _PART))
+        return b"".join(parts).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
 
 
 def descendants(pid: int, proc: int) -> list[int]:
     found, todo = [], [pid]
     while todo:
         parent = todo.pop()
-        try:
-            fd = os.open(f"{parent}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
-        except OSError:
-            continue
-        try:
-            tasks = os.listdir(fd)
-        except OSError:
-            tasks = []
-        finally:
-            os.close(fd)
-        for task in tasks:
-            children = [int(c) for c in _read(proc, f"{parent}/task/{task}/children").split()]
+        for task in _tasks(parent, proc):
+            children = _children(parent, task, proc)
             found += children
             todo += children
     return found
 
 
-def stopped(pid: int, proc: int) -> bool:
-    """Whether no task of the process runs: each is stopped, has ended, or is gone."""
+def states(pid: int, proc: int) -> dict[int, bool]:
+    """Whether each descendant of a process is stopped: all its tasks are, or have ended."""
+    found: dict[int, bool] = {}
+    todo = [c for task in _tasks(pid, proc) for c in _children(pid, task, proc)]
+    while todo:
+        one = todo.pop()
+        found[one] = True
+        for task in _tasks(one, proc):
+            # Its state before its children: a task that is stopped starts no more of them.
+            found[one] = found[one] and _halted(one, task, proc)
+            todo += _children(one, task, proc)
+    return found
+
+
+def _halted(pid: int, task: str, proc: int) -> bool:
+    state = _read(proc, f"{pid}/task/{task}/stat").rpartition(")")[2].split()  # its name may hold anything
+    return not state or state[0] in _HALTED
+
+
+def _tasks(pid: int, proc: int) -> list[str]:
     try:
         fd = os.open(f"{pid}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
     except OSError:
-        return True
+        return []
     try:
-        tasks = os.listdir(fd)
+        return os.listdir(fd)
     except OSError:
-        return True
+        return []
     finally:
         os.close(fd)
-    for task in tasks:
-        state = (
-            _read(proc, f"{pid}/task/{task}/stat").rpartition(")")[2].split()
-        )  # its name may hold anything
-        if state and state[0] not in _HALTED:
-            return False
-    return True
+
+
+def _children(pid: int, task: str, proc: int) -> list[int]:
+    return [int(c) for c in _read(proc, f"{pid}/task/{task}/children").split()]
 
 
 def _memory(pid: int, proc: int, file: str, names: tuple[str, ...]) -> int:

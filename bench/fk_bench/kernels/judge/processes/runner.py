@@ -284,14 +284,15 @@ class RunnerState(Implementation):
                         _copy(view, value)
         return {}
 
-    def do_queue(self, slot: int, ticket: int) -> dict[str, Any]:
-        """GPU: queue the graph of a slot behind the gate, which the judge opens while this process is stopped."""
+    def do_queue(self, slots: list[int], tickets: list[int]) -> dict[str, Any]:
+        """GPU: queue the graphs of slots, each behind its gate, which the judge opens while this process is stopped."""
         assert self.gate is not None
         stream = torch.cuda.current_stream().cuda_stream
-        graph = next(graph for first, graph in self.graphs if first == slot)
-        self.gate.wait(stream, ticket)
-        graph.replay()
-        self.gate.report(stream, ticket)
+        graphs = dict(self.graphs)
+        for slot, ticket in zip(slots, tickets, strict=True):
+            self.gate.wait(stream, ticket)
+            graphs[slot].replay()
+            self.gate.report(stream, ticket)
         return {}
 
     def do_trace(self, calls: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from fk_bench.core.rows import Status
 from fk_bench.core.text import printable
+from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.processes import messages
 from fk_bench.kernels.judge.processes.messages import Failed, Message
@@ -87,6 +88,10 @@ class RunnerProcess:
 
     def end(self) -> Any:
         """The reply to the command that was sent. Raises RunnerError."""
+        with PHASES.of(f"wait: {self._do}"):
+            return self._end()
+
+    def _end(self) -> Any:
         wait = min([self.timeout, *(max(b.left, 0.01) for b in self.budgets)])
         body = self._guarded(lambda: self._receive(wait), wait)
         answer: Message = self._guarded(lambda: messages.answer(self._do, self._nonce, body))
@@ -106,6 +111,7 @@ class RunnerProcess:
             for budget in self.budgets:
                 budget.used += spent
 
+    @PHASES.of("stop")
     def stop(self) -> None:
         """Stop all its processes and threads, and return when each is stopped. Raises RunnerError."""
         if not self.stopped:

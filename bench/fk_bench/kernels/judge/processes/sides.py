@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.env import Environment
+from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.memory.arena import memory_file
 from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
@@ -71,6 +72,7 @@ class Sides:
         """The memfds of candidate and baseline; -1 on a GPU."""
         return self._files["candidate"], self._files["baseline"]
 
+    @PHASES.of("start")
     def spawn(self, who: str, files: Sequence[Path] = ()) -> RunnerProcess:
         """A process for one side, caged if it runs files of a user."""
         python = self.python.get(who, sys.executable)

@@ -78,6 +78,8 @@ class Child:
         self.output_bytes = 0
         self._status = status
         self._tail = bytearray()
+        self._first: list[int] = []  # pidfds of the cage's process 1 and the runner
+        self._stopped: list[int] = []
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         self._pump = threading.Thread(target=self._read_output, args=(output,), daemon=True)
         self._pump.start()
@@ -122,26 +124,37 @@ class Child:
         A task that still runs could resume another one that was seen stopped, so all must be seen stopped twice.
         """
         until, clean = time.monotonic() + timeout, 0
+        for fd in self._first:  # most trees have no others, and are then found stopped at once
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGSTOP)
+        time.sleep(2e-5)  # it needs its core, which may be this one
         while clean < 2:
-            moving = [pid for pid in self._tree() if not forkserver.stopped(pid, self._proc)]
+            states = forkserver.states(self.pid, self._proc)
+            moving = [pid for pid, stopped in states.items() if not stopped]
             clean = 0 if moving else clean + 1
             for pid in moving:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)
             if moving:
-                time.sleep(2e-5)  # it needs its core, which may be this one
+                time.sleep(2e-5)
             if time.monotonic() > until:
                 return False
+        self._stopped = list(states)
         return True
 
     def resume(self) -> None:
-        for pid in self._tree():
+        """Resume what `stop` has stopped; the tree cannot have changed meanwhile."""
+        for pid in self._stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
     def newest(self) -> int:
         """The last process of the tree: the runner itself, as long as it has started no other."""
-        return (self._tree() or [self.pid])[-1]
+        tree = self._tree()
+        if not self._first:
+            with contextlib.suppress(OSError):  # an old kernel, or one has ended
+                self._first = [os.pidfd_open(pid) for pid in tree]
+        return (tree or [self.pid])[-1]
 
     def _tree(self) -> list[int]:
         """The processes of the child without its supervisor."""
@@ -161,6 +174,9 @@ class Child:
         if self._status >= 0:
             os.close(self._status)
             os.close(self._proc)
+            for fd in self._first:
+                os.close(fd)
+            self._first = []
             self._status = -1
         shutil.rmtree(self.room, ignore_errors=True)
 

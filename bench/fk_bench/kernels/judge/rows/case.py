@@ -46,9 +46,9 @@ class CaseRun:
 
     def __init__(
         self, spec: OpSpec, trial: Trial, sides: tuple[RunnerProcess, RunnerProcess], files: tuple[int, int],
-        mode: str, plan: Plan, floor_s: float,
+        mode: str, plan: Plan, floor_s: float, identity: bool = False,
     ) -> None:  # fmt: skip
-        self.spec, self.trial, self.plan, self.mode = spec, trial, plan, mode
+        self.spec, self.trial, self.plan, self.mode, self.identity = spec, trial, plan, mode, identity
         self.candidate, self.baseline = sides
         self.cost: Case = trial.case
         self.evidence = Evidence(wants_times=trial.timed, floor_s=floor_s)
@@ -68,6 +68,9 @@ class CaseRun:
             self.candidate.stop()
             seen.chosen = checks.choose(self.baseline, baseline, slots, baselines)
             self.baseline.stop()
+            if self.identity and seen.chosen.name:
+                self.candidate.ask("use", baseline=seen.chosen.name)
+                checks.unchecked = seen.chosen.unchecked
             repeats = 2 if self.trial.timed else 0
             seen.checked = checks.first(self.candidate, candidate, slots, repeats, compiled)
             if seen.wants_times and seen.chosen.seconds:

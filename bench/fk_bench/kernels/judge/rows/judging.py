@@ -15,6 +15,7 @@ from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
+from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.correctness.cases import Trial, trials
 from fk_bench.kernels.judge.processes.sides import Sides
 from fk_bench.kernels.judge.rows import metrics
@@ -99,6 +100,13 @@ class Judge:
         self._judge_cases(Pair(self.sides, self.options, spec, mine, gpu=self._gpu()), found)
         self._add(self._summary(name))
 
+    def case(self, name: str, trial: Trial) -> Row:
+        """Judge one case of an op without a candidate's file; returns its row."""
+        self._warnings = []
+        pair = Pair(self.sides, self.options, registry.get(name), {}, gpu=self._gpu())
+        self._judge_cases(pair, [trial])
+        return self.rows[-1]
+
     def provider(
         self, name: str, found: Sequence[Trial], provider: str, params: Mapping[str, Any]
     ) -> list[Row]:
@@ -115,10 +123,14 @@ class Judge:
         try:
             for trial in found:
                 begin = time.perf_counter()
+                PHASES.take()
                 row = self._case(pair, trial)
                 if row.status is not Status.SKIPPED:
                     wall = time.perf_counter() - begin
                     row.metrics |= {"wall_s": wall, "overhead_s": max(wall - pair.busy_s, 0.0)}
+                    row.case["seconds"] = {
+                        phase: round(s, 4) for phase, s in PHASES.take().items() if s >= 5e-4
+                    }
                 if pair.choice is not None:
                     row.subject.provider, row.case["params"] = pair.choice
                 self._add(row)

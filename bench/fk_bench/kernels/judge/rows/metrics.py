@@ -43,7 +43,7 @@ def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor
             row.metrics[f"trace_{name}"] = value
     if not verdict.speedup:
         return
-    found = timing.speedup(timed.candidate, timed.baseline, timed.again, charged)
+    found = timing.speedup(timed.candidate, timed.baseline, timed.again, charged, timed.own)
     row.metrics |= {"speedup": found.value, "again": found.again, "noise": abs(found.again - 1)}
     row.ci95["speedup"] = found.interval
     row.case["significant"] = found.significant

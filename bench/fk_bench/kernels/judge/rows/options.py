@@ -19,6 +19,7 @@ class Options:
     captures  folder of captures to replay; None: the shipped ones
     cases     sources of cases, from correctness.cases.SOURCES
     names     only cases with these names
+    identity  the candidate is the baseline's own kernel, in a process of its own: every speedup should be 1
     task      exactly these cases instead of those of `cases`: of a task file
     rounds    interleaved rounds, each with N and 2N calls of each side
     starts    repetitions of everything in new processes; the intervals then include differences between them
@@ -41,6 +42,7 @@ class Options:
     rounds: int = 10
     starts: int = 1
     timed: bool = True
+    identity: bool = False
     seconds: float = 1.0
     timeout: float = 120.0
     case_budget: float = 300.0

@@ -20,7 +20,7 @@ from fk_bench.kernels.judge.rows.verdict import Evidence
 
 DEATHS = 3  # after so many deaths a candidate's process is not restarted for the op's other cases
 # CPU rounds are few and short, because every batch needs fresh inputs
-ROUNDS = {"cpu": (4, 5), "cuda": (5, 100)}  # least and most
+ROUNDS = {"cpu": (4, 4), "cuda": (5, 100)}  # least and most
 BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # target seconds of N calls
 MAX_CALLS = {"cpu": 20, "cuda": 768}  # of a batch, N
 
@@ -48,7 +48,8 @@ class Pair:
         self.loaded: dict[str, Loaded] = {}
         self.failure: RunnerError | None = None
         self.deaths = 0
-        self.compiled = choice is not None  # checked once per op, whichever provider runs
+        # Checked once per op, whichever provider runs; a baseline need not compile.
+        self.compiled = choice is not None or options.identity
         self.busy_s = 0.0  # time spent waiting for both processes in the last case
         self.budget = Budget(options.op_budget, "op")
 
@@ -67,7 +68,7 @@ class Pair:
             if who in self.sides:
                 continue
             mine, against = self.candidates, None
-            if who == "baseline":
+            if who == "baseline" or self.options.identity:
                 against = self.options.against
                 mine = {self.spec.name: Path(against)} if against.endswith(".py") else {}
             side = self._all.spawn(who, list(mine.values())) if mine else self._all.trusted(who)
@@ -122,6 +123,7 @@ class Pair:
             self.calling.mode,
             plan,
             self._floor(trial),
+            self.options.identity,
         )
         seen = case.run(self._baselines(trial), not self.compiled, self.options.timed)
         self.compiled = self.compiled or seen.checked is not None

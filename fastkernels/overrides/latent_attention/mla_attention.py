@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from fastkernels.core.forward_context import AttentionMetadata, get_forward_context
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
-from fastkernels.overrides.attention.mla_decode import mla_decode
-from fastkernels.overrides.attention.mla_prefill import mla_prefill
 from fastkernels.overrides.attention.paged_cache import take_blocks
 from fastkernels.overrides.cache.concat_and_cache_mla import concat_and_cache_mla
+from fastkernels.overrides.latent_attention.mla_decode import mla_decode
+from fastkernels.overrides.latent_attention.mla_prefill import mla_prefill
+from fastkernels.overrides.latent_attention.mla_sparse import mla_sparse
+from fastkernels.overrides.latent_attention.sparse_indexer import chosen
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class LatentAttention(PagedAttention):
     qk_nope_head_dim, qk_rope_head_dim, v_head_dim  channels of a head's key without and with positions, and its value
     kv_lora_rank      channels of a token's latent
     kv_b_proj         its weight [num_heads * (nope + v), rank] maps a latent to each head's key and value
+    topk              keys of a query in sparse attention (DSA), in steps with longer sequences; None: all
 
     kv_cache is a tuple of one tensor [blocks, block_size, rank + rope]. Queries are multiplied with the keys' part of
     kv_b_proj, and the result with the values' part, so that heads attend to latents. Where the step's plan is an
@@ -46,31 +49,41 @@ class LatentAttention(PagedAttention):
     """
 
     kv_cache: tuple[torch.Tensor] | None  # type: ignore[assignment]
-    ops = ("concat_and_cache_mla", "mla_decode", "mla_prefill", "attention_prefill")
+    ops: tuple[str, ...] = ("concat_and_cache_mla", "mla_decode", "mla_prefill", "attention_prefill")
 
     def __init__(
         self, num_heads: int, scale: float, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int,
-        kv_lora_rank: int, kv_b_proj: Any,
+        kv_lora_rank: int, kv_b_proj: Any, topk: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self._build(num_heads, kv_lora_rank + qk_rope_head_dim, scale, 1, None, 0.0)
         self.qk_nope_head_dim, self.v_head_dim, self.kv_lora_rank = qk_nope_head_dim, v_head_dim, kv_lora_rank
+        self.topk = topk
+        if topk is not None:
+            self.ops = (*self.ops, "mla_sparse")
         self._kv_b_proj = (kv_b_proj,)  # a tuple: the projection is a module of the layer around this one
 
     def cache_shapes(self, blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
         return ((blocks, block_size, self.head_size),)
 
-    def forward(self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """q: [T, H, nope + rope]; kv_c_normed: [T, rank]; k_pe: [T, rope]. Returns [T, H * v_head_dim].
 
-        The rotary embedding is already applied to q and k_pe. Raises RuntimeError without a cache.
+        indices: [T, topk] int32, the positions of the keys that each query attends to (mla_sparse); None: all. The
+        rotary embedding is already applied to q and k_pe. Raises RuntimeError without a cache.
         """
         if self.kv_cache is None:
             raise RuntimeError("no KV cache is bound: set kv_cache = (latents,) on every attention layer")
         metadata = get_forward_context().of(self)
         if isinstance(metadata.plan, Expansion):
             return self._expanded(q, kv_c_normed, k_pe, metadata, metadata.plan)
-        return self._absorbed(q, kv_c_normed, k_pe, metadata)
+        return self._absorbed(q, kv_c_normed, k_pe, metadata, indices)
 
     def _expanded(
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, m: AttentionMetadata, plan: Expansion
@@ -110,13 +123,18 @@ class LatentAttention(PagedAttention):
         kv_c_normed: torch.Tensor | None,
         k_pe: torch.Tensor | None,
         metadata: AttentionMetadata,
+        indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Queries and results go through kv_b_proj, and latents stay as they are; without latents none are stored."""
         up = self._kv_b_proj[0].weight.view(self.num_heads, -1, self.kv_lora_rank)
         nope, rope = q.split([self.qk_nope_head_dim, q.shape[2] - self.qk_nope_head_dim], dim=-1)
         absorbed = torch.bmm(nope.transpose(0, 1), up[:, : self.qk_nope_head_dim]).transpose(0, 1)
         queries = torch.cat((absorbed, rope), dim=-1)
-        if metadata.backend is not None:
+        if indices is not None:
+            assert kv_c_normed is not None and k_pe is not None
+            self.store(kv_c_normed, k_pe, metadata)
+            out = self._attend_sparse(queries, indices, metadata)
+        elif metadata.backend is not None:
             out = metadata.backend.forward(self, queries, kv_c_normed, k_pe, metadata)
         else:
             if kv_c_normed is not None and k_pe is not None:
@@ -145,3 +163,15 @@ class LatentAttention(PagedAttention):
         if n:
             out[:n] = decode(q[:n], cache, m.seq_lens[:n], m.block_table[:n], m.max_decode_seqlen_k, *rest)
         return out
+
+    def _attend_sparse(self, q: torch.Tensor, indices: torch.Tensor, m: AttentionMetadata) -> torch.Tensor:
+        """Attend with absorbed queries to these keys, decodes apart from prompts; returns [T, H, rank]."""
+        assert self.kv_cache is not None
+        n, rest = len(q) if m.decode_only else m.num_decodes, (self.scale, self.kv_lora_rank, self.k_scale)
+        cache, cu, table = self.kv_cache[0], m.cu_seqlens_q, m.block_table
+        attend = chosen(m, mla_sparse)
+        decodes = [q[:n], cache, indices[:n], cu[: n + 1], table[:n], 1, *rest]
+        if n == len(q):
+            return attend(*decodes)
+        out = attend(q[n:], cache, indices[n:], cu[n:] - n, table[n:], m.max_seqlen_q, *rest)
+        return torch.cat((attend(*decodes), out)) if n else out

@@ -118,7 +118,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _splits(device: torch.device, programs: int, max_seqlen_k: int) -> int:
+def splits_for(device: torch.device, programs: int, max_seqlen_k: int) -> int:
     """Return the most splits: one program per SM, none under MIN_SPLIT, a power of two."""
     wanted = min(-(-_multiprocessors(device) // programs), -(-max_seqlen_k // MIN_SPLIT), 64)
     return 1 << (max(wanted, 1).bit_length() - 1)
@@ -155,7 +155,7 @@ def attend(
     tiles = cdiv(max_seqlen_q * heads, block_m)
     if cu_seqlens_q is not None:
         splits = 1
-    splits = splits or _splits(q.device, batch * tiles, max_seqlen_k)
+    splits = splits or splits_for(q.device, batch * tiles, max_seqlen_k)
     part, lse = out, out  # unused with one split
     if splits > 1:
         part = torch.empty(batch, heads, splits, rank, dtype=torch.float32, device=q.device)
@@ -170,8 +170,14 @@ def attend(
         **overlap(q.device, early=False),
     )  # fmt: skip
     if splits > 1:
-        _combine_kernel[(batch * heads,)](
-            part, lse, out, rank, SPLITS=splits, BLOCK_S=next_power_of_2(splits), BLOCK_R=block_r, num_warps=4,
-            **overlap(q.device, early=False),
-        )  # fmt: skip
+        combine(part, lse, out)
     return out
+
+
+def combine(part: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> None:
+    """Write out [T, H, R] from the results of splits, part [T, H, S, R] and lse [T, H, S], float32."""
+    tokens, heads, splits, rank = part.shape
+    _combine_kernel[(tokens * heads,)](
+        part, lse, out, rank, SPLITS=splits, BLOCK_S=next_power_of_2(splits), BLOCK_R=max(next_power_of_2(rank), 16),
+        num_warps=4, **overlap(out.device, early=False),
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from support.tiny import make_tiny
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.execution.attention import make_backend
-from fastkernels.overrides.attention.mla_attention import Expansion, LatentAttention
+from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
 
 HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 3, 24, 16, 20, 48, 8
 

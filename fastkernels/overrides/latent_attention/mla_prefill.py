@@ -12,9 +12,10 @@ from fastkernels.core.declaration import Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import varied
 from fastkernels.core.spec import OpSpec
-from fastkernels.overrides.attention import cases, mla_cases, mla_triton
-from fastkernels.overrides.attention.mla_cpu import attend_rows
+from fastkernels.overrides.attention import cases
 from fastkernels.overrides.attention.paged_cache import take_blocks
+from fastkernels.overrides.latent_attention import mla_cases, mla_triton
+from fastkernels.overrides.latent_attention.mla_cpu import attend_rows
 
 
 def reference(

@@ -1,0 +1,42 @@
+"""DeepSeek-V3.2 (arXiv 2512.02556): V3 with sparse attention, whose indexer picks the keys of each query."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastkernels.models.common import description as d
+from fastkernels.models.common.architecture import Architecture
+
+
+def describe(config: Any) -> d.Decoder:
+    d.refuse(config, moe_layer_freq=1)
+    indexers = [d.indexer(config, interleaved=False)] * config.num_hidden_layers
+    return d.latent_decoder(config, d.sigmoid_experts(config), d.dense_layers(config), indexers)
+
+
+ARCH = Architecture(
+    names=("DeepseekV32ForCausalLM",),
+    category="llm",
+    runner="Generate",
+    model_type="deepseek_v32",
+    packed={
+        "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"), "gate_up_proj": ("gate_proj", "up_proj"),
+    },
+    experts="fastkernels.models.common.decoder:expert_mapping",
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    public={
+        "deepseek-ai/DeepSeek-V3.2": {
+            "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+            "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 163840, "n_routed_experts": 256, "n_shared_experts": 1,
+            "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_nextn_predict_layers": 1,
+            "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        },
+    },
+)  # fmt: skip

@@ -1,0 +1,274 @@
+"""Mixture of experts with 4-bit weights, as fused_experts with w = s (q - z) (GPTQ, arXiv 2210.17323; AWQ, 2306.00978).
+
+Weights are packed as those of linear_int4; activations are not quantized.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.spec import Axis, Call, Case, OpSpec, Tensor
+from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.linear.linear_int4 import UNIT, dequantize_int4
+from fastkernels.overrides.moe.cases import (
+    AXES,
+    FLOPS,
+    MIXTRAL,
+    QWEN3_30B,
+    ROUTING_BYTES,
+    extremes,
+    per_expert,
+    routing,
+)
+from fastkernels.overrides.moe.fused_experts import local_ids
+from fastkernels.overrides.moe.grouped_gemm import sort_pairs, sum_over_experts
+from fastkernels.overrides.moe.int4_gemm import int4_gemm, int4_tiles
+
+T = torch.Tensor
+
+
+def reference(
+    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, w1_zero: T | None = None,
+    w2_zero: T | None = None, expert_map: T | None = None,
+) -> T:  # fmt: skip
+    """hidden_states: [T, H]; w1: uint8 [E, 2 I, H / 2], gate rows first; w2: uint8 [E, H, I / 2]; topk_weights,
+    topk_ids: [T, K]. Returns [T, H] in hidden_states' dtype.
+
+    w1_scale, w2_scale  [E, 2 I, G] and [E, H, G'], one for as many columns of a row, which are a multiple of 32
+    w1_zero, w2_zero    uint8 of the same shapes, the integers that stand for 0; None: 8 everywhere
+    expert_map, topk_ids  as in `fused_experts`
+    Raises ValueError for other shapes.
+    """
+    check(hidden_states, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, w1_zero, w2_zero)
+    acc = torch.promote_types(hidden_states.dtype, torch.float32)
+    x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
+    out = torch.zeros_like(x)
+    for e in range(w1.shape[0]):
+        factor = torch.where(ids == e, weights, 0).sum(1, keepdim=True)
+        gate, up = (x @ _floats(w1, w1_scale, w1_zero, e, acc).t()).chunk(2, dim=-1)
+        y = (F.silu(gate) * up) @ _floats(w2, w2_scale, w2_zero, e, acc).t()
+        out += torch.where(factor != 0, factor * y, 0)
+    return out.to(hidden_states.dtype)
+
+
+def _floats(w: T, scale: T, zero: T | None, expert: int, dtype: torch.dtype) -> T:
+    """The matrix of one expert."""
+    return dequantize_int4(w[expert], scale[expert], None if zero is None else zero[expert], dtype)
+
+
+def check(
+    x: T, w1: T, w2: T, w1_scale: T, w2_scale: T, weights: T, ids: T, w1_zero: T | None, w2_zero: T | None
+) -> None:
+    """Raise ValueError for tensors that do not match."""
+    if x.dim() != 2 or w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] % 2:
+        raise ValueError(
+            f"fused_experts_int4: hidden_states {tuple(x.shape)} must be [T, H], w1 {tuple(w1.shape)} [E, 2 I, H / 2]"
+            f" and w2 {tuple(w2.shape)} [E, H, I / 2]"
+        )
+    (experts, rows), hidden = w1.shape[:2], x.shape[1]
+    wanted = {"w1": (w1, w1_scale, w1_zero, rows, hidden), "w2": (w2, w2_scale, w2_zero, hidden, rows // 2)}
+    for name, (w, scale, zero, n, k) in wanted.items():
+        if w.dtype != torch.uint8 or tuple(w.shape) != (experts, n, k // 2) or k % UNIT:
+            raise ValueError(
+                f"fused_experts_int4: {name} {tuple(w.shape)} ({w.dtype}) must be uint8 {(experts, n, k // 2)}, with"
+                f" {k} columns a multiple of {UNIT}"
+            )
+        groups = scale.shape[-1]
+        if tuple(scale.shape) != (experts, n, groups) or (
+            k and (not groups or k % groups or k // groups % UNIT)
+        ):
+            raise ValueError(
+                f"fused_experts_int4: {name}_scale {tuple(scale.shape)} must be [{experts}, {n}, G], one for each"
+                f" group of {k} / G columns, a multiple of {UNIT}"
+            )
+        if zero is not None and (zero.shape != scale.shape or zero.dtype != torch.uint8):
+            raise ValueError(
+                f"fused_experts_int4: {name}_zero {tuple(zero.shape)} ({zero.dtype}) must be uint8"
+                f" {tuple(scale.shape)}, as {name}_scale"
+            )
+    if ids.dim() != 2 or weights.shape != ids.shape or len(ids) != len(x):
+        raise ValueError(
+            f"fused_experts_int4: topk_weights {tuple(weights.shape)} and topk_ids {tuple(ids.shape)} must both be"
+            f" [{len(x)}, experts per token]"
+        )
+
+
+def _supports_triton(
+    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, w1_zero: T | None = None,
+    w2_zero: T | None = None, expert_map: T | None = None,
+) -> str | None:  # fmt: skip
+    if hidden_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"dtype {hidden_states.dtype} is not float32, float16 or bfloat16"
+    named = {
+        "w1": w1,
+        "w2": w2,
+        "w1_scale": w1_scale,
+        "w2_scale": w2_scale,
+        "w1_zero": w1_zero,
+        "w2_zero": w2_zero,
+    }
+    for name, t in named.items():
+        if t is not None and not t.is_contiguous():
+            return f"{name} has strides {tuple(t.stride())}: it must be contiguous"
+    return None
+
+
+def _triton(
+    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, w1_zero: T | None = None,
+    w2_zero: T | None = None, expert_map: T | None = None,
+) -> T:  # fmt: skip
+    check(hidden_states, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, w1_zero, w2_zero)
+    x, ids, weights = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    if ids.numel() == 0 or w1.numel() == 0:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    experts = w1.shape[0] if expert_map is None else expert_map.numel()
+    tiles = int4_tiles(ids.numel() // experts, x.dtype)
+    pairs = sort_pairs(ids, experts, expert_map, tiles.block_m)
+    both = int4_gemm(x, w1, w1_scale, w1_zero, pairs, pairs.topk, None, tiles)
+    out = int4_gemm(silu_and_mul.run(both), w2, w2_scale, w2_zero, pairs, 1, weights, tiles)
+    return sum_over_experts(out, ids, experts, expert_map)
+
+
+def _torch(
+    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, w1_zero: T | None = None,
+    w2_zero: T | None = None, expert_map: T | None = None,
+) -> T:  # fmt: skip
+    """Run the experts one after another on their own rows. It reads the ids on the host, so it is for the CPU only."""
+    check(hidden_states, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, w1_zero, w2_zero)
+    ids, dtype = local_ids(topk_ids, expert_map), hidden_states.dtype
+    acc = torch.promote_types(dtype, torch.float32)
+    out = torch.zeros(hidden_states.shape, dtype=acc)
+    for expert in ids.unique().tolist():
+        if not 0 <= expert < w1.shape[0]:
+            continue
+        tokens, choice = torch.where(ids == expert)
+        both = F.linear(hidden_states[tokens], _floats(w1, w1_scale, w1_zero, expert, acc).to(dtype))
+        y = F.linear(silu_and_mul.run(both), _floats(w2, w2_scale, w2_zero, expert, acc).to(dtype))
+        out.index_add_(0, tokens, y.to(acc) * topk_weights[tokens, choice, None].to(acc))
+    return out.to(dtype)
+
+
+fused_experts_int4 = define(
+    "fused_experts_int4(Tensor hidden_states, Tensor w1, Tensor w2, Tensor w1_scale, Tensor w2_scale,"
+    " Tensor topk_weights, Tensor topk_ids, Tensor? w1_zero=None, Tensor? w2_zero=None, Tensor? expert_map=None)"
+    " -> Tensor",
+    fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    providers=(
+        Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("torch", _torch, devices=("cpu",)),
+        Provider("reference", reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def _packed(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+    return torch.randint(0, 256, shape, dtype=dtype, generator=call.generator, device=call.device)
+
+
+def _zero(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+    return torch.randint(4, 12, shape, dtype=dtype, generator=call.generator, device=call.device)
+
+
+def _scale(axes: str, groups: str) -> Tensor:
+    """Declare the scales of w1 or w2, with which weights have a variance of about 1 / K: outputs of about 1."""
+    name, columns = ("w1_scale", "hidden") if groups == "groups" else ("w2_scale", "intermediate")
+
+    def values(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+        return ((call.rand(*shape) + 0.5) * 0.2 * max(call[columns], 1) ** -0.5).to(dtype)
+
+    counted = f"itemsize(dtype) * experts_hit * {axes} * {groups}"
+    return Tensor(name, per_expert(f"{axes} {groups}"), values=values, bytes=counted)
+
+
+def _groups(axis: str) -> Axis:
+    return Axis(lambda sizes: sizes[axis] // (sizes["group"] or max(sizes[axis], 1)))
+
+
+def _case(
+    name: str, tokens: int, sizes: dict[str, int], group: int, tag: str, dtype: str, **more: Any
+) -> Case:
+    return Case(name, {"tokens": tokens, **sizes, "group": group, **more}, dtype, tags=(tag,))
+
+
+def _odd(
+    name: str, tokens: int, experts: int, topk: int, hidden: int, intermediate: int, group: int, dtype: str = "float32",
+    **more: Any,
+) -> Case:  # fmt: skip
+    sizes = {"experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
+    return _case(name, tokens, sizes, group, "odd", dtype, **more)
+
+
+def _models(name: str, sizes: dict[str, int], **more: Any) -> tuple[Case, ...]:
+    return tuple(_case(f"{name}_{n}", n, sizes, 128, "model", "bfloat16", **more) for n in (1, 32, 256, 4096))
+
+
+SPEC = OpSpec(
+    name="fused_experts_int4",
+    level=2,
+    reference=reference,
+    op=fused_experts_int4,
+    cases=(
+        *_models("qwen3", QWEN3_30B),
+        *_models("mixtral_awq", MIXTRAL, zeros=True),
+        _odd("odd_63", 63, 5, 2, 64, 96, 32, "bfloat16"),
+        _odd("zeros_33", 33, 12, 3, 128, 64, 64, "float16", zeros=True),
+        _odd("channel", 9, 3, 1, 96, 160, 0, zeros=True),
+        _odd("few", 2, 40, 3, 96, 32, 32),
+        _odd("elsewhere", 19, 7, 3, 64, 160, 32, elsewhere=True),
+        _odd("one", 1, 1, 1, 32, 32, 32),
+        _odd("all", 70, 2, 2, 64, 32, 0),
+        _odd("none", 0, 4, 2, 64, 64, 32),
+    ),
+    arguments=(
+        Tensor("hidden_states", "tokens hidden"),
+        Tensor(
+            "w1", per_expert("2*intermediate hidden//2"), "uint8", values=_packed,
+            bytes="experts_hit * intermediate * hidden",
+        ),
+        Tensor(
+            "w2", per_expert("hidden intermediate//2"), "uint8", values=_packed,
+            bytes="experts_hit * hidden * intermediate // 2",
+        ),
+        _scale("2*intermediate", "groups"),
+        _scale("hidden", "inner_groups"),
+        Tensor("topk_weights", "tokens topk", "float32"),
+        Tensor("topk_ids", "tokens topk", "ids", bytes=ROUTING_BYTES),
+        Tensor(
+            "w1_zero", per_expert("2*intermediate groups", "zeros"), "uint8", "zeros", values=_zero,
+            bytes="experts_hit * 2 * intermediate * groups",
+        ),
+        Tensor(
+            "w2_zero", per_expert("hidden inner_groups", "zeros"), "uint8", "zeros", values=_zero,
+            bytes="experts_hit * hidden * inner_groups",
+        ),
+        Tensor("expert_map", "experts", "int32", when="elsewhere", bytes="0"),
+    ),
+    outputs=(Tensor("out", "tokens hidden"),),
+    axes={
+        **AXES,
+        # columns that share a scale, 0: all
+        "group": Axis.option(read=lambda a: _group_of(a.w1, a.w1_scale, a.w2_scale)),
+        "groups": _groups("hidden"),
+        "inner_groups": _groups("intermediate"),
+    },
+    constraints=(
+        "topk <= experts", "hidden % 32 == 0", "intermediate % 32 == 0", "hidden % max(group, 1) == 0",
+        "intermediate % max(group, 1) == 0",
+    ),
+    values=routing,
+    flops=FLOPS,
+    extremes=extremes(5),
+    activations=(0,),
+    calls=("moe_align", "silu_and_mul"),
+)  # fmt: skip
+
+
+def _group_of(w1: T, w1_scale: T, w2_scale: T) -> int:
+    """The columns that share a scale; 0: one scale for each row."""
+    if w1_scale.shape[2] <= 1 and w2_scale.shape[2] <= 1:
+        return 0
+    return 2 * w1.shape[2] // w1_scale.shape[2]

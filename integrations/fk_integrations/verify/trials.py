@@ -1,0 +1,213 @@
+"""The choice between the host's code and ours at a module's first call of a shape, by time on the caller's tensors.
+
+For models of this process that no table describes. Code that torch.compile traces stays the host's: a compiler fuses it
+with its neighbours, and an op of ours would stand in its way.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+
+from fastkernels.core.dispatch import OPS, proving
+from fastkernels.core.env import Environment
+from fastkernels.verify.measure import Ratio, interleaved
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.journal import Journal
+
+log = logging.getLogger("fastkernels")
+ROUNDS, CALLS = 21, 4  # of a graph's calls, or of calls one after the other
+EAGER = 1.02  # the least ratio of eager calls: a method that chooses adds Python of its own
+ERRORS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the norm of the result
+COMPILED = "torch.compile fuses the host's code"
+OWN = "_fastkernels_first_call"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One decision, and its line in the report."""
+
+    ours: bool
+    text: str
+
+
+@dataclass
+class Trial:
+    """The decisions about one host class in one patch.
+
+    choices   {what identifies a call: decision}; modules of the same sizes share them
+    modules   that began with ours
+    restored  of these, how many are the host's again
+    """
+
+    op: str
+    host_class: Any
+    choices: dict[Any, Choice] = field(default_factory=dict)
+    modules: int = 0
+    restored: int = 0
+
+    def begin(self, holder: Any, sizes: Any, back: Callable[[], None], journal: Journal) -> None:
+        """Let the first calls of `holder`, which has a live class, decide; `back` makes it the host's again."""
+        vars(holder)[OWN] = _Own(self, sizes, back)
+        journal.add(lambda: vars(holder).pop(OWN, None))
+        self.modules += 1
+
+    def lines(self) -> list[str]:
+        return [f"{self.op} {choice.text}" for choice in self.choices.values()]
+
+
+@dataclass
+class _Own:
+    """The part of a trial that belongs to one module."""
+
+    trial: Trial
+    sizes: Any
+    back: Callable[[], None]
+    ours: dict[Any, bool] = field(default_factory=dict)
+
+
+def decides(adapter: Adapter, device: str) -> bool:
+    """Whether the first calls of a model on this device decide: on a GPU, unless FASTKERNELS_VERIFY=0."""
+    wanted = Environment.read().verify
+    return adapter.first_call and (device == "cuda" if wanted is None else wanted)
+
+
+def sizes_of(module: Any) -> Any:
+    """Types and shapes of a module's parts: modules with the same take the same time."""
+    tensors = ((name, tuple(t.shape), t.dtype) for name, t in module.named_parameters())
+    return (*tensors, getattr(module, "heads", None))
+
+
+def choosing(theirs: Callable[..., Any], ours: Callable[..., Any], op: str) -> Callable[..., Any]:
+    """A method that runs `theirs` or `ours`: for each kind of call what took less time the first time."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _leave_to_compiler(op)
+            return theirs(self, *args, **kwargs)
+        own: _Own | None = vars(self).get(OWN)
+        if own is None:  # undone, and still held by other code
+            return theirs(self, *args, **kwargs)
+        call = (*_signature(args), *_signature(kwargs.items()))
+        use = own.ours.get(call)
+        if use is None:
+            use = _decide(self, own, call, theirs, ours, args, kwargs)
+        return (ours if use else theirs)(self, *args, **kwargs)
+
+    return update_wrapper(method, theirs)
+
+
+@torch._dynamo.assume_constant_result
+def _leave_to_compiler(op: str) -> None:
+    """Count a place that is compiled; runs while torch.compile traces it."""
+    for found in proving(op):
+        found.leave(COMPILED)
+
+
+def _signature(values: Any) -> Iterator[Any]:
+    """The parts of a call that its time depends on. Sizes count by powers of two: lengths vary."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            dims = value.dim()
+            width = value.shape[1 if dims == 4 else -1] if dims else 0
+            yield (
+                dims,
+                width,
+                value.numel().bit_length(),
+                value.stride(-1) == 1 if dims else True,
+                value.dtype,
+            )
+        elif isinstance(value, (tuple, list)):
+            yield tuple(_signature(value))
+        elif isinstance(value, (int, float, str, type(None))):
+            yield value
+        else:
+            yield type(value)
+
+
+def _decide(
+    module: Any, own: _Own, call: Any, theirs: Callable[..., Any], ours: Callable[..., Any], args: Any, kwargs: Any
+) -> bool:  # fmt: skip
+    """Decide for calls like this one; False, undecided, where nothing can be measured now."""
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    device = next((t.device for t in tensors), torch.device("cpu"))
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    parts = (module, *(a for a in args if isinstance(a, torch.nn.Module)))
+    weights = (p for part in parts if isinstance(part, torch.nn.Module) for p in part.parameters())
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *weights)):
+        return False
+    place = (own.sizes, call)
+    if place not in own.trial.choices:
+        counted = [(op, op.calls, dict(op.fallbacks), dict(op.left)) for op in OPS.values()]
+        run = (partial(theirs, module, *args, **kwargs), partial(ours, module, *args, **kwargs))
+        shapes = ", ".join(str(list(t.shape)) for t in tensors)
+        kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        found = _measured(*run, device)
+        own.trial.choices[place] = Choice(
+            found.ours, f"{own.trial.host_class.__name__} {kind} {shapes}: {found.text}"
+        )
+        for op, calls, fallbacks, left in counted:  # what a measurement runs is no proof
+            op.calls, op.fallbacks, op.left = calls, fallbacks, left
+    use = own.ours[call] = own.trial.choices[place].ours
+    if not any(own.ours.values()):  # without a wrapper of ours from now on
+        own.back()
+        own.trial.restored += 1
+    return use
+
+
+def _measured(theirs: Callable[[], Any], ours: Callable[[], Any], device: torch.device) -> Choice:
+    """Compare results, then times: in a CUDA graph, and of calls one after the other. Ours has to win both."""
+    try:
+        if (reason := _different(ours(), theirs())) is not None:
+            return Choice(False, f"the host's; {reason}")
+        calls: list[list[Any]] = [[]] * CALLS
+        alone = Ratio.of(*reversed(_eager([theirs, ours], device)))
+        graphed = Ratio.of(*reversed(interleaved([theirs, ours], calls, device, ROUNDS)))
+    except Exception as error:  # of a kernel, a compiler or a capture
+        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        log.warning("a module stays with the host: %s", text)
+        return Choice(False, f"the host's; {text}")
+    won = graphed.low > 1.0 and alone.value >= EAGER
+    ratio = f"{graphed.value:.3f} ({graphed.low:.3f} to {graphed.high:.3f}), eager {alone.value:.3f}"
+    return Choice(won, f"{'ours' if won else 'the host' + chr(39) + 's'} ({ratio})")
+
+
+def _different(got: Any, want: Any) -> str | None:
+    """Why our result is not the host's, or None."""
+    if isinstance(want, (tuple, list)):
+        if not isinstance(got, (tuple, list)) or len(got) != len(want):
+            return f"our result is a {type(got).__name__}"
+        return next((why for a, b in zip(got, want, strict=True) if (why := _different(a, b))), None)
+    if not isinstance(want, torch.Tensor):
+        return None if got == want else f"our result is {got!r}, the host's {want!r}"
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"our result is {tuple(got.shape)} {got.dtype}, the host's {tuple(want.shape)} {want.dtype}"
+    error = float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30))
+    return None if error <= ERRORS.get(want.dtype, 1e-4) else f"our result differs by {error:.2g} of its norm"
+
+
+def _eager(subjects: list[Callable[[], Any]], device: torch.device) -> list[list[float]]:
+    """Seconds of CALLS calls one after the other, by subject and round, with all that Python adds."""
+    times: list[list[float]] = [[] for _ in subjects]
+    for i in range(ROUNDS):
+        for j in range(len(subjects)):
+            which = (i + j) % len(subjects)
+            _wait(device)
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                subjects[which]()
+            _wait(device)
+            times[which].append(time.perf_counter() - began)
+    return times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

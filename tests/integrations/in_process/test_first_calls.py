@@ -1,0 +1,221 @@
+"""An unrequested patch lets first calls decide, by time, between the host's code and ours; here on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fk_integrations.core.journal import Journal
+from fk_integrations.core.live_class import live_class
+from fk_integrations.verify.trials import OWN, Trial, sizes_of
+from torch import nn
+
+import fastkernels
+from fastkernels.overrides.activation.gelu import gelu
+
+timm = pytest.importorskip("timm")
+VIT = {"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 7}
+
+
+@pytest.fixture(autouse=True)
+def verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure on the CPU, too."""
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+
+
+class Host(nn.Module):
+    """A module of a host, as slow as its name says."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return x * 2
+
+
+def ours(seconds: float, factor: float = 2, error: bool = False) -> type:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(seconds)
+        if error:
+            raise RuntimeError("no kernel")
+        return x * factor
+
+    return type("Ours", (nn.Module,), {"forward": forward})
+
+
+def tried(module: Host, cls: type) -> tuple[Trial, Journal]:
+    trial, journal = Trial("gelu", Host), Journal()
+    journal.set_class(module, live_class(Host, cls, trial_of="gelu"))
+    trial.begin(module, sizes_of(module), lambda: setattr(module, "__class__", Host), journal)
+    return trial, journal
+
+
+@pytest.mark.parametrize(
+    ("theirs", "cls", "text"),
+    [
+        (0.002, ours(0.0), "ours ("),
+        (0.0, ours(0.002), "the host's (0."),
+        (0.002, ours(0.0, factor=3), "the host's; our result differs by 0.5 of its norm"),
+        (0.002, ours(0.0, error=True), "the host's; RuntimeError: no kernel"),
+    ],
+    ids=["faster", "slower", "wrong", "raises"],
+)
+def test_first_call_decides(theirs: float, cls: type, text: str) -> None:
+    module, x = Host(theirs), torch.randn(3, 5)
+    trial, journal = tried(module, cls)
+    with torch.no_grad():
+        assert torch.equal(module(x), x * 2) and torch.equal(module(x), x * 2)
+    (line,) = trial.lines()
+    assert line.startswith(f"gelu Host float32 [3, 5]: {text}")
+    won = text.startswith("ours")
+    assert (type(module) is Host) != won and trial.restored == (not won)
+    assert type(module).forward is not Host.forward or not won
+    journal.undo()
+    assert type(module) is Host and OWN not in vars(module)
+
+
+def test_other_shapes_are_decided_anew() -> None:
+    module = Host(0.0)
+    trial, _ = tried(module, type("Ours", (nn.Module,), {"forward": lambda self, x: _slow_if_long(x)}))
+    module.seconds = 0.002
+    with torch.no_grad():
+        module(torch.randn(3))
+        module(torch.randn(64))
+        module(torch.randn(64))
+    assert [choice.ours for choice in trial.choices.values()] == [True, False] and type(module) is not Host
+
+
+def _slow_if_long(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.004 if len(x) > 10 else 0.0)
+    return x * 2
+
+
+def test_gradients_stay_with_the_host() -> None:
+    module, x = Host(0.002), torch.randn(3, requires_grad=True)
+    trial, _ = tried(module, ours(0.0))
+    module(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0)) and not trial.choices  # type: ignore[arg-type]
+
+
+def vit() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_small_patch16_dinov3", **VIT).eval()
+    images = torch.randn(2, 3, 32, 32)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return model(images)
+
+    return model, run
+
+
+def test_default_patch_keeps_what_wins_and_undoes() -> None:
+    model, run = vit()
+    before, classes = run(), [type(m) for m in model.modules()]
+    report = fastkernels.patch(model)
+    planned = {r.op: r.modules for r in report.active}
+    assert planned == {"layer_norm": 5, "gelu": 2, "attention_dense": 2}
+    torch.testing.assert_close(run(), before, atol=1e-4, rtol=1e-4)
+    report.refresh()
+    for row in report.rows:
+        if row.op not in planned:
+            continue
+        lost = [r["modules"] for r in row.reasons if r["kind"] == "left_to_host"]
+        assert row.modules + sum(lost) == planned[row.op] and row.measured
+        assert all(" the host's (" in line or " ours (" in line for line in row.measured)
+        assert row.calls == 0 or row.modules  # a measurement is no call
+    ran = run()
+    assert torch.equal(run(), ran)  # decided once
+    kept = sum(hasattr(type(m), "fastkernels") for m in model.modules())
+    assert kept == sum(r.modules for r in report.active)
+    report.undo()
+    assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)
+    assert not any(OWN in vars(m) for m in model.modules())
+
+
+def test_slow_kernel_loses_everywhere() -> None:
+    model, run = vit()
+    before = run()
+    usual = gelu.providers[-1].fn
+
+    def slow(*args: Any) -> torch.Tensor:
+        time.sleep(0.003)
+        return usual(*args)
+
+    gelu.set_candidate(slow)
+    try:
+        with fastkernels.patch(model) as report:
+            run()
+            (row,) = [r for r in report.refresh().rows if r.op == "gelu"]
+            assert row.state == "off" and "2 left to the host: not faster than the host's" in row.reason
+            assert row.modules == 0 and row.calls == 0
+            torch.testing.assert_close(run(), before, atol=1e-4, rtol=1e-4)
+    finally:
+        gelu.set_candidate(None)
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_compiled_code_stays_the_hosts(patched_first: bool) -> None:
+    model, run = vit()
+    before, seen = run(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    for block in () if patched_first else model.blocks:  # type: ignore[union-attr]
+        block.compile(backend=backend, fullgraph=True)
+    with fastkernels.patch(model) as report:
+        for block in model.blocks if patched_first else ():  # type: ignore[union-attr]
+            block.compile(backend=backend, fullgraph=True)
+        torch.testing.assert_close(run(), before, atol=1e-5, rtol=1e-5)
+        assert seen and not any("fastkernels" in name for name in seen)
+        left = {r.op: r.left for r in report.refresh().rows if r.left}
+        assert left["gelu"] == {"torch.compile fuses the host's code": 1}  # two blocks share the code
+    torch.compiler.reset()
+
+
+def test_requested_ops_run_unmeasured() -> None:
+    model, run = vit()
+    with fastkernels.patch(model, ops=["gelu"]) as report:
+        run()
+        (row,) = report.refresh().active
+        assert (row.modules, row.calls, row.measured) == (2, 2, [])
+
+
+def test_without_verify_defaults_are_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "0")
+    model, _ = vit()
+    with fastkernels.patch(model) as report:
+        assert {r.op for r in report.active} == {"layer_norm", "gelu"}
+        assert not any(r.measured for r in report.rows)
+
+
+def test_replaced_processor_is_not_put_back() -> None:
+    from fk_integrations.core.live_class import replace_attribute
+
+    class Processor:
+        def __call__(self, attn: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    class Slow:
+        live_methods = ("__call__",)
+
+        def __call__(self, attn: Any, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.002)
+            return x * 2
+
+    holder: Any = nn.Linear(2, 2)
+    holder.processor = Processor()
+    trial = Trial("attention_dense", Processor)
+    assert replace_attribute(holder, "processor", Slow, ("__call__",), Journal(), trial=trial) is None
+    held, holder.processor = holder.processor, SimpleNamespace()
+    with torch.no_grad():
+        held(holder, torch.randn(3))
+    assert isinstance(holder.processor, SimpleNamespace) and trial.restored == 1

@@ -1,0 +1,169 @@
+"""Sparse attention (DSA): the indexer and the layer against the equations of arXiv 2512.02556, in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import make_tiny
+
+from fastkernels import LLM, SamplingParams
+from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.engine.execution.attention import make_backend
+from fastkernels.models.common import build
+from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.plan import plan
+from fastkernels.overrides.latent_attention import sparse_indexer
+from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
+from fastkernels.overrides.latent_attention.sparse_indexer import SparseAttnIndexer
+
+HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 3, 24, 16, 20, 48, 8
+INDEX_HEADS, INDEX, TOPK = 12, 24, 5
+SIZES = [HEADS * (NOPE + ROPE), RANK, ROPE, INDEX_HEADS * INDEX, INDEX, INDEX_HEADS]
+
+
+def made(data: torch.Tensor, weight: torch.Tensor) -> tuple[LatentAttention, SparseAttnIndexer]:
+    layer = LatentAttention(
+        HEADS,
+        (NOPE + ROPE) ** -0.5,
+        NOPE,
+        ROPE,
+        VALUE,
+        RANK,
+        SimpleNamespace(weight=weight.to(data.dtype)),
+        TOPK,
+    )
+    indexer = SparseAttnIndexer(INDEX_HEADS, INDEX, TOPK)
+    for m in (layer, indexer):
+        m.kv_cache = tuple(torch.full(s, math.nan, dtype=data.dtype) for s in m.cache_shapes(12, BLOCK))
+    return layer, indexer
+
+
+def equations(data: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Equations 1 and 2: index scores, the topk keys of each query, and attention to their expanded keys."""
+    q, latents, rope, index_q, index_k, weights = data.double().split(SIZES, dim=1)
+    n = len(data)
+    unseen = torch.arange(n) > torch.arange(n)[:, None]
+    products = torch.einsum("thd,sd->ths", index_q.view(n, INDEX_HEADS, INDEX), index_k).clamp_min(0)
+    scores = torch.einsum("th,ths->ts", weights, products).masked_fill(unseen, -math.inf)
+    kept = torch.zeros(n, n, dtype=torch.bool).scatter_(1, scores.topk(min(TOPK, n), dim=1).indices, True)
+    up = torch.einsum("hdr,kr->khd", weight.view(HEADS, NOPE + VALUE, RANK), latents)
+    keys = torch.cat((up[..., :NOPE], rope[:, None].expand(-1, HEADS, -1)), dim=-1)
+    logits = torch.einsum("nhd,khd->hnk", q.view(n, HEADS, -1), keys) / math.sqrt(NOPE + ROPE)
+    logits = logits.masked_fill(unseen | ~kept, -math.inf)
+    return torch.einsum("hnk,khd->nhd", logits.softmax(-1), up[..., NOPE:]).flatten(1)
+
+
+@pytest.mark.parametrize("most", [1, 40, sparse_indexer.MOST_LOGITS])
+@pytest.mark.parametrize("backend", [False, True])
+@torch.inference_mode()
+def test_layers_equal_equations(backend: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts, mixed batches, then decodes, with all logits of a step at once and with few at a time."""
+    monkeypatch.setattr(sparse_indexer, "MOST_LOGITS", most)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(HEADS * (NOPE + VALUE), RANK, generator=generator, dtype=torch.float64) * RANK**-0.5
+    data = [torch.randn(24, sum(SIZES), generator=generator) for _ in range(2)]
+    expected = [equations(d, weight) for d in data]
+    layer, indexer = made(data[0], weight)
+    own: Any = make_backend(None, [indexer, layer], torch.device("cpu"), torch.float32) if backend else None
+    table = torch.tensor([[7, 1, 4], [2, 9, 5]], dtype=torch.int32)
+    for step in ([(4, 4), (3, 3)], [(1, 5), (9, 12)], [(1, 6), (6, 18)], [(1, 7), (1, 19)]):
+        at = [(i, p) for i, (n, k) in enumerate(step) for p in range(k - n, k)]
+        slots = torch.tensor([int(table[i, p // BLOCK]) * BLOCK + p % BLOCK for i, p in at])
+        starts = torch.tensor([0, *(n for n, _ in step)]).cumsum(0).to(torch.int32)
+        lens = torch.tensor([k for _, k in step], dtype=torch.int32)
+        decoded = [k for n, k in step if n == 1]
+        metadata = AttentionMetadata(
+            slots, starts, lens, table, max(n for n, _ in step), max(k for _, k in step), len(decoded),
+            max(decoded, default=0), own,
+        )  # fmt: skip
+        tokens = torch.stack([data[i][p] for i, p in at])
+        q, latents, rope, index_q, index_k, weights = tokens.split(SIZES, dim=1)
+        with forward_context(metadata):
+            index_q, k_pe, k_nope = (
+                index_q.unflatten(1, (INDEX_HEADS, INDEX)),
+                index_k[:, :ROPE],
+                index_k[:, ROPE:],
+            )
+            indices = indexer(index_q, k_pe, k_nope, weights)
+            assert (indices is None) is (metadata.max_seqlen_k <= TOPK)
+            out = layer(q.unflatten(1, (HEADS, -1)), latents, rope, indices)
+        want = torch.stack([expected[i][p] for i, p in at])
+        torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=2e-5)
+
+
+def test_short_steps_attend_to_expanded_keys(tmp_path: Path) -> None:
+    """A prompt up to index_topk has the plan of dense attention; with a longer sequence the step has none."""
+    folder = make_tiny(tmp_path, "deepseek_v32", "float32", index_topk=120)
+    llm = LLM(str(folder), device="cpu", max_model_len=256)
+    backend = llm.llm_engine.executor.runner.backend
+    plans: list[Any] = []
+    original = backend.plan
+    backend.plan = lambda *args: plans.append(original(*args)) or plans[-1]
+    for length, expands in ((100, True), (130, False)):
+        plans.clear()
+        llm.generate([[(i * 37) % 500 for i in range(length)]], SamplingParams(temperature=0, max_tokens=1))
+        assert isinstance(plans[0].plan, Expansion) is expands
+
+
+def test_named_backend_keeps_tokens(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, "deepseek_v32", "float32")
+    prompts = [[(i * 37) % 500 for i in range(40)], [3, 4]]
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    found = []
+    for name in (None, "reference"):
+        llm = LLM(str(folder), device="cpu", max_model_len=64, attention_backend=name)
+        found.append([o.outputs[0].token_ids for o in llm.generate(prompts, greedy)])
+    assert found[0] == found[1]
+
+
+def test_fp8_cache_has_fp8_index_keys(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, "deepseek_v32", "float32")
+    llm = LLM(str(folder), device="cpu", max_model_len=64, kv_cache_dtype="fp8")
+    layers = llm.llm_engine.executor.runner.layers
+    assert [type(m) for m in layers].count(SparseAttnIndexer) == 2
+    assert {t.dtype for m in layers for t in m.kv_cache} == {torch.float8_e4m3fn}
+    done = llm.generate([list(range(40))], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert len(done[0].outputs[0].token_ids) == 4
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("deepseek_v32", {"index_topk": 0}, "config.index_topk=0 is not supported, only integers above 0"),
+    ("deepseek_v32", {"index_head_dim": 8}, "config.index_head_dim=8 is not supported, only sizes from qk_rope"),
+    ("deepseek_v32", {"indexer_rope_interleave": True}, "config.indexer_rope_interleave=True is not supported"),
+    ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "only 'full' or 'shared' for each of 3 layers"),
+    ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "only dense layers before sparse ones"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), WRONG, ids=[next(iter(f)) for _, f, _ in WRONG])
+def test_unsupported_fields_are_named(
+    kind: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = build.load_config(make_tiny(tmp_path, kind, "float32"))
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(Unsupported, match=message):
+        plan(config)
+
+
+def test_selection_bounds_the_cost_of_a_token() -> None:
+    """A token reads 2,048 latents and the index keys of all tokens; a layer with a shared indexer has no keys."""
+    from fk_bench.e2e.model_configs import load_config
+
+    config = load_config("deepseek-v3.2")[1]
+    made = plan(config)
+    assert made.kv_bytes_per_token == 61 * (512 + 64 + 128) * 2
+    assert made.kv_bytes(1000) == 1000 * made.kv_bytes_per_token
+    assert made.kv_bytes(100_000) == 61 * 2 * (2048 * (512 + 64) + 100_000 * 128)
+    assert made.flops(1, 100_000) - made.flops(1, 50_000) == 61 * 50_000 * 2 * 64 * 128
+    config = load_config("glm-5")[1]
+    before = plan(config)
+    config.indexer_types = ["full", "shared", "shared"] * 26
+    shared = plan(config)
+    assert before.kv_bytes_per_token - shared.kv_bytes_per_token == 52 * 128 * 2
+    assert before.parameters - shared.parameters == 52 * (4096 * 2048 + 128 * 6144 + 2 * 128 + 32 * 6144)
