@@ -67,9 +67,6 @@ _WHOLE_POOLS = (
 _RECURRENT = re.compile(
     r"Mamba|SSM|Rwkv|DeltaNet|DeltaRule|Lightning|LinearAttn|RgLru|Rglru|RecurrentBlock|xLSTM|mLSTM|sLSTM|Retention"
 )
-_NAMED = (  # (end or part of a class's name, primitive) of what only a name tells
-    (re.compile(r"Indexer$"), "index of sparse attention"),
-)
 _SOFTMAX_ATTENTION = {"attention_interface", "scaled_dot_product_attention", "multi_head_attention_forward"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm", "product"}
 _ACTIVATIONS = {"GELU": "gelu"}
@@ -220,8 +217,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _torch_module(module: Any) -> Match | None:
     if _is_linear(module):
-        plain = type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
-        return Match(Kind.OP, "linear", by_probe=plain and _once(probes.linear_probe, module))
+        return Match(Kind.OP, "linear", by_probe=_once(probes.linear_probe, module))
     if isinstance(module, _CONVOLUTIONS):
         return _convolution(module)
     for op, classes, computes in MODULES:
@@ -288,9 +284,8 @@ def _once(probe: Callable[..., bool], module: nn.Module) -> bool:
 
 def _named(module: nn.Module) -> Match | None:
     name = type(module).__name__
-    for pattern, primitive in _NAMED:
-        if pattern.search(name):
-            return missing(primitive)
+    if name.endswith("Indexer"):
+        return Match(Kind.OP, "paged_mqa_logits", True, False, False, needs="index of sparse attention")
     own = name.endswith(("Mixer", "Attention", "Cell", "Lru", "Net", "Rule"))
     if own and _RECURRENT.search(name) and any(True for _ in module.parameters()):
         return missing("recurrence")

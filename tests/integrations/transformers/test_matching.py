@@ -135,7 +135,9 @@ class Written(nn.Module):
         self.score, self.head_dim = score, 8
         self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         q, k, v = (f(hidden_states).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
         scores = self.score(q @ k.transpose(-1, -2))
         scores = scores if attention_mask is None else scores + attention_mask
@@ -177,7 +179,9 @@ def test_modules_of_torch_are_matched_by_probe(made: nn.Module) -> None:
     assert match(made).strict and match(made).kind is Kind.OP
 
 
-@pytest.mark.parametrize("made", [nn.MaxPool2d(2, dilation=2), nn.AdaptiveAvgPool2d(3), nn.Upsample(size=4, mode="nearest-exact")])  # fmt: skip
+@pytest.mark.parametrize(
+    "made", [nn.MaxPool2d(2, dilation=2), nn.AdaptiveAvgPool2d(3), nn.Upsample(size=4, mode="nearest-exact")]
+)
 def test_settings_that_no_op_has_are_no_match(made: nn.Module) -> None:
     assert match(made).loose and not match(made).strict
 
