@@ -100,6 +100,8 @@ def _replaced(module: Any, given: dict[str, Any], names: list[str]) -> tuple[boo
     softmaxes = sum(n.target in _SOFTMAX for n in graph.graph.nodes)
     if (not cores and not fused) or softmaxes != len(cores):
         return False, 0
+    if _needed(graph, {c.result for c in cores}) & {c.scores for c in cores}:
+        return False, 0  # the module also uses the scores themselves, which the op does not return
     used = {id(n) for c in cores for n in (c.scores, c.result)}
     given_to = set().union(*(_below(n) for n in graph.graph.nodes if n.op == "placeholder"))
     others = sum(
@@ -109,6 +111,17 @@ def _replaced(module: Any, given: dict[str, Any], names: list[str]) -> tuple[boo
     fresh = [given[n] if n in module_calls.MASKS else torch.randn_like(given[n]) for n in names]
     with torch.no_grad():
         return probes.agree(run(*fresh), _Replacing(graph, cores).run(*fresh), 1e-4), others
+
+
+def _needed(graph: fx.GraphModule, results: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that the output depends on, not through one of the results."""
+    todo, found = [n for n in graph.graph.nodes if n.op == "output"], set[fx.Node]()
+    while todo:
+        for node in todo.pop().all_input_nodes:
+            if node not in found and node not in results:
+                found.add(node)
+                todo.append(node)
+    return found
 
 
 def _core(softmax: fx.Node) -> Core | None:

@@ -223,7 +223,9 @@ def _torch_module(module: Any) -> Match | None:
     for op, classes, computes in MODULES:
         if isinstance(module, classes):
             torchs: Any = next(cls for cls in classes if isinstance(module, cls))
-            same = type(module).forward is torchs.forward and probes.safely(computes, module)
+            same = getattr(type(module), "forward", None) is torchs.forward and probes.safely(
+                computes, module
+            )
             return Match(Kind.OP, op, by_probe=same, needs="" if same else f"a subclass of {torchs.__name__}")
     if isinstance(module, nn.RNNBase):
         return missing("recurrence")

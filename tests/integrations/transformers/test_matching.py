@@ -159,6 +159,19 @@ def test_written_attention_is_found_in_its_graph(score: Any, same: bool) -> None
     assert attention_graph.computes_attention(Written(score))[0] is same
 
 
+def test_attention_that_needs_its_scores_again_is_not_dense() -> None:
+    class Gated(Written):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            q, k, v = (
+                f(hidden_states).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v)
+            )
+            scores = q @ k.transpose(-1, -2)
+            gate = scores.logsumexp(-1, keepdim=True).sigmoid()
+            return ((scores.softmax(-1) @ v) * gate).transpose(1, 2).flatten(2)
+
+    assert not attention_graph.computes_attention(Gated(None))[0]
+
+
 @pytest.mark.parametrize(
     "made",
     [
