@@ -13,6 +13,7 @@ import pytest
 import torch
 from fk_integrations.core.journal import Journal
 from fk_integrations.sglang import attention
+from fk_integrations.sglang.scheduler import SglangAdapter
 from support import attention_seams
 from support.attention_seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
 
@@ -20,6 +21,7 @@ from fastkernels.core.reasons import Kind
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
+from fastkernels.verify.measure import Point, arguments
 
 use = attention_seams.use  # the fixture
 
@@ -90,6 +92,41 @@ def test_sglang_layers_with_sinks_are_ours(queries: list[int]) -> None:
     q = batch.query.view(-1, HEADS * D)
     out = forward(q, batch.new(batch.keys), batch.new(batch.values), layer, forward_batch, sinks=sinks)
     torch.testing.assert_close(out.view(-1, HEADS, D), batch.expected(-1, sinks), atol=1e-5, rtol=1e-5)
+
+
+def test_sglang_decode_attention_is_measured_for_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only with FASTKERNELS_VERIFY=1. A graph's page table covers the longest context in whole pages."""
+    host = type(
+        "FlashAttentionBackend", (), {"__module__": attention.FLASH.partition(":")[0], "page_size": BLOCK}
+    )
+    backend: Any = host()
+    backend.init_cuda_graph_state = None
+    pool = type("MHATokenToKVPool", (), {})()
+    pool.dtype = pool.store_dtype = torch.float32
+    pool.k_buffer = [torch.zeros(2 * BLOCK, KV_HEADS, D)]
+    backend.token_to_kv_pool = pool
+    runner: Any = SimpleNamespace(
+        attn_backend=backend, max_running_requests=8, model_config=SimpleNamespace(context_len=2 * BLOCK + 1),
+        server_args=SimpleNamespace(kv_cache_dtype="auto", pp_size=1),
+    )  # fmt: skip
+    layer: Any = Layer()
+    layer.attn_type, layer.is_cross_attention = SimpleNamespace(value="decoder"), False
+    layer.v_head_dim = layer.qk_head_dim = D
+    layer.tp_v_head_num, layer.k_scale, layer.v_scale, layer.xai_temperature_len = KV_HEADS, None, None, -1
+    layer.pos_encoding_mode, layer.logit_capping_method, layer.logit_cap = "NONE", "tanh", 30.0
+    adapter = SglangAdapter(runner)
+    assert adapter.points(attention_decode) == ()
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    context = 3 * BLOCK
+    assert adapter.points(attention_decode) == [(1, context), (8, context), (4, context)]
+    shape = adapter.whole_shape(attention_decode, layer)
+    assert shape == (HEADS, KV_HEADS, D, BLOCK, 0, torch.float32)
+    point = Point("attention_decode", shape, (4, context), (layer,))
+    (call, *_) = arguments(point, torch.device("cpu"), torch.Generator().manual_seed(0), 0)
+    assert call[8] == 30.0 and attention_decode.key is not None
+    assert attention_decode.key.of(*call) == (shape, (4, context))
+    layer.is_cross_attention = True
+    assert adapter.whole_shape(attention_decode, layer) is None
 
 
 def test_sglang_unsupported_step_is_counted_as_fallback() -> None:

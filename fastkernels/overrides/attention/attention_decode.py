@@ -302,7 +302,8 @@ def _key_dims(
 
 def _own(module: Any, args: list[Any]) -> list[Any]:
     """With the soft cap of a host's layer; keys and values stay, since a host's cache may not be there yet."""
-    softcap = getattr(getattr(module, "impl", module), "logits_soft_cap", None)
+    layer = getattr(module, "impl", module)
+    softcap = getattr(layer, "logits_soft_cap", None) or getattr(layer, "logit_cap", None)  # vLLM's, SGLang's
     return [*args[:8], float(softcap or 0), *args[9:]]
 
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from fastkernels.core.dispatch import Op, Provider
 
 
+# Decodes whose attention a patch measures, the most important first: graphs are captured for the longest context.
+BATCHES = 1, 8, 32, 16, 64, 4
+
+
 def class_path(cls: type) -> str:
     """A class as Target.path names it."""
     return f"{cls.__module__}:{cls.__qualname__}"

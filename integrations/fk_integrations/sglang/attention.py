@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core import versions
+from fk_integrations.core.adapter import BATCHES
 from fk_integrations.core.journal import Journal
 
 FLASH = "sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend"
@@ -31,6 +32,22 @@ def attention_shape(runner: Any, layer: Any) -> tuple[Any, ...]:
     window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
     heads = layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim
     return *heads, block_size, max(window + 1, 0), dtype
+
+
+def served(runner: Any, layer: Any) -> bool:
+    """Whether our decode kernels can serve a RadixAttention, in all backends of the runner that are known."""
+    known = [b for b in backends(runner) if _path(type(b)) in _STEPS]
+    return bool(known) and not any(
+        (_unsupported_layer(runner, layer), *(_unsupported_backend(runner, backend) for backend in known))
+    )
+
+
+def points(runner: Any) -> list[tuple[int, int]]:
+    """Batches and contexts of the decode graphs: a graph has the page table of the longest context."""
+    page = next(backend.page_size for backend in backends(runner) if hasattr(backend, "page_size"))
+    context = -(-runner.model_config.context_len // page) * page
+    most = runner.max_running_requests
+    return [(batch, context) for batch in BATCHES if batch <= most]
 
 
 def swap_attention(

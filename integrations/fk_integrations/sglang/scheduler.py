@@ -11,7 +11,7 @@ import gc
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,18 @@ class SglangAdapter(Adapter):
         if op.name in ("fused_experts", "fused_experts_fp8"):
             return Reason(Kind.LEFT_TO_HOST, experts.unsupported(module) or experts.NOT_MEASURED)
         return super().shape(op, module)
+
+    def whole_shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
+        if op.name == "attention_decode" and not attention.served(self.model_runner, module):
+            return None
+        return super().whole_shape(op, module)
+
+    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
+        if op.name != "attention_decode":
+            return super().points(op)
+        if not Environment.read().verify:  # by default only what was proved on a GPU
+            return ()
+        return attention.points(self.model_runner)
 
     def experts(self, module: Any) -> Any:
         return experts.experts(module)

@@ -24,7 +24,7 @@ from fastkernels.core.trial import import_in_child
 from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import call_recording, reports, versions
-from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.adapter import BATCHES, Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.construction import BeforeConstruction
@@ -39,14 +39,6 @@ RPC = "fastkernels_rpc"
 STATE = "_fastkernels_patched"
 CODE = "_fastkernels_code_before"
 FAILED = "_fastkernels_failed_step"
-BATCHES = (
-    1,
-    8,
-    32,
-    16,
-    64,
-    4,
-)  # of decodes that a patch measures; CUDA graphs are captured for the longest context
 ENDED = "the engine has ended (it was shut down, or a step failed: see its log), so nothing is left to patch or undo"
 ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or resume_generation(), then patch or undo"
 
