@@ -1,4 +1,4 @@
-"""Softmax attention in the code of a module, whoever wrote it: found in its graph, replaced by the op, compared."""
+"""Softmax attention in the code of a module: found in its graph, replaced by the op, and compared."""
 
 from __future__ import annotations
 
