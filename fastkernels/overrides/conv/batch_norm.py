@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -86,11 +87,20 @@ def _triton(
     return out
 
 
+def _torch(
+    x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, eps: float = 1e-5,
+) -> torch.Tensor:  # fmt: skip
+    _check(x, mean, var, weight, bias)
+    return F.batch_norm(x, mean, var, weight, bias, eps=eps).contiguous()
+
+
 batch_norm = define(
     "batch_norm(Tensor x, Tensor mean, Tensor var, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
     fake=lambda x, *args, **kwargs: torch.empty_like(x, memory_format=torch.contiguous_format),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
+        Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", lambda *args: reference(*args).contiguous(), devices=("cuda", "cpu")),
     ),
 )
