@@ -47,6 +47,7 @@ class Target:
     default   whether patch() without a list of ops applies it
     tried     whether patch() without a list of ops lets the first calls decide, on a GPU, by time against the host
     note      why the class is not applied to live hosts, or how it differs from the host's
+    compiled  with `tried`: chips on which code that torch.compile traces keeps ours, which was measured to be faster
     computes  scalar arguments of the op that the class has built in: {"approximate": "tanh"}
     module    module of our class; the registry sets it
     """
@@ -60,6 +61,7 @@ class Target:
     note: str = ""
     computes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     tried: bool = False
+    compiled: tuple[str, ...] = ()
     module: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

@@ -29,13 +29,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
         "num_experts_per_tok": 2, "head_dim": 32,
     },
+    "deepseek_v32": {
+        **SHARED, "moe_intermediate_size": 128, "kv_lora_rank": 128, "q_lora_rank": 128, "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
+        "index_head_dim": 64,
+    },
     "qwen3_moe": {**SHARED, "moe_intermediate_size": 128, "head_dim": 64, "num_experts": 4},
     "mixtral": {**SHARED, "intermediate_size": 128, "head_dim": 64},
 }  # fmt: skip
 CASES = [
     ("deepseek_v3", "fp8_blocks"), ("deepseek_v3", "compressed_channel"), ("deepseek_v3", "gptq_64"),
-    ("qwen3_moe", "fp8_static"), ("qwen3_moe", "fp8_dynamic"), ("qwen3_moe", "packed_channel"),
-    ("mixtral", "awq"), ("mixtral", "compressed_block"),
+    ("deepseek_v32", "fp8_blocks"), ("qwen3_moe", "fp8_static"), ("qwen3_moe", "fp8_dynamic"),
+    ("qwen3_moe", "packed_channel"), ("mixtral", "awq"), ("mixtral", "compressed_block"),
 ]  # fmt: skip
 
 

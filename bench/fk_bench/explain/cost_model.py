@@ -29,7 +29,9 @@ BLOCK_SIZE = 16  # of the KV cache: the default of EngineConfig and of vLLM
 GROUPS = {
     "linear": "linears", "logits_processor": "linears",
     "attention_decode": "attention", "attention_prefill": "attention", "store_kvcache": "attention",
-    "rope_store_kvcache": "attention",
+    "rope_store_kvcache": "attention", "concat_and_cache_mla": "attention", "mla_decode": "attention",
+    "mla_prefill": "attention", "mla_sparse": "attention", "paged_mqa_logits": "attention",
+    "top_k_per_row": "attention",
     "topk_softmax": "experts", "grouped_topk": "experts", "fused_experts": "experts",
     "fused_experts_fp8": "experts",
     "all_reduce": "collectives", "all_gather": "collectives",

@@ -20,10 +20,8 @@ from fastkernels.models.common.description import Unsupported
 
 BLOCK = 128  # rows and columns that share a float8 scale
 GROUPS = (32, 64, 128, -1)  # columns that share an int4 scale; -1: all
-ROUTERS = (
-    "gate",
-    "router",
-)  # layers that stay unquantized in a model with experts, listed in a config or not
+# Routers, and the head weights of an indexer: unquantized in a model with experts, listed in a config or not
+UNQUANTIZED = ("gate", "router", "weights_proj")
 EXPERT_KINDS = ("fp8", "fp8_block", "int4")  # number formats of a mixture's experts
 # Layers whose weight is read by more than their own product: they are dequantized at load.
 DENSE = ("kv_b_proj",)
@@ -58,7 +56,7 @@ class Scheme:
         Raises Unsupported if only some of the matrices are that are packed into one weight here.
         """
         above, _, own = prefix.rpartition(".")
-        if arch.experts and own in ROUTERS:
+        if arch.experts and own in UNQUANTIZED:
             return False
         if (
             arch.experts and own == "experts"

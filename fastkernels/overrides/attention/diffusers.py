@@ -143,7 +143,11 @@ def _positioned(
 
 def _is_plain(norm: Any, x: torch.Tensor) -> bool:
     """Whether this is torch's RMS norm over the heads, which no other patch, hook or offload has changed."""
-    if type(norm) is not torch.nn.RMSNorm or norm.eps is None or len(norm.normalized_shape) != 1:
+    cls = type(norm)
+    # Where first calls decide, this op stands for the norm as well; a compiler fuses the host's norm and rotation.
+    tried = getattr(cls, "fastkernels_tried", False) and not torch.compiler.is_compiling()
+    usual = cls is torch.nn.RMSNorm or (tried and cls.__bases__ == (torch.nn.RMSNorm,))
+    if not usual or norm.eps is None or len(norm.normalized_shape) != 1:
         return False
     own = "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks
     return not own and (norm.weight is None or norm.weight.dtype == x.dtype)
@@ -160,14 +164,24 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 
-def _target(module: str, name: str) -> Target:
+def _target(module: str, name: str, compiled: tuple[str, ...] = ()) -> Target:
     path = f"diffusers.models.{module}:{name}"
-    return Target("diffusers", path, f"Diffusers{name}", "processor", default=False, note=_NOTE, tried=True)
+    return Target(
+        "diffusers",
+        path,
+        f"Diffusers{name}",
+        "processor",
+        default=False,
+        note=_NOTE,
+        tried=True,
+        compiled=compiled,
+    )
 
 
 TARGETS = {
     "attention_dense": (
         _target("attention_processor", "AttnProcessor2_0"),
-        _target("transformers.transformer_flux", "FluxAttnProcessor"),
+        # FLUX.1, 1024 px, 4 steps, bfloat16 on an H200: 109 ms of attention, in the compiled host 129
+        _target("transformers.transformer_flux", "FluxAttnProcessor", ("NVIDIA H200",)),
     )
 }

@@ -12,7 +12,8 @@ from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS, unsupported_vector
 
-NUMBERS = 2048  # elements of a program
+NUMBERS = 2048  # the largest head size
+AT_ONCE = 1024  # elements of a program, unless a head has more: 16 bytes for each thread of four warps
 
 
 def reference(
@@ -43,17 +44,14 @@ def reference(
 
 @triton.jit
 def _normed(x_ptr, w_ptr, cols, heads, H, D, stride_h, eps, HAS_W: tl.constexpr):
-    # The norm of heads [HEADS, 1] at channels `cols` and at those that rotate with them, rounded to x's dtype
+    # The norm of heads [HEADS, 1], rounded to x's dtype
     inside = (heads < H) & (cols < D)
     x = tl.load(x_ptr + heads.to(tl.int64) * stride_h + cols, mask=inside, other=0.0)
-    other = tl.load(x_ptr + heads.to(tl.int64) * stride_h + (cols ^ 1), mask=inside, other=0.0)
     h = x.to(tl.float32)
-    r = tl.rsqrt(tl.sum(h * h, axis=1) / D + eps)[:, None]
-    a, b = h * r, other.to(tl.float32) * r
+    h *= tl.rsqrt(tl.sum(h * h, axis=1) / D + eps)[:, None]
     if HAS_W:
-        a *= tl.load(w_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
-        b *= tl.load(w_ptr + (cols ^ 1), mask=cols < D, other=0.0).to(tl.float32)
-    return a.to(x.dtype).to(tl.float32), b.to(x.dtype).to(tl.float32)
+        h *= tl.load(w_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
+    return h.to(x.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -69,12 +67,17 @@ def _qk_norm_rope_kernel(
     cos = tl.load(cos_ptr + token * D + cols, mask=cols < D, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * D + cols, mask=cols < D, other=0.0).to(tl.float32)
     if token < St:
-        a, b = _normed(
+        h = _normed(
             text_ptr + batch * text_b + token * text_t, text_w_ptr, cols, heads, H, D, text_h, eps, HAS_TEXT_W
         )
     else:
-        a, b = _normed(x_ptr + batch * x_b + (token - St) * x_t, w_ptr, cols, heads, H, D, x_h, eps, HAS_W)
-    y = a * cos + tl.where(cols % 2 == 0, -b, b) * sin
+        h = _normed(x_ptr + batch * x_b + (token - St) * x_t, w_ptr, cols, heads, H, D, x_h, eps, HAS_W)
+    # Both numbers of a pair are in one thread: loads of single neighbors would take a memory instruction each.
+    first, second = tl.split(tl.reshape(h, (HEADS, BLOCK // 2, 2)))
+    cos_first, cos_second = tl.split(tl.reshape(cos, (1, BLOCK // 2, 2)))
+    sin_first, sin_second = tl.split(tl.reshape(sin, (1, BLOCK // 2, 2)))
+    y = tl.join(first * cos_first - second * sin_first, second * cos_second + first * sin_second)
+    y = tl.reshape(y, (HEADS, BLOCK))
     out_at = out_ptr + (row * H + heads) * D + cols
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=(heads < H) & (cols < D))
 
@@ -120,7 +123,7 @@ def _triton(
         return out
     batch, tokens, heads, size = out.shape
     block = next_power_of_2(size)
-    at_once = min(NUMBERS // block, next_power_of_2(heads))
+    at_once = min(max(AT_ONCE // block, 1), next_power_of_2(heads))
     in_front = x if text is None else text
     launch_kernel(
         _qk_norm_rope_kernel, (batch * tokens, cdiv(heads, at_once)),

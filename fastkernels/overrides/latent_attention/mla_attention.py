@@ -168,10 +168,10 @@ class LatentAttention(PagedAttention):
         """Attend with absorbed queries to these keys, decodes apart from prompts; returns [T, H, rank]."""
         assert self.kv_cache is not None
         n, rest = len(q) if m.decode_only else m.num_decodes, (self.scale, self.kv_lora_rank, self.k_scale)
-        cache, cu, table = self.kv_cache[0], m.cu_seqlens_q, m.block_table
+        cache, cu, lens, table = self.kv_cache[0], m.cu_seqlens_q, m.seq_lens, m.block_table
         attend = chosen(m, mla_sparse)
-        decodes = [q[:n], cache, indices[:n], cu[: n + 1], table[:n], 1, *rest]
+        decodes = [q[:n], cache, indices[:n], cu[: n + 1], lens[:n], table[:n], 1, *rest]
         if n == len(q):
             return attend(*decodes)
-        out = attend(q[n:], cache, indices[n:], cu[n:] - n, table[n:], m.max_seqlen_q, *rest)
+        out = attend(q[n:], cache, indices[n:], cu[n:] - n, lens[n:], table[n:], m.max_seqlen_q, *rest)
         return torch.cat((attend(*decodes), out)) if n else out

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,6 +28,7 @@ def reference(
     kv_cache: torch.Tensor,
     indices: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
     block_table: torch.Tensor,
     max_seqlen_q: int,
     scale: float,
@@ -39,17 +37,21 @@ def reference(
 ) -> torch.Tensor:
     """q: [T, H, R + P]; kv_cache: [blocks, block_size, R + P]; indices: [T, K] int32; cu_seqlens_q: [B + 1] int32.
 
-    indices has the positions of the keys that a query attends to, in its own sequence; -1 is none. block_table:
-    [B, max_blocks]. The rest as in mla_decode. Returns [T, H, R] in q's dtype; a query without keys, or past
-    cu_seqlens_q[B] (padding), gives zeros.
+    indices has the positions of the keys that a query attends to, in its own sequence, without gaps; then -1, which is
+    no key. Query i of a sequence's n sees seq_len - n + i + 1 keys, and no more of its indices are read. seq_lens: [B]
+    int32; block_table: [B, max_blocks]. The rest as in mla_decode. Returns [T, H, R] in q's dtype; a query without
+    keys, or past cu_seqlens_q[B] (padding), gives zeros.
     """
     mla_cases.check("mla_sparse", q, kv_cache, head_size_v)
     acc = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(*q.shape[:2], head_size_v, dtype=q.dtype, device=q.device)
     row = sparse_cases.sequence_of(cu_seqlens_q, len(q))
-    own = (indices >= 0) & (row < len(block_table))[:, None]
+    inside, row = row < len(block_table), row.clamp(max=len(block_table) - 1)
+    seen = seq_lens[row] - cu_seqlens_q[1:][row] + torch.arange(1, len(q) + 1, device=q.device)
+    columns = torch.arange(indices.shape[1], device=q.device)
+    own = (indices >= 0) & inside[:, None] & (columns < seen[:, None])
     at = torch.where(own, indices, 0).long()
-    row, size, flat = row.clamp(max=len(block_table) - 1), kv_cache.shape[1], kv_cache.flatten(0, 1)
+    size, flat = kv_cache.shape[1], kv_cache.flatten(0, 1)
     step = max(1, MOST_GATHERED // max(indices.shape[1] * kv_cache.shape[2], 1))
     for first in range(0, len(q), step):
         some = slice(first, first + step)
@@ -64,8 +66,8 @@ def reference(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _sparse_kernel(
-    q_ptr, kv_ptr, index_ptr, out_ptr, part_ptr, lse_ptr, cu_ptr, table_ptr, q_stride_t, q_stride_h, kv_stride_b,
-    kv_stride_s, table_stride, block_size, heads, R, P, K, scale, k_scale, TILES: tl.constexpr,
+    q_ptr, kv_ptr, index_ptr, out_ptr, part_ptr, lse_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
+    kv_stride_b, kv_stride_s, table_stride, block_size, heads, R, P, K, scale, k_scale, TILES: tl.constexpr,
     PRECISION: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -73,8 +75,9 @@ def _sparse_kernel(
     # One program per (query and block of heads, sequence, split of the chosen keys).
     seq, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     start = tl.load(cu_ptr + seq)
+    n_q = tl.load(cu_ptr + seq + 1) - start
     i = tl.program_id(0) // TILES
-    if i < tl.load(cu_ptr + seq + 1) - start:
+    if i < n_q:
         token = (start + i).to(tl.int64)
         head = (tl.program_id(0) % TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
         channel, rope = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
@@ -82,14 +85,15 @@ def _sparse_kernel(
         q_at = q_ptr + token * q_stride_t + head[:, None] * q_stride_h
         q = tl.load(q_at + channel[None, :], mask=row_mask & (channel < R)[None, :], other=0.0)
         q_rope = tl.load(q_at + R + rope[None, :], mask=row_mask & (rope < P)[None, :], other=0.0)
-        per_split = tl.cdiv(tl.cdiv(K, BLOCK_N), SPLITS) * BLOCK_N
+        used = tl.minimum(tl.load(len_ptr + seq) - n_q + i + 1, K)
+        per_split = tl.cdiv(tl.cdiv(used, BLOCK_N), SPLITS) * BLOCK_N
         low = split * per_split
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for begin in range(low, tl.minimum(low + per_split, K), BLOCK_N):
+        for begin in range(low, tl.minimum(low + per_split, used), BLOCK_N):
             cols = begin + tl.arange(0, BLOCK_N)
-            key = tl.load(index_ptr + token * K + cols, mask=cols < K, other=-1)
+            key = tl.load(index_ptr + token * K + cols, mask=cols < used, other=-1)
             inside = key >= 0
             key = tl.where(inside, key, 0)
             page = tl.load(table_ptr + seq * table_stride + key // block_size, mask=inside, other=0)
@@ -123,8 +127,8 @@ def _sparse_kernel(
 
 def _triton(
     q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    block_table: torch.Tensor, max_seqlen_q: int, scale: float, head_size_v: int, k_scale: float = 1.0,
-    splits: int | None = None, out: torch.Tensor | None = None,
+    seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, scale: float, head_size_v: int,
+    k_scale: float = 1.0, splits: int | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     mla_cases.check("mla_sparse", q, kv_cache, head_size_v)
     out = mla_cases.memory("mla_sparse", q, head_size_v, out)
@@ -143,11 +147,11 @@ def _triton(
         lse = torch.empty(tokens, heads, splits, dtype=torch.float32, device=q.device)
     rope = size - head_size_v
     _sparse_kernel[(max_seqlen_q * tiles, batch, splits)](
-        q, kv_cache, indices, out, part, lse, cu_seqlens_q, block_table, *q.stride()[:2], *kv_cache.stride()[:2],
-        block_table.stride(0), kv_cache.shape[1], heads, head_size_v, rope, topk, scale * k_scale, k_scale, TILES=tiles,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_R=max(next_power_of_2(head_size_v), 16), BLOCK_P=max(next_power_of_2(max(rope, 1)), 16), num_warps=4,
-        num_stages=2, **overlap(q.device, early=False),
+        q, kv_cache, indices, out, part, lse, cu_seqlens_q, seq_lens, block_table, *q.stride()[:2],
+        *kv_cache.stride()[:2], block_table.stride(0), kv_cache.shape[1], heads, head_size_v, rope, topk,
+        scale * k_scale, k_scale, TILES=tiles, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=max(next_power_of_2(head_size_v), 16),
+        BLOCK_P=max(next_power_of_2(max(rope, 1)), 16), num_warps=4, num_stages=2, **overlap(q.device, early=False),
     )  # fmt: skip
     if splits > 1:
         mla_triton.combine(part, lse, out)
@@ -161,9 +165,9 @@ def _supports_triton(q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Ten
 
 
 mla_sparse = define(
-    "mla_sparse(Tensor q, Tensor kv_cache, Tensor indices, Tensor cu_seqlens_q, Tensor block_table,"
-    " SymInt max_seqlen_q, float scale, int head_size_v, float k_scale=1.0) -> Tensor",
-    fake=lambda q, kv_cache, indices, cu, table, n, scale, head_size_v, *_: q.new_empty(
+    "mla_sparse(Tensor q, Tensor kv_cache, Tensor indices, Tensor cu_seqlens_q, Tensor seq_lens,"
+    " Tensor block_table, SymInt max_seqlen_q, float scale, int head_size_v, float k_scale=1.0) -> Tensor",
+    fake=lambda q, kv_cache, indices, cu, lens, table, n, scale, head_size_v, *_: q.new_empty(
         *q.shape[:2], head_size_v
     ),
     providers=(
@@ -176,7 +180,7 @@ mla_sparse = define(
 def _values(call: Call) -> dict[str, torch.Tensor]:
     """Each query attends to its own key and to random ones of the others that it sees."""
     d = call.sizes
-    _seq_lens, table = cases.block_tables(d, call.device, call.generator)
+    seq_lens, table = cases.block_tables(d, call.device, call.generator)
     _, _, starts = cases.ragged(d, table)
     seen = torch.tensor([*sparse_cases.seen_by(d), *[0] * d["padding"]], device=call.device)
     indices = torch.full((len(seen), d["topk"]), -1, dtype=torch.int32, device=call.device)
@@ -190,13 +194,7 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
         chosen = drawn.topk(min(d["topk"], longest), dim=-1)
         kept = torch.where(chosen.values < 0, longest, chosen.indices).sort(dim=-1).values
         indices[some, : kept.shape[1]] = torch.where(kept < longest, kept, -1).to(torch.int32)
-    return {"cu_seqlens_q": starts, "block_table": table, "indices": indices}
-
-
-def _read_seq_lens(a: SimpleNamespace) -> list[int]:
-    """Read the least lengths with which the queries can have chosen these keys."""
-    starts, last = a.cu_seqlens_q.tolist(), a.indices.amax(-1).tolist()
-    return [max(b - a, max(last[a:b], default=-1) + 1) for a, b in itertools.pairwise(starts)]
+    return {"cu_seqlens_q": starts, "seq_lens": seq_lens, "block_table": table, "indices": indices}
 
 
 def _case(
@@ -248,16 +246,16 @@ SPEC = OpSpec(
         ),
         Tensor("indices", "tokens topk", "int32"),
         Tensor("cu_seqlens_q", "sequences+1", "int32", bytes="0"),
+        cases.SEQ_LENS,
         cases.BLOCK_TABLE,
         Scalar("max_seqlen_q"),
         *mla_cases.SCALARS,
     ),
     outputs=(Tensor("out", "tokens heads latent", "queries", bytes=_ATTENDED.format("latent")),),
     axes={
-        **{name: axis for name, axis in _AXES.items() if name not in ("max_seqlen_k", "kv_tokens")},
+        **{name: axis for name, axis in _AXES.items() if name != "max_seqlen_k"},
         "topk": Axis.count(),
-        "seq_lens": replace(mla_cases.AXES["seq_lens"], read=_read_seq_lens),
-        "chosen": Axis(lambda s: sum(min(n, s["topk"]) for n in sparse_cases.seen_by(s)), varies=True),
+        "chosen": Axis(sparse_cases.chosen, varies=True),
     },
     values=_values,
     flops="2 * chosen * heads * (2 * latent + rope)",

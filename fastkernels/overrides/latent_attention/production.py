@@ -68,8 +68,8 @@ def _flashmla_sparse() -> Function:
     from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
 
     def mla_sparse(
-        q: T, kv_cache: T, indices: T, cu_seqlens_q: T, block_table: T, longest: int, scale: float, *_: Any
-    ) -> T:
+        q: T, kv_cache: T, indices: T, cu_seqlens_q: T, seq_lens: T, block_table: T, longest: int, scale: float, *_: Any
+    ) -> T:  # fmt: skip
         (tokens, heads, size), batch = q.shape, len(block_table)
         if longest == 1 and batch == tokens:
             row = decode_starts(tokens, q.device)[:-1]
@@ -92,8 +92,8 @@ def _flashmla_sparse() -> Function:
 
 
 def _no_flashmla_sparse(
-    q: T, kv_cache: T, indices: T, cu_seqlens_q: T, block_table: T, longest: int, scale: float, head_size_v: int,
-    k_scale: float = 1.0,
+    q: T, kv_cache: T, indices: T, cu_seqlens_q: T, seq_lens: T, block_table: T, longest: int, scale: float,
+    head_size_v: int, k_scale: float = 1.0,
 ) -> str | None:  # fmt: skip
     if (q.shape[2], head_size_v) != (576, 512) or q.dtype != torch.bfloat16:
         return f"FlashMLA has a kernel for 512 + 64 channels in bfloat16 only, got {q.shape[2]} in {q.dtype}"

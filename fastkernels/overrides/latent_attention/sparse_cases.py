@@ -26,6 +26,16 @@ def seen_by(d: Mapping[str, Any]) -> list[int]:
     return [max(k - n + 1 + i, 0) for n, k in cases.lengths(d) for i in range(n)]
 
 
+def chosen(d: Mapping[str, Any]) -> int:
+    """Count the keys that the queries of a case attend to, at most topk each."""
+    total = 0
+    for n, k in cases.lengths(d):
+        first, most = max(k - n + 1, 0), min(k, d["topk"])
+        total += (first + most) * (most - first + 1) // 2 if first <= most else 0
+        total += most * (k - max(most, first - 1))
+    return total
+
+
 def draw_batch(case: Case, rng: random.Random) -> dict[str, Any]:
     """Draw other sequences with about as many keys in all; see cases.draw_batch."""
     like = Case(case.name, {**case.dims, "heads": 1, "kv_heads": 1, "head_size": 64}, case.dtype)

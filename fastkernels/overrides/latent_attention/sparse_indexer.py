@@ -53,19 +53,19 @@ class SparseAttnIndexer(PagedAttention):
         concat_and_cache_mla(k_pe, k_nope, cache, m.slot_mapping, self.k_scale)
         if m.max_seqlen_k <= self.topk:
             return None
-        out = torch.full((len(q), self.topk), -1, dtype=torch.int32, device=q.device)
         score, select = chosen(m, paged_mqa_logits), chosen(m, top_k_per_row)
-        for rows, starts, lens, table, most, longest in _parts(m, len(q)):
+        found = []
+        for rows, starts, lens, table, most, longest, decodes in _parts(m, len(q)):
             logits = score(q[rows], cache, weights[rows], starts, lens, table, most, longest, self.k_scale)
-            # With one query a sequence, keys that no query sees need not be read: a graph's bound is the model's.
-            out[rows] = select(logits, self.topk, lens if most == 1 else None)
-        return out
+            # Of decodes, keys that no query sees need not be read: a graph's max_seqlen_k is the model's.
+            found.append(select(logits, self.topk, lens if decodes else None))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _parts(
     m: AttentionMetadata, tokens: int
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, int, int]]:
-    """Tokens of one step, and their cu_seqlens_q, seq_lens, block_table, max_seqlen_q and max_seqlen_k.
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, int, int, bool]]:
+    """Tokens of one step, and their cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, "are decodes".
 
     Decodes come apart from prompts, and so few tokens at a time that their logits fit into memory.
     """
@@ -75,7 +75,7 @@ def _parts(
         rows = slice(first, min(first + at_once, n))
         starts = m.cu_seqlens_q[rows.start : rows.stop + 1] - first
         longest = m.max_seqlen_k if m.decode_only else m.max_decode_seqlen_k
-        yield rows, starts, m.seq_lens[rows], m.block_table[rows], 1, longest
+        yield rows, starts, m.seq_lens[rows], m.block_table[rows], 1, longest, True
     cu, lens, table = m.cu_seqlens_q[n:], m.seq_lens[n:], m.block_table[n:]
     at_once = max(1, MOST_LOGITS // max(m.max_seqlen_k, 1))
     for first in range(n, tokens, at_once):
@@ -84,4 +84,4 @@ def _parts(
         # A sequence that the next part continues ends here with its last query of this part.
         own = lens - (cu[1:] - starts[1:])
         most = min(m.max_seqlen_q, rows.stop - first)
-        yield rows, starts - first, own, table, most, m.max_seqlen_k
+        yield rows, starts - first, own, table, most, m.max_seqlen_k, False

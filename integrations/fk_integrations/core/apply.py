@@ -240,7 +240,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     ours = _our_class(patched, spec, target)
     trial = None
     if place.decided and decides and not by_table:
-        trial = Trial(spec.name, host_class)
+        chip = tuning.chip_of(_device(patched.model))
+        trial = Trial(spec.name, host_class, chip in target.compiled)
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:

@@ -11,31 +11,33 @@ from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.journal import Journal
 from fk_integrations.verify.trials import Trial, choosing, sizes_of
 
-_LIVE: dict[tuple[type, type, bool, str], type] = {}
+_LIVE: dict[tuple[type, type, bool, str, bool], type] = {}
 
 
-def live_class(host_class: type, ours: type, by_table: bool = False, trial_of: str = "") -> type:
+def live_class(host_class: type, ours: type, by_table: bool = False, trial: Trial | None = None) -> type:
     """A subclass of the host's class with our methods; its constructor, loaders and isinstance checks stay.
 
     `ours.live_methods` names the methods, default ("forward",); a candidate may leave the list to the class that it
     replaces.
 
     by_table: wrap each method in `ours.by_table(theirs, ours)`, which picks one of the two per call by a tuned table.
-    trial_of: the op whose `trials.choosing` wraps each method and picks by the time of first calls.
+    trial: `trials.choosing` wraps each method and picks by the time of first calls.
     """
-    key = (host_class, ours, by_table, trial_of)
+    op, compiled = (trial.op, trial.compiled) if trial is not None else ("", False)
+    key = (host_class, ours, by_table, op, compiled)
     if key not in _LIVE:
         methods = {name: getattr(ours, name) for name in _method_names(host_class, ours)}
         if by_table:
             choose = ours.by_table  # type: ignore[attr-defined]
             methods = {name: choose(getattr(host_class, name), own) for name, own in methods.items()}
-        if trial_of:
-            methods = {n: choosing(getattr(host_class, n), own, trial_of) for n, own in methods.items()}
+        if trial is not None:
+            methods = {n: choosing(getattr(host_class, n), own, op, compiled) for n, own in methods.items()}
         body = {
             **methods,
             "__module__": host_class.__module__,
             "__qualname__": host_class.__qualname__,
             "fastkernels": ours,
+            "fastkernels_tried": trial is not None,
         }
         _LIVE[key] = type(host_class.__name__, (host_class,), body)
     return _LIVE[key]
@@ -59,7 +61,7 @@ def replace_attribute(
     old = getattr(holder, name)
     if patched := [m for m in methods if m in vars(old)]:
         return Reason(Kind.REPLACED, f"its {name}.{patched[0]} was replaced by other code")
-    new: Any = object.__new__(live_class(type(old), ours, by_table, trial.op if trial is not None else ""))
+    new: Any = object.__new__(live_class(type(old), ours, by_table, trial))
     vars(new).update(vars(old))
     setattr(holder, name, new)
     journal.add(lambda: setattr(holder, name, old))

@@ -71,8 +71,7 @@ class Seam:
 
 def set_live_class(swap: Swap) -> None:
     """Change a module's class, to one whose first calls decide if the swap has a trial."""
-    op = swap.trial.op if swap.trial is not None else ""
-    swap.journal.set_class(swap.module, live_class(swap.host_class, swap.ours, trial_of=op))
+    swap.journal.set_class(swap.module, live_class(swap.host_class, swap.ours, trial=swap.trial))
     if swap.trial is not None:
         back = partial(setattr, swap.module, "__class__", swap.host_class)
         swap.trial.begin(swap.module, trials.sizes_of(swap.module), back, swap.journal)

@@ -46,6 +46,8 @@ class Comparison:
 def _default(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, type) and value.__module__.startswith("torch.nn.modules."):
+        return f"nn.{value.__name__}"  # the name in hosts' sources
     if isinstance(value, (type, FunctionType)):
         return value.__name__
     return repr(value)

@@ -22,7 +22,7 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 
 log = logging.getLogger("fastkernels")
-ROUNDS, CALLS = 21, 4  # of a graph's calls, or of calls one after the other
+ROUNDS, CPU_ROUNDS, CALLS = 21, 15, 4  # of a graph's calls, or of calls one after the other
 EAGER = 1.02  # the least ratio of eager calls: a method that chooses adds Python of its own
 ERRORS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the norm of the result
 COMPILED = "torch.compile fuses the host's code"
@@ -41,6 +41,7 @@ class Choice:
 class Trial:
     """The decisions about one host class in one patch.
 
+    compiled  whether compiled code keeps ours
     choices   {what identifies a call: decision}; modules of the same sizes share them
     modules   that began with ours
     restored  of these, how many are the host's again
@@ -48,6 +49,7 @@ class Trial:
 
     op: str
     host_class: Any
+    compiled: bool = False
     choices: dict[Any, Choice] = field(default_factory=dict)
     modules: int = 0
     restored: int = 0
@@ -84,11 +86,15 @@ def sizes_of(module: Any) -> Any:
     return (*tensors, getattr(module, "heads", None))
 
 
-def choosing(theirs: Callable[..., Any], ours: Callable[..., Any], op: str) -> Callable[..., Any]:
+def choosing(
+    theirs: Callable[..., Any], ours: Callable[..., Any], op: str, compiled: bool
+) -> Callable[..., Any]:
     """A method that runs `theirs` or `ours`: for each kind of call what took less time the first time."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            if compiled:
+                return ours(self, *args, **kwargs)
             _leave_to_compiler(op)
             return theirs(self, *args, **kwargs)
         own: _Own | None = vars(self).get(OWN)
@@ -168,8 +174,9 @@ def _measured(theirs: Callable[[], Any], ours: Callable[[], Any], device: torch.
         if (reason := _different(ours(), theirs())) is not None:
             return Choice(False, f"the host's; {reason}")
         calls: list[list[Any]] = [[]] * CALLS
-        alone = Ratio.of(*reversed(_eager([theirs, ours], device)))
-        graphed = Ratio.of(*reversed(interleaved([theirs, ours], calls, device, ROUNDS)))
+        rounds = ROUNDS if device.type == "cuda" else CPU_ROUNDS
+        alone = Ratio.of(*reversed(_eager([theirs, ours], device, rounds)))
+        graphed = Ratio.of(*reversed(interleaved([theirs, ours], calls, device, rounds)))
     except Exception as error:  # of a kernel, a compiler or a capture
         text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         log.warning("a module stays with the host: %s", text)
@@ -193,10 +200,10 @@ def _different(got: Any, want: Any) -> str | None:
     return None if error <= ERRORS.get(want.dtype, 1e-4) else f"our result differs by {error:.2g} of its norm"
 
 
-def _eager(subjects: list[Callable[[], Any]], device: torch.device) -> list[list[float]]:
+def _eager(subjects: list[Callable[[], Any]], device: torch.device, rounds: int) -> list[list[float]]:
     """Seconds of CALLS calls one after the other, by subject and round, with all that Python adds."""
     times: list[list[float]] = [[] for _ in subjects]
-    for i in range(ROUNDS):
+    for i in range(rounds):
         for j in range(len(subjects)):
             which = (i + j) % len(subjects)
             _wait(device)

@@ -231,3 +231,16 @@ def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
     wrong(lambda: step(name, config, tensor_parallel=0), ValueError, "0")
     assert parallel.get_tp_size() == 1
     assert set(cost_model.GROUPS) - {"all_reduce", "all_gather"} <= set(registry.op_names())
+
+
+def test_sparse_attention_begins_behind_its_number_of_keys() -> None:
+    name, config = load_config("deepseek-v3.2")
+    config.num_hidden_layers, config.mlp_layer_types = 1, ["dense"]
+    short, long = (step(name, config, context=n).calls for n in (2048, 4096))
+    assert "mla_decode" in {c.op for c in short} and not {c.op for c in short} & {
+        "mla_sparse",
+        "top_k_per_row",
+    }
+    sparse = next(c for c in long if c.op == "mla_sparse")
+    assert sparse.flops == 2 * 2048 * 128 * (2 * 512 + 64)
+    assert next(c for c in long if c.op == "paged_mqa_logits").flops == 4096 * 64 * (2 * 128 + 2)

@@ -74,7 +74,6 @@ WITHOUT = {
     "mla_decode",
     "mla_prefill",
     "mla_sparse",
-    "paged_mqa_logits",
     "rope_store_kvcache",
 }  # their references use other modules of ours
 

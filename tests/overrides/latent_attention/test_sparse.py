@@ -71,7 +71,7 @@ def test_layers_equal_equations(backend: bool, most: int, monkeypatch: pytest.Mo
     layer, indexer = made(data[0], weight)
     own: Any = make_backend(None, [indexer, layer], torch.device("cpu"), torch.float32) if backend else None
     table = torch.tensor([[7, 1, 4], [2, 9, 5]], dtype=torch.int32)
-    for step in ([(4, 4), (3, 3)], [(1, 5), (9, 12)], [(1, 6), (6, 18)], [(1, 7), (1, 19)]):
+    for step in ([(4, 4), (3, 3)], [(1, 5), (9, 12)], [(3, 8), (6, 18)], [(1, 9), (1, 19)]):
         at = [(i, p) for i, (n, k) in enumerate(step) for p in range(k - n, k)]
         slots = torch.tensor([int(table[i, p // BLOCK]) * BLOCK + p % BLOCK for i, p in at])
         starts = torch.tensor([0, *(n for n, _ in step)]).cumsum(0).to(torch.int32)

@@ -18,7 +18,8 @@ from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.models.common import build
 from fastkernels.overrides.attention.attention import PagedAttention
 
-LAYER = re.compile(r"_proj$|_proj_with_mqa$|\.w[123]$")  # names of quantized layers in checkpoints
+# Names of quantized layers in checkpoints. An indexer's weights_proj is not: its result weights the heads.
+LAYER = re.compile(r"(?<!weights)_proj$|_proj_with_mqa$|\.w[123]$|indexer\.w(q_b|k)$")
 T = torch.Tensor
 Tensors = dict[str, T]
 FP8 = torch.float8_e4m3fn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -298,7 +299,10 @@ def _row(
     if subject.kind == "images":
         case["steps"] = subject.steps
     if lane.report is not None:
-        case["modules"] = {row.op: row.modules for row in lane.report.active}
+        modules: Counter[str] = Counter()
+        for active in lane.report.active:
+            modules[active.op] += active.modules
+        case["modules"] = dict(modules)
     return make_row(
         settings.host, case, metrics, round=r, status=status, reason=reason,
         subject=Subject(model=settings.model, host=settings.host, lane=lane.name),
