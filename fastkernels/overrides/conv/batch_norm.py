@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -86,11 +87,20 @@ def _triton(
     return out
 
 
+def _torch(
+    x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, eps: float = 1e-5,
+) -> torch.Tensor:  # fmt: skip
+    _check(x, mean, var, weight, bias)
+    return F.batch_norm(x, mean, var, weight, bias, eps=eps).contiguous()
+
+
 batch_norm = define(
     "batch_norm(Tensor x, Tensor mean, Tensor var, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor",
     fake=lambda x, *args, **kwargs: torch.empty_like(x, memory_format=torch.contiguous_format),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
+        Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", lambda *args: reference(*args).contiguous(), devices=("cuda", "cpu")),
     ),
 )
@@ -106,27 +116,32 @@ SPEC = OpSpec(
     reference=reference,
     op=batch_norm,
     cases=(  # ResNet-50 on 32 images
-        _case("resnet_56", "model", weight=7, batch=32, channels=64, pixels=3136),
-        _case("resnet_14", "model", weight=12, batch=32, channels=256, pixels=196),
-        _case("odd_63", "odd", batch=2, channels=5, pixels=63),
-        _case("rows", "odd", "float32", batch=65, channels=3, pixels=1),
-        _case("plain", "odd", "float16", batch=3, channels=7, pixels=257, affine=False),
+        _case("resnet_56", "model", weight=7, batch=32, channels=64, rows=56, columns=56),
+        _case("resnet_14", "model", weight=12, batch=32, channels=256, rows=14, columns=14),
+        _case("resnet_7", "model", weight=3, batch=1, channels=512, rows=7, columns=7),
+        _case("mobile_14", "model", weight=3, batch=1, channels=96, rows=14, columns=14),
+        _case("one", "odd", "float32", batch=1, channels=1, rows=1, columns=1),
+        _case("sequence", "odd", batch=3, channels=33, rows=1, columns=17),
+        _case("odd_63", "odd", batch=2, channels=5, rows=9, columns=7),
+        _case("rows", "odd", "float32", batch=65, channels=3, rows=1, columns=1),
+        _case("plain", "odd", "float16", batch=3, channels=7, rows=257, columns=1, affine=False),
     ),
     arguments=(
-        Tensor("x", "batch channels pixels", mean=0.5),
+        Tensor("x", "batch channels rows columns", mean=0.5),
         Tensor("mean", "channels", std=0.5),
         Tensor("var", "channels", values=lambda call, shape, dtype: call.rand(*shape).add(0.5).to(dtype)),
         Tensor("weight", "channels", when="affine", mean=1, std=0.1),
         Tensor("bias", "channels", when="affine", std=0.1),
         Scalar("eps", default=1e-5),
     ),
-    outputs=(Tensor("out", "batch channels pixels"),),
+    outputs=(Tensor("out", "batch channels rows columns"),),
     axes={
         "batch": Axis.per_call(),
         "channels": Axis.width(),
-        "pixels": Axis.per_call(),
+        "rows": Axis.per_call(),
+        "columns": Axis.per_call(),
         "affine": Axis.option(True, stated=True),
     },
     constructor={"num_features": "channels"},
-    flops="4 * batch * channels * pixels",
+    flops="4 * batch * channels * rows * columns",
 )

@@ -1,4 +1,4 @@
-"""Convolution over one to three dimensions, plain, grouped, dilated or transposed (Dumoulin and Visin, arXiv 1603.07285)."""
+"""Convolution over one to three dimensions, grouped, dilated or transposed (arXiv 1603.07285)."""
 
 from __future__ import annotations
 
@@ -203,6 +203,7 @@ _SIZE = (
     "(({name}-1)*stride[{i}]-2*padding[{i}]+dilation[{i}]*(window_{name}-1)+1+output_padding[{i}])if(transposed)else"
     "(({name}+2*padding[{i}]-dilation[{i}]*(window_{name}-1)-1)//stride[{i}]+1)"
 )
+_MADE = "(inner*groups)if(transposed)else(outer)"
 
 SPEC = OpSpec(
     name="convolution",
@@ -210,34 +211,44 @@ SPEC = OpSpec(
     reference=reference,
     op=convolution,
     cases=(  # ResNet-50 on 32 images; ConvNeXt-L's depthwise windows; a decoder of depth maps that doubles its size
-        _case("resnet_3x3", "model", weight=16, batch=32, channels=256, rows=14, columns=14, made=256, window_rows=3,
+        _case("resnet_3x3", "model", weight=16, batch=32, channels=256, rows=14, columns=14, outer=256,
+              inner=256, window_rows=3,
               window_columns=3, padding=(1, 1), affine=False),
-        _case("resnet_stem", "model", batch=32, channels=3, rows=224, columns=224, made=64, window_rows=7,
+        _case("resnet_stem", "model", batch=32, channels=3, rows=224, columns=224, outer=64, inner=3,
+              window_rows=7,
               window_columns=7, stride=(2, 2), padding=(3, 3), affine=False),
-        _case("depthwise_7x7", "model", weight=27, batch=8, channels=768, rows=14, columns=14, made=768, window_rows=7,
+        _case("depthwise_7x7", "model", weight=27, batch=8, channels=768, rows=14, columns=14, outer=768,
+              inner=1, window_rows=7,
               window_columns=7, padding=(3, 3), groups=768),
-        _case("upsample_2x", "model", batch=1, channels=256, rows=48, columns=48, made=256, window_rows=2,
+        _case("upsample_2x", "model", batch=1, channels=256, rows=48, columns=48, outer=256, inner=256,
+              window_rows=2,
               window_columns=2, stride=(2, 2), transposed=True),
-        _case("same", "odd", "float32", batch=2, channels=5, rows=9, columns=7, made=6, window_rows=3,
+        _case("mobile_3x3", "model", weight=3, batch=1, channels=96, rows=14, columns=14, outer=96, inner=1,
+              window_rows=3,
+              window_columns=3, padding=(1, 1), groups=96, affine=False),
+        _case("mobile_1x1", "model", weight=3, batch=1, channels=96, rows=14, columns=14, outer=24, inner=96,
+              window_rows=1,
+              window_columns=1, affine=False),
+        _case("one", "odd", "float32", batch=1, channels=1, rows=1, columns=1, outer=1, inner=1,
+              window_rows=1,
+              window_columns=1),
+        _case("same", "odd", "float32", batch=2, channels=5, rows=9, columns=7, outer=6, inner=5,
+              window_rows=3,
               window_columns=3, padding=(1, 1)),
-        _case("groups", "odd", batch=1, channels=6, rows=8, columns=11, made=9, window_rows=3, window_columns=2,
+        _case("groups", "odd", batch=1, channels=6, rows=8, columns=11, outer=9, inner=2, window_rows=3,
+              window_columns=2,
               stride=(2, 3), padding=(1, 0), groups=3),
-        _case("dilated", "odd", "float16", batch=1, channels=17, rows=12, columns=13, made=19, window_rows=3,
+        _case("dilated", "odd", "float16", batch=1, channels=17, rows=12, columns=13, outer=19, inner=17,
+              window_rows=3,
               window_columns=3, padding=(2, 2), dilation=(2, 1), affine=False),
-        _case("transposed", "odd", "float32", batch=2, channels=4, rows=5, columns=3, made=6, window_rows=3,
+        _case("transposed", "odd", "float32", batch=2, channels=4, rows=5, columns=3, outer=4, inner=3,
+              window_rows=3,
               window_columns=4, stride=(2, 3), padding=(1, 1), groups=2, transposed=True, output_padding=(1, 0)),
     ),
     arguments=(
         Tensor("x", "batch channels rows columns"),
-        Tensor(
-            "weight",
-            {
-                "not transposed": "made channels//groups window_rows window_columns",
-                "": "channels made//groups window_rows window_columns",
-            },
-            std=0.2,
-        ),
-        Tensor("bias", "made", when="affine"),
+        Tensor("weight", "outer inner window_rows window_columns", std=0.2),
+        Tensor("bias", _MADE, when="affine"),
         Scalar("stride"),
         Scalar("padding"),
         Scalar("dilation"),
@@ -246,14 +257,15 @@ SPEC = OpSpec(
         Scalar("output_padding"),
     ),
     outputs=(
-        Tensor("out", f"batch made {_SIZE.format(i=0, name='rows')} {_SIZE.format(i=1, name='columns')}"),
+        Tensor("out", f"batch {_MADE} {_SIZE.format(i=0, name='rows')} {_SIZE.format(i=1, name='columns')}"),
     ),
     axes={
         "batch": Axis.per_call(),
         "channels": Axis(),
         "rows": Axis.per_call(),
         "columns": Axis.per_call(),
-        "made": Axis(),
+        "outer": Axis(),
+        "inner": Axis(),
         "window_rows": Axis(),
         "window_columns": Axis(),
         "affine": Axis.option(True, stated=True),
@@ -262,7 +274,7 @@ SPEC = OpSpec(
         "dilation": Axis((1, 1)),
         "output_padding": Axis((0, 0)),
     },
-    constraints=("channels % groups == 0", "made % groups == 0"),
-    flops="2 * batch * made * channels // groups * window_rows * window_columns * "
+    constraints=("(outer if transposed else inner * groups) == channels",),
+    flops="2 * batch * outer * inner * window_rows * window_columns * "
     f"(rows * columns if transposed else ({_SIZE.format(i=0, name='rows')}) * ({_SIZE.format(i=1, name='columns')}))",
 )  # fmt: skip

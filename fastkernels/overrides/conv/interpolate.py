@@ -64,9 +64,7 @@ def _settings(
 @triton.jit
 def _source(at, step, TAPS: tl.constexpr, CORNERS: tl.constexpr):
     # The coordinate of an output pixel in the input: a whole number, and the rest.
-    if TAPS == 1:
-        place = at.to(tl.float32) * step
-    elif CORNERS:
+    if TAPS == 1 or CORNERS:
         place = at.to(tl.float32) * step
     else:
         place = (at.to(tl.float32) + 0.5) * step - 0.5
@@ -133,7 +131,8 @@ def _triton(
     wide = lifted(x)[:, :, 0]
     launch_kernel(
         _interpolate_kernel, (cdiv(out.numel(), TILE),),
-        wide, out, out.numel(), *wide.shape[1:], *padded(size, 1)[1:], *wide.stride(), *[0.0] * (2 - len(steps)), *steps,
+        wide, out, out.numel(), *wide.shape[1:], *padded(size, 1)[1:], *wide.stride(),
+        *[0.0] * (2 - len(steps)), *steps,
         TAPS=MODES[mode], CORNERS=align_corners, TILE=TILE, num_warps=4,
     )  # fmt: skip
     return out
@@ -173,6 +172,8 @@ SPEC = OpSpec(
             align_corners=True,
         ),
         _case("pyramid", "model", batch=1, channels=256, rows=32, columns=32, size=(64, 64), mode="nearest"),
+        _case("pyramid_8", "model", batch=1, channels=256, rows=8, columns=8, size=(16, 16), mode="nearest"),
+        _case("one", "odd", "float32", batch=1, channels=1, rows=1, columns=1, size=(2, 3)),
         _case("linear", "odd", batch=2, channels=3, rows=5, columns=7, size=(11, 4)),
         _case(
             "corners",
@@ -212,10 +213,13 @@ SPEC = OpSpec(
     axes={
         "batch": Axis.per_call(),
         "channels": Axis.width(),
-        "rows": Axis(),
-        "columns": Axis(),
+        "rows": Axis.per_call(),
+        "columns": Axis.per_call(),
         "size": Axis(),
         "scales": Axis(()),
     },
+    constraints=tuple(
+        f"(({name}*scales[{i}])//1==size[{i}])if(scales)else(1)" for i, name in enumerate(("rows", "columns"))
+    ),
     flops="8 * batch * channels * size[0] * size[1]",
 )

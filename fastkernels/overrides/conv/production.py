@@ -13,7 +13,6 @@ from fastkernels.overrides.conv import interpolate as sizes
 from fastkernels.overrides.conv import pool as windows
 from fastkernels.overrides.kit.libraries import T, from_torch
 
-
 Ints = Sequence[int]
 
 

@@ -1,4 +1,4 @@
-"""Shared by ops on [B, C, ...] with one to three spatial dimensions: settings of each dimension, five-dimensional views."""
+"""Shared by ops on [B, C, ...] with one to three spatial dimensions: settings of each, views with all three."""
 
 from __future__ import annotations
 

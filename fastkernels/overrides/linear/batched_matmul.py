@@ -103,6 +103,11 @@ SPEC = OpSpec(
     cases=(  # DeepSeek-V3: queries of 128 heads into the latent space, 32 tokens; outputs back
         _case("mla_queries", "model", weight=61, batch=128, rows=32, inner=128, columns=512),
         _case("mla_values", "model", weight=61, batch=128, rows=32, inner=512, columns=128),
+        _case("contrast", "model", batch=1, rows=8, inner=512, columns=8),
+        _case("mla_small", "model", batch=16, rows=1, inner=128, columns=64),
+        _case("one", "odd", "float32", batch=1, rows=1, inner=1, columns=1),
+        _case("odd_65", "odd", "float16", batch=2, rows=65, inner=7, columns=3),
+        _case("odd_129", "odd", "float32", batch=1, rows=3, inner=129, columns=65),
         _case("odd_63", "odd", "float32", batch=3, rows=63, inner=65, columns=17),
         _case("odd_half", "odd", batch=2, rows=1, inner=100, columns=33),
     ),

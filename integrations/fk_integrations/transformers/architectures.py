@@ -28,7 +28,17 @@ _FILLED: dict[str, Any] = {
     "vocab_size": 32, "vocabulary_map": {"<image>": 1}, "num_experts": 8, "n_routed_experts": 8,
     "num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64,
     "n_shared_experts": 1, "prediction_length": 8,
+    "context_length": 8,
 }  # fmt: skip
+# Values for fields that the parts of a default config lack altogether; callable: of the part
+_ABSENT: dict[str, Any] = {
+    "vocab_size": 32, "rope_theta": 1e4, "num_key_value_heads": lambda part: getattr(part, "num_attention_heads", 1),
+    **dict.fromkeys(("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
+}  # fmt: skip
+_LAYERS = {
+    "layer_types": "full_attention",
+    "mlp_layer_types": "sparse",
+}  # None in a default config: the kind of all
 
 
 class External(Exception):
@@ -114,7 +124,13 @@ def build(cls: Any, config: Any = None) -> Any:
         try:
             model = _on_meta(cls, config)
         except (AttributeError, TypeError, ValueError):
-            model = _on_meta(cls, _completed(config))
+            model = _with_fields(cls, _completed(config))
+    except (OSError, AttributeError, TypeError, ValueError) as error:
+        if any(getattr(part, "model_type", "") in _WRAPPERS for part in _parts(config)):
+            raise External("its config names a model of timm") from error
+        if isinstance(error, OSError) and "huggingface.co" in str(error):
+            raise External("its config names a model on the hub") from error
+        raise
     except (ImportError, ModuleNotFoundError) as error:
         raise External(str(error).strip().splitlines()[0]) from error
     for module in model.modules():
@@ -136,6 +152,8 @@ def default_config(cls: Any) -> Any:
         return kind()
     except ImportError as error:
         raise External(str(error).strip().splitlines()[0]) from error
+    except OSError as error:
+        raise External("its config names a model on the hub") from error
 
 
 def variants(cls: Any) -> Iterator[Any]:
@@ -144,6 +162,8 @@ def variants(cls: Any) -> Iterator[Any]:
 
     for kind in ALLOWED_LAYER_TYPES:
         config = default_config(cls)
+        if not any(getattr(part, "layer_types", None) for part in _parts(config)):
+            config = _completed(config)
         parts = [part for part in _parts(config) if getattr(part, "layer_types", None)]
         if not parts:
             return
@@ -206,6 +226,22 @@ def needs(config: Any, architecture: str) -> dict[str, list[str]] | None:
     return dict(sorted(found.items()))
 
 
+def _with_fields(cls: Any, config: Any) -> Any:
+    """The model on the meta device, with values for known fields that its config lacks."""
+    for _ in range(len(_ABSENT)):
+        try:
+            return _on_meta(cls, config)
+        except AttributeError as error:
+            name = str(error).rpartition("has no attribute ")[2].strip("'")
+            lacking = [part for part in _parts(config) if name in _ABSENT and not hasattr(part, name)]
+            if not lacking:
+                raise
+            value = _ABSENT[name]
+            for part in lacking:
+                setattr(part, name, value(part) if callable(value) else value)
+    return _on_meta(cls, config)
+
+
 def _library(module: str) -> str:
     return "the library timm" if ".timm_" in module else "a library of its own"
 
@@ -219,10 +255,16 @@ def _completed(config: Any) -> Any:
     """The config with what some defaults lack: a vocabulary, and heads that divide the hidden size."""
     for part in _parts(config):
         hidden, heads = getattr(part, "hidden_size", None), getattr(part, "num_attention_heads", None)
+        for name, kind in _LAYERS.items():
+            if getattr(part, name, 0) is None and isinstance(getattr(part, "num_hidden_layers", None), int):
+                setattr(part, name, [kind] * part.num_hidden_layers)
+        for name, value in list(vars(part).items()):
+            if isinstance(value, tuple) and not name.startswith("_"):
+                setattr(part, name, list(value))
         if isinstance(hidden, int) and isinstance(heads, int):
             if hidden % heads:
                 heads = part.num_attention_heads = next(n for n in (16, 12, 8, 4, 2, 1) if hidden % n == 0)
-            if getattr(part, "head_dim", 0) is None:
+            if vars(part).get("head_dim", 0) is None:
                 part.head_dim = hidden // heads
         for name, value in _FILLED.items():
             if getattr(part, name, 0) is None:

@@ -1,4 +1,4 @@
-"""Softmax attention in the code of a module, whoever wrote it: found in its graph, replaced by the op, compared."""
+"""Softmax attention in the code of a module: found in its graph, replaced by the op, and compared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fastkernels.core import registry
 from fk_integrations.transformers import module_calls, probes
 
-SECONDS = 4.0  # in which a call of the module must be found
+SECONDS = 4.0  # of the processor, in which a call of the module must be found
 aten = torch.ops.aten
 _SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
 _PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
@@ -44,10 +44,10 @@ def computes_attention(module: nn.Module) -> tuple[bool, int]:
     made = module_calls.copy_on_cpu(module)
     if made is None:
         return False, 0
-    end = time.monotonic() + SECONDS
+    end = time.thread_time() + SECONDS
     with _eager(made):
         for given in module_calls.arguments(made):
-            if time.monotonic() > end:
+            if time.thread_time() > end:
                 break
             tensors = [n for n, v in given.items() if isinstance(v, torch.Tensor) and v.is_floating_point()]
             try:
@@ -98,8 +98,10 @@ def _replaced(module: Any, given: dict[str, Any], names: list[str]) -> tuple[boo
     cores = [c for n in graph.graph.nodes if n.target in _SOFTMAX and (c := _core(n)) is not None]
     fused = [n for n in graph.graph.nodes if n.target in _SDPA]
     softmaxes = sum(n.target in _SOFTMAX for n in graph.graph.nodes)
-    if not cores and not fused or softmaxes != len(cores):
+    if (not cores and not fused) or softmaxes != len(cores):
         return False, 0
+    if _needed(graph, {c.result for c in cores}) & {c.scores for c in cores}:
+        return False, 0  # the module also uses the scores themselves, which the op does not return
     used = {id(n) for c in cores for n in (c.scores, c.result)}
     given_to = set().union(*(_below(n) for n in graph.graph.nodes if n.op == "placeholder"))
     others = sum(
@@ -109,6 +111,17 @@ def _replaced(module: Any, given: dict[str, Any], names: list[str]) -> tuple[boo
     fresh = [given[n] if n in module_calls.MASKS else torch.randn_like(given[n]) for n in names]
     with torch.no_grad():
         return probes.agree(run(*fresh), _Replacing(graph, cores).run(*fresh), 1e-4), others
+
+
+def _needed(graph: fx.GraphModule, results: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that the output depends on, not through one of the results."""
+    todo, found = [n for n in graph.graph.nodes if n.op == "output"], set[fx.Node]()
+    while todo:
+        for node in todo.pop().all_input_nodes:
+            if node not in found and node not in results:
+                found.add(node)
+                todo.append(node)
+    return found
 
 
 def _core(softmax: fx.Node) -> Core | None:
@@ -159,13 +172,13 @@ class _Replacing(fx.Interpreter):
             return self._fused(n)
         if n not in self.cores:
             return super().run_node(n)
-        core = self.cores[n]
-        q, k_t = (self.env[a] for a in core.scores.args[-2:])  # [N, Sq, D], [N, D, Sk]
-        v = self.env[n.args[1]]  # [N, Sk, Dv]
+        core, env = self.cores[n], cast(dict[Any, Any], self.env)
+        q, k_t = (env[a] for a in core.scores.args[-2:])  # [N, Sq, D], [N, D, Sk]
+        v = env[n.args[1]]  # [N, Sk, Dv]
         zero, one = torch.zeros_like(self.env[core.scores]), torch.ones_like(self.env[core.scores])
         if core.scores.target is aten.baddbmm.default:
             given = core.scores.kwargs
-            zero = zero + self.env[core.scores.args[0]] * given.get("beta", 1)
+            zero = zero + env[core.scores.args[0]] * given.get("beta", 1)
             one = zero + given.get("alpha", 1)
         bias = self._scores(core, zero)
         slope = self._scores(core, one) - bias
@@ -209,7 +222,7 @@ class _Replacing(fx.Interpreter):
         if len(args) > 4 and args[4]:
             bias = bias.masked_fill(torch.ones(bias.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
         scale = kwargs.get("scale") or q.shape[-1] ** -0.5
-        out = attend(*rows, scale, bias.flatten(0, 1)).view(*q.shape[:3], v.shape[-1])
+        out = attend(rows[0], rows[1], rows[2], scale, bias.flatten(0, 1)).view(*q.shape[:3], v.shape[-1])
         return out, torch.zeros(q.shape[:3])
 
 

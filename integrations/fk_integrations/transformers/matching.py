@@ -67,9 +67,6 @@ _WHOLE_POOLS = (
 _RECURRENT = re.compile(
     r"Mamba|SSM|Rwkv|DeltaNet|DeltaRule|Lightning|LinearAttn|RgLru|Rglru|RecurrentBlock|xLSTM|mLSTM|sLSTM|Retention"
 )
-_NAMED = (  # (end or part of a class's name, primitive) of what only a name tells
-    (re.compile(r"Indexer$"), "index of sparse attention"),
-)
 _SOFTMAX_ATTENTION = {"attention_interface", "scaled_dot_product_attention", "multi_head_attention_forward"}
 _PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm", "product"}
 _ACTIVATIONS = {"GELU": "gelu"}
@@ -172,7 +169,7 @@ def _parts(module: nn.Module) -> Match:
         return Match(
             Kind.OP, _RESEMBLE[name][0], by_signature=False, by_probe=False, needs=_RESEMBLE[name][1]
         )
-    if {"cumsum", "exp"} <= names and names & _PRODUCTS:
+    if {"cumsum", "exp"} <= names and names & _PRODUCTS and "logsumexp" not in names:  # not optimal transport
         return missing("recurrence")
     if names & (_PRODUCTS - {"product"}):
         if any(isinstance(child, nn.Softmax) for child in module.children()):
@@ -220,15 +217,16 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _torch_module(module: Any) -> Match | None:
     if _is_linear(module):
-        plain = type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
-        return Match(Kind.OP, "linear", by_probe=plain and _once(probes.linear_probe, module))
+        return Match(Kind.OP, "linear", by_probe=_once(probes.linear_probe, module))
     if isinstance(module, _CONVOLUTIONS):
         return _convolution(module)
-    for op, classes, probe in MODULES:
+    for op, classes, computes in MODULES:
         if isinstance(module, classes):
-            plain = next(cls for cls in classes if isinstance(module, cls))
-            same = type(module).forward is plain.forward and probes.safely(probe, module)
-            return Match(Kind.OP, op, by_probe=same, needs="" if same else f"a subclass of {plain.__name__}")
+            torchs: Any = next(cls for cls in classes if isinstance(module, cls))
+            same = getattr(type(module), "forward", None) is torchs.forward and probes.safely(
+                computes, module
+            )
+            return Match(Kind.OP, op, by_probe=same, needs="" if same else f"a subclass of {torchs.__name__}")
     if isinstance(module, nn.RNNBase):
         return missing("recurrence")
     if isinstance(module, nn.Bilinear):
@@ -259,12 +257,13 @@ def _convolution(module: Any) -> Match:
     whole = set(module.dilation) == {1} and module.groups == 1 and module.padding in (
         "valid", tuple(0 for _ in module.kernel_size)
     )  # fmt: skip
-    if patches and whole and not module.transposed:
-        return Match(Kind.OP, "linear", by_probe=probes.safely(probes.patches_probe, module))
+    if patches and whole and not module.transposed and probes.safely(probes.patches_probe, module):
+        return Match(Kind.OP, "linear")
     if not plain and (own := calls(module)) & set(PRIMITIVES):
         return missing(PRIMITIVES[min(own & set(PRIMITIVES))])
     sizes = tuple(
-        min(d * (k - 1) + 1, 64) + s for d, k, s in zip(module.dilation, module.kernel_size, module.stride)
+        min(d * (k - 1) + 1, 64) + s
+        for d, k, s in zip(module.dilation, module.kernel_size, module.stride, strict=True)
     )
     probe = probes.safely(probes.convolution_probe, module, sizes)
     return Match(Kind.OP, "convolution", by_probe=probe, arguments={"transposed": module.transposed})
@@ -287,9 +286,8 @@ def _once(probe: Callable[..., bool], module: nn.Module) -> bool:
 
 def _named(module: nn.Module) -> Match | None:
     name = type(module).__name__
-    for pattern, primitive in _NAMED:
-        if pattern.search(name):
-            return missing(primitive)
+    if name.endswith("Indexer"):
+        return Match(Kind.OP, "paged_mqa_logits", True, False, False, needs="index of sparse attention")
     own = name.endswith(("Mixer", "Attention", "Cell", "Lru", "Net", "Rule"))
     if own and _RECURRENT.search(name) and any(True for _ in module.parameters()):
         return missing("recurrence")
@@ -436,6 +434,8 @@ def _attention(module: nn.Module) -> Match | None:
     if list(own & set(PRIMITIVES)):
         return None
     interface = "attention_interface" in own
+    if any(isinstance(child, nn.Softmax) for child in module.children()):
+        own |= {"softmax"}
     if not interface and not own & _SOFTMAX_ATTENTION and not ("softmax" in own and own & _PRODUCTS):
         name = type(module).__name__
         if name.endswith(("Attention", "SelfAttn", "Attn")) and own & _PRODUCTS:

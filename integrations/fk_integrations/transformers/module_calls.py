@@ -18,7 +18,10 @@ SIDE, WIDE = 4, 16  # of a square of tokens; of one that can be reduced by 8
 _NONE = {"cache", "past_key_value", "past_key_values", "layer_past", "head_mask", "layer_head_mask"}
 MASKS = {"attention_mask", "mask", "key_padding_mask", "attn_mask"}
 _LENGTHS = {"cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seqlens_k"}
-_ROTATED = {"position_embeddings", "rotary_pos_emb", "rotary_emb", "freqs", "positional_encoding", "pos_emb"}
+_ROTATED = {"position_embeddings", "rotary_pos_emb", "rotary_emb", "freqs", "positional_encoding", "pos_emb",
+    "relative_position_embeddings",
+}  # fmt: skip
+_RELATIVE = -1  # instead of channels: an embedding of each distance, of the width of the hidden states
 
 
 def copy_on_cpu(module: nn.Module) -> Any:
@@ -124,8 +127,12 @@ def _value(
     if name in _STATES:
         width = _key_width(module) or hidden.shape[-1]
         return torch.randn(*hidden.shape[:-1], width)
+    if name in _ROTATED and rotation == _RELATIVE:
+        return torch.randn(1, 2 * tokens - 1, hidden.shape[-1])
     if name in _ROTATED and not rotation:
         return None
+    if name == "alibi":
+        return torch.randn(getattr(module, "num_heads", 1), 1, tokens)
     if name in _ROTATED:
         turn = (
             torch.rand(*hidden.shape[:-2], tokens, rotation)
@@ -193,4 +200,4 @@ def _rotations(module: Any) -> list[int]:
     )
     found = [size, size // 2, int(size * (getattr(config, "partial_rotary_factor", None) or 0.5)), size // 4]
     found += [getattr(config, n, None) for n in ("qk_rope_head_dim", "rotary_dim")]
-    return [*dict.fromkeys(n for n in found if isinstance(n, int) and n), 0]
+    return [*dict.fromkeys(n for n in found if isinstance(n, int) and n), 0, _RELATIVE]

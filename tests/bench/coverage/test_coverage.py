@@ -27,7 +27,7 @@ QUICK = (
     "deepseek_v2",
     "deit",
     "encoder_decoder",
-    "mellum",
+    "zaya",
     "minimax_m2",
     "poolformer",
     "qwen3",
@@ -105,11 +105,9 @@ def test_rows_survive_json() -> None:
 def test_unknown_architecture_names_needs_and_command() -> None:
     import fastkernels
 
-    config = transformers.AutoConfig.for_model("falcon", num_hidden_layers=2)
-    config.architectures = ["FalconForCausalLM"]
-    with pytest.raises(
-        registry.UnknownName, match="an attention function of its own: FalconAttention"
-    ) as raised:
+    config = transformers.AutoConfig.for_model("mamba", num_hidden_layers=2)
+    config.architectures = ["MambaForCausalLM"]
+    with pytest.raises(registry.UnknownName, match="recurrence: MambaMixer") as raised:
         fastkernels.plan(config)
     assert "fk-bench scaffold" in str(raised.value)
 
@@ -121,7 +119,7 @@ def test_command_refuses_unknown_architecture() -> None:
 
 @pytest.mark.slow
 def test_command_ends_with_counts_as_json() -> None:
-    done = fk_bench_here("coverage", "--json", "--arch", "llama", "--arch", "lfm2", "--workers", "1")
+    done = fk_bench_here("coverage", "--json", "--arch", "llama", "--arch", "mamba", "--workers", "1")
     data = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0 and data["verdicts"]["runs"] == 1
-    assert data["missing"] == [{"name": "convolution", "architectures": 1, "nothing_else": 1}]
+    assert data["missing"] == [{"name": "recurrence", "architectures": 1, "nothing_else": 1}]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.transformers import matching, probes
+from fk_integrations.transformers import attention_graph, matching, probes
 from fk_integrations.transformers.forward_code import calls
 from fk_integrations.transformers.matching import Kind, match
 from torch import nn
@@ -68,14 +68,14 @@ def test_other_kind_is_matched_by_class_only(model_type: str, cls: str, module: 
     assert found.loose and not found.strict and found.needs == needs
 
 
-def test_causal_convolution_has_no_op() -> None:
-    found = match(modules("lfm2", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"])["Conv1d"])
-    assert found.kind is Kind.MISSING and found.needs == "convolution" and not found.loose
+def test_recurrence_has_no_op() -> None:
+    found = match(modules("mamba", "MambaForCausalLM")["MambaMixer"])
+    assert found.kind is Kind.MISSING and found.needs == "recurrence" and not found.loose
 
 
 def test_patch_convolution_is_linear() -> None:
     assert match(nn.Conv2d(3, 32, 4, stride=4, device="meta")).op == "linear"
-    assert match(nn.Conv2d(3, 32, 4, stride=2, device="meta")).needs == "convolution"
+    assert match(nn.Conv2d(3, 32, 4, stride=2, device="meta")).op == "convolution"
 
 
 def test_probe_rejects_a_norm_with_other_numbers() -> None:
@@ -125,3 +125,87 @@ def test_results_are_kept_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
     first = match(found)
     monkeypatch.setattr(matching, "_match", lambda module: pytest.fail("matched again"))
     assert match(found) is first
+
+
+class Written(nn.Module):
+    """Attention whose scores `score` changes before the softmax."""
+
+    def __init__(self, score: Any) -> None:
+        super().__init__()
+        self.score, self.head_dim = score, 8
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        q, k, v = (f(hidden_states).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = self.score(q @ k.transpose(-1, -2))
+        scores = scores if attention_mask is None else scores + attention_mask
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("score", "same"),
+    [
+        (lambda s: s / 8**0.5, True),
+        (lambda s: s * torch.tensor([0.5, 2.0]).view(2, 1, 1), True),  # a scale for each head
+        (lambda s: s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -1e9), True),
+        (lambda s: torch.tanh(s / 2) * 2, False),
+        (lambda s: s.square(), False),
+    ],
+)
+def test_written_attention_is_found_in_its_graph(score: Any, same: bool) -> None:
+    torch.manual_seed(0)
+    assert attention_graph.computes_attention(Written(score))[0] is same
+
+
+def test_attention_that_needs_its_scores_again_is_not_dense() -> None:
+    class Gated(Written):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            q, k, v = (
+                f(hidden_states).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k, self.v)
+            )
+            scores = q @ k.transpose(-1, -2)
+            gate = scores.logsumexp(-1, keepdim=True).sigmoid()
+            return ((scores.softmax(-1) @ v) * gate).transpose(1, 2).flatten(2)
+
+    assert not attention_graph.computes_attention(Gated(None))[0]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        nn.Conv1d(8, 8, 5, stride=2, padding=2, dilation=3, groups=4),
+        nn.Conv2d(6, 4, 3, padding="same", padding_mode="zeros"),
+        nn.ConvTranspose2d(8, 6, (4, 3), stride=2, padding=1, output_padding=1, groups=2),
+        nn.BatchNorm2d(8),
+        nn.InstanceNorm1d(8),
+        nn.GroupNorm(4, 8),
+        nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+        nn.AvgPool1d(4, 3, 1, count_include_pad=False),
+        nn.Upsample(scale_factor=1.7, mode="bilinear", align_corners=True),
+        nn.MultiheadAttention(16, 2, batch_first=True),
+    ],
+    ids=lambda made: type(made).__name__,
+)
+def test_modules_of_torch_are_matched_by_probe(made: nn.Module) -> None:
+    assert match(made).strict and match(made).kind is Kind.OP
+
+
+@pytest.mark.parametrize(
+    "made", [nn.MaxPool2d(2, dilation=2), nn.AdaptiveAvgPool2d(3), nn.Upsample(size=4, mode="nearest-exact")]
+)
+def test_settings_that_no_op_has_are_no_match(made: nn.Module) -> None:
+    assert match(made).loose and not match(made).strict
+
+
+def test_rotation_probe_rejects_another_rotation() -> None:
+    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return tuple(t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin for t in (q, k))
+
+    def mirror(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return tuple(t * cos.unsqueeze(1) + t.flip(-1) * sin.unsqueeze(1) for t in (q, k))
+
+    assert probes.safely(probes.rotation_probe, rotate)
+    assert not probes.safely(probes.rotation_probe, mirror)
