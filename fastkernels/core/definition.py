@@ -176,7 +176,7 @@ def _collect(function: Any, imports: dict[str, None], parts: dict[str, str]) -> 
             _collect(value, imports, parts)
             if value.__name__ != name:
                 parts[name] = f"{name} = {value.__name__}"
-        elif isinstance(value, (bool, int, float, str, torch.dtype, tuple)):
+        elif isinstance(value, (bool, int, float, str, torch.dtype, tuple, dict)):
             parts[name] = f"{name} = {value!r}"
         elif getattr(value, "__module__", None):
             imports[f"from {value.__module__} import {value.__name__} as {name}"] = None

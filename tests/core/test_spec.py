@@ -27,6 +27,8 @@ NEVER = {
     "VllmParallelLMHead_0_32": "has no lookup",
     "VllmParallelLMHead": "has no lookup",
     "SGLangParallelLMHead": "has no lookup",
+    "VllmMLAAttention": "needs num_heads",
+    "VllmMLAAttention_0_26": "needs num_heads",
     "VllmApplyRotaryEmb": "takes the cosines and sines of tokens",
     "VllmTopKTopPSampler": "draws its seeds from torch's generators",
     "DiffusersAttnProcessor2_0": "another module calls it",

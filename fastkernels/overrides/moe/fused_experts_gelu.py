@@ -110,6 +110,7 @@ SPEC = OpSpec(
         _case("odd_63", 63, 5, 2, 72, 130, "odd"),
         _case("one", 1, 1, 1, 1, 1, "odd", "float32"),
         _case("odd_5", 5, 12, 3, 100, 63, "odd", "float32"),
+        _case("odd_17", 17, 6, 4, 96, 40, "odd", "float16"),
         _case("elsewhere", 19, 7, 3, 64, 48, "odd", "float32", elsewhere=True),
         _case("all", 70, 2, 2, 65, 33, "odd", "float32"),
         _case("none", 0, 4, 2, 64, 48, "odd", "float32"),
