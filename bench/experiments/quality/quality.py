@@ -116,7 +116,8 @@ class Runs:
 
         self.host()
         candidates = json.loads(self.args.candidates)
-        report = fastkernels.patch(self.engine.target, candidates=candidates or None)
+        ops = self.args.ops.split(",") if self.args.ops else None
+        report = fastkernels.patch(self.engine.target, ops=ops, candidates=candidates or None)
         self.run("patched")
         report.refresh()
         print(report, flush=True)
@@ -143,7 +144,7 @@ def child(args: argparse.Namespace, part: str, environment: dict[str, str], seco
     command = [
         sys.executable, __file__, "--host", args.host, "--model", str(args.model), "--out", str(args.out),
         "--others", args.others, "--engine", args.engine, "--candidates", args.candidates,
-        "--folder", str(args.folder), "--child", part,
+        "--ops", args.ops, "--folder", str(args.folder), "--child", part,
     ]  # fmt: skip
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
@@ -172,6 +173,7 @@ def measure(args: argparse.Namespace) -> list[str]:
     if args.way == "start":
         candidates = ",".join(f"{op}={file}" for op, file in json.loads(args.candidates).items())
         clean |= {"FASTKERNELS_CANDIDATES": candidates} if candidates else {}
+        clean |= {"FASTKERNELS_OPS": args.ops} if args.ops else {}
         patched = {**clean, "FASTKERNELS": "1", "FASTKERNELS_REPORT": str(args.folder / "reports")}
         parts = [("host", clean), ("start", patched)]
     elif args.way == "engine":
@@ -326,6 +328,7 @@ def main() -> None:
     parser.add_argument(
         "--candidates", default="{}", help="a user's kernels instead of ours: {op: file}, JSON"
     )
+    parser.add_argument("--ops", default="", help="comma-separated (default: what patch() chooses)")
     parser.add_argument(
         "--seconds", type=float, default=540, help="time limit of all runs; later runs are left out"
     )

@@ -60,8 +60,8 @@ def test_step_runs_with_tables_and_free_ops(tmp_path: Path) -> None:
         r["status"] == "ok" and r["metrics"]["speedup"] > 0 for r in rows if r["case"]["kind"] == "time"
     )
     for more, said in (
-        (["--free", "linear"], "--free linear: known are rms_norm"),
-        (["--ways", "late"], "--ways late: known are in turn, early"),
+        (["--free", "linear"], "--free linear: known: rms_norm"),
+        (["--ways", "late"], "--ways late: known: in turn, early"),
         (["--tables", "mine"], "--tables mine: a table is `shipped` or NAME=FILE"),
         (["--tables", "mine=none.json"], "--tables mine=none.json: a table is"),
     ):
