@@ -168,6 +168,19 @@ def attention(ns: Any) -> list[Any]:
         return [layer(*arguments, *([] if ns.host == "vllm" else [None])), *cache]
 
 
+def mla_decode(ns: Any) -> list[Any]:
+    metadata, _ = two_sequences(ns, 1, 40)
+    found = []
+    for name in ns.classes:  # 2 heads: keys of 24 + 8 channels, values of 16, latents of 32
+        up = filled(torch.nn.Linear(32, 2 * (24 + 16), bias=False))
+        layer = getattr(ns, name)(2, 0.2, 24, 8, 16, None, 32, up)
+        latents = torch.zeros(4, 16, 40)
+        layer.kv_cache = (latents,)
+        with ns.forward_context(metadata):
+            found += [layer(randn(5, 2, 32), randn(5, 32), randn(5, 8)), latents]
+    return found
+
+
 def sampling(ns: Any) -> list[Any]:
     logits, seeds, ones = randn(4, 100) * 3, torch.arange(4) + 5, torch.ones(4)
     top_k, top_p = torch.tensor([0, 5, 100, 1]), torch.tensor([1.0, 0.9, 0.5, 1.0])
@@ -428,6 +441,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
         linear_fp8, rms_norm_gated, attention_dense, ada_layer_norm, group_norm, timestep_embedding,
+        mla_decode,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {

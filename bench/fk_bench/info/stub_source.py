@@ -31,7 +31,7 @@ _TYPES = {
 def annotation(kind: Any) -> str:
     """A schema's type in Python's notation: 'Optional[Tensor]' is 'torch.Tensor | None'."""
     text = str(kind)
-    for generic, pattern in (("Optional", "{} | None"), ("List", "list[{}]")):
+    for generic, pattern in (("Optional", "{} | None"), ("List", "Sequence[{}]")):
         if text.startswith(f"{generic}["):
             return pattern.format(annotation(text[len(generic) + 1 : -1]))
     return _TYPES.get(text, "Any")
@@ -90,6 +90,7 @@ class Stub:
         op: Op = self.spec.op
         schema = op.overload._schema
         params = [_parameter(a) for a in schema.arguments]
+        self.imports["Sequence"] = "from collections.abc import Sequence"
         first_keyword = next((i for i, a in enumerate(schema.arguments) if a.kwarg_only), None)
         if first_keyword is not None:
             params.insert(first_keyword, "*")
@@ -298,6 +299,7 @@ def _parameter(argument: Any) -> str:
     if not argument.has_default_value():
         return text
     value = argument.default_value
+    value = tuple(value) if isinstance(value, list) else value
     return f"{text} = {_quoted(value) if isinstance(value, str) else repr(value)}"
 
 

@@ -191,6 +191,7 @@ convolution = define(
     providers=(  # cuDNN first: the kernel is not measured against it yet
         Provider("torch", _torch, devices=("cuda", "cpu")),
         Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", lambda *args: reference(*args).contiguous(), devices=("cuda", "cpu")),
     ),
 )
 

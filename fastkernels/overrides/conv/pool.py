@@ -37,9 +37,10 @@ def reference(
     n = spatial("pool", x)
     sizes = _settings(x, window, stride, padding)
     if maximum:
-        return getattr(F, f"max_pool{n}d")(x, *sizes, 1, ceil_mode)
+        return (F.max_pool1d, F.max_pool2d, F.max_pool3d)[n - 1](x, *sizes, 1, ceil_mode)
     y = x.to(torch.promote_types(x.dtype, torch.float32))
-    return getattr(F, f"avg_pool{n}d")(y, *sizes, ceil_mode, count_include_pad).to(x.dtype)
+    mean = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[n - 1]
+    return mean(y, *sizes, ceil_mode, count_include_pad).to(x.dtype)
 
 
 def _settings(

@@ -78,6 +78,16 @@ class LatentAttention(PagedAttention):
         indices: [T, topk] int32, the positions of the keys that each query attends to (mla_sparse); None: all. The
         rotary embedding is already applied to q and k_pe. Raises RuntimeError without a cache.
         """
+        return self.latent(q, kv_c_normed, k_pe, indices)
+
+    def latent(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the layer, with the arguments of `forward` here; a host's class has others."""
         if self.kv_cache is None:
             raise RuntimeError("no KV cache is bound: set kv_cache = (latents,) on every attention layer")
         metadata = get_forward_context().of(self)

@@ -53,7 +53,7 @@ class VllmMLAAttention_0_26(LatentAttention):
         k_pe: torch.Tensor,
         output_shape: torch.Size | None = None,
     ) -> torch.Tensor:
-        out = super().forward(q, kv_c_normed, k_pe.flatten(1))
+        out = self.latent(q, kv_c_normed, k_pe.flatten(1))
         return out if output_shape is None else out.view(output_shape)
 
 
@@ -104,7 +104,8 @@ class VllmMLAAttention(VllmMLAAttention_0_26):
         q_dcp_replicated: torch.Tensor | None = None,
     ) -> torch.Tensor:
         refuse("MLAAttention.forward", q_dcp_replicated=q_dcp_replicated)
-        return super().forward(q, kv_c_normed, k_pe, output_shape)
+        out = self.latent(q, kv_c_normed, k_pe.flatten(1))
+        return out if output_shape is None else out.view(output_shape)
 
 
 _LIVE_MLA = (

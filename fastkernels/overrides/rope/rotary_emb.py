@@ -78,24 +78,10 @@ def _rotate_at_once(
     cos, sin = once_per_step(
         _cos_sin, positions, cos_sin_cache, query.dtype if cast_cache else compute, compute
     )
-    q, k = (x.view(positions.numel(), -1, head_size) for x in (query, key))
-    adjacent = q.stride() == k.stride() and k.data_ptr() - q.data_ptr() == q.element_size() * q.shape[
-        1
-    ] * q.stride(1)
-    if (
-        adjacent and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
-    ):  # slices of one projection
-        heads = q.as_strided((len(q), q.shape[1] + k.shape[1], rotary_dim), q.stride())
-        x = heads.to(compute)
-    else:
-        q, k = q[..., :rotary_dim], k[..., :rotary_dim]
-        heads, x = None, torch.cat((q, k), dim=1).to(compute)
-    new = (x * cos).add_(x.roll(rotary_dim // 2, -1).mul_(sin))
-    new = truncate(new) if truncates else new
-    if heads is not None:
-        heads.copy_(new)
-        return
-    new_q, new_k = new.split((q.shape[1], k.shape[1]), dim=1)
+    q, k = (x.view(positions.numel(), -1, head_size)[..., :rotary_dim] for x in (query, key))
+    x1, x2 = torch.cat((q, k), dim=1).to(compute).chunk(2, dim=-1)
+    new = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    new_q, new_k = (truncate(new) if truncates else new).split((q.shape[1], k.shape[1]), dim=1)
     q.copy_(new_q)
     k.copy_(new_k)
 
@@ -103,12 +89,9 @@ def _rotate_at_once(
 def _cos_sin(
     positions: torch.Tensor, cos_sin_cache: torch.Tensor, rounded: torch.dtype, compute: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """The factors of each token's channels and of their partners, [T, 1, rotary_dim] in `compute`: (cos, cos) and
-    (-sin, sin), rounded to `rounded`.
-    """
+    """The cosines and the sines of each token, [T, 1, rotary_dim / 2] in `compute`, rounded to `rounded`."""
     rows = cos_sin_cache.index_select(0, positions.flatten()).to(rounded)
-    cos, sin = rows.to(compute).unsqueeze(-2).chunk(2, dim=-1)
-    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return rows.to(compute).unsqueeze(-2).chunk(2, dim=-1)
 
 
 def _pairs(x: torch.Tensor, is_neox_style: bool) -> tuple[torch.Tensor, torch.Tensor]:
