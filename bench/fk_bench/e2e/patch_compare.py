@@ -117,7 +117,7 @@ def patch_compare_command(
 
     fk-bench patch-compare qwen2.5-7b llama-3.2-3b --python .venv-vllm/bin/python --out run
 
-    fk-bench patch-compare all --no-table --loads all --cycles 1 --again 0.98 --side-by-side 4 --model-seconds 45
+    fk-bench patch-compare all --no-table --loads all --cycles 1 --again 0.98 --model-seconds 45
 
     A ratio above 1 means that the patched host is better, with a 95% interval; 'noise' is the same for stock against
     stock. Measured by an offline engine, token by token, without a server.
