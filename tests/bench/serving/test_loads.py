@@ -122,6 +122,7 @@ def test_estimate_uses_lengths_of_load() -> None:
     assert own == pytest.approx(seconds("c=2,prompts=10") - seconds(), rel=0.05)
 
 
+@pytest.mark.slow
 def test_run_with_other_lengths_is_resumed(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     lanes = ("--lanes", "vllm,sglang", "--python", f"vllm={stub_python}", "--python", f"sglang={stub_python}")

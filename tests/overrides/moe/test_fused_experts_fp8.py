@@ -126,6 +126,7 @@ def interpreted() -> dict[str, str | None]:
     return {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.slow
 def test_every_tile_set_is_correct(interpreted: dict[str, str | None]) -> None:
     found = {k: v for k, v in interpreted.items() if k.endswith((" sorted", " few"))}
     assert {k: v for k, v in found.items() if v} == {}
