@@ -133,6 +133,7 @@ def test_every_tile_set_is_correct(interpreted: dict[str, str | None]) -> None:
     assert len(found) == 2 * (len(moe_tiles.sets(2)) + 3 * len(moe_tiles.sets(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["other tiles", "ids of no expert", "by table"])
 def test_tiles_tables_and_providers(case: str, interpreted: dict[str, str | None]) -> None:
     assert interpreted[case] is None
