@@ -62,8 +62,8 @@ def test_step_runs_with_tables_and_free_ops(tmp_path: Path) -> None:
     for more, said in (
         (["--free", "linear"], "--free linear: known: rms_norm"),
         (["--ways", "late"], "--ways late: known: in turn, early"),
-        (["--tables", "mine"], "--tables mine: a table is `shipped` or NAME=FILE"),
-        (["--tables", "mine=none.json"], "--tables mine=none.json: a table is"),
+        (["--tables", "mine"], "--tables mine: expected `shipped` or NAME=FILE"),
+        (["--tables", "mine=none.json"], "--tables mine=none.json: expected"),
     ):
         wrong = subprocess.run([*command, *more], env=env, capture_output=True, text=True)
         assert wrong.returncode == 2 and said in wrong.stderr
