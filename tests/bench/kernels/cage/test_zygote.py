@@ -168,6 +168,10 @@ def test_stop_halts_threads_and_grandchildren(zygote: Zygote, weak: bool) -> Non
     with zygote.spawn({"code": ANSWERS}, options) as child:
         process = RunnerProcess(child, "candidate", 20.0, False)
         process.greet()
+        for _ in range(200):  # the grandchild may start after the greeting
+            if len(states(child)) >= 5:
+                break
+            time.sleep(0.05)
         assert "R" in states(child)
         for _ in range(3):
             process.stop()

@@ -3,7 +3,8 @@
 A side is stopped while its inputs are made and its outputs are poisoned; the timed request resumes it. On a GPU, where
 queued work survives the stop, the copy of the fresh inputs is inside the clock. Lengths of batches are secret, and some
 requests are for one call alone: on a GPU it is queued behind a gate before its inputs are made, so that its time has
-neither the process nor the launch in it. In secret rounds the outputs of all calls are compared between the sides.
+neither the process nor the launch in it. In secret rounds the outputs of all calls are compared between the sides; on a
+CPU some later calls of a running batch are given new inputs then, so a result that was computed ahead is wrong.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.clock.timing import Samples, batched, unsteady
-from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
+from fk_bench.kernels.judge.correctness.checks import Checks, Wrong, same_bits
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.memory.outputs import BadPlace, map_outputs
@@ -38,6 +40,9 @@ ALONE_REQUESTS, ALONE_LEAST = 8, 96
 QUEUED = 4  # GPU: calls alone that are queued by one request, each behind its own gate
 ALONE_CHECKED = 4  # GPU: the outputs of one in so many are checked
 PASS_S = 5.0  # a queued call may take so long
+SWAPPED = 4  # CPU: calls of a running batch that get new inputs
+SWAP_PARTS = (0.1, 0.5)  # when: after so much of the batch's expected time
+WRITTEN = 16  # a call that writes fewer bytes cannot be told from one that did not run
 EXTENDED = 3  # times as many rounds while the machine seems to disturb them
 SINGLES = 16  # GPU: calls with a graph each, behind the 2n calls of batches
 RANDOM = random.SystemRandom()
@@ -195,6 +200,8 @@ class Batches:
                 group == "long" and not self.cuda
             ):  # the outputs of a graph's calls are mapped and checked once
                 self.checks.kept(self.candidate.side, self.candidate.arena, self.slots, start + count - 2)
+        if compared and timed.candidate.double and not self.cuda and not self.slots.layout.shared:
+            self._swap(float(np.median(timed.candidate.double)))
 
     @PHASES.of("batches")
     def _batch(
@@ -229,6 +236,46 @@ class Batches:
                 if self.cuda:
                     into.given.append(given)
         return held, poisoned
+
+    @PHASES.of("swap")
+    def _swap(self, expected_s: float) -> None:
+        """CPU: stop a batch on its way and give later calls new inputs: each must use what is there when it is made.
+
+        expected_s: seconds of a long batch. If the batch has ended by then, nothing is checked.
+        """
+        lane, (start, count) = self.candidate, self._span(long=True)
+        if sum(t.nbytes for t in [*lane.outputs[start], *self._changing(lane.arena, start)]) < WRITTEN:
+            return
+        lane.side.stop()
+        self.slots.refresh(start, count)
+        lane.arena.publish(start, count)
+        self._poison(lane, list(range(start, start + count)))
+        before = [[v.clone() for v in lane.outputs[s]] for s in range(start, start + count)]
+        lane.side.begin("run", start=start, count=count)
+        time.sleep(expected_s * RANDOM.uniform(*SWAP_PARTS))
+        lane.side.stop()
+        # The first call without a result may be under way. One result may equal the poison by chance, three will not.
+        waiting = [not self._wrote(lane, start + i, views) for i, views in enumerate(before)]
+        reached = next((i for i in range(count) if all(waiting[i : i + 3])), count)
+        later = range(start + reached + 2, start + count)
+        near = later[: SWAPPED // 2]
+        swapped = sorted({*near, *RANDOM.sample(later, min(SWAPPED - len(near), len(later)))})
+        for slot in swapped:
+            self.slots.renew(slot)
+            lane.arena.publish(slot, 1)
+        lane.side.resume()
+        lane.side.end()
+        self._check(self._read(self._places(lane, swapped)), swapped)
+
+    def _wrote(self, lane: Lane, slot: int, poisoned: list[torch.Tensor]) -> bool:
+        """Whether a call has changed its poisoned outputs or an argument."""
+        written = [*lane.outputs[slot], *self._changing(lane.arena, slot)]
+        return not all(map(same_bits, written, [*poisoned, *self._changing(self.slots, slot)]))
+
+    def _changing(self, memory: Arena | Slots, slot: int) -> list[torch.Tensor]:
+        """The arguments of a call that the op may write."""
+        args = enumerate(memory.args_of(slot))
+        return [t for i, a in args if i in self.slots.may_change for t in layout.tensors(a)]
 
     @PHASES.of("alone")
     def _gated(self, lane: Lane, timed: Timed | None) -> None:
@@ -280,11 +327,7 @@ class Batches:
         self, lane: Lane, slots: list[int]
     ) -> list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
         """(slot, outputs, written arguments) in the side's memory."""
-        return [
-            (s, lane.outputs[s], [t for i, a in enumerate(lane.arena.args_of(s))
-                                  if i in self.slots.may_change for t in layout.tensors(a)])
-            for s in slots
-        ]  # fmt: skip
+        return [(s, lane.outputs[s], self._changing(lane.arena, s)) for s in slots]
 
     def _read(self, places: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]]) -> list[Sampled]:
         held = [

@@ -144,7 +144,7 @@ class Checks:
             side.ask("copy", out=s)
         for views, kept in zip(written, before, strict=True):
             for i, (v, k) in enumerate(zip(views, kept, strict=True)):
-                if not torch.equal(_bits(v), _bits(k)):
+                if not same_bits(v, k):
                     raise Wrong(
                         f"output {i} changes after the call, with an input or with the next call's result"
                     )
@@ -193,7 +193,7 @@ class Checks:
             raise Wrong(f"in a timed call: its result cannot be copied again: {error}") from None
         side.stop()
         for i, (v, k) in enumerate(zip(views, before, strict=True)):
-            if not torch.equal(_bits(v), _bits(k)):
+            if not same_bits(v, k):
                 raise Wrong(
                     f"in a timed call: output {i} changes after the call, with an input or with the next call"
                 )
@@ -250,6 +250,11 @@ class Checks:
         if errors.problem:
             raise Wrong(where + errors.problem)
         self.errors = self.errors.worse(errors)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether all values are equal; NaN equals itself."""
+    return torch.equal(_bits(a), _bits(b))
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

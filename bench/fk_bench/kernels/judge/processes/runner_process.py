@@ -82,9 +82,7 @@ class RunnerProcess:
         """Send a command and resume the process; `end` gives its reply. Raises RunnerError."""
         self._do = do
         self._nonce = self._guarded(lambda: self.channel.command(do, self.timeout, **arguments))
-        if self.stopped:
-            self.child.resume()
-            self.stopped = False
+        self.resume()
 
     def end(self) -> Any:
         """The reply to the command that was sent. Raises RunnerError."""
@@ -110,6 +108,12 @@ class RunnerProcess:
             self.busy_s += spent
             for budget in self.budgets:
                 budget.used += spent
+
+    def resume(self) -> None:
+        """Let a stopped process run on."""
+        if self.stopped:
+            self.child.resume()
+            self.stopped = False
 
     @PHASES.of("stop")
     def stop(self) -> None:
