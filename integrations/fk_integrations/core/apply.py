@@ -50,6 +50,11 @@ class Patched:
     every_step: set[int] = field(default_factory=set)
     trials: dict[int, tuple[Trial, dict[Reason, int]]] = field(default_factory=dict)
 
+    @property
+    def unchanged(self) -> bool:
+        """Whether everything was left to the host: no module has other code than before."""
+        return not self.candidates and all(row.state != "active" for row in self.rows)
+
     def report(self) -> list[dict[str, Any]]:
         """The rows as dicts, with the counters as they are now."""
         for row in self.rows:

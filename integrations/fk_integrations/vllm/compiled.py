@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fastkernels
 from fastkernels.core import tuning
@@ -25,6 +25,7 @@ from fastkernels.patch import PatchError, Request
 from fastkernels.verify.cache import add_piece, source_digest
 from fk_integrations.core.heap import frozen_again
 
+T = TypeVar("T")
 log = logging.getLogger("fastkernels")
 REWARM_S = 1800.0
 _ABSENT = object()
@@ -334,13 +335,15 @@ def _serving_state(runner: Any) -> Iterator[None]:
 
 @frozen_again()
 def swap(
-    worker: Any, change: Callable[[], Callable[[], None] | None], code: Code | None = None
-) -> Code | None:
+    worker: Any, change: Callable[[], Callable[[], None] | None], unchanged: Callable[[], bool],
+    code: Code | None = None,
+) -> Code | None:  # fmt: skip
     """Run `change` (it returns its own undo, or None), then compile, capture and run one step, in every rank.
 
-    With `code`, of the classes after the change, nothing is compiled. Returns the code from before the change, for a
-    change back; None if it cannot be used again. If a rank fails, all ranks restore the old classes, code and graphs,
-    and check them by one step. Raises PatchError.
+    If `unchanged`, asked after the change, is true in every rank, the engine keeps its code and graphs. With `code`,
+    of the classes after the change, nothing is compiled. Returns the code from before the change, for a change back;
+    None if it cannot be used again. If a rank fails, all ranks restore the old classes, code and graphs, and check them
+    by one step. Raises PatchError.
     """
     compiled = Compiled(worker)
     back: list[Callable[[], None] | None] = []
@@ -367,6 +370,8 @@ def swap(
             if undo is not None:
                 undo()
         raise
+    if all(_gather(unchanged())):
+        return None
     try:
         together(worker, second)
     except PatchError as error:
@@ -421,7 +426,7 @@ def together(worker: Any, step: Callable[[], None]) -> None:
         raise PatchError(f"undone here, because another rank failed: {failed[0]}")
 
 
-def _gather(value: str | None) -> list[str | None]:
+def _gather(value: T) -> list[T]:
     import torch.distributed
     from vllm.distributed import parallel_state
 
@@ -431,6 +436,6 @@ def _gather(value: str | None) -> list[str | None]:
     if group.world_size == 1:
         return [value]
 
-    everyone: list[str | None] = [None] * group.world_size
+    everyone = [value] * group.world_size
     torch.distributed.all_gather_object(everyone, value, group=group.cpu_group)
     return everyone

@@ -227,7 +227,7 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
 
     if live:
         try:
-            vars(worker)[CODE] = compiled.swap(worker, change)
+            vars(worker)[CODE] = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged)
         except PatchError:
             _clear_kv_cache(worker)  # a trial step may have written to it
             raise
@@ -267,7 +267,7 @@ def _undo(worker: Any, request: Request) -> None:
         vars(worker).pop(STATE)
         patched.undo()
 
-    compiled.swap(worker, change, vars(worker).pop(CODE, None))
+    compiled.swap(worker, change, lambda: patched.unchanged, vars(worker).pop(CODE, None))
     _clear_kv_cache(worker)
     reports.write("vllm", _rank(worker), _reply(worker))
 

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from fk_integrations.vllm import compiled
 from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
@@ -113,11 +114,18 @@ def test_saved_code_is_loaded_again(llm, table):
     assert loaded and generate(llm) == stock
 
 
-def test_leaf_ops_stay_where_nothing_of_ours_wins(llm):
+def test_where_nothing_of_ours_wins_the_engine_keeps_its_code(llm, monkeypatch):
+    def rewarm(_):
+        raise AssertionError("compiled and captured again")
+
+    monkeypatch.setattr(compiled.Compiled, "rewarm", rewarm)
+    stock, code = generate(llm), compiled_code(llm)
     report = fastkernels.patch(llm)
     rows = {row.op: row for row in report.rows}
     assert rows["rms_norm"].state == "off" and "compiler fuses it" in rows["rms_norm"].reason
+    assert not report.active and compiled_code(llm) is code
     report.undo()
+    assert compiled_code(llm) is code and generate(llm) == stock
 
 
 def test_requested_ops_run_in_batches_of_every_size(llm, table):
