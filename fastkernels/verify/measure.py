@@ -126,6 +126,14 @@ def production(op: str, device: str) -> Provider | None:
     return usual[0] if usual else None
 
 
+def usual(op: str, device: str, own: bool) -> Provider | None:
+    """The provider that proposals are compared with: production's, in our `own` engine else its first one."""
+    found = production(op, device)
+    if found is None and own:
+        return next((p for p in registry.get(op).op.providers if p.unavailable(device) is None), None)
+    return found
+
+
 def proposals(point: Point, device: str, chip: Chip) -> list[Subject]:
     """At most three available subjects for a point, without the production kernel itself."""
     op = registry.get(point.op).op
@@ -141,14 +149,17 @@ def proposals(point: Point, device: str, chip: Chip) -> list[Subject]:
 
 
 def measure(
-    points: Sequence[Point], run: str, device: torch.device, chip: Chip, seconds: float, rounds: int = 0
-) -> Outcome:
+    points: Sequence[Point], run: str, device: torch.device, chip: Chip, seconds: float, rounds: int = 0,
+    own: bool = False,
+) -> Outcome:  # fmt: skip
     """Measure the points in order, at most for about so many seconds. All memory is freed afterwards.
 
     run  of the entries, a key of a table's runs
+    own  for our engine: where production has no kernel, the op's first provider is the one to beat
     """
     end, outcome = time.monotonic() + seconds, Outcome()
-    points = [point for point in points if production(point.op, device.type) is not None]
+    hosts = {op: usual(op, device.type, own) for op in {point.op for point in points}}
+    points = [point for point in points if hosts[point.op] is not None]
     rounds = rounds or (ROUNDS if device.type == "cuda" else CPU_ROUNDS)
     subjects = {point: proposals(point, device.type, chip) for point in points}
     generator = torch.Generator(device).manual_seed(0)
@@ -160,7 +171,8 @@ def measure(
                     outcome.stopped = f"the limit of {seconds:.0f} s was reached"
                     break
                 try:
-                    _measure_point(point, found, failed, run, device, chip, generator, rounds, outcome)
+                    host = Subject(hosts[point.op], {})  # type: ignore[arg-type]
+                    _measure_point(point, host, found, failed, run, device, chip, generator, rounds, outcome)
                 except (NoRoom, torch.OutOfMemoryError):
                     raise
                 except Exception as error:  # of a kernel or of a capture: the point stays with the host
@@ -178,12 +190,9 @@ def measure(
 
 
 def _measure_point(
-    point: Point, found: list[Subject], failed: dict[tuple[Point, str], str], run: str, device: torch.device,
-    chip: Chip, generator: torch.Generator, rounds: int, outcome: Outcome,
+    point: Point, host: Subject, found: list[Subject], failed: dict[tuple[Point, str], str], run: str,
+    device: torch.device, chip: Chip, generator: torch.Generator, rounds: int, outcome: Outcome,
 ) -> None:  # fmt: skip
-    usual = production(point.op, device.type)
-    assert usual is not None
-    host = Subject(usual, {})
     said = outcome.said.setdefault(str(point), {})
     right, calls = [], arguments(point, device, generator, COLD * chip.l2_bytes) if found else []
     for subject in found:

@@ -17,14 +17,17 @@ from fk_integrations.verify import choose
 from fk_integrations.vllm import compiled
 from torch import nn
 
+import fastkernels
+from fastkernels import LLM
 from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import Provider
 from fastkernels.core.reasons import Kind
 from fastkernels.overrides.linear.vllm import VllmUnquantizedLinearMethod
 from fastkernels.patch import PatchError, Report, Request
 from fastkernels.verify import cache, measure
-from tests.verify.test_measure import after
+from tests.verify.test_measure import after, clock
 
+__all__ = ["clock"]  # a fixture of all tests here
 PATH = "fastkernels.overrides.linear.vllm:VllmUnquantizedLinearMethod"
 BEATS = Provider("quick", after(0), devices=("cpu",)), Provider("slow", after(5e-3), devices=("cpu",))
 
@@ -229,3 +232,24 @@ def test_requested_linear_uses_the_verified_choice(model: Any, op: Any) -> None:
     assert row.modules == 3 and Kind.LEFT_TO_HOST not in row.kinds
     assert provider_for(op, model.first.weight, 8) == "quick"
     assert provider_for(op, model.third.weight, 8) == "usual"
+
+
+def test_our_engine_measures_while_it_is_built(
+    op: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fastkernels")
+    op.key = dataclasses.replace(op.key, propose=lambda shape, sizes, chip: [("slow", {}), ("quick", {})])
+    with LLM(str(tiny), device="cpu", dtype="float32", num_blocks=16, skip_tokenizer_init=True) as llm:
+        (weight, *_) = [
+            m.weight for m in llm.llm_engine.executor.runner.model.modules() if hasattr(m, "quant_method")
+        ]
+        assert op._pick("cpu", (torch.randn(1, weight.shape[1]), weight), {}).name == "quick"
+        report = fastkernels.patch(llm)
+        assert "quick (slow: 0." in str(report)
+        report.undo()
+        assert op._pick("cpu", (torch.randn(1, weight.shape[1]), weight), {}).name == "quick"
+    assert "against the usual kernels" in caplog.text
+    tuning.set_verified("cpu", ())
+    monkeypatch.setattr(measure, "measure", lambda *args, **kwargs: pytest.fail("it measures again"))
+    with LLM(str(tiny), device="cpu", dtype="float32", num_blocks=16, skip_tokenizer_init=True):
+        assert tuning.verified("cpu")

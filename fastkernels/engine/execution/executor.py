@@ -120,6 +120,7 @@ class TensorParallelExecutor(Executor):
                     worker.receive()  # it has loaded
             self.call(join, os.path.join(self._ranks.scratch.name, "rendezvous"))
             phases.mark("ranks")  # all ranks have loaded and joined the group
+            self.call("choose_kernels")
             self.call("bind", min(self.call("num_fitting_blocks")))
         except BaseException:
             self.shutdown()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from fastkernels.core.env import Environment
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.cache import kv_cache
 from fastkernels.engine.execution.attention import AttentionBackend, make_backend, with_groups
@@ -46,6 +48,14 @@ class Generate(Runner):
             pack_weights(self.model)
         self._events = [torch.cuda.Event() if self.device.type == "cuda" else None for _ in range(2)]
         self.sampler = Sampler(self.device, self.hf_config.vocab_size, self.config.max_num_seqs)
+
+    def choose_kernels(self) -> None:
+        """See Runner. Shapes of a tuned table, or of an earlier start, are not measured again."""
+        if self.device.type != "cuda" and not Environment.read().verify:
+            return
+        for entry in entry_points(group="fastkernels.hosts", name="fastkernels"):
+            entry.load().choose_kernels(self)
+        self._mark("choice of kernels")
 
     def num_fitting_blocks(self) -> int:
         """See Runner. On CUDA, run the largest step to measure its memory. Raises ValueError for too few blocks."""

@@ -21,8 +21,8 @@ log = logging.getLogger("fastkernels")
 class Runner(ABC):
     """A model on one rank, and how it runs a step. A model file names its runner (see fastkernels.engine.runners).
 
-    With bind_cache=False the caller binds the cache: ranks that must agree on a size call num_fitting_blocks(), then
-    bind() with the smallest result. `phases` records the time of each part of the start.
+    With bind_cache=False the caller binds the cache: ranks call choose_kernels(), then, to agree on a size,
+    num_fitting_blocks(), then bind() with the smallest result. `phases` records the time of each part of the start.
 
     Raises CheckpointError, UnknownName, and ValueError for a model that does not fit or for an unsupported option.
     """
@@ -47,6 +47,7 @@ class Runner(ABC):
         self._mark("weights")
         self._loaded()
         if bind_cache:
+            self.choose_kernels()
             self.bind(self.num_fitting_blocks())
 
     def _prepare(self, folder: Path) -> None:  # noqa: B027
@@ -54,6 +55,9 @@ class Runner(ABC):
 
     def _loaded(self) -> None:  # noqa: B027
         """Make what depends on the loaded model."""
+
+    def choose_kernels(self) -> None:  # noqa: B027
+        """Measure which kernels are the fastest for the model. In all ranks, before num_fitting_blocks()."""
 
     @abstractmethod
     def num_fitting_blocks(self) -> int:

@@ -13,7 +13,7 @@ def describe(config: Any) -> d.Decoder:
     norm, bias = d.Norm(eps=config.rms_norm_eps), config.attention_bias
     experts = d.Experts(
         config.num_local_experts, config.num_experts_per_tok, config.intermediate_size,
-        clamped=(getattr(config, "swiglu_alpha", 1.702), config.swiglu_limit),
+        clamped=(getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)),
         mxfp4=bool(getattr(config, "quantization_config", None)),
     )  # fmt: skip
     layers = tuple(

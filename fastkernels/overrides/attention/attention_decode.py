@@ -303,8 +303,9 @@ def _key_dims(
 def _own(module: Any, args: list[Any]) -> list[Any]:
     """With the soft cap of a host's layer; keys and values stay, since a host's cache may not be there yet."""
     layer = getattr(module, "impl", module)
-    softcap = getattr(layer, "logits_soft_cap", None) or getattr(layer, "logit_cap", None)  # vLLM's, SGLang's
-    return [*args[:8], float(softcap or 0), *args[9:]]
+    names = "logits_soft_cap", "logit_cap", "softcap"  # vLLM's, SGLang's, ours
+    softcap = next((value for name in names if (value := getattr(layer, name, None))), 0)
+    return [*args[:8], float(softcap), *args[9:]]
 
 
 attention_decode = define(

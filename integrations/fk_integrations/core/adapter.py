@@ -30,6 +30,7 @@ class Adapter:
     version        of the host that runs in this process
     whole          whether this process has all layers of the model; False in a stage of a pipeline
     own            whether the model is built from our modules (our engine): rows then show all ops that run
+    measured       {op: lines for the report} of our engine, which measures its kernels before any patch
     profiles_memory_later  whether the host still measures how much memory is left for its KV cache
     first_call     whether modules that no user has named decide by time, at their first calls, if ours runs
     faster_on_cpu  whether the host's code on a CPU beats our plain PyTorch, which then goes in only when requested
@@ -39,6 +40,7 @@ class Adapter:
     version = ""
     whole = True
     own = False
+    measured: Mapping[str, list[str]] = {}
     faster_on_cpu = False
     first_call = False
     profiles_memory_later = False

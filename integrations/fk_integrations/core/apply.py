@@ -120,7 +120,9 @@ def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Pat
     try:
         _add_providers(patched)
         _load_candidates(patched)
-        verified = choose.verify(adapter, model, request, _device_of(model))
+        verified = choose.Verified(dict(adapter.measured))
+        if not adapter.own:
+            verified = choose.verify(adapter, model, request, _device_of(model))
         patched.journal.add(verified.back)
         found = plan(adapter, request, model)
         for spec, target in sorted(found, key=lambda pair: not seam.find(pair[1].seam).first):

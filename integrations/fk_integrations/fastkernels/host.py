@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -16,20 +17,49 @@ from weakref import WeakKeyDictionary
 
 from fastkernels import __version__
 from fastkernels.core import registry
+from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
-from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.adapter import BATCHES, Adapter
 from fk_integrations.core.apply import Patched, apply, change
 from fk_integrations.core.cancellation import or_undone
+from fk_integrations.verify import choose
 
 VARIABLE = "FASTKERNELS_CANDIDATES"
 Reply = dict[str, Any]
 
 
 class FastKernelsAdapter(Adapter):
-    """Targets are our classes in the model."""
+    """Targets are our classes in the model of a runner."""
 
     host, version, own = "fastkernels", __version__, True
+    profiles_memory_later = True
+
+    def __init__(self, runner: Any):
+        self.runner, self.measured = runner, _measured.get(runner, {})
+
+    def ranks(self) -> Any:
+        import torch.distributed
+
+        alone = self.runner.config.tensor_parallel_size == 1
+        return None if alone else torch.distributed.new_group(backend="gloo")
+
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
+        if op.name != "attention_decode":
+            return super().shape(op, module)
+        if not _is_attention(module) or module.sinks is not None:  # what is measured has no sinks
+            return None
+        runner = self.runner
+        if runner.config.attention_backend is not None:
+            return None  # the user has chosen
+        heads = module.num_heads, module.num_kv_heads, module.head_size
+        return *heads, runner.config.block_size, max(module.window_left + 1, 0), runner.cache_dtype
+
+    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
+        if op.name != "attention_decode":
+            return super().points(op)
+        most = self.runner.config.max_num_seqs
+        return [(batch, self.runner.max_model_len) for batch in BATCHES if batch <= most]
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
         modules = list(model.modules())
@@ -46,6 +76,12 @@ class FastKernelsAdapter(Adapter):
         """Our classes need no fingerprint."""
 
 
+def _is_attention(module: Any) -> bool:
+    from fastkernels.overrides.attention.attention import PagedAttention
+
+    return isinstance(module, PagedAttention)
+
+
 @cache
 def _ops_by_class() -> dict[Any, str]:
     """{class: op} of the classes with vLLM's signatures, which our models are built from."""
@@ -58,7 +94,8 @@ def _ops_by_class() -> dict[Any, str]:
 
 # In every rank
 
-# Of the runners of this process: patches, and the rows of those without one.
+# Of the runners of this process: the report's lines of what was measured, patches, and the rows of those without one.
+_measured: WeakKeyDictionary[Any, dict[str, list[str]]] = WeakKeyDictionary()
 _patches: WeakKeyDictionary[Any, Patched] = WeakKeyDictionary()
 _unpatched: WeakKeyDictionary[Any, Patched] = WeakKeyDictionary()
 
@@ -85,10 +122,16 @@ def carry_out(runner: Any, request: Request) -> Reply:
         return _reply(runner.rank, [], _text(error))
 
 
+def choose_kernels(runner: Any) -> None:
+    """Measure the shapes of the runner's model that no tuned table lists, before its cache and graphs exist."""
+    adapter, request = FastKernelsAdapter(runner), Request("patch")
+    _measured[runner] = choose.verify(adapter, runner.model, request, runner.device).measured
+
+
 def _rows_only(runner: Any) -> Patched:
     """The rows of an engine without a patch."""
     if runner not in _unpatched:
-        _unpatched[runner] = change(FastKernelsAdapter(), runner.model, Request("patch"), runner.rank)
+        _unpatched[runner] = change(FastKernelsAdapter(runner), runner.model, Request("patch"), runner.rank)
     return _unpatched[runner]
 
 
@@ -96,7 +139,7 @@ def _apply(runner: Any, request: Request) -> Patched:
     # Our engine has no host code to leave an op to: a disabled op only loses its candidate.
     kept = {op: path for op, path in request.candidates.items() if op not in request.disable}
     request = replace(request, candidates=kept, disable=())
-    return apply(FastKernelsAdapter(), runner.model, request, runner.rank)
+    return apply(FastKernelsAdapter(runner), runner.model, request, runner.rank)
 
 
 def _reply(rank: int, rows: list[dict[str, Any]], error: str | None = None) -> Reply:
@@ -159,6 +202,10 @@ class FastKernelsHost:
 
     def version(self) -> str | None:
         return __version__
+
+    def choose_kernels(self, runner: Any) -> None:
+        """See `choose_kernels`: for a runner that is being built."""
+        choose_kernels(runner)
 
     def matches(self, target: Any) -> bool:
         kinds = (("llm", "LLM"), ("engine", "Engine"), ("async_llm", "AsyncLLM"))

@@ -49,7 +49,7 @@ def verify(adapter: Adapter, model: Any, request: Request, device: torch.device)
     With FASTKERNELS_VERIFY=0 only those that are kept. A failure leaves these shapes to the host, with a warning.
     """
     wanted = Environment.read().verify
-    if adapter.own or (device.type != "cuda" and wanted is None):
+    if device.type != "cuda" and wanted is None:
         return Verified()
     try:
         chip = tuning.chip_of(device.type)
@@ -59,9 +59,11 @@ def verify(adapter: Adapter, model: Any, request: Request, device: torch.device)
         log.warning("shapes without a table entry stay with the host: %s: %s", type(error).__name__, error)
         return Verified()
     found = json.loads(text)
-    return use(
-        chip, [Entry(**{**raw, "ci95": tuple(raw["ci95"])}) for raw in found["entries"]], found["lines"]
-    )
+    entries = [Entry(**{**raw, "ci95": tuple(raw["ci95"])}) for raw in found["entries"]]
+    if adapter.own:  # there may be more engines of ours in this process
+        new = {entry.point for entry in entries}
+        entries += [entry for entry in tuning.verified(chip) if entry.point not in new]
+    return use(chip, entries, found["lines"])
 
 
 def use(chip: str, entries: list[Entry], lines: dict[str, list[str]]) -> Verified:
@@ -154,7 +156,7 @@ def _choices(
         if entry is not None:
             entries.append(json.loads(entry.to_json()))
             said = table.runs[entry.run].get("measured", {}).get(str(point), {})
-            lines.setdefault(point.op, []).append(line(entry, said))
+            lines.setdefault(point.op, []).append(line(entry, said, adapter.own))
     return json.dumps({"entries": entries, "lines": lines})
 
 
@@ -163,12 +165,14 @@ def _measure(
 ) -> tuple[measure.Outcome, Table]:
     begin = time.monotonic()
     log.info(
-        "%d points of %s are measured on this %s against the host's kernels, in at most %.0f s (FASTKERNELS_VERIFY=0"
-        " leaves them to the host)", len(points), ", ".join(sorted({p.op for p in points})), facts["chip"], SECONDS,
+        "%d points of %s are measured on this %s against %s kernels, in at most %.0f s "
+        "(FASTKERNELS_VERIFY=0 keeps those)",
+        len(points), ", ".join(sorted({p.op for p in points})), facts["chip"],
+        "the usual" if adapter.own else "the host's", SECONDS,
     )  # fmt: skip
     run = f"verified {datetime.now(timezone.utc).isoformat(timespec='seconds')}"
     with measure.small_workspaces(release=adapter.profiles_memory_later):
-        outcome = measure.measure(points, run, device, Chip.of(device.type), SECONDS)
+        outcome = measure.measure(points, run, device, Chip.of(device.type), SECONDS, own=adapter.own)
     made = Table(facts["chip"], {run: {"facts": facts, "measured": outcome.said}}, tuple(outcome.entries))
     if outcome.entries:
         cache.keep(made, facts)
@@ -179,8 +183,12 @@ def _measure(
     return outcome, table.merged(made)
 
 
-def line(entry: Entry, said: dict[str, str]) -> str:
-    """Return the report's text for one point: the provider that runs, and the host's time over each proposal's."""
-    winner = entry.provider if entry.faster else f"{entry.baseline}, the host's"
+def line(entry: Entry, said: dict[str, str], own: bool = False) -> str:
+    """Return the report's text for one point: the provider that runs, and the host's time over each proposal's.
+
+    own: in our engine the usual kernel takes the place of the host's.
+    """
+    whose = "as usual" if own else "the host's"
+    winner = entry.provider if entry.faster else f"{entry.baseline}, {whose}"
     tried = ", ".join(f"{name}: {text}" for name, text in said.items()) or "no proposal"
     return f"{entry}: {winner} ({tried})"
