@@ -67,7 +67,7 @@ class Environment:
     provider    FASTKERNELS_PROVIDER     OP:NAME[,OP:NAME]: the provider that an op uses
     tuned       FASTKERNELS_TUNED        a tuned table, or a folder of CHIP.json, used before the tables that ship;
                 0: no table, not even the shipped ones
-    verify      FASTKERNELS_VERIFY=0     a patch and our engine measure nothing and use choices that were measured before.
+    verify      FASTKERNELS_VERIFY=0     a patch and our engine measure nothing and use choices measured before.
                 1: they also measure linear_fp8 and SGLang's decode attention, and on a CPU (default: linear, vLLM's
                 and our engine's decode attention, and first calls of pipelines, timm and transformers models, on a GPU)
     disable     FASTKERNELS_DISABLE      ops that are off, comma-separated
