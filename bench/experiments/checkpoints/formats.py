@@ -32,7 +32,7 @@ from fk_bench.e2e.host import HostFailed, HostProcess, make_row, prompts_of, voc
 from fk_bench.e2e.model_configs import PUBLIC, load_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
-from experiments.checkpoints import make_checkpoint  # noqa: E402
+from experiments.checkpoints import make_checkpoint
 
 COMMAND = "formats"
 OURS, VLLM = "fastkernels", "vllm"
