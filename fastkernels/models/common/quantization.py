@@ -22,7 +22,7 @@ BLOCK = 128  # rows and columns that share a float8 scale
 GROUPS = (32, 64, 128, -1)  # columns that share an int4 scale; -1: all
 # Routers, and the head weights of an indexer: unquantized in a model with experts, listed in a config or not
 UNQUANTIZED = ("gate", "router", "weights_proj")
-EXPERT_KINDS = ("fp8", "fp8_block", "int4")  # number formats of a mixture's experts
+EXPERT_KINDS = ("fp8", "fp8_block", "int4", "nvfp4")  # number formats of a mixture's experts
 # Layers whose weight is read by more than their own product: they are dequantized at load.
 DENSE = ("kv_b_proj",)
 
@@ -97,7 +97,7 @@ class Scheme:
 
     @property
     def expert_op(self) -> str:
-        return "fused_experts_int4" if self.kind == "int4" else "fused_experts_fp8"
+        return {"int4": "fused_experts_int4", "nvfp4": "fused_experts"}.get(self.kind, "fused_experts_fp8")
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -26,7 +26,8 @@ from fastkernels.overrides.linear.quantized import (
     Nvfp4AsDenseMethod,
     TernaryLinearMethod,
 )
-from fastkernels.overrides.moe.quantized import Fp8ExpertsMethod, Int4ExpertsMethod
+from fastkernels.overrides.moe.quantized import Fp8ExpertsMethod, Int4ExpertsMethod, Nvfp4ExpertsAsDenseMethod
+from fastkernels.overrides.moe.sparse_moe import Experts
 
 log = logging.getLogger("fastkernels")
 MARK = "weight_scale"  # the parameter that every quantized layer has
@@ -90,6 +91,8 @@ def _experts_method(scheme: Scheme) -> Callable[[], Any]:
     if scheme.kind == "int4":
         scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16
         return lambda: Int4ExpertsMethod(scheme.group, scheme.zeros, scale_dtype)
+    if scheme.kind == "nvfp4":
+        return Nvfp4ExpertsAsDenseMethod
     return lambda: Fp8ExpertsMethod(scheme.kind == "fp8_block", scheme.static)
 
 
@@ -134,7 +137,7 @@ class Reader:
 def finish(model: nn.Module) -> None:
     """Let the layers change their parameters after all are loaded."""
     for module in model.modules():
-        if isinstance(module, ParallelLinear):
+        if isinstance(module, ParallelLinear | Experts):
             module.quant_method.process_weights_after_loading(module)
 
 

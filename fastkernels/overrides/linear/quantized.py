@@ -171,6 +171,16 @@ NVFP4_GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of 3 bits; the fourth is the sign
 
 
+def dequantize_nvfp4(
+    packed: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the weight [N, K] of packed [N, K / 2], scale [N, K / 16] and factor [N]."""
+    values = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
+    q = values[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()]
+    wide = scale.float() * factor[:, None]
+    return (q.unflatten(-1, (-1, NVFP4_GROUP)) * wide.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
 class Nvfp4AsDenseMethod:
     """Weight in NVFP4, dequantized once after loading: then the layer is an unquantized one.
 
@@ -194,16 +204,12 @@ class Nvfp4AsDenseMethod:
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Replace the loaded parameters by the weight."""
-        packed, scale, factor = (
-            layer.get_parameter(name).data for name in ("weight_packed", "weight_scale", "weight_global")
-        )
-        values = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
-        q = values[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()]
-        wide = scale.float() * factor[:, None]
-        dense = (q.unflatten(-1, (-1, NVFP4_GROUP)) * wide.unsqueeze(-1)).flatten(-2)
-        for name in ("weight_packed", "weight_scale", "weight_global"):
+        names = ("weight_packed", "weight_scale", "weight_global")
+        packed, scale, factor = (layer.get_parameter(name).data for name in names)
+        dense = dequantize_nvfp4(packed, scale, factor, self.dtype)
+        for name in names:
             delattr(layer, name)
-        layer.weight = nn.Parameter(dense.to(self.dtype), requires_grad=False)
+        layer.weight = nn.Parameter(dense, requires_grad=False)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x, layer.weight, bias)

@@ -50,6 +50,9 @@ class UnquantizedExpertsMethod:
         layer.add("w13_weight", (n, 2 * inner, hidden), dtype, 0)
         layer.add("w2_weight", (n, hidden, inner), dtype, 1)
 
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Do nothing: the op uses the tensors as they were loaded."""
+
     def apply(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return experts.fused_experts(
             x, layer.w13_weight, layer.w2_weight, weights, ids, layer.expert_map, False

@@ -1,0 +1,278 @@
+"""Time decoding of quantized models in our engine and in vLLM, one number format after the other.
+
+    formats.py --vllm .venv-vllm/bin/python --out FOLDER                   # all formats
+    formats.py --vllm .venv-vllm/bin/python --out FOLDER --formats gptq,awq --layers 0
+    formats.py --vllm .venv-vllm/bin/python --out FOLDER --models MODEL_FOLDER,MODEL_FOLDER
+
+For each format the two offline engines start side by side, share the GPU, and are measured in turn with the same
+prompts, token by token, each while the other is idle. Models have published shapes and --layers decoder layers (0:
+all); only their config.json is written, and each engine fills the weights itself (load format 'dummy'). With --models
+the weights are those of checkpoints (make_checkpoint.py). CUDA graphs of vLLM are captured for the measured batch sizes
+only, which shortens its start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fk_bench.core import machine
+from fk_bench.core.output import last_line, table
+from fk_bench.core.rows import Row, Status, Subject, append
+from fk_bench.e2e import sharing
+from fk_bench.e2e.comparison import Load, metrics_of
+from fk_bench.e2e.host import HostFailed, HostProcess, make_row, prompts_of, vocab_size
+from fk_bench.e2e.model_configs import PUBLIC, load_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
+from experiments.checkpoints import make_checkpoint
+
+COMMAND = "formats"
+OURS, VLLM = "fastkernels", "vllm"
+LOADS = "1x512+128,8x512+128,32x512+128"
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+# DeepGEMM's warm-up of all row counts takes minutes; the runs before the timed ones compile what they need.
+ENV = {"FASTKERNELS": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"}
+
+
+def compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a quantization_config of compressed-tensors with one group of all linear layers but the head."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+    }  # fmt: skip
+
+
+def float8(strategy: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    values = make_checkpoint.FP8_VALUES
+    return compressed(
+        "float-quantized", {**values, "strategy": strategy, "dynamic": False}, {**values, **inputs}
+    )
+
+
+TERNARY = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
+DENSE_IN_GPT_OSS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A model's shapes and its quantization. layers: measured by default; fields: of the config, that differ."""
+
+    model: str
+    quantization: dict[str, Any]
+    layers: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    hosts: tuple[str, ...] = (VLLM, OURS)
+
+
+FORMATS = {
+    "fp8-tensor": Format("llama-3.1-8b", float8("tensor", {"strategy": "tensor", "dynamic": False}), 16),
+    "fp8-channel": Format("llama-3.1-8b", float8("channel", {"strategy": "token", "dynamic": True}), 16),
+    "fp8-block": Format("llama-3.1-8b", BLOCKS, 16),
+    "gptq": Format(
+        "llama-3.1-8b", {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}, 16
+    ),
+    "awq": Format(
+        "llama-3.1-8b",
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}, 16,
+    ),
+    "int4": Format("llama-3.1-8b", compressed("pack-quantized", INT4, None), 16),
+    "mxfp4": Format("gpt-oss-20b", {"quant_method": "mxfp4", "modules_to_not_convert": DENSE_IN_GPT_OSS}, 12),
+    "bitnet": Format("bitnet-b1.58-2b-4t", TERNARY, 30, hosts=(OURS,)),  # vLLM has no BitNet model
+    "fp8-block-experts": Format("qwen3-30b-a3b", BLOCKS, 12),
+    "int4-experts": Format("qwen3-30b-a3b", compressed("pack-quantized", INT4, None), 12),
+}  # fmt: skip
+
+
+def write_config(name: str, folder: Path, layers: int | None = None) -> Path:
+    """Write the config.json of FORMATS[name] into a folder of its own. layers: 0 for the model's own number."""
+    chosen = FORMATS[name]
+    if chosen.model in PUBLIC:
+        fields = load_config(chosen.model)[1].to_dict()
+    else:
+        fields = dict(make_checkpoint.EXPERTS[chosen.model])
+    fields |= chosen.fields
+    count = chosen.layers if layers is None else layers
+    fields["num_hidden_layers"] = min(count or fields["num_hidden_layers"], fields["num_hidden_layers"])
+    if fields.get("layer_types"):
+        fields["layer_types"] = fields["layer_types"][: fields["num_hidden_layers"]]
+    fields["quantization_config"] = dict(chosen.quantization)
+    if "num_experts" in fields and "ignore" in chosen.quantization:  # routers stay unquantized
+        gates = [f"model.layers.{i}.mlp.gate" for i in range(fields["num_hidden_layers"])]
+        fields["quantization_config"]["ignore"] = ["lm_head", *gates]
+    (made := folder / name).mkdir(parents=True, exist_ok=True)
+    (made / "config.json").write_text(json.dumps(fields, indent=1))
+    return made
+
+
+def tokens_of(
+    process: HostProcess, prompts: Sequence[Sequence[int]], load: Load, limit: float
+) -> dict[str, float]:
+    """Run a load once; its metrics. Raises HostFailed if not all tokens came."""
+    process.tell({"prompts": prompts, "output_len": load.output_len, "arrivals": True})
+    metrics, complete = metrics_of(process.answer(limit)["arrivals"], load)
+    if not complete:
+        raise HostFailed(f"{process.name}: not all tokens of {load} came")
+    return metrics
+
+
+class Pair:
+    """The engines of one model, side by side."""
+
+    def __init__(
+        self, name: str, path: Path, hosts: Sequence[str], options: argparse.Namespace, load_format: str
+    ):
+        self.name, self.options, self.loads = name, options, options.loads
+        longest = max(load.input_len + load.output_len for load in self.loads) + 16
+        most = max(load.requests for load in self.loads)
+        gpu = machine.machine().gpus > 0
+        sizes = [(load.requests, load.input_len + load.output_len) for load in self.loads]
+        need = sharing.need(name, str(path), "bfloat16", sharing.kv_tokens(sizes, longest), gpu)
+        self.vocab = vocab_size(str(path))
+        self.case = {"dtype": machine.fast_dtype(), "load_format": load_format, "layers": _layers(path)}
+        settings = {
+            "model": str(path), "dtype": machine.fast_dtype(), "load_format": load_format, "max_model_len": longest,
+            "max_num_seqs": max(most, 8), "kv_tokens": None, "kv_bytes": need.kv, "gpu": gpu,
+            "gpu_share": 0.01 if gpu else 0.3,  # on a GPU only a check: the KV cache has its size
+            "shared": True, "tensor_parallel": 1,
+        }  # fmt: skip
+        captured = {
+            "compilation_config": {"cudagraph_capture_sizes": sorted({load.requests for load in self.loads})}
+        }
+        of_host = {OURS: {}, VLLM: {"max_num_batched_tokens": 8192, **(captured if gpu else {})}}
+        pythons = {OURS: sys.executable, VLLM: options.vllm}
+        self.processes = [
+            HostProcess(
+                host, machine.absolute(pythons[host]), {**settings, "engine_args": of_host[host]}, options.out, env=ENV,
+                log=f"{name}-{host}",
+            )
+            for host in hosts
+        ]  # fmt: skip
+        self.versions = {p.name: machine.interpreter(p.python).versions for p in self.processes}
+
+    def measure(self) -> Iterator[Row]:
+        """The rows of all runs; a host that fails has one row that says why."""
+        limit, ready = self.options.timeout, []
+        for process in self.processes:
+            began = time.monotonic()
+            try:
+                process.answer(limit)
+                ready.append(process)
+                print(
+                    f"{self.name}: {process.name} ready after {time.monotonic() - process.started:.0f} s",
+                    flush=True,
+                )
+            except HostFailed as error:
+                yield self._row(process, {}, {"waited_s": time.monotonic() - began}, str(error))
+        for run in range(-1, self.options.repeats):  # run -1 may compile or allocate
+            for load in self.loads:
+                prompts = prompts_of(f"{self.name} {run} {load}", load.requests, load.input_len, self.vocab)
+                for process in list(ready):
+                    where = {"run": run, "load": str(load), **asdict(load)}
+                    try:
+                        yield self._row(process, where, tokens_of(process, prompts, load, limit))
+                    except HostFailed as error:
+                        yield self._row(process, where, {}, str(error))
+                        ready.remove(process)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.stop()
+
+    def _row(
+        self, process: HostProcess, where: dict[str, Any], metrics: dict[str, float], problem: str = ""
+    ) -> Row:
+        return make_row(
+            process.name, {"kind": COMMAND, **self.case, **where}, metrics, command=COMMAND,
+            subject=Subject(model=self.name, host=process.name), versions=self.versions[process.name],
+            status=Status.FAILED if problem else Status.OK, reason=problem,
+        )  # fmt: skip
+
+
+def _layers(path: Path) -> int:
+    return int(json.loads((path / "config.json").read_text())["num_hidden_layers"])
+
+
+def summary(made: Sequence[Row]) -> list[dict[str, Any]]:
+    """A line for each format and load: the median TPOT of each host in ms, and vLLM's as a multiple of ours."""
+    lines: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in made:
+        if row.status is Status.OK and row.case.get("run", -1) >= 0 and "tpot_ms" in row.metrics:
+            found = lines.setdefault((row.subject.model or "", row.case["load"]), {})
+            found.setdefault(str(row.subject.host), []).append(row.metrics["tpot_ms"])
+    results = []
+    for (model, load), hosts in lines.items():
+        line: dict[str, Any] = {"format": model, "load": load}
+        line |= {f"{host}_tpot_ms": statistics.median(values) for host, values in hosts.items()}
+        if len(hosts) == 2:
+            line["ratio"] = line[f"{VLLM}_tpot_ms"] / line[f"{OURS}_tpot_ms"]
+        results.append(line)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vllm", required=True, help="vLLM's interpreter; none: only our engine")
+    parser.add_argument("--out", type=Path, required=True, help="folder of rows.jsonl, configs and logs")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated (default: all)")
+    parser.add_argument("--models", default="", help="folders of checkpoints, instead of --formats")
+    parser.add_argument(
+        "--layers", type=int, help="0: the model's number (default: a number for each format)"
+    )
+    parser.add_argument("--loads", default=LOADS, help=f"REQUESTSxINPUT+OUTPUT tokens (default: {LOADS})")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each load, after one more")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a start or a run")
+    options = parser.parse_args()
+    names = [name for name in options.formats.split(",") if name]
+    if unknown := [name for name in names if name not in FORMATS]:
+        parser.error(f"--formats {','.join(unknown)}: the formats are {', '.join(FORMATS)}")
+    try:
+        options.loads = [Load.parse(part) for part in options.loads.split(",")]
+    except ValueError as error:
+        parser.error(str(error))
+    options.out.mkdir(parents=True, exist_ok=True)
+    folders = [Path(one) for one in options.models.split(",") if one]
+    made: list[Row] = []
+    for name in [str(folder) for folder in folders] or names:
+        began = time.monotonic()
+        hosts = FORMATS[name].hosts if not folders else (VLLM, OURS)
+        path = Path(name) if folders else write_config(name, options.out / "configs", options.layers)
+        used = [host for host in hosts if options.vllm != "none" or host == OURS]
+        pair = Pair(Path(name).name, path, used, options, "auto" if folders else "dummy")
+        try:
+            for row in pair.measure():
+                made.append(row)
+                append(options.out / "rows.jsonl", [row])
+                if row.status is not Status.OK:
+                    print(f"{name}: {row.reason}", file=sys.stderr, flush=True)
+        finally:
+            pair.stop()
+        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+    results = summary(made)
+    columns = ["format", "load", "vLLM TPOT ms", "ours TPOT ms", "vLLM / ours"]
+    keys = f"{VLLM}_tpot_ms", f"{OURS}_tpot_ms", "ratio"
+    cells = [[r["format"], r["load"], *(f"{r[k]:.3f}" if k in r else "-" for k in keys)] for r in results]
+    table("", columns, cells)
+    failed = sorted({row.subject.model or "" for row in made if row.status is not Status.OK})
+    last_line({"command": COMMAND, "ok": not failed, "failed": failed, "results": results})
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
