@@ -39,6 +39,8 @@ NEVER = {
     "DiffusersAdaLayerNormZero": "needs embedding_dim",
     "DiffusersAdaLayerNormZeroSingle": "needs embedding_dim",
     "DiffusersAdaLayerNormContinuous": "needs embedding_dim",
+    "DiffusersFluxTransformerBlock": "needs dim",
+    "DiffusersFluxSingleTransformerBlock": "needs dim",
     "DiffusersResnetBlock2D": "needs in_channels",
     "TimmAttention": "needs dim",
     "TimmAttentionPoolLatent": "needs in_features",

@@ -352,6 +352,7 @@ LARGER = {
     ("linear_fp8", "sglang"): 180, "fused_experts_swigluoai": 250, "fused_experts_int4": 256,
     "fused_experts_gelu": 259,
     ("ada_layer_norm", "diffusers"): 171, ("group_norm", "diffusers"): 161, ("attention_dense", "timm"): 165,
+    ("gated_residual", "diffusers"): 200,
 }  # fmt: skip
 
 

@@ -424,6 +424,14 @@ def ada_layer_norm(ns: Any) -> list[Any]:
     return [part for out in found for part in (out if isinstance(out, tuple) else (out,))]
 
 
+def gated_residual(ns: Any) -> list[Any]:
+    image, text, temb, found = randn(2, 5, 24), randn(2, 3, 24), randn(2, 24), []
+    for name in ns.classes:
+        block = filled(getattr(ns, name)(24, num_attention_heads=3, attention_head_dim=8))
+        found += block(image, text, temb)
+    return found
+
+
 def group_norm(ns: Any) -> list[Any]:
     block = filled(ns.ResnetBlock2D(in_channels=8, out_channels=12, temb_channels=6, groups=4))
     return [block(randn(2, 8, 5, 3), randn(2, 6))]
@@ -440,7 +448,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
-        linear_fp8, rms_norm_gated, attention_dense, ada_layer_norm, group_norm, timestep_embedding,
+        linear_fp8, rms_norm_gated, attention_dense, ada_layer_norm, gated_residual, group_norm, timestep_embedding,
         mla_decode,
     )
 }  # fmt: skip

@@ -17,6 +17,16 @@ def _ada_layer_norm(
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps) * (1 + scale[:, None]) + shift[:, None]
 
 
+def _gated_residual(
+    residual: T, x: T, gate: T, scale: T | None = None, shift: T | None = None, weight: T | None = None,
+    bias: T | None = None, eps: float = 1e-6,
+) -> tuple[T, T]:  # fmt: skip
+    y = residual + gate[:, None] * x
+    if scale is None or shift is None:
+        return y, y.new_empty(y.shape[0], 0, y.shape[2])
+    return y, _ada_layer_norm(y, scale, shift, weight, bias, eps)
+
+
 def _group_norm(
     x: T, num_groups: int, weight: T | None = None, bias: T | None = None, eps: float = 1e-5, silu: bool = False
 ) -> T:  # fmt: skip
@@ -37,6 +47,7 @@ def _qk_norm_rope(
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "ada_layer_norm": (*from_torch(_ada_layer_norm), inductor("ada_layer_norm")),
+    "gated_residual": (*from_torch(_gated_residual), inductor("gated_residual")),
     "geglu": (*from_torch(gated.reference), inductor("geglu")),
     "group_norm": (*from_torch(_group_norm), inductor("group_norm")),
     "qk_norm_rope": (*from_torch(_qk_norm_rope), inductor("qk_norm_rope")),

@@ -16,7 +16,7 @@ from fastkernels.patch import PatchError
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models.attention_processor import AttnProcessor2_0  # noqa: E402
 
-DIFFUSION = ["ada_layer_norm", "geglu", "group_norm", "timestep_embedding"]
+DIFFUSION = ["ada_layer_norm", "gated_residual", "geglu", "group_norm", "timestep_embedding"]
 UNET = {
     "sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8,
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "cross_attention_dim": 64,
@@ -157,9 +157,13 @@ def test_flux_pipeline_gives_the_hosts_images() -> None:
     # two steps: 5 modulated norms, and 3 attention layers with queries and keys; the decoder has 5 blocks
     assert rows[("ada_layer_norm", "AdaLayerNormZero")] == (2, 10)
     assert rows[("attention_dense", "FluxAttnProcessor")] == (3, 7)
+    # two steps: 4 gated residuals in the block of two streams, 1 in each of the two others
+    assert rows[("gated_residual", "FluxTransformerBlock")] == (1, 12)
+    assert rows[("gated_residual", "FluxSingleTransformerBlock")] == (2, 12)
     assert rows[("timestep_embedding", "Timesteps")] == (1, 4)
     assert {op for op, _ in rows} == {
-        "attention_dense", "ada_layer_norm", "timestep_embedding", "group_norm", "gelu", "quick_gelu", "t5_layer_norm",
+        "attention_dense", "ada_layer_norm", "gated_residual", "timestep_embedding", "group_norm", "gelu", "quick_gelu",
+        "t5_layer_norm",
     }  # fmt: skip
     after = [
         type(m)

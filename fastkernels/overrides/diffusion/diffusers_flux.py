@@ -1,0 +1,200 @@
+"""Drop-in blocks of FLUX.1 in diffusers; attention, MLPs, modulations and linear layers stay modules of the block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.core.spec import Target
+from fastkernels.overrides.activation.diffusers import DiffusersGELU
+from fastkernels.overrides.attention.diffusers import DiffusersFluxAttnProcessor
+from fastkernels.overrides.diffusion.diffusers import (
+    _NOTE,
+    DiffusersAdaLayerNormZero,
+    DiffusersAdaLayerNormZeroSingle,
+    _changed,
+)
+from fastkernels.overrides.diffusion.gated_residual import gated_residual
+
+
+class _Attention(nn.Module):
+    """The parts of an attention layer that DiffusersFluxAttnProcessor uses, with or without projections of text."""
+
+    fused_projections = False
+
+    def __init__(self, dim: int, heads: int, head_dim: int, eps: float, text: bool):
+        super().__init__()
+        inner = dim  # the host's `out_dim`
+        self.head_dim, self.heads = head_dim, inner // head_dim
+        self.added_kv_proj_dim = dim if text else None
+        self.norm_q, self.norm_k = (nn.RMSNorm(head_dim, eps=eps) for _ in range(2))
+        self.to_q, self.to_k, self.to_v = (nn.Linear(dim, inner) for _ in range(3))
+        if text:
+            self.to_out = nn.ModuleList([nn.Linear(inner, dim), nn.Dropout(0.0)])
+            self.norm_added_q, self.norm_added_k = (nn.RMSNorm(head_dim, eps=eps) for _ in range(2))
+            self.add_q_proj, self.add_k_proj, self.add_v_proj = (nn.Linear(dim, inner) for _ in range(3))
+            self.to_add_out = nn.Linear(inner, dim)
+        self.processor = DiffusersFluxAttnProcessor()
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        return self.processor(self, hidden_states, **kwargs)
+
+
+class _FeedForward(nn.Module):
+    """An MLP with a GELU, named like the host's."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.net = nn.Sequential(
+            DiffusersGELU(dim, 4 * dim, "tanh"), nn.Dropout(0.0), nn.Linear(4 * dim, dim)
+        )
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.net(hidden_states)
+
+
+def _unsupported(norm: Any, residual: torch.Tensor, *others: torch.Tensor) -> str | None:
+    """Why the op does not compute what the host computes from these, or None."""
+    cls = type(norm)
+    if norm is not None and (
+        _changed(norm) or nn.LayerNorm not in cls.__mro__[: 1 + hasattr(cls, "fastkernels")]
+    ):
+        return f"its norm is {cls.__name__}, not an unchanged LayerNorm"
+    if any(t.dtype != residual.dtype for t in others):  # the host's result is of the wider dtype
+        return f"the residual is {residual.dtype}, not all other tensors"
+    if any(len(t) != len(residual) for t in others):
+        return f"the residual is of {len(residual)} images, not all other tensors"
+    return None
+
+
+def _gated(
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, norm: Any = None, *modulation: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """y = residual + gate * x and norm(y) * (1 + scale) + shift; gate, and the modulation's scale and shift: [B, H]."""
+    if (reason := _unsupported(norm, residual, x, gate, *modulation)) is None:
+        affine = () if norm is None else (norm.weight, norm.bias, norm.eps)
+        return gated_residual(residual, x, gate, *modulation, *affine)
+    gated_residual.note(reason)
+    y = residual + gate[:, None] * x
+    if norm is None:
+        return y, y
+    scale, shift = modulation
+    return y, norm(y) * (1 + scale[:, None]) + shift[:, None]
+
+
+def _clipped(x: torch.Tensor) -> torch.Tensor:
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+def _project(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """linear(torch.cat((a, b), -1)), as two products without the concatenation if the layer is a plain one."""
+    # Adapters, quantized and offloaded weights, hooks and autocast need the layer's own code.
+    plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not _changed(linear)
+    if not plain or not a.dtype == b.dtype == linear.weight.dtype:
+        return linear(torch.cat((a, b), dim=-1))
+    first, second = linear.weight.split((a.shape[-1], b.shape[-1]), dim=1)
+    out = nn.functional.linear(a, first, linear.bias)
+    out.view(-1, out.shape[-1]).addmm_(b.reshape(-1, b.shape[-1]), second.t())
+    return out
+
+
+class DiffusersFluxTransformerBlock(nn.Module):
+    """diffusers' FluxTransformerBlock: hidden_states [B, S, C] (image), encoder_hidden_states [B, St, C], temb [B, C].
+
+    Returns new encoder_hidden_states and hidden_states. The gated residual after attention runs together with the
+    modulated norm behind it.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_attention_heads: int,
+        attention_head_dim: int,
+        qk_norm: str = "rms_norm",
+        eps: float = 1e-6,
+    ):
+        super().__init__()
+        self.norm1 = DiffusersAdaLayerNormZero(dim)
+        self.norm1_context = DiffusersAdaLayerNormZero(dim)
+        self.attn = _Attention(dim, num_attention_heads, attention_head_dim, eps, text=True)
+        self.norm2 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
+        self.ff = _FeedForward(dim)
+        self.norm2_context = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
+        self.ff_context = _FeedForward(dim)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, gate, shift, scale, gate_mlp = self.norm1(hidden_states, emb=temb)
+        text, text_gate, text_shift, text_scale, text_gate_mlp = self.norm1_context(
+            encoder_hidden_states, emb=temb
+        )
+        found, text_found, *adapters = self.attn(
+            hidden_states=x,
+            encoder_hidden_states=text,
+            image_rotary_emb=image_rotary_emb,
+            **(joint_attention_kwargs or {}),
+        )
+        image, x = _gated(hidden_states, found, gate, self.norm2, scale, shift)
+        image, _ = _gated(image, self.ff(x), gate_mlp)
+        for adapter in adapters:  # of images (IP-Adapter)
+            image = image + adapter
+        text, x = _gated(
+            encoder_hidden_states, text_found, text_gate, self.norm2_context, text_scale, text_shift
+        )
+        text, _ = _gated(text, self.ff_context(x), text_gate_mlp)
+        return _clipped(text), image
+
+
+class DiffusersFluxSingleTransformerBlock(nn.Module):
+    """diffusers' FluxSingleTransformerBlock, attention and MLP in parallel: takes and returns what a block of two does.
+
+    The projection of both results is two products, without a concatenation.
+    """
+
+    def __init__(self, dim: int, num_attention_heads: int, attention_head_dim: int, mlp_ratio: float = 4.0):
+        super().__init__()
+        self.mlp_hidden_dim = int(dim * mlp_ratio)
+        self.norm = DiffusersAdaLayerNormZeroSingle(dim)
+        self.proj_mlp = nn.Linear(dim, self.mlp_hidden_dim)
+        self.act_mlp = nn.GELU(approximate="tanh")
+        self.proj_out = nn.Linear(dim + self.mlp_hidden_dim, dim)
+        self.attn = _Attention(dim, num_attention_heads, attention_head_dim, 1e-6, text=False)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        temb: torch.Tensor,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        texts = encoder_hidden_states.shape[1]
+        both = torch.cat((encoder_hidden_states, hidden_states), dim=1)
+        x, gate = self.norm(both, emb=temb)
+        mlp = self.act_mlp(self.proj_mlp(x))
+        found = self.attn(
+            hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
+        )
+        both, _ = _gated(both, _project(self.proj_out, found, mlp), gate)
+        both = _clipped(both)
+        return both[:, :texts], both[:, texts:]
+
+
+_FLUX = "diffusers.models.transformers.transformer_flux:"
+
+TARGETS = {
+    "gated_residual": tuple(
+        Target(
+            "diffusers", f"{_FLUX}{name}", f"Diffusers{name}", "module", default=False, note=_NOTE, tried=True
+        )
+        for name in ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    ),
+}  # fmt: skip

@@ -1,0 +1,208 @@
+"""Gated residual of diffusion transformers, y = residual + gate * x, and the modulated layer norm behind it (DiT)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
+from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
+
+
+def reference(
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual, x: [B, T, H]; gate, scale, shift: [B, H]; weight, bias of the norm: [H] or None.
+
+    Returns y = residual + gate * x and layer_norm(y) * (1 + scale) + shift, each computed in at least float32 and
+    rounded once; the norm reads the rounded y. Without scale there is no norm: the second result is [B, 0, H].
+    """
+    acc = torch.promote_types(residual.dtype, torch.float32)
+    y = (residual.to(acc) + gate.to(acc)[:, None] * x.to(acc)).to(residual.dtype)
+    if scale is None or shift is None:
+        return y, y.new_empty(y.shape[0], 0, y.shape[2])
+    w, b = (None if t is None else t.to(acc) for t in (weight, bias))
+    normed = F.layer_norm(y.to(acc), y.shape[-1:], w, b, eps)
+    return y, (normed * (1 + scale.to(acc)[:, None]) + shift.to(acc)[:, None]).to(y.dtype)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _gated_residual_kernel(
+    res_ptr, x_ptr, gate_ptr, scale_ptr, shift_ptr, w_ptr, b_ptr, out_ptr, normed_ptr, T, res_stride0, res_stride1,
+    x_stride0, x_stride1, gate_stride, scale_stride, shift_stride, H, eps,
+    NORM: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    # One program per token, which is loaded once: mean and variance are computed from registers.
+    row = tl.program_id(0).to(tl.int64)
+    image, token = row // T, row % T
+    cols = tl.arange(0, BLOCK)
+    inside = cols < H
+    res = tl.load(res_ptr + image * res_stride0 + token * res_stride1 + cols, mask=inside, other=0.0)
+    x = tl.load(x_ptr + image * x_stride0 + token * x_stride1 + cols, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + image * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if NORM:  # loaded early, like the gate: all loads are in flight together
+        scale = tl.load(scale_ptr + image * scale_stride + cols, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.load(shift_ptr + image * shift_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    out = (res.to(tl.float32) + gate * x).to(res.dtype)
+    tl.store(out_ptr + row * H + cols, out, mask=inside)
+    if NORM:
+        h = out.to(tl.float32)
+        centered = tl.where(inside, h - tl.sum(h, axis=0) / H, 0.0)
+        y = centered * tl.rsqrt(tl.sum(centered * centered, axis=0) / H + eps)
+        if HAS_W:
+            y *= tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        if HAS_B:
+            y += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        tl.store(normed_ptr + row * H + cols, (y * (1.0 + scale) + shift).to(res.dtype), mask=inside)
+
+
+def _check(
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor | None,
+    shift: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
+) -> None:  # fmt: skip
+    shape = tuple(residual.shape)
+    if residual.dim() != 3 or tuple(x.shape) != shape:
+        raise ValueError(
+            f"gated_residual: residual {shape} and x {tuple(x.shape)} must be [B, T, H], both alike"
+        )
+    if (scale is None) != (shift is None):
+        raise ValueError("gated_residual: pass both scale and shift, or neither")
+    for name, t in (("gate", gate), ("scale", scale), ("shift", shift)):
+        if t is not None and tuple(t.shape) != (shape[0], shape[2]):
+            raise ValueError(f"gated_residual: {name} {tuple(t.shape)} is not [B, H] for residual {shape}")
+    for name, v in (("weight", weight), ("bias", bias)):
+        if v is not None and (scale is None or v.shape != residual.shape[-1:]):
+            raise ValueError(
+                f"gated_residual: {name} {tuple(v.shape)} is not [H] of a norm after residual {shape}"
+            )
+
+
+def _supports_triton(
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> str | None:  # fmt: skip
+    if residual.shape[-1] > 32768:
+        return f"hidden size {residual.shape[-1]} is over 32768"
+    reason = (
+        unsupported_rows(residual, "residual") or unsupported_rows(x, "x") or unsupported_rows(gate, "gate")
+    )
+    reason = reason or unsupported_rows(scale, "scale") or unsupported_rows(shift, "shift")
+    return reason or unsupported_vector(weight, "weight") or unsupported_vector(bias, "bias")
+
+
+def _empty(residual: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the two results."""
+    batch, tokens, hidden = residual.shape
+    normed = residual.new_empty(batch, 0 if scale is None else tokens, hidden)
+    return residual.new_empty(batch, tokens, hidden), normed
+
+
+def _triton(
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    _check(residual, x, gate, scale, shift, weight, bias)
+    out, normed = _empty(residual, scale)
+    if out.numel() == 0:
+        return out, normed
+    found, others = rows(residual), rows(x)
+    assert found is not None and others is not None, (residual.stride(), x.stride())
+    batch, tokens, hidden = out.shape
+    block = next_power_of_2(hidden)
+    strides = (
+        gate.stride(0),
+        0 if scale is None else scale.stride(0),
+        0 if shift is None else shift.stride(0),
+    )
+    launch_kernel(
+        _gated_residual_kernel, (batch * tokens,),
+        residual, x, gate, scale, shift, weight, bias, out, normed, tokens, *found[1:], *others[1:], *strides,
+        hidden, eps, NORM=scale is not None, HAS_W=weight is not None, HAS_B=bias is not None, BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return out, normed
+
+
+def _reference(
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    _check(residual, x, gate, scale, shift, weight, bias)
+    out, normed = reference(residual, x, gate, scale, shift, weight, bias, eps)
+    return out.contiguous(), normed.contiguous()
+
+
+gated_residual = define(
+    "gated_residual(Tensor residual, Tensor x, Tensor gate, Tensor? scale=None, Tensor? shift=None,"
+    " Tensor? weight=None, Tensor? bias=None, float eps=1e-6) -> (Tensor, Tensor)",
+    fake=lambda residual, x, gate, scale=None, *args, **kwargs: _empty(residual, scale),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def _case(name: str, tag: str, batch: int, tokens: int, hidden: int, dtype: str = "bfloat16", often: float = 1,
+          **more: bool) -> Case:  # fmt: skip
+    return Case(name, {"batch": batch, "tokens": tokens, "hidden": hidden, **more}, dtype, often, (tag,))
+
+
+SPEC = OpSpec(
+    name="gated_residual",
+    level=2,
+    reference=reference,
+    op=gated_residual,
+    cases=(  # FLUX.1 at 1024 px: image and text after attention, then after the MLP; blocks of one stream
+        _case("flux_image", "model", 1, 4096, 3072, often=19, norm=True),
+        _case("flux_text", "model", 1, 512, 3072, often=19, norm=True),
+        _case("flux_image_mlp", "model", 1, 4096, 3072, often=19),
+        _case("flux_text_mlp", "model", 1, 512, 3072, often=19),
+        _case("flux_both", "model", 1, 4608, 3072, often=38),
+        _case("flux_image_4", "model", 4, 4096, 3072, often=19, norm=True),
+        _case("one", "odd", 1, 1, 1, "float32"),
+        _case("one_normed", "odd", 1, 1, 1, "float32", norm=True),
+        _case("odd_63", "odd", 2, 63, 1000, norm=True),
+        _case("odd_1128", "odd", 3, 2, 1128, "float16", norm=True),
+        _case("affine", "odd", 2, 5, 63, "float32", norm=True, weight=True, bias=True),
+        _case("weight", "odd", 3, 7, 129, norm=True, weight=True),
+        _case("plain_17", "odd", 3, 17, 577),
+        _case("half", "odd", 4, 3, 320, "float16"),
+    ),
+    arguments=(
+        Tensor("residual", "batch tokens hidden", mean=0.5),
+        Tensor("x", "batch tokens hidden"),
+        Tensor("gate", "batch hidden"),
+        Tensor("scale", "batch hidden", when="norm", std=0.3),
+        Tensor("shift", "batch hidden", when="norm", std=0.3),
+        Tensor("weight", "hidden", when="weight", mean=1, std=0.1),
+        Tensor("bias", "hidden", when="bias", std=0.1),
+        Scalar("eps", default=1e-6),
+    ),
+    outputs=(Tensor("out", "batch tokens hidden"), Tensor("normed", "batch normed_tokens hidden")),
+    axes={
+        "batch": Axis.per_call(),
+        "tokens": Axis.per_call(),
+        "normed_tokens": Axis(lambda s: s["tokens"] if s["norm"] else 0, varies=True),
+        "hidden": Axis.width(),
+    },
+    flops="(13 if norm else 2) * batch * tokens * hidden",
+    activations=("residual", "x"),
+    stands_for=("layer_norm",),
+)

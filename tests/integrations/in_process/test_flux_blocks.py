@@ -1,0 +1,256 @@
+"""Blocks of a tiny random FLUX.1 with fused gated residuals, against diffusers' own blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fastkernels
+from fastkernels.core import registry
+from fastkernels.core.dispatch import OPS
+
+diffusers = pytest.importorskip("diffusers")
+from diffusers.models.transformers import transformer_flux as host  # noqa: E402
+
+from fastkernels.overrides.diffusion import diffusers_flux as ours  # noqa: E402
+
+OP = "gated_residual"
+SIZES = {"dim": 32, "num_attention_heads": 2, "attention_head_dim": 16}
+DOUBLE, SINGLE = "FluxTransformerBlock", "FluxSingleTransformerBlock"
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def filled(module: Any) -> Any:
+    """With random parameters, so that no gate, scale or bias is zero."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(*((1.0, 0.3) if parameter.dim() == 1 else (0.0, 0.2)))
+    return module.eval()
+
+
+def model(dtype: torch.dtype = torch.float32) -> tuple[Any, Callable[[], torch.Tensor]]:
+    made = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    given = [t.to(dtype) for t in (draw(2, 15, 16), draw(2, 7, 32), draw(2, 32), torch.tensor([0.5, 0.7]))]
+    at = {"img_ids": torch.arange(45.0).view(15, 3), "txt_ids": torch.zeros(7, 3)}
+    made = filled(made).to(dtype)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return made(*given, **at).sample
+
+    return made, run
+
+
+def block_inputs(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    angles = draw(20, 16)
+    return {
+        "hidden_states": draw(2, 15, 32).to(dtype), "encoder_hidden_states": draw(2, 5, 32).to(dtype),
+        "temb": draw(2, 32).to(dtype), "image_rotary_emb": (angles.cos(), angles.sin()),
+    }  # fmt: skip
+
+
+def rows(report: Any) -> dict[str, tuple[int, int]]:
+    return {r.host_class: (r.modules, r.calls) for r in report.refresh().active if r.op == OP}
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+def test_blocks_give_the_hosts_outputs(dtype: torch.dtype, error: float) -> None:
+    transformer, run = model(dtype)
+    before, classes = run(), [type(m) for m in transformer.modules()]
+    with fastkernels.patch(transformer, ops=OP) as report:
+        after = run()
+        # ten gated residuals in a call: four in each block of two streams, one in each block of one
+        assert rows(report) == {DOUBLE: (2, 10), SINGLE: (2, 10)} and report.verified
+        assert not any(r.fallbacks for r in report.active)
+    assert float((after - before).norm() / before.norm()) < error
+    assert [type(m) for m in transformer.modules()] == classes and torch.equal(run(), before)
+
+
+@pytest.mark.parametrize("name", [DOUBLE, SINGLE])
+def test_standalone_block_has_the_hosts_state(name: str) -> None:
+    theirs, mine = filled(getattr(host, name)(**SIZES)), getattr(ours, f"Diffusers{name}")(**SIZES).eval()
+    mine.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        for a, b in zip(mine(**block_inputs()), theirs(**block_inputs()), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [DOUBLE, SINGLE])
+def test_float16_is_clipped_like_the_hosts(name: str) -> None:
+    block = filled(getattr(host, name)(**SIZES)).half()
+    given = block_inputs(torch.float16)
+    given["encoder_hidden_states"][0, 0, :3] = torch.tensor([65504.0, -65504.0, 65504.0])
+    linear = (block.norm1_context if name == DOUBLE else block.norm).linear
+    with torch.no_grad():
+        if name == DOUBLE:  # the norm in between reads finite numbers
+            linear.weight[2 * 32 : 3 * 32] = linear.bias[2 * 32 : 3 * 32] = 0
+        linear.bias[-32:] = 300.0  # a gate that takes the text's residual beyond float16
+        before = block(**given)
+        with fastkernels.patch(torch.nn.Sequential(block), ops=OP):
+            after = block(**given)
+    assert bool((before[0].abs() == 65504).any()) and bool(after[0].isfinite().all())
+    assert torch.equal(after[0].abs() == 65504, before[0].abs() == 65504)
+
+
+def test_single_block_runs_without_a_concatenation() -> None:
+    transformer, run = model()
+    hidden = transformer.single_transformer_blocks[0].proj_out.in_features
+    widths: list[int] = []
+
+    class Widths(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = fn(*args, **(kwargs or {}))
+            if fn is torch.cat and found.dim() == 3:
+                widths.append(found.shape[-1])
+            return found
+
+    with Widths():
+        run()
+    assert widths.count(hidden) == 2
+    with fastkernels.patch(transformer, ops=OP):
+        widths.clear()
+        with Widths():
+            run()
+    assert widths and hidden not in widths
+
+
+def lora(transformer: Any) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    names = ["proj_out", "proj_mlp", "to_q", "ff.net.2", "norm.linear"]
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False), transformer
+    )
+
+
+def quantized(transformer: Any) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(transformer, quantization.Int8WeightOnlyConfig())
+
+
+def hooked(transformer: Any) -> None:
+    for block in transformer.single_transformer_blocks:
+        block.proj_out.register_forward_hook(lambda m, args, out: 1.5 * out)
+
+
+@pytest.mark.parametrize("feature", [lora, quantized, hooked])
+@pytest.mark.parametrize("first", ["feature", "patch"])
+def test_changed_projections_stay_with_the_host(feature: Callable[[Any], None], first: str) -> None:
+    transformer, run = model()
+    plain = run()
+    if first == "feature":
+        feature(transformer)
+    with fastkernels.patch(transformer, ops=OP) as report:
+        if first == "patch":
+            feature(transformer)
+        after = run()
+        assert rows(report)[SINGLE] == (2, 10)
+    before = run()
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+    assert (before - plain).abs().max() > 1e-3 * plain.abs().max()
+
+
+def doubled(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+    return 2 * out
+
+
+class Doubled(torch.nn.LayerNorm):
+    """A user's norm."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("ops", [[OP], [OP, "layer_norm"]], ids=["alone", "with_layer_norm"])
+@pytest.mark.parametrize("change", ["hook", "class"])
+def test_changed_norm_is_called(change: str, ops: list[str]) -> None:
+    transformer, run = model()
+    norm = transformer.transformer_blocks[0].norm2
+    with fastkernels.patch(transformer, ops=ops) as report:
+        run()
+        assert not any(r.fallbacks for r in report.refresh().active if r.op == OP)
+        if change == "hook":
+            norm.register_forward_hook(doubled)
+        else:
+            transformer.transformer_blocks[0].norm2 = Doubled(32, eps=1e-6, elementwise_affine=False)
+        after = run()
+        reasons = [r.fallbacks for r in report.refresh().active if r.host_class == DOUBLE]
+        assert [sum(found.values()) for found in reasons] == [1]
+        assert all("not an unchanged LayerNorm" in text for text in reasons[0])
+    torch.testing.assert_close(after, run(), rtol=1e-4, atol=1e-4)
+
+
+def test_adapter_of_images_is_added() -> None:
+    block = filled(host.FluxTransformerBlock(**SIZES))
+    block.attn.register_forward_hook(lambda m, args, out: (*out, 3 * out[0]))
+    with torch.no_grad():
+        before = block(**block_inputs())
+        with fastkernels.patch(torch.nn.Sequential(block), ops=OP):
+            after = block(**block_inputs())
+    for a, b in zip(after, before, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_residual_in_another_dtype_is_the_hosts() -> None:
+    block, given = filled(host.FluxSingleTransformerBlock(**SIZES)).bfloat16(), block_inputs(torch.bfloat16)
+    block.norm.linear.float()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        given["hidden_states"], given["encoder_hidden_states"] = (
+            given[name].float() for name in ("hidden_states", "encoder_hidden_states")
+        )
+        before = block(**given)
+        with fastkernels.patch(torch.nn.Sequential(block), ops=OP) as report:
+            after = block(**given)
+            (row,) = report.refresh().active
+    assert row.fallbacks == {"the residual is torch.float32, not all other tensors": 1}
+    for a, b in zip(after, before, strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", [DOUBLE, SINGLE])
+def test_blocks_compile_whole(name: str) -> None:
+    block = filled(getattr(host, name)(**SIZES))
+    with torch.no_grad():
+        before = block(**block_inputs())
+        with fastkernels.patch(torch.nn.Sequential(block), ops=OP):
+            compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+            after = compiled(**block_inputs())
+    torch._dynamo.reset()
+    for a, b in zip(after, before, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_without_ops_first_calls_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    transformer, run = model()
+    before = run()
+    with fastkernels.patch(transformer) as report:
+        torch.testing.assert_close(run(), before, rtol=1e-4, atol=1e-4)
+        lines = [line for r in report.refresh().rows if r.op == OP for line in r.measured]
+    assert {DOUBLE, SINGLE} == {line.split()[1] for line in lines}
+    assert not any("our result" in line or "Error" in line for line in lines)
+    assert torch.equal(run(), before)
+
+
+def test_op_names_wrong_arguments() -> None:
+    op, x, gate = OPS[OP], torch.ones(2, 3, 8), torch.ones(2, 8)
+    for args, text in (
+        ((x, x[:, :2], gate), r"residual \(2, 3, 8\) and x \(2, 2, 8\)"),
+        ((x, x, gate[:1]), r"gate \(1, 8\) is not \[B, H\]"),
+        ((x, x, gate, gate), "pass both scale and shift, or neither"),
+        ((x, x, gate, None, None, gate[0]), r"weight \(8,\) is not \[H\] of a norm"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            op(*args)
+    assert registry.get(OP).op is op
