@@ -37,13 +37,13 @@ ARCH = Architecture(
         "openai/gpt-oss-20b": {
             "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
             "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "max_position_embeddings": 131072,
-            "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+            "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0,
             "quantization_config": {"quant_method": "mxfp4"},
         },
         "openai/gpt-oss-120b": {
             "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64,
             "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088, "max_position_embeddings": 131072,
-            "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128,
+            "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0,
             "quantization_config": {"quant_method": "mxfp4"},
         },
     },
