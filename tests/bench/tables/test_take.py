@@ -75,7 +75,7 @@ def test_rows_of_a_whole_run_become_documents(tmp_path: Path) -> None:
     }  # fmt: skip
     for name in ("patch-models", "patch-engine"):
         (run_folder / name).mkdir(parents=True)
-        text_of = read_text(kept / "2026-11-23-h200-patch-models.jsonl.gz")
+        text_of = read_text(kept / "2026-11-24-h200-patch-models.jsonl.gz")
         (run_folder / name / "rows.jsonl").write_text(text_of)
     flat = {
         "skinny-linear": "skinny-linear",
