@@ -14,7 +14,6 @@ from fastkernels.overrides.attention.paged_cache import check, memory
 from fastkernels.overrides.kit import cpp
 
 SOURCE = Path(__file__).parent / "csrc" / "attention_decode.cpp"
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MIN_SPLIT = 256  # keys: a smaller split costs more to combine than it saves
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -41,19 +40,14 @@ def missing() -> str | None:
 
 @cache
 def _kernel() -> Callable[..., None]:
-    found = cpp.library(SOURCE)
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    function = found.attention_decode
-    function.argtypes, function.restype = (ctypes.POINTER(_Call), ctypes.c_int), None
-    return function
+    return cpp.function(cpp.library(SOURCE), "attention_decode", ctypes.POINTER(_Call), ctypes.c_int)
 
 
 def supports_cpp(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, seq_lens: torch.Tensor,
     block_table: torch.Tensor, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
-    if q.dtype not in DTYPES:
+    if q.dtype not in cpp.DTYPES:
         return f"dtype {q.dtype} is not float32, bfloat16 or float16"
     if key_cache.dtype != q.dtype or value_cache.dtype != q.dtype:
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
@@ -89,7 +83,7 @@ def decode_cpp(
         *q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), scale * k_scale,
         v_scale, softcap,
     )  # fmt: skip
-    _kernel()(call, DTYPES[q.dtype])
+    _kernel()(call, cpp.DTYPES[q.dtype])
     return out
 
 

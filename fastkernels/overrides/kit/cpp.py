@@ -15,8 +15,10 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +29,8 @@ FLAGS = (
     "-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-shared", "-ffp-contract=fast",
     "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
+HEADERS = Path(__file__).parent / "csrc"
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of dtypes in calls of kernels
 SECONDS = 300  # that a compiler may take
 
 
@@ -38,14 +42,14 @@ def compiler() -> str | None:
 
 
 @cache
-def library(source: Path) -> ctypes.CDLL | str:
+def library(source: Path, *flags: str) -> ctypes.CDLL | str:
     """The loaded library of a source, or why there is none, which is logged once.
 
     The file's name covers the source, the flags, the compiler, PyTorch and the CPU. Processes may run this
     concurrently: each writes a file of its own and renames it.
     """
     try:
-        return _load(source)
+        return _load(source, (*FLAGS, *flags))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         reason = f"{source.name} cannot be compiled: {said.strip()[-2000:]}"
@@ -53,14 +57,24 @@ def library(source: Path) -> ctypes.CDLL | str:
     return reason
 
 
-def _load(source: Path) -> ctypes.CDLL:
+def function(library: ctypes.CDLL | str, name: str, *types: Any) -> Callable[..., None]:
+    """A function of a loaded library with parameters of these types. Raises RuntimeError where there is none."""
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    found = getattr(library, name)
+    found.argtypes, found.restype = types, None
+    return found
+
+
+def _load(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
     path = compiler()
     if path is None:
         raise FileNotFoundError(f"no C++ compiler was found ({os.environ.get('CXX') or 'c++, g++, clang++'})")
     version = subprocess.run(
         [path, "--version"], capture_output=True, text=True, check=True, timeout=SECONDS
     ).stdout
-    parts = (source.read_text(), *FLAGS, version, torch.__version__, _cpu())
+    headers = (header.read_text() for header in sorted(HEADERS.glob("*.hpp")))
+    parts = (source.read_text(), *headers, *flags, version, torch.__version__, _cpu())
     name = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
     kept = compile_cache.requested_folder("cpp") / name
     if kept.is_file():
@@ -73,8 +87,8 @@ def _load(source: Path) -> ctypes.CDLL:
         start = time.monotonic()
         log.info("compiling %s with %s", source.name, path)
         subprocess.run(
-            [path, *FLAGS, str(source), "-o", str(made), *_torch_options()], capture_output=True, text=True, check=True,
-            timeout=SECONDS,
+            [path, *flags, "-I", str(HEADERS), str(source), "-o", str(made), *_torch_options()],
+            capture_output=True, text=True, check=True, timeout=SECONDS,
         )  # fmt: skip
         log.info("compiled %s in %.1f s", source.name, time.monotonic() - start)
         if folder is None:

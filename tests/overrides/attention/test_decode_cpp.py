@@ -15,6 +15,7 @@ from fastkernels.overrides.attention import attention_decode as op_file
 from fastkernels.overrides.attention import attention_decode_cpp
 from fastkernels.overrides.attention.attention_decode import SPEC, attention_decode, reference
 from fastkernels.overrides.attention.attention_decode_cpp import decode_cpp, supports_cpp
+from fastkernels.overrides.kit.cpp import DTYPES
 
 CASES = {c.name: c for c in SPEC.cases if "model" not in c.tags}
 
@@ -88,7 +89,7 @@ def test_op_runs_it_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode_cpp, "_kernel", lambda: lambda *a: calls.append(a[1]) or kernel(*a))
     args: list[Any] = SPEC.inputs(CASES["smollm2"], "cpu", torch.Generator().manual_seed(3))
     found = attention_decode(*args)
-    assert calls == [attention_decode_cpp.DTYPES[torch.bfloat16]]
+    assert calls == [DTYPES[torch.bfloat16]]
     torch.testing.assert_close(found, reference(*args), rtol=1e-2, atol=1e-2)
     assert [p.name for p in op_file.attention_decode.providers][-3:] == ["cpp", "sdpa", "reference"]
 
