@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,12 @@ def test_rotary_emb_runs_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     """The op, where a compiler is found; other styles are PyTorch's."""
     calls: list[int] = []
     kernel = rotary_emb_cpp._kernel()
-    monkeypatch.setattr(rotary_emb_cpp, "_kernel", lambda: lambda *a: calls.append(a[1]) or kernel(*a))
+
+    def counted(call: Any, dtype: int) -> None:
+        calls.append(dtype)
+        kernel(call, dtype)
+
+    monkeypatch.setattr(rotary_emb_cpp, "_kernel", lambda: counted)
     table, positions = torch.randn(9, 64), torch.arange(5)
     for neox, count in ((True, 1), (False, 1), (True, 2)):
         query, key = torch.randn(5, 128), torch.randn(5, 64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ def test_cases_equal_the_reference(name: str, splits: int | None) -> None:
         return
     assert supports_cpp(*args) is None
     limit = SPEC.tolerance_for(CASES[name], args[0].dtype)
-    torch.testing.assert_close(
-        decode_cpp(*args, splits=splits), reference(*args), rtol=limit.rtol, atol=limit.atol
-    )
+    found = partial(decode_cpp, splits=splits)(*args)
+    torch.testing.assert_close(found, reference(*args), rtol=limit.rtol, atol=limit.atol)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 40.0])
@@ -86,7 +86,12 @@ def test_threads_do_not_change_a_split(threads: int) -> None:
 def test_op_runs_it_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     kernel = attention_decode_cpp._kernel()
-    monkeypatch.setattr(attention_decode_cpp, "_kernel", lambda: lambda *a: calls.append(a[1]) or kernel(*a))
+
+    def counted(call: Any, dtype: int) -> None:
+        calls.append(dtype)
+        kernel(call, dtype)
+
+    monkeypatch.setattr(attention_decode_cpp, "_kernel", lambda: counted)
     args: list[Any] = SPEC.inputs(CASES["smollm2"], "cpu", torch.Generator().manual_seed(3))
     found = attention_decode(*args)
     assert calls == [DTYPES[torch.bfloat16]]
