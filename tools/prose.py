@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 DEFAULT = ["README.md", "CONTRIBUTING.md", "docs", "fastkernels", "integrations", "bench", "tests", "tools"]
-SUFFIXES = {".md", ".py", ".cu", ".cuh", ".hpp"}
+SUFFIXES = {".md", ".py", ".cu", ".cuh", ".hpp", ".cpp"}
 SKIPPED = {"__pycache__", "build", "dist", "site", "node_modules"}
 LONGEST_TEST_NAME = 60
 

@@ -41,6 +41,7 @@ class Provider:
     fn        takes the op's arguments, mutates what the op mutates and returns what the op returns
     devices   device types ('triton' also runs on 'cpu' under TRITON_INTERPRET=1)
     module    an importable module that it needs, e.g. 'flash_attn_interface'; of a tuple, any one
+    missing   missing() -> None, or the reason why this machine lacks what it needs, such as a compiler
     supports  supports(*args) -> None, or the reason why the case is unsupported; must not synchronize
     params    sets of keyword arguments that `fn` takes after the op's own (tile sizes, splits). `fk-bench tune` chooses
               among them; without any, the kernel chooses itself
@@ -55,6 +56,7 @@ class Provider:
     fn: Callable[..., Any]
     devices: tuple[str, ...] = ("cuda",)
     module: str | tuple[str, ...] | None = None
+    missing: Callable[[], str | None] | None = None
     supports: Callable[..., str | None] | None = None
     params: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     fits: Callable[..., bool] | None = None
@@ -73,7 +75,7 @@ class Provider:
         wanted = (self.module,) if isinstance(self.module, str) else self.module or ()
         if wanted and not any(map(installed, wanted)):
             return f"{self.name} needs {' or '.join(wanted)}, which is not installed"
-        return None
+        return None if self.missing is None else self.missing()
 
 
 def installed(module: str) -> bool:

@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Files that are no Python, by the folder that they are installed from
 DATA = {
-    "fastkernels": (ROOT, ("tuned/*.json", "overrides/*/csrc/*.cu")),
+    "fastkernels": (
+        ROOT,
+        ("tuned/*.json", "overrides/*/csrc/*.cu", "overrides/*/csrc/*.cpp", "overrides/*/csrc/*.hpp"),
+    ),
     "fk_integrations": (ROOT / "integrations", ("*/signatures/*.json",)),
     "fk_bench": (ROOT / "bench", ("core/templates/*", "capture/data/*/*")),
 }

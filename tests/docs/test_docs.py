@@ -115,7 +115,7 @@ def test_sources_name_existing_pages() -> None:
     missing = []
     for folder in ("fastkernels", "integrations", "bench", "tools"):
         for file in (ROOT / folder).rglob("*"):
-            if file.suffix in (".py", ".md", ".cu") and file.is_file():
+            if file.suffix in (".py", ".md", ".cu", ".cpp") and file.is_file():
                 for path in re.findall(r"\bdocs/[\w./-]+\.md\b", file.read_text()):
                     if not (ROOT / path).exists() and ROOT / path not in GENERATED:
                         missing.append(f"{file.relative_to(ROOT)}: {path}")

@@ -15,6 +15,7 @@ from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.shapes import optional, unless
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import (
+    attention_decode_cpp,
     attention_decode_cpu,
     attention_decode_cuda,
     attention_decode_split,
@@ -338,6 +339,14 @@ attention_decode = define(
             flashinfer.decode,
             module="flashinfer",
             supports=no_sinks(flashinfer.supports_decode),
+        ),
+        Provider(
+            "cpp",
+            attention_decode_cpp.decode_cpp,
+            devices=("cpu",),
+            missing=attention_decode_cpp.missing,
+            supports=attention_decode_cpp.supports_cpp,
+            out=True,
         ),
         Provider(
             "sdpa",

@@ -20,7 +20,7 @@ from fastkernels.core.shapes import near
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.rope import cases
+from fastkernels.overrides.rope import cases, rotary_emb_cpp
 from fastkernels.overrides.rope.rope_rounding import host_truncates, truncate
 
 
@@ -238,6 +238,27 @@ def rotate_in_place(
     _rotate(positions, [query] if key is None else [query, key], head_size, cos_sin_cache, *flags)
 
 
+def _rotate_cpp(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox_style: bool,
+    cast_cache: bool = True,
+    round_products: bool = False,
+) -> None:
+    if key is None or rotary_emb_cpp.unsupported(query, key, is_neox_style, round_products):
+        args = (positions, query, key, head_size, cos_sin_cache, is_neox_style, cast_cache, round_products)
+        rotate_in_place(*args)
+        return
+    check(positions, query, head_size, cos_sin_cache)
+    rounded = query.dtype if cast_cache else torch.float32
+    cosines, sines = once_per_step(_cos_sin, positions, cos_sin_cache, rounded, torch.float32)
+    q, k = (x.view(positions.numel(), -1, head_size) for x in (query, key))
+    rotary_emb_cpp.rotate(q, k, cosines, sines, query.dtype == torch.bfloat16 and host_truncates())
+
+
 def _same_tokens(
     positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *_: Any, **__: Any
 ) -> None:
@@ -259,6 +280,7 @@ rotary_emb = define(
     fake=_same_tokens,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton, out=True),
+        Provider("cpp", _rotate_cpp, devices=("cpu",), missing=rotary_emb_cpp.missing),
         Provider("reference", rotate_in_place, devices=("cuda", "cpu")),
     ),
 )

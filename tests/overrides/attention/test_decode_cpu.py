@@ -1,11 +1,15 @@
-"""attention_decode on the CPU: sequences of unequal lengths in one call, windows, strided caches, stale blocks."""
+"""attention_decode on the CPU, by PyTorch and in C++: unequal lengths, windows, strided caches, stale blocks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from fastkernels.overrides.attention import attention_decode
+from fastkernels.overrides.attention.attention_decode_cpp import decode_cpp
 from fastkernels.overrides.attention.attention_decode_cpu import PADDED, decode_sdpa
 
 LENGTHS = {
@@ -18,10 +22,16 @@ LENGTHS = {
 }
 
 
+KERNELS = {"sdpa": decode_sdpa, "cpp": decode_cpp, "cpp in splits": partial(decode_cpp, splits=3)}
+
+
+@pytest.mark.parametrize("decode", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window_left", [-1, 20, 0])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_stale_blocks_have_no_effect(lengths: list[int], window_left: int, dtype: torch.dtype) -> None:
+def test_stale_blocks_have_no_effect(
+    lengths: list[int], window_left: int, dtype: torch.dtype, decode: Callable[..., torch.Tensor]
+) -> None:
     """NaN in unused blocks and past the ends; the blocks of a row are in any order."""
     generator = torch.Generator().manual_seed(len(lengths))
     block_size, heads, columns = 8, 2, 14
@@ -44,7 +54,7 @@ def test_stale_blocks_have_no_effect(lengths: list[int], window_left: int, dtype
     expected = attention_decode.reference(q, *clean, *rest)
     strided = [torch.stack([cache, cache], 2)[:, :, 0] for cache in caches]
     for used in (caches, strided):
-        found = decode_sdpa(q, *used, seq_lens, block_table, max(lengths), 0.25, window_left)
+        found = decode(q, *used, seq_lens, block_table, max(lengths), 0.25, window_left)
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
