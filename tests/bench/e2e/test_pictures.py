@@ -96,6 +96,13 @@ def test_pipeline_page_shows_all_images(tmp_path: Path) -> None:
         assert all(row.metrics[f"{kind}_ms"] > 0 for kind in ("attention", "conv", "gemm", "norm"))
     assert rows[1].case["modules"]["attention_dense"] == 18 and rows[1].case["steps"] == 2
     assert rows[0].metrics["psnr_to_stock_db"] == 200 and rows[1].metrics["psnr_to_stock_db"] > 30
+    near = [row.metrics["latents_psnr_to_stock_db"] for row in rows]
+    assert near[0] == 200 and near[1] > 30
+    for row in rows:
+        assert (
+            0.99 < row.metrics["latents_cosine_to_float32"] < 1
+            and row.metrics["latents_psnr_to_float32_db"] > 20
+        )
     page = (tmp_path / "run" / "report.html").read_text()
     names = re.findall(r'alt="image (\d), ([\w ,]+)"', page)
     lanes = [
@@ -220,6 +227,7 @@ def test_kernels_are_counted_by_kind() -> None:
         "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_bias_TNT": "gemm",
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float>": "norm",
         "_ada_layer_norm_kernel": "norm",
+        "_gated_residual_kernel": "norm",
         "triton_poi_fused_add_mul_3": "elementwise and other",
     }
     assert {name: kind_of(name) for name in kinds} == kinds
@@ -260,7 +268,14 @@ def test_pipeline_without_text_encoders_is_measured(name: str, tmp_path: Path) -
     (tokens, _), *_ = (t.shape[1:] for t in subject.inputs(1, 0).values() if isinstance(t, torch.Tensor))
     assert tokens == (512 if name == "flux" else 77)
     with torch.inference_mode():
-        found, again = subject.copy().result(2, 0), subject.copy(wide=True).result(2, 0)
+        lane = subject.copy()
+        found, again = lane.result(2, 0), subject.copy(wide=True).result(2, 0)
+        given = lane.inputs(2, 0)
+        shown = pipe(
+            **{n: v for n, v in given.items() if n != "seed"}, num_inference_steps=2, output_type="latent", height=32,
+            width=32, generator=torch.Generator().manual_seed(0),
+        ).images  # fmt: skip
+    assert lane.latents is not None and torch.equal(lane.latents, shown) and subject.latents is None
     assert found.shape == (2, 3, 32, 32) and torch.equal(found, again) and found.std() > 0
 
 

@@ -17,7 +17,7 @@ KINDS = {
     "attention": r"attention|flash|fmha|sdpa|_attn",
     "conv": r"conv|fprop|winograd|nhwctonchw|nchwtonhwc|im2col",
     "gemm": r"gemm|nvjet|cublas|cutlass|matmul|addmm|aten::mm|aten::bmm|splitk|triton_tem",
-    "norm": r"norm|moments|welford|triton_red|triton_per",
+    "norm": r"norm|gated_residual|moments|welford|triton_red|triton_per",
 }
 REST, GAPS = "elementwise and other", "gaps"
 

@@ -34,6 +34,7 @@ class Lane:
     """One way of running the model.
 
     outputs  {batch: result of the checked call}
+    latents  {batch: what the decoder made this result of}, of a pipeline that shows its latents
     costs    {batch: {kind of kernel: milliseconds of a call}}
     failed   why the lane cannot run at all
     """
@@ -43,8 +44,15 @@ class Lane:
     report: Report | None = None
     compile_s: float = 0.0
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    latents: dict[int, torch.Tensor] = field(default_factory=dict)
     costs: dict[int, dict[str, float]] = field(default_factory=dict)
     failed: str = ""
+
+    def keep_result(self, batch: int, seed: int) -> None:
+        """Run the checked call."""
+        self.outputs[batch] = self.subject.result(batch, seed)
+        if self.subject.latents is not None:
+            self.latents[batch] = self.subject.latents
 
     def free(self) -> None:
         """Drop the model and its graphs; the outputs stay."""
@@ -114,7 +122,7 @@ def measure(
     reference, lanes = Lane("reference", subject.copy(wide=True)), []
     for batch in settings.batches:
         say(f"batch {batch}: in float32")
-        reference.outputs[batch] = reference.subject.result(batch, settings.seed)
+        reference.keep_result(batch, settings.seed)
     reference.free()  # before the lanes need memory of their own
     try:
         for name in settings.lanes:
@@ -201,7 +209,7 @@ def _first_calls(lane: Lane, batch: int, seed: int) -> None:
     lane.subject.result(batch, seed)
     lane.compile_s = time.perf_counter() - began
     for _ in range(2):  # CUDA graphs are captured in the second call
-        lane.outputs[batch] = lane.subject.result(batch, seed)
+        lane.keep_result(batch, seed)
 
 
 def _time(lane: Lane, batch: int, calls: int, seed: int, found: list[float]) -> None:
@@ -265,6 +273,11 @@ def _check(lane: Lane, reference: Lane, stock: Lane, batch: int) -> dict[str, An
     peak = 1.0 if lane.subject.kind == "images" else None
     metrics = {"cosine_to_float32": cosine(found, wanted), "psnr_to_float32_db": psnr(found, wanted, peak)}
     metrics["psnr_to_stock_db"] = psnr(found, stock.outputs[batch], peak)
+    if batch in reference.latents and batch in lane.latents:
+        wanted_latents, latents = reference.latents[batch], lane.latents[batch]
+        metrics["latents_cosine_to_float32"] = cosine(latents, wanted_latents)
+        metrics["latents_psnr_to_float32_db"] = psnr(latents, wanted_latents)
+        metrics["latents_psnr_to_stock_db"] = psnr(latents, stock.latents[batch])
     distance, own = 1 - metrics["cosine_to_float32"], 1 - cosine(stock.outputs[batch], wanted)
     wrong = not bool(found.isfinite().all()) or distance > ALLOWED * own + ROUNDING
     return {

@@ -23,7 +23,8 @@ COLUMNS = {
     "batch": "batch", "lane": "lane", "images_per_s": "images/s", "latency_ms": "latency ms",
     "speedup_over_host": "speedup over the fastest host lane", "first_call_s": "first call s",
     "cosine_to_float32": "cosine to float32", "psnr_to_float32_db": "PSNR to float32 dB",
-    "psnr_to_stock_db": "PSNR to the first lane dB", "status": "status",
+    "psnr_to_stock_db": "PSNR to the first lane dB", "latents_psnr_to_float32_db": "PSNR of latents to float32 dB",
+    "status": "status",
 }  # fmt: skip
 
 

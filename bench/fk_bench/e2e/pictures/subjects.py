@@ -28,6 +28,7 @@ class Subject(ABC):
     """A model of one host. `copy` gives each lane modules of its own, so that a patch of one leaves the others."""
 
     kind: str  # of a call's result: 'features' or 'images'
+    latents: torch.Tensor | None = None  # before the decoder, in float32, of the last `result` of a pipeline
 
     def __init__(self, target: Any, image_size: int, steps: int):
         self.target, self.image_size, self.steps = target, image_size, steps
@@ -162,6 +163,15 @@ class Pipeline(Subject):
 
     def inputs(self, batch: int, seed: int) -> dict[str, Any]:
         return {"seed": seed, **self._prompts(batch, seed)}
+
+    def result(self, batch: int, seed: int) -> torch.Tensor:
+        def keep(pipe: Any, step: int, timestep: Any, state: dict[str, Any]) -> dict[str, Any]:
+            self.latents = state["latents"].float().clone()
+            return {}
+
+        shows = "callback_on_step_end" in inspect.signature(self.target.__call__).parameters
+        more = {"callback_on_step_end": keep} if shows else {}
+        return self.run({**self.inputs(batch, seed), **more}).float().clone()
 
     def run(self, inputs: dict[str, Any]) -> torch.Tensor:
         given = {name: value for name, value in inputs.items() if name != "seed"}
