@@ -96,7 +96,7 @@ def _text(code: Text, value: ast.expr | list[ast.expr]) -> str:
 
 
 def _values(node: ast.expr) -> list[ast.expr | list[ast.expr]] | None:
-    """What a loop over the literal gives besides the name; None if it is no such literal."""
+    """The values of a literal without their names, in the order of a loop; None for another literal."""
     if _is_items(node):
         return _values_of(node.func.value)  # type: ignore[attr-defined]
     if isinstance(node, (ast.Tuple, ast.List)) and node.elts:
