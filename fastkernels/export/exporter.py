@@ -22,6 +22,7 @@ from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.export.flat import with_joined_tests, with_one_op, with_plain_refusals, without_annotations
 from fastkernels.export.layout import reflowed
+from fastkernels.export.records import with_named_tuples, without_unused_loop_names
 from fastkernels.export.simplify import Fork
 from fastkernels.export.source import (
     LAYER,
@@ -40,6 +41,7 @@ from fastkernels.export.tidy import (
     compact,
     errors_of_the_host,
     joined,
+    without_assertions,
     without_private_docstrings,
     without_reasons,
     without_unused_methods,
@@ -292,9 +294,10 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
 @lru_cache(maxsize=256)
 def _shortened(text: str, public: frozenset[str], namespace: str) -> str:
     """Return a file for a fork, without its header, with only what its classes and functions need."""
-    text = with_plain_refusals(without_private_docstrings(without_reasons(text), public))
+    text = with_plain_refusals(without_private_docstrings(without_reasons(without_assertions(text)), public))
     text = with_one_op(joined(specialized(text.replace("  # fmt: skip", ""), public)), namespace)
-    return with_joined_tests(without_unused(reflowed(without_annotations(text, public)), public))
+    text = with_named_tuples(without_unused_loop_names(without_annotations(text, public)), public)
+    return with_joined_tests(without_unused(reflowed(text), public))
 
 
 def _module(target: Target) -> str:
@@ -328,7 +331,8 @@ def _with_fallback(text: str, host: str, supports: bool = False) -> str:
     positional = [x.arg for x in (*a.posonlyargs, *a.args)]
     called = positional[1:] if positional[:1] == ["self"] else positional
     called = called + [f"{x.arg}={x.arg}" for x in a.kwonlyargs]
-    rest = [f"**{a.kwarg.arg}"] if a.kwarg else []
+    rest = [f"*{a.vararg.arg}"] if a.vararg else []
+    rest += [f"**{a.kwarg.arg}"] if a.kwarg else []
     stored = {
         n.id
         for s in node.body

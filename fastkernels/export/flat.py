@@ -117,12 +117,15 @@ def _guard(code: Text, checks: ast.FunctionDef, name: str, namespace: str, op: s
     """The function that calls the op, with the body of the function that checks its arguments; None if a result of
     that function is not plain."""
     a, last = checks.args, checks.body[-1]
-    if a.kwonlyargs or a.kwarg or not isinstance(last, ast.Return) or not positional(checks):
+    named = a.kwarg is not None and a.kwarg.arg != "__"  # the op is called by position
+    if a.kwonlyargs or named or not isinstance(last, ast.Return) or not positional(checks):
         return None
     rest = "_" if a.vararg is not None and a.vararg.arg == "_" else ""
     if a.vararg is not None and not rest:
         return None
     body = Text(code.of(checks))
+    _drop_annotations(body, body.tree.body[0])  # type: ignore[arg-type]
+    body = Text(re.sub(r",\s*\*\*__(?=,?\s*\))", "", body.edited(), count=1))
     made = body.tree.body[0]
     assert isinstance(made, ast.FunctionDef)
     for node in (n for n in walk(made) if isinstance(n, ast.Return) and n is not made.body[-1]):
@@ -141,7 +144,8 @@ def _guard(code: Text, checks: ast.FunctionDef, name: str, namespace: str, op: s
         if ast.unparse(value.orelse if held is value.body else value.body) != "None" or not _is_reason(held):
             return None
         test = body.of(value.test)
-        refused = test if held is value.body else f"not ({test})"
+        plain = isinstance(value.test, (ast.Name, ast.Attribute, ast.Call))
+        refused = test if held is value.body else f"not {test}" if plain else f"not ({test})"
     elif _is_reason(value):
         return None
     elif ast.unparse(value) != "None":
@@ -157,7 +161,9 @@ def _guard(code: Text, checks: ast.FunctionDef, name: str, namespace: str, op: s
     text = body.edited()
     if made.body[0] is ending:
         text = text.replace(call, before + call, 1)
-    return re.sub(rf"^def {checks.name}\(", f"def {name}(", text)
+    return re.sub(
+        r",\s*\*\*__(?=,?\s*\))", "", re.sub(rf"^def {checks.name}\(", f"def {name}(", text), count=1
+    )
 
 
 def _is_reason(node: ast.expr) -> bool:
@@ -194,7 +200,11 @@ def _join(code: Text, group: list[ast.If]) -> None:
     first, last, indent = group[0], group[-1], " " * group[0].col_offset
     lines = code.lines[first.lineno - 1 : last.end_lineno]
     pieces = [re.sub(r"\s*\n\s*", " ", code.operand(t)).replace("( ", "(").replace(" )", ")") for t in tests]
-    if len(pieces) < 2 or any("#" in line for line in lines):
+    if (len(group) < 2 and len(lines) < 5) or len(pieces) < 2 or any("#" in line for line in lines):
+        return
+    one = f"{indent}if {' or '.join(pieces)}:"
+    if len(one) <= WIDTH:
+        code.replace(code.starts[first.lineno - 1], code.span(last)[1], f"{one}\n{lines[-1]}")
         return
     shown = [pieces[0]]
     for piece in pieces[1:]:

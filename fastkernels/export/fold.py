@@ -23,6 +23,8 @@ def _value(node: ast.expr) -> Any:
             return not value
         return -value if isinstance(node.op, ast.USub) and isinstance(value, (int, float)) else UNKNOWN
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        if _is_same(node.left, node.comparators[0]) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            return isinstance(node.ops[0], ast.Is)
         return _compared(_value(node.left), node.ops[0], _value(node.comparators[0]))
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "bool" and len(node.args) == 1:
         value = _value(node.args[0])
@@ -30,6 +32,11 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, (ast.Subscript, ast.Call)):
         return _looked_up(node)
     return UNKNOWN
+
+
+def _is_same(left: ast.expr, right: ast.expr) -> bool:
+    """Whether both are one attribute."""
+    return isinstance(left, ast.Attribute) and ast.unparse(left) == ast.unparse(right)
 
 
 def _compared(left: Any, op: ast.cmpop, right: Any) -> Any:
@@ -116,6 +123,12 @@ def _fold_expressions(code: Text, node: ast.AST) -> None:
         code.put(node, node.body if held else node.orelse)
     elif isinstance(node, ast.BoolOp):
         _fold_operands(code, node)
+    elif isinstance(node, ast.keyword) and node.arg is None and _is_named(node.value):
+        pairs = zip(node.value.keys, node.value.values, strict=True)  # type: ignore[attr-defined]
+        code.write(node, ", ".join(f"{k.value}={code.of(v)}" for k, v in pairs))
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        if isinstance(node.right, ast.Constant) and node.right.value in (0, False):
+            code.put(node, node.left)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Sub)):
         neutral = 1 if isinstance(node.op, ast.Mult) else 0
         called = isinstance(above(node), ast.Call) and above(node).func is node  # type: ignore[attr-defined]
@@ -129,6 +142,12 @@ def _fold_expressions(code: Text, node: ast.AST) -> None:
         value = _value(node)
         if value is not UNKNOWN and isinstance(value, (bool, int, float, str, type(None))):
             code.write(node, repr(value))
+
+
+def _is_named(node: ast.expr) -> bool:
+    """Whether a literal has names only as its keys."""
+    keys = node.keys if isinstance(node, ast.Dict) else []
+    return bool(keys) and all(isinstance(k, ast.Constant) and str(k.value).isidentifier() for k in keys)
 
 
 def _fold_operands(code: Text, node: ast.BoolOp) -> None:

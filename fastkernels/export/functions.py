@@ -27,7 +27,21 @@ def is_literal(text: str) -> bool:
     ) or (isinstance(node, ast.Name) and node.id.isupper())  # fmt: skip
 
 
-PURE = ("len", "bool", "stride", "dim", "numel", "size", "data_ptr", "get", "getattr", "max", "min")
+PURE = (
+    "len",
+    "bool",
+    "stride",
+    "dim",
+    "numel",
+    "size",
+    "data_ptr",
+    "get",
+    "getattr",
+    "max",
+    "min",
+    "type",
+    "tuple",
+)
 
 
 def is_pure(node: ast.expr) -> bool:

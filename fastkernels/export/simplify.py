@@ -26,6 +26,9 @@ ON_ITS_OWN = {"_supports_ours": "supports_wgmma_fp8"}
 INTEGERS = re.compile(rf"(?m)^from {PACKAGE}\.overrides\.kit\.launch import (.*)$")
 OF_TRITON = ("cdiv", "next_power_of_2")
 REQUESTED = re.compile(r"\b[a-z]\w*\.requested\b")
+# A class of a running host that a patch has replaced has this attribute.
+OWN_OF_MARKED = re.compile(rf'\bgetattr\((\w+), "{PACKAGE}", \1\)')
+NO_MARK = re.compile(rf'\b(?:hasattr\(\w+, "{PACKAGE}"|getattr\(\w+, "{PACKAGE}_tried", False)\)')
 CUDA_ONLY = ("supports_wgmma",)
 LOGGING = ("note", "leave")  # methods that count and log
 FLAT = """\
@@ -82,6 +85,7 @@ def simplified(module: str, text: str, fork: Fork | None = None) -> str:
     text = _with_winners(module, _without_logging(INTEGERS.sub(_of_triton, text)))
     if fork:  # nothing is requested by name in an exported file
         text = REQUESTED.sub('""', text)
+        text = NO_MARK.sub("False", OWN_OF_MARKED.sub(r"\1", text))
     lines = text.split("\n")
     needed: set[str] = set()
     for node in reversed(ast.parse(text).body):

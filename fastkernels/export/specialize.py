@@ -17,6 +17,7 @@ import torch
 from fastkernels.export.fold import folded
 from fastkernels.export.functions import FunctionNode, default_of, is_literal, is_pure, positional, stores
 from fastkernels.export.inline import HELPERS, inlined
+from fastkernels.export.records import fields, is_record, plain_attributes
 from fastkernels.export.text import WIDTH, Text, above, blocks, bound_names, is_kernel, names_in, walk
 
 ROUNDS = 12
@@ -247,34 +248,24 @@ def _constant_fields(text: str, keep: Set[str]) -> str:
     """The file in which fields of plain classes that always have one value are this value."""
     code = Text(text)
     classes = [
-        n for n in code.tree.body if isinstance(n, ast.ClassDef) and n.name not in keep and _is_record(n)
+        n for n in code.tree.body if isinstance(n, ast.ClassDef) and n.name not in keep and is_record(n)
     ]
-    fields = Counter(f for c in classes for f in _fields(c))
+    known = Counter(f for c in classes for f in fields(c))
     uses = names_in(code.tree)
     for cls in classes:
         calls = _calls(
             {cls.name}, {cls.name: [n for n in uses.get(cls.name, []) if not _in_annotation(n)]}, None
         )
-        names = _fields(cls)
+        names = fields(cls)
         for i, name in reversed(list(enumerate(names))):
             if (
                 calls
-                and fields[name] == 1
+                and known[name] == 1
                 and not hasattr(torch.Tensor, name)
                 and _replace_field(code, cls, calls, i, name)
             ):
                 break
     return code.edited()
-
-
-def _is_record(node: ast.ClassDef) -> bool:
-    return any(ast.unparse(b) == "NamedTuple" for b in node.bases) or any(
-        ast.unparse(d).startswith("dataclass") for d in node.decorator_list
-    )
-
-
-def _fields(node: ast.ClassDef) -> list[str]:
-    return [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
 
 
 def _in_annotation(node: ast.AST) -> bool:
@@ -298,7 +289,7 @@ def _replace_field(code: Text, cls: ast.ClassDef, calls: list[ast.Call], i: int,
     reads = [n for n in walk(code.tree) if isinstance(n, ast.Attribute) and n.attr == name]
     if any(isinstance(n, ast.keyword) and n.arg == name and above(n) not in calls for n in walk(code.tree)):
         return False
-    if len(_fields(cls)) == 1 or not code.free(statement, *reads, *calls):
+    if len(fields(cls)) == 1 or not code.free(statement, *reads, *calls):
         return False
     for read in reads:
         code.write(read, value)
@@ -392,8 +383,20 @@ def _replace_variable(
             for use in uses:
                 code.write(use, value)
             code.drop(statement, block)
+    elif found := _fields_of(code, statement, uses, stored):
+        for use in uses:
+            code.write(above(use), found[id(above(use))])
+        code.drop(statement, block)
     elif isinstance(statement.value, ast.Tuple) and len(uses) == 1 and i + 1 < len(block):
         _move_tuple(code, statement, uses[0], block[i + 1], block)
+
+
+def _fields_of(code: Text, made: ast.Assign, uses: list[ast.Name], stored: Counter[str]) -> dict[int, str]:
+    """The values of the fields of a record that only this function reads; {} where they may change."""
+    names = [n.id for n in walk(made.value) if isinstance(n, ast.Name)]
+    fixed = all(stored[name] <= 1 for name in names)
+    found = plain_attributes(code, made, uses) if fixed else {}
+    return found if code.free(made, *(above(n) for n in uses if found)) else {}
 
 
 def _move_tuple(

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Set
 
 INVALID = ("ValueError(", "TypeError(")
+DROPPED = "# dropped"
 UNSUPPORTED = 'return "unsupported"'
 
 
@@ -75,6 +76,16 @@ def _operand(test: str) -> str:
     node = ast.parse(test, mode="eval").body
     mixed = isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And)
     return f"({test})" if mixed or isinstance(node, (ast.IfExp, ast.NamedExpr)) else test
+
+
+def without_assertions(text: str) -> str:
+    """The file without assertions that values are not None, which are for type checkers."""
+    lines = text.split("\n")
+    for node in (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Assert)):
+        tests = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+        if node.lineno == node.end_lineno and all(ast.unparse(t).endswith(" is not None") for t in tests):
+            lines[node.lineno - 1] = DROPPED
+    return "\n".join(line for line in lines if line != DROPPED)
 
 
 def without_unused_methods(text: str, attributes: set[str]) -> str:

@@ -35,8 +35,8 @@ MODELS = {
 # Kernels of ours that these models must have run
 KERNELS = {
     "vllm": {"_rms_norm_kernel", "_rms_norm_heads_kernel", "_silu_and_mul_kernel"},
-    "sglang": {"_rms_norm_heads_kernel"},
-    "transformers": {"_rms_norm_heads_kernel", "_rotary_emb_kernel"},
+    "sglang": {"_rms_norm_kernel", "_rms_norm_heads_kernel"},
+    "transformers": {"_rms_norm_kernel", "_rms_norm_heads_kernel", "_rotary_emb_kernel"},
 }
 OTHERS = {"vllm": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}}
 
@@ -55,6 +55,8 @@ def _checkpoint(folder: Path, name: str) -> Path:
     differs: dict[str, Any] = {"max_position_embeddings": 512}
     if rope:
         differs["rope_parameters"] = {"rope_theta": 10000.0, **ROPES[rope]}
+    if kind == "qwen3":
+        differs["hidden_size"] = 320  # rows of more than 256 channels run another kernel
     if kind == "gemma2":
         differs["final_logit_softcapping"] = None  # SGLang's kernel for it needs a GPU
     return make_tiny(folder / name, kind, "bfloat16" if kind == "gpt_oss" else "float32", **differs)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fastkernels.export.flat import with_joined_tests, with_one_op, with_plain_refusals
 from fastkernels.export.layout import reflowed
+from fastkernels.export.records import with_named_tuples, without_unused_loop_names
+from fastkernels.export.simplify import Fork, simplified
 from fastkernels.export.specialize import specialized
+from fastkernels.export.tidy import without_assertions
 
 OP = """\
 def register(schema, fn, fake):
@@ -172,3 +177,112 @@ def test_layout_keeps_the_meaning() -> None:
     assert reflowed("f(\n    a,  # why\n)\n") == "f(\n    a,  # why\n)\n"
     wide = f"f({', '.join(f'argument_{i}' for i in range(12))})\n"
     assert max(map(len, reflowed(wide).split("\n"))) <= 110 and len(reflowed(wide).split("\n")) == 5
+
+
+RECORD = '''\
+from typing import NamedTuple
+
+import torch
+
+
+class Pair(NamedTuple):
+    """Two numbers."""
+
+    first: int
+    second: int{}
+
+
+def f(a, b):
+    return Pair(a, b)
+'''
+
+
+def test_record_without_defaults_becomes_a_named_tuple() -> None:
+    found = with_named_tuples(RECORD.format(""), {"f"})
+    assert '\n\nPair = namedtuple("Pair", "first second")\n\n' in found and "class Pair" not in found
+    space: dict[str, Any] = {}
+    exec(found, space)
+    assert space["f"](1, 2).second == 2 and space["Pair"]._fields == ("first", "second")
+
+
+@pytest.mark.parametrize("more", [" = 2", "\n\n    def total(self):\n        return self.first"])
+def test_record_with_more_than_fields_stays(more: str) -> None:
+    assert with_named_tuples(RECORD.format(more), {"f"}) == RECORD.format(more)
+    assert with_named_tuples(RECORD.format(""), {"f", "Pair"}) == RECORD.format("")
+
+
+def test_record_that_is_only_read_vanishes() -> None:
+    text = RECORD.format("").replace(
+        "return Pair(a, b)", "p = Pair(a, b)\n    return g(p.second, p.first, p.second)"
+    )
+    text += "\n\ndef g(a, b, c):\n    return a(c) + b(a) + c(b)\n"
+    assert "return g(b, a, b)" in specialized(text, {"f", "g"})
+    passed = text.replace("p.first", "p")
+    assert "p = Pair(a, b)" in specialized(passed, {"f", "g"})
+    assigned = text.replace("    return g(", "    a = b()\n    return g(")
+    assert "p = Pair(a, b)" in specialized(assigned, {"f", "g"})
+
+
+@pytest.mark.parametrize(
+    "loop, found",
+    [
+        ('for name, t in (("x", x), ("y", y)):', "for t in (x, y):"),
+        ('for name, t, n in (("x", x, 1), ("y", y, 2)):', "for t, n in ((x, 1), (y, 2)):"),
+        ('for name, t in {"x": x}.items():', "for t in (x,):"),
+        ('named = {"x": (x, 1), "y": (y, 2)}\n    for name, (t, n) in named.items():',
+         "for t, n in ((x, 1), (y, 2)):"),
+    ],
+)  # fmt: skip
+def test_name_that_a_loop_does_not_read_is_dropped(loop: str, found: str) -> None:
+    text = f"def f(x, y):\n    {loop}\n        if t.dim():\n            return 1\n"
+    assert (
+        without_unused_loop_names(text)
+        == f"def f(x, y):\n    {found}\n        if t.dim():\n            return 1\n"
+    )
+    read = text.replace("return 1", "return name")
+    assert without_unused_loop_names(read) == read
+
+
+@pytest.mark.parametrize(
+    "given, found",
+    [
+        ("x + False", "x"),
+        ("x + 0", "x"),
+        ("x + 1", "x + 1"),
+        ("g(**{'a': x, 'b': 1})", "g(a=x, b=1)"),
+        ("g(**{'a b': x})", "g(**{'a b': x})"),
+        ("1 if x.y is not x.y else x", "x"),
+        ("1 if x.y != x.y else x", "1 if x.y != x.y else x"),  # NaN
+    ],
+)
+def test_known_expression_is_shortened(given: str, found: str) -> None:
+    assert specialized(f"def f(x):\n    return {given}\n", {"f"}) == f"def f(x):\n    return {found}\n"
+
+
+def test_fork_has_no_marks_of_a_patch() -> None:
+    text = (
+        "from __future__ import annotations\n\n\ndef f(cls):\n"
+        '    return cls.forward is not getattr(cls, "fastkernels", cls).forward or not hasattr(cls, "fastkernels")\n'
+    )
+    assert simplified("fastkernels.overrides.x", text) == text
+    assert "return cls.forward is not cls.forward or not False" in simplified(
+        "fastkernels.overrides.x", text, Fork("vllm")
+    )
+
+
+def test_assertions_for_type_checkers_are_dropped() -> None:
+    kept = "def f(x):\n    assert x is not None and x > 0\n    return x\n"
+    assert without_assertions(kept) == kept
+    assert without_assertions(kept.replace(" and x > 0", ", x")) == "def f(x):\n    return x\n"
+
+
+def test_short_tests_of_one_action_are_one_line() -> None:
+    text = "    if x:\n        raise Unsupported\n    if y:\n        raise Unsupported\n"
+    assert with_joined_tests(f"def f(x, y):\n{text}    return x\n") == (
+        "def f(x, y):\n    if x or y:\n        raise Unsupported\n    return x\n"
+    )
+
+
+def test_guard_drops_annotations_and_named_arguments() -> None:
+    text = GUARDED.format("None").replace("x, n=1, *_", "x: T, n: int = 1, *_: Any, **__: Any")
+    assert "\ndef op(x, n=1, *rest):\n" in with_one_op(text, "ns")

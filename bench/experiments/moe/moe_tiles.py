@@ -41,8 +41,9 @@ from fastkernels.overrides.moe import expert_libraries as production
 from fastkernels.overrides.moe import grouped_gemm as _grouped_gemm
 from fastkernels.overrides.moe.cases import MIXTRAL, QWEN3_30B
 from fastkernels.overrides.moe.fused_experts_fp8 import check_scales, scales
-from fastkernels.overrides.moe.grouped_gemm import Sorted, grouped_gemm, sort_pairs
+from fastkernels.overrides.moe.grouped_gemm import grouped_gemm
 from fastkernels.overrides.moe.moe_tiles import parsed, tiles, tiles_fp8, wide
+from fastkernels.overrides.moe.sorted_pairs import Sorted, sort_pairs
 
 COMPILE_S, CHECKED, TURNS = 60, 64, 4
 # Largest error relative to the largest value, and RMS error: bf16 rounds three times, and float8 ties may round

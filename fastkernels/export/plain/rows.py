@@ -20,4 +20,6 @@ def unsupported_rows(x: torch.Tensor | None, name: str = "x") -> str | None:
     return None if fits else f"{name}: unsupported dtype or strides"
 
 
-unsupported_vector = unsupported_rows  # a vector has one row, or is contiguous
+def unsupported_vector(x: torch.Tensor | None, name: str = "x") -> str | None:
+    fits = x is None or (x.dtype in FLOATS and x.is_contiguous())
+    return None if fits else f"{name}: unsupported dtype or strides"

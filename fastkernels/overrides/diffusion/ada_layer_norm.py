@@ -76,10 +76,8 @@ def _supports_triton(
 ) -> str | None:  # fmt: skip
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
-    named = ((x, "x"), (scale, "scale"), (shift, "shift"))
-    reasons = (unsupported_rows(t, name) for t, name in named)
-    vectors = (unsupported_vector(t, name) for t, name in ((weight, "weight"), (bias, "bias")))
-    return next((reason for reason in (*reasons, *vectors) if reason), None)
+    reason = unsupported_rows(x, "x") or unsupported_rows(scale, "scale") or unsupported_rows(shift, "shift")
+    return reason or unsupported_vector(weight, "weight") or unsupported_vector(bias, "bias")
 
 
 def _triton(

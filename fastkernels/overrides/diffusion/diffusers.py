@@ -34,11 +34,9 @@ def _not_layer_norm(module: Any) -> str | None:
 
 def _modulated(norm: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """norm(x) * (1 + scale) + shift; x: [B, T, H], scale and shift: [B, H]."""
-    reason = "other code was put around its norm" if _changed(norm) else None
-    if scale.dtype != x.dtype:  # the host's result is of the wider dtype
-        reason = f"x is {x.dtype}, its scale {scale.dtype}"
-    if reason is not None:
-        ada_layer_norm.note(reason)
+    if _changed(norm) or scale.dtype != x.dtype:  # the host's result is of the wider dtype
+        dtypes = f"x is {x.dtype}, its scale {scale.dtype}"
+        ada_layer_norm.note(dtypes if scale.dtype != x.dtype else "other code was put around its norm")
         return norm(x) * (1 + scale[:, None]) + shift[:, None]
     return ada_layer_norm(x, scale, shift, norm.weight, norm.bias, norm.eps)
 
@@ -230,9 +228,8 @@ class DiffusersResnetBlock2D(nn.Module):
     def forward(self, input_tensor: torch.Tensor, temb: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         x = self.conv1(_normed(self.norm1, input_tensor))
         if self.time_emb_proj is not None:
-            temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))[
-                :, :, None, None
-            ]
+            temb = temb if self.skip_time_act else self.nonlinearity(temb)
+            temb = self.time_emb_proj(temb)[:, :, None, None]
         if temb is not None and self.time_embedding_norm == "default":
             x = x + temb
         x = self.conv2(self.dropout(_normed(self.norm2, x)))

@@ -9,8 +9,8 @@ import triton.language as tl
 from fastkernels.overrides.kit import mxfp4
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import follow, overlap
-from fastkernels.overrides.moe.grouped_gemm import Sorted
 from fastkernels.overrides.moe.moe_tiles import Tiles
+from fastkernels.overrides.moe.sorted_pairs import Sorted
 
 
 # The number of pairs changes between calls: one compiled kernel serves all of them.

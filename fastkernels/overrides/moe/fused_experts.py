@@ -21,8 +21,9 @@ from fastkernels.overrides.moe.cases import (
     routing,
 )
 from fastkernels.overrides.moe.expert_libraries import for_any_ids, fused_experts_vllm, supports_vllm
-from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
+from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import chosen, fits, sets, tiles, wide
+from fastkernels.overrides.moe.sorted_pairs import sort_pairs
 
 # The key of a call in tuned tables; `here` is the number of experts on this rank.
 SHAPE, SIZES = ("experts", "here", "topk", "hidden", "intermediate"), ("tokens",)

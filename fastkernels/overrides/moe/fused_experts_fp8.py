@@ -36,8 +36,9 @@ from fastkernels.overrides.moe.fused_experts import (
     key_of,
     local_ids,
 )
-from fastkernels.overrides.moe.grouped_gemm import Scales, grouped_gemm, sort_pairs, sum_over_experts
+from fastkernels.overrides.moe.grouped_gemm import Scales, grouped_gemm, sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import chosen, sets, tiles_fp8, wide
+from fastkernels.overrides.moe.sorted_pairs import sort_pairs
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
 

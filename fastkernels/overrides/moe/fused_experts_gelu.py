@@ -12,8 +12,9 @@ from fastkernels.core.spec import Case, OpSpec, Tensor, fan_in
 from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
 from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
 from fastkernels.overrides.moe.fused_experts import check_sizes, local_ids
-from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sort_pairs, sum_over_experts
-from fastkernels.overrides.moe.moe_tiles import chosen, tiles, wide
+from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sum_over_experts
+from fastkernels.overrides.moe.moe_tiles import tiles, wide
+from fastkernels.overrides.moe.sorted_pairs import sort_pairs
 
 T = torch.Tensor
 
@@ -53,10 +54,10 @@ def _triton(hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert
     if ids.numel() == 0:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    first, second = chosen(tiles(ids.numel() // experts, x.dtype, wide(x.device)), None, None)
-    pairs = sort_pairs(ids, experts, expert_map, first.block_m)
-    inner = gelu_and_mul.run(grouped_gemm(x, w1, pairs, pairs.topk, None, first), "tanh")
-    out = grouped_gemm(inner, w2, pairs, 1, weights, second)
+    sizes = tiles(ids.numel() // experts, x.dtype, wide(x.device))
+    pairs = sort_pairs(ids, experts, expert_map, sizes.block_m)
+    inner = gelu_and_mul.run(grouped_gemm(x, w1, pairs, pairs.topk, None, sizes), "tanh")
+    out = grouped_gemm(inner, w2, pairs, 1, weights, sizes)
     return sum_over_experts(out, ids, experts, expert_map)
 
 

@@ -25,8 +25,9 @@ from fastkernels.overrides.moe.cases import (
     routing,
 )
 from fastkernels.overrides.moe.fused_experts import local_ids
-from fastkernels.overrides.moe.grouped_gemm import sort_pairs, sum_over_experts
+from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
 from fastkernels.overrides.moe.int4_gemm import int4_gemm, int4_tiles
+from fastkernels.overrides.moe.sorted_pairs import sort_pairs
 
 T = torch.Tensor
 

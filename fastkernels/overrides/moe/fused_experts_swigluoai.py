@@ -19,7 +19,8 @@ from fastkernels.overrides.kit import mxfp4
 from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles
 from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
 from fastkernels.overrides.moe.fused_experts import local_ids
-from fastkernels.overrides.moe.grouped_gemm import sort_pairs, sum_over_experts
+from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
+from fastkernels.overrides.moe.sorted_pairs import sort_pairs
 
 T = torch.Tensor
 

@@ -11,42 +11,8 @@ import triton.language as tl
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel, overlap
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW
-from fastkernels.overrides.moe.moe_align import moe_align, padded_size
 from fastkernels.overrides.moe.moe_tiles import Tiles
-
-
-class Sorted(NamedTuple):
-    """(token, expert) pairs sorted by expert, in blocks of block_m; `sort_pairs` makes them.
-
-    pairs    int32 indices of pairs, `n_pairs` for padding; None: block i holds pair i alone
-    experts  the expert of each block
-    total    int32 [1], the used entries of `pairs`; None: all
-    n_pairs  number of pairs
-    topk     pairs per token
-    blocks   upper bound of the number of blocks
-    """
-
-    pairs: torch.Tensor | None
-    experts: torch.Tensor
-    total: torch.Tensor | None
-    n_pairs: int
-    topk: int
-    blocks: int
-
-
-def sort_pairs(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None, block_m: int) -> Sorted:
-    """ids: [T, K], contiguous. All sizes depend on shapes alone: the CPU never waits for the GPU, and a captured CUDA
-    graph is valid for any routing.
-
-    With so few pairs that most experts have at most one, pairs are not sorted, as in vLLM, unless moe_align is
-    explicitly requested.
-    """
-    count, topk = ids.numel(), ids.shape[1]
-    if expert_map is None and 4 * count <= experts and not moe_align.requested:
-        return Sorted(None, ids, None, count, topk, count)
-    capacity = -(-padded_size(count, block_m, experts) // block_m) * block_m
-    pairs, of_blocks, total = moe_align.run(ids, block_m, experts, capacity, expert_map, False)
-    return Sorted(pairs, of_blocks, total, count, topk, of_blocks.numel())
+from fastkernels.overrides.moe.sorted_pairs import Sorted
 
 
 class Scales(NamedTuple):
@@ -170,13 +136,12 @@ def grouped_gemm(
     local expert are not written.
     """
     n, k = b.shape[1:]
-    if out is None:
-        out = torch.empty((pairs.n_pairs, n), dtype=a.dtype, device=a.device)
+    c = torch.empty((pairs.n_pairs, n), dtype=a.dtype, device=a.device) if out is None else out
     grid = (pairs.blocks * cdiv(n, t.block_n),)
     of_blocks = scales is not None and scales.kind == BLOCK
     where = Scales(ROW, a, 0, 0, b, 0, 0, 0) if scales is None else scales
     grouped_gemm_kernel[grid](
-        a, b, out, scale, pairs.pairs, pairs.experts, pairs.total, where.a, where.b, n, b.shape[0], pairs.n_pairs,
+        a, b, c, scale, pairs.pairs, pairs.experts, pairs.total, where.a, where.b, n, b.shape[0], pairs.n_pairs,
         pairs.blocks, a.stride(0), b.stride(0), b.stride(1), where.a_row, where.a_block, where.b_expert, where.b_row,
         where.b_block, K=k, TOPK=topk, HAS_SCALE=scale is not None, SORTED=pairs.pairs is not None,
         FP8=scales is not None, BLOCKS=of_blocks, UPCAST=scales is not None and a.device.type == "cpu", SWAP=t.swap,
@@ -184,7 +149,7 @@ def grouped_gemm(
         GROUP_M=t.group_m, num_warps=t.num_warps, num_stages=t.num_stages,
         **(overlap(a.device, grid) if t.early else {"OVERLAP": False}),
     )  # fmt: skip
-    return out
+    return c
 
 
 @triton.jit

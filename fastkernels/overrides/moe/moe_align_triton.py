@@ -35,7 +35,7 @@ def _buckets(ids_ptr, map_ptr, at, N, E, HAS_MAP: tl.constexpr, INVALID_FIRST: t
 
 
 @triton.jit(do_not_specialize=["N", "capacity", "n_blocks"])
-def _expert_kernel(
+def expert_kernel(
     ids_ptr, map_ptr, sorted_ptr, experts_ptr, total_ptr, N, E, capacity, n_blocks, block_size,
     HAS_MAP: tl.constexpr, INVALID_FIRST: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -79,7 +79,7 @@ def _expert_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "capacity", "n_blocks"])
-def _count_kernel(
+def count_kernel(
     ids_ptr, map_ptr, counts_ptr, sorted_ptr, experts_ptr, N, E, capacity, n_blocks,
     HAS_MAP: tl.constexpr, INVALID_FIRST: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, BINS: tl.constexpr,
     FILL: tl.constexpr, OVERLAP: tl.constexpr,
@@ -102,7 +102,7 @@ def _count_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "capacity", "n_blocks"])
-def _place_kernel(
+def place_kernel(
     ids_ptr, map_ptr, counts_ptr, sorted_ptr, experts_ptr, total_ptr, N, E, capacity, n_blocks, block_size,
     HAS_MAP: tl.constexpr, INVALID_FIRST: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr, BINS: tl.constexpr,
     ROWS: tl.constexpr, OVERLAP: tl.constexpr,
@@ -169,7 +169,7 @@ def by_experts(
     """Run the one-launch kernel; see `align`."""
     chunk = min(max(next_power_of_2(ids.numel()), 128), 4096)
     launch_kernel(
-        _expert_kernel, (num_experts + first,),
+        expert_kernel, (num_experts + first,),
         ids, expert_map, *outs, ids.numel(), num_experts, outs[0].numel(), outs[1].numel(), block_size,
         HAS_MAP=expert_map is not None, INVALID_FIRST=first, CHUNK=chunk, BINS=bins(num_experts, first),
         FILL=min(chunk, FILL), num_warps=4 if chunk <= 1024 else 8,
@@ -193,13 +193,13 @@ def by_chunks(
     sizes = (ids.numel(), num_experts, outs[0].numel(), outs[1].numel())
     # Triton's histogram needs at least one value per thread.
     launch_kernel(
-        _count_kernel, (programs,),
+        count_kernel, (programs,),
         ids, expert_map, counts, *outs[:2], *sizes, HAS_MAP=expert_map is not None, INVALID_FIRST=first, CHUNK=chunk,
         PIECE=min(chunk, 512), BINS=buckets, FILL=FILL, num_warps=min(chunk // 32, 4),
     )  # fmt: skip
     rows = min(next_power_of_2(programs), max(4096 // buckets, 1))
     launch_kernel(
-        _place_kernel, (programs,),
+        place_kernel, (programs,),
         ids, expert_map, counts, *outs, *sizes, block_size, HAS_MAP=expert_map is not None, INVALID_FIRST=first,
         CHUNK=chunk, PIECE=min(chunk, 128), BINS=buckets, ROWS=rows, num_warps=4,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from fastkernels.overrides.kit.fp8 import (
 )
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.overrides.kit.rows import rows, unsupported_rows
 
 
 def reference(
@@ -130,9 +130,7 @@ def _supports_triton(
         return f"column-major scales of x with {x.dim()} dimensions"
     if residual is not None and (rows(residual) or (1,))[0] != (rows(x) or (1,))[0]:
         return f"residual has strides {residual.stride()}, x {x.stride()}: their rows differ"
-    return (
-        unsupported_rows(x) or unsupported_vector(weight, "weight") or unsupported_rows(residual, "residual")
-    )
+    return unsupported_rows(x) or unsupported_rows(weight, "weight") or unsupported_rows(residual, "residual")
 
 
 def _triton(
