@@ -147,6 +147,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {"use_qkv_bias": True}),
     "nemotron": ("Nemotron", {}),
     "glm4": ("Glm4", {}),
+    "biogpt": ("BioGpt", {"tie_word_embeddings": True}),
+    "falcon": ("Falcon", {"num_kv_heads": 2, "ffn_hidden_size": 192, "tie_word_embeddings": True}),
     "opt": ("OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma": ("Gemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
@@ -306,7 +308,8 @@ def make_tiny(
     import transformers
 
     cls = getattr(transformers, f"{prefix}ForCausalLM")
-    model = cls(cls.config_class(**fields))
+    computed = {name for name in fields if isinstance(getattr(cls.config_class, name, None), property)}
+    model = cls(cls.config_class(**{name: v for name, v in fields.items() if name not in computed}))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

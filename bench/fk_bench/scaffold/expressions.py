@@ -42,7 +42,7 @@ class Search:
     def of_model(self, what: str, get: Callable[[d.Decoder], Any], usual: Sequence[str] = ()) -> str:
         """The expression of a value of the decoder. usual: tried first. Raises NoExpression."""
         rows = [(s, {"config": s.config, "d": d}, get(s.decoder)) for s in self.samples.all]
-        return self._find(what, rows, usual, self._values(rows))
+        return self._find(what, rows, usual, self._values)
 
     # -- values of the layers
 
@@ -51,16 +51,14 @@ class Search:
     ) -> str:
         """The same for a value of each layer, or of those that meet a condition."""
         rows = self._rows(get, only)
-        return self._find(what, rows, usual, self._values(rows))
+        return self._find(what, rows, usual, self._values)
 
     def size_of_layers(
         self, what: str, get: Value, usual: Sequence[str] = (), only: Value = lambda layer: True
     ) -> str:
         """The same for a size, which no constant gives: the samples are small copies."""
         rows = self._rows(get, only)
-        return self._find(
-            what, rows, usual, (t for t in self._values(rows) if t in ("1", "True") or "config" in t)
-        )
+        return self._find(what, rows, usual, self._sizes)
 
     def condition(self, what: str, get: Value) -> str:
         """The expression of a truth value of the layers; 'True' or 'False' if it is always the same."""
@@ -68,7 +66,7 @@ class Search:
         single = list(self._conditions(rows))
         both = (f"{a} and {b}" for a, b in combinations(self._implied(single, rows), 2))
         either = (f"{a} or {b}" for a, b in combinations(self._sufficient(single, rows), 2))
-        return self._find(what, rows, ("True", "False"), chain(single, both, either))
+        return self._find(what, rows, ("True", "False"), lambda _: chain(single, both, either))
 
     def _implied(self, conditions: list[str], rows: Any) -> list[str]:
         """The conditions that hold wherever the value is true."""
@@ -97,15 +95,41 @@ class Search:
             if only(layer)
         ]
 
-    def _find(self, what: str, rows: Any, usual: Sequence[str], others: Iterable[str]) -> str:
-        for text in (*usual, *others):
+    def _find(
+        self, what: str, rows: Any, usual: Sequence[str], others: Callable[[Any], Iterable[str]]
+    ) -> str:
+        found = self._first(rows, usual, others) or self._by_flag(rows, usual, others)
+        if found:
+            return found
+        base = _distinct(value for s, _, value in rows if not s.field)
+        changes = {
+            s.field for s in self.samples.all if not equal(_distinct(v for r, _, v in rows if r is s), base)
+        }
+        raise NoExpression(what, changes)
+
+    def _first(self, rows: Any, usual: Sequence[str], others: Callable[[Any], Iterable[str]]) -> str:
+        for text in chain(usual, others(rows)):
             if all(self._right(text, names, value) for _, names, value in rows):
                 return text
-        base = [value for s, _, value in rows if not s.field]
-        changes = {
-            s.field for s in self.samples.all if not equal([v for r, _, v in rows if r is s], base)
-        }  # fmt: skip
-        raise NoExpression(what, changes)
+        return ""
+
+    def _by_flag(self, rows: Any, usual: Sequence[str], others: Callable[[Any], Iterable[str]]) -> str:
+        """One expression where flags of the config are set and another one elsewhere; '' if there is none."""
+        if not isinstance(rows[0][2], (int, float)) or isinstance(rows[0][2], bool):
+            return ""
+        values = fields(self.samples.config)
+        flags = [self.attribute[n] for n in self.names if isinstance(values[n], bool)]
+        either = (f"{a} or not {b}" for a in flags for b in flags if a != b)
+        for flag in (*flags, *either):
+            when = [self._right(flag, names, True) for _, names, _ in rows]
+            there = [row for row, on in zip(rows, when, strict=True) if on]
+            elsewhere = [row for row, on in zip(rows, when, strict=True) if not on]
+            if not there or not elsewhere:
+                continue
+            a = self._first(there, usual, others)
+            if a and (b := self._first(elsewhere, usual, others)):
+                return f"{a} if {flag} else {b}"
+        return ""
 
     @staticmethod
     def _right(text: str, names: dict[str, Any], value: Any) -> bool:
@@ -138,6 +162,9 @@ class Search:
         for name in self.names:
             yield f"d.activation(config, {name!r})".replace("'", '"')
 
+    def _sizes(self, rows: Any) -> Iterator[str]:
+        return (t for t in self._values(rows) if t in ("1", "True") or "config" in t)
+
     def _conditions(self, rows: Any) -> Iterator[str]:
         values = fields(self.samples.config)
         for name in self.names:
@@ -163,6 +190,15 @@ class Search:
                     f"i % {at} == 0",
                     f"i % {at} != 0",
                 )
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    """The values without those that are equal to the one before: samples may have other numbers of layers."""
+    found: list[Any] = []
+    for value in values:
+        if not found or not equal(found[-1], value):
+            found.append(value)
+    return found
 
 
 def literal(value: Any) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+from fk_integrations.transformers.tiny_models import fields
+
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import PACKED
+from fastkernels.models.common.checks import REQUIRED
 from fk_bench.info.stub_source import WIDTH, fold
 from fk_bench.scaffold.expressions import NoExpression, Search, literal
 from fk_bench.scaffold.samples import Samples, equal, normal
@@ -35,7 +39,7 @@ def text(samples: Samples, about: str, category: str = "llm") -> str:
         f'"""{about}"""', "", "from __future__ import annotations", "", "from typing import Any", "",
         "from fastkernels.models.common import description as d",
         "from fastkernels.models.common.architecture import Architecture", "", "", body, "", "",
-        _architecture(samples, category), "",
+        _architecture(samples, category, body), "",
     ])  # fmt: skip
 
 
@@ -98,8 +102,11 @@ class _Describe:
         norms = [
             next((n for n in map(get, s.decoder.layers) if n is not None), None) for s in self.samples.all
         ]
-        made = self._norm(what, norms)
-        made = "norm" if made == self.norm else made
+        if all(n is None or equal(n, s.decoder.norm) for n, s in zip(norms, self.samples.all, strict=True)):
+            made = "norm"
+        else:
+            made = self._norm(what, norms)
+            made = "norm" if made == self.norm else made
         when = self.search.condition(f"whether there is {what}", lambda layer: get(layer) is not None)
         return _if(made, when)
 
@@ -113,11 +120,12 @@ class _Describe:
                 continue
             if name != "scale" and search.fits(f"d.attention(config, window).{name}", get):
                 continue
-            value = (
-                search.size_of_layers(what, get, SIZES[name])
-                if name in SIZES
-                else search.of_layers(what, get)
-            )
+            if name in SIZES:
+                value = search.size_of_layers(what, get, SIZES[name])
+            elif name == "by_head":  # of one key head, both orders are the same
+                value = search.of_layers(what, get, only=_has_groups)
+            else:
+                value = search.of_layers(what, get)
             found.append(f"{name}={value}")
         for name in ("head_norm", "wide_norm"):
             if made := self._optional_norm(
@@ -241,7 +249,26 @@ class _Describe:
             text = search.of_model(name, attrgetter(name))
             if text != literal(usual):
                 made.append(f"{name}={text}")
+        if any(s.decoder.positions is not None for s in self.samples.all):
+            made.append(f"positions={self._positions()}")
         return _fold("return d.Decoder(", made, ")", 1)
+
+    def _positions(self) -> str:
+        """The expression of the learned positions. Raises NoExpression."""
+        every = self.samples.all
+        without = {s.field for s in every if s.decoder.positions is None}
+        if without:
+            raise NoExpression("whether positions are learned", without)
+        count = self.search.of_model(
+            "the number of positions", attrgetter("positions.count"), ("config.max_position_embeddings",)
+        )
+        offset = self.search.of_model("the first row of positions", attrgetter("positions.offset"))
+        return f"d.Positions({count}{f', {offset}' if offset != '0' else ''})"
+
+
+def _has_groups(layer: d.Layer) -> bool:
+    """Whether the order of a packed projection's rows depends on `by_head`."""
+    return isinstance(layer.attention, d.Attention) and layer.attention.kv_heads > 1
 
 
 def _assigned(name: str, call: str) -> str:
@@ -290,7 +317,7 @@ def _fold(head: str, items: list[str], tail: str, depth: int) -> str:
 # -- the declaration
 
 
-def _architecture(samples: Samples, category: str) -> str:
+def _architecture(samples: Samples, category: str, body: str) -> str:
     names, config = samples.base.names, samples.config
     lines = [
         "ARCH = Architecture(",
@@ -311,9 +338,10 @@ def _architecture(samples: Samples, category: str) -> str:
         lines.append(f"    packed={{{inside}}},")
     lines.append('    tied={"lm_head.weight": "model.embed_tokens.weight"},')
     prefixes = {
-        "embedding": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm", "head": "lm_head",
+        "embedding": "model.embed_tokens", "positions": "model.embed_positions", "layers": "model.layers",
+        "norm": "model.norm", "head": "lm_head",
     }  # fmt: skip
-    renamed = {f"{names[k]}.": f"{ours}." for k, ours in prefixes.items() if names[k] != ours}
+    renamed = {f"{names[k]}.": f"{ours}." for k, ours in prefixes.items() if names.get(k, ours) != ours}
     parts = {
         theirs: ours
         for role, theirs in names.items()
@@ -321,10 +349,18 @@ def _architecture(samples: Samples, category: str) -> str:
         for ours in [_own_name(role, names)]
         if theirs != ours
     }
+    given = fields(config)
+    inner = re.search(r"d\.Mlp\(\s*config\.(\w+)", body)
+    other = {"intermediate_size": inner[1] if inner else ""} | getattr(config, "attribute_map", {})
+    sizes = {name: other.get(name, "") for name in REQUIRED if name not in given}
+    if sizes:
+        entries = ", ".join(f'"{name}": "{own}"' for name, own in sizes.items())
+        lines.append(f"    sizes={{{entries}}},")
     if "experts" in names and not hasattr(config, "num_experts"):
         raise NoExpression("the number of experts, which names their weights in checkpoints,", set())
     if "experts" in names:
         lines.append('    experts="fastkernels.models.common.decoder:expert_mapping",')
+    parts |= samples.aliases
     for name, mapping in (("renamed", renamed), ("parts", parts)):
         if mapping:
             lines += [f"    {name}={{", *(f'        "{k}": "{v}",' for k, v in mapping.items()), "    },"]

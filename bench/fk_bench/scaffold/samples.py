@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fk_integrations.transformers import tiny_models
@@ -10,6 +10,7 @@ from fk_integrations.transformers.decoder_roles import Observed, Unexplained, ob
 
 from fastkernels.models.common import description as d
 
+NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 TOLERANCE = 1e-3  # relative, of numbers that are measured
 
 
@@ -24,11 +25,16 @@ class Sample:
 
 @dataclass
 class Samples:
-    """all: the given config first. refused: {field: the only value under which the model can be described}."""
+    """all: the given config first.
+
+    refused  {field: the only value under which the model can be described}
+    aliases  {name of a norm in the checkpoints of some configs: its usual name}, where configs differ in it
+    """
 
     base: Observed
     all: list[Sample]
     refused: dict[str, Any]
+    aliases: dict[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
@@ -38,7 +44,7 @@ class Samples:
     def sizes(self) -> set[str]:
         """The fields whose values in the samples are not those of the real model."""
         names = getattr(self.config, "attribute_map", {})
-        return {names.get(name, name) for name in tiny_models.SIZES}
+        return {names.get(name, name) for name in (*tiny_models.SIZES, "num_hidden_layers")}
 
     def drop(self, fields: set[str]) -> bool:
         """Leave out the samples of these fields: the model file then refuses other values of them.
@@ -56,7 +62,14 @@ def collect(config: Any) -> Samples:
     """Observe a small copy of the model, and one for each field of the config. Raises NoReference, Unexplained."""
     small = tiny_models.shrunk(config)
     small, model = _built(small)
-    base = observe(model, small)
+    try:
+        base = observe(model, small)
+    except RuntimeError:  # sizes that do not fit: this layout may need as many key heads as query heads
+        others = [tiny_models.changed(small, **more) for more in tiny_models.with_all_keys(small, {})]
+        if not others:
+            raise
+        small, model = _built(others[0])
+        base = observe(model, small)
     base.names.update(_stored(base.names, tiny_models.checkpoint_names(model)))
     made = Samples(base, [Sample(small, normal(base.decoder))], {})
     for name, changes in tiny_models.perturbations(small):
@@ -81,7 +94,31 @@ def collect(config: Any) -> Samples:
                 break
         if unexplained and name not in made.sizes and name not in {s.field for s in made.all}:
             made.refused[name] = tiny_models.fields(small)[name]
+    _unify(made)
     return made
+
+
+def _unify(made: Samples) -> None:
+    """Give norms that are named differently under some configs their usual names."""
+    found: dict[str, set[str]] = {}
+    for sample in made.all:
+        for layer in sample.decoder.layers:
+            for part in NORMS:
+                if getattr(layer, part) is not None:
+                    found.setdefault(part, set()).add(layer.name(part))
+    for part, names in found.items():
+        if len(names) < 2:
+            continue
+        usual = d.NAMES.get(part, part)
+        made.aliases |= {name: usual for name in sorted(names) if name != usual}
+        made.all = [
+            replace(s, decoder=replace(s.decoder, layers=tuple(_unnamed(x, part) for x in s.decoder.layers)))
+            for s in made.all
+        ]
+
+
+def _unnamed(layer: d.Layer, part: str) -> d.Layer:
+    return replace(layer, names={p: n for p, n in layer.names.items() if p != part})
 
 
 def _built(small: Any) -> tuple[Any, Any]:
@@ -103,7 +140,7 @@ def _stored(names: dict[str, str], keys: dict[str, str]) -> dict[str, str]:
     """The same roles with the names that checkpoints use."""
     found, stack = {}, names["layers"]
     for role, name in names.items():
-        if role in ("embedding", "norm", "head"):
+        if role in ("embedding", "positions", "norm", "head"):
             found[role] = keys.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
         elif role == "experts":
             found[role] = name
@@ -121,7 +158,8 @@ def normal(decoder: d.Decoder) -> d.Decoder:
         a = layer.attention
         if isinstance(a, d.Attention):
             scale = a.head_size**-0.5 if a.scale is None else a.scale
-            a = replace(a, scale=scale, interleaved=a.interleaved and a.rope is not None)
+            interleaved, by_head = a.interleaved and a.rope is not None, a.by_head and a.kv_heads > 1
+            a = replace(a, scale=scale, interleaved=interleaved, by_head=by_head)
         names = {part: name for part, name in layer.names.items() if getattr(layer, part, True) is not None}
         layers.append(replace(layer, attention=a, names=names))
     return replace(decoder, layers=tuple(layers), tied=bool(decoder.tied))

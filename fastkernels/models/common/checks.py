@@ -53,7 +53,8 @@ def check_file(folder: Path) -> None:
         )
     if arch.inputs == "images" or names[0] in arch.text_of:
         return  # transformers' defaults are public models: wrong sizes do not fit the weights
-    missing = [name for name in REQUIRED if name not in raw]
+    required = [name for size in REQUIRED if (name := arch.sizes.get(size, size))]
+    missing = [name for name in required if name not in raw]
     if missing:
         raise CheckpointError(f"{file} has no {', '.join(missing)}")
 

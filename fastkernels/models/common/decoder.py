@@ -68,6 +68,7 @@ ACTIVATIONS: dict[tuple[str, bool], Callable[[], nn.Module]] = {  # (activation,
     ("gelu", False): VllmGELU,
     ("gelu_tanh", False): VllmGELUTanh,
     ("relu2", False): VllmReLUSquaredActivation,
+    ("relu", False): nn.ReLU,
     ("relu2", True): ReLUSquaredAndMul,
 }
 
@@ -183,6 +184,7 @@ class DecoderAttention(HeadNorms, LlamaAttention):
             prefix=f"{prefix}.attn", sinks=getattr(self, "sinks", None),
         )  # fmt: skip
         if a.by_head:
+            self.queries = a.heads // a.kv_heads  # that share a key head
             for parameter in self.qkv_proj.parameters():
                 parameter.weight_loader = self._load_by_head  # type: ignore[attr-defined]
 
@@ -223,10 +225,11 @@ class DecoderAttention(HeadNorms, LlamaAttention):
     def _load_by_head(
         self, param: nn.Parameter, loaded: torch.Tensor, loaded_shard_id: str | None = None
     ) -> None:
-        """Sort the rows [heads, 3, head_size] of a packed projection to [3, heads, head_size]."""
+        """Sort the rows [kv_heads, queries + 2, head_size] of a packed projection to those of q, k and v."""
         if loaded_shard_id is None:
-            rows = loaded.reshape(-1, 3, self.head_dim, *loaded.shape[1:])
-            loaded = rows.transpose(0, 1).reshape(loaded.shape)
+            rows = loaded.reshape(-1, self.queries + 2, self.head_dim, *loaded.shape[1:])
+            parts = rows[:, :-2], rows[:, -2], rows[:, -1]
+            loaded = torch.cat([part.reshape(-1, *loaded.shape[1:]) for part in parts])
         self.qkv_proj.weight_loader(param, loaded, loaded_shard_id)
 
 
@@ -425,6 +428,10 @@ class DecoderModel(nn.Module):
     def __init__(self, d: description.Decoder) -> None:
         super().__init__()
         self.embed_tokens = VllmVocabParallelEmbedding(d.vocab, d.hidden, prefix="model.embed_tokens")
+        self.positions = d.positions
+        if d.positions is not None:
+            rows = d.positions.count + d.positions.offset
+            self.embed_positions = VllmVocabParallelEmbedding(rows, d.hidden, prefix="model.embed_positions")
         self.layer_inputs = (
             None if d.layer_input is None
             else LayerInputs(d.layer_input, make_norm, d.hidden, len(d.layers), "model.layer_inputs")
@@ -443,6 +450,8 @@ class DecoderModel(nn.Module):
         hidden, residual = self.embed_tokens(input_ids), None
         if self.scale != 1.0:
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype)
+        if self.positions is not None:
+            hidden = hidden + self.embed_positions(positions + self.positions.offset)
         if self.layer_inputs is not None:
             inputs = self.layer_inputs(input_ids, hidden)
             for i, layer in enumerate(self.layers):

@@ -15,7 +15,7 @@ from fastkernels.overrides.block import attention_sizes
 
 ACTIVATIONS = {  # of transformers' configs: ours
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
+    "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2", "relu": "relu",
 }  # fmt: skip
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
@@ -62,7 +62,7 @@ class Attention:
     interleaved   pairs of the rotary embedding are neighbours (GPT-J) instead of halves (NeoX)
     head_norm     the norm of each query and key head, before the rotary embedding
     wide_norm     one norm over all query heads, and one over all key heads
-    by_head       the checkpoint's packed projection has q, k and v of one head after the other
+    by_head       the checkpoint's packed projection has, for one key head after the other, its queries, key and value
     sinks         a learned logit of each head joins the softmax, without a value (GPT-OSS)
     out_norm      one norm over all heads' outputs, before the output projection
     value_norm    the norm of each value head; it has no weight
@@ -252,6 +252,17 @@ class LayerInput:
 
 
 @dataclass(frozen=True)
+class Positions:
+    """A learned embedding of each position, added to that of the token.
+
+    count   positions; offset: row of the first one, after rows that are not used
+    """
+
+    count: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer on the residual stream x:
 
@@ -302,6 +313,7 @@ class Decoder:
     embedding_scale   multiplies the embedding; logits_scale multiplies the logits
     logits_softcap    cap * tanh(logit / cap); 0: none
     layer_input       what each layer reads of a token itself; None: nothing
+    positions         learned positions; None: none
     """
 
     vocab: int
@@ -314,6 +326,7 @@ class Decoder:
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     layer_input: LayerInput | None = None
+    positions: Positions | None = None
 
 
 def head_size(config: Any) -> int:

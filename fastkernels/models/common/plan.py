@@ -180,6 +180,10 @@ def _items(d: Decoder, arch: Architecture) -> Iterator[Item]:
     table: dict[str, tuple[int, ...]] = {"weight": (d.vocab, d.hidden)}
     embed, head = "model.embed_tokens", "lm_head"
     yield Item(embed, "embedding", {}, table, "vocabulary", _keys(f"{embed}.weight", arch), d.hidden)
+    if d.positions is not None:
+        path, rows = "model.embed_positions", d.positions.count + d.positions.offset
+        own: dict[str, tuple[int, ...]] = {"weight": (rows, d.hidden)}
+        yield Item(path, "embedding", {}, own, "vocabulary", _keys(f"{path}.weight", arch), d.hidden)
     if d.layer_input is not None:
         yield from _layer_inputs(d.layer_input, d.hidden, len(d.layers), "model.layer_inputs", arch)
     for i, layer in enumerate(d.layers):
@@ -359,11 +363,10 @@ def _experts(experts: Experts, hidden: int, path: str, arch: Architecture) -> It
         bias, name = {"e_score_correction_bias": (experts.count,)}, f"{path}.gate.e_score_correction_bias"
         keys = _keys(name, arch) if experts.correction else ()
         yield Item(f"{path}.router", "grouped_topk", arguments, bias if experts.correction else {}, keys=keys)
-    keys = tuple(
-        arch.checkpoint_key(f"{path}.experts.{e}.{part}.weight")
-        for e in range(experts.count)
-        for part in experts.names
-    )
+    names = [f"{e}.{part}.weight" for e in range(experts.count) for part in experts.names]
+    if not arch.experts:  # the checkpoint has them as one tensor
+        names = ["w13_weight", "w2_weight"]
+    keys = tuple(key for name in names for key in _keys(f"{path}.experts.{name}", arch))
     yield _stacked(experts, "fused_experts", hidden, f"{path}.experts", keys)
     if experts.shared:
         yield from _mlp(Mlp(experts.shared), hidden, f"{path}.shared_experts", arch)

@@ -14,7 +14,7 @@ from fastkernels.overrides.rope.vllm import get_rope
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
+    "relu2": lambda x: F.relu(x).square(), "relu": F.relu,
 }  # fmt: skip
 KINDS = {"rms": (False, 0.0), "gemma": (False, 1.0), "layer": (True, 0.0), "layer_1p": (True, 1.0)}
 

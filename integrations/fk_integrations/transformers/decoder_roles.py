@@ -51,14 +51,8 @@ def observe(model: Any, config: Any) -> Observed:
     first = made.of(model.get_submodule(f"{stack}.0"))
     last = made.of(model.get_submodule(f"{stack}.{config.num_hidden_layers - 1}"))
     assert first is not None and last is not None
-    embedding = next((c for c in made.calls if isinstance(c.module, nn.Embedding)), None)
-    if embedding is None:
-        raise Unexplained("", "no embedding of the tokens was called")
-    names["embedding"] = embedding.path
+    embedding, scale, positions = _embedding(made, first, f"{stack}.0", names)
     table: Any = embedding.module.weight
-    scale = probe.ratio(first.inputs[0], table[made.ids])
-    if scale is None:
-        raise Unexplained(f"{stack}.0", "the first layer reads more than the scaled embedding of the tokens")
     layers: list[d.Layer] = []
     seen: dict[str, str] = {}
     for i in range(config.num_hidden_layers):
@@ -79,15 +73,51 @@ def observe(model: Any, config: Any) -> Observed:
     decoder = d.Decoder(
         table.shape[0], table.shape[1], tuple(layers), final, tied=weight is table,
         head_bias=_has_bias(head), embedding_scale=scale, logits_scale=logits_scale,
-        logits_softcap=softcap,
+        logits_softcap=softcap, positions=positions,
     )  # fmt: skip
     return Observed(decoder, {**names, **seen})
+
+
+def _embedding(
+    made: Recording, first: ModuleCall, path: str, names: dict[str, str]
+) -> tuple[ModuleCall, float, d.Positions | None]:
+    """(call of the tokens' embedding, its scale, learned positions); adds their names. Raises Unexplained."""
+    calls = [c for c in made.calls if isinstance(c.module, nn.Embedding)]
+    x = first.inputs[0].reshape(len(made.ids), -1)
+    for call in calls:
+        table: Any = call.module.weight
+        if int(made.ids.max()) >= len(table):
+            continue
+        scale = probe.ratio(x, table[made.ids])
+        if scale is not None:
+            names["embedding"] = call.path
+            return call, scale, None
+        for other in calls:
+            rows: Any = other.module.weight
+            if other is call or rows.shape[1:] != table.shape[1:]:
+                continue
+            for offset in range(min(4, len(rows) - len(made.ids))):
+                added = rows[offset : offset + len(made.ids)]
+                scale = probe.ratio(x - added, table[made.ids])
+                if scale is not None:
+                    names |= {"embedding": call.path, "positions": other.path}
+                    return call, scale, d.Positions(len(rows) - offset, offset)
+    if not calls:
+        raise Unexplained("", "no embedding of the tokens was called")
+    raise Unexplained(
+        path,
+        "the first layer reads something else than the scaled embedding of the tokens, and learned positions",
+    )
 
 
 def _stack(model: nn.Module, made: Recording) -> str:
     """The name of the list of layers: the one above every call of attention."""
     if not made.attention:
-        raise Unexplained("", "its attention does not run through transformers' attention functions")
+        raise Unexplained(
+            "",
+            "no softmax attention over all tokens was seen: neither a call of transformers' attention "
+            "functions, nor a softmax of queries times keys",
+        )
     lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     fits = [n for n in lists if all(a.path.startswith(f"{n}.") for a in made.attention)]
     if not fits:
@@ -135,7 +165,9 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
         raise
     mlp, mlp_names, mlp_reads, mlp_writes = _mlp(inside, attended[0], path)
     names |= mlp_names
-    norms = _Norms([c for c in inside if "." not in c.path[len(path) + 1 :]], path)
+    own_parts = [c for c in inside if "." not in c.path[len(path) + 1 :]]
+    weighted = [c for c in own_parts if list(c.module.parameters(recurse=False))]
+    norms = _Norms([c for c in weighted if c.path[len(path) + 1 :] not in names.values()], path)
     x, y = own.inputs[0], own.output
     before_attention = norms.between(x, reads)
     after_attention = norms.reading(writes)
@@ -295,8 +327,9 @@ def _projected(projections: list[ModuleCall], seen: AttentionCall, layer: str) -
         q, k, v = flat[0].split([heads * size, kv * size, kv * size], 1)
         roles = {"qkv_proj": name(projections[0])}
         yield *(t.reshape(tokens, -1, size) for t in (q, k, v)), False, roles
-        if heads == kv:
-            yield *flat[0].view(tokens, heads, 3, size).unbind(2), True, roles
+        groups = flat[0].view(tokens, kv, heads // kv + 2, size)
+        if kv > 1:
+            yield groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1], True, roles
     if len(projections) == 3:
         for order in permutations(range(3)):
             widths = [flat[i].shape[1] for i in order]
@@ -358,9 +391,10 @@ def _rope(
     a: d.Attention, q: torch.Tensor, k: torch.Tensor, seen: AttentionCall, config: Any
 ) -> d.Attention | None:
     """The attention with the rotary embedding that leads from q and k to what attention reads; None if none does."""
+    assert a.scale is not None
     before = q.transpose(0, 1), k.transpose(0, 1)
-    if same(before[0], seen.q) and same(before[1], seen.k):
-        return replace(a, rope=None)
+    if (factor := _factor(seen, *before)) is not None:
+        return replace(a, rope=None, scale=a.scale * factor)
     given = getattr(config, "rope_parameters", None) or {}
     of_types = [kind for kind, own in given.items() if isinstance(own, dict)]  # of layers
     for kind in of_types or [""]:
@@ -374,9 +408,15 @@ def _rope(
                 turned = [probe.rotated(tried, x) for x in before]
             except (ValueError, RuntimeError):  # sizes that no module of ours has
                 continue
-            if same(turned[0], seen.q) and same(turned[1], seen.k):
-                return tried
+            if (factor := _factor(seen, *turned)) is not None:
+                return replace(tried, scale=a.scale * factor)
     return None
+
+
+def _factor(seen: AttentionCall, q: torch.Tensor, k: torch.Tensor) -> float | None:
+    """The number by which a module multiplies its queries before attention; None if other values are read."""
+    factor = probe.ratio(seen.q, q) if same(seen.k, k) else None
+    return 1.0 if factor is not None and abs(factor - 1.0) < 1e-5 else factor
 
 
 def _mlp(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 PROBE = "fastkernels_probe"  # the name of the attention function that records
 TOKENS = 12
@@ -36,7 +37,10 @@ class ModuleCall:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """q [H, T, D], k and v [KV, T, D], output [T, H * D]; visible [T, T]: what each token sees."""
+    """q [H, T, D], k and v [KV, T, D], output [T, H * D]; visible [T, T]: what each token sees.
+
+    unknown: arguments, or parts of the scores, that this recording does not understand
+    """
 
     path: str
     q: torch.Tensor
@@ -46,7 +50,7 @@ class AttentionCall:
     visible: torch.Tensor | None
     scale: float | None
     softcap: float
-    unknown: tuple[str, ...]  # arguments that this recording does not understand
+    unknown: tuple[str, ...]
 
 
 @dataclass
@@ -71,9 +75,13 @@ def record(model: Any, vocab: int) -> Recording:
     ids = torch.tensor([(i * 37 + 3) % vocab for i in range(TOKENS)])
     made = Recording(ids)
     names = {module: name for name, module in model.named_modules()}
+    written = _Written(made)
     hooks = [m.register_forward_hook(_hook(made, name), with_kwargs=True) for m, name in names.items()]
+    for module, name in names.items():
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: written.inside.append(name)))
+        hooks.append(module.register_forward_hook(lambda *_: written.leave()))
     try:
-        with _probe(model, made, names), torch.no_grad():
+        with _probe(model, made, names, written), written, torch.no_grad():
             made.logits = model(input_ids=ids[None], use_cache=False).logits[0]
     finally:
         for hook in hooks:
@@ -86,7 +94,13 @@ def _hook(made: Recording, path: str) -> Any:
         outputs = _tensors([output])
         if outputs:
             made.calls.append(
-                ModuleCall(path, module, tuple(_tensors([*args, *kwargs.values()])), outputs[0])
+                # Copies: some modules add to the output of another one in place.
+                ModuleCall(
+                    path,
+                    module,
+                    tuple(t.clone() for t in _tensors([*args, *kwargs.values()])),
+                    outputs[0].clone(),
+                )
             )
 
     return hook
@@ -104,8 +118,88 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return found
 
 
+PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "bmm", "baddbmm"}
+
+
+class _Written(TorchFunctionMode):
+    """Records attention that a module writes out: softmax of a product and a bias, times the values."""
+
+    def __init__(self, made: Recording) -> None:
+        super().__init__()
+        self.made = made
+        self.inside: list[str] = []  # modules that run now
+        self.off = False
+        self._product: tuple[torch.Tensor, torch.Tensor] | None = None  # q, transposed k
+        self._softmax: tuple[Any, torch.Tensor, torch.Tensor] | None = None  # product, scores, probabilities
+
+    def leave(self) -> None:
+        self.inside.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if self.off or not isinstance(found, torch.Tensor):
+            return found
+        if name in PRODUCTS:
+            self._multiplied(name, args, kwargs, found)
+        elif name == "softmax" and found.shape[-1] == found.shape[-2] == len(self.made.ids):
+            self._softmax = (self._product, args[0].clone(), found) if self._product is not None else None
+        return found
+
+    def _multiplied(self, name: str, args: Any, kwargs: Any, found: torch.Tensor) -> None:
+        a, b = (
+            args[-2:] if name == "baddbmm" else args[:2] if len(args) > 1 else (args[0], kwargs.get("mat2"))
+        )
+        if name == "__rmatmul__":
+            a, b = b, a
+        if not isinstance(b, torch.Tensor) or min(a.dim(), b.dim()) < 3:
+            return
+        tokens = len(self.made.ids)
+        if (
+            self._softmax is not None
+            and a.shape == self._softmax[2].shape
+            and torch.equal(a, self._softmax[2])
+        ):
+            self._attended(b, found)
+            self._softmax = None
+        elif a.shape[-2] == tokens and b.shape[-1] == tokens:
+            self._product = a, b
+
+    def _attended(self, v: torch.Tensor, output: torch.Tensor) -> None:
+        assert self._softmax is not None
+        (q, turned), scores, _ = self._softmax
+        tokens = len(self.made.ids)
+        flat_q, k, flat_v = (t.reshape(-1, *t.shape[-2:]) for t in (q, turned.transpose(-1, -2), v))
+        scores = scores.reshape(-1, tokens, tokens).float()
+        seen = scores > scores.amax() - 1e4
+        visible = seen[0] if bool((seen == seen[:1]).all()) else None
+        k, flat_v = _without_copies(k, flat_v)
+        raw = flat_q @ k.repeat_interleave(len(flat_q) // len(k), 0).transpose(1, 2)
+        first, second = scores[seen].double(), raw[seen].double()
+        scale = float(first @ second / (second @ second))
+        fits = bool((first - scale * second).abs().max() <= 1e-4 * first.abs().max() + 1e-9)
+        out = output.reshape(-1, tokens, output.shape[-1]).transpose(0, 1).flatten(1)
+        self.made.attention.append(
+            AttentionCall(
+                self.inside[-1] if self.inside else "", flat_q, k, flat_v, out, visible, scale, 0.0,
+                () if fits else ("scores that are not a scaled product of queries and keys (a bias?)",),
+            )
+        )  # fmt: skip
+
+
+def _without_copies(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [H, T, D] without those that a module repeats for several query heads: [KV, T, D]."""
+    for repeats in range(len(k), 1, -1):
+        if len(k) % repeats == 0 and len(k) == len(v):
+            grouped = [t.unflatten(0, (-1, repeats)) for t in (k, v)]
+            if all(bool((g == g[:, :1]).all()) for g in grouped):
+                return grouped[0][:, 0], grouped[1][:, 0]
+    return k, v
+
+
 @contextmanager
-def _probe(model: Any, made: Recording, names: dict[nn.Module, str]) -> Iterator[None]:
+def _probe(model: Any, made: Recording, names: dict[nn.Module, str], written: _Written) -> Iterator[None]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -113,6 +207,7 @@ def _probe(model: Any, made: Recording, names: dict[nn.Module, str]) -> Iterator
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
         scaling: float | None = None, softcap: float | None = None, **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        written.off = True
         repeat = query.shape[1] // key.shape[1]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         scores = query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale
@@ -128,13 +223,15 @@ def _probe(model: Any, made: Recording, names: dict[nn.Module, str]) -> Iterator
                 names[module], query[0], key[0], value[0], out[0].flatten(1), visible, scaling, softcap or 0.0, unknown
             )
         )  # fmt: skip
+        written.off = False
         return out, None
 
     before = model.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[PROBE] = attend
     AttentionMaskInterface.register(PROBE, ALL_MASK_ATTENTION_FUNCTIONS["eager"])  # for the whole process
-    model.config._attn_implementation = PROBE
     try:
+        with suppress(ValueError):  # a model that does not use transformers' attention functions stays eager
+            model.config._attn_implementation = PROBE
         yield
     finally:
         model.config._attn_implementation = before

@@ -11,7 +11,8 @@ import torch
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6,
-    "num_experts_per_tok": 2, "sliding_window": 5, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+    "num_experts_per_tok": 2, "sliding_window": 5, "rotary_dim": 8, "ffn_hidden_size": 80, "ffn_dim": 80,
+    "word_embed_proj_dim": 64, "num_kv_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
 }  # fmt: skip
 LAYERS = 6  # enough for the patterns of layers that models have
 POSITIONS = 4096
@@ -195,7 +196,8 @@ def perturbations(config: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         used = name.removeprefix("use_")
         if value is False and used != name and fields(config).get(used, 0) is None:
             changes.insert(0, {name: True, used: 3})  # neither field alone changes anything
-        yield name, [*changes, *(change for c in changes for change in _with_head(config, c))]
+        more = (change for c in changes for of in (_with_head, with_all_keys) for change in of(config, c))
+        yield name, [*changes, *more]
 
 
 def _others(value: Any) -> Iterator[Any]:
@@ -221,6 +223,16 @@ def _with_head(config: Any, change: dict[str, Any]) -> Iterator[dict[str, Any]]:
     made = {**fields(config), **change}
     if set(change) & {hidden, heads} and isinstance(made.get("head_dim"), int) and made[heads]:
         yield {**change, "head_dim": made[hidden] // made[heads]}
+
+
+def with_all_keys(config: Any, change: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The change of a flag together with as many key heads as query heads, which some layouts need."""
+    names = getattr(config, "attribute_map", {})
+    heads, found = names.get("num_attention_heads", "num_attention_heads"), fields(config)
+    keys = [names.get(name, name) for name in ("num_key_value_heads", "num_kv_heads")]
+    more = {name: found[heads] for name in keys if name in found and name not in change}
+    if more and all(isinstance(v, bool) for v in change.values()):
+        yield {**change, **more}
 
 
 def _activations() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from fk_bench.scaffold import command, samples, verification
 from fk_bench.scaffold.command import scaffold_command
 from fk_integrations.transformers import tiny_models
 from support.tiny import KINDS, SIZES, make_tiny
+from transformers import AutoConfig
 
 from fastkernels.models.common import registry
 
@@ -21,12 +22,15 @@ KNOWN = ("qwen3_moe", "olmoe", "cohere2", "gpt_neox", "nemotron", "stablelm", "g
 HELD_OUT = (
     "flex_olmo",
     "arcee",
+    "biogpt",
     "cohere",
     "exaone4",
+    "falcon",
     "gemma3_text",
     "glm",
     "helium",
     "olmo3",
+    "opt",
     "phi",
     "persimmon",
     "seed_oss",
@@ -60,6 +64,48 @@ def test_granite_needs_no_edit(tmp_path: Path, capsys: Any) -> None:
     assert len(text.splitlines()) < 60
     for field in ("attention_multiplier", "residual_multiplier", "embedding_multiplier", "logits_scaling"):
         assert f"config.{field}" in text
+
+
+FALCON = {
+    "falcon": ({}, False),
+    "falcon_40b": ({"new_decoder_architecture": True, "bias": True}, True),
+    "falcon_11b": ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}, True),
+    "falcon_rw": ({"parallel_attn": False, "multi_query": False, "num_kv_heads": 4}, True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FALCON)
+def test_falcon_needs_no_edit(name: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Key heads are one, few or all; packed rows are sorted by key head; one or two norms."""
+    fields, grouped = FALCON[name]
+    prefix, usual = KINDS["falcon"]
+    monkeypatch.setitem(KINDS, name, (prefix, {**usual, **fields}))
+    check(name, tmp_path, capsys)
+    with registry.using(tmp_path / "out/llm/falcon.py"):
+        config = AutoConfig.from_pretrained(tmp_path / "checkpoint")
+        layer = registry.describe(config).layers[0]
+    assert (layer.attention.kv_heads > 1) == grouped
+
+
+def test_learned_positions_need_no_edit(tmp_path: Path, capsys: Any) -> None:
+    check("biogpt", tmp_path, capsys)
+    text = (tmp_path / "out/llm/biogpt.py").read_text()
+    assert "positions=d.Positions(config.max_position_embeddings, 2)" in text
+    assert "embedding_scale=config.hidden_size**0.5 if config.scale_embedding else 1.0" in text
+
+
+def test_other_names_of_sizes_are_required(tmp_path: Path, capsys: Any) -> None:
+    """Falcon's config.json has no intermediate_size."""
+    status, found = scaffold("falcon", tmp_path / "out", capsys)
+    assert status == 0
+    assert 'sizes={"intermediate_size": "ffn_hidden_size"}' in Path(found["model_file"]).read_text()
+
+
+def test_alibi_is_named_as_unmatched(tmp_path: Path, capsys: Any) -> None:
+    tiny("Falcon", alibi=True, num_hidden_layers=1, ffn_hidden_size=80).save_pretrained(tmp_path / "config")
+    status, found = scaffold(tmp_path / "config", tmp_path / "out", capsys)
+    assert status == 1 and "not a scaled product of queries and keys" in found["unmatched"][0]["reason"]
 
 
 @pytest.mark.slow
@@ -124,7 +170,9 @@ def test_wrong_file_is_found(tmp_path: Path) -> None:
 def tiny(prefix: str, **fields: Any) -> Any:
     import transformers
 
-    config = getattr(transformers, f"{prefix}Config")(**{**SIZES, **fields})
+    cls = getattr(transformers, f"{prefix}Config")
+    given = {**SIZES, **fields}
+    config = cls(**{k: v for k, v in given.items() if not isinstance(getattr(cls, k, None), property)})
     config.architectures = [f"{prefix}ForCausalLM"]
     return config
 
