@@ -28,7 +28,7 @@ class AttentionMetadata:
     padded         whether there may be tokens behind the last sequence's
     groups         the metadata of layers whose kv_group is 1, 2, ..., with a slot_mapping and block_table of their own
 
-    `decode_only`: every sequence has exactly one query.
+    `decode_only`: every sequence has exactly one query. Where some have none, there are fewer tokens than sequences.
     """
 
     slot_mapping: torch.Tensor
@@ -50,7 +50,7 @@ class AttentionMetadata:
 
     @property
     def decode_only(self) -> bool:
-        return self.max_seqlen_q == 1
+        return self.max_seqlen_q == 1 and len(self.slot_mapping) == len(self.seq_lens)
 
 
 _current: AttentionMetadata | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from support import modules
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context, once_per_step
 
@@ -38,3 +40,9 @@ def test_temporary_tensors_are_not_mixed_up() -> None:
     with forward_context(metadata()):
         found = [once_per_step(total, torch.full((64,), n), 1) for n in range(20)]
     assert found == [64 * n for n in range(20)]
+
+
+@pytest.mark.parametrize(("queries", "decodes"), [([1, 1, 1], True), ([1, 1, 0], False), ([1, 2, 1], False)])
+def test_decode_has_one_query_per_sequence(queries: list[int], decodes: bool) -> None:
+    step = modules.metadata(queries, [4, 3, 2], 8)
+    assert step.decode_only is decodes

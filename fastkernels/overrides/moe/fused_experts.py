@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.spec import Case, OpSpec, Scalar, Tensor, fan_in
+from fastkernels.overrides.activation.silu_and_mul import reference as silu_and_mul_reference
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.moe.cases import (
     AXES,
@@ -68,19 +69,21 @@ def reference(
 
     Returns [T, H] in hidden_states' dtype. Pairs without an expert on this rank contribute 0. expert_map [experts of
     all ranks] holds the local index of each expert, -1 for experts on other ranks. With apply_router_weight_on_input
-    the weights multiply the input of the experts instead of their output.
+    the weights multiply the input of the experts instead of their output. The first product and its activation are
+    rounded to hidden_states' dtype, as in production's kernels: in float16 they may overflow.
     """
-    acc = torch.promote_types(hidden_states.dtype, torch.float32)
+    dtype = hidden_states.dtype
+    acc = torch.promote_types(dtype, torch.float32)
     x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
     out = torch.zeros_like(x)
     for expert in range(w1.shape[0]):
         for k in range(ids.shape[1]):
             scale = torch.where(ids[:, k] == expert, weights[:, k], 0)[:, None]
             inner = x * scale if apply_router_weight_on_input else x
-            gate, up = (inner @ w1[expert].to(acc).t()).chunk(2, dim=-1)
-            y = (F.silu(gate) * up) @ w2[expert].to(acc).t()
+            both = (inner @ w1[expert].to(acc).t()).to(dtype)
+            y = silu_and_mul_reference(both).to(acc) @ w2[expert].to(acc).t()
             out += torch.where(scale != 0, y if apply_router_weight_on_input else scale * y, 0)
-    return out.to(hidden_states.dtype)
+    return out.to(dtype)
 
 
 def _supports_triton(

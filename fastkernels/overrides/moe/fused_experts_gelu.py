@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Case, OpSpec, Tensor, fan_in
 from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
+from fastkernels.overrides.activation.gelu_and_mul import reference as gelu_and_mul_reference
 from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
 from fastkernels.overrides.moe.fused_experts import check_sizes, local_ids
 from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sum_over_experts
@@ -22,15 +23,15 @@ T = torch.Tensor
 def reference(hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert_map: T | None = None) -> T:
     """hidden_states: [T, H]; w1: [E, 2 I, H], gate rows first; w2: [E, H, I]; topk_weights, topk_ids: [T, K].
 
-    Returns [T, H] in hidden_states' dtype. expert_map: see fused_experts.
+    Returns [T, H] in hidden_states' dtype. expert_map and roundings: see fused_experts.
     """
     acc = torch.promote_types(hidden_states.dtype, torch.float32)
     x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
     out = torch.zeros_like(x)
     for e in range(w1.shape[0]):
         scale = torch.where(ids == e, weights, 0).sum(1, keepdim=True)
-        gate, up = (x @ w1[e].to(acc).t()).chunk(2, dim=-1)
-        y = (F.gelu(gate, approximate="tanh") * up) @ w2[e].to(acc).t()
+        both = (x @ w1[e].to(acc).t()).to(hidden_states.dtype)
+        y = gelu_and_mul_reference(both, "tanh").to(acc) @ w2[e].to(acc).t()
         out += torch.where(scale != 0, scale * y, 0)
     return out.to(hidden_states.dtype)
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Tensor
+from fastkernels.overrides.activation.silu_and_mul import reference as silu_and_mul_reference
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.linear.linear_int4 import UNIT, dequantize_int4
 from fastkernels.overrides.moe.cases import (
@@ -42,7 +43,7 @@ def reference(
     w1_scale, w2_scale  [E, 2 I, G] and [E, H, G'], one for as many columns of a row, which are a multiple of 32
     w1_zero, w2_zero    uint8 of the same shapes, the integers that stand for 0; None: 8 everywhere
     expert_map, topk_ids  as in `fused_experts`
-    Raises ValueError for other shapes.
+    The first product and its activation are rounded as there. Raises ValueError for other shapes.
     """
     check(hidden_states, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, w1_zero, w2_zero)
     acc = torch.promote_types(hidden_states.dtype, torch.float32)
@@ -50,8 +51,8 @@ def reference(
     out = torch.zeros_like(x)
     for e in range(w1.shape[0]):
         factor = torch.where(ids == e, weights, 0).sum(1, keepdim=True)
-        gate, up = (x @ _floats(w1, w1_scale, w1_zero, e, acc).t()).chunk(2, dim=-1)
-        y = (F.silu(gate) * up) @ _floats(w2, w2_scale, w2_zero, e, acc).t()
+        both = (x @ _floats(w1, w1_scale, w1_zero, e, acc).t()).to(hidden_states.dtype)
+        y = silu_and_mul_reference(both).to(acc) @ _floats(w2, w2_scale, w2_zero, e, acc).t()
         out += torch.where(factor != 0, factor * y, 0)
     return out.to(hidden_states.dtype)
 

@@ -14,6 +14,7 @@ from support.tiny import make_tiny
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.execution.attention import make_backend
+from fastkernels.overrides.latent_attention import mla_decode, mla_prefill
 from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
 
 HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 3, 24, 16, 20, 48, 8
@@ -82,6 +83,26 @@ def step_metadata(step: list[tuple[int, int]], backend: Any) -> AttentionMetadat
         torch.tensor(slots), starts, lens, table, max(n for n, _ in step), max(k for _, k in step), len(decoded),
         max(decoded, default=0), backend,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_large_scores_are_not_rounded(dtype: torch.dtype) -> None:
+    """Scores of about 200, whose rounding to the queries' dtype would change their softmax by 10 to 100%."""
+    generator = torch.Generator().manual_seed(0)
+    q = (torch.randn(7, HEADS, RANK + ROPE, generator=generator) * 32).to(dtype)
+    cache = torch.randn(4, BLOCK, RANK + ROPE, generator=generator).to(dtype)
+    cu, lens = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([9, 14], dtype=torch.int32)
+    table, scale = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), (RANK + ROPE) ** -0.5
+    for module, args in (
+        (mla_prefill, (q, cache, cu, lens, table, 4, 14, scale, RANK)),
+        (mla_decode, (q[:2], cache, lens, table, 14, scale, RANK)),
+    ):
+        wide = [a.double() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
+        one_rounding = torch.finfo(dtype).eps
+        expected = module.reference(*wide)
+        torch.testing.assert_close(
+            module.SPEC.op(*args).double(), expected, atol=one_rounding, rtol=one_rounding
+        )
 
 
 def test_long_prompts_attend_to_expanded_keys(tmp_path: Path) -> None:

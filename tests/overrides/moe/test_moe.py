@@ -54,6 +54,19 @@ def test_experts_equal_naive_loop() -> None:
     close(vllm_fused_experts(*args), want)
 
 
+@pytest.mark.parametrize("name", ["fused_experts", "fused_experts_gelu", "fused_experts_int4"])
+def test_reference_overflows_where_the_op_does(name: str) -> None:
+    """In float16 the activation of the first product may be infinite, as in production's kernels."""
+    spec = registry.get(name)
+    sizes = {"tokens": 33, "experts": 5, "topk": 2, "hidden": 64, "intermediate": 64}
+    more = {"group": 32} if name == "fused_experts_int4" else {}
+    args = spec.inputs(Case("x", {**sizes, **more}, "float16"), "cpu", torch.Generator().manual_seed(0))
+    args[0] *= 96
+    found, expected = spec.op(*args), spec.reference(*args)
+    assert 0 < found.isfinite().sum() < found.numel()
+    torch.testing.assert_close(found, expected, atol=8.0, rtol=2e-3, equal_nan=True)
+
+
 def test_expert_parallel_parts_add_up() -> None:
     x, w1, w2, weights, ids = experts()
     parts = torch.zeros_like(x)
