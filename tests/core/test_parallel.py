@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,9 +127,9 @@ def check_vocabulary(rank: int) -> None:
     assert torch.equal(mine, expected)
 
 
-def worker(rank: int, port: int) -> None:
+def worker(rank: int, store: str) -> None:
     torch.set_num_threads(1)
-    parallel.init(rank, SIZE, f"tcp://127.0.0.1:{port}")
+    parallel.init(rank, SIZE, f"file://{store}")
     check_collectives(rank)
     check_linear(rank)
     for cls in (VllmLlamaMLP, SGLangLlamaMLP):
@@ -144,11 +144,8 @@ def worker(rank: int, port: int) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_two_ranks_equal_one() -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(worker, args=(port,), nprocs=SIZE)
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=SIZE)
 
 
 def test_single_rank_and_bound_group() -> None:

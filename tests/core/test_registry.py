@@ -82,5 +82,5 @@ def test_import_loads_no_kernel_and_no_host() -> None:
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'triton', 'vllm', 'sglang', 'transformers'}),"
         " [m for m in sys.modules if m.startswith('fastkernels.overrides')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == "[] []", done.stdout + done.stderr

@@ -27,7 +27,7 @@ BROKEN = {
         "import nothing_of_that_name\n",
         r"does not import: ModuleNotFoundError: .*nothing_of_that_name",
     ),
-    "endless": (ENDLESS, r"was not imported within 1 s \(FASTKERNELS_TRIAL_S\)"),
+    "endless": (ENDLESS, r"was not imported within 3 s \(FASTKERNELS_TRIAL_S\)"),
 }
 
 
@@ -36,9 +36,11 @@ def test_broken_file_ends_only_the_child(source: str, message: str, tmp_path: Pa
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     good.write_text("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n")
     bad.write_text(source)
-    import_in_child({"rms_norm": str(good), "linear": str(tmp_path / "missing.py")}, 20)
+    import_in_child(
+        {"rms_norm": str(good), "linear": str(tmp_path / "missing.py")}, 59
+    )  # the thread takes 60 s
     with pytest.raises(CandidateError, match=f"{bad}.*{message}"):
-        import_in_child({"rms_norm": str(good), "silu_and_mul": str(bad)}, 1 if source is ENDLESS else 30)
+        import_in_child({"rms_norm": str(good), "silu_and_mul": str(bad)}, 3 if source is ENDLESS else 120)
 
 
 def test_file_is_tried_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +49,7 @@ def test_file_is_tried_again_after_a_change(tmp_path: Path, monkeypatch: pytest.
     file, log = tmp_path / "kernel.py", tmp_path / "log"
     for text, runs in (("", 1), ("", 1), ("# changed\n", 2)):
         file.write_text(f"import helper\nopen({str(log)!r}, 'a').write('x')\n{text}")
-        import_in_child({"rms_norm": str(file)}, 20)
+        import_in_child({"rms_norm": str(file)}, 120)
         assert len(log.read_text()) == runs
     assert "helper" not in sys.modules
 

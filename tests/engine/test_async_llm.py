@@ -92,8 +92,8 @@ async def test_broken_engine_ends_with_a_reason(llm, monkeypatch, how):
     fail_steps(llm, monkeypatch, [error] * MAX_FAILED_STEPS)
     for i in range(1 if how == "fatal" else MAX_FAILED_STEPS):
         with pytest.raises(EngineError, match="the worker is gone"):
-            await asyncio.wait_for(collect(llm, f"a{i}"), 20)
-    assert died.wait(10) and not llm.healthy and "the worker is gone" in llm.dead
+            await asyncio.wait_for(collect(llm, f"a{i}"), 120)
+    assert died.wait(120) and not llm.healthy and "the worker is gone" in llm.dead
     with pytest.raises(EngineError, match="the worker is gone") as later:
         await collect(llm, "b")
     assert later.value.stopped
@@ -122,7 +122,7 @@ async def test_stats_do_not_accumulate_without_on_step(llm):
 async def test_closing_a_stream_aborts_its_request(llm):
     async for _ in llm.generate([5], params(400), "a"):
         break
-    for _ in range(100):
+    for _ in range(3000):
         await asyncio.sleep(0.02)
         if llm.call(lambda: dict(llm.engine.requests)).result(10) == {}:
             return

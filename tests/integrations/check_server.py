@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 
 from support.checks import candidate
+from support.serving.ports import free_port
 
 __all__ = ["candidate"]  # a fixture
 HOST = os.environ["CHECKED_HOST"]
@@ -28,9 +28,7 @@ COMMANDS = {
 
 
 def serve(tmp_path, **environment):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", *COMMANDS[HOST], "--host", "127.0.0.1", "--port", str(port)]
     with open(tmp_path / "log", "w") as log:
         environment = {**os.environ, "FASTKERNELS": "1", **environment}

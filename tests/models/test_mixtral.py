@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -90,9 +89,9 @@ def randn(*size: int, seed: int) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def worker(rank: int, port: int) -> None:
+def worker(rank: int, store: str) -> None:
     torch.set_num_threads(1)
-    parallel.init(rank, 2, f"tcp://127.0.0.1:{port}")
+    parallel.init(rank, 2, f"file://{store}")
     e, h, i = 5, 24, 14
     gate, w1, w2 = randn(e, h, seed=1), randn(e, 2 * i, h, seed=2), randn(e, h, i, seed=3)
     x = randn(7, h, seed=4)
@@ -123,8 +122,5 @@ def worker(rank: int, port: int) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_two_ranks_equal_one() -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(worker, args=(port,), nprocs=2)
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=2)

@@ -14,7 +14,7 @@ BIN = Path(sys.executable).with_name("fk-bench")
 
 
 def fk_bench(
-    *args: object, env: dict[str, str] | None = None, timeout: float = 60
+    *args: object, env: dict[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     command = [str(BIN), *map(str, args)]
     return subprocess.run(

@@ -42,20 +42,20 @@ def live_server(
             yield url, server
         finally:
             process.handle_exit(2, None)
-            thread.join(20)
+            thread.join(120)
     assert not thread.is_alive()
     others = ("asyncio_", "tqdm_monitor")  # threads that the standard library and tqdm keep
 
     def left() -> list[threading.Thread]:
         return [t for t in set(threading.enumerate()) - before if not t.name.startswith(others)]
 
-    until = time.monotonic() + 5  # threads of a pool end soon after it is shut down
+    until = time.monotonic() + 60  # threads of a pool end soon after it is shut down
     while left() and time.monotonic() < until:
         time.sleep(0.02)
     assert left() == [], left()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     """Wait until the condition holds. Connection errors count as false."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

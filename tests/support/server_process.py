@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import IO, Any
 
 import httpx
 import psutil
+from support.serving.ports import free_port
 
 FK_BENCH = [sys.executable, "-m", "fk_bench.cli", "serve"]
 
@@ -24,15 +24,13 @@ def start(
     num_blocks: int | None = 200,
 ) -> tuple[subprocess.Popen[str], str]:
     """(process, url) of a running server. log: file for its output (default: a pipe, which holds 64 KiB)."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     blocks = [] if num_blocks is None else ["--num-blocks", str(num_blocks)]
     command = [*FK_BENCH, str(folder), "--port", str(port), "--device", "cpu", *blocks, *args]
     out: Any = subprocess.PIPE if log is None else log
     process = subprocess.Popen(command, env={**os.environ, **(env or {})}, stderr=out, stdout=out, text=True)
     url = f"http://127.0.0.1:{port}"
-    until = time.monotonic() + 90
+    until = time.monotonic() + 240
     while time.monotonic() < until and process.poll() is None:
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
@@ -43,7 +41,7 @@ def start(
     raise AssertionError(process.communicate()[1] or f"no server: see {log and log.name}")
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 20) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str]:
     """(exit status, standard error if it is a pipe). Asserts that no child process is left."""
     children = psutil.Process(process.pid).children(recursive=True)
     status = process.wait(seconds)

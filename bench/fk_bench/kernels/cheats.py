@@ -20,7 +20,8 @@ from fk_bench.kernels.judge.scan.scan import REJECT, scan
 
 CHEATS = "tests/cheats"
 NO_GAIN = "no-gain"  # correct, and no faster than its honest twin
-# For a twin with invalid times and a cheat without times, which other load on the machine may cause
+# Other load on the machine may make a twin's times invalid, stop a cheat for another reason than the expected one, or
+# show a gain that a second measurement does not.
 TRIES = 3
 BUDGET_S = {"cpu": 10.0, "cuda": 60.0}  # of a case, so that a cheat that waits ends soon
 NOISE = 0.25  # a smaller gain cannot be told from noise in the few timed rounds
@@ -85,18 +86,17 @@ def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path | None 
         verdict.twin_problem = "no case was judged"
     for _ in range(TRIES):
         rows = _rows(judge, cheat, cheat.file(False, folder), dataclasses.replace(options, scan=False))
-        if NO_GAIN not in cheat.caught or any(
-            r.status is not Status.OK or "speedup" in r.metrics for r in rows
-        ):
+        verdict.outcome = _outcome(rows)
+        found = {r.status.value for r in rows if r.status is not Status.OK}
+        if found:
+            verdict.problem = "" if found & set(cheat.caught) else f"caught as {', '.join(sorted(found))}"
+        elif NO_GAIN not in cheat.caught:
+            verdict.problem = "it was accepted as correct"
+            break
+        else:
+            verdict.problem = _gain(rows, honest)
+        if not verdict.problem and (found or any("speedup" in r.metrics for r in rows)):
             break  # without a time, nothing shows that it does not gain
-    verdict.outcome = _outcome(rows)
-    found = {r.status.value for r in rows if r.status is not Status.OK}
-    if found:
-        verdict.problem = "" if found & set(cheat.caught) else f"caught as {', '.join(sorted(found))}"
-    elif NO_GAIN not in cheat.caught:
-        verdict.problem = "it was accepted as correct"
-    else:
-        verdict.problem = _gain(rows, honest)
     for name, of in (("speedup", rows), ("twin_speedup", honest)):
         if values := [r.metrics["speedup"] for r in of if "speedup" in r.metrics]:
             verdict.metrics[name] = values[0]

@@ -73,9 +73,9 @@ def test_phases_count_inner_phases_once() -> None:
     with phases.of("outer"):
         time.sleep(0.02)
         with phases.of("inner"):
-            time.sleep(0.05)
+            time.sleep(0.5)
         with pytest.raises(ValueError), phases.of("inner"):
             raise ValueError
     found = phases.take()
-    assert list(found)[:2] == ["inner", "outer"] and found["inner"] >= 0.05 and 0.02 <= found["outer"] < 0.05
-    assert sum(phases.take().values()) < 0.02
+    assert list(found)[:2] == ["inner", "outer"] and found["inner"] >= 0.5 and 0.02 <= found["outer"] < 0.5
+    assert sum(phases.take().values()) < 0.5

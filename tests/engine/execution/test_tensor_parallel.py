@@ -49,7 +49,7 @@ def pids(llm):
     return [worker.process.pid for worker in llm.llm_engine.executor._ranks.workers]
 
 
-def gone(pid, seconds=10.0):
+def gone(pid, seconds=60.0):
     """Whether the process ends in time. A zombie counts as ended."""
     deadline = time.monotonic() + seconds
     while psutil.pid_exists(pid) and time.monotonic() < deadline:
@@ -181,7 +181,7 @@ def test_exception_in_a_worker_ends_the_engine(two):
         WorkerDied, match="rank 1 failed: ArithmeticError: a bug in one rank's step"
     ) as caught:
         two.generate(PROMPTS, GREEDY)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert caught.value.fatal and caught.value.rank == 1 and "\n" not in str(caught.value)
     shown = "".join(traceback.format_exception(caught.value))
     assert "in raise_in_steps" not in shown and caught.value.traceback in shown
@@ -221,7 +221,7 @@ def test_killed_worker_ends_the_engine(tiny, where):
     with pytest.raises(WorkerDied, match=rf"rank 1 \(pid {pid}\) was killed by SIGKILL"):
         while engine.has_unfinished_requests():
             engine.step()
-    assert time.monotonic() - start < 10 and gone(pid)
+    assert time.monotonic() - start < 60 and gone(pid)
 
 
 def test_rank_that_fails_to_load_is_named(tiny, tmp_path):
@@ -271,7 +271,7 @@ def test_worker_killed_while_idle(tiny, greedy):
 
     assert asyncio.run(last()) == greedy(tiny, [7], 16)
     worker.kill()
-    assert died.wait(10) and not llm.healthy
+    assert died.wait(60) and not llm.healthy
     assert llm.dead == f"WorkerDied: rank 1 (pid {worker.pid}) was killed by SIGKILL"
     assert gone(worker.pid) and llm.shutdown()
 
@@ -288,9 +288,9 @@ def test_two_gpus_equal_one_and_notice_a_death(tiny):
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
     start = time.monotonic()
     with pytest.raises(WorkerDied, match="was killed by SIGKILL"):
-        while time.monotonic() - start < 30:
+        while time.monotonic() - start < 60:
             graphs.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
-    assert time.monotonic() - start < 10 and gone(pid)
+    assert time.monotonic() - start < 60 and gone(pid)
 
 
 PARENT = """
@@ -314,5 +314,5 @@ def test_workers_end_with_their_parent(tiny, end):
         if end == "kill":
             time.sleep(0.5)
             parent.kill()
-        assert (parent.wait(60) == 0) is (end == "forget")
+        assert (parent.wait(120) == 0) is (end == "forget")
         assert gone(pid)

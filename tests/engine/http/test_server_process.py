@@ -14,6 +14,7 @@ import psutil
 import pytest
 import typer
 from fk_bench.serving.serve import serve
+from support.live import wait_for
 from support.server_process import FK_BENCH, ended, start
 
 LONG = {"prompt": [5], "ignore_eos": True, "stream": True}
@@ -26,7 +27,7 @@ class Reader(threading.Thread):
         super().__init__()
         self.url, self.max_tokens, self.lines, self.begun = url, max_tokens, [], threading.Event()
         self.start()
-        assert self.begun.wait(30)
+        assert self.begun.wait(120)
 
     def run(self):
         body = {**LONG, "max_tokens": self.max_tokens}
@@ -38,7 +39,7 @@ class Reader(threading.Thread):
     @property
     def last(self):
         """The last event before [DONE]."""
-        self.join(40)
+        self.join(120)
         assert self.lines[-1] == "data: [DONE]"
         return json.loads(self.lines[-2][6:])
 
@@ -48,7 +49,7 @@ def test_sigterm_finishes_running_requests(tiny, tmp_path):
     process, url = start(tiny, env={"FASTKERNELS_REPORT": str(report)})
     reader = Reader(url, 300)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
+    wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["message"] == "the server is shutting down"
@@ -83,7 +84,7 @@ def test_ctrl_c_and_second_signal_end_at_once(tiny, signals):
         time.sleep(0.1)
     assert reader.last["error"]["code"] == 503
     status, errors = ended(process)
-    assert status == 0 and time.monotonic() - began < 8 and "Traceback" not in errors
+    assert status == 0 and time.monotonic() - began < 25 and "Traceback" not in errors
     assert "open to the network" not in errors
 
 
@@ -99,7 +100,7 @@ def test_bad_start_is_reported_without_traceback(tiny, tmp_path):
             ([str(tmp_path), "--port", "0"], "config.json"),
         ]
         for args, message in cases:
-            done = subprocess.run([*FK_BENCH, *args], capture_output=True, text=True, timeout=90)
+            done = subprocess.run([*FK_BENCH, *args], capture_output=True, text=True, timeout=240)
             assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
 
 
@@ -119,9 +120,9 @@ def test_dead_engine_ends_the_server(tiny):
     time.sleep(0.5)
     workers[0].kill()
     assert reader.last["error"]["code"] == 503 and "rank 1" in reader.last["error"]["message"]
-    waiting.join(30)
+    waiting.join(120)
     assert answers[0].status_code == 503 and answers[0].headers["retry-after"]
-    status, errors = ended(process, 30)
+    status, errors = ended(process, 120)
     assert status == 1 and "the engine has ended" in errors
 
 

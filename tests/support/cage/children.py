@@ -38,7 +38,7 @@ def hear(child: Child, timeout: float = 60.0) -> list[Any]:
 
 def run(zygote: Zygote, code: str, options: CageOptions = OPTIONS, **config: Any) -> tuple[list[Any], Exit]:
     with zygote.spawn({"code": code, **config}, options) as child:
-        said, end = hear(child), child.wait(20.0)
+        said, end = hear(child), child.wait(60.0)
         assert end is not None
         assert said or end.code != forkserver.FAILED, child.output_tail()
         return said, end

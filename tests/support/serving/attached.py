@@ -16,22 +16,29 @@ from fk_bench.serving.config import CompareConfig
 from fk_bench.serving.lanes import parse_lanes
 from fk_bench.serving.serve_compare import Compare, prepare
 from rich.console import Console
+from support.serving.ports import free_port
+
+
+def wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
+    """Wait until the server accepts connections."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        assert server.poll() is None, f"the server ended with exit status {server.returncode}"
+        time.sleep(0.05)
+    raise TimeoutError(f"no connection to port {port} in 120 s")
 
 
 @contextlib.contextmanager
 def stub(python: Path, **env: str) -> Iterator[str]:
     """The URL of a stub server; `env` selects what it does."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [str(python), "-m", "x", "--port", str(port)], stdout=subprocess.DEVNULL, env={**os.environ, **env}
     )
     try:
-        for _ in range(100):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
-            time.sleep(0.1)
+        wait_for_port(port, server)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.kill()

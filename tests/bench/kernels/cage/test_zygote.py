@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fk_bench.kernels.judge.processes.messages import Done
 from fk_bench.kernels.judge.processes.runner_process import RunnerProcess
 from fk_bench.kernels.judge.processes.zygote import OUTPUT_KEPT, Child, Exit, Zygote, ZygoteError
 from support.cage.children import OPEN, OPTIONS, SUPPORT, hear, needs, run
+from support.live import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cages are for Linux")
 
@@ -56,7 +58,7 @@ def test_exit_describes_the_end(zygote: Zygote, steps: dict[str, str], code: str
     if "killpg" in code:
         needs(steps, "pid")
     with zygote.spawn({"code": f"print('last words', flush=True)\n{code}"}, OPTIONS) as child:
-        end = child.wait(20.0)
+        end = child.wait(60.0)
         assert end == replace(ENDS[code], peak_rss=child.peak_rss)
         assert child.peak_rss > 50 << 20
         assert child.output_tail().startswith("last words") and (
@@ -87,10 +89,8 @@ def test_hanging_child_ends_with_its_daemons(zygote: Zygote, weak: bool) -> None
     with zygote.spawn({"code": HANGS}, options) as child:
         assert child.channel.recv(100) == b'"hanging"\n'
         assert child.wait(0.3) is None
-        start = time.monotonic()
         assert child.kill().killed and str(child.exit) == "ended by the judge"
-        assert hear(child, 5.0) == []  # its end: no process holds the channel
-        assert time.monotonic() - start < 3
+        assert hear(child, 60.0) == []  # its end: no process holds the channel
 
 
 COUNTS = """
@@ -109,23 +109,26 @@ def test_stopped_child_does_nothing(zygote: Zygote) -> None:
     os.ftruncate(fd, 16)
     with mmap.mmap(fd, 16) as memory, zygote.spawn({"code": COUNTS}, OPTIONS, {"count": fd}) as child:
 
-        def moves() -> list[bool]:
-            before = memory[:]
-            time.sleep(0.2)
-            return [memory[i : i + 8] != before[i : i + 8] for i in (0, 8)]
+        def both_count() -> bool:
+            before, until = memory[:], time.monotonic() + 60
+            while time.monotonic() < until:
+                if all(memory[i : i + 8] != before[i : i + 8] for i in (0, 8)):
+                    return True
+                time.sleep(0.005)
+            return False
 
-        until = time.monotonic() + 20
-        while not (any(memory[:8]) and any(memory[8:])) and time.monotonic() < until:
-            time.sleep(0.01)
+        assert both_count()
         took = []
-        for _ in range(3):
+        for _ in range(8):
             start = time.monotonic()
             assert child.stop()
             took.append(time.monotonic() - start)
-            assert moves() == [False, False]
+            before = memory[:]
+            time.sleep(0.1)
+            assert memory[:] == before
             child.resume()
-            assert moves() == [True, True]
-        assert min(took) < 0.1 and max(took) < 5, took  # a busy machine may delay some
+            assert both_count()
+        assert min(took) < 0.1, took  # a busy machine may delay some
         assert child.stop()
         assert child.kill().killed  # a stopped one too
     os.close(fd)
@@ -156,8 +159,9 @@ def states(child: Child) -> list[str]:
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     found = []
     for pid in forkserver.descendants(child.pid, proc):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+        with suppress(OSError):  # a task that has ended
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
     os.close(proc)
     return found
 
@@ -168,16 +172,14 @@ def test_stop_halts_threads_and_grandchildren(zygote: Zygote, weak: bool) -> Non
     with zygote.spawn({"code": ANSWERS}, options) as child:
         process = RunnerProcess(child, "candidate", 20.0, False)
         process.greet()
-        for _ in range(200):  # the grandchild may start after the greeting
-            if len(states(child)) >= 5:
-                break
-            time.sleep(0.05)
-        assert "R" in states(child)
+        wait_for(lambda: len(states(child)) >= 5, 60)  # the grandchild may start after the greeting
+        wait_for(lambda: "R" in states(child), 60)
         for _ in range(3):
             process.stop()
             assert len(states(child)) >= 5 and set(states(child)) == {"T"}
             assert process.ask("copy") == Done()  # the request resumes them
-            assert not process.stopped and "R" in states(child)
+            assert not process.stopped
+            wait_for(lambda: "R" in states(child), 60)
 
 
 BREEDS = """
@@ -219,10 +221,7 @@ def test_daemons_end_with_their_child(zygote: Zygote, weak: bool) -> None:
 def test_endless_output_is_truncated(zygote: Zygote) -> None:
     code = "import os\nos.write(1, b'first ')\nwhile True:\n    os.write(2, b'x' * (1 << 16))"
     with zygote.spawn({"code": code}, OPTIONS) as child:
-        until = time.monotonic() + 30
-        while child.output_bytes < 256 << 20 and time.monotonic() < until:
-            time.sleep(0.05)
-        assert child.output_bytes >= 256 << 20  # it was never made to wait
+        wait_for(lambda: child.output_bytes >= 256 << 20, 120)  # it was never made to wait
         assert child.kill().killed
         assert child.output_tail() == "x" * OUTPUT_KEPT and child.output_tail(10) == "x" * 10
 
@@ -230,17 +229,25 @@ def test_endless_output_is_truncated(zygote: Zygote) -> None:
 def test_all_descriptors_closed(zygote: Zygote) -> None:
     code = "import os, time\nos.closerange(0, 4096)\ntime.sleep(100)"
     with zygote.spawn({"code": code}, OPTIONS) as child:
-        assert hear(child, 20.0) == [] and child.wait(0.1) is None
+        assert hear(child, 60.0) == [] and child.wait(0.1) is None
         assert child.kill().killed
 
 
 def test_garbage_on_the_channel_is_only_bytes(zygote: Zygote) -> None:
     with zygote.spawn({"code": "import os\nchannel.sendall(os.urandom(3 << 20))"}, OPTIONS) as child:
-        child.channel.settimeout(20.0)
+        child.channel.settimeout(60.0)
         got = 0
         while part := child.channel.recv(1 << 20):
             got += len(part)
-        assert got == 3 << 20 and child.wait(20.0) == Exit(code=0, peak_rss=child.peak_rss)
+        assert got == 3 << 20 and child.wait(60.0) == Exit(code=0, peak_rss=child.peak_rss)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def test_lost_zygote_is_restarted_and_reported(zygote: Zygote) -> None:
@@ -248,10 +255,9 @@ def test_lost_zygote_is_restarted_and_reported(zygote: Zygote) -> None:
         assert child.channel.recv(100) == b'"hanging"\n'
         before, notes = zygote.info["pid"], len(zygote.notes)
         os.kill(before, signal.SIGKILL)
-        assert hear(child, 10.0) == []  # its children go with it
-        assert str(child.wait(10.0)) == "its supervisor was lost"
-    while Path(f"/proc/{before}").exists() and "Z" not in Path(f"/proc/{before}/stat").read_text().split()[2]:
-        time.sleep(0.01)
+        assert hear(child, 60.0) == []  # its children go with it
+        assert str(child.wait(60.0)) == "its supervisor was lost"
+    wait_for(lambda: gone(before), 60)
     assert run(zygote, "say(1)")[0] == [1]
     assert zygote.info["pid"] != before
     assert zygote.notes[notes:] == ["the zygote was lost (SIGKILL) and started again"]
@@ -280,16 +286,11 @@ os._exit(1)
 
 def test_no_process_outlives_the_judge() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", JUDGE_DIES, str(SUPPORT)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", JUDGE_DIES, str(SUPPORT)], capture_output=True, text=True, timeout=240
     )
     folder, *pids = done.stdout.split()
     assert len(pids) == 2, done.stderr
-    until = time.monotonic() + 10
-    while time.monotonic() < until and any(
-        os.path.exists(p) for p in (folder, *(f"/proc/{pid}" for pid in pids))
-    ):
-        time.sleep(0.05)
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids) and not os.path.exists(folder)
+    wait_for(lambda: not any(os.path.exists(p) for p in (folder, *(f"/proc/{pid}" for pid in pids))), 60)
 
 
 def test_fork_bomb_meets_its_limit(zygote: Zygote, steps: dict[str, str]) -> None:
