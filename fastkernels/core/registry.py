@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from fastkernels.core.spec import OpSpec, Target
 
 
+MANY = 20  # names that a message lists next to the closest one
+
+
 class UnknownName(LookupError):
-    """A name that is not registered. The message lists the known names.
+    """A name that is not registered. The message lists the known names; of many, only the closest if there is one.
 
     more: what to do about it, at the end of the message
     """
@@ -31,9 +34,8 @@ class UnknownName(LookupError):
         known = sorted(known)
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        super().__init__(
-            f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.{f' {more}' if more else ''}"
-        )
+        names = "" if close and len(known) > MANY else f" Known: {', '.join(known)}."
+        super().__init__(f"unknown {kind} {name!r}.{hint}{names}{f' {more}' if more else ''}")
 
     def __str__(self) -> str:  # a subclass of KeyError would quote the message
         return str(self.args[0])

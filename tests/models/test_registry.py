@@ -100,11 +100,14 @@ def test_common_and_init_files_are_no_models(tmp_path: Path) -> None:
     assert (found.name, found.file, found.path, found.about) == ("a", model, "pkg.llm.a:A", "A model.")
 
 
-def test_unknown_architecture_lists_the_known_ones() -> None:
+def test_unknown_architecture_names_the_closest_or_all() -> None:
     with pytest.raises(
-        UnknownName, match=r"Did you mean 'LlamaForCausalLM'.*MixtralForCausalLM.*fk-bench list models"
-    ):
+        UnknownName, match=r"Did you mean 'LlamaForCausalLM'\? .*fk-bench list models"
+    ) as raised:
         registry.model_class("LlamaForCausalML")
+    assert "MixtralForCausalLM" not in str(raised.value)
+    with pytest.raises(UnknownName, match=r"Known: .*LlamaForCausalLM, .*MixtralForCausalLM.*list models"):
+        registry.model_class("Nothing")
 
 
 def code_words(file: Path) -> set[str]:

@@ -120,7 +120,8 @@ def e2e_command(
         extra = {host: json.loads(text) for host, text in _by_host("--engine-args", engine_args).items()}
         unknown = [n for n in names if n not in (IN_PROCESS if names[0] in IN_PROCESS else HOSTS)]
         if unknown or not names:
-            raise ConfigError(f"--hosts: unknown host {unknown[:1]}, known: {', '.join(HOSTS)}")
+            known = f"{', '.join(HOSTS)}; or one of {', '.join(IN_PROCESS)}, for images"
+            raise ConfigError(f"--hosts: unknown host {', '.join(unknown[:1])!r}. Known: {known}")
         if min(counts) < 1 or min(rounds, input_len, output_len) < 1:
             raise ConfigError("--requests, --rounds, --input-len and --output-len must be at least 1")
         if startup and (candidate is not None or scheduler_only):

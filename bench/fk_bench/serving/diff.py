@@ -23,7 +23,10 @@ def load(path: Path) -> tuple[list[Row], list[str]]:
     file = path / "rows.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"no such run: {path} (a folder with rows.jsonl, or that file)")
-    return rows.read(file)
+    found, warnings = rows.read(file)
+    if not found:
+        raise ConfigError(f"{path} has no result row" + (f": {warnings[0]}" if warnings else ""))
+    return found, warnings
 
 
 def _cells(path: Path, found: Sequence[Row]) -> list[Cell]:

@@ -134,7 +134,7 @@ def test_host_that_fails_to_start_reports_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hosts", "tgi"], "unknown host"),
+        (["--hosts", "tgi"], "unknown host 'tgi'. Known: fastkernels, vllm, sglang; or one of timm,"),
         (["--requests", "0"], "at least 1"),
         (["--python", "vllm"], "HOST=VALUE"),
         (["--candidate", "/no/such"], "there is no folder /no/such"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,11 @@ def test_source_with_neither_is_a_problem(spec: OpSpec, tmp_path: Path, source: 
     found = calling(spec, file(tmp_path, source))
     assert "silu_and_mul.py defines neither a function silu_and_mul(...)" in found.problem
     assert "VllmSiluAndMul" in found.problem and not found.unsupported
+
+
+def test_problem_names_a_few_classes_once(tmp_path: Path) -> None:
+    found = calling(registry.get("rms_norm"), file(tmp_path, ""))
+    assert found.problem.count("VllmRMSNorm,") == 1 and re.search(r" and \d+ more\) at its", found.problem)
 
 
 CONDITIONAL = (

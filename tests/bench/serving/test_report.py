@@ -402,5 +402,12 @@ def test_diff_command(tmp_path: Path) -> None:
     assert fk_bench_here("diff", a, a, "--fail-under", "0.98").returncode == 0
     done = fk_bench_here("diff", a, tmp_path / "none")
     assert done.returncode == 2 and "no such run" in done.stderr
+    (tmp_path / "rows.jsonl").write_text("hello\n")
+    done = fk_bench_here("diff", tmp_path, tmp_path)
+    assert (
+        done.returncode == 2
+        and "no result row: " in done.stderr
+        and "rows.jsonl:1: half-written" in done.stderr
+    )
     with pytest.raises(ConfigError, match="neither run has 'speed'"):
         compare(a, a, ("speed",))

@@ -23,6 +23,9 @@ class Calling:
         return "op" if self.cls is None else "module"
 
 
+SHOWN = 5  # classes that a message names
+
+
 def calling(spec: OpSpec, file: Path | None) -> Calling:
     """How to call the op with this candidate; without one, our own function, or our class if there is no function."""
     classes = [t.cls for t in spec.targets]
@@ -35,8 +38,10 @@ def calling(spec: OpSpec, file: Path | None) -> Calling:
         else:
             offers = [c for c in classes if c in names]
             if not offers:
-                what = " nor a class ".join(
-                    (f"a function {spec.name}(...)", f"({', '.join(classes) or 'none'})")
+                several = list(dict.fromkeys(classes))
+                more = f" and {len(several) - SHOWN} more" if len(several) > SHOWN else ""
+                what = (
+                    f"a function {spec.name}(...) nor a class ({', '.join(several[:SHOWN]) or 'none'}{more})"
                 )
                 return Calling(problem=f"{file.name} defines neither {what} at its top level")
             found = Calling(offers[0])
