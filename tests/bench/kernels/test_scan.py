@@ -26,6 +26,10 @@ OWN = {
     "kit/libraries.py": {"baseline-library"},
     # CUDA C++, read from the package and launched by the driver
     "kit/hopper.py": {"files"},
+    # C++, compiled by the user's compiler
+    "kit/cpp.py": {"clock", "files", "native-library", "process", "value-cache"},
+    "attention/attention_decode_cpp.py": {"native-library"},
+    "rope/rotary_emb_cpp.py": {"native-library"},
     "kit/selection.py": {"files"},  # weights of the selection model
     "linear/skinny_linear_cuda.py": {"native-library"},
     "attention/attention_decode_cuda.py": {"native-library"},

@@ -254,7 +254,7 @@ def patching(monkeypatch):
         ),
     )
     monkeypatch.setattr(vllm, "_rank", lambda worker: 0)
-    monkeypatch.setattr(compiled, "swap", lambda worker, change: change())
+    monkeypatch.setattr(compiled, "swap", lambda worker, change, unchanged: change())
     monkeypatch.setattr(reports, "start", lambda *args: None)
     yield
     for key in list(compiled._KEYS):
