@@ -18,7 +18,8 @@ HERE = Path(__file__).parent
 SLOW = (
     "check_async", "check_construction", "check_export", "check_gemma", "check_held_out", "check_deepseek",
     "check_pipeline", "check_quant", "check_ranges", "check_ropes", "check_tensor_parallel", "check_works_more",
-    "check_works", "check_server", "check_experts", ("sglang", "check_by_table"), ("sglang", "check_norms"),
+    "check_works", "check_server", "check_experts", ("vllm", "check_compiled"), ("sglang", "check_by_table"),
+    ("sglang", "check_norms"),
 )  # fmt: skip
 IN_PROCESS = (
     "check_eager", "check_experts", "check_construction", "check_held_out", "check_deepseek", "check_ranges",
