@@ -34,12 +34,64 @@ def check(packed: torch.Tensor, scales: torch.Tensor) -> None:
 
 
 @triton.jit
-def decode(packed, scales, ROWS: tl.constexpr, K: tl.constexpr):
-    # [ROWS, K / 2] and [ROWS, K / 32] to [ROWS, K] float32. Halves of the magnitude are integers from 0 to 12.
-    codes = tl.reshape(tl.join(packed & 15, packed >> 4), (ROWS, K)).to(tl.int32)
+def decode(words, scales):
+    # Words of four values [ROWS, K / 4] int16 and their scales [ROWS, K / 32] uint8 to four float32 tensors
+    # [ROWS, K / 4]: the values of bits 0 to 3, 4 to 7, 8 to 11 and 12 to 15.
+    factor = _spread((scales.to(tl.int32) << 23).to(tl.float32, bitcast=True), words)
+    wide = words.to(tl.int32)
+    return (
+        _value(wide) * factor,
+        _value(wide >> 4) * factor,
+        _value(wide >> 8) * factor,
+        _value(wide >> 12) * factor,
+    )
+
+
+@triton.jit
+def decode_bfloat16(words, scales):
+    # The same in bfloat16 on NVIDIA's chips, divided by RESTORE: bfloat16 holds no factor above 2^127. The three low
+    # bits of e2m1 are a bfloat16 when they follow its sign by six zeros: 2^-126 times the value.
+    exponent = tl.minimum(scales.to(tl.int32) + 62, 255)  # infinite for scales above 2^65
+    factor = _spread((exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True), words)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sign, size;
+        shl.b32 sign, $4, 12;  and.b32 sign, sign, 0x80008000;
+        shl.b32 size, $4, 6;   lop3.b32 $0, size, 0x01C001C0, sign, 0xEA;  mul.rn.bf16x2 $0, $0, $5;
+        shl.b32 sign, $4, 8;   and.b32 sign, sign, 0x80008000;
+        shl.b32 size, $4, 2;   lop3.b32 $1, size, 0x01C001C0, sign, 0xEA;  mul.rn.bf16x2 $1, $1, $5;
+        shl.b32 sign, $4, 4;   and.b32 sign, sign, 0x80008000;
+        shr.b32 size, $4, 2;   lop3.b32 $2, size, 0x01C001C0, sign, 0xEA;  mul.rn.bf16x2 $2, $2, $5;
+        and.b32 sign, $4, 0x80008000;
+        shr.b32 size, $4, 6;   lop3.b32 $3, size, 0x01C001C0, sign, 0xEA;  mul.rn.bf16x2 $3, $3, $5;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r",
+        [words, factor],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+RESTORE = tl.constexpr(2.0**64)
+
+
+@triton.jit
+def _spread(factor, words):
+    # [ROWS, K / 32] to [ROWS, K / 4]
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    return tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, WORDS // 8, 8)), (ROWS, WORDS))
+
+
+@triton.jit
+def _value(codes):
+    # The e2m1 values of the four low bits. Halves of the magnitude are integers from 0 to 12.
     size = codes & 7
     halves = tl.where(size < 2, size, ((2 + (size & 1)) << (size >> 1)) >> 1)
-    signed = tl.where(codes > 7, -halves, halves).to(tl.float32) * 0.5
-    factor = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, K // 32, 32)), (ROWS, K))
-    return signed * factor
+    return tl.where((codes & 8) != 0, -halves, halves).to(tl.float32) * 0.5
+
+
+def by_words(a: torch.Tensor) -> torch.Tensor:
+    """[R, K] to [R, K]: columns 0, 4, 8, ..., then 1, 5, 9, ..., 2, ..., 3, ..., as `decode` returns the weights."""
+    return a.unflatten(1, (-1, 4)).transpose(1, 2).flatten(1)

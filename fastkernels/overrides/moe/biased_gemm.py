@@ -44,23 +44,43 @@ def _biased_gemm_kernel(
     cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
     # The weight is the left operand [cols, K]: Hopper's tensor cores read it from registers, where it is decoded.
-    a_at = a_ptr + rows[None, :] * a_stride + ks[:, None]
-    PER: tl.constexpr = 2 if MXFP4 else 1  # values of an element of b
-    bs = tl.arange(0, BLOCK_K // PER)
-    b_at = b_ptr + expert * b_expert + cols.to(tl.int64)[:, None] * b_stride + bs[None, :]
-    ss = tl.arange(0, BLOCK_K // 32)
-    s_at = s_ptr + expert * s_expert + cols.to(tl.int64)[:, None] * s_stride + ss[None, :]
+    a_at = a_ptr + rows[None, :] * a_stride
+    b_at = b_ptr + expert * b_expert + cols.to(tl.int64)[:, None] * b_stride
     inside = (cols < N)[:, None]
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        a = tl.load(a_at + k, mask=there[None, :] & (ks[:, None] < K - k), other=0.0)
-        b = tl.load(b_at + k // PER, mask=inside & (bs[None, :] < (K - k) // PER), other=0)
-        if MXFP4:
+    if MXFP4:
+        QUICK: tl.constexpr = a_ptr.dtype.element_ty == tl.bfloat16 and not UPCAST
+        TYPE: tl.constexpr = tl.float32 if UPCAST else a_ptr.dtype.element_ty
+        ws = tl.arange(0, BLOCK_K // 4)
+        ss = tl.arange(0, BLOCK_K // 32)
+        s_at = s_ptr + expert * s_expert + cols.to(tl.int64)[:, None] * s_stride + ss[None, :]
+        for k in range(0, K, BLOCK_K):
+            left = (K - k) // 4
+            b = tl.load(b_at + k // 4 + ws[None, :], mask=inside & (ws[None, :] < left), other=0)
             s = tl.load(s_at + k // 32, mask=inside & (ss[None, :] < (K - k) // 32), other=0)
-            b = mxfp4.decode(b, s, BLOCK_N, BLOCK_K).to(a.dtype)
-        if UPCAST:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        acc = tl.dot(b, a, acc, input_precision="ieee")
+            there_a = there[None, :] & (ws[:, None] < left)
+            if QUICK:
+                w0, w1, w2, w3 = mxfp4.decode_bfloat16(b, s)
+            else:
+                w0, w1, w2, w3 = mxfp4.decode(b, s)
+            a = tl.load(a_at + k // 4 + ws[:, None], mask=there_a, other=0.0)
+            acc = tl.dot(w0.to(TYPE), a.to(TYPE), acc, input_precision="ieee")
+            a = tl.load(a_at + (K // 4 + k // 4) + ws[:, None], mask=there_a, other=0.0)
+            acc = tl.dot(w1.to(TYPE), a.to(TYPE), acc, input_precision="ieee")
+            a = tl.load(a_at + (K // 2 + k // 4) + ws[:, None], mask=there_a, other=0.0)
+            acc = tl.dot(w2.to(TYPE), a.to(TYPE), acc, input_precision="ieee")
+            a = tl.load(a_at + (K // 4 * 3 + k // 4) + ws[:, None], mask=there_a, other=0.0)
+            acc = tl.dot(w3.to(TYPE), a.to(TYPE), acc, input_precision="ieee")
+        if QUICK:
+            acc *= mxfp4.RESTORE
+    else:
+        ks = tl.arange(0, BLOCK_K)
+        for k in range(0, K, BLOCK_K):
+            a = tl.load(a_at + k + ks[:, None], mask=there[None, :] & (ks[:, None] < K - k), other=0.0)
+            b = tl.load(b_at + k + ks[None, :], mask=inside & (ks[None, :] < K - k), other=0.0)
+            if UPCAST:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            acc = tl.dot(b, a, acc, input_precision="ieee")
     bias = tl.load(bias_ptr + expert * bias_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
     out = tl.trans(acc + bias[:, None])
     if HAS_SCALE:
@@ -82,6 +102,8 @@ def biased_gemm(
     out = torch.empty((pairs.n_pairs, n), dtype=a.dtype, device=a.device)
     grid = (pairs.blocks * cdiv(n, t.block_n),)
     scales = b if b_scale is None else b_scale  # not read where there are none
+    if b_scale is not None:
+        a, b = mxfp4.by_words(a), b.view(torch.int16)
     _biased_gemm_kernel[grid](
         a, b, scales, bias, out, scale, pairs.pairs, pairs.experts, pairs.total, n, b.shape[0], pairs.n_pairs,
         pairs.blocks, a.stride(0), *b.stride()[:2], *scales.stride()[:2], bias.stride(0), K=k, TOPK=topk,
@@ -93,9 +115,16 @@ def biased_gemm(
     return out
 
 
-def biased_tiles(rows: int, dtype: torch.dtype) -> Tiles:
-    """Return the tiles for an average number of rows per expert; decoded weights take registers, so tiles are small."""
+def biased_tiles(rows: int, dtype: torch.dtype, packed: bool) -> Tiles:
+    """Return the tiles for an average number of rows per expert; decoded weights take registers, so tiles are small.
+
+    packed  whether weights are MXFP4
+    """
     block_m = 16 if rows <= 16 else 64
     if dtype == torch.float32:
-        return Tiles(block_m, 64, 32, 8, 4, 2)
-    return Tiles(16, 64, 128, 1, 4, 4) if block_m == 16 else Tiles(64, 128, 64, 8, 8, 3)
+        return Tiles(block_m, 64, 64 if packed else 32, 8, 4, 2)
+    if not packed or dtype != torch.bfloat16:
+        return Tiles(16, 64, 128, 1, 4, 4) if block_m == 16 else Tiles(64, 128, 64, 8, 8, 3)
+    if rows <= 16:
+        return Tiles(16, 64, 256, 1, 4, 3)
+    return Tiles(32, 128, 128, 8, 4, 3) if rows <= 48 else Tiles(128, 128, 64, 8, 8, 3)

@@ -85,6 +85,8 @@ def _supports_triton(
             return f"{name} is {w.dtype}, hidden_states {hidden_states.dtype}"
         if w.stride(-1) != 1:
             return f"{name} has strides {tuple(w.stride())}: the last dimension must be contiguous"
+        if w1_scale is not None and (w.storage_offset() % 2 or any(s % 2 for s in w.stride()[:-1])):
+            return f"{name} has strides {tuple(w.stride())}: MXFP4 values are read in words of two bytes"
     return None
 
 
@@ -97,7 +99,7 @@ def _triton(
     if ids.numel() == 0:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    tiles = biased_tiles(ids.numel() // experts, x.dtype)
+    tiles = biased_tiles(ids.numel() // experts, x.dtype, w1_scale is not None)
     pairs = sort_pairs(ids, experts, expert_map, tiles.block_m)
     both = biased_gemm(x, w1, w1_scale, w1_bias, pairs, pairs.topk, None, tiles)
     out = biased_gemm(
