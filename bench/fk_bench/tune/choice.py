@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from fastkernels.core import registry
+from fastkernels.verify import measure
+from fastkernels.verify.measure import Point
+
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -18,3 +24,16 @@ class Choice:
 
     def __str__(self) -> str:
         return " ".join([self.provider, *(f"{name}={value}" for name, value in self.params.items())])
+
+
+def point_of(name: str, shape: Mapping[str, Any], sizes: Mapping[str, int]) -> Point:
+    """The point of a shape as a table has it."""
+    key = registry.get(name).op.key
+    typed = (getattr(torch, shape[n]) if n.endswith("dtype") else shape[n] for n in key.shape)
+    return Point(name, tuple(typed), tuple(sizes[n] for n in key.sizes))
+
+
+def subject_of(name: str, choice: Choice) -> measure.Subject:
+    """The call of an op with this choice."""
+    provider = next(p for p in registry.get(name).op.providers if p.name == choice.provider)
+    return measure.Subject(provider, choice.params)

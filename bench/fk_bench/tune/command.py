@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import shlex
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from json import dumps, loads
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,24 +17,29 @@ import typer
 
 from fastkernels.core import registry, tuning
 from fastkernels.core.registry import UnknownName
-from fastkernels.core.tuning import Entry, Table, TableError
+from fastkernels.core.tuning import REACH, Entry, Table, TableError
 from fastkernels.models.common.registry import models
 from fk_bench.core import rows
 from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.command import sizes_of
-from fk_bench.e2e.model_configs import public_name
+from fk_bench.e2e.model_configs import ModelError, load_config, public_name
 from fk_bench.kernels import report
 from fk_bench.tune import tuner
 from fk_bench.tune.choice import Choice
+from fk_bench.tune.model_shapes import longest_context, shapes_of_model
 from fk_bench.tune.screen import Screen
 
-MODEL_BATCHES, MODEL_CONTEXTS = "1,8,16,32,64", "512,8192"
+MODEL_BATCHES, LEAST_CONTEXT = "1,8,32,16,64", 1024  # the most important first
+ROUNDS, MODEL_ROUNDS = 20, 10
 BATCHES = "1,2,4,8,16,32,64,128,256"
 ROUND_S = 0.1  # approximate seconds of the timed batches of a round
 CONTEXTS = "512,2048,8192,32768"
 # Parameters that do not fit the chip, and times that the judge rejects: not chosen, but no failure either.
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
 NOT_CHOSEN = (Status.COMPILE_ERROR, Status.OOM, Status.INVALID)
 FAILED = tuple(s for s in report.FAILED if s not in NOT_CHOSEN)
 
@@ -62,7 +70,7 @@ def tune_command(
     context: Annotated[
         str,
         typer.Option(
-            help=f"context lengths, for ops that depend on them; {CONTEXTS}, of a model {MODEL_CONTEXTS}"
+            help=f"context lengths, for ops that depend on them; {CONTEXTS}; of a model its longest, and quarters of it"
         ),
     ] = "",
     provider: Annotated[list[str] | None, typer.Option(help="only these providers (default: all)")] = None,
@@ -70,8 +78,17 @@ def tune_command(
         str, typer.Option(help="production, or host: the kernels of vLLM or SGLang")
     ] = "production",
     finalists: Annotated[int, typer.Option(help="number of ranked choices that are judged in full")] = 2,
-    rounds: Annotated[int, typer.Option(help="interleaved rounds of the finalists, at least three")] = 20,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            help=f"interleaved rounds of the finalists, at least three (default: {ROUNDS}, of a model {MODEL_ROUNDS})",
+            show_default=False,
+        ),
+    ] = 0,
     timeout: Annotated[float, typer.Option(help="seconds for each step, such as compiling")] = 120.0,
+    quantization: Annotated[
+        str, typer.Option(help="a model as if its checkpoint were quantized: fp8, or fp8-block")
+    ] = "",
     missing: Annotated[
         bool, typer.Option("--missing", help="only entries that the table of --out lacks")
     ] = False,
@@ -90,9 +107,10 @@ def tune_command(
     """Measure which provider, with which parameters, is fastest at each shape, and write a table for FASTKERNELS_TUNED.
     An entry names one of our providers only if it is correct and measured faster than production.
 
-    fk-bench tune qwen2.5-7b    # its linear layers and decode attention, in minutes
+    fk-bench tune qwen3-8b    # its linear layers, decode attention and experts, in minutes
 
-    The choices for a model are timed in one process, and only those that are faster there are judged.
+    The choices for a model are compiled on all cores and timed in one process. Only those that are faster there are
+    judged.
 
     The last line of output is JSON; the exit status is 1 if a kernel was wrong or a process was lost.
     """
@@ -103,17 +121,19 @@ def tune_command(
     chip = tuning.chip_of(where)
     if against not in ("production", "host"):
         fail(f"--against {against!r} is not production or host")
-    if rounds < 3 or finalists < 1 or not timeout > 0:
+    if 0 < rounds < 3 or rounds < 0 or finalists < 1 or not timeout > 0:
         fail("--rounds must be at least 3, --finalists at least 1, --timeout above 0 seconds")
     try:
-        names, whole = _split(tuple(ops or ()), model)
-        on_gpu, few = (MODEL_BATCHES, MODEL_CONTEXTS) if whole else (BATCHES, CONTEXTS)
-        sizes = (
-            _numbers("--batch", batch or (on_gpu if where == "cuda" else "1,4")),
-            _numbers("--context", context or few),
-        )
+        names, whole = _split(tuple(ops or ()), model, quantization)
+        if whole and where == "cpu" and not device:
+            fail(
+                "torch sees no GPU here, and a table is for the GPU that serves the model;"
+                " --device cpu runs the command on the CPU, as a test"
+            )
+        batches = _numbers("--batch", batch or _of(where, whole, MODEL_BATCHES, BATCHES))
+        contexts = _numbers("--context", context) if context else _contexts(whole)
         asked = _asked(names, whole or model, _numbers("--tp", tp), dtype, shape or [], where, bool(whole))
-        several = {name: tuner.choices(tuner.key_of(name)[1], where, provider or ()) for name in asked}
+        several = _choices(asked, where, provider or (), bool(whole))
         folder = _run(run)
         path = _out(out, folder, chip)
         old = tuning.read(path) if path.exists() else Table(chip, {}, ())
@@ -121,26 +141,48 @@ def tune_command(
             raise TableError(f"--out {path} is a table of {old.chip}, but this is {chip}")
     except (UnknownName, ValueError) as error:
         fail(str(error))
+    rounds = rounds or (MODEL_ROUNDS if whole else ROUNDS)
     options = Options(device=where, against=against, rounds=rounds, seconds=ROUND_S * rounds, timeout=timeout)
     there = {e.point for e in old.entries} if missing else set()
     points = [
         (name, its, at, low)
-        for name, shapes in asked.items() for its in shapes for at, low in tuner.grid(tuner.key_of(name)[2], sizes)
+        for name in several for its in asked[name] for at, low in tuner.grid(tuner.key_of(name)[2], (batches, contexts))
         if Entry(name, its, at, None, "", "").point not in there
     ]  # fmt: skip
+    if whole:  # a run that ends early has the most important sizes of all shapes
+        points.sort(key=lambda point: batches.index(next(iter(point[2].values()))))
     state = _State(folder / "rows.jsonl", len(points), chip, old, path)
     state.all_there = missing and bool(there) and not points
     screen = Screen(where, state.run) if whole else None
-    if screen is not None:
-        screen.prepare([(name, its, at, several[name]) for name, its, at, _ in points])
+    stopped = ""
     try:
         with tuner.Tuner(options, finalists, state.run, state.on_row, screen, state.on_screen) as tuning_run:
+            if screen is not None and points:
+                with screen.compiling(_to_compile(points, several)):
+                    tuning_run.warm()
+                state.say(f"kernels compiled after {time.perf_counter() - start:.0f} s")
             for name, its, at, low in points:
                 if seconds and time.perf_counter() - start > seconds:
+                    stopped = f"the limit of {seconds:g} s was reached"
                     break
                 state.on_entry(tuning_run.point(name, its, at, low, several[name]))
     except ZygoteError as error:
         fail(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    if stopped and state.found:
+        words = {
+            "--model": model, "--tp": tp if tp != "1" else "", "--quantization": quantization, "--batch": batch,
+            "--dtype": dtype if dtype != "bfloat16" else "", "--context": context, "--device": device,
+            "--against": against if against != "production" else "",
+        }  # fmt: skip
+        given = [word for name, value in words.items() if value for word in (name, value)]
+        given += [word for text in shape or () for word in ("--shape", text)]
+        given += [word for text in provider or () for word in ("--provider", text)]
+        again = shlex.join(["fk-bench", "tune", *(ops or ()), *given, "--missing", "--out", str(path)])
+        state.say(
+            f"{stopped}: {len(points) - state.done} of {len(points)} points are left. To continue: {again}"
+        )
     if not json:
         state.show(where)
     last_line(state.result(where, start))
@@ -158,6 +200,9 @@ class _State:
         self.screened: Row | None = None
         self.done = 0
         self.all_there = False  # with --missing: no entry is missing
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
     def on_row(self, row: Row) -> None:
         self.judged.append(row)
@@ -245,23 +290,90 @@ class _State:
         return found
 
 
-def _split(given: tuple[str, ...], model: str) -> tuple[tuple[str, ...], str]:
+def _of(device: str, whole: str, model: str, ops: str) -> str:
+    """The default sizes: of a model, of ops on a GPU, and on a CPU as a test."""
+    return model if whole else ops if device == "cuda" else "1,4"
+
+
+def _contexts(model: str) -> tuple[int, ...]:
+    """The default context lengths; of a model its longest, for which CUDA graphs are captured, and quarters of it."""
+    longest = longest_context(model) if model else 0
+    if not longest:
+        return _numbers("--context", CONTEXTS)
+    found = [longest]
+    while found[-1] // REACH >= LEAST_CONTEXT:
+        found.append(found[-1] // REACH)
+    return tuple(found)
+
+
+def _choices(
+    asked: Mapping[str, Any], device: str, only: Sequence[str], of_model: bool
+) -> dict[str, list[Choice]]:
+    """{op: choices}; of a model only the ops that have one of the providers. Raises UnknownName."""
+    known = {name: [p.name for p in registry.get(name).op.providers] for name in asked}
+    names = sorted({provider for several in known.values() for provider in several})
+    if of_model and (wrong := [name for name in only if name not in names]):
+        raise UnknownName("provider", wrong[0], names)
+    found = {}
+    for name in asked:
+        here = [p for p in only if p in known[name]] if of_model else only
+        if here or not only:
+            found[name] = tuner.choices(tuner.key_of(name)[1], device, here)
+    return found
+
+
+def _to_compile(points: Sequence[Any], several: Mapping[str, list[Choice]]) -> list[Any]:
+    """The points with the choices that fit them; last the smallest sizes of their entries."""
+    sizes = [(name, its, at) for name, its, at, _ in points]
+    sizes += [(name, its, low) for name, its, _, low in points if low is not None]
+    found = []
+    for name, its, at in sizes:
+        spec, _, key = tuner.key_of(name)
+        case = tuner.trial_of(spec, key, its, at, "tune").case
+        found.append((name, its, at, tuner.fitting(several[name], spec, case)))
+    return found
+
+
+def _split(given: tuple[str, ...], model: str, quantization: str) -> tuple[tuple[str, ...], str]:
     """The ops among the words, and the model: a folder, or a name, which then is a folder with its config.
 
-    Raises UnknownName for an unknown op, ValueError for two models.
+    Raises UnknownName for an unknown op, ValueError for an unknown model and for two models.
     """
+    if quantization and quantization not in QUANTIZED:
+        raise ValueError(f"--quantization {quantization!r} is not {' or '.join(QUANTIZED)}")
     others = [name for name in given if name not in registry.op_names() and _is_model(name)]
     if not others:
+        if quantization:
+            raise ValueError("--quantization is for a model: fk-bench tune MODEL")
         return given, ""
     if len(others) > 1 or model:
         raise ValueError(f"one model at a time, got {', '.join([*others, *[model] * bool(model)])}")
     folder = Path(tempfile.mkdtemp(prefix="fk-bench-tune-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return tuple(name for name in given if name not in others), sizes_of(others[0], folder)
+    return tuple(name for name in given if name not in others), _folder(others[0], folder, quantization)
 
 
-def _is_model(name: str) -> bool:
-    return name in models() or public_name(name) is not None or (Path(name) / "config.json").is_file()
+def _folder(model: str, folder: Path, quantization: str) -> str:
+    """A folder with the model's config.json, with this quantization in it. Raises ModelError."""
+    if (own := Path(model).expanduser() / "config.json").is_file() and not quantization:
+        return str(own.parent)
+    if own.is_file():
+        raw = loads(own.read_text())
+    else:
+        _, config = load_config(model)
+        raw = config.to_dict()
+    if quantization and raw.get("quantization_config"):
+        raise ModelError(f"{model} is quantized already; leave out --quantization {quantization}")
+    if quantization:
+        raw["quantization_config"] = QUANTIZED[quantization]
+    (folder / "config.json").write_text(dumps(raw))
+    return str(folder)
+
+
+def _is_model(word: str) -> bool:
+    """Whether a word names a model: ops are named in lower case, digits and underscores."""
+    known = word in models() or public_name(word) is not None or Path(word).expanduser().exists()
+    return known or not word.replace("_", "").isalnum()
 
 
 def _asked(
@@ -273,15 +385,18 @@ def _asked(
 
     if not tuner.is_dtype(dtype):
         raise ValueError(f"--dtype {dtype!r} is not a torch dtype")
-    found = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     for name in dict.fromkeys(ops or tuner.tunable()):
         spec, _, key = tuner.key_of(name)
         shapes = [_shape(text, name, key) for text in given]
         for size in tp if model else ():
-            its = tuner.shapes_of_model(name, key, model, getattr(torch, dtype), size)
+            its = shapes_of_model(name, key, model, getattr(torch, dtype), size)
             shapes += [s for s in its if s not in shapes]
         if shapes or not of_model:
             found[name] = shapes or tuner.shapes_of_cases(spec, key, device)
+    if not found:
+        known = ", ".join(ops or tuner.tunable())
+        raise ValueError(f"nothing to tune: the model calls none of {known} in a form that is known here")
     return found
 
 

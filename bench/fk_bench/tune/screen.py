@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
-from fastkernels.core import registry
 from fastkernels.core.tuning import Chip
 from fastkernels.verify import measure
 from fastkernels.verify.measure import Point, Ratio
 from fk_bench.core import machine, rows
 from fk_bench.core.rows import Row, Subject
-from fk_bench.tune.choice import Choice
+from fk_bench.tune.choice import Choice, point_of, subject_of
+from fk_bench.tune.compile import Compiling
 
 ROUNDS = 15
 
@@ -36,26 +37,33 @@ class Screened:
 
 
 class Screen:
-    """Times choices on one device. compile_s: the limit for compiling the kernels of a call of `prepare`."""
+    """Times choices on one device. compile_s: the limit for compiling the kernels of all points."""
 
-    def __init__(self, device: str, run_id: str, compile_s: float = 60.0):
+    def __init__(self, device: str, run_id: str, compile_s: float = 120.0):
         self.device, self.run_id, self.compile_s = torch.device(device), run_id, compile_s
         self.chip = Chip.of(device)
         self._failed: dict[tuple[Point, str], str] = {}
         self._versions = machine.interpreter(sys.executable).versions
 
-    def prepare(
+    @contextmanager
+    def compiling(
         self, points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, int], Sequence[Choice]]]
-    ) -> None:
-        """Compile the kernels of all points (op, shape, sizes, choices) in parallel."""
-        subjects = {
-            point_of(name, shape, sizes): [_subject(name, c) for c in several]
-            for name, shape, sizes, several in points
-        }
+    ) -> Iterator[None]:
+        """Compile the kernels of these points (op, shape, sizes, choices); the block runs meanwhile.
+
+        On a GPU in processes of their own, and so on all cores.
+        """
+        several = {point_of(name, shape, sizes): choices for name, shape, sizes, choices in points}
+        end = time.monotonic() + self.compile_s
+        if self.device.type == "cuda":
+            found = Compiling(several, self.device.type, end)
+            yield
+            self._failed |= found.wait()
+            return
+        yield
+        subjects = {point: [subject_of(point.op, c) for c in choices] for point, choices in several.items()}
         with torch.inference_mode():
-            self._failed |= measure.compiled(
-                subjects, self.device, self._generator(), time.monotonic() + self.compile_s
-            )
+            self._failed |= measure.compiled(subjects, self.device, self._generator(), end)
 
     def time(
         self, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int], several: Sequence[Choice]
@@ -70,7 +78,7 @@ class Screen:
             host = None if usual is None else measure.Subject(usual, {})
             right = []
             for choice in several:
-                subject = _subject(name, choice)
+                subject = subject_of(name, choice)
                 if subject.provider is usual and not choice.params:  # production itself
                     continue
                 reason = self._failed.get((point, subject.name)) or self._wrong(
@@ -110,15 +118,3 @@ class Screen:
 
     def _generator(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(0)
-
-
-def point_of(name: str, shape: Mapping[str, Any], sizes: Mapping[str, int]) -> Point:
-    """The point of a shape as a table has it."""
-    key = registry.get(name).op.key
-    typed = (getattr(torch, shape[n]) if n.endswith("dtype") else shape[n] for n in key.shape)
-    return Point(name, tuple(typed), tuple(sizes[n] for n in key.sizes))
-
-
-def _subject(name: str, choice: Choice) -> measure.Subject:
-    provider = next(p for p in registry.get(name).op.providers if p.name == choice.provider)
-    return measure.Subject(provider, choice.params)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastkernels.core import parallel, registry
+from fastkernels.core import registry
 from fastkernels.core.dispatch import Op
-from fastkernels.core.shapes import dtype_name
 from fastkernels.core.spec import Case, OpSpec
 from fastkernels.core.tuning import REACH, Entry, Key
 from fk_bench.core.rows import Row, Status
@@ -21,6 +20,7 @@ from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.baselines import baselines
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.tune.choice import NOTHING, Choice
+from fk_bench.tune.model_shapes import distinct, named
 from fk_bench.tune.screen import Screen
 
 SCREEN_ROUNDS, SCREEN_S = 3, 0.1  # to rank the choices; entries are judged in full
@@ -54,11 +54,11 @@ def shapes_of_cases(spec: OpSpec, key: Key, device: str) -> list[dict[str, Any]]
         found = [c for c in spec.cases if _trial(spec, c).gpu_only(spec) is None and spec.flops(c) > 1000][:2]
     else:
         found = [c for c in spec.cases if "model" in c.tags]
-    return _distinct(_shape_of_case(spec, key, c) for c in found)
+    return distinct(_shape_of_case(spec, key, c) for c in found)
 
 
 def _shape_of_case(spec: OpSpec, key: Key, case: Case) -> dict[str, Any]:
-    return _named(key, key.of(*_arguments(spec, case))[0])
+    return named(key, key.of(*_arguments(spec, case))[0])
 
 
 def _arguments(spec: OpSpec, case: Case) -> list[Any]:
@@ -67,53 +67,6 @@ def _arguments(spec: OpSpec, case: Case) -> list[Any]:
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         return spec.inputs(case, "cpu", torch.Generator())
-
-
-def shapes_of_model(name: str, key: Key, model: str, dtype: torch.dtype, tp: int = 1) -> list[dict[str, Any]]:
-    """The shapes of the op in a model on each of `tp` ranks; [] if they do not follow from its modules.
-
-    model: a short name ('llama': its default sizes), or a folder with config.json. Raises UnknownName, and ValueError
-    for a model that `tp` ranks cannot share.
-    """
-    from fastkernels.models.common.ops import one_layer
-
-    if name == "attention_decode" and tp == 1:
-        return _attention(model, dtype)
-    if key.module is None:
-        return []
-    with parallel.build_as(0, tp):
-        modules = list(one_layer(model, dtype).modules())
-    where = registry.op_modules()[name]
-    shapes = [
-        key.module(m) for m in modules
-        if any(base.__module__ == where for p in (m, getattr(m, "quant_method", None)) for base in type(p).__mro__)
-    ]  # fmt: skip
-    return _distinct(_named(key, shape) for shape in shapes if shape is not None)
-
-
-def _attention(model: str, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Decode attention of a folder's model, by its plan, with the first of the hosts' block sizes."""
-    import fastkernels
-    from fastkernels.models.common.description import Attention
-
-    if not (Path(model) / "config.json").is_file():
-        return []
-    block = registry.get("attention_decode").op.key.usual["block_size"][0]
-    return _distinct(
-        {"heads": a.heads, "kv_heads": a.kv_heads, "head_size": a.head_size, "block_size": block,
-         "window": a.window or 0, "dtype": dtype_name(dtype)}
-        for a in fastkernels.plan(model, dtype_name(dtype)).attentions if isinstance(a, Attention)
-    )  # fmt: skip
-
-
-def _named(key: Key, shape: Sequence[Any]) -> dict[str, Any]:
-    """As in a table, with dtypes by name."""
-    values = [dtype_name(v) if isinstance(v, torch.dtype) else v for v in shape]
-    return dict(zip(key.shape, values, strict=True))
-
-
-def _distinct(shapes: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list({tuple(s.items()): s for s in shapes}.values())
 
 
 def grid(key: Key, sizes: Sequence[Sequence[int]]) -> list[tuple[dict[str, int], dict[str, int] | None]]:
@@ -224,6 +177,11 @@ class Tuner:
     def __exit__(self, *problem: object) -> None:
         self.judge.__exit__(*problem)
 
+    def warm(self) -> None:
+        """Start the judge's processes, which import for seconds."""
+        for who in ("candidate", "baseline"):
+            self.judge.sides.trusted(who)
+
     def _row(self, row: Row) -> None:
         row.command, row.case = "tune", {**row.case, **self._about}
         self._on_row(row)
@@ -301,8 +259,9 @@ class Tuner:
         spec, _, key = key_of(name)
         self.judge.options = self.screen if stage == "screen" else self.final
         self._about = {"stage": stage, "shape": dict(shape), "sizes": dict(sizes)}
-        # Compilers are used for model shapes only: they take seconds for each.
-        trial = trial_of(spec, key, shape, sizes, "tune" if stage == "screen" else "model")
+        # Compilers take seconds for each shape: they are baselines where the number of points is small.
+        quick = stage == "screen" or self._screen is not None
+        trial = trial_of(spec, key, shape, sizes, "tune" if quick else "model")
         return self.judge.provider(name, [trial], choice.provider, choice.params)[0]
 
     def _lost(

@@ -11,6 +11,7 @@ import gc
 import hashlib
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify.cache import add_piece, source_digest
 from fk_integrations.core.heap import frozen_again
+from fk_integrations.vllm.kept import Address, Kept, addresses, refusal
 
 T = TypeVar("T")
 log = logging.getLogger("fastkernels")
@@ -190,6 +192,7 @@ class Compiled:
         holders += [(m, "graphs") for m in managers]
         self.graphs = [(holder, name, getattr(holder, name)) for holder, name in holders]
         self.captured = [(m, m._graphs_captured) for m in managers]
+        self.addresses = addresses(worker)
 
     @property
     def needed(self) -> bool:
@@ -242,6 +245,17 @@ class Compiled:
             manager._graphs_captured = flag
         self.code.changes().restore()
 
+    def kept(self) -> Kept:
+        """Return the code and graphs from before the change; without graphs that cannot be used again."""
+        code = self.code.changes() if self.code.restorable else None
+        reason = "nothing was compiled ahead of time" if code is None else refusal(self.worker)
+        if reason is None and not self.addresses <= addresses(self.worker) | _of_model(self.addresses):
+            reason = "a workspace or the KV cache has moved"
+        if reason is not None:
+            log.info("the CUDA graphs from before are not kept, and an undo captures them again: %s", reason)
+            return Kept(code)
+        return Kept(code, tuple(self.graphs), tuple(self.captured), self.addresses)
+
     def rewarm(self) -> None:
         """Compile and capture with the current classes. The engine must be idle."""
         import torch
@@ -255,12 +269,14 @@ class Compiled:
                     self.runner._dummy_run(self.runner.max_num_tokens, is_profile=True, skip_eplb=True)
                     self.worker.compile_or_warm_up_model()
 
-    def release(self) -> None:
-        """Free the old code and graphs, after the new ones exist."""
+    def release(self, kept: bool = False) -> None:
+        """Free the old code and graphs, after the new ones exist, unless they are kept elsewhere."""
         import torch
 
         self.code = Code.of(self.config, [])
         self.graphs, self.captured = [], []
+        if kept:
+            return
         gc.collect()
         if torch.device(self.worker.device).type != "cpu":
             torch.accelerator.synchronize()
@@ -271,6 +287,11 @@ def _compiled(model: Any, wrapper: Any) -> list[Any]:
     """The modules that vLLM compiles in a model, which may be None."""
     modules = [] if model is None or not hasattr(model, "modules") else model.modules()
     return [m for m in modules if isinstance(m, wrapper) and not getattr(m, "do_not_compile", True)]
+
+
+def _of_model(found: frozenset[Address]) -> frozenset[Address]:
+    """Those of the model's tensors, which a patch may replace and an undo restores."""
+    return frozenset(one for one in found if not one[0].startswith(("KV cache ", "workspace ")))
 
 
 def _own_attributes(model: Any) -> dict[str, Any]:
@@ -336,14 +357,14 @@ def _serving_state(runner: Any) -> Iterator[None]:
 @frozen_again()
 def swap(
     worker: Any, change: Callable[[], Callable[[], None] | None], unchanged: Callable[[], bool],
-    code: Code | None = None,
-) -> Code | None:  # fmt: skip
+    before: Kept | None = None, keep: bool = True,
+) -> Kept | None:  # fmt: skip
     """Run `change` (it returns its own undo, or None), then compile, capture and run one step, in every rank.
 
-    If `unchanged`, asked after the change, is true in every rank, the engine keeps its code and graphs. With `code`,
-    of the classes after the change, nothing is compiled. Returns the code from before the change, for a change back;
-    None if it cannot be used again. If a rank fails, all ranks restore the old classes, code and graphs, and check them
-    by one step. Raises PatchError.
+    If `unchanged`, asked after the change, is true in every rank, the engine keeps its code and graphs. With `before`,
+    kept from an earlier use of the classes after the change, nothing is compiled, and nothing is captured if its graphs
+    are there. Returns with `keep` what was in use before this change, for a change back. If a rank fails, all ranks
+    restore the old classes, code and graphs, and check them by one step. Raises PatchError.
     """
     compiled = Compiled(worker)
     back: list[Callable[[], None] | None] = []
@@ -356,9 +377,14 @@ def swap(
 
     def second() -> None:
         if compiled.needed:
-            compiled.drop(code)
-            with within(REWARM_S, "compiling and capturing the changed model"):
-                compiled.rewarm()
+            compiled.drop(None if before is None else before.code)
+            if before is not None and whole:
+                before.restore_graphs()
+            else:
+                begin = time.monotonic()
+                with within(REWARM_S, "compiling and capturing the changed model"):
+                    compiled.rewarm()
+                log.info("compiled and captured the changed model in %.1f s", time.monotonic() - begin)
         with within(Environment.read().trial_s, "the trial step"):
             worker.execute_dummy_batch()
             synchronize(worker)
@@ -372,6 +398,7 @@ def swap(
         raise
     if all(_gather(unchanged())):
         return None
+    whole = all(_gather(before is not None and before.whole(worker)))
     try:
         together(worker, second)
     except PatchError as error:
@@ -380,9 +407,9 @@ def swap(
             undo()
         _put_back(worker, compiled, error, same=undo is not None)
         raise
-    before = compiled.code.changes() if compiled.models and compiled.code.restorable else None
-    compiled.release()
-    return before
+    kept = compiled.kept() if keep and compiled.needed else None
+    compiled.release(kept is not None and kept.addresses is not None)
+    return kept
 
 
 def _put_back(worker: Any, compiled: Compiled, error: PatchError, same: bool) -> None:

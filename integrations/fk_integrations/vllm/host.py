@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
 STATE = "_fastkernels_patched"
-CODE = "_fastkernels_code_before"
+BEFORE = "_fastkernels_before"
 FAILED = "_fastkernels_failed_step"
 ENDED = "the engine has ended (it was shut down, or a step failed: see its log), so nothing is left to patch or undo"
 ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or resume_generation(), then patch or undo"
@@ -199,7 +199,7 @@ def _stage(worker: Any) -> int:
 
 
 def _patch(worker: Any, request: Request, live: bool = True) -> None:
-    from fk_integrations.vllm import compiled, graphs
+    from fk_integrations.vllm import compile_threads, compiled, graphs
 
     if STATE in vars(worker):
         raise PatchError("this engine is patched already: undo that patch first (report.undo())")
@@ -227,7 +227,8 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
 
     if live:
         try:
-            vars(worker)[CODE] = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged)
+            with compile_threads.several(worker.vllm_config.parallel_config.world_size):
+                vars(worker)[BEFORE] = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged)
         except PatchError:
             _clear_kv_cache(worker)  # a trial step may have written to it
             raise
@@ -267,7 +268,7 @@ def _undo(worker: Any, request: Request) -> None:
         vars(worker).pop(STATE)
         patched.undo()
 
-    compiled.swap(worker, change, lambda: patched.unchanged, vars(worker).pop(CODE, None))
+    compiled.swap(worker, change, lambda: patched.unchanged, vars(worker).pop(BEFORE, None), keep=False)
     _clear_kv_cache(worker)
     reports.write("vllm", _rank(worker), _reply(worker))
 

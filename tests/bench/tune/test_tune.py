@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from fk_bench import cli
 from fk_bench.core.rows import Row, Status, Subject, read
 from fk_bench.tune import tuner
 from fk_bench.tune.choice import Choice
+from fk_bench.tune.model_shapes import shapes_of_model
 from fk_bench.tune.screen import Screen
 from fk_bench.tune.tuner import Tuner
 from support.commands import fk_bench, last_json
@@ -162,10 +165,10 @@ def test_table_of_another_chip_is_not_overwritten(tmp_path: Path, capsys: pytest
 
 def test_shapes_of_models_and_ranks() -> None:
     _, _, key = tuner.key_of("linear")
-    whole = tuner.shapes_of_model("linear", key, "llama", torch.bfloat16)
+    whole = shapes_of_model("linear", key, "llama", torch.bfloat16)
     sizes = [(s["N"], s["K"]) for s in whole]
     assert sizes == [(6144, 4096), (4096, 4096), (2 * 14336, 4096), (4096, 14336)]  # Llama-3.1-8B
-    half = tuner.shapes_of_model("linear", key, "llama", torch.float16, tp=2)
+    half = shapes_of_model("linear", key, "llama", torch.float16, tp=2)
     assert [(s["N"], s["K"], s["dtype"]) for s in half] == [
         (3072, 4096, "float16"), (4096, 2048, "float16"), (14336, 4096, "float16"), (4096, 7168, "float16"),
     ]  # fmt: skip
@@ -381,7 +384,8 @@ def linear(monkeypatch: pytest.MonkeyPatch) -> Op:
 def test_screen_ranks_correct_choices_against_production(linear: Op) -> None:
     shape, several = {"N": 64, "K": 64, "dtype": "float32"}, [Choice(p.name) for p in linear.providers]
     screen = Screen("cpu", "r")
-    screen.prepare([("linear", shape, {"M": 4}, several)])
+    with screen.compiling([("linear", shape, {"M": 4}, several)]):
+        pass
     (found,), row = screen.time("linear", shape, {"M": 4}, several)
     assert found.choice == Choice("half") and found.faster and found.ratio is not None and found.ratio.low > 1
     assert row.baseline == "onednn" and set(row.metrics) == {"us half", "us onednn, production"}
@@ -418,6 +422,85 @@ def test_model_is_tuned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFix
     assert found == {"linear", "attention_decode"}
     screened = [r for r in read(Path(line["rows"]))[0] if r.kind == "screened"]
     assert len(screened) >= line["points"] == 5
+
+
+def test_stopped_run_prints_the_command_that_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from support.tiny import make_tiny_llama
+
+    judged = tuner.Tuner.point
+
+    def interrupted(self: Tuner, name: str, *rest: Any) -> Entry | None:
+        if name == "linear" and len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(name)
+        return judged(self, name, *rest)
+
+    seen: list[str] = []
+    monkeypatch.setattr(tuner.Tuner, "point", interrupted)
+    model, table = make_tiny_llama(tmp_path / "tiny"), tmp_path / "table.json"
+    words = [
+        "tune", str(model), "--device", "cpu", "--dtype", "float32", "--provider", "reference", "--batch", "1",
+        "--context", "8", "--out", str(table), "--json",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--rounds", "3", "--run", str(tmp_path / "first")])
+    said = capsys.readouterr()
+    assert json.loads(said.out)["left"] == 3 and len(tuning.read(table).entries) == 2
+    hint = next(line for line in said.err.splitlines() if "To continue: " in line)
+    assert hint.startswith("interrupted: 3 of 5 points are left.")
+    again = shlex.split(hint.partition("To continue: ")[2])
+    assert again[:3] == ["fk-bench", "tune", str(model)]
+    monkeypatch.setattr(tuner.Tuner, "point", judged)
+    with pytest.raises(SystemExit) as end:
+        cli.main([*again[1:], "--rounds", "3", "--json", "--run", str(tmp_path / "second")])
+    line = json.loads(capsys.readouterr().out)
+    assert end.value.code == 0 and (line["points"], line["left"]) == (3, 0)
+    assert len(tuning.read(table).entries) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["qwen9-8b"], "unknown model 'qwen9-8b'. Did you mean 'qwen3-8b'?"),
+        (["qwen3-8b"], "torch sees no GPU here, and a table is for the GPU that serves the model; --device cpu"),
+        (["linear", "--quantization", "fp8"], "--quantization is for a model: fk-bench tune MODEL"),
+        (["qwen3-8b", "--quantization", "int3"], "--quantization 'int3' is not fp8 or fp8-block"),
+        (["qwen3-8b", "--device", "cpu", "--provider", "fa4"], "unknown provider 'fa4'"),
+        (["qwen3-8b", "--device", "cpu", "--tp", "3"], "32 attention heads cannot be shared by 3 ranks"),
+        (["fused_experts", "qwen3-8b", "--device", "cpu"], "nothing to tune: the model calls none of fused_experts"),
+    ],
+)  # fmt: skip
+def test_wrong_models_run_nothing(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["tune", *words, "--run", str(tmp_path / "run")])
+    assert end.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run" / "rows.jsonl").exists()
+
+
+def test_most_important_sizes_come_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def point(self: Tuner, name: str, shape: Any, sizes: Any, *rest: Any) -> None:
+        seen.append((name, next(iter(sizes.values()))))
+
+    monkeypatch.setattr(tuner.Tuner, "point", point)
+    monkeypatch.setattr(tuner.Tuner, "warm", lambda self: None)
+    monkeypatch.setattr(Screen, "compiling", lambda self, points: contextlib.nullcontext())
+    with pytest.raises(SystemExit):
+        cli.main(["tune", "qwen3-8b", "--device", "cpu", "--batch", "8,1", "--run", str(tmp_path), "--json"])
+    batches = [batch for _, batch in seen]
+    assert batches == sorted(batches, reverse=True) and {name for name, _ in seen} == {
+        "linear",
+        "attention_decode",
+    }
+    capsys.readouterr()
 
 
 def test_two_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

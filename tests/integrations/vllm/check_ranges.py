@@ -114,6 +114,65 @@ def test_saved_code_is_loaded_again(llm, table):
     assert loaded and generate(llm) == stock
 
 
+class Fakes:
+    """A holder of CUDA graphs, and a count of the warm-ups, each of which captures graphs of its own."""
+
+    def __init__(self, monkeypatch):
+        self.warmed, self.graphs = 0, {"stock": 1}
+        monkeypatch.setattr(compiled.Compiled, "rewarm", self.rewarm(compiled.Compiled.rewarm))
+        monkeypatch.setattr(compiled.Compiled, "__init__", self.init(compiled.Compiled.__init__))
+
+    def init(self, stock):
+        def __init__(of, worker):
+            stock(of, worker)
+            of.graphs = [*of.graphs, (self, "graphs", self.graphs)]
+
+        return __init__
+
+    def rewarm(self, stock):
+        def rewarm(of):
+            self.warmed += 1
+            self.graphs = {"captured": self.warmed}
+            stock(of)
+
+        return rewarm
+
+
+def test_undo_uses_the_graphs_from_before(llm, table, monkeypatch):
+    stock, fakes = generate(llm), Fakes(monkeypatch)
+    of_stock = fakes.graphs
+    report = fastkernels.patch(llm)
+    assert fakes.warmed == 1 and fakes.graphs is not of_stock
+    report.undo()
+    assert fakes.warmed == 1 and fakes.graphs is of_stock
+    assert generate(llm) == stock
+
+
+def test_undo_captures_again_where_a_tensor_has_moved(llm, table, monkeypatch, caplog):
+    stock, fakes = generate(llm), Fakes(monkeypatch)
+    report = fastkernels.patch(llm)
+    llm.collective_rpc(move_a_weight)
+    with caplog.at_level("INFO", "fastkernels"):
+        report.undo()
+    assert fakes.warmed == 2 and "CUDA graphs are captured again: 1 tensors have moved" in caplog.text
+    assert generate(llm) == stock
+
+
+def test_graphs_are_not_kept_without_memory(llm, table, monkeypatch):
+    stock, fakes = generate(llm), Fakes(monkeypatch)
+    monkeypatch.setattr(compiled, "refusal", lambda worker: "1 MiB is free, and 2 MiB are needed")
+    report = fastkernels.patch(llm)
+    code = llm.collective_rpc(lambda worker: worker._fastkernels_before)[0]
+    assert code.graphs == () and code.code is not None
+    report.undo()
+    assert fakes.warmed == 2 and generate(llm) == stock
+
+
+def move_a_weight(worker):
+    weight = worker.get_model().model.embed_tokens.weight
+    weight.data = weight.data.clone()
+
+
 def test_where_nothing_of_ours_wins_the_engine_keeps_its_code(llm, monkeypatch):
     def rewarm(_):
         raise AssertionError("compiled and captured again")
