@@ -78,6 +78,7 @@ class Environment:
     overlap     FASTKERNELS_OVERLAP=0    start each kernel only after the previous one has ended
     graph_tokens FASTKERNELS_GRAPH_TOKENS the longest prompt in CUDA graphs of a patched vLLM; 0 keeps vLLM's limit
                 (default: by the size of the layers, up to 2048, or 4096 with 8-bit linear layers)
+    keep_graphs FASTKERNELS_KEEP_GRAPHS=1 keep the CUDA graphs from before a live patch of vLLM, for an undo in no time
     capture     FASTKERNELS_CAPTURE=1    record how a host's modules are constructed, for `fk-bench capture`
     cache       FASTKERNELS_CACHE        the folder for compiled kernels, converted models and environments
                 (default: ~/.cache/fastkernels)
@@ -98,6 +99,7 @@ class Environment:
     report: str | None = None
     overlap: bool = True
     graph_tokens: int | None = None
+    keep_graphs: bool = False
     capture: bool = False
     cache: str = ""
     interpret: bool = False
@@ -120,6 +122,7 @@ class Environment:
             report=e.get("FASTKERNELS_REPORT") or None,
             overlap=_flag(e.get("FASTKERNELS_OVERLAP") or "1"),
             graph_tokens=_count("FASTKERNELS_GRAPH_TOKENS", e.get("FASTKERNELS_GRAPH_TOKENS")),
+            keep_graphs=_flag(e.get("FASTKERNELS_KEEP_GRAPHS")),
             capture=_flag(e.get("FASTKERNELS_CAPTURE")),
             cache=e.get("FASTKERNELS_CACHE") or default_cache,
             interpret=_flag(e.get("TRITON_INTERPRET")),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
+from fk_integrations.vllm import kept
 from fk_integrations.vllm.graphs import sizes_above
 
 from fastkernels.core.env import Environment
@@ -32,3 +34,15 @@ def test_graph_tokens_variable() -> None:
     for value in ("-1", "many", "1.5"):
         with pytest.raises(ValueError, match=f"FASTKERNELS_GRAPH_TOKENS: .*0 or more, got '{value}'"):
             Environment.read({"FASTKERNELS_GRAPH_TOKENS": value})
+
+
+def test_graphs_of_a_gpu_are_kept_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    worker = SimpleNamespace(vllm_config=config, device="cuda", peak_activation_memory=0)
+    monkeypatch.setattr(kept, "_workspaces", list)
+    assert kept.refusal(worker) == "FASTKERNELS_KEEP_GRAPHS=1 is not set"
+    monkeypatch.setenv("FASTKERNELS_KEEP_GRAPHS", "1")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (kept.SPARE, 2 * kept.SPARE))
+    assert kept.refusal(worker) is None
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (kept.SPARE - 1, 2 * kept.SPARE))
+    assert "1023 MiB are free, and 1024 MiB are needed" in str(kept.refusal(worker))

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fastkernels.core.env import Environment
+
 log = logging.getLogger("fastkernels")
 SPARE = 1 << 30  # bytes that stay free on the device, in addition to the activations of the largest batch
 _UNKNOWN = itertools.count(-1, -1)
@@ -104,6 +106,8 @@ def refusal(worker: Any) -> str | None:
         return "the workspaces of this vLLM are not known"
     if torch.device(worker.device).type != "cuda":
         return None
+    if not Environment.read().keep_graphs:  # off by default: no GPU has run a kept graph yet
+        return "FASTKERNELS_KEEP_GRAPHS=1 is not set"
     free, total = torch.cuda.mem_get_info(worker.device)
     needed = SPARE + int(getattr(worker, "peak_activation_memory", total // 10))
     if free < needed:
