@@ -156,6 +156,7 @@ SPEC = OpSpec(
         _case("one", 1, "odd", kv_dtype="float32", head_size=1, block_size=1),
         _case("odd_63", 63, "odd", kv_dtype="bfloat16", head_size=40, block_size=16),
         _case("int32_slots", 5, "odd", head_size=24, block_size=32, slots="int32", blocks=7),
+        _case("half", 33, "odd", kv_dtype="float16", head_size=80, block_size=5),
         _case("padded", 17, "odd", kv_dtype="float32", head_size=96, block_size=5, padded=3),
     ),
     arguments=(
