@@ -18,7 +18,8 @@ HERE = Path(__file__).parent
 SLOW = (
     "check_async", "check_construction", "check_export", "check_gemma", "check_held_out", "check_deepseek",
     "check_pipeline", "check_quant", "check_ranges", "check_ropes", "check_tensor_parallel", "check_works_more",
-    "check_works", "check_server", "check_experts", ("vllm", "check_compiled"), ("sglang", "check_by_table"),
+    "check_works", "check_server", "check_experts", "check_expert_parallel",
+    ("vllm", "check_compiled"), ("sglang", "check_by_table"),
     ("sglang", "check_norms"),
 )  # fmt: skip
 IN_PROCESS = (
@@ -62,7 +63,7 @@ def environment(host: str, check: str, model: Path, folder: Path) -> dict[str, s
     path = os.pathsep.join(filter(None, [str(ROOT / "tests"), kept.get("PYTHONPATH")]))
     kept |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     kept |= {"TINY_LLAMA": str(model), "CHECKED_HOST": host}
-    cores = "0|1" if check in ("check_pipeline", "check_tensor_parallel") else None
+    cores = "0|1" if check in ("check_pipeline", "check_tensor_parallel", "check_expert_parallel") else None
     if check in ("check_eager", "check_live"):
         kept["FASTKERNELS_CAPTURE"] = "1"  # both test recording
     if host == "sglang":

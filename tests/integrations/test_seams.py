@@ -16,7 +16,8 @@ from fastkernels.core import registry
 from fastkernels.core.spec import SEAMS
 
 LIVE = {
-    "attention", "called_function", "experts", "kernel", "leaf", "module", "processor", "quant_method", "scheme"
+    "attention", "called_function", "experts", "kernel", "leaf", "module", "processor", "quant_method", "router",
+    "scheme",
 }  # fmt: skip
 
 
@@ -24,7 +25,7 @@ def test_each_seam_of_a_target_has_exactly_one_class() -> None:
     used = {target.seam for name in registry.op_names() for target in registry.get(name).targets}
     assert used <= set(SEAMS) == set(seam.names())
     classes = [type(seam.find(name)) for name in seam.names()]
-    assert len(set(classes)) == len(classes) == 11
+    assert len(set(classes)) == len(classes) == 12
     assert {name for name in seam.names() if seam.find(name).live} == LIVE
 
 

@@ -32,7 +32,7 @@ GROUPS = {
     "attention_decode": "attention", "attention_prefill": "attention", "store_kvcache": "attention",
     "rope_store_kvcache": "attention", "concat_and_cache_mla": "attention", "mla_decode": "attention",
     "mla_prefill": "attention", "mla_sparse": "attention", "paged_mqa_logits": "attention",
-    "top_k_per_row": "attention",
+    "indexer_k_quant_and_cache": "attention", "top_k_per_row": "attention",
     "topk_softmax": "experts", "grouped_topk": "experts", "fused_experts": "experts",
     "fused_experts_fp8": "experts", "fused_experts_gelu": "experts", "fused_experts_swigluoai": "experts",
     "all_reduce": "collectives", "all_gather": "collectives",
@@ -147,8 +147,7 @@ def step(
 def _bind(model: nn.Module, blocks: int, dtype: torch.dtype) -> int:
     for layer in model.modules():
         if isinstance(layer, PagedAttention):
-            shapes = layer.cache_shapes(blocks, BLOCK_SIZE)
-            layer.kv_cache = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)  # type: ignore[assignment]
+            layer.kv_cache = layer.new_cache(blocks, BLOCK_SIZE, dtype, "meta")  # type: ignore[assignment]
     return blocks
 
 

@@ -72,7 +72,7 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     blocks = -(-len(ids) // BLOCK)
     for layer in model.modules():
         if isinstance(layer, PagedAttention):
-            layer.kv_cache = tuple(map(torch.zeros, layer.cache_shapes(blocks + 1, BLOCK)))  # type: ignore[assignment]
+            layer.kv_cache = layer.new_cache(blocks + 1, BLOCK, torch.float32, "cpu")  # type: ignore[assignment]
     table, found = torch.arange(blocks, 0, -1, dtype=torch.int32)[None], []
     for start, end in ((0, len(ids) - 2), (len(ids) - 2, len(ids) - 1), (len(ids) - 1, len(ids))):
         at = torch.arange(start, end)

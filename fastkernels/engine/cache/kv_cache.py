@@ -6,7 +6,6 @@ import bisect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -81,8 +80,7 @@ def cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def block_bytes(layers: Sequence[Any], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: what these layers cache."""
-    shapes = (shape for m in layers for shape in m.cache_shapes(1, block_size))
-    return sum(prod(shape) for shape in shapes) * dtype.itemsize
+    return sum(t.nbytes for m in layers for t in m.new_cache(1, block_size, dtype, "meta"))
 
 
 def bind(
@@ -97,9 +95,7 @@ def bind(
     try:
         for i, (group, num_blocks) in enumerate(zip(groups, counts, strict=True)):
             for layer in group.layers:
-                shapes = layer.cache_shapes(num_blocks, block_size)
-                cache = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-                layer.kv_cache, layer.kv_group = cache, i
+                layer.kv_cache, layer.kv_group = layer.new_cache(num_blocks, block_size, dtype, device), i
     except RuntimeError as error:  # includes torch.cuda.OutOfMemoryError
         unbind(layers)
         if not isinstance(error, torch.cuda.OutOfMemoryError) and "can't allocate memory" not in str(error):

@@ -23,7 +23,8 @@ from fastkernels.overrides.rope.vllm import get_rope
 class DecoderIndexer(nn.Module):
     """The indexer of a description, the same on all ranks: from hidden_states and the queries' latents to positions.
 
-    The published code also rotates queries and keys by a Hadamard matrix, for their FP8 values: products stay the same.
+    The published code also rotates queries and keys by a Hadamard matrix before it quantizes them: products stay the
+    same. Here, as in vLLM, keys of an FP8 cache are quantized without it; queries are not quantized.
     """
 
     def __init__(
@@ -56,9 +57,8 @@ class DecoderIndexer(nn.Module):
         k, _ = self.wk(hidden_states)
         weights, _ = self.weights_proj(hidden_states)
         q, k = q.view(-1, x.heads, x.head_size), self.k_norm(k)
-        k_pe, k_nope = k.split([self.rope_size, x.head_size - self.rope_size], dim=-1)
-        self.rotary_emb(positions, q[..., : self.rope_size], k_pe.unsqueeze(1))  # in place
-        return self.indexer_op(q, k_pe, k_nope, weights.float() * self.scale)
+        self.rotary_emb(positions, q[..., : self.rope_size], k[:, None, : self.rope_size])  # in place
+        return self.indexer_op(q, k, weights.float() * self.scale)
 
 
 class Selection:

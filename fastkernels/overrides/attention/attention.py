@@ -99,6 +99,13 @@ class PagedAttention(nn.Module):
         shape = (blocks, block_size, self.num_kv_heads, self.head_size)
         return shape, shape
 
+    def new_cache(
+        self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[torch.Tensor, ...]:
+        """Return zeros for `kv_cache`, whose keys and values are in this dtype."""
+        shapes = self.cache_shapes(blocks, block_size)
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+
     def _attend(
         self,
         query: torch.Tensor,

@@ -38,14 +38,16 @@ def reference(
     max_seqlen_q: int,
     max_seqlen_k: int,
     k_scale: float = 1.0,
+    k_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q: [T, H, D]; kv_cache: [blocks, block_size, D], one key for all heads; weights: [T, H] float32.
 
     cu_seqlens_q: [B + 1] and seq_lens: [B] int32: query i of a sequence's n sees keys 0 .. seq_len - n + i.
-    block_table: [B, max_blocks]. The keys are the stored ones times k_scale > 0. Returns [T, max_seqlen_k] in float32
-    (float64 for float64 weights): -inf for keys that a query does not see, and for queries past cu_seqlens_q[B].
+    block_table: [B, max_blocks]. The keys are the stored ones times k_scale > 0, and times their own scale > 0 in
+    k_scales, [blocks, block_size] float32. Returns [T, max_seqlen_k] in float32 (float64 for float64 weights): -inf
+    for keys that a query does not see, and for queries past cu_seqlens_q[B].
     """
-    _check(q, kv_cache, weights, cu_seqlens_q)
+    _check(q, kv_cache, weights, cu_seqlens_q, k_scales)
     acc = torch.promote_types(weights.dtype, torch.float32)
     out = torch.full((len(q), max_seqlen_k), float("-inf"), dtype=acc, device=q.device)
     starts = cu_seqlens_q.tolist()
@@ -55,6 +57,8 @@ def reference(
             continue
         blocks = block_table[i, : cdiv(n_keys, kv_cache.shape[1])].long()
         keys = take_blocks(kv_cache, blocks).flatten(0, 1)[:n_keys].to(acc) * k_scale
+        if k_scales is not None:
+            keys = keys * k_scales[blocks].flatten()[:n_keys, None].to(acc)
         last = torch.arange(n_keys - n, n_keys, device=q.device)
         unseen = torch.arange(n_keys, device=q.device) > last[:, None]
         rows = slice(starts[i], starts[i + 1])
@@ -67,9 +71,9 @@ def reference(
 
 @triton.jit(do_not_specialize=["table_stride", "K"])
 def _logits_kernel(
-    q_ptr, kv_ptr, w_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h, kv_stride_b, kv_stride_s,
-    w_stride, table_stride, block_size, heads, D, K, k_scale,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    q_ptr, kv_ptr, w_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, scales_ptr, q_stride_t, q_stride_h, kv_stride_b,
+    kv_stride_s, w_stride, table_stride, scales_stride, block_size, heads, D, K, k_scale,
+    SCALES: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
@@ -97,13 +101,18 @@ def _logits_kernel(
                 k_mask = inside[:, None] & (channel < D)[None, :]
                 k = tl.load(kv_ptr + at[:, None] + channel[None, :], mask=k_mask, other=0.0).to(q.dtype)
                 each = tl.maximum(tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
-                score = tl.where(inside, tl.sum(each * w[:, None], 0), float("-inf"))
+                total = tl.sum(each * w[:, None], 0)
+                if SCALES:  # positive, so that they may come after the maximum
+                    at = page.to(tl.int64) * scales_stride + cols % block_size
+                    total *= tl.load(scales_ptr + at, mask=inside, other=0.0)
+                score = tl.where(inside, total, float("-inf"))
             tl.store(out_ptr + token * K + cols, score, mask=cols < K)
 
 
 def _check(
-    q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Tensor, cu_seqlens_q: torch.Tensor
-) -> None:
+    q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    k_scales: torch.Tensor | None,
+) -> None:  # fmt: skip
     if q.dim() != 3 or kv_cache.dim() != 3 or q.shape[2] != kv_cache.shape[2]:
         raise ValueError(
             f"paged_mqa_logits: q must be [T, H, D] and kv_cache [blocks, block_size, D], got {tuple(q.shape)} and"
@@ -115,9 +124,18 @@ def _check(
         )
     if cu_seqlens_q.dim() != 1 or len(cu_seqlens_q) == 0:
         raise ValueError(f"paged_mqa_logits: cu_seqlens_q must be [B + 1], got {tuple(cu_seqlens_q.shape)}")
+    if k_scales is not None and k_scales.shape != kv_cache.shape[:2]:
+        raise ValueError(
+            f"paged_mqa_logits: k_scales must be [blocks, block_size] = {tuple(kv_cache.shape[:2])}, got"
+            f" {tuple(k_scales.shape)}"
+        )
 
 
-def _supports_triton(q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Tensor, *_: Any) -> str | None:
+def _supports_triton(
+    q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, k_scale: float = 1.0,
+    k_scales: torch.Tensor | None = None,
+) -> str | None:  # fmt: skip
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"dtype {q.dtype} is not float16, bfloat16 or float32"
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
@@ -128,10 +146,12 @@ def _supports_triton(q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Ten
         return reason
     if weights.dtype != torch.float32:
         return f"weights are {weights.dtype}, not float32"
+    if k_scales is not None and k_scales.dtype != torch.float32:
+        return f"k_scales are {k_scales.dtype}, not float32"
     if q.shape[1] > MAX_HEADS or q.shape[2] > MAX_SIZE:
         return f"{q.shape[1]} heads of {q.shape[2]} channels are over {MAX_HEADS} of {MAX_SIZE}"
-    for name, t in (("q", q), ("kv_cache", kv_cache), ("weights", weights)):
-        if t.stride(-1) != 1:
+    for name, t in (("q", q), ("kv_cache", kv_cache), ("weights", weights), ("k_scales", k_scales)):
+        if t is not None and t.stride(-1) != 1:
             return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
     return None
 
@@ -139,8 +159,9 @@ def _supports_triton(q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Ten
 def _triton(
     q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Tensor, cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, k_scale: float = 1.0,
+    k_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    _check(q, kv_cache, weights, cu_seqlens_q)
+    _check(q, kv_cache, weights, cu_seqlens_q, k_scales)
     (tokens, heads, size), batch = q.shape, len(seq_lens)
     out = torch.empty(tokens, max_seqlen_k, dtype=torch.float32, device=q.device)
     # The kernel does not reach padding. A batch of decodes has none.
@@ -150,8 +171,9 @@ def _triton(
         return out
     launch_kernel(
         _logits_kernel, (max_seqlen_q, batch, cdiv(max_seqlen_k, CHUNK)), q, kv_cache, weights, out, cu_seqlens_q,
-        seq_lens, block_table, *q.stride()[:2], *kv_cache.stride()[:2], weights.stride(0), block_table.stride(0),
-        kv_cache.shape[1], heads, size, max_seqlen_k, k_scale, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        seq_lens, block_table, k_scales, *q.stride()[:2], *kv_cache.stride()[:2], weights.stride(0),
+        block_table.stride(0), 0 if k_scales is None else k_scales.stride(0), kv_cache.shape[1], heads, size,
+        max_seqlen_k, k_scale, SCALES=k_scales is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         CHUNK=CHUNK, BLOCK_H=max(next_power_of_2(heads), 16), BLOCK_N=32 if q.dtype == torch.float32 else 64,
         BLOCK_D=max(next_power_of_2(size), 16), num_warps=4,
     )  # fmt: skip
@@ -164,7 +186,8 @@ def _fake(q: torch.Tensor, kv_cache: torch.Tensor, weights: torch.Tensor, *rest:
 
 paged_mqa_logits = define(
     "paged_mqa_logits(Tensor q, Tensor kv_cache, Tensor weights, Tensor cu_seqlens_q, Tensor seq_lens,"
-    " Tensor block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float k_scale=1.0) -> Tensor",
+    " Tensor block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float k_scale=1.0,"
+    " Tensor? k_scales=None) -> Tensor",
     fake=_fake,
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -185,6 +208,11 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
     std = (call["heads"] * call["head_size"]) ** -0.5
     weights = call.randn(call["tokens"], call["heads"]) * std
     return {**cases.values(call), "weights": weights}
+
+
+def _key_scales(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Positive numbers around 1."""
+    return call.randn(*shape).exp2().to(dtype)
 
 
 def _vary(case: Case, rng: random.Random) -> Case:
@@ -223,6 +251,9 @@ SPEC = OpSpec(
         _case("two_chunks", [1, 1], [1100, 63], "odd", "float32", **_SMALL),
         _case("graph", [1, 1], [60, 3], "odd", "float32", max_seqlen_k=128, **_SMALL),
         _case("fp8", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", k_scale=0.5, **_SMALL),
+        _case("decode_32_fp8", [1] * 32, [4096] * 32, "model", "float8_e4m3fn", k_scales=True),
+        _case("prefill_4k_fp8", [4096], [4096], "model", "float8_e4m3fn", k_scales=True),
+        _case("scales", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", k_scales=True, padding=2, **_SMALL),
     ),
     arguments=(
         Tensor("q", "tokens heads head_size", "queries", bytes="attended * heads * head_size * itemsize(queries)"),
@@ -234,11 +265,12 @@ SPEC = OpSpec(
         Scalar("max_seqlen_q"),
         Scalar("max_seqlen_k"),
         Scalar("k_scale", default=1.0),
+        Tensor("k_scales", "blocks block_size", "float32", when="k_scales", values=_key_scales, bytes="4 * keys_read"),
     ),
     outputs=(Tensor("logits", "tokens max_seqlen_k", "float32"),),
     axes={
         **{name: axis for name, axis in cases.AXES.items() if name not in _DROPPED}, **cases.RAGGED,
-        "head_size": Axis.width(),
+        "head_size": Axis.width(), "k_scales": Axis.option(False),
     },
     constraints=("max_seqlen_k >= max(seq_lens)",),
     values=_values,

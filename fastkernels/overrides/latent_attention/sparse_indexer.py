@@ -10,6 +10,7 @@ from fastkernels.core.dispatch import Op
 from fastkernels.core.forward_context import AttentionMetadata, get_forward_context
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.cache.concat_and_cache_mla import concat_and_cache_mla
+from fastkernels.overrides.cache.indexer_k_quant_and_cache import indexer_k_quant_and_cache
 from fastkernels.overrides.latent_attention.paged_mqa_logits import paged_mqa_logits
 from fastkernels.overrides.latent_attention.top_k_per_row import top_k_per_row
 
@@ -25,10 +26,12 @@ class SparseAttnIndexer(PagedAttention):
     """The positions of the topk keys that each query attends to, over a paged cache of index keys.
 
     kv_cache is a tuple of one tensor [blocks, block_size, head_size]: one key for each token, which all heads share.
+    An FP8 cache has a second tensor, [blocks, block_size] in float32: the scale of each key, as in DeepSeek's code,
+    whose blocks of 128 channels are a whole key.
     """
 
-    kv_cache: tuple[torch.Tensor] | None  # type: ignore[assignment]
-    ops = ("concat_and_cache_mla", "paged_mqa_logits", "top_k_per_row")
+    kv_cache: tuple[torch.Tensor, ...] | None  # type: ignore[assignment]
+    ops = ("concat_and_cache_mla", "indexer_k_quant_and_cache", "paged_mqa_logits", "top_k_per_row")
 
     def __init__(self, num_heads: int, head_size: int, topk: int) -> None:
         super().__init__()
@@ -38,25 +41,36 @@ class SparseAttnIndexer(PagedAttention):
     def cache_shapes(self, blocks: int, block_size: int) -> tuple[tuple[int, ...], ...]:
         return ((blocks, block_size, self.head_size),)
 
-    def forward(
-        self, q: torch.Tensor, k_pe: torch.Tensor, k_nope: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor | None:
-        """q: [T, H, D]; k_pe and k_nope: the two parts of the new keys, [T, D] together; weights: [T, H] float32.
+    def new_cache(
+        self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[torch.Tensor, ...]:
+        keys = super().new_cache(blocks, block_size, dtype, device)
+        if dtype != torch.float8_e4m3fn:
+            return keys
+        return *keys, torch.zeros(blocks, block_size, dtype=torch.float32, device=device)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """q: [T, H, D]; k: the new keys, [T, D]; weights: [T, H] float32.
 
         Returns [T, topk] int32, ascending, -1 where a query sees fewer keys; None if all sequences of the step are so
         short that every query attends to all keys. Raises RuntimeError without a cache.
         """
         if self.kv_cache is None:
-            raise RuntimeError("no KV cache is bound: set kv_cache = (index_keys,) on every indexer")
+            raise RuntimeError("no KV cache is bound: set kv_cache = new_cache(...) on every indexer")
         m = get_forward_context().of(self)
-        cache = self.kv_cache[0]
-        concat_and_cache_mla(k_pe, k_nope, cache, m.slot_mapping, self.k_scale)
+        cache, scales = self.kv_cache if len(self.kv_cache) == 2 else (self.kv_cache[0], None)
+        if scales is None:
+            concat_and_cache_mla(*k.tensor_split(2, dim=1), cache, m.slot_mapping, self.k_scale)
+        else:
+            indexer_k_quant_and_cache(k, cache, scales, m.slot_mapping)
         if m.max_seqlen_k <= self.topk:
             return None
         score, select = chosen(m, paged_mqa_logits), chosen(m, top_k_per_row)
         found = []
         for rows, starts, lens, table, most, longest, decodes in _parts(m, len(q)):
-            logits = score(q[rows], cache, weights[rows], starts, lens, table, most, longest, self.k_scale)
+            logits = score(
+                q[rows], cache, weights[rows], starts, lens, table, most, longest, self.k_scale, scales
+            )
             # Of decodes, keys that no query sees need not be read: a graph's max_seqlen_k is the model's.
             found.append(select(logits, self.topk, lens if decodes else None))
         return found[0] if len(found) == 1 else torch.cat(found)

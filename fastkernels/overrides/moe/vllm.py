@@ -376,10 +376,7 @@ _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _ALIGN = f"{_FUSED_MOE}.moe_align_block_size:moe_align_block_size"
 _MUL_SUM = f"{_FUSED_MOE}.moe_fused_mul_sum:moe_fused_mul_sum"
 _MIXTRAL = "vllm.model_executor.models.mixtral:MixtralMoE"
-_ROUTING_NOTE = "vLLM's routers bind the function at import: for forks and for our engine"
-_GROUPED_NOTE = (
-    "vLLM's routers bind the function, or build the module on each call: for forks and for our engine"
-)
+_GROUPED_NOTE = "no router of vLLM calls it by itself: for forks and for our engine"
 _KERNEL_NOTE = "vLLM's MoE kernels bind the function at import: for forks and for our engine"
 _EXPERTS_NOTE = "vLLM calls it through objects that bind it at construction: for forks and for our engine"
 _MIXTRAL_NOTE = (
@@ -404,13 +401,13 @@ TARGETS = {
             "vllm",
             f"{_ROUTER}.fused_topk_router:fused_topk",
             "vllm_fused_topk",
-            "function",
-            note=_ROUTING_NOTE,
+            "router",
+            default=False,
         ),
     ),
     "grouped_topk": (
         Target("vllm", f"{_GROUPED}:GroupedTopk", "VllmGroupedTopk", "standalone", note=_GROUPED_NOTE),
-        Target("vllm", f"{_GROUPED}:grouped_topk", "vllm_grouped_topk", "function", note=_GROUPED_NOTE),
+        Target("vllm", f"{_GROUPED}:grouped_topk", "vllm_grouped_topk", "router", default=False),
         Target(
             "vllm",
             f"{_GROUPED}:fused_grouped_topk",

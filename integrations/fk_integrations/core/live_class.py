@@ -75,9 +75,9 @@ def replace_attribute(
     return None
 
 
-def called(cls: type) -> dict[str, FunctionType]:
-    """{name: function} of the global functions that the class's forward calls by name."""
-    forward = getattr(cls, "forward", None)
+def called(cls: type, method: str = "forward") -> dict[str, FunctionType]:
+    """{name: function} of the global functions that a method of the class calls by name."""
+    forward = getattr(cls, method, None)
     if not isinstance(forward, FunctionType):
         return {}
     kinds: dict[str, set[str]] = {}
@@ -89,18 +89,18 @@ def called(cls: type) -> dict[str, FunctionType]:
 
 
 @cache
-def calling_class(cls: Any, theirs: FunctionType, ours: Any) -> type:
-    """A subclass whose forward is the class's, with a name of our own in the place of that of `theirs`.
+def calling_class(cls: Any, theirs: FunctionType, ours: Any, method: str = "forward") -> type:
+    """A subclass whose method is the class's, with a name of our own in the place of that of `theirs`.
 
-    The name is a new global of the model's file. With other globals, torch.compile would not find what forward calls.
+    The name is a new global of the class's file. With other globals, torch.compile would not find what forward calls.
     """
-    old, new = cls.forward, f"_fastkernels_{ours.__name__}"
-    names = {name for name, value in called(cls).items() if value is theirs}
+    old, new = getattr(cls, method), f"_fastkernels_{ours.__name__}"
+    names = {name for name, value in called(cls, method).items() if value is theirs}
     code = old.__code__.replace(co_names=tuple(new if n in names else n for n in old.__code__.co_names))
     old.__globals__[new] = ours
     forward = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
     forward.__kwdefaults__ = old.__kwdefaults__
     update_wrapper(forward, old)
     del forward.__wrapped__  # type: ignore[attr-defined]
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, method: forward}
     return type(cls.__name__, (cls,), body)

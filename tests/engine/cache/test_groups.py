@@ -16,12 +16,10 @@ CONFIG = EngineConfig(model="", block_size=16, max_num_seqs=4, max_num_batched_t
 
 
 def layers(*windows: int | None) -> list[Any]:
-    return [
-        SimpleNamespace(
-            window_left=-1 if w is None else w - 1, cache_shapes=lambda n, size: [(n, size, 2, 8)] * 2
-        )
-        for w in windows
-    ]
+    def new_cache(n: int, size: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+        return [torch.empty(n, size, 2, 8, dtype=dtype, device=device)] * 2
+
+    return [SimpleNamespace(window_left=-1 if w is None else w - 1, new_cache=new_cache) for w in windows]
 
 
 def test_window_as_long_as_the_context_is_none() -> None:

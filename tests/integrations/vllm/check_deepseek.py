@@ -11,6 +11,7 @@ from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 from support.tiny import make_tiny
 
 import fastkernels
+from fastkernels.patch import PatchError, Request
 
 # vLLM's kernel for a CPU has these sizes only.
 SIZES = {
@@ -27,8 +28,6 @@ def test_decode_of_a_layer_is_replaced_and_undone(tmp_path):
     from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.layers.linear import ColumnParallelLinear
-
-    from fastkernels.patch import PatchError, Request
 
     torch.manual_seed(0)
     config = VllmConfig()
@@ -92,7 +91,6 @@ def test_experts_of_two_ranks_add_up():
     from fk_integrations.vllm.host import VllmAdapter
 
     from fastkernels.overrides.moe import fused_experts, grouped_topk
-    from fastkernels.patch import PatchError, Request
 
     torch.manual_seed(0)
     x, w1, w2 = torch.randn(9, 64), torch.randn(7, 96, 64) / 8, torch.randn(7, 64, 48) / 7
@@ -112,6 +110,87 @@ def test_experts_of_two_ranks_add_up():
     kernel.prepare_finalize = SimpleNamespace()
     with pytest.raises(PatchError, match="its tokens are exchanged by SimpleNamespace"):
         apply(VllmAdapter(), model, Request("patch", ops=("fused_experts",)), 0)
+
+
+@pytest.fixture
+def gpu_routers(monkeypatch):
+    """Give layers the routers of a GPU: vLLM has another one for a CPU. Its grouped_topk runs uncompiled."""
+    from vllm.model_executor.layers.fused_moe.router import router_factory as factory
+
+    def make(
+        use_grouped_topk, num_expert_group, topk_group, custom_routing_function, hash_indices_table, **rest
+    ):
+        groups = {"num_expert_group": num_expert_group, "topk_group": topk_group}
+        if use_grouped_topk:
+            return factory.GroupedTopKRouter(**groups, **rest)
+        for name in ("routed_scaling_factor", "e_score_correction_bias"):
+            rest.pop(name)
+        return factory.FusedTopKRouter(**rest)
+
+    monkeypatch.setattr(factory, "CPURouter", make)
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def routers(llm):
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return [vars(m)["router"] for m in worker.get_model().modules() if "router" in vars(m)]
+
+
+def test_groups_are_chosen_by_ours_and_undo_is_exact(tmp_path, gpu_routers):
+    fields = {**SIZES, "scoring_func": "sigmoid"}
+    llm = make_llm(str(make_tiny(tmp_path / "deepseek", "deepseek_v3", **fields)))
+    found = routers(llm)
+    classes, stock = [type(r) for r in found], generate(llm)
+    assert {c.__name__ for c in classes} == {"GroupedTopKRouter"} and found[
+        0
+    ].e_score_correction_bias is not None
+    report = fastkernels.patch(llm, ops=["grouped_topk"], strict=True)
+    patched = generate(llm)
+    (row,) = report.refresh().active
+    assert (row.op, row.modules, row.reason) == ("grouped_topk", len(found), "") and not row.fallbacks
+    assert row.calls >= len(found) * 3 * 8 and report.verified
+    assert [tokens for tokens, _ in patched] == [tokens for tokens, _ in stock]
+    assert first_logprobs(patched) == pytest.approx(first_logprobs(stock), abs=0.02)
+    report.undo()
+    assert [type(r) for r in found] == classes and generate(llm) == stock
+    for router in found:
+        router.scoring_func = "sqrtsoftplus"
+    with pytest.raises(PatchError, match="scoring_func='sqrtsoftplus' of its router is not supported"):
+        fastkernels.patch(llm, ops=["grouped_topk"])
+    for router in found:
+        router.scoring_func, router._compute_routing = "sigmoid", router._compute_routing
+    with pytest.raises(PatchError, match=r"its router\._compute_routing was replaced by other code"):
+        fastkernels.patch(llm, ops=["grouped_topk"])
+    assert [type(r) for r in found] == classes
+
+
+def test_softmax_router_runs_ours_and_refuses_sigmoid():
+    """Without an engine: vLLM's own kernel for this router is for GPUs."""
+    from fk_integrations.core.apply import apply
+    from fk_integrations.vllm.host import VllmAdapter
+    from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+
+    from fastkernels.overrides.moe import topk_softmax
+
+    torch.manual_seed(0)
+    layer, other = torch.nn.Module(), torch.nn.Module()
+    layer.router, other.router = FusedTopKRouter(3, 16), FusedTopKRouter(3, 16, "sigmoid")
+    patched = apply(
+        VllmAdapter(), torch.nn.ModuleList([layer, other]), Request("patch", ops=("topk_softmax",))
+    )
+    logits = torch.randn(9, 16)
+    weights, ids = layer.router.select_experts(torch.randn(9, 8), logits, torch.int64)
+    expected = topk_softmax.reference(logits, 3, True)
+    torch.testing.assert_close(weights, expected[0])
+    assert torch.equal(ids, expected[1].long())
+    (row,) = patched.report()
+    assert (row["modules"], row["calls"]) == (1, 1)
+    assert row["reason"] == "1 unsupported: scoring_func='sigmoid' of its router is not supported"
+    assert type(other.router) is FusedTopKRouter is not type(layer.router)
+    patched.undo()
+    assert type(layer.router) is FusedTopKRouter
 
 
 def test_deepseek_v3_runs_ours_and_undo_is_exact(tmp_path):

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fk_integrations.core.apply import apply
-from fk_integrations.core.expert_layers import path_of
 from fk_integrations.vllm import experts
 from fk_integrations.vllm.host import VllmAdapter
+from support.hosts import plain_experts
 from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 from support.tiny import make_tiny
 
@@ -26,17 +26,6 @@ from fastkernels.patch import PatchError, Request
 OP = ["fused_experts"]
 
 
-def plain_apply(
-    self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map, a1q_scale,
-    a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
-):  # fmt: skip
-    """FusedMoEExpertsModular.apply, one token at a time."""
-    for token, ids in enumerate(topk_ids.tolist()):
-        gate, up = zip(*((w1[i] @ hidden_states[token]).chunk(2) for i in ids), strict=True)
-        parts = [w2[i] @ (torch.nn.functional.silu(g) * u) for i, g, u in zip(ids, gate, up, strict=True)]
-        output[token] = (torch.stack(parts) * topk_weights[token, :, None]).sum(0).to(output.dtype)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return str(make_tiny(tmp_path_factory.mktemp("tiny") / "mixtral", "mixtral"))
@@ -44,16 +33,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(model):
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-
     with pytest.MonkeyPatch.context() as patch:
-        base = cpu_moe.CPUUnquantizedExperts
-        patch.setattr(base, "process_weights_after_loading", lambda self, layer: None)
-        patch.setattr(base, "apply", plain_apply)
-        found = make_llm(model)
-        (path,) = {path_of(experts.experts(m).fused_experts) for m in layers(found)}
-        patch.setattr(experts, "PLAIN", {*experts.PLAIN, path})
-        yield found
+        plain_experts.install(patch.setattr)
+        yield make_llm(model)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
 from fastkernels.overrides.latent_attention import sparse_indexer
 from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
+from fastkernels.overrides.latent_attention.paged_mqa_logits import paged_mqa_logits
 from fastkernels.overrides.latent_attention.sparse_indexer import SparseAttnIndexer
 
 HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 3, 24, 16, 20, 48, 8
@@ -84,12 +85,7 @@ def test_layers_equal_equations(backend: bool, most: int, monkeypatch: pytest.Mo
         tokens = torch.stack([data[i][p] for i, p in at])
         q, latents, rope, index_q, index_k, weights = tokens.split(SIZES, dim=1)
         with forward_context(metadata):
-            index_q, k_pe, k_nope = (
-                index_q.unflatten(1, (INDEX_HEADS, INDEX)),
-                index_k[:, :ROPE],
-                index_k[:, ROPE:],
-            )
-            indices = indexer(index_q, k_pe, k_nope, weights)
+            indices = indexer(index_q.unflatten(1, (INDEX_HEADS, INDEX)), index_k, weights)
             assert (indices is None) is (metadata.max_seqlen_k <= TOPK)
             out = layer(q.unflatten(1, (HEADS, -1)), latents, rope, indices)
         want = torch.stack([expected[i][p] for i, p in at])
@@ -121,14 +117,68 @@ def test_named_backend_keeps_tokens(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_fp8_cache_has_fp8_index_keys(tmp_path: Path) -> None:
+@torch.inference_mode()
+def test_fp8_index_scores_are_within_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of magnitudes from 1e-3 to 1e6: the error of a score is at most that of e4m3 with a key's own scale."""
+    found: list[torch.Tensor] = []
+
+    def recorded(*args: Any) -> torch.Tensor:
+        found.append(paged_mqa_logits(*args))
+        return found[-1]
+
+    monkeypatch.setattr(sparse_indexer, "paged_mqa_logits", recorded)
+    generator = torch.Generator().manual_seed(0)
+    n, split = 24, 20
+    q = torch.randn(n, INDEX_HEADS, INDEX, generator=generator)
+    k = torch.randn(n, INDEX, generator=generator) * torch.logspace(-3, 6, n)[:, None]
+    weights = torch.randn(n, INDEX_HEADS, generator=generator)
+    indexer = SparseAttnIndexer(INDEX_HEADS, INDEX, TOPK)
+    indexer.kv_cache = indexer.new_cache(12, BLOCK, torch.float8_e4m3fn, "cpu")
+    assert [t.dtype for t in indexer.kv_cache] == [torch.float8_e4m3fn, torch.float32]
+    table = torch.tensor([7, 1, 4], dtype=torch.int32)
+    for first, end in ((0, split), *((i, i + 1) for i in range(split, n))):
+        at = torch.arange(first, end)
+        starts, lens = (torch.tensor(x, dtype=torch.int32) for x in ([0, end - first], [end]))
+        slots = table[at // BLOCK].long() * BLOCK + at % BLOCK
+        metadata = AttentionMetadata(
+            slots, starts, lens, table[None], end - first, end, num_decodes=end - first == 1
+        )
+        with forward_context(metadata):
+            indexer(q[first:end], k[first:end], weights[first:end])
+    q, k, weights = q.double(), k.double(), weights.double()
+    scores = torch.einsum("th,ths->ts", weights, torch.einsum("thd,sd->ths", q, k).clamp_min(0))
+    # e4m3 rounds by 2^-4 of a value, and by 2^-10 of the scale near zero; a scale is less than 2 * absmax / 448.
+    rounding = k.abs() / 2**4 + k.abs().amax(1, keepdim=True) / 224 / 2**10
+    bound = torch.einsum("th,ths->ts", weights.abs(), torch.einsum("thd,sd->ths", q.abs(), rounding))
+    start = 0
+    for logits in found:
+        end = start + len(logits)
+        seen = torch.arange(logits.shape[1]) <= torch.arange(start, end)[:, None]
+        error = (logits.double() - scores[start:end, : logits.shape[1]]).abs()
+        assert (error <= 1.01 * bound[start:end, : logits.shape[1]])[seen].all()
+        assert logits[~seen].eq(-math.inf).all()
+        start = end
+    assert start == n
+
+
+def test_fp8_index_keys_survive_small_steps(tmp_path: Path) -> None:
+    """Prompts in chunks, prefix hits and preemption keep the tokens of whole prompts: a key's scale is its own."""
     folder = make_tiny(tmp_path, "deepseek_v32", "float32")
-    llm = LLM(str(folder), device="cpu", max_model_len=64, kv_cache_dtype="fp8")
-    layers = llm.llm_engine.executor.runner.layers
-    assert [type(m) for m in layers].count(SparseAttnIndexer) == 2
-    assert {t.dtype for m in layers for t in m.kv_cache} == {torch.float8_e4m3fn}
-    done = llm.generate([list(range(40))], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    assert len(done[0].outputs[0].token_ids) == 4
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[*range(10, 34), i] for i in range(4)]
+    whole = LLM(str(folder), device="cpu", max_model_len=64, kv_cache_dtype="fp8")
+    layers = [m for m in whole.llm_engine.executor.runner.layers if isinstance(m, SparseAttnIndexer)]
+    assert [[t.dtype for t in m.kv_cache] for m in layers] == [[torch.float8_e4m3fn, torch.float32]] * 2
+    expected = [o.outputs[0].token_ids for o in whole.generate(prompts, greedy)]
+    assert all(m.kv_cache[1].count_nonzero() > 0 for m in layers)
+    small = LLM(
+        str(folder), device="cpu", num_blocks=10, block_size=8, max_num_seqs=4, max_num_batched_tokens=16,
+        max_model_len=64, kv_cache_dtype="fp8",
+    )  # fmt: skip
+    for _ in range(2):
+        assert [o.outputs[0].token_ids for o in small.generate(prompts, greedy)] == expected
+    scheduler = small.llm_engine.scheduler
+    assert scheduler.prefix_hits > 0 and scheduler.num_preemptions > 0
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
