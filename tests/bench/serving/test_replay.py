@@ -142,10 +142,10 @@ def test_server_without_profiler_is_unsupported(words_model: Path, stub_python: 
 
 
 def test_search_finds_the_stubs_slots(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
-    """With 3 slots of 0.2 s, a fourth request at once waits 0.1 s or more for its first token."""
-    with stub(stub_python, STUB_SLOTS="3", STUB_DELAY="0.1") as url:
+    """With 3 slots of 0.3 s, a fourth request at once waits 0.1 s for a slot, and 0.03 s for its first token."""
+    with stub(stub_python, STUB_SLOTS="3", STUB_DELAY="0.03") as url:
         line, rows = attached(
-            words_model, url, tmp_path / "run", search=("concurrency=1-8",), slo={"ttft": 160.0}, output_len=2,
+            words_model, url, tmp_path / "run", search=("concurrency=1-8",), slo={"ttft": 90.0}, output_len=10,
             num_prompts=(8,), slo_attainment=0.8,
         )  # fmt: skip
     (row,) = [r for r in rows if r.kind == "round"]

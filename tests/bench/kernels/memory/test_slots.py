@@ -168,3 +168,41 @@ def test_captured_values_are_rolled_too() -> None:
     x = torch.stack([layout.tensors(slots.args_of(s))[0].flatten().double() for s in range(6)])
     x = x / x.norm(dim=1, keepdim=True)
     assert (x @ x.t()).fill_diagonal_(0).abs().max() < 0.2
+
+
+@pytest.mark.parametrize(("op", "case"), [("silu_and_mul", "batched"), ("linear", "odd_63")])
+def test_partial_renewal_changes_one_part_of_one_tensor(op: str, case: str) -> None:
+    slots = make_slots(op, case, True)
+    sizes = set()
+    for _ in range(40):
+        before = [[t.clone() for t in layout.tensors(slots.args_of(s))] for s in range(slots.count)]
+        slots.renew(3, part=True)
+        changed = [
+            (a != b).flatten().nonzero().flatten()
+            for a, b in zip(layout.tensors(slots.args_of(3)), before[3], strict=True)
+        ]
+        assert sum(len(c) > 0 for c in changed) <= 1
+        sizes |= {len(c) for c in changed}
+        for s in range(slots.count):
+            now = layout.tensors(slots.args_of(s))
+            assert s == 3 or all(map(torch.equal, now, before[s]))
+            assert all(map(torch.equal, now, slots.expected(s)))
+            assert all(map(torch.equal, now, layout.tensors(slots.private_args(s))))
+    assert min(sizes - {0}) < 10 < max(sizes), "one element and many must both occur"
+    slots.refresh()
+    assert all(map(torch.equal, layout.tensors(slots.args_of(3)), slots.expected(3)))
+
+
+def test_values_that_may_not_be_moved_are_renewed_whole() -> None:
+    slots = make_slots("topk_softmax", "odd_63", True)
+    before = layout.tensors(slots.args_of(3))[0].clone()
+    slots.renew(3, part=True)
+    assert (layout.tensors(slots.args_of(3))[0] != before).float().mean() > 0.5
+
+
+def test_edited_values_stay_where_they_are() -> None:
+    slots = make_slots("silu_and_mul", "batched", True)
+    slots.edit(lambda args: args[0].view(-1)[5:6].fill_(1e6))
+    for s in range(slots.count):
+        (x,) = layout.tensors(slots.args_of(s))
+        assert int(x.flatten().argmax()) == 5 and torch.equal(x, slots.expected(s)[0])

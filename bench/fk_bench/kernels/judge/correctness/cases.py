@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Trial:
 
     make    make(device, generator) -> arguments with values drawn from that generator
     edit    changes the arguments in place (extreme values)
+    hard    {name: such a change}, of which some are also tried on a timed case
     timed   False for extreme values, which are only checked
     """
 
@@ -34,6 +35,7 @@ class Trial:
     case: Case
     make: Callable[[str, torch.Generator], list[Any]]
     edit: Callable[[list[Any]], None] | None = None
+    hard: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
 
     @property
     def timed(self) -> bool:
@@ -77,9 +79,10 @@ def trials(
     if task:
         return [Trial("task", c, _own(spec, c)) for c in task if not names or c.name in names]
     found: list[Trial] = []
+    hard = _hard(spec) if "extreme" in sources else {}
     if "captured" in sources:
-        found += _captured(spec, captures)
-    own = [Trial("random", c, _own(spec, c)) for c in spec.cases]
+        found += _captured(spec, captures, hard)
+    own = [Trial("random", c, _own(spec, c), hard=hard) for c in spec.cases]
     if "random" in sources:
         found += own
     here = [t for t in own if device == "cuda" or t.gpu_only(spec) is None]
@@ -94,10 +97,19 @@ def _own(spec: OpSpec, case: Case) -> Callable[[str, torch.Generator], list[Any]
     return lambda device, generator: spec.inputs(case, device, generator)
 
 
-def _captured(spec: OpSpec, folder: Path | None) -> list[Trial]:
+def _captured(spec: OpSpec, folder: Path | None, hard: Mapping[str, Any]) -> list[Trial]:
     from fk_bench.capture.replay import captured_cases
 
-    return [Trial("captured", c.case, c.make_args) for c in captured_cases(spec.name, folder)]
+    return [Trial("captured", c.case, c.make_args, hard=hard) for c in captured_cases(spec.name, folder)]
+
+
+def _hard(spec: OpSpec) -> dict[str, Callable[[list[Any]], None]]:
+    """{name: change} of all extreme values of the op."""
+    kinds = {**(_VALUES if spec.activations else {}), **spec.extremes}
+    return {
+        name: _on_activations(spec, change) if name in _VALUES and name not in spec.extremes else change
+        for name, change in kinds.items()
+    }
 
 
 def _held_out(spec: OpSpec, cases: list[Case]) -> list[Trial]:
@@ -115,14 +127,12 @@ def _held_out(spec: OpSpec, cases: list[Case]) -> list[Trial]:
 def _extremes(spec: OpSpec, here: list[Trial]) -> list[Trial]:
     """Every kind of extreme value for every dtype, on a case drawn anew, with another shape where the op has any."""
     rng = random.Random(secrets.randbits(128))
-    kinds = {**(_VALUES if spec.activations else {}), **spec.extremes}
     found = []
     for dtype in dict.fromkeys(t.case.dtype for t in here):
         mine = sorted((t.case for t in here if t.case.dtype == dtype), key=spec.bytes_moved)
         usable = [c for c in mine if spec.bytes_moved(c) > 64] or mine
         small = usable[: max(1, (len(usable) + 1) // 2)]  # checked by the oracle only, so small ones suffice
-        for name, change in kinds.items():
-            edit = _on_activations(spec, change) if name in _VALUES and name not in spec.extremes else change
+        for name, edit in _hard(spec).items():
             base = rng.choice(small)
             drawn = base if spec.vary is None else spec.vary(base, rng)
             case = Case(f"{dtype}:{name}", drawn.dims, dtype, 0.0, base.tags)

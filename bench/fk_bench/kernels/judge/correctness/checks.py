@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -120,6 +121,37 @@ class Checks:
             self._verdict(slots, arena, 1, arena.output_views(1), "under torch.compile(fullgraph=True): ")
         return Checked(self.errors, first_s, live)
 
+    def hard(
+        self, sides: tuple[RunnerProcess, RunnerProcess], arenas: tuple[Arena, Arena], slots: Slots, name: str,
+        change: Callable[[list[Any]], None],
+    ) -> None:  # fmt: skip
+        """Check calls on extreme values of the timed shape, unless the baseline itself fails on them.
+
+        Without it a candidate may be right for the shapes of extreme values only. Raises Wrong, RunnerError.
+        """
+        (candidate, baseline), (arena, other) = sides, arenas
+        candidate.stop()
+        slots.edit(change)
+        other.publish()
+        other.poison()
+        try:
+            baseline.ask("call", slot=0, out=0)
+        except RunnerError as error:
+            if error.fatal:
+                raise
+            return
+        errors = self._errors(slots, other, 0, other.output_views(0), None, self.unchecked)
+        baseline.stop()
+        if errors.problem:
+            return
+        usual, self.allowed = self.allowed, max(self.allowed, errors.rms)
+        arena.publish()
+        try:
+            self._eager(candidate, arena, slots)
+        except Wrong as wrong:
+            raise Wrong(f"with extreme values ({name}): {wrong}") from None
+        self.allowed = usual
+
     def _eager(self, side: RunnerProcess, arena: Arena, slots: Slots) -> dict[str, int]:
         """Call slots 0 and 1 in turn. Then change all inputs: the results of both calls must not change with them."""
         arena.poison()
@@ -172,18 +204,20 @@ class Checks:
 
     @PHASES.of("compare")
     def kept(self, side: RunnerProcess, arena: Arena, slots: Slots, slot: int) -> None:
-        """CPU: the result of a timed call, copied once more after all inputs of its slot have changed, is the same.
+        """CPU: the result of a timed call, copied once more after the batch, is the same; a function's also after all
+        inputs of its slot have changed.
 
-        So it is neither a view of an input nor memory that the next call has used. Raises Wrong, RunnerError.
+        So it is neither a view of an input nor memory that a later call has used. Raises Wrong, RunnerError.
         """
         views = arena.output_views(slot)
-        if self.mode != "op" or not views:
+        if not views:
             return
         side.stop()
         before = [v.clone() for v in views]
-        for i, a in enumerate(arena.args_of(slot)):
-            for t in layout.tensors(a) if i not in slots.may_change else ():
-                _flip(t)
+        if self.mode == "op":  # a module may return an argument that it wrote
+            for i, a in enumerate(arena.args_of(slot)):
+                for t in layout.tensors(a) if i not in slots.may_change else ():
+                    _flip(t)
         poison(views)
         try:
             side.ask("copy", out=slot)
@@ -195,7 +229,7 @@ class Checks:
         for i, (v, k) in enumerate(zip(views, before, strict=True)):
             if not same_bits(v, k):
                 raise Wrong(
-                    f"in a timed call: output {i} changes after the call, with an input or with the next call"
+                    f"in a timed call: output {i} changes after the call, with an input or with a later call"
                 )
         arena.publish(slot, 1)
 

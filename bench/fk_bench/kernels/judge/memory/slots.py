@@ -106,6 +106,9 @@ class Slots:
         self.grid = self.private[: self.count * self.layout.stride].view(self.count, self.layout.stride)
         self.plan = self.layout.to_json()
         self._bound: dict[int, list[Any]] = {}
+        self._patched: dict[
+            int, dict[int, torch.Tensor]
+        ] = {}  # {slot: {tensor: its values after a partial renewal}}
         self.factors, self.origin = [1.0] * self.count, [0] * self.count
         self.shifts, self.codes = [0] * self.count, [0] * self.count
         self._alone = self._alone_in_their_regions()
@@ -139,6 +142,14 @@ class Slots:
         self.fill(secrets.SystemRandom().sample([s % wanted for s in range(count)], count), start)
 
     @PHASES.of("inputs")
+    def edit(self, change: Callable[[list[Any]], None]) -> None:
+        """Fill all slots with new values that `change` has edited; from now on values are not moved."""
+        made = self.make(self._generator())
+        change(made)
+        self.rolls, self._permuter, self.masters = False, None, [made]
+        self.fill([0] * self.count)
+
+    @PHASES.of("inputs")
     def fill(self, origin: list[int], start: int = 0) -> None:
         """Give slot start + i the values of master origin[i]: floats are multiplied by a secret factor in (0.8, 1] and
         rolled, or permuted as the op allows, so that all slots have different results.
@@ -146,6 +157,8 @@ class Slots:
         Without rolling, a cached output of a master would also give that of its multiple: norms and products scale.
         """
         part = slice(start, start + len(origin))
+        for slot in range(part.start, part.stop):
+            self._patched.pop(slot, None)
         self.origin[part] = origin
         if self._permuter is not None:
             self.codes[part] = self._permuter.draw(origin)
@@ -159,8 +172,16 @@ class Slots:
         self._fill_at_once(part)
 
     @PHASES.of("inputs")
-    def renew(self, slot: int) -> None:
-        """Give one slot new values, from another master if there is one."""
+    def renew(self, slot: int, part: bool = False) -> None:
+        """Give one slot new values, from another master if there is one.
+
+        part: only a secret part of one tensor, of any size, so that no look at a few elements shows the change. Where
+        values may not be moved, it is the whole slot.
+        """
+        if part and (found := self._parts()):
+            self._renew_part(slot, secrets.choice(found))
+            return
+        self._patched.pop(slot, None)
         self.origin[slot] = secrets.randbelow(len(self.masters))
         if self._permuter is not None:
             self.codes[slot] = self._permuter.draw([0])[0]
@@ -172,6 +193,24 @@ class Slots:
         for into, value, everywhere in values:
             if not everywhere:  # memory of all slots keeps the values of slot 0
                 into.copy_(value)
+
+    def _parts(self) -> list[int]:
+        """The tensors of which a part may be renewed: any value may stand at any place."""
+        regions = self._regions()
+        return [
+            i for i, t in enumerate(layout.tensors(self.masters[0]))
+            if self._rolled(i) and scalable(t) and t.numel() > 1 and not regions[i]["shared"]
+        ]  # fmt: skip
+
+    def _renew_part(self, slot: int, i: int) -> None:
+        """Replace some adjacent values of tensor i by others of that tensor; all sizes are equally likely."""
+        old = self.expected(slot)[i]
+        flat, random = old.flatten().clone(), secrets.SystemRandom()
+        size = max(1, int(flat.numel() ** random.random()))
+        at = secrets.randbelow(flat.numel() - size + 1)
+        flat[at : at + size] = old.flatten().roll(1 + secrets.randbelow(flat.numel() - 1))[at : at + size]
+        new = self._patched.setdefault(slot, {})[i] = flat.view(old.shape)
+        layout.tensors(self.args_of(slot))[i].copy_(new)
 
     def _fill_at_once(self, slots: slice) -> None:
         start, count = slots.start, slots.stop - slots.start
@@ -213,8 +252,9 @@ class Slots:
         master = self.masters[self.origin[slot]]
         tensors = layout.tensors(master)
         shared = [r["shared"] for r in self._regions()]
+        patched = self._patched.get(slot, {})
         return [
-            self._value(0 if s else slot, i, self._tensor(0, i) if s else t)
+            patched[i] if i in patched else self._value(0 if s else slot, i, self._tensor(0, i) if s else t)
             for i, (t, s) in enumerate(zip(tensors, shared, strict=True))
         ]
 

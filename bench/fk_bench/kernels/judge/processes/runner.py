@@ -271,19 +271,20 @@ class RunnerState(Implementation):
             end.record()
             _synchronize()
             return {"events_s": begin.elapsed_time(end) / 1e3}
-        before = result = None
+        results: list[Any] = []  # all are held, because the judge may have any of them copied again
+        self.held = {}
         for call, views in zip(
             self.calls[start : start + count], self.out_slots[start : start + count], strict=True
         ):
-            before, result = result, call()
+            result = call()
+            results.append(result)
             if views:
                 for view, value in zip(
                     views, result if isinstance(result, (tuple, list)) else (result,), strict=False
                 ):
                     if value is not None:
                         _copy(view, value)
-        if count > 1:  # the judge may have it copied again: no later call may have changed it
-            self.held = {start + count - 2: [v for v in _listed(before) if v is not None]}
+        self.held = {start + i: [v for v in _listed(r) if v is not None] for i, r in enumerate(results)}
         return {}
 
     def do_queue(self, slots: list[int], tickets: list[int]) -> dict[str, Any]:

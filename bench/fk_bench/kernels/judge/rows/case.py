@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerP
 from fk_bench.kernels.judge.rows.verdict import Evidence
 
 CHECKED = 3  # slots of the untimed checks
+HARD = 3  # kinds of extreme values that are also tried on a timed case
+HARD_BYTES = 64 << 20  # if its arguments are not larger
+RANDOM = random.SystemRandom()
 SLOWER = 4  # a batch of the slower side may last so many times the usual length
 
 
@@ -73,6 +77,11 @@ class CaseRun:
                 checks.unchecked = seen.chosen.unchecked
             repeats = 2 if self.trial.timed else 0
             seen.checked = checks.first(self.candidate, candidate, slots, repeats, compiled)
+            if seen.chosen.seconds and slots.layout.stride + slots.layout.shared <= HARD_BYTES:
+                hard = self.trial.hard
+                for name in RANDOM.sample(sorted(hard), min(HARD, len(hard))):
+                    sides, arenas = (self.candidate, self.baseline), (candidate, baseline)
+                    checks.hard(sides, arenas, slots, name, hard[name])
             if seen.wants_times and seen.chosen.seconds:
                 own = self._estimate()
                 seen.timed = self._time(checks, own, 1)

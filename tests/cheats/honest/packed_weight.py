@@ -1,0 +1,7 @@
+"""Reads the weight in every call."""
+
+import torch.nn.functional as F
+
+
+def linear(x, weight, bias=None):
+    return F.linear(x, weight, bias)
