@@ -11,7 +11,9 @@ import torch
 
 from fastkernels.core import dispatch
 from fastkernels.core.dispatch import OPS, direct_calls
+from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.overrides.activation import silu_and_mul, silu_and_mul_cpp
+from fastkernels.overrides.attention import attention_decode
 from fastkernels.overrides.cache import store_kvcache, store_kvcache_cpp
 from fastkernels.overrides.norm import rms_norm as rms_norm_file
 from fastkernels.overrides.norm import rms_norm_cpp
@@ -101,6 +103,7 @@ def test_store_kvcache_names_a_slot_past_the_cache() -> None:
 
 
 def test_ops_run_in_cpp() -> None:
+    assert attention_decode.attention_decode is OPS["attention_decode"]
     for name in ("rms_norm", "silu_and_mul", "store_kvcache", "rotary_emb", "attention_decode"):
         assert next(p.name for p, reason in OPS[name].order("cpu") if reason is None) == "cpp"
 
@@ -162,3 +165,17 @@ def test_rotary_emb_runs_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
         want = rotary_emb.reference(positions, query, key, 64, table, neox)
         rotary_emb.rotary_emb(positions, query, key, 64, table, neox)
         assert torch.equal(query, want[0]) and torch.equal(key, want[1]) and len(calls) == count
+
+
+def test_rotary_emb_asks_for_the_host_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking up an op of vLLM, which is not loaded, takes longer than the kernel."""
+    asked: list[int] = []
+    monkeypatch.setattr(rotary_emb, "host_truncates", lambda: bool(asked.append(1)))
+    table, positions, one = torch.randn(9, 64), torch.arange(5), torch.ones(1, dtype=torch.int32)
+    with forward_context(AttentionMetadata(one, one, one, one, 1, 1)):
+        for _ in range(3):
+            query, key = torch.randn(5, 128), torch.randn(5, 64)
+            want = rotary_emb.reference(positions, query, key, 64, table, True)
+            rotary_emb.rotary_emb(positions, query, key, 64, table, True)
+            assert torch.equal(query, want[0]) and torch.equal(key, want[1])
+    assert len(asked) == 1

@@ -80,6 +80,7 @@ void attend(const Call& c, int64_t row, int64_t kv_head, int64_t first, int64_t 
       if (c.softcap > 0)
         for (int64_t i = 0; i < count; ++i) score[i] = c.softcap * std::tanh(score[i] / c.softcap);
       float largest = top[g];
+#pragma omp simd reduction(max : largest)
       for (int64_t i = 0; i < count; ++i) largest = score[i] > largest ? score[i] : largest;
       const float base = largest == -std::numeric_limits<float>::infinity() ? 0.0f : largest;
       const float decay = top[g] == -std::numeric_limits<float>::infinity() ? 0.0f : exponential(top[g] - base);
