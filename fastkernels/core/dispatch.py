@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.machinery import PathFinder
@@ -28,6 +29,7 @@ log = logging.getLogger("fastkernels")
 LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
 OPS: dict[str, Op] = {}
 _around: Callable[[Op, Provider], Provider] | None = None
+_direct = False  # see direct_calls
 
 
 class UnsupportedCase(RuntimeError):
@@ -117,7 +119,7 @@ class Op:
     _requested: str | None = None
 
     def __call__(self, *args: Any) -> Any:
-        return self.overload(*args)
+        return self.run(*args) if _direct else self.overload(*args)
 
     def body(self, device: str) -> Callable[..., Any]:
         """Make the implementation of torch.ops.fastkernels.NAME for a device type: pick the provider, run it."""
@@ -370,6 +372,22 @@ def functional(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) ->
         LIBRARY.impl(name, fn, device)
     torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.fastkernels, name).default
+
+
+@contextmanager
+def direct_calls(device: torch.device) -> Iterator[None]:
+    """Calls of ops run their bodies without torch's dispatcher, for a step in inference mode on a CPU.
+
+    While a profiler or a dispatch mode of torch is active, calls still go through the dispatcher, so that it sees them.
+    """
+    global _direct
+    before = _direct
+    observed = torch.autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
+    _direct = device.type == "cpu" and torch.is_inference_mode_enabled() and not observed
+    try:
+        yield
+    finally:
+        _direct = before
 
 
 def observe(around: Callable[[Op, Provider], Provider] | None) -> None:

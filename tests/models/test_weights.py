@@ -205,6 +205,16 @@ def test_config_that_contradicts_itself(copy):
     fails(copy, "config.json cannot be used", "hidden size (128) is not a multiple", "(6)")
 
 
+def test_architecture_that_transformers_does_not_know(copy):
+    """The message is about models here; transformers' advice to install another version is not."""
+    (copy / "config.json").write_text('{"architectures": ["FooForCausalLM"], "model_type": "foo"}')
+    with pytest.raises(
+        CheckpointError, match=r"unknown architecture 'FooForCausalLM'.*`fk-bench list models`"
+    ) as error:
+        load(copy)
+    assert "pip install" not in str(error.value)
+
+
 def test_unknown_architecture(copy):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalML"]}))

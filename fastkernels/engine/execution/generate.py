@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fastkernels.core.dispatch import direct_calls
 from fastkernels.core.env import Environment
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.cache import kv_cache
@@ -164,7 +165,7 @@ class Generate(Runner):
 
     def _forward(self, ids: torch.Tensor, inputs: Inputs, metadata: AttentionMetadata) -> torch.Tensor:
         """Hidden states [T, H]."""
-        with forward_context(metadata):
+        with forward_context(metadata), direct_calls(self.device):
             return self.model(ids, inputs.positions)
 
     def _prompt_logprobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
+from fastkernels.core.registry import UnknownName
 from fastkernels.models.common import checks, quantization, quantized, weights
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.checkpoint import iterate
@@ -38,8 +40,21 @@ def _from_transformers(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        why = " ".join(str(error).split())
+        why = _unknown_architecture(folder) or " ".join(str(error).split())
         raise weights.CheckpointError(f"{folder / 'config.json'} cannot be used: {why}") from error
+
+
+def _unknown_architecture(folder: Path) -> str | None:
+    """The advice about the checkpoint's architecture if there is no model of it here."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if isinstance(config, dict) and config.get("architectures"):
+            find(config["architectures"][0])
+    except UnknownName as error:
+        return str(error)
+    except ValueError:  # not JSON
+        pass
+    return None
 
 
 def architecture_of(config: Any, folder: Path) -> str:

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Case, OpSpec
+from fastkernels.overrides.activation import silu_and_mul_cpp
 from fastkernels.overrides.kit import elementwise
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
@@ -78,6 +79,12 @@ def _reference(x: torch.Tensor) -> torch.Tensor:
     return reference(x)
 
 
+def _cpp(x: torch.Tensor) -> torch.Tensor:
+    _check(x)
+    out = silu_and_mul_cpp.activate(x)
+    return reference(x) if out is None else out
+
+
 def _fake(x: torch.Tensor) -> torch.Tensor:
     return torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
 
@@ -87,6 +94,7 @@ silu_and_mul = define(
     fake=_fake,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("cpp", _cpp, devices=("cpu",), missing=silu_and_mul_cpp.missing),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )

@@ -25,7 +25,17 @@ class _Call(ctypes.Structure):
         *((name, _P) for name in ("q", "keys", "values", "out", "parts", "seq_lens", "table", "sinks")),
         *(
             (name, _I)
-            for name in ("batch", "heads", "kv_heads", "dims", "block_size", "splits", "window_left")
+            for name in (
+                "batch",
+                "heads",
+                "kv_heads",
+                "dims",
+                "blocks",
+                "block_size",
+                "table_size",
+                "splits",
+                "window_left",
+            )
         ),
         *((name, _I) for name in ("q_b", "q_h", "k_b", "k_s", "k_h", "v_b", "v_s", "v_h", "table_b")),
         *((name, _F) for name in ("scale", "v_scale", "softcap")),
@@ -39,8 +49,9 @@ def missing() -> str | None:
 
 
 @cache
-def _kernel() -> Callable[..., None]:
-    return cpp.function(cpp.library(SOURCE), "attention_decode", ctypes.POINTER(_Call), ctypes.c_int)
+def _kernel() -> Callable[..., int]:
+    types = (ctypes.POINTER(_Call), ctypes.c_int)
+    return cpp.function(cpp.library(SOURCE), "attention_decode", *types, returns=ctypes.c_int64)
 
 
 def supports_cpp(
@@ -66,10 +77,13 @@ def decode_cpp(
     k_scale: float = 1.0, v_scale: float = 1.0, sinks: torch.Tensor | None = None, splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Nothing past a sequence's end is read. splits: parts of each sequence's keys (default: by the threads)."""
+    """Nothing past a sequence's end is read. splits: parts of each sequence's keys (default: by the threads).
+
+    Raises IndexError for a sequence with more keys than its table holds, and for a block outside the cache.
+    """
     check("attention_decode", q, key_cache, value_cache)
     batch, heads, dims = q.shape
-    _, block_size, kv_heads, _ = key_cache.shape
+    blocks, block_size, kv_heads, _ = key_cache.shape
     out = memory("attention_decode", q, out)
     if q.numel() == 0:
         return out
@@ -79,11 +93,19 @@ def decode_cpp(
     call = _Call(
         q.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), out.data_ptr(),
         None if parts is None else parts.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(),
-        None if sinks is None else sinks.data_ptr(), batch, heads, kv_heads, dims, block_size, splits, window_left,
+        None if sinks is None else sinks.data_ptr(), batch, heads, kv_heads, dims, blocks, block_size,
+        block_table.shape[1], splits, window_left,
         *q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), scale * k_scale,
         v_scale, softcap,
     )  # fmt: skip
-    _kernel()(call, cpp.DTYPES[q.dtype])
+    row = _kernel()(call, cpp.DTYPES[q.dtype])
+    if row >= 0:
+        used = -(-int(seq_lens[row]) // block_size)
+        raise IndexError(
+            f"attention_decode: sequence {row} has {int(seq_lens[row])} keys in blocks"
+            f" {block_table[row, :used].tolist()}: a table holds {block_table.shape[1]} blocks of {block_size} keys,"
+            f" the cache blocks 0 to {blocks - 1}"
+        )
     return out
 
 

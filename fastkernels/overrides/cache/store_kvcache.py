@@ -15,6 +15,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.expressions import Expr
 from fastkernels.core.forward_context import once_per_step
 from fastkernels.core.spec import OpSpec
+from fastkernels.overrides.cache import store_kvcache_cpp
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -202,12 +203,30 @@ def _store(
             target[slots // block_size, slots % block_size] = new.to(target.dtype)
 
 
+def _cpp(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    args = (key, value, key_cache, value_cache, slot_mapping)
+    if store_kvcache_cpp.unsupported(*args, k_scale, v_scale):
+        _once_per_step(*args, k_scale, v_scale)
+        return
+    check(*args)
+    store_kvcache_cpp.store(*args)
+
+
 store_kvcache = define(
     "store_kvcache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping,"
     " float k_scale=1.0, float v_scale=1.0) -> ()",
     fake=lambda *args, **kwargs: None,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("cpp", _cpp, devices=("cpu",), missing=store_kvcache_cpp.missing),
         Provider("reference", _once_per_step, devices=("cuda", "cpu")),
     ),
 )

@@ -57,12 +57,12 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | str:
     return reason
 
 
-def function(library: ctypes.CDLL | str, name: str, *types: Any) -> Callable[..., None]:
-    """A function of a loaded library with parameters of these types. Raises RuntimeError where there is none."""
+def function(library: ctypes.CDLL | str, name: str, *types: Any, returns: Any = None) -> Callable[..., Any]:
+    """A function of a loaded library with these types. Raises RuntimeError where there is none."""
     if isinstance(library, str):
         raise RuntimeError(library)
     found = getattr(library, name)
-    found.argtypes, found.restype = types, None
+    found.argtypes, found.restype = types, returns
     return found
 
 

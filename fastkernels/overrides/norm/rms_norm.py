@@ -15,6 +15,7 @@ from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows
+from fastkernels.overrides.norm import rms_norm_cpp
 from fastkernels.overrides.norm.cases import cancel
 from fastkernels.overrides.norm.rms_norm_heads import WIDEST, launch_heads, twice
 
@@ -153,12 +154,26 @@ def _reference(
     return (y * weight).to(x.dtype)
 
 
+def _cpp(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    var_hidden_size: int | None = None,
+    cast_x_before_out_mul: bool = True,
+) -> torch.Tensor:
+    args = (x, weight, eps, residual, var_hidden_size, cast_x_before_out_mul)
+    out = rms_norm_cpp.normalize(*args)
+    return _reference(*args) if out is None else out
+
+
 rms_norm = define(
     "rms_norm(Tensor x, Tensor? weight, float eps, Tensor(a!)? residual=None, int? var_hidden_size=None,"
     " bool cast_x_before_out_mul=True) -> Tensor",
     fake=lambda x, *_: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
+        Provider("cpp", _cpp, devices=("cpu",), missing=rms_norm_cpp.missing),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )

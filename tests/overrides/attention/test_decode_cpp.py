@@ -83,13 +83,29 @@ def test_threads_do_not_change_a_split(threads: int) -> None:
     torch.testing.assert_close(found, reference(q, keys, values, lens, table, 190, 0.125))
 
 
+def test_wrong_blocks_are_errors() -> None:
+    """A block outside the cache, or more keys than the table holds; blocks before a window are not read."""
+    q, cache = torch.randn(2, 2, 64), torch.randn(6, 16, 1, 64)
+    lens, table = torch.tensor([5, 40]).int(), torch.tensor([[1, 99, 99], [2, 3, 4]]).int()
+    args = (q, cache, cache)
+    want = reference(*args, lens, table.clamp(max=5), 40, 0.125)
+    torch.testing.assert_close(decode_cpp(*args, lens, table, 40, 0.125), want)
+    for block in (6, -1, 2**31 - 1):
+        table[1, 0] = block
+        with pytest.raises(IndexError, match=rf"sequence 1 has 40 keys in blocks \[{block}, 3, 4\].*0 to 5"):
+            decode_cpp(*args, lens, table, 40, 0.125)
+        decode_cpp(*args, lens, table, 40, 0.125, 20)
+    with pytest.raises(IndexError, match=r"sequence 1 has 49 keys .* a table holds 3 blocks of 16 keys"):
+        decode_cpp(*args, torch.tensor([5, 49]).int(), table.clamp(0, 5), 49, 0.125)
+
+
 def test_op_runs_it_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     kernel = attention_decode_cpp._kernel()
 
-    def counted(call: Any, dtype: int) -> None:
+    def counted(call: Any, dtype: int) -> int:
         calls.append(dtype)
-        kernel(call, dtype)
+        return kernel(call, dtype)
 
     monkeypatch.setattr(attention_decode_cpp, "_kernel", lambda: counted)
     args: list[Any] = SPEC.inputs(CASES["smollm2"], "cpu", torch.Generator().manual_seed(3))

@@ -18,28 +18,13 @@ namespace {
 constexpr int TILE = 64;    // keys whose scores are computed before their values are added up
 constexpr int AT_ONCE = 4;  // keys that share a read of a query or a result
 
-// e^x of x <= 0 with an error of 2 units in the last place; it vectorizes, std::exp does not. NaN stays NaN.
-inline float exponential(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  const float whole = std::floor(x * 1.44269504f + 0.5f);
-  const float r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * from_bits(static_cast<uint32_t>(static_cast<int32_t>(whole) + 127) << 23);
-}
-
 struct Call {
   const void *q, *keys, *values;
   void* out;
   float* parts;  // [batch, heads, splits, D + 2]: maximum, sum, result
   const int32_t *seq_lens, *table;
   const float* sinks;  // [heads] or null
-  int64_t batch, heads, kv_heads, dims, block_size, splits, window_left;
+  int64_t batch, heads, kv_heads, dims, blocks, block_size, table_size, splits, window_left;
   int64_t q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h, table_b;
   float scale, v_scale, softcap;
 };
@@ -95,6 +80,7 @@ void attend(const Call& c, int64_t row, int64_t kv_head, int64_t first, int64_t 
       if (c.softcap > 0)
         for (int64_t i = 0; i < count; ++i) score[i] = c.softcap * std::tanh(score[i] / c.softcap);
       float largest = top[g];
+#pragma omp simd reduction(max : largest)
       for (int64_t i = 0; i < count; ++i) largest = score[i] > largest ? score[i] : largest;
       const float base = largest == -std::numeric_limits<float>::infinity() ? 0.0f : largest;
       const float decay = top[g] == -std::numeric_limits<float>::infinity() ? 0.0f : exponential(top[g] - base);
@@ -124,6 +110,23 @@ void attend(const Call& c, int64_t row, int64_t kv_head, int64_t first, int64_t 
   }
 }
 
+inline int64_t first_key(const Call& c, int64_t keys) {
+  return c.window_left >= 0 ? std::max<int64_t>(0, keys - 1 - c.window_left) : 0;
+}
+
+// The first row whose keys are not all inside the table and the cache, or -1.
+int64_t wrong_row(const Call& c) {
+  for (int64_t row = 0; row < c.batch; ++row) {
+    const int64_t keys = c.seq_lens[row], end = (keys + c.block_size - 1) / c.block_size;
+    if (end > c.table_size) return row;
+    const int32_t* table = c.table + row * c.table_b;
+    bool wrong = false;
+    for (int64_t i = first_key(c, keys) / c.block_size; i < end; ++i) wrong |= table[i] < 0 || table[i] >= c.blocks;
+    if (wrong) return row;
+  }
+  return -1;
+}
+
 // Writes a head's result [D]: with its sink, which is a key without a value, in the sum; zeros without keys.
 template <typename T>
 void finish(const Call& c, int64_t row, int64_t head, float top, float sum, const float* result) {
@@ -147,7 +150,7 @@ void run(const Call& c) {
     for (int64_t task = from; task < to; ++task) {
       const int64_t split = task % c.splits, kv_head = task / c.splits % c.kv_heads, row = task / c.splits / c.kv_heads;
       const int64_t n = c.seq_lens[row];
-      const int64_t start = c.window_left >= 0 ? std::max<int64_t>(0, n - 1 - c.window_left) : 0;
+      const int64_t start = first_key(c, n);
       const int64_t each = (n - start + c.splits - 1) / c.splits;
       const int64_t first = start + split * each, last = std::min(first + each, n);
       for (int64_t g = 0; g < group; ++g) {
@@ -202,7 +205,9 @@ void decode(const Call& c) {
 
 }  // namespace
 
-// dtype: 0 float32, 1 bfloat16, 2 float16
-extern "C" void attention_decode(const Call* call, int dtype) {
-  dtype == 0 ? decode<float>(*call) : dtype == 1 ? decode<Bf16>(*call) : decode<Fp16>(*call);
+// dtype: 0 float32, 1 bfloat16, 2 float16. Returns -1, or the first row with a wrong block, and computes nothing then.
+extern "C" int64_t attention_decode(const Call* call, int dtype) {
+  const int64_t wrong = wrong_row(*call);
+  if (wrong < 0) dtype == 0 ? decode<float>(*call) : dtype == 1 ? decode<Bf16>(*call) : decode<Fp16>(*call);
+  return wrong;
 }
