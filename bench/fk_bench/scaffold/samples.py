@@ -64,12 +64,18 @@ def collect(config: Any) -> Samples:
     small, model = _built(small)
     try:
         base = observe(model, small)
-    except RuntimeError:  # sizes that do not fit: this layout may need as many key heads as query heads
+    except (
+        RuntimeError
+    ) as error:  # sizes that do not fit: this layout may need as many key heads as query heads
         others = [tiny_models.changed(small, **more) for more in tiny_models.with_all_keys(small, {})]
-        if not others:
-            raise
-        small, model = _built(others[0])
-        base = observe(model, small)
+        try:
+            if not others:
+                raise
+            small, model = _built(others[0])
+            base = observe(model, small)
+        except RuntimeError:
+            why = " ".join(str(error).split())[:200]
+            raise Unexplained("", f"a copy with small sizes does not run: {why}") from error
     base.names.update(_stored(base.names, tiny_models.checkpoint_names(model)))
     made = Samples(base, [Sample(small, normal(base.decoder))], {})
     for name, changes in tiny_models.perturbations(small):
