@@ -96,6 +96,32 @@ def test_learned_positions_need_no_edit(tmp_path: Path, capsys: Any) -> None:
     assert "embedding_scale=config.hidden_size**0.5 if config.scale_embedding else 1.0" in text
 
 
+EXPERTS = {  # shared experts next to the block with the router, none, and inside the block behind a gate
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {"num_local_experts": 4, "shared_intermediate_size": 48, "attention_multiplier": 0.3},
+        "shared=config.shared_intermediate_size",
+    ),
+    "granitemoe": ("GraniteMoe", {"num_local_experts": 4}, "d.Experts(config.num_local_experts,"),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+        "shared_gate=True",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERTS)
+def test_shared_experts_need_no_edit(name: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """The checkpoint has one tensor for all experts, or a matrix for each."""
+    prefix, fields, written = EXPERTS[name]
+    monkeypatch.setitem(KINDS, name, (prefix, {"num_experts_per_tok": 2, "num_hidden_layers": 2, **fields}))
+    check(name, tmp_path, capsys)
+    text = " ".join((tmp_path / f"out/llm/{name}.py").read_text().split())
+    assert written in text
+
+
 def test_other_names_of_sizes_are_required(tmp_path: Path, capsys: Any) -> None:
     """Falcon's config.json has no intermediate_size."""
     status, found = scaffold("falcon", tmp_path / "out", capsys)
