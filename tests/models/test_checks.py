@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,14 @@ def test_config_is_refused_with_field_and_value(
         done = CliRunner().invoke(app, [*command, str(folder)], input="y\n")
         assert done.exit_code == status and isinstance(done.exception, SystemExit), done.exception
         assert said in done.stderr and "Traceback" not in done.output
+
+
+def test_unused_window_may_be_zero() -> None:
+    """transformers sets it to 0 in Qwen2-MoE's config."""
+    sizes = {"num_attention_heads": 4, "hidden_size": 64, "vocab_size": 96, "sliding_window": 0}
+    checks.check(SimpleNamespace(**sizes, use_sliding_window=False))
+    with pytest.raises(Unsupported, match="sliding_window=0 is not supported"):
+        checks.check(SimpleNamespace(**sizes))
 
 
 def test_code_of_a_checkpoint_is_not_run(folders: Path, tmp_path: Path) -> None:

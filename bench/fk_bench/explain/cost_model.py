@@ -127,21 +127,24 @@ def step(
     most = getattr(config, "max_position_embeddings", None)
     if most is not None and context > most:
         raise ValueError(f"context {context} is more than the {most} positions of {model}")
-    q_lens = [1 if phase == "decode" else context] * batch
     trace = _Trace()
     with torch.no_grad(), trace.collectives(tensor_parallel):
         skeleton: Any = build.skeleton(Path(model), config, dtype).eval().requires_grad_(False)
-        trace.watch(skeleton)
-        blocks = _bind(skeleton, batch * -(-context // BLOCK_SIZE) + 1, dtype)
-        ids, positions, metadata = _batch(config.vocab_size, q_lens, context, blocks)
-        with trace, forward_context(metadata):
-            hidden = skeleton(ids, positions)
-            # The last token of each sequence: [B, H]; which rows they are does not matter.
-            trace.sample(skeleton.compute_logits(hidden[:batch]))
+        tokens = trace.run(skeleton, config.vocab_size, phase, batch, context, dtype)
     return Step(
         model, build.architecture_of(config, Path(model)), phase, batch, context, tensor_parallel,
-        str(dtype).removeprefix("torch."), sum(q_lens), trace.calls(), build.weight_bytes(skeleton),
+        str(dtype).removeprefix("torch."), tokens, trace.calls(), build.weight_bytes(skeleton),
     )  # fmt: skip
+
+
+def calls_of(
+    skeleton: Any, vocab: int, phase: str, batch: int, context: int, dtype: torch.dtype
+) -> tuple[Call, ...]:
+    """The calls of such a step of modules on the device 'meta', with the interface of a language model's."""
+    trace = _Trace()
+    with torch.no_grad():
+        trace.run(skeleton, vocab, phase, batch, context, dtype)
+    return trace.calls()
 
 
 def _bind(model: nn.Module, blocks: int, dtype: torch.dtype) -> int:
@@ -192,6 +195,18 @@ class _Trace(TorchDispatchMode):
             module.register_forward_hook(lambda *_: self._leave())
             for p in module.parameters(recurse=False):
                 self._parameters.setdefault(id(p), (label, p.numel() * p.element_size()))
+
+    def run(self, skeleton: Any, vocab: int, phase: str, batch: int, context: int, dtype: torch.dtype) -> int:
+        """Run one step of a model's skeleton; returns the number of its tokens."""
+        q_lens = [1 if phase == "decode" else context] * batch
+        self.watch(skeleton)
+        blocks = _bind(skeleton, batch * -(-context // BLOCK_SIZE) + 1, dtype)
+        ids, positions, metadata = _batch(vocab, q_lens, context, blocks)
+        with self, forward_context(metadata):
+            hidden = skeleton(ids, positions)
+            # The last token of each sequence: [B, H]; which rows they are does not matter.
+            self.sample(skeleton.compute_logits(hidden[:batch]))
+        return sum(q_lens)
 
     def _leave(self) -> None:
         self._inside.pop()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from fk_integrations.transformers import module_walk, tiny_models
 from fk_integrations.transformers.decoder_roles import Unexplained
@@ -15,11 +17,20 @@ from fastkernels.models.common import checks, registry
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fk_bench.core.output import fail, last_line, table
-from fk_bench.scaffold import model_file, samples, tasks, verification
+from fk_bench.scaffold import matched_parts, model_file, samples, tasks, verification
 from fk_bench.scaffold.expressions import NoExpression
 
 COMMAND = "scaffold"
 CATEGORY = "llm"
+
+
+@dataclass(frozen=True)
+class _Options:
+    """no_tasks and force as given; start: when the command began."""
+
+    no_tasks: bool
+    force: bool
+    start: float
 
 
 def scaffold_command(
@@ -42,6 +53,7 @@ def scaffold_command(
     """
     start = time.perf_counter()
     tiny_models.quiet()
+    given, options = None, _Options(no_tasks, force, start)
     try:
         given = tiny_models.read(config)
         name = given.model_type.replace("-", "_").replace(".", "_")
@@ -52,9 +64,11 @@ def scaffold_command(
             fail(f"{existing[0]} exists; --force overwrites it")
         found = samples.collect(given)
     except tiny_models.NoReference as error:
-        fail(str(error))
+        if given is None or not module_walk.missing_of(given):
+            fail(str(error))
+        return _unmatched(given, folder, [("", str(error))], options)
     except Unexplained as error:
-        return _unmatched(given, folder, [(e.path, e.reason) for e in error.all], start)
+        return _unmatched(given, folder, [(e.path, e.reason) for e in error.all], options)
     try:
         written, verified = write(file, found)
         with registry.using(file):
@@ -62,10 +76,10 @@ def scaffold_command(
             checks.check(given)
         ours, theirs = verification.parameters(file, given)
     except NoExpression as error:
-        return _unmatched(given, folder, [("", str(error))], start)
+        return _unmatched(given, folder, [("", str(error))], options)
     except CheckpointError as error:  # its weights are stored in a way that no weight map expresses
         file.unlink()
-        return _unmatched(given, folder, [("", str(error))], start)
+        return _unmatched(given, folder, [("", str(error))], options)
     except Unsupported as error:
         fail(f"{config}: {error}")
     _list(folder, [])
@@ -125,25 +139,35 @@ def _disagreement(verified: verification.Verified, more: int) -> str:
 
 
 def _tasks(file: Path, config: Any, folder: Path, force: bool) -> tuple[list[str], list[str]]:
-    """(ops with a task file, files that were there and stay)."""
-    import torch
-
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    where = folder / "tasks"
+    """(ops with a task file, files that were there and stay) of a model with a model file."""
+    name, dtype = _name(config), _dtype(config)
     with registry.using(file):
-        name = getattr(config, "_name_or_path", "") or config.architectures[0]
-        made, without = tasks.files(Path(name).name, config, dtype, str(where))
+        calls = tasks.of_model(name, config, dtype)
+        made, kept, without = tasks.write(name, config, calls, folder / "tasks", force)
     for op, why in without.items():
         print(f"no task file for {op}: {why}")
-    where.mkdir(parents=True, exist_ok=True)
-    kept = []
-    for op, text in made.items():
-        path = where / f"{op}.py"
-        if path.exists() and not force:
-            kept.append(op)
-            continue
-        path.write_text(text, encoding="utf-8")
-    return [op for op in made if op not in kept], kept
+    return made, kept
+
+
+def _tasks_of_parts(
+    model: Any, config: Any, folder: Path, force: bool
+) -> tuple[list[str], list[str], dict[str, str]]:
+    """(ops with a task file, files that stay, {op: why it has none}) of a model without a model file."""
+    dtype = _dtype(config)
+    parts = matched_parts.MatchedParts(model, config, dtype)
+    made, kept, without = tasks.write(
+        _name(config), config, tasks.of_parts(parts, dtype), folder / "tasks", force
+    )
+    written = {*made, *kept}
+    return made, kept, without | {op: why for op, why in parts.without.items() if op not in written}
+
+
+def _name(config: Any) -> str:
+    return Path(getattr(config, "_name_or_path", "") or config.architectures[0]).name
+
+
+def _dtype(config: Any) -> torch.dtype:
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
 
 
 def _list(folder: Path, found: list[dict[str, Any]]) -> Path:
@@ -154,21 +178,37 @@ def _list(folder: Path, found: list[dict[str, Any]]) -> Path:
     return path
 
 
-def _unmatched(config: Any, folder: Path, problems: list[tuple[str, str]], start: float) -> int:
-    """Write and show the list of what no op or description computes."""
-    model = module_walk.on_meta(config)
+def _unmatched(config: Any, folder: Path, problems: list[tuple[str, str]], options: _Options) -> int:
+    """Write and show what no op or description computes, and write the task files of what ops compute."""
+    arch = config.architectures[0]
+    model, used = module_walk.real(config)
     known = {path for path, _ in problems}
     problems = [*problems, *(m for m in module_walk.missing(model) if m[0] not in known)]
     found = [module_walk.find(model, path).to_dict() | {"reason": reason} for path, reason in problems]
     path = _list(folder, found)
     rows = [(f["path"] or "(the model)", f["class"], f["source"], f["count"], f["reason"]) for f in found]
-    table(
-        f"{config.architectures[0]}: not matched, so no model file",
-        ("module", "class", "source", "count", "why"),
-        rows,
+    table(f"{arch}: not matched, so no model file", ("module", "class", "source", "count", "why"), rows)
+    made: list[str] = []
+    kept: list[str] = []
+    without: dict[str, str] = {}
+    if not options.no_tasks:
+        made, kept, without = _tasks_of_parts(model, used, folder, options.force)
+        table(
+            f"{arch}: tasks in {folder / 'tasks'}",
+            ("op", "task file"),
+            [
+                *((op, f"{op}.py") for op in made),
+                *((op, f"{op}.py, kept") for op in kept),
+                *((op, f"none: {why}") for op, why in without.items()),
+            ],
+        )
+    print(
+        f"No model file: {len(found)} kinds of modules are not matched, see {path}. The model needs a class of its own"
+        " for them, or a part of the description: docs/add-a-model.md\n"
     )
     last_line({
-        "command": COMMAND, "ok": False, "architecture": config.architectures[0], "model_file": None,
-        "unmatched": found, "list": str(path), "seconds": round(time.perf_counter() - start, 1),
+        "command": COMMAND, "ok": False, "architecture": arch, "model_file": None, "unmatched": found,
+        "list": str(path), "tasks": made, "kept": kept, "without_task": without,
+        "seconds": round(time.perf_counter() - options.start, 1),
     })  # fmt: skip
     return 1

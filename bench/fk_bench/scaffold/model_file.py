@@ -13,6 +13,7 @@ from fk_integrations.transformers.tiny_models import fields
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import PACKED
 from fastkernels.models.common.checks import REQUIRED
+from fastkernels.models.common.decoder import EXPERTS
 from fk_bench.info.stub_source import WIDTH, fold
 from fk_bench.scaffold.expressions import NoExpression, Search, literal
 from fk_bench.scaffold.samples import Samples, equal, normal
@@ -120,7 +121,9 @@ class _Describe:
                 continue
             if name != "scale" and search.fits(f"d.attention(config, window).{name}", get):
                 continue
-            if name in SIZES:
+            if name == "scale" and (given := self._given_scale()):
+                value = given
+            elif name in SIZES:
                 value = search.size_of_layers(what, get, SIZES[name])
             elif name == "by_head":  # of one key head, both orders are the same
                 value = search.of_layers(what, get, only=_has_groups)
@@ -143,6 +146,14 @@ class _Describe:
             found.append(f"rope={self._rope()}")
         return found
 
+    def _given_scale(self) -> str:
+        """The field that is the scale of the scores, where None stands for the default; '' if there is none."""
+        default = "d.attention(config, window).head_size ** -0.5"
+        for field in self.search.attribute.values():
+            if self.search.fits(f"{default} if {field} is None else {field}", attrgetter("attention.scale")):
+                return field
+        return ""
+
     def _rope(self) -> str:
         def get(layer: d.Layer) -> Any:
             return layer.attention.rope
@@ -159,7 +170,8 @@ class _Describe:
             return [], self._dense(lambda layer: True)
         experts = self._experts()
         if sparse == "True":
-            return [], experts
+            inner = experts.removeprefix("d.Experts(").removesuffix(")")
+            return [], fold("d.Experts(", inner.split(", "), ")")
         lines = [f"    dense = {self._dense(_is_dense)}", _assigned("experts = ", experts)]
         return lines, f"experts if {sparse} else dense"
 
@@ -186,7 +198,13 @@ class _Describe:
                 search.size_of_layers(f"experts.{name}", attrgetter(f"mlp.{name}"), usual, _is_sparse)
             )
         normalize = search.of_layers("experts.normalize", attrgetter("mlp.normalize"), (), _is_sparse)
-        return f"d.Experts({', '.join([*made, *([normalize] if normalize != 'True' else [])])})"
+        made += [normalize] if normalize != "True" else []
+        shared = attrgetter("mlp.shared")
+        if not search.always(shared, 0, _is_sparse):
+            made.append(f"shared={search.size_of_layers('experts.shared', shared, (), _is_sparse)}")
+            gate = search.of_layers("experts.shared_gate", attrgetter("mlp.shared_gate"), (), _is_sparse)
+            made += [f"shared_gate={gate}"] if gate != "False" else []
+        return f"d.Experts({', '.join(made)})"
 
     def _layers(self, differs: list[str]) -> list[str]:
         search, first = self.search, self.samples.all[0].decoder.layers[0]
@@ -327,9 +345,7 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
         f'    model_type="{config.model_type}",',
     ]
     packed = {
-        ours: parts
-        for ours, parts in PACKED.items()
-        if parts[0] in names or (parts[-1] in names and parts[0] in names)
+        ours: parts for ours, parts in PACKED.items() if parts[0] in names or f"shared_{parts[0]}" in names
     }
     if packed != PACKED:
         inside = ", ".join(
@@ -356,9 +372,10 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
     if sizes:
         entries = ", ".join(f'"{name}": "{own}"' for name, own in sizes.items())
         lines.append(f"    sizes={{{entries}}},")
-    if "experts" in names and not hasattr(config, "num_experts"):
+    each = "experts" in names and "experts_w13" not in names  # a matrix for each expert in the checkpoint
+    if each and not any(hasattr(config, name) for name in EXPERTS):
         raise NoExpression("the number of experts, which names their weights in checkpoints,", set())
-    if "experts" in names:
+    if each:
         lines.append('    experts="fastkernels.models.common.decoder:expert_mapping",')
     parts |= samples.aliases
     for name, mapping in (("renamed", renamed), ("parts", parts)):
@@ -369,8 +386,15 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
 
 def _own_name(role: str, names: Mapping[str, str]) -> str:
     """The name in our layer of a module with this role."""
+    block = names.get("experts", "").rpartition(".")[0]
     if role == "router":
-        return f"{names['experts'].rpartition('.')[0]}.gate"
+        return f"{block}.gate"
+    if role.startswith("experts_"):
+        return f"{block}.{role.replace('_', '.')}_weight"
+    if role == "shared_expert_gate":
+        return f"{block}.{role}"
+    if role.startswith("shared_"):
+        return f"{block}.shared_experts.{role.removeprefix('shared_')}"
     return f"{'mlp' if role in MLP else 'self_attn'}.{role}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,12 +65,20 @@ def collect(config: Any) -> Samples:
     small, model = _built(small)
     try:
         base = observe(model, small)
-    except RuntimeError:  # sizes that do not fit: this layout may need as many key heads as query heads
+    except Unexplained:
+        raise
+    except Exception as error:  # sizes that do not fit: this layout may need as many key heads as query heads
         others = [tiny_models.changed(small, **more) for more in tiny_models.with_all_keys(small, {})]
-        if not others:
+        try:
+            if not others:
+                raise
+            small, model = _built(others[0])
+            base = observe(model, small)
+        except (Unexplained, tiny_models.NoReference):
             raise
-        small, model = _built(others[0])
-        base = observe(model, small)
+        except Exception:
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise Unexplained("", f"a copy with small sizes does not run: {why}") from error
     base.names.update(_stored(base.names, tiny_models.checkpoint_names(model)))
     made = Samples(base, [Sample(small, normal(base.decoder))], {})
     for name, changes in tiny_models.perturbations(small):
@@ -138,15 +147,21 @@ def _built(small: Any) -> tuple[Any, Any]:
 
 def _stored(names: dict[str, str], keys: dict[str, str]) -> dict[str, str]:
     """The same roles with the names that checkpoints use."""
-    found, stack = {}, names["layers"]
+    found, stack, count = {}, names["layers"], tiny_models.LAYERS
     for role, name in names.items():
         if role in ("embedding", "positions", "norm", "head"):
             found[role] = keys.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight")
         elif role == "experts":
             found[role] = name
+            stacks = ((f"{name}.gate_up_proj", "experts_w13"), (f"{name}.down_proj", "experts_w2"))
+            for own, part in stacks:  # one tensor of all experts, where the checkpoint has one
+                key = next((k for i in range(count) if (k := keys.get(f"{stack}.{i}.{own}"))), "")
+                if key:
+                    found[part] = re.sub(r"^.*?\.\d+\.", "", key.removeprefix(stack))
         elif role != "layers":
-            key = keys.get(f"{stack}.0.{name}.weight", f"{stack}.0.{name}.weight")
-            found["layers"], _, rest = key.partition(".0.")
+            at = next((i for i in range(count) if f"{stack}.{i}.{name}.weight" in keys), 0)
+            key = keys.get(f"{stack}.{at}.{name}.weight", f"{stack}.{at}.{name}.weight")
+            found["layers"], _, rest = key.partition(f".{at}.")
             found[role] = rest.removesuffix(".weight")
     return found
 

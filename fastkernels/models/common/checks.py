@@ -64,6 +64,8 @@ def check(config: Any) -> None:
     registry.allow_mixed_sizes(config)
     for name in POSITIVE:
         value = getattr(config, name, None)
+        if name == "sliding_window" and value == 0 and getattr(config, "use_sliding_window", None) is False:
+            continue  # transformers sets an unused window of Qwen2-MoE to 0
         if value is not None and not (type(value) is int and value > 0):
             raise Unsupported(f"config.{name}={value!r} is not supported, only integers above 0")
     heads, kv_heads = (getattr(config, n, None) for n in ("num_attention_heads", "num_key_value_heads"))

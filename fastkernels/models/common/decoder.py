@@ -307,12 +307,20 @@ class DecoderExperts(nn.Module):
             if experts.shared
             else None
         )
+        self.shared_expert_gate = (
+            VllmReplicatedLinear(hidden, 1, bias=False, prefix=f"{prefix}.shared_expert_gate")
+            if experts.shared_gate
+            else None
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self._route(x)
         out = self.experts.compute(x, weights, ids)
         if self.shared_experts is not None:
-            out = out + self.shared_experts(x)
+            shared = self.shared_experts(x)
+            if self.shared_expert_gate is not None:
+                shared = shared * self.shared_expert_gate(x)[0].sigmoid()
+            out = out + shared
         return parallel.all_reduce(out)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -193,6 +193,7 @@ class Experts:
     groups, top_groups  experts are chosen from the best top_groups of so many equal groups
     scale       multiplies the weights
     shared      intermediate size of the experts of all tokens, as one MLP; 0: none
+    shared_gate that MLP's result is multiplied by sigmoid(gate(x)), one number for each token
     clamped     alpha and limit of GPT-OSS's clamped SwiGLU: router and experts then have biases, and the checkpoint has
                 one tensor for all experts; None: SiLU
     mxfp4       the matrices of these are in MXFP4
@@ -210,6 +211,7 @@ class Experts:
     top_groups: int = 1
     scale: float = 1.0
     shared: int = 0
+    shared_gate: bool = False
     clamped: tuple[float, float] | None = None
     mxfp4: bool = False
     activation: str = "silu"

@@ -370,6 +370,8 @@ def _experts(experts: Experts, hidden: int, path: str, arch: Architecture) -> It
     yield _stacked(experts, "fused_experts", hidden, f"{path}.experts", keys)
     if experts.shared:
         yield from _mlp(Mlp(experts.shared), hidden, f"{path}.shared_experts", arch)
+    if experts.shared_gate:
+        yield _linear(f"{path}.shared_expert_gate", 1, hidden, False, "", arch)
 
 
 def _stacked(experts: Experts, op: str, hidden: int, path: str, keys: tuple[str, ...]) -> Item:

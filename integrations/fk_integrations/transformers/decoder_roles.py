@@ -431,12 +431,17 @@ def _mlp(
     strange = [c for c in weighted if c not in linears]
     experts = next((c for c in strange if sum(p.dim() == 3 for p in c.module.parameters()) == 2), None)
     if experts is not None:
-        return _experts(outside, experts, layer)
+        return _experts(outside, linears, experts, layer)
     if strange or not 2 <= len(linears) <= 3:
         culprit = strange[0] if strange else None
         path = culprit.path if culprit else layer
         what = f"{len(linears)} linear layers outside attention, where an MLP has 2 or 3"
         raise Unexplained(path, "it is part of an MLP that no description expresses" if culprit else what)
+    return _dense(linears, layer)
+
+
+def _dense(linears: list[ModuleCall], layer: str) -> tuple[d.Mlp, dict[str, str], torch.Tensor, torch.Tensor]:
+    """The same of an MLP of two or three linear layers."""
     *ups, down = linears
     inner = down.inputs[0].reshape(down.inputs[0].shape[-2:])
     has = {_has_bias(c) for c in linears}
@@ -468,39 +473,68 @@ def _mlp(
 
 
 def _experts(
-    outside: list[ModuleCall], experts: ModuleCall, layer: str
+    outside: list[ModuleCall], linears: list[ModuleCall], experts: ModuleCall, layer: str
 ) -> tuple[d.Experts, dict[str, str], torch.Tensor, torch.Tensor]:
-    """(experts, names, what they read, what they write)."""
+    """(experts, names, what they read, what they write), with the MLP of all tokens next to the router, or to both."""
     path = experts.path.rpartition(".")[0]
     block = next((c for c in outside if c.path == path), None)
     if block is None:
         raise Unexplained(experts.path, "experts that are no part of a block with a router")
-    inside = {
-        n: p for n, p in block.module.named_parameters() if not f"{path}.{n}".startswith(f"{experts.path}.")
-    }
     own: dict[str, Any] = dict(experts.module.named_parameters())
-    routers = [(n, p) for n, p in inside.items() if p.dim() == 2]
-    if len(inside) != 1 or len(routers) != 1 or set(own) != {"gate_up_proj", "down_proj"}:
-        raise Unexplained(
-            path, f"experts with {', '.join([*inside, *own])}, where a router and two stacks are known"
-        )
     x = block.inputs[0].reshape(-1, block.inputs[0].shape[-1])
+    if set(own) != {"gate_up_proj", "down_proj"}:
+        raise Unexplained(path, f"experts with {', '.join(own)}, where two stacks are known")
     both, down = own["gate_up_proj"], own["down_proj"]
     count, inner = down.shape[0], down.shape[2]
+    router = next((c for c in linears if c.path.startswith(f"{path}.") and c.output.shape[-1] == count), None)
+    rest = [c for c in linears if c is not router]
+    shared, shared_names, added = _shared_expert(rest, x, layer)
+    known = {c.path for c in rest} | {experts.path}
+    inside = {
+        n: p
+        for n, p in block.module.named_parameters()
+        if not any(f"{path}.{n}".startswith(f"{k}.") for k in known)
+    }
+    routers = [(n, p) for n, p in inside.items() if p.dim() == 2]
+    if len(inside) != 1 or len(routers) != 1:
+        raise Unexplained(path, f"a router with {', '.join(inside)}, where one matrix is known")
     if both.shape != (count, 2 * inner, x.shape[1]) or routers[0][1].shape != (count, x.shape[1]):
         raise Unexplained(path, f"experts of shapes {list(both.shape)} and {list(down.shape)}")
     gate, up = torch.einsum("th,enh->ten", x, both).chunk(2, -1)
     each = torch.einsum("ten,ehn->teh", probe.ACTIVATIONS["silu"](gate) * up, down)
     scores = (x @ routers[0][1].T).softmax(-1)
+    within = bool(rest) and all(c.path.startswith(f"{path}.") for c in rest)
+    written = block.output.reshape(x.shape)
     for top_k in range(1, count + 1):
         weights, ids = scores.topk(top_k)
         for normalize in (True, False):
             scaled = weights / weights.sum(-1, keepdim=True) if normalize else weights
             made = (each.gather(1, ids[..., None].expand(-1, -1, each.shape[2])) * scaled[..., None]).sum(1)
-            if same(made, block.output):
+            if same(made + added if within else made, written):
                 names = {
                     "experts": experts.path[len(layer) + 1 :],
                     "router": f"{path}.{routers[0][0]}"[len(layer) + 1 :].removesuffix(".weight"),
                 }
-                return d.Experts(count, top_k, inner, normalize), names, x, block.output
+                found = d.Experts(count, top_k, inner, normalize, **shared)
+                return found, names | shared_names, x, written if within else written + added
     raise Unexplained(path, "its output is not a softmax-weighted sum of gated MLPs (SiLU)")
+
+
+def _shared_expert(
+    linears: list[ModuleCall], x: torch.Tensor, layer: str
+) -> tuple[dict[str, Any], dict[str, str], torch.Tensor]:
+    """(fields of Experts, names, what it adds) of the MLP that all tokens pass, and of the gate that weights it."""
+    if not linears:
+        return {}, {}, torch.zeros(())
+    gate = next((c for c in linears if c.output.shape[-1] == 1), None)
+    mlp, names, reads, writes = _dense([c for c in linears if c is not gate], layer)
+    if not same(reads, x) or (mlp.activation, mlp.gated, mlp.bias) != ("silu", True, False):
+        raise Unexplained(linears[0].path, "an MLP next to experts that is not gated by SiLU, or has a bias")
+    made = {f"shared_{role}": name for role, name in names.items()}
+    added = writes.reshape(x.shape)
+    if gate is not None:
+        if _has_bias(gate) or not same(gate.inputs[0], x):
+            raise Unexplained(gate.path, "a gate of the shared expert with a bias, or of another input")
+        made["shared_expert_gate"] = gate.path[len(layer) + 1 :]
+        added = added * gate.output.reshape(-1, 1).sigmoid()
+    return {"shared": mlp.intermediate, "shared_gate": gate is not None}, made, added

@@ -461,8 +461,7 @@ def _inside(module: nn.Module) -> Match | None:
 
 def _difference(module: Any, op: str) -> str:
     """How the module's attention differs from the op; '' if it does not."""
-    arguments = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    recorded = _record(module, arguments)
+    recorded = attention_call(module)
     if recorded is None:
         return "attention that cannot be called alone"
     query, key, value, given = recorded
@@ -489,8 +488,9 @@ def _difference(module: Any, op: str) -> str:
     return ""
 
 
-def _record(module: Any, arguments: Any) -> Any:
+def attention_call(module: Any) -> Any:
     """(query, key, value, keyword arguments) of the module's attention on the meta device; None: it cannot run."""
+    arguments = inspect.signature(inspect.unwrap(type(module).forward)).parameters
     linear: Any = next((c for c in module.modules() if _is_linear(c)), None)
     config = getattr(module, "config", None)
     if linear is None or config is None:

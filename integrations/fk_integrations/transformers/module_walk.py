@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fk_integrations.transformers import architectures
 from fk_integrations.transformers.matching import match
 from fk_integrations.transformers.tiny_models import reference_class
 
@@ -40,6 +42,20 @@ def on_meta(config: Any) -> Any:
     """The reference model of a config on the device 'meta'."""
     with torch.device("meta"), torch.no_grad():
         return reference_class(config)._from_config(config)
+
+
+def real(config: Any) -> tuple[Any, Any]:
+    """(model on the device 'meta', config). Fields that a default config leaves open are filled in, in a copy."""
+    made = copy.deepcopy(config)
+    return architectures.build(reference_class(made), made), made
+
+
+def missing_of(config: Any) -> list[tuple[str, str]]:
+    """`missing` of a config's model; nothing if transformers cannot build it."""
+    try:
+        return missing(real(config)[0])
+    except Exception:  # of any class of transformers
+        return []
 
 
 def missing(model: Any) -> list[tuple[str, str]]:

@@ -148,9 +148,10 @@ class _Written(TorchFunctionMode):
         return found
 
     def _multiplied(self, name: str, args: Any, kwargs: Any, found: torch.Tensor) -> None:
-        a, b = (
-            args[-2:] if name == "baddbmm" else args[:2] if len(args) > 1 else (args[0], kwargs.get("mat2"))
-        )
+        given = [*args, *(kwargs[n] for n in ("batch1", "batch2", "mat2", "other") if n in kwargs)]
+        if len(given) < 2:
+            return
+        a, b = given[-2:] if name == "baddbmm" else given[:2]
         if name == "__rmatmul__":
             a, b = b, a
         if not isinstance(b, torch.Tensor) or min(a.dim(), b.dim()) < 3:

@@ -178,7 +178,9 @@ def checkpoint_names(model: Any) -> dict[str, str]:
     found = {}
     for name, parameter in model.named_parameters():
         equal = (k for k, t in stored.items() if t.shape == parameter.shape and torch.equal(t, parameter))
-        found[name] = name if name in stored else next(equal, name)
+        key = name if name in stored else next(equal, "")
+        if key:
+            found[name] = key
     return found
 
 
@@ -205,7 +207,7 @@ def _others(value: Any) -> Iterator[Any]:
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
-        yield from (2 * value, value // 2, value + 1, value - 1)
+        yield from (other for other in (2 * value, value // 2, value + 1, value - 1) if other != value)
     elif isinstance(value, float):
         yield from (value * 0.5 or 0.25, value * 1.5 or 1.0, 1.0)
     elif value is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ HELD_OUT = (
     "arcee",
     "biogpt",
     "cohere",
+    "cohere2_moe",
     "exaone4",
     "falcon",
     "gemma3_text",
     "glm",
     "helium",
+    "jais2",
     "olmo3",
     "opt",
     "phi",
@@ -93,6 +96,32 @@ def test_learned_positions_need_no_edit(tmp_path: Path, capsys: Any) -> None:
     text = (tmp_path / "out/llm/biogpt.py").read_text()
     assert "positions=d.Positions(config.max_position_embeddings, 2)" in text
     assert "embedding_scale=config.hidden_size**0.5 if config.scale_embedding else 1.0" in text
+
+
+EXPERTS = {  # shared experts next to the block with the router, none, and inside the block behind a gate
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {"num_local_experts": 4, "shared_intermediate_size": 48, "attention_multiplier": 0.3},
+        "shared=config.shared_intermediate_size",
+    ),
+    "granitemoe": ("GraniteMoe", {"num_local_experts": 4}, "d.Experts(config.num_local_experts,"),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+        "shared_gate=True",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERTS)
+def test_shared_experts_need_no_edit(name: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """The checkpoint has one tensor for all experts, or a matrix for each."""
+    prefix, fields, written = EXPERTS[name]
+    monkeypatch.setitem(KINDS, name, (prefix, {"num_experts_per_tok": 2, "num_hidden_layers": 2, **fields}))
+    check(name, tmp_path, capsys)
+    text = " ".join((tmp_path / f"out/llm/{name}.py").read_text().split())
+    assert written in text
 
 
 def test_other_names_of_sizes_are_required(tmp_path: Path, capsys: Any) -> None:
@@ -185,6 +214,44 @@ def test_unmatched_modules_are_listed(tmp_path: Path, capsys: Any) -> None:
     assert missing["path"] == "model.layers.0.mlp.act_fn" and missing["class"].endswith("XIELUActivation")
     assert missing["source"].startswith("transformers/activations.py:") and missing["count"] == 2
     assert missing["shapes"] == {"alpha_p": [1], "alpha_n": [1]} and not (tmp_path / "out/llm").exists()
+
+
+def test_matched_kernels_of_an_unmatched_model_get_tasks(tmp_path: Path, capsys: Any) -> None:
+    """Each task runs alone, at the sizes of the config and with a weight for each module that makes the call."""
+    tiny("Apertus").save_pretrained(tmp_path / "config")
+    status, found = scaffold(tmp_path / "config", tmp_path / "out", capsys, no_tasks=False)
+    assert status == 1 and not found["without_task"]
+    tasks = {file.stem: runpy.run_path(str(file)) for file in (tmp_path / "out/tasks").iterdir()}
+    assert set(tasks) == set(found["tasks"]) == {
+        "attention_decode", "attention_prefill", "embedding", "linear", "logits_processor", "rms_norm",
+        "rotary_emb", "sampling", "store_kvcache",
+    }  # fmt: skip
+    for op in ("linear", "rms_norm", "attention_decode", "rotary_emb"):
+        assert tasks[op]["task_main"]() == 0
+    case = next(c for c in tasks["linear"]["TASK"]["cases"] if c["name"] == "down_proj_decode_32")
+    assert case["weight"] == SIZES["num_hidden_layers"]
+    shapes = {name: case["arguments"][name]["shape"] for name in ("x", "weight")}
+    inner, hidden = SIZES["intermediate_size"], SIZES["hidden_size"]
+    assert shapes == {"x": (32, inner), "weight": (hidden, inner)}
+    (queries,) = {c["dims"]["heads"] for c in tasks["attention_decode"]["TASK"]["cases"]}
+    assert queries == SIZES["num_attention_heads"]
+
+
+def test_hybrid_model_gets_a_list_and_tasks(tmp_path: Path, capsys: Any) -> None:
+    """Nemotron-H has no number of layers, and layers of state spaces, experts and attention."""
+    status, found = scaffold("nemotron_h", tmp_path, capsys, no_tasks=False)
+    reasons = {entry["class"].rpartition(".")[2]: entry["reason"] for entry in found["unmatched"]}
+    assert status == 1 and reasons["NemotronHMamba2Mixer"] == "recurrence"
+    assert "num_hidden_layers=None" in reasons["NemotronHForCausalLM"]
+    made = {"attention_decode", "convolution", "grouped_topk", "linear", "rms_norm", "rms_norm_gated"}
+    assert made <= set(found["tasks"]) and "relu2" in found["without_task"]
+    assert (tmp_path / "tasks/rms_norm_gated.py").exists()
+
+
+def test_copy_that_does_not_run_is_no_crash(tmp_path: Path, capsys: Any) -> None:
+    tiny("xLSTM", num_heads=4, num_blocks=2).save_pretrained(tmp_path / "config")
+    status, found = scaffold(tmp_path / "config", tmp_path / "out", capsys)
+    assert status == 1 and "small" in found["unmatched"][0]["reason"]
 
 
 def test_existing_file_is_kept(tmp_path: Path, capsys: Any) -> None:
