@@ -69,9 +69,10 @@ def _timm(name: str, **options: Any) -> Make:
 def _vjepa2(place: Place, image_size: int) -> Any:
     import transformers
 
-    size: dict[str, Any] = {"crop_size": image_size} if image_size else {}
+    config = transformers.VJEPA2Config(frames_per_clip=16)
+    config.crop_size = image_size or config.crop_size
     with place:
-        return transformers.VJEPA2Model(transformers.VJEPA2Config(frames_per_clip=16, **size))
+        return transformers.VJEPA2Model(config)
 
 
 # name: (host, its constructor). Encoders: SigLIP 2 so400m, DINOv3 ViT-L, SwinV2-B, V-JEPA 2 ViT-L on 16 frames.
