@@ -59,7 +59,7 @@ def _timm(name: str, **options: Any) -> Make:
     def build(place: Place, image_size: int) -> Any:
         import timm
 
-        size = {"img_size": image_size} if image_size else {}
+        size: dict[str, Any] = {"img_size": image_size} if image_size else {}
         with place:
             return timm.create_model(name, **options, **size)
 
