@@ -108,6 +108,32 @@ def test_attention_stays_with_timm_unless_requested() -> None:
         assert {r.op for r in report.active} == {"layer_norm", "gelu"}
 
 
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_mlps_run_linear_and_gelu_as_one_op(dtype: torch.dtype, atol: float) -> None:
+    """It counts as a call of both; a hook or autocast runs them one after the other."""
+    model = tiny("vit_base_patch16_siglip_224", dtype, **VIT)
+    run = runner(model)
+    before = run()
+    with fastkernels.patch(model, ops=["linear_gelu", "gelu"]) as report:
+        after = run()
+        assert {r.op: r.calls for r in report.refresh().active} == {"linear_gelu": 3, "gelu": 3}
+        torch.testing.assert_close(after, before, atol=atol * float(before.abs().max()), rtol=0)
+        hook = model.blocks[0].mlp.fc1.register_forward_hook(lambda module, args, out: out * 0)
+        run()
+        assert {r.op: r.calls for r in report.refresh().active} == {"linear_gelu": 5, "gelu": 1}
+        hook.remove()
+        with torch.autocast("cpu", torch.bfloat16):
+            run()
+        assert {r.op: r.calls for r in report.refresh().active} == {"linear_gelu": 5, "gelu": 4}
+    assert torch.equal(run(), before)
+
+
+def test_mlps_with_another_gelu_stay_timms() -> None:
+    model = tiny("vit_small_patch16_dinov3", **TINY)  # with erf
+    with pytest.raises(PatchError, match="nothing to patch: linear_gelu"):
+        fastkernels.patch(model, ops="linear_gelu")
+
+
 @pytest.mark.parametrize("dims", [2, 3])
 def test_only_convolutions_without_overlap_are_patch_embeddings(dims: int) -> None:
     """Also channels last, with a rest at the edges, without a batch and under autocast."""
