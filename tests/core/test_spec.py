@@ -45,6 +45,7 @@ NEVER = {
     "TimmAttention": "needs dim",
     "TimmAttentionPoolLatent": "needs in_features",
     "TimmAttentionRope": "needs dim",
+    "TimmMlp": "needs in_features",
     "TimmEvaAttention": "needs dim",
     "TimmWindowAttention": "needs dim",
     "SGLangLlamaDecoderLayer": "carries hidden states and residual as one sum",

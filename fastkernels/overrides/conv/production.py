@@ -29,10 +29,20 @@ def _convolution(
     return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
+def _patch_embedding(x: T, weight: T, bias: T | None = None) -> T:
+    flat = x.shape[2] == weight.shape[2] == 1  # images: cuDNN's kernels for two dimensions
+    if flat:
+        return F.conv2d(x[:, :, 0], weight[:, :, 0], bias, stride=weight.shape[3:]).permute(0, 2, 3, 1)[
+            :, None
+        ]
+    return F.conv3d(x, weight, bias, stride=weight.shape[2:]).permute(0, 2, 3, 4, 1)
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "batch_norm": (*from_torch(_batch_norm), inductor("batch_norm")),
     "convolution": from_torch(_convolution),
     "grid_sample": from_torch(places.reference),
     "interpolate": (*from_torch(sizes.reference), inductor("interpolate")),
+    "patch_embedding": from_torch(_patch_embedding),
     "pool": from_torch(windows.reference),
 }

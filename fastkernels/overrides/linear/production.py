@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fastkernels.core.baseline import Baseline, Function, dense, filled, first, half
-from fastkernels.overrides.kit.libraries import T, from_blas
+from fastkernels.core.baseline import Baseline, Function, dense, filled, first, half, inductor
+from fastkernels.overrides.kit.libraries import T, from_blas, from_torch
 from fastkernels.overrides.linear.linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
 from fastkernels.overrides.linear.linear_fp8_libraries import (
     DEEP_GEMM,
@@ -120,9 +120,14 @@ def _unpacked(x: T, weight: T, weight_scale: T, bias: T | None = None) -> T:
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+def _linear_gelu(x: T, weight: T, bias: T | None = None, approximate: str = "none") -> T:
+    return F.gelu(F.linear(x, weight, bias), approximate=approximate)
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "batched_matmul": (*from_blas(torch.bmm),),
     "linear": (*from_blas(_linear),),
+    "linear_gelu": (*from_torch(_linear_gelu), inductor("linear_gelu")),
     "linear_int4": (
         Baseline("marlin", "host", _marlin, ("vllm",), refuses=_no_marlin),
         Baseline("cublas", "library", lambda: linear_int4_cublas, refuses=supports_int4_cublas),

@@ -37,13 +37,17 @@ def uncovered(host: str, model: Any) -> dict[Reason, int]:
     """{reason: modules} of leaf modules, and others with weights of their own, whose class no target names."""
     names = {host, "torch"}
     listed = {
-        t.path for op in registry.op_names() for name in names for t in registry.get(op).targets_for(name)
-    }
+        t.path: getattr(registry.target_class(t), "applies", None)
+        for op in registry.op_names() for name in names for t in registry.get(op).targets_for(name)
+    }  # fmt: skip
     found: Counter[str] = Counter()
     for module in model.modules():
         cls: Any = type(module)
         own = any(p is not None for p in module._parameters.values()) or next(module.children(), None) is None
-        if not own or module is model or hasattr(cls, "fastkernels") or class_path(cls) in listed:
+        path = class_path(cls)
+        applies = listed.get(path)
+        covered = path in listed and (applies is None or applies(module))
+        if not own or module is model or hasattr(cls, "fastkernels") or covered:
             continue
         if cls.__name__ not in _IDLE:
             found[cls.__name__] += 1

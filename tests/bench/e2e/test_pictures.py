@@ -13,9 +13,11 @@ from fk_bench.e2e.pictures.costs import gaps, kind_of
 from fk_bench.e2e.pictures.graphs import Graphed, compile_blocks
 from fk_bench.e2e.pictures.measure import cosine, psnr
 from fk_bench.e2e.pictures.named import build
-from fk_bench.e2e.pictures.subjects import Pipeline
+from fk_bench.e2e.pictures.subjects import Encoder, Pipeline
 from support.commands import fk_bench_here, last_json
 from support.tiny import make_tiny_encoder, make_tiny_pipeline
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 pytest.importorskip("timm")
 diffusers = pytest.importorskip("diffusers")
@@ -246,6 +248,33 @@ def test_named_models_have_their_real_sizes(name: str, millions: int) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+class OnCpu(TorchDispatchMode):
+    """Keeps the names of operators that read or make tensors on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = (t for t in tree_flatten((args, kwargs, out))[0] if isinstance(t, torch.Tensor))
+        if any(t.device.type == "cpu" for t in given):
+            self.found.add(str(func))
+        return out
+
+
+@pytest.mark.parametrize("name", ["siglip2", "dinov3", "swinv2", "vjepa2"])
+def test_named_encoders_call_nothing_on_the_cpu(name: str) -> None:
+    """A CUDA graph cannot capture a copy from memory that is not pinned."""
+    size = 128
+    encoder = Encoder(build(name, torch.float32, "meta", size).eval(), size, 1)
+    encoder.channels_last()  # of videos, too
+    inputs = encoder.inputs(2, 0)
+    with torch.inference_mode(), OnCpu() as seen:
+        assert encoder.run(inputs).shape[0] == 2
+    assert not seen.found
+
+
 @pytest.mark.parametrize("name", ["flux", "sdxl"])
 def test_pipeline_without_text_encoders_is_measured(name: str, tmp_path: Path) -> None:
     if name == "sdxl":
@@ -285,6 +314,12 @@ def test_blocks_with_most_weights_are_compiled() -> None:
     )
     assert compile_blocks(model, None) == 4
     assert [m._compiled_call_impl is not None for m in model] == [True] * 4 + [False]
+    swin = build("swinv2", torch.float32, "meta")  # four stages hold 24 blocks and nearly all weights
+    assert (
+        compile_blocks(swin, None)
+        == 24
+        == sum(type(m).__name__ == "SwinTransformerV2Block" for m in swin.modules())
+    )
     with pytest.raises(ValueError, match="Linear has no class with 4 blocks"):
         compile_blocks(torch.nn.Linear(2, 2), None)
 

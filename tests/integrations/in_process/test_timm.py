@@ -49,17 +49,37 @@ def modules(rows: list[Any]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("name", "sizes", "expected"),
     [
-        ("vit_base_patch16_siglip_224", VIT, {"layer_norm": 6, "gelu": 3, "attention_dense": 3}),
-        ("vit_small_patch16_dinov3", TINY, {"layer_norm": 5, "gelu": 2, "attention_dense": 2}),
-        ("vit_small_patch16_rope_224", TINY, {"layer_norm": 5, "gelu": 2, "attention_dense": 2}),
-        ("swinv2_tiny_window8_256", SWIN, {"layer_norm": 9, "gelu": 3, "attention_dense": 3}),
-        ("vit_7b_patch16_dinov3", TINY, {"layer_norm": 5, "gated_mlp": 2, "attention_dense": 2}),
+        (
+            "vit_base_patch16_siglip_224",
+            VIT,
+            {"layer_norm": 6, "gelu": 3, "attention_dense": 3, "patch_embedding": 1},
+        ),
+        (
+            "vit_small_patch16_dinov3",
+            TINY,
+            {"layer_norm": 5, "gelu": 2, "attention_dense": 2, "patch_embedding": 1},
+        ),
+        (
+            "vit_small_patch16_rope_224",
+            TINY,
+            {"layer_norm": 5, "gelu": 2, "attention_dense": 2, "patch_embedding": 1},
+        ),
+        (
+            "swinv2_tiny_window8_256",
+            SWIN,
+            {"layer_norm": 9, "gelu": 3, "attention_dense": 3, "patch_embedding": 1},
+        ),
+        (
+            "vit_7b_patch16_dinov3",
+            TINY,
+            {"layer_norm": 5, "gated_mlp": 2, "attention_dense": 2, "patch_embedding": 1},
+        ),
         (
             "eva02_tiny_patch14_224",
             {**TINY, "patch_size": 16},
-            {"layer_norm": 5, "gated_mlp": 2, "attention_dense": 2},
+            {"layer_norm": 5, "gated_mlp": 2, "attention_dense": 2, "patch_embedding": 1},
         ),
-        ("convnextv2_atto", CONVNEXT, {"layer_norm": 9, "gelu": 4}),
+        ("convnextv2_atto", CONVNEXT, {"layer_norm": 9, "gelu": 4, "patch_embedding": 4}),
     ],
     ids=["siglip", "dinov3", "rope", "swinv2", "swiglu", "glu", "convnextv2"],
 )
@@ -70,7 +90,9 @@ def test_patched_models_give_the_hosts_outputs(
     model = tiny(name, dtype, **sizes)
     run, classes = runner(model), [type(m) for m in model.modules()]
     before = run()
-    report = fastkernels.patch(model, ops=["attention_dense", "layer_norm", "gelu", "gated_mlp"])
+    report = fastkernels.patch(
+        model, ops=["attention_dense", "layer_norm", "gelu", "gated_mlp", "patch_embedding"]
+    )
     after = run()
     assert modules(report.active) == expected and report.host.name == "timm"
     assert {r.op: r.calls for r in report.refresh().active} == expected and report.verified
@@ -84,6 +106,70 @@ def test_attention_stays_with_timm_unless_requested() -> None:
     model = tiny("vit_small_patch16_dinov3", **TINY)
     with fastkernels.patch(model) as report:
         assert {r.op for r in report.active} == {"layer_norm", "gelu"}
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_mlps_run_linear_and_gelu_as_one_op(dtype: torch.dtype, atol: float) -> None:
+    """It counts as a call of both; a hook or autocast runs them one after the other."""
+    model = tiny("vit_base_patch16_siglip_224", dtype, **VIT)
+    run = runner(model)
+    before = run()
+    with fastkernels.patch(model, ops=["linear_gelu", "gelu"]) as report:
+        after = run()
+        assert {r.op: r.calls for r in report.refresh().active} == {"linear_gelu": 3, "gelu": 3}
+        torch.testing.assert_close(after, before, atol=atol * float(before.abs().max()), rtol=0)
+        hook = model.blocks[0].mlp.fc1.register_forward_hook(lambda module, args, out: out * 0)
+        run()
+        assert {r.op: r.calls for r in report.refresh().active} == {"linear_gelu": 5, "gelu": 1}
+        hook.remove()
+        with torch.autocast("cpu", torch.bfloat16):
+            run()
+        assert {r.op: r.calls for r in report.refresh().active} == {"linear_gelu": 5, "gelu": 4}
+    assert torch.equal(run(), before)
+
+
+def test_mlps_with_another_gelu_stay_timms() -> None:
+    model = tiny("vit_small_patch16_dinov3", **TINY)  # with erf
+    with pytest.raises(PatchError, match="nothing to patch: linear_gelu"):
+        fastkernels.patch(model, ops="linear_gelu")
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_only_convolutions_without_overlap_are_patch_embeddings(dims: int) -> None:
+    """Also channels last, with a rest at the edges, without a batch and under autocast."""
+    kind = (torch.nn.Conv2d, torch.nn.Conv3d)[dims - 2]
+    others = [
+        {"kernel_size": 3, "stride": 2}, {"kernel_size": 1}, {"kernel_size": 2, "stride": 2, "padding": 1},
+        {"kernel_size": 2, "stride": 2, "groups": 4}, {"kernel_size": 2, "stride": 2, "dilation": 2},
+    ]  # fmt: skip
+    embedding = kind(4, 12, 3, 3, "valid")
+    model = torch.nn.Sequential(
+        timm.layers.LayerNorm2d(4), embedding, *(kind(4, 4, **o) for o in others)
+    ).eval()
+    x = torch.randn(2, 4, *(7, 9, 11)[:dims])
+    formats = torch.contiguous_format, (torch.channels_last, torch.channels_last_3d)[dims - 2]
+
+    def run() -> list[torch.Tensor]:
+        found = []
+        for form in formats:
+            embedding.weight.data = embedding.weight.data.contiguous(memory_format=form)
+            found += [embedding(x.contiguous(memory_format=form)), embedding(x[0])]
+            with torch.autocast("cpu", torch.bfloat16):
+                found.append(embedding(x))
+        return found
+
+    with torch.no_grad():
+        before = run()
+        with fastkernels.patch(model, ops="patch_embedding", strict=True) as report:
+            after = run()
+            assert modules(report.active) == {"patch_embedding": 1} and report.refresh().active[0].calls == 6
+            with pytest.raises(ValueError, match="expected an input of"):
+                embedding(x[0, 0])
+            with pytest.raises(ValueError, match="smaller than a patch"):
+                embedding(x[..., :2])
+    for a, b in zip(after, before, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, atol=1e-5 if a.dtype == torch.float32 else 2e-2, rtol=1e-5)
 
 
 def test_masks_and_causal_attention_are_timms() -> None:

@@ -27,11 +27,17 @@ VIDEO, IMAGE, SOUND = (1, 4, 3, 32, 32), (1, 3, 32, 32), (1, 16, 100)
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "shape"),
-    [("VJEPA2Model", VJEPA2, VIDEO), ("Swinv2Model", SWINV2, IMAGE), ("WhisperModel", WHISPER, SOUND)],
+    ("name", "config", "shape", "patches"),
+    [
+        ("VJEPA2Model", VJEPA2, VIDEO, 1),
+        ("Swinv2Model", SWINV2, IMAGE, 1),
+        ("WhisperModel", WHISPER, SOUND, 0),
+    ],
     ids=["vjepa2", "swinv2", "whisper-encoder"],
 )
-def test_encoders_are_patched_and_undone(name: str, config: dict[str, Any], shape: tuple[int, ...]) -> None:
+def test_encoders_are_patched_and_undone(
+    name: str, config: dict[str, Any], shape: tuple[int, ...], patches: int
+) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**config)).eval()
@@ -43,11 +49,14 @@ def test_encoders_are_patched_and_undone(name: str, config: dict[str, Any], shap
             return model(x)[0]
 
     before, classes = run(), [type(m) for m in model.modules()]
-    report = fastkernels.patch(model)
+    plain = fastkernels.patch(model)
+    assert {r.op for r in plain.active} == {"layer_norm", "gelu"}
+    plain.undo()
+    report = fastkernels.patch(model, ops=["layer_norm", "gelu", *(["patch_embedding"] if patches else [])])
     torch.testing.assert_close(run(), before, atol=1e-4, rtol=1e-4)
     rows = {r.op: r.modules for r in report.refresh().active}
     norms = sum(type(m).__name__ == "LayerNorm" for m in model.modules())
     assert report.host.name == "transformers" and report.verified
-    assert rows["layer_norm"] == norms > 0 and rows["gelu"] > 0
+    assert rows["layer_norm"] == norms > 0 and rows["gelu"] > 0 and rows.get("patch_embedding", 0) == patches
     report.undo()
     assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)

@@ -11,6 +11,7 @@ import torch._dynamo
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 LEAST = 4  # blocks of one class
+SHARE = 0.8  # of the weights that the class with most of them holds
 WITH_THEM = ("ResnetBlock2D",)  # blocks that diffusers' models do not list in _repeated_blocks
 VARIANTS = 512  # of the code of a block: sizes of images and batches, in the host's modules and in ours
 
@@ -64,14 +65,18 @@ def compile_blocks(model: torch.nn.Module, mode: str | None) -> int:
 
 
 def _largest(model: torch.nn.Module) -> str:
-    """The name of the class that holds most weights, of those with at least LEAST instances."""
+    """The name of the innermost class with at least LEAST instances that hold most of the weights.
+
+    Stages that hold such blocks are left out: each would be compiled as a whole, all its blocks after each other.
+    """
     counts: Counter[str] = Counter(type(m).__name__ for m in model.modules())
     held: Counter[str] = Counter()
     for module in model.modules():
         name = type(module).__name__
         container = isinstance(module, (torch.nn.Sequential, torch.nn.ModuleList))
-        if counts[name] >= LEAST and not container:
+        if counts[name] >= LEAST and not container and any(True for _ in module.children()):
             held[name] += sum(p.numel() for p in module.parameters())
     if not held:
         raise ValueError(f"{type(model).__name__} has no class with {LEAST} blocks to compile")
-    return held.most_common(1)[0][0]
+    most = max(held.values())
+    return max((n for n in held if held[n] >= SHARE * most), key=lambda n: (counts[n], held[n]))

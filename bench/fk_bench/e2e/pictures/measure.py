@@ -255,13 +255,13 @@ def _calls_of_a_round(lane: Lane, batch: int, seed: int) -> int:
 
 def cosine(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """The cosine of the angle between two results, as vectors of all their values."""
-    a, b = (t.double().flatten().cpu() for t in (found, wanted))
+    a, b = (t.double().flatten() for t in (found, wanted))
     return float(torch.dot(a, b) / (a.norm() * b.norm()).clamp_min(1e-300))
 
 
 def psnr(found: torch.Tensor, wanted: torch.Tensor, peak: float | None = None) -> float:
     """Peak signal-to-noise ratio in dB, at most 200; peak: by default the largest magnitude wanted."""
-    a, b = (t.double().cpu() for t in (found, wanted))
+    a, b = (t.double() for t in (found, wanted))
     top = peak if peak is not None else float(b.abs().max())
     error = float((a - b).square().mean())
     return 200.0 if error == 0 else min(200.0, 10 * float(torch.log10(torch.tensor(top**2 / error))))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 Place = AbstractContextManager[None]
+Make = Callable[[Place, int], Any]
 
 _VAE = {
     "block_out_channels": [128, 256, 512, 512], "down_block_types": ["DownEncoderBlock2D"] * 4, "layers_per_block": 2,
@@ -19,7 +20,7 @@ _VAE = {
 }  # fmt: skip
 
 
-def _flux(place: Place) -> Any:
+def _flux(place: Place, image_size: int) -> Any:
     import diffusers
 
     with place:
@@ -35,7 +36,7 @@ def _flux(place: Place) -> Any:
     )  # fmt: skip
 
 
-def _sdxl(place: Place) -> Any:
+def _sdxl(place: Place, image_size: int) -> Any:
     import diffusers
 
     with place:
@@ -54,38 +55,45 @@ def _sdxl(place: Place) -> Any:
     )  # fmt: skip
 
 
-def _timm(name: str) -> Callable[[Place], Any]:
-    def build(place: Place) -> Any:
+def _timm(name: str, **options: Any) -> Make:
+    def build(place: Place, image_size: int) -> Any:
         import timm
 
+        size: dict[str, Any] = {"img_size": image_size} if image_size else {}
         with place:
-            return timm.create_model(name)
+            return timm.create_model(name, **options, **size)
 
     return build
 
 
-def _vjepa2(place: Place) -> Any:
+def _vjepa2(place: Place, image_size: int) -> Any:
     import transformers
 
+    config = transformers.VJEPA2Config(frames_per_clip=16)
+    config.crop_size = image_size or config.crop_size
     with place:
-        return transformers.VJEPA2Model(transformers.VJEPA2Config(frames_per_clip=16))
+        return transformers.VJEPA2Model(config)
 
 
-# name: (host, its constructor). Encoders: SigLIP 2 so400m, DINOv3 ViT-L, SwinV2-B, V-JEPA 2 ViT-L on 16 frames
-NAMED: dict[str, tuple[str, Callable[[Place], Any]]] = {
+# name: (host, its constructor). Encoders: SigLIP 2 so400m, DINOv3 ViT-L, SwinV2-B, V-JEPA 2 ViT-L on 16 frames.
+# With dynamic_img_size, DINOv3 would make its positions on the CPU in each call, which no CUDA graph can capture.
+NAMED: dict[str, tuple[str, Make]] = {
     "flux.1": ("diffusers", _flux),
     "sdxl": ("diffusers", _sdxl),
     "siglip2": ("timm", _timm("vit_so400m_patch16_siglip_256")),
-    "dinov3": ("timm", _timm("vit_large_patch16_dinov3")),
+    "dinov3": ("timm", _timm("vit_large_patch16_dinov3", dynamic_img_size=False)),
     "swinv2": ("timm", _timm("swinv2_base_window8_256")),
     "vjepa2": ("transformers", _vjepa2),
 }
 
 
-def build(name: str, dtype: torch.dtype, device: str) -> Any:
-    """The model, its weights made on the device: 12 billion random numbers take a CPU minutes. Pipelines in `dtype`."""
+def build(name: str, dtype: torch.dtype, device: str, image_size: int = 0) -> Any:
+    """The model, its weights made on the device: 12 billion random numbers take a CPU minutes. Pipelines in `dtype`.
+
+    image_size  pixels of a side of the images that an encoder takes; 0: its own
+    """
     host, make = NAMED[name]
-    return make(_place(dtype if host == "diffusers" else torch.float32, device))
+    return make(_place(dtype if host == "diffusers" else torch.float32, device), image_size)
 
 
 @contextmanager

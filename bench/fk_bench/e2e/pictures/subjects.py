@@ -63,8 +63,11 @@ class Subject(ABC):
 
     def channels_last(self) -> None:
         """Store the weights of convolutions with the channels last, as convolutions on GPUs prefer it."""
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         for part in self.parts().values():
-            part.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            for weight in part.parameters():
+                if weight.dim() in formats:
+                    weight.data = weight.data.contiguous(memory_format=formats[weight.dim()])
 
     def _like(self, target: Any) -> Subject:
         made = copy.copy(self)
@@ -77,6 +80,10 @@ class Encoder(Subject):
 
     kind = "features"
     graphed: Graphed | None = None
+
+    def __init__(self, target: Any, image_size: int, steps: int):
+        super().__init__(target, image_size, steps)
+        self._drawn: dict[tuple[int, int], torch.Tensor] = {}  # of one batch size, shared by all copies
 
     def parts(self) -> dict[str, torch.nn.Module]:
         return {"model": self.target}
@@ -96,11 +103,14 @@ class Encoder(Subject):
     def inputs(self, batch: int, seed: int) -> dict[str, Any]:
         first, size = next(self.target.parameters()), self.image_size
         config: Any = getattr(self.target, "config", None)
-        draw = torch.Generator().manual_seed(seed)
         frames = (config.frames_per_clip,) if hasattr(config, "frames_per_clip") else ()
         channels: int = getattr(config, "num_channels", getattr(config, "in_chans", 3))
-        images = torch.randn(batch, *frames, channels, size, size, generator=draw)
-        images = images.to(first.device, first.dtype)
+        if (batch, seed) not in self._drawn:  # videos of 32 requests take a CPU a second
+            for old in [key for key in self._drawn if key[0] != batch]:
+                del self._drawn[old]
+            draw = torch.Generator().manual_seed(seed)
+            self._drawn[batch, seed] = torch.randn(batch, *frames, channels, size, size, generator=draw)
+        images = self._drawn[batch, seed].to(first.device, first.dtype)
         return {"x": images} if config is None else _inputs(self.target, images)
 
     def run(self, inputs: dict[str, Any]) -> torch.Tensor:
@@ -238,7 +248,7 @@ def open_subject(
     torch.manual_seed(0)
     try:
         if model in NAMED:
-            target = build(model, dtype, device)
+            target = build(model, dtype, device, image_size)
         else:
             target = _OPEN[host](model, load_format, arguments)
     except (OSError, ValueError, RuntimeError, ImportError, TypeError) as error:

@@ -1,0 +1,76 @@
+"""Drop-in MLP of timm's transformers: its linear layers, norm and dropout stay the host's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastkernels.core.spec import Target
+from fastkernels.overrides.block.two_linears import not_linear
+from fastkernels.overrides.linear.linear_gelu import linear_gelu
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    return (value[0], value[1]) if isinstance(value, (tuple, list)) else (value, value)
+
+
+class TimmMlp(nn.Module):
+    """timm.layers.Mlp whose activation is GELU with tanh, as SigLIP's: x [..., in_features] to [..., out_features]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        act_layer: Any = nn.GELU,
+        norm_layer: Any = None,
+        bias: Any = True,
+        drop: Any = 0.0,
+        use_conv: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__()
+        if use_conv:
+            raise ValueError("TimmMlp has linear layers only: use_conv=True is not supported")
+        dd = {"device": device, "dtype": dtype}
+        hidden, biased, dropped = hidden_features or in_features, _pair(bias), _pair(drop)
+        self.fc1 = nn.Linear(in_features, hidden, bias=biased[0], **dd)
+        self.act = act_layer()
+        self.drop1 = nn.Dropout(dropped[0])
+        self.norm = norm_layer(hidden, **dd) if norm_layer is not None else nn.Identity()
+        self.fc2 = nn.Linear(hidden, out_features or in_features, bias=biased[1], **dd)
+        self.drop2 = nn.Dropout(dropped[1])
+
+    @staticmethod
+    def applies(module: Any) -> bool:
+        """Whether the product can have this activation as its epilogue: cuBLASLt's is GELU with tanh."""
+        act = module.act
+        return type(act).__name__ == "GELUTanh" or getattr(act, "approximate", "none") == "tanh"
+
+    @staticmethod
+    def supports(module: Any) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return not_linear(module, "fc1")
+
+    def forward(self, x):
+        fc1 = self.fc1
+        # An adapter or a hook may have come since the patch.
+        if not_linear(self, "fc1") or fc1.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
+            x = self.act(fc1(x))
+        else:
+            approximate = "tanh" if TimmMlp.applies(self) else "none"
+            x = linear_gelu(x, fc1.weight, fc1.bias, approximate)
+        return self.drop2(self.fc2(self.norm(self.drop1(x))))
+
+
+TARGETS = {
+    "linear_gelu": (
+        Target(
+            "timm", "timm.layers.mlp:Mlp", "TimmMlp", "module", default=False, tried=True,
+            note="decided at first calls on a GPU, elsewhere replaced on request",
+        ),
+    ),
+}  # fmt: skip
