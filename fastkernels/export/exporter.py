@@ -23,6 +23,8 @@ from fastkernels.core.spec import OpSpec, Target
 from fastkernels.export.flat import with_joined_tests, with_one_op, with_plain_refusals, without_annotations
 from fastkernels.export.layout import reflowed
 from fastkernels.export.records import with_named_tuples, without_unused_loop_names
+from fastkernels.export.refusals import with_raised_refusals
+from fastkernels.export.shorten import with_any, without_single_constants, without_single_uses
 from fastkernels.export.simplify import Fork
 from fastkernels.export.source import (
     LAYER,
@@ -109,6 +111,7 @@ INSTEAD = {
 }
 # Host functions through which its classes with such layers go, too
 SCALED_MM = {"vllm": "vllm._custom_ops:cutlass_scaled_mm", "sglang": "sglang.kernels.ops.gemm:fp8_scaled_mm"}
+CHECKS_CALLS = "checks_calls"  # attribute of our classes whose methods leave unsupported modules to the host
 METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "processor")
 
 
@@ -295,9 +298,12 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
 def _shortened(text: str, public: frozenset[str], namespace: str) -> str:
     """Return a file for a fork, without its header, with only what its classes and functions need."""
     text = with_plain_refusals(without_private_docstrings(without_reasons(without_assertions(text)), public))
-    text = with_one_op(joined(specialized(text.replace("  # fmt: skip", ""), public)), namespace)
+    text = with_raised_refusals(text.replace("  # fmt: skip", ""), public)
+    text = with_one_op(joined(specialized(text, public)), namespace)
     text = with_named_tuples(without_unused_loop_names(without_annotations(text, public)), public)
-    return with_joined_tests(without_unused(reflowed(text), public))
+    text = without_single_constants(with_any(without_unused(text, public)), public)
+    text = reflowed(without_single_uses(reflowed(text)))
+    return with_joined_tests(with_any(text))
 
 
 def _module(target: Target) -> str:
@@ -387,11 +393,9 @@ def _methods(target: Target) -> dict[str, Any]:
     """The methods of our class that a fork's class gets, by name."""
     ours = registry.target_class(target)
     names = getattr(ours, "live_methods", ("forward",))
-    if target.seam in ("leaf", "module") and hasattr(ours, "supports"):
-        names = (
-            "supports",
-            *names,
-        )  # a patch asks it once; a fork's class has instances of any configuration
+    if target.seam in ("leaf", "module") and hasattr(ours, "supports") and not hasattr(ours, CHECKS_CALLS):
+        # A patch calls it once; a fork's class has instances of any configuration.
+        names = ("supports", *names)
     return {name: getattr(ours, name) for name in names}
 
 

@@ -388,8 +388,7 @@ MOST = 150  # lines of a file for a fork without its kernels and header
 LARGER = {
     ("quantize_fp8", "vllm"): 219, ("quantize_fp8", "sglang"): 251, ("linear_fp8", "vllm"): 188,
     ("linear_fp8", "sglang"): 180, "fused_experts_swigluoai": 195, "fused_experts_int4": 199,
-    "fused_experts_gelu": 189, ("ada_layer_norm", "diffusers"): 163, ("attention_dense", "timm"): 164,
-    ("gated_residual", "diffusers"): 200,
+    "fused_experts_gelu": 189,
 }  # fmt: skip
 
 
