@@ -108,7 +108,9 @@ def _write_there(code: Text, made: ast.Assign, following: ast.stmt, block: list[
     tight = isinstance(parent, TIGHT) or (isinstance(parent, ast.IfExp) and isinstance(made.value, ast.IfExp))
     value = f"({value})" if isinstance(made.value, LOOSE) and tight else value
     lines = (code.lines[made.lineno - 1], code.lines[use.lineno - 1])
-    room = len(value) <= LONGEST and len(lines[1]) - len(name) + len(value) <= WIDTH
+    refused = isinstance(following, ast.If) and ast.unparse(following.body[0]) in REFUSALS
+    short = refused or len(value) <= LONGEST or use is getattr(following, "value", None)
+    room = short and len(lines[1]) - len(name) + len(value) <= WIDTH
     if room and not any("#" in line for line in lines) and code.free(made, following):
         code.write(use, value)
         code.drop(made, block)

@@ -233,6 +233,12 @@ def _sdpa(
     *_: Any,
 ) -> torch.Tensor:  # fmt: skip
     _check(q, k, v, attn_mask, None, None)
+    return _scaled_dot_product(q, k, v, scale, attn_mask)
+
+
+def _scaled_dot_product(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, attn_mask: torch.Tensor | None
+) -> torch.Tensor:
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.to(q.dtype)
     found = F.scaled_dot_product_attention(
