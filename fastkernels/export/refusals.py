@@ -71,7 +71,7 @@ def _block(statement: ast.stmt) -> list[ast.stmt]:
 
 
 def _raised(code: Text, node: ast.Return, function: ast.FunctionDef) -> str | None:
-    """What stands for the return of a reason: '' for none at the end; None where that is not plain."""
+    """The text for the return of a reason: '' for none at the end; None where that is not plain."""
     value, last = node.value, function.body[-1] is node
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         return REFUSAL

@@ -157,8 +157,9 @@ def test_fork_files_run_kernels_or_the_host(host: str, interpreted: str, tmp_pat
     for name, outputs in found["theirs"].items():
         assert outputs, f"{name}: nothing was compared"
         _same(found["ours"][name], outputs)
-    # l2_norm has an output dtype that the kernel does not support; the kernel of linear_fp8 is CUDA C++.
-    expected = set(paths) & {"l2_norm", "linear_fp8"}
+    # l2_norm has an output dtype that the kernel does not support; the kernel of linear_fp8 is CUDA C++. One of
+    # SGLang's calls of quantize_fp8 pads rows.
+    expected = set(paths) & {"l2_norm", "linear_fp8", *(["quantize_fp8"] if host == "sglang" else [])}
     if interpreted == "0":
         expected = set(paths) - LAYERS
     assert set(found["fallbacks"]) == expected
