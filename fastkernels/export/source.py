@@ -31,8 +31,8 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.overrides.linear.wgmma_linear_cuda": "fork_wgmma.py",
     f"{PACKAGE}.overrides.linear.wgmma_linear_fp8_cuda": "fork_wgmma_fp8.py",
     f"{PACKAGE}.overrides.attention.attention_decode_cuda": "fork_decode.py",
-    f"{PACKAGE}.overrides.linear.linear_fp8_libraries": "fork_scaled_mm.py",
-    f"{PACKAGE}.overrides.kit.modules": "fork_modules.py",
+    f"{PACKAGE}.overrides.linear.linear_fp8_libraries": "fork_{host}_scaled_mm.py",
+    f"{PACKAGE}.overrides.kit.modules": "fork_refuse.py",
     LAYER: "fork_layer.py",
 }
 Key = tuple[str, str]  # (module, name at its top level)
@@ -93,7 +93,7 @@ def read(module: str, fork: Fork | None = None) -> Source:
         raise ExportError(f"there is no module {module}")
     plain = FORK if fork else PLAIN
     if module in plain:
-        file = Path(__file__).with_name("plain") / plain[module]
+        file = Path(__file__).with_name("plain") / plain[module].format(host=fork.host if fork else "")
     raw = simplified(module, file.read_text(), fork).encode()
     pieces = raw.split(b"\n")
     lines = [0]

@@ -1,4 +1,4 @@
-"""Arguments that only the host's code supports."""
+"""Arguments that only the host's code supports, and parts of modules that stay the host's."""
 
 from __future__ import annotations
 
@@ -38,3 +38,11 @@ def written(
 def check_tokens(hidden_states: torch.Tensor, gating_output: torch.Tensor) -> None:
     if hidden_states.shape[0] != gating_output.shape[0]:
         raise ValueError("hidden_states and gating_output differ in the number of tokens")
+
+
+def changed(module: Any) -> bool:
+    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return linear(torch.cat((a, b), dim=-1))

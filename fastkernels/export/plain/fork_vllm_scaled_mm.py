@@ -1,9 +1,8 @@
-"""A host's own float8 product, which computes what our kernel does not support. Never imported."""
+"""The host's own float8 product, which computes what our kernel does not support. Never imported."""
 
 from __future__ import annotations
 
 import torch
-from sglang.kernels.ops.gemm import fp8_scaled_mm as host_fp8_scaled_mm
 from vllm._custom_ops import cutlass_scaled_mm as host_cutlass_scaled_mm
 
 
@@ -14,10 +13,3 @@ def linear_fp8_cutlass(
     # [K / 128, N / 128] or [N, 1]
     scale = weight_scale.t() if weight_scale.dim() == 2 else weight_scale.view(-1, 1)
     return host_cutlass_scaled_mm(x, weight.t(), x_scale, scale, out_dtype or torch.bfloat16, bias)
-
-
-def linear_fp8_sgl(
-    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
-    return host_fp8_scaled_mm(x, weight.t(), x_scale, weight_scale, out_dtype or torch.bfloat16, bias)
