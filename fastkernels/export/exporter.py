@@ -21,8 +21,11 @@ from fastkernels import __version__
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.export.flat import with_joined_tests, with_one_op, with_plain_refusals, without_annotations
+from fastkernels.export.fold import folded
 from fastkernels.export.layout import reflowed
 from fastkernels.export.records import with_named_tuples, without_unused_loop_names
+from fastkernels.export.refusals import with_raised_refusals
+from fastkernels.export.shorten import with_any, without_single_constants, without_single_uses
 from fastkernels.export.simplify import Fork
 from fastkernels.export.source import (
     LAYER,
@@ -109,6 +112,9 @@ INSTEAD = {
 }
 # Host functions through which its classes with such layers go, too
 SCALED_MM = {"vllm": "vllm._custom_ops:cutlass_scaled_mm", "sglang": "sglang.kernels.ops.gemm:fp8_scaled_mm"}
+# Our kernel in such a class is another op's: attention itself stays PyTorch's function, which the host calls, too.
+PYTORCH = {"diffusers.models.transformers.transformer_flux": (("attention_dense", "_scaled_dot_product"),)}
+CHECKS_CALLS = "checks_calls"  # attribute of our classes whose methods leave unsupported modules to the host
 METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "processor")
 
 
@@ -191,13 +197,10 @@ def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
 
 
 def printed(found: list[Target]) -> list[Target]:
-    """Targets of one file for a fork: the classes of the first module with classes, and the first function of a name.
-
-    Classes of one name in several modules, or modules of many models, cannot be in one file.
-    """
-    first = next((_module(t) for t in found if not _is_function(t)), "")
-    functions = {t.path.partition(":")[2]: t for t in reversed(found) if _is_function(t)}
-    return [t for t in found if t in functions.values() or (not _is_function(t) and _module(t) == first)]
+    """Targets of one file for a fork: those of the first module, of functions of one name the first."""
+    here = [t for t in found if _module(t) == _module(found[0])]
+    functions = {t.path.partition(":")[2]: t for t in reversed(here) if _is_function(t)}
+    return [t for t in here if not _is_function(t) or t in functions.values()]
 
 
 def _is_for(spec: OpSpec, host: str, version: str) -> bool:
@@ -225,7 +228,7 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
         found = [t for t in found if _module(t) == only]
         if not found:
             raise ExportError(f"{op} has nothing for {only}. It has: {', '.join(modules) or 'no module'}")
-        namespace += f"_{only.rpartition('.')[2]}" if len(modules) > 1 else ""
+        namespace += f"_{only.rpartition('.')[2]}" if only != modules[0] else ""
     elif standalone:  # one name, one class
         found = list({t.path.partition(":")[2]: t for t in reversed(found)}.values())[::-1]
     else:
@@ -235,7 +238,7 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     whole = [t for t in found if t not in kept]
     # Whole classes need no host. Methods and functions leave unsupported calls to the host's code of the same name;
     # a functional op, which no host has, leaves them to its caller.
-    fork = None if standalone else Fork(host)
+    fork = None if standalone else Fork(host, PYTORCH.get(_module(found[0]) if found else "", ()))
     alike: dict[Any, list[Target]] = {}
     for target in kept:
         alike.setdefault(tuple(_methods(target).values()), []).append(target)
@@ -295,9 +298,12 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
 def _shortened(text: str, public: frozenset[str], namespace: str) -> str:
     """Return a file for a fork, without its header, with only what its classes and functions need."""
     text = with_plain_refusals(without_private_docstrings(without_reasons(without_assertions(text)), public))
-    text = with_one_op(joined(specialized(text.replace("  # fmt: skip", ""), public)), namespace)
+    text = with_raised_refusals(text.replace("  # fmt: skip", ""), public)
+    text = with_one_op(joined(specialized(text, public)), namespace)
     text = with_named_tuples(without_unused_loop_names(without_annotations(text, public)), public)
-    return with_joined_tests(without_unused(reflowed(text), public))
+    text = without_single_constants(with_any(without_unused(text, public)), public)
+    text = reflowed(without_single_uses(reflowed(text)))
+    return with_joined_tests(folded(with_any(text)))
 
 
 def _module(target: Target) -> str:
@@ -387,11 +393,9 @@ def _methods(target: Target) -> dict[str, Any]:
     """The methods of our class that a fork's class gets, by name."""
     ours = registry.target_class(target)
     names = getattr(ours, "live_methods", ("forward",))
-    if target.seam in ("leaf", "module") and hasattr(ours, "supports"):
-        names = (
-            "supports",
-            *names,
-        )  # a patch asks it once; a fork's class has instances of any configuration
+    if target.seam in ("leaf", "module") and hasattr(ours, "supports") and not hasattr(ours, CHECKS_CALLS):
+        # A patch calls it once; a fork's class has instances of any configuration.
+        names = ("supports", *names)
     return {name: getattr(ours, name) for name in names}
 
 

@@ -230,6 +230,9 @@ def without_annotations(text: str, keep: Set[str]) -> str:
             continue
         for function in (n for n in walk(node) if isinstance(n, ast.FunctionDef)):
             _drop_annotations(code, function)
+    for local in (n for n in code.python() if isinstance(n, ast.AnnAssign) and n.value is not None):
+        if any(isinstance(n, ast.FunctionDef) for n in code.above(local)):
+            code.replace(code.span(local.target)[1], code.span(local.value)[0], " = ")  # type: ignore[arg-type]
     return code.edited()
 
 

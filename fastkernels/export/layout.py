@@ -70,7 +70,7 @@ def _filled(node: ast.stmt, indent: str, joined: str) -> list[str] | None:
     if at is None:
         return None
     start, end = at
-    parts = [p.replace(" ", "\0") for p in _split(tight[start + 1 : end])]
+    parts = [p.replace(" ", "\0") for p in elements(tight[start + 1 : end])]
     inner = textwrap.wrap(
         ", ".join(parts), WIDTH - len(indent) - 4, break_long_words=False, break_on_hyphens=False
     )
@@ -109,7 +109,7 @@ def _last_bracket(text: str) -> tuple[int, int] | None:
     return found
 
 
-def _split(text: str) -> list[str]:
+def elements(text: str) -> list[str]:
     """The elements between outermost commas."""
     parts, depth, quote = [""], 0, ""
     for c in text:

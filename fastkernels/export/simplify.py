@@ -30,7 +30,10 @@ REQUESTED = re.compile(r"\b[a-z]\w*\.requested\b")
 OWN_OF_MARKED = re.compile(rf'\bgetattr\((\w+), "{PACKAGE}", \1\)')
 NO_MARK = re.compile(rf'\b(?:hasattr\(\w+, "{PACKAGE}"|getattr\(\w+, "{PACKAGE}_tried", False)\)')
 CUDA_ONLY = ("supports_wgmma",)
-LOGGING = ("note", "leave")  # methods that count and log
+LOGGING = (
+    "note",
+    "leave",
+)  # methods that count and log a call that plain PyTorch, or the host, then computes
 FLAT = """\
 def _run_{name}(*args: Any) -> Any:
     \"\"\"Run the kernel where it supports the call, else plain PyTorch.\"\"\"
@@ -76,13 +79,15 @@ class Fork(NamedTuple):
     """The host of a file for a fork."""
 
     host: str
+    pytorch: tuple[tuple[str, str], ...] = ()  # (op, function of PyTorch's that computes it, as in the host)
 
 
 def simplified(module: str, text: str, fork: Fork | None = None) -> str:
     """The module's text with its op definitions and CUDA sources replaced; `fork`: for a file in a fork."""
     if ".overrides." not in module:
         return text
-    text = _with_winners(module, _without_logging(INTEGERS.sub(_of_triton, text)))
+    text = INTEGERS.sub(_of_triton, text)
+    text = _with_winners(module, _without_logging(_without_fallbacks(text) if fork else text))
     if fork:  # nothing is requested by name in an exported file
         text = REQUESTED.sub('""', text)
         text = NO_MARK.sub("False", OWN_OF_MARKED.sub(r"\1", text))
@@ -118,17 +123,36 @@ def _without_logging(text: str) -> str:
     blocks = [body for n in ast.walk(ast.parse(text)) if isinstance(body := getattr(n, "body", None), list)]
     for block in blocks:
         for node in block:
-            call = node.value if isinstance(node, ast.Expr) else None
-            if (
-                isinstance(call, ast.Call)
-                and isinstance(call.func, ast.Attribute)
-                and call.func.attr in LOGGING
-            ):
+            if _is_logging(node):
                 for i in range(node.lineno - 1, node.end_lineno or 0):
                     lines[i] = DROPPED
                 if len(block) == 1:
                     lines[node.lineno - 1] = f"{' ' * node.col_offset}pass"
     return "\n".join(line for line in lines if line != DROPPED)
+
+
+def _is_logging(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in LOGGING
+
+
+def _without_fallbacks(text: str) -> str:
+    """Leave to the host what follows a call that logs a fallback: in a fork, its code is the fallback."""
+    lines = text.split("\n")
+    found = [body for n in ast.walk(ast.parse(text)) if isinstance(body := getattr(n, "body", None), list)]
+    for block in sorted(found, key=lambda b: -b[0].lineno):
+        logged = next((node for node in block[:-1] if _is_logging(node)), None)
+        if logged is not None:
+            lines[logged.lineno - 1 : block[-1].end_lineno] = [f"{' ' * logged.col_offset}raise Unsupported"]
+    if len(lines) < text.count("\n") + 1 and "Unsupported" not in _imported(text):
+        at = next(i for i, x in enumerate(lines) if x.startswith("from __future__")) + 1
+        lines.insert(at, f"from {PACKAGE}.core.dispatch import Unsupported")
+    return "\n".join(lines)
+
+
+def _imported(text: str) -> set[str]:
+    found = (n for n in ast.parse(text).body if isinstance(n, ast.ImportFrom))
+    return {a.asname or a.name for n in found for a in n.names}
 
 
 def _replacement(module: str, name: str, value: ast.expr, text: str, fork: Fork | None) -> str | None:
@@ -143,6 +167,8 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: Fork 
     keywords = {k.arg: k.value for k in value.keywords}
     fake = ast.unparse(keywords["fake"])
     kernel, supports, plain = _implementations(module, name, keywords["providers"])
+    if fork and (function := dict(fork.pytorch).get(name)):
+        return f"{name} = {function}"
     if fork:
         supports = ON_ITS_OWN.get(supports or "", supports)
         listed = {c.args[0].value: ast.unparse(c.args[1]) for c in keywords["providers"].elts}  # type: ignore[attr-defined]

@@ -26,11 +26,13 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     **PLAIN,
     f"{PACKAGE}.core.dispatch": "fork.py",
     f"{PACKAGE}.overrides.moe.arguments": "fork_refuse.py",
+    f"{PACKAGE}.overrides.kit.fp8_arguments": "fork_refuse.py",
     f"{PACKAGE}.overrides.moe.sorted_pairs": "fork_sorted_pairs.py",
     f"{PACKAGE}.overrides.linear.wgmma_linear_cuda": "fork_wgmma.py",
     f"{PACKAGE}.overrides.linear.wgmma_linear_fp8_cuda": "fork_wgmma_fp8.py",
     f"{PACKAGE}.overrides.attention.attention_decode_cuda": "fork_decode.py",
     f"{PACKAGE}.overrides.linear.linear_fp8_libraries": "fork_{host}_scaled_mm.py",
+    f"{PACKAGE}.overrides.kit.modules": "fork_refuse.py",
     LAYER: "fork_layer.py",
 }
 Key = tuple[str, str]  # (module, name at its top level)

@@ -315,7 +315,7 @@ def arguments(a: ast.arguments) -> list[ast.AST]:
 
 def literal(text: str) -> str:
     """A string as a literal, in parentheses where it takes several lines."""
-    if len(text) <= 90:
+    if len(text) <= 104:
         return f'"{text}"'
     lines = textwrap.wrap(text, 102, break_long_words=False, break_on_hyphens=False)
     quoted = [f'"{line}"' if i == 0 else f'" {line}"' for i, line in enumerate(lines)]

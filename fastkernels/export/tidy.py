@@ -8,6 +8,8 @@ import re
 import textwrap
 from collections.abc import Set
 
+from fastkernels.export.layout import elements
+
 INVALID = ("ValueError(", "TypeError(")
 DROPPED = "# dropped"
 UNSUPPORTED = 'return "unsupported"'
@@ -148,9 +150,7 @@ def compact(text: str) -> str:
         parameters = " ".join(line.strip() for line in head[1:-1]).rstrip(",")
         end = head[-1].partition("  #")[0].strip()
         one = f"{indent}{head[0].strip()}{parameters}{end}"
-        glued = ", ".join(
-            p.replace(" ", "\0") for p in parameters.split(", ")
-        )  # break between parameters only
+        glued = ", ".join(p.replace(" ", "\0") for p in elements(parameters))  # break between parameters only
         wrapped = [line.replace("\0", " ") for line in textwrap.wrap(glued, 106 - function.col_offset)]
         inner = [f"{indent}    {line}" for line in wrapped]
         lines[start:stop] = [one] if len(one) <= 110 else [indent + head[0].strip(), *inner, indent + end]

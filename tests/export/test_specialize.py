@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
-from fastkernels.export.flat import with_joined_tests, with_one_op, with_plain_refusals
+from fastkernels.export.flat import (
+    with_joined_tests,
+    with_one_op,
+    with_plain_refusals,
+    without_annotations,
+)
 from fastkernels.export.layout import reflowed
 from fastkernels.export.records import with_named_tuples, without_unused_loop_names
+from fastkernels.export.refusals import with_raised_refusals
+from fastkernels.export.shorten import with_any, without_single_constants, without_single_uses
 from fastkernels.export.simplify import Fork, simplified
 from fastkernels.export.specialize import specialized
 from fastkernels.export.tidy import without_assertions
@@ -286,3 +293,117 @@ def test_short_tests_of_one_action_are_one_line() -> None:
 def test_guard_drops_annotations_and_named_arguments() -> None:
     text = GUARDED.format("None").replace("x, n=1, *_", "x: T, n: int = 1, *_: Any, **__: Any")
     assert "\ndef op(x, n=1, *rest):\n" in with_one_op(text, "ns")
+
+
+def test_loop_of_one_test_becomes_any() -> None:
+    text = "def f(x, y):\n    for t in (x, y):\n        if t.dim() != 2:\n            raise Unsupported\n    return x\n"
+    found = (
+        "def f(x, y):\n    if any(t.dim() != 2 for t in (x, y)):\n        raise Unsupported\n    return x\n"
+    )
+    assert with_any(text) == found
+    for other in (
+        text.replace("return x", "return t"),  # the variable of the loop is read behind it
+        text.replace("raise Unsupported", "return x"),
+        text.replace("    return x", "    else:\n        x = y\n    return x"),
+        text.replace("!= 2:", "!= 2:  # why"),
+    ):
+        assert with_any(other) == other
+
+
+@pytest.mark.parametrize(
+    "body, found",
+    [
+        ("n = x.dim()\n    return g(n)", "return g(x.dim())"),
+        ("n = x + 1\n    return n * 2", "return (x + 1) * 2"),
+        ("n = g(x)\n    y = n", "y = g(x)"),
+        ("n = 1, 2\n    return g(n)", "return g((1, 2))"),
+        ("n = x if y else 1\n    return 3 if n else 4", "return 3 if (x if y else 1) else 4"),
+        ("n = x == 1 or y\n    if not n:\n        return y", "if not (x == 1 or y):\n        return y"),
+    ],
+)
+def test_variable_for_the_next_statement_is_written_there(body: str, found: str) -> None:
+    assert without_single_uses(f"def f(x, y):\n    {body}\n") == f"def f(x, y):\n    {found}\n"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "n = x.dim()\n    return n + n",
+        "n = x.dim()\n    y = g(y)\n    return n",
+        "n = g(x)\n    return h(y) + n",  # the calls would change places
+        "n = g(x)\n    return y and n",  # it might not be called
+        "n = g(x)\n    return [n for _ in y]",
+        "n = x.dim()\n    return f'{n}'",
+        "n = x.dim()  # why\n    return n",
+        f"n = x.{'a' * 120}\n    return n",
+    ],
+)
+def test_variable_with_another_use_or_order_is_kept(body: str) -> None:
+    text = f"def f(x, y):\n    {body}\n"
+    assert without_single_uses(text) == text
+
+
+def test_constant_of_one_use_is_written_there() -> None:
+    text = "A = (torch.float16, 1)\n\n\ndef f(x):\n    return x.dtype in A\n"
+    assert (
+        without_single_constants(text, {"f"}).strip() == "def f(x):\n    return x.dtype in (torch.float16, 1)"
+    )
+    for other in (
+        text.replace("1)", "1)  # why"),
+        text.replace("in A", "in A or A"),
+        text.replace("1)", "g())"),
+        text.replace("(x)", "(x=A)").replace("in A", "in x"),
+        text.replace("def f", "@triton.jit\ndef f"),
+    ):
+        assert without_single_constants(other, {"f"}) == other
+    assert without_single_constants(text, {"f", "A"}) == text
+
+
+REASONS = """\
+def reason(x):
+    if x > 1:
+        return "unsupported"
+    return None if x else "unsupported"
+
+
+def f(x):
+    {}
+    return x
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "if reason(x) is not None:\n        raise Unsupported",
+        "r = reason(x)\n    if r is not None:\n        raise Unsupported",
+    ],
+)
+def test_function_of_reasons_raises_itself(call: str) -> None:
+    found = with_raised_refusals(REASONS.format(call), {"f"})
+    assert "    if x > 1:\n        raise Unsupported\n    if not x:\n        raise Unsupported\n" in found
+    assert "def f(x):\n    reason(x)\n    return x\n" in found
+    for old, new in (
+        ("raise Unsupported", "return 1"),
+        (" is not None", " is None"),
+        ("return x", "return reason"),
+    ):
+        text = REASONS.format(call).replace(old, new)
+        assert with_raised_refusals(text, {"f"}) == text
+    assert with_raised_refusals(REASONS.format(call), {"f", "reason"}) == REASONS.format(call)
+
+
+def test_fork_leaves_a_logged_fallback_to_the_host() -> None:
+    text = (
+        "from __future__ import annotations\n\n\ndef f(x):\n    if x:\n        op.note('slow')\n"
+        "        y = x + 1\n        return y\n    op.leave('end')\n"
+    )
+    found = simplified("fastkernels.overrides.x", text, Fork("vllm"))
+    assert "    if x:\n        raise Unsupported\n" in found and "y = x + 1" not in found
+    assert "import Unsupported" in found
+    assert "y = x + 1" in simplified("fastkernels.overrides.x", text)
+
+
+def test_local_variable_has_no_annotation() -> None:
+    text = "N: int = 1\n\n\ndef f(x: int) -> int:\n    y: Any = x\n    z: int\n    return y\n"
+    assert without_annotations(text, {"f"}) == text.replace("y: Any =", "y =")

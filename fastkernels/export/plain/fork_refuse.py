@@ -1,4 +1,4 @@
-"""Arguments that only the host's code supports."""
+"""Arguments that only the host's code supports, and parts of modules that stay the host's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,34 @@ def refuse(function: str, **given: Any) -> None:
         raise Unsupported(function)
 
 
+def padding(x: torch.Tensor, rows: int | None) -> int:
+    if rows is not None and rows > len(x):
+        raise Unsupported
+    return 0
+
+
+def padded(found: Any, more: int, per_token: bool) -> Any:
+    return found
+
+
+def written(
+    found: Any, output_q: torch.Tensor | None, output_s: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scales = found
+    return (
+        values if output_q is None else output_q.copy_(values),
+        scales if output_s is None else output_s.copy_(scales),
+    )
+
+
 def check_tokens(hidden_states: torch.Tensor, gating_output: torch.Tensor) -> None:
     if hidden_states.shape[0] != gating_output.shape[0]:
         raise ValueError("hidden_states and gating_output differ in the number of tokens")
+
+
+def changed(module: Any) -> bool:
+    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return linear(torch.cat((a, b), dim=-1))

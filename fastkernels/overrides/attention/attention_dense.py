@@ -233,6 +233,12 @@ def _sdpa(
     *_: Any,
 ) -> torch.Tensor:  # fmt: skip
     _check(q, k, v, attn_mask, None, None)
+    return _scaled_dot_product(q, k, v, scale, attn_mask)
+
+
+def _scaled_dot_product(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, attn_mask: torch.Tensor | None
+) -> torch.Tensor:
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.to(q.dtype)
     found = F.scaled_dot_product_attention(
@@ -278,6 +284,7 @@ def attend(
     attn_mask broadcasts to [B, H, Sq, Sk]. dropout > 0, in training, runs PyTorch's own. Returns [B, Sq, H * D].
     """
     if dropout > 0.0:
+        attention_dense.leave("dropout")
         found = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask, dropout, is_causal, scale=scale,
             enable_gqa=q.shape[2] != k.shape[2],
@@ -286,8 +293,7 @@ def attend(
     if is_causal:
         attn_mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
     if attn_mask is not None:
-        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        attn_mask = attn_mask.expand(-1, -1, -1, k.shape[1])
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())].expand(-1, -1, -1, k.shape[1])
     return attention_dense(q, k, v, scale, attn_mask).flatten(2)
 
 

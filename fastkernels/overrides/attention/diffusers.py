@@ -87,7 +87,8 @@ class DiffusersFluxAttnProcessor:
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if (reason := _elsewhere(self)) is not None:  # set after the patch
+        reason = _elsewhere(self)
+        if reason is not None:  # set after the patch
             attention_dense.note(reason)
             theirs: Any = type(self).__mro__[1]  # in a live model, the host's class
             given = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
@@ -132,13 +133,12 @@ def _positioned(
     """Normalize queries or keys of the image and of the text, put the text in front, and rotate both."""
     norm: Any = getattr(attn, f"norm_{part}")
     norms: tuple[Any, ...] = (norm,) if text is None else (norm, getattr(attn, f"norm_added_{part}"))
-    if rotary is not None and all(_is_plain(n, x) and n.eps == norm.eps for n in norms):
-        cos, sin = (t.to(x.device) for t in rotary)
-        return qk_norm_rope(
-            x, norm.weight, cos, sin, norm.eps, text, None if text is None else norms[-1].weight
-        )
-    x = norm(x) if text is None else torch.cat((norms[-1](text), norm(x)), dim=1)
-    return x if rotary is None else _rotate(x, *rotary)
+    if rotary is None or not all(_is_plain(n, x) and n.eps == norm.eps for n in norms):
+        qk_norm_rope.leave("no rotation, or norms that are not plain RMS norms of one eps")
+        x = norm(x) if text is None else torch.cat((norms[-1](text), norm(x)), dim=1)
+        return x if rotary is None else _rotate(x, *rotary)
+    cos, sin = (t.to(x.device) for t in rotary)
+    return qk_norm_rope(x, norm.weight, cos, sin, norm.eps, text, None if text is None else norms[-1].weight)
 
 
 def _is_plain(norm: Any, x: torch.Tensor) -> bool:

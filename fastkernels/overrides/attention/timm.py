@@ -53,9 +53,10 @@ def _with_rope(module: Any, x: torch.Tensor, rope: torch.Tensor | None, dtype: t
     """Rotate x [B, N, H, D] except for its prefix tokens, which have no position; the result has that dtype."""
     if rope is None:
         return x
-    prefix, heads = module.num_prefix_tokens, x.transpose(1, 2)
-    turned = _rotate(heads[:, :, prefix:], rope, getattr(module, "rotate_half", False))
-    return torch.cat((heads[:, :, :prefix], turned), dim=2).to(dtype).transpose(1, 2)
+    heads, half = x.transpose(1, 2), getattr(module, "rotate_half", False)
+    prefix, patches = heads.tensor_split((module.num_prefix_tokens,), dim=2)
+    patches = _rotate(patches, rope, half)
+    return torch.cat((prefix, patches), dim=2).to(dtype).transpose(1, 2)
 
 
 class _Parts(nn.Module):

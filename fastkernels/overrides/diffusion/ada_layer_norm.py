@@ -11,7 +11,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.overrides.kit.rows import FLOATS
 
 
 def reference(
@@ -76,8 +76,11 @@ def _supports_triton(
 ) -> str | None:  # fmt: skip
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
-    reason = unsupported_rows(x, "x") or unsupported_rows(scale, "scale") or unsupported_rows(shift, "shift")
-    return reason or unsupported_vector(weight, "weight") or unsupported_vector(bias, "bias")
+    given = {"x": x, "scale": scale, "shift": shift, "weight": weight, "bias": bias}
+    for name, t in given.items():
+        if t is not None and (t.dtype not in FLOATS or t.stride(-1) != 1):
+            return f"{name}: unsupported dtype or strides"
+    return None
 
 
 def _triton(
@@ -88,13 +91,11 @@ def _triton(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    found = rows(x)
-    assert found is not None, x.stride()
     hidden = x.shape[-1]
     block = next_power_of_2(hidden)
     launch_kernel(
         _ada_layer_norm_kernel, (x.shape[0] * x.shape[1],),
-        x, scale, shift, weight, bias, out, *found, scale.stride(0), shift.stride(0), hidden, eps,
+        x, scale, shift, weight, bias, out, x.shape[1], *x.stride()[:2], scale.stride(0), shift.stride(0), hidden, eps,
         HAS_W=weight is not None, HAS_B=bias is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out

@@ -12,16 +12,11 @@ from fastkernels.overrides.diffusion.ada_layer_norm import ada_layer_norm
 from fastkernels.overrides.diffusion.geglu import geglu
 from fastkernels.overrides.diffusion.group_norm import group_norm
 from fastkernels.overrides.diffusion.timestep_embedding import timestep_embedding
+from fastkernels.overrides.kit.modules import changed
 
 
-def _changed(module: Any) -> bool:
-    """Whether other code, such as that of CPU offload, has to run around a part of ours."""
-    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _not_layer_norm(module: Any) -> str | None:
-    """Why our forward does not compute the norm in this module, or None."""
-    norm: Any = module.norm
+def _not_layer_norm(norm: Any) -> str | None:
+    """Why the op does not compute a norm, or None."""
     cls: Any = type(norm)
     if not isinstance(norm, nn.LayerNorm) or cls.forward is not getattr(cls, "fastkernels", cls).forward:
         return f"its norm is {cls.__name__}, not LayerNorm"
@@ -29,16 +24,33 @@ def _not_layer_norm(module: Any) -> str | None:
         return f"its norm is {cls.__name__}, not LayerNorm"
     if len(norm.normalized_shape) != 1 or norm.eps is None:
         return f"its norm is over {tuple(norm.normalized_shape)} with eps {norm.eps}"
-    return "its norm's forward was replaced by other code" if _changed(norm) else None
+    return "its norm's forward was replaced by other code" if changed(norm) else None
+
+
+def _unsupported(norm: Any, x: torch.Tensor, scale: torch.Tensor) -> str | None:
+    if scale.dtype != x.dtype:  # the host's result is of the wider dtype
+        return f"x is {x.dtype}, its scale {scale.dtype}"
+    return _not_layer_norm(norm)
 
 
 def _modulated(norm: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """norm(x) * (1 + scale) + shift; x: [B, T, H], scale and shift: [B, H]."""
-    if _changed(norm) or scale.dtype != x.dtype:  # the host's result is of the wider dtype
-        dtypes = f"x is {x.dtype}, its scale {scale.dtype}"
-        ada_layer_norm.note(dtypes if scale.dtype != x.dtype else "other code was put around its norm")
+    reason = _unsupported(norm, x, scale)
+    if reason is not None:
+        ada_layer_norm.note(reason)
         return norm(x) * (1 + scale[:, None]) + shift[:, None]
     return ada_layer_norm(x, scale, shift, norm.weight, norm.bias, norm.eps)
+
+
+class _Modulated(nn.Module):
+    """A module whose layer norm is modulated by a linear layer."""
+
+    checks_calls = True
+
+    @staticmethod
+    def supports(module: Any) -> str | None:
+        """Return why our forward does not compute the norm in this module, or None."""
+        return _not_layer_norm(module.norm)
 
 
 def _plain_norm(dim: int, norm_type: str) -> nn.LayerNorm:
@@ -47,10 +59,8 @@ def _plain_norm(dim: int, norm_type: str) -> nn.LayerNorm:
     return nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
 
 
-class DiffusersAdaLayerNormZero(nn.Module):
+class DiffusersAdaLayerNormZero(_Modulated):
     """diffusers' AdaLayerNormZero: x [B, T, H], emb [B, H]. Returns the modulated x, and gates, shift, scale [B, H]."""
-
-    supports = staticmethod(_not_layer_norm)
 
     def __init__(
         self, embedding_dim: int, num_embeddings: int | None = None, norm_type="layer_norm", bias=True
@@ -79,10 +89,8 @@ class DiffusersAdaLayerNormZero(nn.Module):
         return _modulated(self.norm, x, scale, shift), gate, *mlp
 
 
-class DiffusersAdaLayerNormZeroSingle(nn.Module):
+class DiffusersAdaLayerNormZeroSingle(_Modulated):
     """diffusers' AdaLayerNormZeroSingle: x [B, T, H], emb [B, H]. Returns the modulated x and a gate [B, H]."""
-
-    supports = staticmethod(_not_layer_norm)
 
     def __init__(self, embedding_dim: int, norm_type="layer_norm", bias=True):
         super().__init__()
@@ -95,10 +103,8 @@ class DiffusersAdaLayerNormZeroSingle(nn.Module):
         return _modulated(self.norm, x, scale, shift), gate
 
 
-class DiffusersAdaLayerNormContinuous(nn.Module):
+class DiffusersAdaLayerNormContinuous(_Modulated):
     """diffusers' AdaLayerNormContinuous: x [B, T, H], conditioning_embedding [B, C]; with a layer norm."""
-
-    supports = staticmethod(_not_layer_norm)
 
     def __init__(
         self,
@@ -153,7 +159,7 @@ class DiffusersTimesteps(nn.Module):
 
 def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """SiLU of the group norm of x [B, C, H, W]."""
-    if _changed(norm):
+    if changed(norm):
         group_norm.note("other code was put around its norm")
         return nn.functional.silu(norm(x))
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
@@ -220,7 +226,7 @@ class DiffusersResnetBlock2D(nn.Module):
         for norm in (module.norm1, module.norm2):
             if not isinstance(norm, nn.GroupNorm):
                 return f"its norm is {type(norm).__name__}, not GroupNorm"
-            if _changed(norm):
+            if changed(norm):
                 return "its norm's forward was replaced by other code"
         found = type(module.nonlinearity).__name__
         return None if isinstance(module.nonlinearity, nn.SiLU) else f"its activation is {found}, not SiLU"

@@ -14,9 +14,9 @@ from fastkernels.overrides.diffusion.diffusers import (
     _NOTE,
     DiffusersAdaLayerNormZero,
     DiffusersAdaLayerNormZeroSingle,
-    _changed,
 )
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
+from fastkernels.overrides.kit.modules import changed, linear_of_two
 
 
 class _Attention(nn.Module):
@@ -55,14 +55,15 @@ class _FeedForward(nn.Module):
         return self.net(hidden_states)
 
 
-def _unsupported(norm: Any, residual: torch.Tensor, *others: torch.Tensor) -> str | None:
+def _unsupported(norm: Any, residual: torch.Tensor, others: list[torch.Tensor]) -> str | None:
     """Why the op does not compute what the host computes from these, or None."""
+    if norm is not None and changed(norm):
+        return "other code was put around its norm"
     cls = type(norm)
-    if norm is not None and (
-        _changed(norm) or nn.LayerNorm not in cls.__mro__[: 1 + hasattr(cls, "fastkernels")]
-    ):
-        return f"its norm is {cls.__name__}, not an unchanged LayerNorm"
-    if any(t.dtype != residual.dtype for t in others):  # the host's result is of the wider dtype
+    # Of tensors of several dtypes, the host's result is of the wider one.
+    if norm is not None and nn.LayerNorm not in cls.__mro__[: 1 + hasattr(cls, "fastkernels")]:
+        return f"its norm is {cls.__name__}, not LayerNorm"
+    if any(t.dtype != residual.dtype for t in others):
         return f"the residual is {residual.dtype}, not all other tensors"
     if any(len(t) != len(residual) for t in others):
         return f"the residual is of {len(residual)} images, not all other tensors"
@@ -70,34 +71,25 @@ def _unsupported(norm: Any, residual: torch.Tensor, *others: torch.Tensor) -> st
 
 
 def _gated(
-    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, norm: Any = None, *modulation: torch.Tensor
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, norm: Any = None,
+    modulation: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """y = residual + gate * x and norm(y) * (1 + scale) + shift; gate, and the modulation's scale and shift: [B, H]."""
-    if (reason := _unsupported(norm, residual, x, gate, *modulation)) is None:
-        affine = () if norm is None else (norm.weight, norm.bias, norm.eps)
-        return gated_residual(residual, x, gate, *modulation, *affine)
-    gated_residual.note(reason)
-    y = residual + gate[:, None] * x
-    if norm is None:
-        return y, y
-    scale, shift = modulation
-    return y, norm(y) * (1 + scale[:, None]) + shift[:, None]
+    others = [x, gate, *modulation]
+    reason = _unsupported(norm, residual, others)
+    if reason is not None:
+        gated_residual.note(reason)
+        y = residual + gate[:, None] * x
+        if norm is None:
+            return y, y
+        scale, shift = modulation
+        return y, norm(y) * (1 + scale[:, None]) + shift[:, None]
+    affine = () if norm is None else (norm.weight, norm.bias, norm.eps)
+    return gated_residual(residual, x, gate, *modulation, *affine)
 
 
 def _clipped(x: torch.Tensor) -> torch.Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
-
-
-def _project(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """linear(torch.cat((a, b), -1)), as two products without the concatenation if the layer is a plain one."""
-    # Adapters, quantized and offloaded weights, hooks and autocast need the layer's own code.
-    plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not _changed(linear)
-    if not plain or not a.dtype == b.dtype == linear.weight.dtype:
-        return linear(torch.cat((a, b), dim=-1))
-    first, second = linear.weight.split((a.shape[-1], b.shape[-1]), dim=1)
-    out = nn.functional.linear(a, first, linear.bias)
-    out.view(-1, out.shape[-1]).addmm_(b.reshape(-1, b.shape[-1]), second.t())
-    return out
 
 
 class DiffusersFluxTransformerBlock(nn.Module):
@@ -133,23 +125,18 @@ class DiffusersFluxTransformerBlock(nn.Module):
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, gate, shift, scale, gate_mlp = self.norm1(hidden_states, emb=temb)
-        text, text_gate, text_shift, text_scale, text_gate_mlp = self.norm1_context(
-            encoder_hidden_states, emb=temb
-        )
-        found, text_found, *adapters = self.attn(
+        text, c_gate, c_shift, c_scale, c_gate_mlp = self.norm1_context(encoder_hidden_states, emb=temb)
+        found, c_found, *adapters = self.attn(
             hidden_states=x,
             encoder_hidden_states=text,
             image_rotary_emb=image_rotary_emb,
             **(joint_attention_kwargs or {}),
         )
-        image, x = _gated(hidden_states, found, gate, self.norm2, scale, shift)
+        image, x = _gated(hidden_states, found, gate, self.norm2, (scale, shift))
         image, _ = _gated(image, self.ff(x), gate_mlp)
-        for adapter in adapters:  # of images (IP-Adapter)
-            image = image + adapter
-        text, x = _gated(
-            encoder_hidden_states, text_found, text_gate, self.norm2_context, text_scale, text_shift
-        )
-        text, _ = _gated(text, self.ff_context(x), text_gate_mlp)
+        image = sum(adapters, image)  # of images (IP-Adapter)
+        text, x = _gated(encoder_hidden_states, c_found, c_gate, self.norm2_context, (c_scale, c_shift))
+        text, _ = _gated(text, self.ff_context(x), c_gate_mlp)
         return _clipped(text), image
 
 
@@ -183,7 +170,7 @@ class DiffusersFluxSingleTransformerBlock(nn.Module):
         found = self.attn(
             hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
         )
-        both, _ = _gated(both, _project(self.proj_out, found, mlp), gate)
+        both, _ = _gated(both, linear_of_two(self.proj_out, found, mlp), gate)
         both = _clipped(both)
         return both[:, :texts], both[:, texts:]
 

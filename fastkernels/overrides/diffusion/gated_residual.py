@@ -11,7 +11,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.overrides.kit.rows import FLOATS
 
 
 def reference(
@@ -74,17 +74,17 @@ def _check(
     shift: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
 ) -> None:  # fmt: skip
     shape = tuple(residual.shape)
-    if residual.dim() != 3 or tuple(x.shape) != shape:
+    if residual.dim() != 3 or x.shape != residual.shape:
         raise ValueError(
             f"gated_residual: residual {shape} and x {tuple(x.shape)} must be [B, T, H], both alike"
         )
     if (scale is None) != (shift is None):
         raise ValueError("gated_residual: pass both scale and shift, or neither")
     for name, t in (("gate", gate), ("scale", scale), ("shift", shift)):
-        if t is not None and tuple(t.shape) != (shape[0], shape[2]):
+        if t is not None and t.shape != residual.shape[::2]:
             raise ValueError(f"gated_residual: {name} {tuple(t.shape)} is not [B, H] for residual {shape}")
     for name, v in (("weight", weight), ("bias", bias)):
-        if v is not None and (scale is None or v.shape != residual.shape[-1:]):
+        if v is not None and (scale is None or v.shape != residual.shape[2:]):
             raise ValueError(
                 f"gated_residual: {name} {tuple(v.shape)} is not [H] of a norm after residual {shape}"
             )
@@ -97,18 +97,25 @@ def _supports_triton(
 ) -> str | None:  # fmt: skip
     if residual.shape[-1] > 32768:
         return f"hidden size {residual.shape[-1]} is over 32768"
-    reason = (
-        unsupported_rows(residual, "residual") or unsupported_rows(x, "x") or unsupported_rows(gate, "gate")
-    )
-    reason = reason or unsupported_rows(scale, "scale") or unsupported_rows(shift, "shift")
-    return reason or unsupported_vector(weight, "weight") or unsupported_vector(bias, "bias")
+    given = {
+        "residual": residual,
+        "x": x,
+        "gate": gate,
+        "scale": scale,
+        "shift": shift,
+        "weight": weight,
+        "bias": bias,
+    }
+    for name, t in given.items():
+        if t is not None and (t.dtype not in FLOATS or t.stride(-1) != 1):
+            return f"{name}: unsupported dtype or strides"
+    return None
 
 
 def _empty(residual: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for the two results."""
-    batch, tokens, hidden = residual.shape
-    normed = residual.new_empty(batch, 0 if scale is None else tokens, hidden)
-    return residual.new_empty(batch, tokens, hidden), normed
+    tokens = 0 if scale is None else residual.shape[1]
+    return residual.new_empty(residual.shape), residual.new_empty(len(residual), tokens, residual.shape[2])
 
 
 def _triton(
@@ -120,8 +127,6 @@ def _triton(
     out, normed = _empty(residual, scale)
     if out.numel() == 0:
         return out, normed
-    found, others = rows(residual), rows(x)
-    assert found is not None and others is not None, (residual.stride(), x.stride())
     batch, tokens, hidden = out.shape
     block = next_power_of_2(hidden)
     strides = (
@@ -131,7 +136,8 @@ def _triton(
     )
     launch_kernel(
         _gated_residual_kernel, (batch * tokens,),
-        residual, x, gate, scale, shift, weight, bias, out, normed, tokens, *found[1:], *others[1:], *strides,
+        residual, x, gate, scale, shift, weight, bias, out, normed, tokens, *residual.stride()[:2], *x.stride()[:2],
+        *strides,
         hidden, eps, NORM=scale is not None, HAS_W=weight is not None, HAS_B=bias is not None, BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip

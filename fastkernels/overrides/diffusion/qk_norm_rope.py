@@ -10,7 +10,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.kit.rows import FLOATS, unsupported_vector
+from fastkernels.overrides.kit.rows import FLOATS
 
 NUMBERS = 2048  # the largest head size
 AT_ONCE = 1024  # elements of a program, unless a head has more: 16 bytes for each thread of four warps
@@ -109,8 +109,10 @@ def _supports_triton(
             return f"{name} has dtype {t.dtype} and strides {tuple(t.stride())}: one float dtype, heads contiguous"
     if x.shape[-1] > NUMBERS:
         return f"head size {x.shape[-1]} is over {NUMBERS}"
-    vectors = (("weight", weight), ("text_weight", text_weight), ("cos", cos), ("sin", sin))
-    return next((reason for name, t in vectors if (reason := unsupported_vector(t, name))), None)
+    for name, t in (("weight", weight), ("text_weight", text_weight), ("cos", cos), ("sin", sin)):
+        if t is not None and (t.dtype not in FLOATS or not t.is_contiguous()):
+            return f"{name}: unsupported dtype or strides"
+    return None
 
 
 def _triton(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -108,33 +106,6 @@ def laid_out(
     values = values.to(FP8)
     out = empty_outputs(shape, device, per_tensor, group_size, column_major, tma_aligned)[1]
     return values, out.copy_(scales)
-
-
-def refuse(function: str, **given: Any) -> None:
-    """Raise ValueError for the first argument that is given: the op does not support any of them."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            shown = f"Tensor{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise ValueError(f"{function}: {name}={shown} is not supported; use the host's own function")
-
-
-def padded(found: Pair, rows: int | None, per_token: bool) -> Pair:
-    """The pair with at least `rows` rows; the added rows are zero."""
-    q, scales = found
-    more = (rows or 0) - q.shape[0]
-    if more <= 0:
-        return found
-    q = torch.cat((q.view(torch.uint8), q.new_zeros((more, q.shape[1]), dtype=torch.uint8))).view(FP8)
-    return q, torch.cat((scales, scales.new_zeros(more, 1))) if per_token else scales
-
-
-def written(found: Pair, output_q: torch.Tensor | None, output_s: torch.Tensor | None) -> Pair:
-    """The pair, copied into the caller's outputs where given."""
-    q, scales = found
-    return (
-        q if output_q is None else output_q.copy_(q),
-        scales if output_s is None else output_s.copy_(scales),
-    )
 
 
 @triton.jit

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.kit.fp8 import FP8, refuse
+from fastkernels.overrides.kit.fp8 import FP8
+from fastkernels.overrides.kit.fp8_arguments import refuse
 from fastkernels.overrides.linear.linear import UnquantizedLinearMethod, linear
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
 from fastkernels.overrides.linear.linear_fp8_layers import not_by_row

@@ -21,7 +21,6 @@ from fastkernels.overrides.kit.fp8 import (
     fp8_scale,
     laid_out,
     quantize_rows,
-    scales_of,
     to_fp8,
 )
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
@@ -128,10 +127,9 @@ def supports_triton(
     tma_aligned_scales: bool = False,
     scale_ue8m0: bool = False,
 ) -> str | None:
-    per_tensor = scale is not None or group_size == 0
-    if not per_tensor and max(group_size, x.shape[-1] if group_size < 0 else 0) > MAX_COLUMNS:
+    if scale is None and (group_size if group_size >= 0 else x.shape[-1]) > MAX_COLUMNS:
         return f"a group of {x.shape[-1]} columns is over {MAX_COLUMNS}"
-    if column_major_scales and not per_tensor and x.dim() != 2:
+    if column_major_scales and x.dim() != 2:
         return f"column-major scales of x with {x.dim()} dimensions"
     if x.numel() >= 1 << 38:
         return f"{x.numel()} values are more than 2^38"
@@ -153,13 +151,10 @@ def quantize_triton(
     per_tensor = scale is not None or group_size == 0
     q, s = empty_outputs(x.shape, x.device, per_tensor, group_size, column_major_scales, tma_aligned_scales)
     size = x.numel()
-    if size == 0:
-        return q, _given_or_least(s, scale, min_absmax, scale_ue8m0)
+    n_inner, stride0, stride1 = rows(x) or (1, 0, 0)
     if x.is_contiguous() and per_tensor:
         n_inner, stride0, stride1, n = 1, size, 0, size
-    else:
-        n_inner, stride0, stride1 = rows(x) or (1, 0, 0)
-    if per_tensor and (scale is not None or n != size or size > 16384):
+    if per_tensor and (scale is not None or n != size or not 0 < size <= 16384):
         _per_tensor(x, q, s, scale, n_inner, stride0, stride1, n, min_absmax, scale_ue8m0)
         return q, s
     width = group_size if group_size > 0 else n
@@ -168,7 +163,7 @@ def quantize_triton(
     # A tile of 4096 values keeps 32 loads per thread in flight; few groups are first spread over 132 multiprocessors.
     groups = max(1, min(4096 // block, next_power_of_2(cdiv(total, 512))))
     s_row, s_col = s.stride() if s.dim() == 2 else (n // width, 1)
-    grid = (cdiv(total, groups),)
+    grid = (max(cdiv(total, groups), 1),)
     launch_kernel(
         _groups_kernel, grid,
         x, scale_ub, q, s, stride0, stride1, n_inner, total, n // width, width, s_row, s_col, min_absmax,
@@ -176,13 +171,6 @@ def quantize_triton(
         num_warps=min(max(groups * block // 1024, 1), 16),
     )  # fmt: skip
     return q, s
-
-
-def _given_or_least(
-    s: torch.Tensor, scale: torch.Tensor | None, min_absmax: float, scale_ue8m0: bool
-) -> torch.Tensor:
-    """The scales of an empty x."""
-    return s.copy_(scales_of(torch.zeros_like(s), min_absmax, scale_ue8m0) if scale is None else scale)
 
 
 def _per_tensor(
@@ -201,18 +189,17 @@ def _per_tensor(
     # 512 blocks fill the 132 multiprocessors of an H200; 4096 values per block keep enough loads in flight.
     block = max(512, min(4096, next_power_of_2(cdiv(size, 512)), next_power_of_2(n)))
     n_blocks = cdiv(n, block)
-    total, warps, parts = size // n * n_blocks, block // 512, 1
+    total, warps, parts = size // max(n, 1) * n_blocks, block // 512, 1
     if scale is None:
-        parts = min(cdiv(total, 16) * 16, 1024)  # always divisible by 16; programs without a block find 0
+        # A multiple of 16. Programs without a block find 0; of an empty x, the first one writes the scale.
+        parts = min(cdiv(max(total, 1), 16) * 16, 1024)
         part = torch.empty(parts, dtype=torch.float32, device=x.device)
-        grid = (parts,)
         launch_kernel(
-            _absmax_kernel, grid,
+            _absmax_kernel, (parts,),
             x, part, stride0, stride1, n_inner, n, n_blocks, total, BLOCK=block, num_warps=warps,
         )  # fmt: skip
-    grid = (total,)
     launch_kernel(
-        _tensor_kernel, grid,
+        _tensor_kernel, (max(total, 1),),
         x, part if scale is None else scale, q, s, stride0, stride1, n_inner, n, n_blocks, parts, min_absmax,
         STATIC=scale is not None, UE8M0=scale_ue8m0, PARTS=next_power_of_2(parts), BLOCK=block,
         num_warps=warps,

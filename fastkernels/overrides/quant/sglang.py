@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.kit.fp8 import FP8, Pair, padded, refuse, written
+from fastkernels.overrides.kit.fp8 import FP8, Pair
+from fastkernels.overrides.kit.fp8_arguments import padded, padding, refuse, written
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.quant.rms_norm_quant_fp8 import rms_norm_quant_fp8
 from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
@@ -67,7 +68,7 @@ def sglang_per_token_group_quant_fp8(
         "per_token_group_quant_fp8",
         fuse_silu_and_mul=fuse_silu_and_mul,
         masked_m=masked_m,
-        scale_ue8m0=packed,
+        scale_ue8m0=packed or None,
     )
     found = quantize_fp8(x, None, group_size, None, eps, column_major_scales, scale_tma_aligned, scale_ue8m0)
     return written(found, output_q, output_s)
@@ -106,9 +107,10 @@ def sglang_scaled_fp8_quant(
     use_per_token_if_dynamic: bool = False,
 ) -> Pair:
     """fp8_kernel.scaled_fp8_quant; a tensor of zeros has scale 0."""
+    more = padding(input, num_token_padding)
     per_token = scale is None and use_per_token_if_dynamic
     q, found = quantize_fp8(input, scale, -1 if per_token else 0, None, 0.0)
-    return padded((q, found if scale is None else scale), num_token_padding, per_token)
+    return padded((q, found if scale is None else scale), more, per_token)
 
 
 def sglang_fused_rmsnorm_fp8_per_token_quant(

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.kit.fp8 import FP8, GROUP_EPS, MIN_ABSMAX, Pair, padded, refuse, written
+from fastkernels.overrides.kit.fp8 import FP8, GROUP_EPS, MIN_ABSMAX, Pair
+from fastkernels.overrides.kit.fp8_arguments import padded, padding, refuse, written
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.quant.rms_norm_quant_fp8 import rms_norm_quant_fp8
 from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
@@ -71,7 +72,8 @@ class VllmQuantFP8(nn.Module):
         if scale_ub is not None and not per_token:
             raise ValueError("QuantFP8: scale_ub is for dynamic scales of tokens")
         q, found = quantize_fp8(x, scale, -1 if per_token else 0, scale_ub)
-        return padded((q, found if scale is None else scale), self.num_token_padding, per_token)
+        more = padding(x, self.num_token_padding)
+        return padded((q, found if scale is None else scale), more, per_token)
 
 
 def vllm_scaled_fp8_quant(
@@ -87,10 +89,11 @@ def vllm_scaled_fp8_quant(
 
     Raises ValueError for a given scale of more than one value.
     """
+    more = padding(input, num_token_padding)
     per_token = scale is None and use_per_token_if_dynamic
-    q, found = quantize_fp8(input, scale, -1 if per_token else 0, scale_ub if per_token else None)
-    found = found if scale is None else scale
-    return written(padded((q, found), num_token_padding, per_token), output, None)
+    found = quantize_fp8(input, scale, -1 if per_token else 0, scale_ub if per_token else None)
+    q, scales = padded(found, more, per_token)
+    return q if output is None else output.copy_(q), scales if scale is None else scale
 
 
 def vllm_per_token_group_quant_fp8(
