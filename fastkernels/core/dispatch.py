@@ -336,7 +336,7 @@ class Op:
 
     def leave(self, reason: str) -> None:
         """Count a call that stays with the host, which no table lists as slower. Compiled code counts nothing."""
-        if torch.compiler.is_compiling():  # a count would be a constant of the compiled code
+        if torch.compiler.is_dynamo_compiling():  # a count would be a constant of the compiled code
             return
         self.left[reason] = self.left.get(reason, 0) + 1
 

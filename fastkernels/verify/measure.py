@@ -301,11 +301,13 @@ def compiled(
             return f"{type(error).__name__}: {error}".splitlines()[0]
         return None
 
+    current = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+
     def start() -> None:
         """Give a thread the device's context, which launches of the driver's API need."""
         if device.type == "cuda":
-            torch.cuda.set_device(device)
-            torch.cuda.mem_get_info(device)
+            torch.cuda.set_device(current)
+            torch.cuda.mem_get_info(current)
 
     with ThreadPoolExecutor(threads if device.type == "cuda" else 1, initializer=start) as pool:
         for point, found in subjects.items():

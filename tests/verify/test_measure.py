@@ -179,3 +179,18 @@ def test_small_results_are_compared_by_their_own_size() -> None:
     assert measure.close(want * 1.005, want, limit)
     assert not measure.close(torch.zeros(1000), want, limit)
     assert not measure.close(want[:-1], want, limit)
+
+
+def test_compiler_threads_use_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without an index, as `fk-bench tune` names it, is the current one."""
+    used: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(measure, "arguments", lambda *_: [[torch.ones(2)]])
+    subject = measure.Subject(Provider("cuda-two", lambda x: x + 1, devices=("cuda",)), {})
+    found = measure.compiled(
+        {Point("linear", (), ()): [subject]}, torch.device("cuda"), torch.Generator(), float("inf")
+    )
+    assert not found and used == [3]
