@@ -108,7 +108,7 @@ def _supports_triton(
     }
     for name, t in given.items():
         if t is not None and (t.dtype not in FLOATS or t.stride(-1) != 1):
-            return f"{name}: unsupported dtype or strides"
+            return f"{name} is {t.dtype} with strides {t.stride()}"
     return None
 
 
