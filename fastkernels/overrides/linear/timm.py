@@ -12,6 +12,10 @@ from fastkernels.overrides.block.two_linears import not_linear
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
 
 
+def _tanh(act: Any) -> bool:
+    return type(act).__name__ == "GELUTanh" or getattr(act, "approximate", "none") == "tanh"
+
+
 def _pair(value: Any) -> tuple[Any, Any]:
     return (value[0], value[1]) if isinstance(value, (tuple, list)) else (value, value)
 
@@ -47,8 +51,7 @@ class TimmMlp(nn.Module):
     @staticmethod
     def applies(module: Any) -> bool:
         """Whether the product can have this activation as its epilogue: cuBLASLt's is GELU with tanh."""
-        act = module.act
-        return type(act).__name__ == "GELUTanh" or getattr(act, "approximate", "none") == "tanh"
+        return _tanh(module.act)
 
     @staticmethod
     def supports(module: Any) -> str | None:
@@ -61,7 +64,7 @@ class TimmMlp(nn.Module):
         if not_linear(self, "fc1") or fc1.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
             x = self.act(fc1(x))
         else:
-            approximate = "tanh" if TimmMlp.applies(self) else "none"
+            approximate = "tanh" if _tanh(self.act) else "none"
             x = linear_gelu(x, fc1.weight, fc1.bias, approximate)
         return self.drop2(self.fc2(self.norm(self.drop1(x))))
 

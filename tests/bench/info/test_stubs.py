@@ -144,7 +144,8 @@ def test_class_calls_function_of_its_file(
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
     want, runs = ours(x), counted(name)
-    torch.testing.assert_close(theirs(x), want, rtol=0, atol=0)
+    # Ours may be C++ here, theirs is PyTorch: they differ by roundings.
+    torch.testing.assert_close(theirs(x), want, rtol=1e-6, atol=1e-6)
     assert runs == {name: 1}
 
 
