@@ -55,7 +55,7 @@ QUICK_CASES = (  # at least one of each op
     "decode_1", "decode_8", "decode_32", "decode_256", "qkv_32", "gate_up_32", "token_32", "static_32", "images_32",
     "cascade_32", "deepseek_32", "mixtral_32", "mamba_32", "prefill_8k", "prefill_2k", "flux",
     "flux_image", "flux_joint", "sdxl_32", "unet_32", "gpt_oss_20b_32", "gemma4_32", "mixtral_awq_32",
-    "resnet_7", "mla_small", "mobile_3x3", "rt_detr_20", "pyramid_8", "spp_13",
+    "resnet_7", "siglip_32", "mla_small", "mobile_3x3", "rt_detr_20", "pyramid_8", "spp_13",
 )  # fmt: skip
 LENGTHS = ("--input-len", "512", "--output-len", "128")
 FIRST_TOKENS = ("--load", "c=4,in=1920,out=8,prompts=48")

@@ -232,7 +232,9 @@ def _winner(op: Any) -> tuple[str, dict[str, Any]]:
     Where they differ by shape, the kernel's own choice is better than the set of a few shapes.
     """
     own = [
-        p.name for p in op.providers if p.module is None and p.name.startswith(("triton", "cuda-", "linear"))
+        p.name
+        for p in op.providers
+        if p.module is None and p.name.startswith(("triton", "cuda-", "linear", "cublaslt"))
     ]
     wins = collections.Counter(
         (e.provider, json.dumps(dict(e.params), sort_keys=True))

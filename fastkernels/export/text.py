@@ -315,8 +315,9 @@ def arguments(a: ast.arguments) -> list[ast.AST]:
 
 def literal(text: str) -> str:
     """A string as a literal, in parentheses where it takes several lines."""
+    quote = "'" if '"' in text else '"'
     if len(text) <= 104:
-        return f'"{text}"'
+        return f"{quote}{text}{quote}"
     lines = textwrap.wrap(text, 102, break_long_words=False, break_on_hyphens=False)
-    quoted = [f'"{line}"' if i == 0 else f'" {line}"' for i, line in enumerate(lines)]
+    quoted = [f"{quote}{' ' * (i > 0)}{line}{quote}" for i, line in enumerate(lines)]
     return "(\n    " + "\n    ".join(quoted) + "\n)"

@@ -92,7 +92,9 @@ def test_explicit_provider_counts_as_a_request(op: Op, name: str, monkeypatch: p
 def test_unknown_provider_fails_and_restores_the_op(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTKERNELS_PROVIDER", "silu_and_mul:sglang")
     before, model = op.providers, nn.Sequential(Silu())
-    with pytest.raises(PatchError, match="silu_and_mul has no provider 'sglang', it has triton, reference"):
+    with pytest.raises(
+        PatchError, match="silu_and_mul has no provider 'sglang', it has triton, cpp, reference"
+    ):
         apply(Host(), model, Request("patch"))
     assert op.providers == before and type(model[0]) is Silu
 

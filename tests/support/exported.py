@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -212,6 +213,11 @@ def gated_mlp(ns: Any) -> list[Any]:
         made = cls(CONFIG) if "config" in taken else cls(**{k: v for k, v in sizes.items() if k in taken})
         found.append(filled(made)(randn(5, 64)))
     return found
+
+
+def linear_gelu(ns: Any) -> list[Any]:
+    made = [getattr(ns, name)(63, 126, act_layer=partial(torch.nn.GELU, "tanh")) for name in ns.classes]
+    return [filled(mlp)(randn(5, 63)) for mlp in made]
 
 
 def gated_gelu_mlp(ns: Any) -> list[Any]:
@@ -449,7 +455,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
         linear_fp8, rms_norm_gated, attention_dense, ada_layer_norm, gated_residual, group_norm, timestep_embedding,
-        mla_decode,
+        mla_decode, linear_gelu,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {

@@ -184,7 +184,7 @@ def _parts(module: nn.Module) -> Match:
 
 def _listed(module: nn.Module) -> Match | None:
     """A class that an op replaces, or whose forward computes the same."""
-    found = target_of(module)
+    found = None if isinstance(module, _CONVOLUTIONS) else target_of(module)  # see _convolution
     if found is None:
         return None
     op, target = found

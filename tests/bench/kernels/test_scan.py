@@ -28,7 +28,10 @@ OWN = {
     "kit/hopper.py": {"files"},
     # C++, compiled by the user's compiler
     "kit/cpp.py": {"clock", "files", "native-library", "process", "value-cache"},
-    "attention/attention_decode_cpp.py": {"native-library"},
+    "attention/attention_decode_cpp.py": {"native-library", "pointer-cache"},  # addresses are in a structure
+    "activation/silu_and_mul_cpp.py": {"native-library"},
+    "cache/store_kvcache_cpp.py": {"native-library", "pointer-cache"},  # the same
+    "norm/rms_norm_cpp.py": {"native-library"},
     "rope/rotary_emb_cpp.py": {"native-library"},
     "kit/selection.py": {"files"},  # weights of the selection model
     "linear/skinny_linear_cuda.py": {"native-library"},

@@ -186,7 +186,9 @@ def test_changed_norm_is_called(change: str, ops: list[str]) -> None:
         after = run()
         reasons = [r.fallbacks for r in report.refresh().active if r.host_class == DOUBLE]
         assert [sum(found.values()) for found in reasons] == [1]
-        why = "other code was put around its norm" if change == "hook" else "its norm is Doubled, not LayerNorm"
+        why = (
+            "other code was put around its norm" if change == "hook" else "its norm is Doubled, not LayerNorm"
+        )
         assert all(why in text for text in reasons[0])
     torch.testing.assert_close(after, run(), rtol=1e-4, atol=1e-4)
 

@@ -107,14 +107,17 @@ APART = {"rope_store_kvcache": 0, "rotary_emb": 2, "store_kvcache": 2}
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_layer_with_the_fused_op_has_equal_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_with_the_fused_op_equals_the_separate_ops(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want, calls = ran(kind)
     assert calls == APART  # by default not on a CPU, which gains nothing
     monkeypatch.setenv("FASTKERNELS_PROVIDER", REQUESTED)
     OPS["rope_store_kvcache"].reset()
     got, calls = ran(kind)
     assert calls == FUSED
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    # Qwen3's norms of queries and keys are C++ on a CPU, and round otherwise than those inside the fused op.
+    limit = 1e-6 if kind == "qwen3" else 0.0
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=limit, atol=limit)
 
 
 def _off(monkeypatch: pytest.MonkeyPatch) -> None:
