@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-MOST = 8
+LEAST, MOST = 4, 8  # processes: with fewer, their start takes longer than they save
 
 
 @contextlib.contextmanager
@@ -19,7 +19,7 @@ def several(ranks: int) -> Iterator[None]:
 
     threads = min(len(os.sched_getaffinity(0)) // max(ranks, 1), MOST)
     before = config.compile_threads
-    if threads < 2:
+    if threads < LEAST:
         yield
         return
     config.compile_threads = threads
