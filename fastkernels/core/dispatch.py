@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.machinery import PathFinder
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ log = logging.getLogger("fastkernels")
 LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
 OPS: dict[str, Op] = {}
 _around: Callable[[Op, Provider], Provider] | None = None
-_direct = False  # see direct_calls
+_direct: set[int] = set()  # threads; see direct_calls
 
 
 class UnsupportedCase(RuntimeError):
@@ -119,7 +120,7 @@ class Op:
     _requested: str | None = None
 
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args) if _direct else self.overload(*args)
+        return self.run(*args) if _direct and get_ident() in _direct else self.overload(*args)
 
     def body(self, device: str) -> Callable[..., Any]:
         """Make the implementation of torch.ops.fastkernels.NAME for a device type: pick the provider, run it."""
@@ -378,18 +379,20 @@ def functional(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) ->
 
 @contextmanager
 def direct_calls(device: torch.device) -> Iterator[None]:
-    """Calls of ops run their bodies without torch's dispatcher, for a step in inference mode on a CPU.
+    """This thread's calls of ops run their bodies without torch's dispatcher: for a step in inference mode on a CPU.
 
     While a profiler or a dispatch mode of torch is active, calls still go through the dispatcher, so that it sees them.
     """
-    global _direct
-    before = _direct
+    thread = get_ident()
     observed = torch.autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
-    _direct = device.type == "cpu" and torch.is_inference_mode_enabled() and not observed
+    if device.type != "cpu" or not torch.is_inference_mode_enabled() or observed or thread in _direct:
+        yield
+        return
+    _direct.add(thread)
     try:
         yield
     finally:
-        _direct = before
+        _direct.remove(thread)
 
 
 def observe(around: Callable[[Op, Provider], Provider] | None) -> None:

@@ -78,7 +78,7 @@ class Environment:
     overlap     FASTKERNELS_OVERLAP=0    start each kernel only after the previous one has ended
     graph_tokens FASTKERNELS_GRAPH_TOKENS the longest prompt in CUDA graphs of a patched vLLM; 0 keeps vLLM's limit
                 (default: by the size of the layers, up to 2048, or 4096 with 8-bit linear layers)
-    keep_graphs FASTKERNELS_KEEP_GRAPHS=1 keep the CUDA graphs from before a live patch of vLLM, for an undo in no time
+    keep_graphs FASTKERNELS_KEEP_GRAPHS=1 keep the CUDA graphs from before a live patch of vLLM for its undo
     capture     FASTKERNELS_CAPTURE=1    record how a host's modules are constructed, for `fk-bench capture`
     cache       FASTKERNELS_CACHE        the folder for compiled kernels, converted models and environments
                 (default: ~/.cache/fastkernels)

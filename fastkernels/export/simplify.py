@@ -30,10 +30,8 @@ REQUESTED = re.compile(r"\b[a-z]\w*\.requested\b")
 OWN_OF_MARKED = re.compile(rf'\bgetattr\((\w+), "{PACKAGE}", \1\)')
 NO_MARK = re.compile(rf'\b(?:hasattr\(\w+, "{PACKAGE}"|getattr\(\w+, "{PACKAGE}_tried", False)\)')
 CUDA_ONLY = ("supports_wgmma",)
-LOGGING = (
-    "note",
-    "leave",
-)  # methods that count and log a call that plain PyTorch, or the host, then computes
+# Methods that count and log a call that plain PyTorch, or the host, then computes
+LOGGING = ("note", "leave")
 FLAT = """\
 def _run_{name}(*args: Any) -> Any:
     \"\"\"Run the kernel where it supports the call, else plain PyTorch.\"\"\"

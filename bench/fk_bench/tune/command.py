@@ -35,11 +35,11 @@ ROUNDS, MODEL_ROUNDS = 20, 10
 BATCHES = "1,2,4,8,16,32,64,128,256"
 ROUND_S = 0.1  # approximate seconds of the timed batches of a round
 CONTEXTS = "512,2048,8192,32768"
-# Parameters that do not fit the chip, and times that the judge rejects: not chosen, but no failure either.
 QUANTIZED: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
 }
+# Parameters that do not fit the chip, and times that the judge rejects: not chosen, but no failure either.
 NOT_CHOSEN = (Status.COMPILE_ERROR, Status.OOM, Status.INVALID)
 FAILED = tuple(s for s in report.FAILED if s not in NOT_CHOSEN)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fastkernels.overrides.kit.modules import changed
+
 
 def not_linear(module: nn.Module, *names: str) -> str | None:
     """Why these parts of a module are not plain linear layers, or None."""
@@ -12,7 +14,7 @@ def not_linear(module: nn.Module, *names: str) -> str | None:
         child = getattr(module, name, None)
         if type(child) is not nn.Linear:
             return f"{name} is {type(child).__name__}, not nn.Linear"
-        if "forward" in vars(child) or child._forward_hooks or child._forward_pre_hooks:
+        if changed(child):
             return f"{name} has hooks or a replaced forward"
     return None
 

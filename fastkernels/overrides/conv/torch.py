@@ -39,58 +39,37 @@ def _embedded(module: Any, x: torch.Tensor) -> torch.Tensor:
     return patch_embedding(x, weight, bias).permute(0, 4, 1, 2, 3)
 
 
-class TorchConv2d(nn.Conv2d):
+class _WithoutOverlap(nn.Module):
+    applies = staticmethod(_without_overlap)
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: Any = "zeros",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )  # fmt: skip
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _embedded(self, input)
+
+
+class TorchConv2d(_WithoutOverlap, nn.Conv2d):
     """torch.nn.Conv2d whose stride is its kernel size, without padding, dilation and groups: input [B, C, H, W]."""
 
-    applies = staticmethod(_without_overlap)
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: Any = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
-        )  # fmt: skip
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _embedded(self, input)
-
-
-class TorchConv3d(nn.Conv3d):
+class TorchConv3d(_WithoutOverlap, nn.Conv3d):
     """torch.nn.Conv3d whose stride is its kernel size, as TorchConv2d: input [B, C, D, H, W]."""
-
-    applies = staticmethod(_without_overlap)
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        bias: bool = True,
-        padding_mode: Any = "zeros",
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
-        )  # fmt: skip
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _embedded(self, input)
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"

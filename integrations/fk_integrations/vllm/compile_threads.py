@@ -1,4 +1,4 @@
-"""More processes for Inductor while a live patch compiles: vLLM limits a worker to one thread, as at start-up."""
+"""More processes for Inductor while a live patch or its undo compiles: vLLM limits a worker to one thread."""
 
 from __future__ import annotations
 

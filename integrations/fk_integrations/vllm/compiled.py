@@ -25,6 +25,7 @@ from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify.cache import add_piece, source_digest
 from fk_integrations.core.heap import frozen_again
+from fk_integrations.vllm.compile_threads import several
 from fk_integrations.vllm.kept import Address, Kept, addresses, refusal
 
 T = TypeVar("T")
@@ -381,8 +382,8 @@ def swap(
             if before is not None and whole:
                 before.restore_graphs()
             else:
-                begin = time.monotonic()
-                with within(REWARM_S, "compiling and capturing the changed model"):
+                begin, ranks = time.monotonic(), worker.vllm_config.parallel_config.world_size
+                with several(ranks), within(REWARM_S, "compiling and capturing the changed model"):
                     compiled.rewarm()
                 log.info("compiled and captured the changed model in %.1f s", time.monotonic() - begin)
         with within(Environment.read().trial_s, "the trial step"):

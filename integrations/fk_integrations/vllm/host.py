@@ -199,7 +199,7 @@ def _stage(worker: Any) -> int:
 
 
 def _patch(worker: Any, request: Request, live: bool = True) -> None:
-    from fk_integrations.vllm import compile_threads, compiled, graphs
+    from fk_integrations.vllm import compiled, graphs
 
     if STATE in vars(worker):
         raise PatchError("this engine is patched already: undo that patch first (report.undo())")
@@ -227,8 +227,7 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
 
     if live:
         try:
-            with compile_threads.several(worker.vllm_config.parallel_config.world_size):
-                vars(worker)[BEFORE] = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged)
+            vars(worker)[BEFORE] = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged)
         except PatchError:
             _clear_kv_cache(worker)  # a trial step may have written to it
             raise
