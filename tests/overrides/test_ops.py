@@ -353,7 +353,10 @@ def test_attention_is_sdpa() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("name", "case"), CASES, ids=IDS)
-def test_every_provider_on_the_gpu(name: str, case: Case) -> None:
+def test_every_provider_on_the_gpu(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.backends.cudnn, "allow_tf32", False
+    )  # on by default: convolutions of the references
     spec = registry.get(name)
     op: Op = spec.op
     for provider in op.providers:

@@ -50,7 +50,8 @@ class Sides:
     python   {'candidate' | 'baseline': interpreter}
     cage     False: files of a user run as this user
     timeout  seconds for one command
-    memory   bytes of inputs and outputs of one case; None: 2 GiB on a CPU, on a GPU a quarter, at most 8 GiB
+    memory   bytes of inputs and outputs of one case; None: 2 GiB on a CPU, on a GPU half of what is
+             free, at most 64 GiB (a batch of few calls scatters by more than a call takes)
     """
 
     def __init__(
@@ -132,4 +133,4 @@ def _toolchain() -> list[str]:
 def _memory_of(device: str) -> int:
     if device == "cpu":
         return 2 << 30
-    return min(torch.cuda.get_device_properties(0).total_memory // 4, 8 << 30)
+    return min(torch.cuda.mem_get_info()[0] // 2, 64 << 30)

@@ -29,8 +29,8 @@ class Options:
     scan      reject candidates by the static scan
     python    {'candidate' | 'baseline': interpreter}
     cage      False: the candidate runs as this user, with network and files
-    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU; on a GPU a quarter of its memory,
-              at most 8 GiB
+    memory    bytes of inputs and outputs of one case; None: 2 GiB on a CPU; on a GPU half of what is free,
+              at most 64 GiB
     """
 
     device: str = "cpu"
