@@ -63,7 +63,7 @@ def tiles_of(pairs: int, experts: int) -> int:
 
 
 def plan(k: int, topk: int, tiles: int, is_sorted: bool, glu: bool, **params: int) -> Plan:
-    """Return the plan of the product with SwiGLU (glu) or of the weighted one behind it; params: the last four fields."""
+    """Return the plan of a product, with SwiGLU (glu) or weighted by the pairs; params: the last four fields."""
     if not is_sorted:  # one token's experts: few blocks, whose warps divide the k axis
         params = {"rows": 2, "parts": 4, "ahead": 3, **params}
     return Plan(k, topk, glu, not glu, is_sorted, tiles, **params)
