@@ -29,7 +29,7 @@ LOG2E = 1.4426950408889634
 # Keys: a longer context is mostly the limit of a CUDA graph, not the length of its sequences
 TYPICAL = 4096
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-TYPES = (*[_P] * 8, *[_I] * 14, _F, _F, _I, _I, _F)
+TYPES = (*[_P] * 8, *[_I] * 14, _F, _F, _I, _I, _F, _P)
 
 
 def _set(
@@ -75,6 +75,7 @@ class Plan(NamedTuple):
     bf16: bool
     window: bool = False
     softcap: bool = False
+    sinks: int = 0
 
     @property
     def width(self) -> int:
@@ -104,6 +105,7 @@ class Plan(NamedTuple):
             f"-DRESIDENT={self.resident}", f"-DAHEAD={self.ahead}", f"-DCLUSTER={self.cluster}",
             f"-DWHOLE={self.whole}", f"-DSEQS={self.seqs}", f"-DBF16={int(self.bf16)}",
             f"-DWINDOW={int(self.window)}", f"-DSOFTCAP={int(self.softcap)}",
+            f"-DSINKS={self.sinks}",
         )  # fmt: skip
 
 
@@ -113,11 +115,13 @@ def plan(
     key_cache: torch.Tensor,
     window: bool = False,
     softcap: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> Plan:
     """Return the plan of these parameters for a call."""
     batch, heads, head_size = q.shape
     group, page = heads // key_cache.shape[2], key_cache.shape[1]
-    return plan_of(p, group, head_size, page, batch, q.dtype == torch.bfloat16, window, softcap)
+    planned = plan_of(p, group, head_size, page, batch, q.dtype == torch.bfloat16, window, softcap)
+    return planned._replace(sinks=_kind_of_sinks(sinks))
 
 
 def plan_of(
@@ -129,6 +133,10 @@ def plan_of(
         group, head_size, page, p["warps"], p["keys"], p["stages"], p["ahead"], p["cluster"], p.get("whole", 0),
         _room(batch), bf16, window, softcap,
     )  # fmt: skip
+
+
+def _kind_of_sinks(sinks: torch.Tensor | None) -> int:
+    return 0 if sinks is None else 1 if sinks.dtype == torch.float32 else 2
 
 
 def has_room(p: Plan) -> bool:
@@ -161,13 +169,11 @@ def supports_cuda(
     sinks: Any = None,
 ) -> str | None:
     """Return why the kernel does not support this call, None if it does."""
-    if sinks is not None:
-        return "it has no attention sinks"
     return (
         no_hopper(SOURCE, q.device)
         or no_hopper(LANES, q.device)
-        or refused(q, key_cache, value_cache, seq_lens, block_table)
-        or not_loaded(q, key_cache, max_seqlen_k, window_left >= 0, softcap > 0)
+        or refused(q, key_cache, value_cache, seq_lens, block_table, sinks)
+        or not_loaded(q, key_cache, max_seqlen_k, window_left >= 0, softcap > 0, sinks)
     )
 
 
@@ -175,18 +181,24 @@ _loaded: set[tuple[Any, ...]] = set()
 
 
 def _kind(
-    q: torch.Tensor, key_cache: torch.Tensor, most: int, window: bool = False, softcap: bool = False
-) -> tuple[Any, ...]:
+    q: torch.Tensor, key_cache: torch.Tensor, most: int, window: bool = False, softcap: bool = False,
+    sinks: torch.Tensor | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Return the properties of a call that decide which kernel it runs with default parameters."""
     group, few_keys = q.shape[1] // key_cache.shape[2], few(q, key_cache, most)
-    return q.device, q.dtype, group, *key_cache.shape[1::2], _room(q.shape[0]), few_keys, window, softcap
+    kind = q.device, q.dtype, group, *key_cache.shape[1::2], _room(q.shape[0]), few_keys, window, softcap
+    return *kind, _kind_of_sinks(sinks)
 
 
 def not_loaded(
-    q: torch.Tensor, key_cache: torch.Tensor, most: int, window: bool = False, softcap: bool = False
-) -> str | None:
+    q: torch.Tensor, key_cache: torch.Tensor, most: int, window: bool = False, softcap: bool = False,
+    sinks: torch.Tensor | None = None,
+) -> str | None:  # fmt: skip
     """Return why a call cannot be captured (no code is loaded during a capture), None if it can or none is active."""
-    if not torch.cuda.is_current_stream_capturing() or _kind(q, key_cache, most, window, softcap) in _loaded:
+    if (
+        not torch.cuda.is_current_stream_capturing()
+        or _kind(q, key_cache, most, window, softcap, sinks) in _loaded
+    ):
         return None
     return "its kernel for this shape was not loaded by a call before a CUDA graph was captured"
 
@@ -198,13 +210,15 @@ def _room(batch: int) -> int:
 
 def refused(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
+    block_table: torch.Tensor, sinks: torch.Tensor | None = None,
 ) -> str | None:  # fmt: skip
     """Return why the kernel does not support such a call on any GPU, None if it does."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} is not bfloat16 or float16"
     if key_cache.dtype != q.dtype or value_cache.dtype != q.dtype:
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
+    if sinks is not None and (sinks.dtype not in (torch.float32, q.dtype) or not sinks.is_contiguous()):
+        return f"sinks are {sinks.dtype} with strides {sinks.stride()}, not contiguous float32 or {q.dtype}"
     if q.shape[2] % 8 or q.shape[2] > WIDTHS[-1]:
         return f"head size {q.shape[2]} is not a multiple of 8 up to {WIDTHS[-1]}"
     if (group := q.shape[1] // key_cache.shape[2]) > MAX_HEADS:
@@ -289,7 +303,7 @@ def decode_cuda(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    sinks: None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     **params: int,
 ) -> torch.Tensor:
@@ -309,15 +323,15 @@ def decode_cuda(
     rows = 2 * kv_heads * workers * (q.shape[1] // kv_heads)
     taken = tickets.get(q.device, kv_heads * workers * p["cluster"])
     with_window, with_cap = window_left >= 0, softcap > 0
-    planned = plan(p, q, key_cache, with_window, with_cap)
+    planned = plan(p, q, key_cache, with_window, with_cap, sinks)
     parts = torch.empty(rows * (planned.width + 2), dtype=torch.float32, device=q.device)
     kernel = _kernel(q.device, planned)
-    _loaded.add(_kind(q, key_cache, max_seqlen_k, with_window, with_cap))
+    _loaded.add(_kind(q, key_cache, max_seqlen_k, with_window, with_cap, sinks))
     tensors = (q, key_cache, value_cache, out, parts, taken, seq_lens, block_table)
     early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
     args = (
         *(t.data_ptr() for t in tensors), *sizes(p, q, key_cache, value_cache, block_table), scale * k_scale * LOG2E,
-        v_scale, int(early), window_left, softcap * LOG2E,
+        v_scale, int(early), window_left, softcap * LOG2E, None if sinks is None else sinks.data_ptr(),
     )  # fmt: skip
     stream = torch.cuda.current_stream(q.device).cuda_stream
     kernel.launch(kv_heads * workers * p["cluster"], 32 * p["warps"], stream, args, overlap=early)

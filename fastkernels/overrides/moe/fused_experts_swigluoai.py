@@ -16,11 +16,12 @@ from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Sizes, Tenso
 from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
 from fastkernels.overrides.activation.swigluoai_and_mul import ALPHA, LIMIT, swigluoai_and_mul
 from fastkernels.overrides.kit import mxfp4
+from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles
 from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
 from fastkernels.overrides.moe.fused_experts import local_ids
 from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
-from fastkernels.overrides.moe.sorted_pairs import sort_pairs
+from fastkernels.overrides.moe.sorted_pairs import sort_pairs, sorts
 
 T = torch.Tensor
 
@@ -108,6 +109,55 @@ def _triton(
     return sum_over_experts(out, ids, experts, expert_map)
 
 
+def _few_plans(ids: T, w1: T, w2: T, expert_map: T | None) -> tuple[few.Plan, few.Plan]:
+    experts = w1.shape[0] if expert_map is None else expert_map.numel()
+    tiles = few.tiles_of(ids.numel(), experts)
+    is_sorted = sorts(ids.numel(), experts, expert_map)
+    return (
+        few.plan(2 * w1.shape[2], ids.shape[1], tiles, is_sorted, glu=True),
+        few.plan(2 * w2.shape[2], 1, tiles, is_sorted, glu=False),
+    )
+
+
+def _supports_cuda(
+    hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
+    w2_scale: T | None = None, expert_map: T | None = None, *_: Any, **__: Any,
+) -> str | None:  # fmt: skip
+    experts = w1.shape[0] if expert_map is None else expert_map.numel()
+    if topk_ids.numel() > few.MOST_ROWS * experts:
+        return f"{topk_ids.numel()} pairs for {experts} experts are more than {few.MOST_ROWS} for each"
+    if topk_weights.dtype != torch.float32:
+        return f"topk_weights is {topk_weights.dtype}, not float32"
+    return (
+        few.refused(hidden_states, w1, w1_scale, w1_bias, "w1")
+        or few.refused(hidden_states, w2, w2_scale, w2_bias, "w2")
+        or few.unavailable(hidden_states.device)
+        or few.not_loaded(hidden_states.device, *_few_plans(topk_ids, w1, w2, expert_map))
+    )
+
+
+def _cuda(
+    hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T,
+    w2_scale: T, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT,
+) -> T:  # fmt: skip
+    _check(hidden_states, w1, w2, w1_bias, w2_bias, topk_weights, topk_ids, w1_scale, w2_scale)
+    x, ids, weights = (
+        hidden_states.contiguous(),
+        topk_ids.to(torch.int32).contiguous(),
+        topk_weights.contiguous(),
+    )
+    if ids.numel() == 0:
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    if x.data_ptr() % 16:
+        x = x.clone()
+    experts = w1.shape[0] if expert_map is None else expert_map.numel()
+    first, second = _few_plans(ids, w1, w2, expert_map)
+    pairs = sort_pairs(ids, experts, expert_map, 8 * first.tiles)
+    inner = few.mxfp4_gemm(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
+    out = few.mxfp4_gemm(inner, w2, w2_scale, w2_bias, pairs, second, weights)
+    return sum_over_experts(out, ids, experts, expert_map)
+
+
 def _torch(
     hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
     w2_scale: T | None = None, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT,
@@ -141,6 +191,7 @@ fused_experts_swigluoai = define(
     " float alpha=1.702, float limit=7.0) -> Tensor",
     fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
+        Provider("cuda-few", _cuda, devices=("cuda",), supports=_supports_cuda),
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", _reference, devices=("cuda", "cpu")),

@@ -28,6 +28,11 @@ class Sorted(NamedTuple):
     blocks: int
 
 
+def sorts(count: int, experts: int, expert_map: torch.Tensor | None) -> bool:
+    """Return whether `sort_pairs` sorts so many pairs."""
+    return expert_map is not None or 4 * count > experts or bool(moe_align.requested)
+
+
 def sort_pairs(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None, block_m: int) -> Sorted:
     """ids: [T, K], contiguous. All sizes depend on shapes alone: the CPU never waits for the GPU, and a captured CUDA
     graph is valid for any routing.
@@ -36,7 +41,7 @@ def sort_pairs(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None,
     explicitly requested.
     """
     count, topk = ids.numel(), ids.shape[1]
-    if expert_map is None and 4 * count <= experts and not moe_align.requested:
+    if not sorts(count, experts, expert_map):
         return Sorted(None, ids, None, count, topk, count)
     capacity = -(-padded_size(count, block_m, experts) // block_m) * block_m
     pairs, of_blocks, total = moe_align.run(ids, block_m, experts, capacity, expert_map, False)

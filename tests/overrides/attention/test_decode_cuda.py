@@ -166,6 +166,20 @@ def test_windows_caps_and_head_sizes_match_float64(
 
 
 @needs_gxx
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_sinks_match_float64(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Divided and whole sequences, with a window; one has no keys, and some sinks outweigh all keys."""
+    dims = {**layout(6, 2, 64, 16), "window_left": 300, "sinks": True}
+    case = Case("sinks", {"seq_lens": [70, 3, 0, 400], **dims}, "bfloat16")
+    args = make_args(SPEC, case)
+    args[11] = torch.tensor([-3.0, 9.0, 0.5, 2.0, -90.0, 90.0]).to(dtype)
+    assert cuda.refused(*args[:5], args[11]) is None
+    for got in emulated_decode.decode(args, cuda._set(2, 16, 3, 1, 16, 1), 9, 2, tmp_path):
+        assert mismatch(SPEC, case, [got], [oracle(SPEC, args)[0]]) is None
+    assert "float16" in str(cuda.refused(*args[:5], args[11].half()))
+
+
+@needs_gxx
 def test_strided_inputs_match_float64(tmp_path: Path) -> None:
     """q in a packed qkv, keys and values of a block adjacent in memory, as in a host."""
     case = Case("strided", {"seq_lens": [70, 3, 0, 200], **layout(8, 2, 128, 16)}, "bfloat16")

@@ -15,7 +15,7 @@ from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.attention.vllm import VllmAttention
 
 HEADS, KV_HEADS, SIZE, BLOCK, KEYS = 4, 2, 16, 8, 21
-WITH_SINKS = {"triton", "cpp", "reference"}
+WITH_SINKS = {"cuda-split", "triton", "cpp", "reference"}
 
 
 @pytest.fixture(scope="module")

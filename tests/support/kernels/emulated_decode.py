@@ -52,6 +52,7 @@ struct Call {
     int early, window;
 };
 static Call call;
+static std::vector<float> sinks;  // or pairs of 16 bits
 static std::vector<int> real_lens, real_table;
 
 void what_they_wrote() {
@@ -63,7 +64,7 @@ void one() {
     const int* s = call.sizes.data();
     attention_decode(call.q, call.keys, call.values, call.out, call.parts, call.tickets, call.lens, call.table,
                      s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12], s[13],
-                     call.scale, call.v_scale, call.early, call.window, call.softcap);
+                     call.scale, call.v_scale, call.early, call.window, call.softcap, sinks.data());
 }
 
 template <class T> std::vector<T> numbers(FILE* file, size_t count) {
@@ -72,15 +73,16 @@ template <class T> std::vector<T> numbers(FILE* file, size_t count) {
     return found;
 }
 
-// A file has a header of 23 integers, three floats, and q, keys, values, lengths, table, as they lie in memory.
+// A file has a header of 24 integers, three floats, and q, keys, values, lengths, table, sinks, as they lie in memory.
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
-    const auto head = numbers<int>(file, 23);
+    const auto head = numbers<int>(file, 24);
     const int grid = head[14], outputs = head[15], stale = head[16];
     const auto scales = numbers<float>(file, 3);
     auto rows = [&](int count) { return numbers<uint4>(file, (count + 7) / 8); };  // which begin at 16 bytes
     auto q = rows(head[17]), keys = rows(head[18]), values = rows(head[19]);
     real_lens = numbers<int>(file, head[20]), real_table = numbers<int>(file, head[21]);
+    sinks = numbers<float>(file, head[23]);
     auto lens = real_lens, table = real_table;
     std::vector<u32> tickets(grid);
     gridDim.x = grid;
@@ -136,15 +138,22 @@ def decode(
     """
     q, keys, values, lens, table = args[:5]
     window, softcap = args[7], args[8]
-    p = cuda.plan(params, q, keys, window >= 0, softcap > 0)
+    sinks = args[11] if len(args) > 11 else None
+    p = cuda.plan(params, q, keys, window >= 0, softcap > 0, sinks)
+    logits = (
+        torch.zeros(0)
+        if sinks is None
+        else torch.nn.functional.pad(sinks, (0, len(sinks) % 2)).view(torch.float32)
+    )
     workers = cuda.most_workers(keys.shape[2], params, sms)
     data = [lying(t) for t in (q, keys, values)]
     head = (
         *cuda.sizes(params, q, keys, values, table), keys.shape[2] * workers * params["cluster"], q.numel(), stale,
         *(t.numel() for t in data), lens.numel(), table.numel(), window,
+        logits.numel(),
     )  # fmt: skip
     scales = (args[6] * cuda.LOG2E, 1.0, softcap * cuda.LOG2E)
-    given = struct.pack("23i3f", *head, *scales)
-    given += b"".join(t.numpy().tobytes() for t in (*data, lens, table.contiguous()))
+    given = struct.pack("24i3f", *head, *scales)
+    given += b"".join(t.numpy().tobytes() for t in (*data, lens, table.contiguous(), logits))
     found = run(program(p, tickets), given, folder)
     return torch.frombuffer(bytearray(found), dtype=q.dtype).view(2, *q.shape).unbind()

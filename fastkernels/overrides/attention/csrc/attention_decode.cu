@@ -21,8 +21,9 @@
 // Compile-time constants: HEADS (query heads per key head, 1 to 16), HEAD_SIZE (a multiple of 8), D (that, rounded up to
 // 64, 128 or 256; channels past HEAD_SIZE are zeros that are not read), PAGE (keys of a block), WARPS, KEYS (16 or 32),
 // STAGES, RESIDENT (blocks per SM), AHEAD (units that a warp prefetches), CLUSTER (1, 2, 4, 8), WHOLE (keys; 0: divide
-// any), SEQS (sequences, at most), WINDOW and SOFTCAP (whether the call has one), BF16. Rows of q, keys and values start
-// at multiples of 16 bytes; strides count 16 bytes, except the table's. scale and softcap contain log2 e.
+// any), SEQS (sequences, at most), WINDOW and SOFTCAP (whether the call has one), SINKS (0: the call has none; 1: they are
+// float32; 2: q's dtype), BF16. Rows of q, keys and values start at multiples of 16 bytes; strides count 16 bytes, except
+// the table's. scale and softcap contain log2 e. Sinks, one logit for each query head, join the last sum.
 
 constexpr int THREADS = 32 * WARPS, TILES = KEYS / 16, COLUMNS = (HEADS + 7) / 8, STEPS = D / 32;
 constexpr int ROW = 2 * D, CHUNKS = ROW / 16, AT_ONCE = 32 / CHUNKS, USED = HEAD_SIZE / 8;  // bytes of a key; pieces of 16 bytes; keys that 32 lanes copy; pieces that are read
@@ -38,7 +39,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
     const u16* q, const u16* key_cache, const u16* value_cache, u16* out, float* parts, u32* tickets, const int* seq_lens,
     const int* table, int batch, int kv_heads, int blocks, int width, int least, int q_seq, int q_head, int k_block,
     int k_slot, int k_head, int v_block, int v_slot, int v_head, int table_stride, float scale, float v_scale, int early,
-    int window, float softcap) {
+    int window, float softcap, const void* sinks) {
     extern __shared__ __align__(128) unsigned char memory[];
     Notes& notes = *(Notes*)(memory + RING + SUMS + 2 * GATHERED);
     int *ends = notes.ends, *lens = notes.lens, *of_warp = notes.of_warp, *first_of = notes.first_of;
@@ -320,10 +321,17 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
         const bool whole = seq_begin >= begin && seq_end <= last;
         const long long ours = (long long)kv_head * most, at_out = ((long long)seq * kv_heads + kv_head) * HEADS * HEAD_SIZE;
         float2* pairs = (float2*)(parts + 2 * most * (long long)kv_heads * HEADS * D);
+        auto share_of_keys = [&](const Sum& all, int head) {  // over the sum of weights
+            if (!SINKS) return 1 / all.weights;
+            const int at = kv_head * HEADS + head;
+            const float sink = 1.4426950408889634f * (SINKS == 1 ? ((const float*)sinks)[at] : widen(((const u16*)sinks)[at]));
+            const float highest = fmaxf(all.top, sink), share = share_of(all.top, highest);
+            return share / (share * all.weights + share_of(sink, highest));
+        };
         auto store = [&](int item, const Sum& all) {
-            const float by = all.weights == 0 ? 0 : v_scale / all.weights;
             const int channel = item % (D / 4) * 4;
             if (channel >= HEAD_SIZE) return;
+            const float by = all.weights == 0 ? 0 : v_scale * share_of_keys(all, item / (D / 4));
             *(uint2*)(out + at_out + item / (D / 4) * HEAD_SIZE + channel) =
                 make_uint2(narrow(all.v.x * by, all.v.y * by), narrow(all.v.z * by, all.v.w * by));
         };

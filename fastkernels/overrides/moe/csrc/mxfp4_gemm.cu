@@ -1,0 +1,180 @@
+// Grouped matrix product of few rows per expert with MXFP4 weights on Hopper: bf16 activations, float32 sums.
+//
+// A block multiplies 16 ROWS rows of an expert's matrix by up to 8 TILES tokens. The weight is the left operand of the
+// tensor cores (m16), and tokens are their n8. Lanes read 32 adjacent weights of two rows, which are one block of the
+// format, from memory into registers, AHEAD steps early, and turn them into bfloat16 there: weights never pass through
+// shared memory. The order of the k axis is free if both operands share it: quad i of a step of 128 has weights 32 i to
+// 32 i + 31. Activations are in shared memory in the same order.
+//
+// Compile-time constants: K (a multiple of 32), TOPK (pairs of one row of a), ROWS (tiles of 16 rows of a block), PARTS
+// (warps that divide the steps of a tile among themselves), TILES (of 8 tokens), AHEAD (steps), RESIDENT (blocks per SM),
+// GLU (rows 2 i and 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU), WEIGHTED (rows of the
+// result are multiplied by the pairs' weights), SORTED (pairs are sorted; otherwise block i has pair i alone).
+
+constexpr int THREADS = 32 * ROWS * PARTS, STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS;
+constexpr int PITCH = 256 * STEPS + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
+static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1, "what lanes hold");
+
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
+
+__device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ uint4 load_once(const uint4* at) {  // 16 bytes that are constant and not needed again
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ u32 load_scale(const unsigned char* at) {
+    u32 v;
+    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ u32 product(u32 a, u32 b) {  // of pairs of bfloat16
+    u32 v;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+
+__device__ __forceinline__ u32 halves(u32 low, u32 high, u32 order) {  // bytes of both, by order's digits
+    u32 v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "r"(order));
+    return v;
+}
+
+__device__ __forceinline__ float power(float x) {  // e^x
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    return y;
+}
+
+// The three low bits of e2m1 are a bfloat16 when they follow its sign by six zeros: 2^-126 times the value. The factor
+// is 2^62 times the scale, so that it is a bfloat16 for scales up to 2^65 and infinite above; the rest is RESTORE.
+constexpr float RESTORE = 18446744073709551616.f;  // 2^64
+
+__device__ __forceinline__ u32 factor(u32 scale) { return (scale + 62 < 255 ? scale + 62 : 255) * 0x00800080u; }
+
+__device__ __forceinline__ void decode(u32 (&to)[4], u32 word, u32 by) {  // weights i and i + 4 of eight
+    to[0] = product(word << 6 & 0x01C001C0 | word << 12 & 0x80008000, by);
+    to[1] = product(word << 2 & 0x01C001C0 | word << 8 & 0x80008000, by);
+    to[2] = product(word >> 2 & 0x01C001C0 | word << 4 & 0x80008000, by);
+    to[3] = product(word >> 6 & 0x01C001C0 | word & 0x80008000, by);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
+    const uint4* a, const uint4* weight, const unsigned char* scales, const u16* bias, u16* out, const float* weights,
+    const int* pairs, const int* experts, const int* total, int n, int count, int n_pairs, float alpha, float limit) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
+    const int columns = (n + 16 * ROWS - 1) / (16 * ROWS), block = blockIdx.x / columns, part = warp % PARTS;
+    kernels_before_end();
+    if (SORTED && block * 8 * TILES >= *total) return;
+    const int expert = experts[block];
+    if (expert < 0 || expert >= count) return;
+
+    // Rows of the matrix: both values of a pair in one lane.
+    const int first = blockIdx.x % columns * 16 * ROWS + warp / PARTS * 16;
+    const int row[2] = {first + (GLU ? 2 * group : group), first + (GLU ? 2 * group + 1 : group + 8)};
+    const uint4* from[2];
+    const unsigned char* scale_of[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const long long at = (long long)expert * n + min(row[i], n - 1);
+        from[i] = weight + at * (K / 32) + quad, scale_of[i] = scales + at * (K / 32) + quad;
+    }
+    uint4 words[AHEAD][2];
+    u32 scale[AHEAD][2];
+    auto fetch = [&](int slot, int turn) {
+        const int step = turn * PARTS + part;
+        const bool there = 4 * step + quad < K / 32;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            words[slot][i] = make_uint4(0, 0, 0, 0), scale[slot][i] = 0;
+            if (there) words[slot][i] = load_once(from[i] + 4 * step), scale[slot][i] = load_scale(scale_of[i] + 4 * step);
+        }
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) fetch(i, i);
+
+    // Activations. Of eight in 16 bytes, i is next to i + 4, as weights are after decoding.
+    for (int i = thread; i < 8 * TILES * STEPS * 16; i += THREADS) {
+        const int token = i / (STEPS * 16), piece = i % (STEPS * 16);
+        const int pair = SORTED ? pairs[block * 8 * TILES + token] : token ? n_pairs : block;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (pair < n_pairs && piece < K / 8) v = load_16(a + (long long)(pair / TOPK) * (K / 8) + piece);
+        *(uint4*)(memory + token * PITCH + piece / 16 * 256 + piece % 4 * 64 + piece / 4 % 4 * 16) =
+            make_uint4(halves(v.x, v.z, 0x5410), halves(v.x, v.z, 0x7632), halves(v.y, v.w, 0x5410),
+                       halves(v.y, v.w, 0x7632));
+    }
+    meet();
+
+    float acc[TILES][4] = {};
+    const unsigned char* tokens = memory + group * PITCH + 16 * quad;
+#pragma unroll 1
+    for (int turn = 0; turn < TURNS; turn += AHEAD)
+#pragma unroll
+        for (int slot = 0; slot < AHEAD; slot++) {
+            if (turn + slot >= TURNS) break;
+            const int step = (turn + slot) * PARTS + part;
+            const u32 by[2] = {factor(scale[slot][0]), factor(scale[slot][1])};
+            const u32 low[4] = {words[slot][0].x, words[slot][0].y, words[slot][0].z, words[slot][0].w};
+            const u32 high[4] = {words[slot][1].x, words[slot][1].y, words[slot][1].z, words[slot][1].w};
+            fetch(slot, turn + slot + AHEAD);
+            if (step >= STEPS) break;  // the last turn of some parts
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 v[2][4];
+                decode(v[0], low[i], by[0]), decode(v[1], high[i], by[1]);
+#pragma unroll
+                for (int t = 0; t < TILES; t++) {
+                    const uint4 b = *(const uint4*)(tokens + 8 * t * PITCH + 256 * step + 64 * i);
+                    multiply(acc[t], v[0][0], v[1][0], v[0][1], v[1][1], b.x, b.y);
+                    multiply(acc[t], v[0][2], v[1][2], v[0][3], v[1][3], b.z, b.w);
+                }
+            }
+        }
+
+    if (PARTS > 1) {
+        meet();  // the activations have been read
+        float4* sums = (float4*)memory + (warp / PARTS * (PARTS - 1) * TILES * 32) + lane;
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+            if (part) sums[((part - 1) * TILES + t) * 32] = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
+        meet();
+        if (part) return;
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+            for (int p = 0; p < PARTS - 1; p++) {
+                const float4 more = sums[(p * TILES + t) * 32];
+                acc[t][0] += more.x, acc[t][1] += more.y, acc[t][2] += more.z, acc[t][3] += more.w;
+            }
+    }
+
+    float add[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) add[i] = widen(bias[(long long)expert * n + min(row[i], n - 1)]);
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int token = 8 * t + 2 * quad + i;
+            const int pair = SORTED ? pairs[block * 8 * TILES + token] : token ? n_pairs : block;
+            if (pair >= n_pairs) continue;
+            float y[2] = {acc[t][i] * RESTORE + add[0], acc[t][i + 2] * RESTORE + add[1]};
+            if (GLU) {
+                const float gate = y[0] > limit ? limit : y[0];  // not fminf, which drops a NaN
+                const float up = y[1] > limit ? limit : y[1] < -limit ? -limit : y[1];
+                if (row[1] < n)
+                    out[(long long)pair * (n / 2) + row[0] / 2] =
+                        (u16)narrow(gate / (1 + power(-alpha * gate)) * (up + 1), 0);
+                continue;
+            }
+            const float by = WEIGHTED ? weights[pair] : 1;
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                if (row[r] < n) out[(long long)pair * n + row[r]] = (u16)narrow(y[r] * by, 0);
+        }
+}

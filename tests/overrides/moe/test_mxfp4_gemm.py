@@ -1,0 +1,104 @@
+"""The grouped MXFP4 product in CUDA C++: the emulated kernel against float64, its machine code, unsupported calls."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.kernels import emulated_mxfp4
+
+from fastkernels.core import cuda_rtc
+from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
+from fastkernels.overrides.kit import mxfp4
+from fastkernels.overrides.kit.hopper import text
+from fastkernels.overrides.moe import mxfp4_gemm as few
+from fastkernels.overrides.moe.fused_experts_swigluoai import fused_experts_swigluoai
+from fastkernels.overrides.moe.moe_align import moe_align, padded_size
+from fastkernels.overrides.moe.sorted_pairs import Sorted, sort_pairs
+
+ALPHA, LIMIT = 1.5, 0.75
+
+
+def _data(tokens: int, topk: int, experts: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(tokens + n)
+    w = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, generator=g)
+    scales = torch.randint(121, 126, (experts, n, k // 32), dtype=torch.int32, generator=g).to(torch.uint8)
+    bias = torch.randn(experts, n, generator=g).bfloat16()
+    ids = torch.stack([torch.randperm(experts, generator=g)[:topk] for _ in range(tokens)]).int()
+    return w, scales, bias, ids
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("tokens", "topk", "experts", "n", "k", "tiles", "glu", "params"),
+    [
+        (11, 2, 3, 80, 192, 1, True, {"rows": 2}),  # several blocks of an expert, a last block of fewer rows
+        (11, 2, 3, 72, 96, 2, False, {"rows": 1, "parts": 2}),  # fewer steps than parts
+        (5, 3, 4, 64, 416, 1, False, {"rows": 2, "parts": 3, "ahead": 1}),
+        (7, 2, 5, 34, 1184, 2, True, {"rows": 1, "parts": 2, "ahead": 3}),  # steps end within a turn
+        (1, 3, 16, 80, 288, 1, True, {}),  # pairs are not sorted
+        (1, 4, 16, 40, 160, 1, False, {}),
+    ],
+)
+def test_emulated_mxfp4_product_matches_float64(
+    tokens: int, topk: int, experts: int, n: int, k: int, tiles: int, glu: bool, params: dict[str, int], tmp_path: Path
+) -> None:  # fmt: skip
+    w, scales, bias, ids = _data(tokens, topk, experts, n, k)
+    x = torch.randn(
+        tokens if glu else tokens * topk, k, generator=torch.Generator().manual_seed(1)
+    ).bfloat16()
+    weights = torch.rand(tokens * topk, generator=torch.Generator().manual_seed(2))
+    pairs = sort_pairs(ids, experts, None, 8 * tiles)
+    p = few.plan(k, topk if glu else 1, tiles, pairs.pairs is not None, glu, **params)
+    got = emulated_mxfp4.product(x, w, scales, bias, pairs, p, weights, ALPHA, LIMIT, tmp_path)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        matrix = mxfp4.dequantize(w[expert], scales[expert], torch.float64)
+        want = matrix @ x[pair // p.topk].double() + bias[expert].double()
+        want = swiglu.reference(want, ALPHA, LIMIT) if glu else want * weights[pair].double()
+        torch.testing.assert_close(got[pair].double(), want, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_rows_without_a_local_expert_stay_unwritten(tmp_path: Path) -> None:
+    w, scales, bias, ids = _data(6, 2, 4, 32, 64)
+    local = torch.tensor([0, -1, 1, -1], dtype=torch.int32)
+    capacity = -(-padded_size(ids.numel(), 8, 4) // 8) * 8
+    made = moe_align.run(ids, 8, 4, capacity, local, False)
+    pairs = Sorted(made[0], made[1], made[2], ids.numel(), 2, made[1].numel())
+    x = torch.ones(ids.numel(), 64).bfloat16()
+    p = few.plan(64, 1, 1, True, False, rows=1)
+    one = torch.ones(ids.numel())
+    got = emulated_mxfp4.product(x, w[:2], scales[:2], bias[:2], pairs, p, one, ALPHA, LIMIT, tmp_path)
+    assert torch.equal(got.isnan().all(1), local[ids.flatten().long()] < 0)
+
+
+@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_mxfp4_kernels_compile_for_hopper(is_sorted: bool) -> None:
+    for p in (few.plan(2880, 4, 2, is_sorted, True), few.plan(2880, 1, 1, is_sorted, False)):
+        assert (
+            cuda_rtc.nvrtc_compile(text(few.SOURCE), ("--gpu-architecture=sm_90a", *p.options))[:4]
+            == b"\x7fELF"
+        )
+        assert p.shared * p.resident <= 228 * 1024
+
+
+def test_unsupported_matrices_name_the_reason() -> None:
+    w, scales, bias, _ = _data(1, 1, 2, 32, 64)
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    assert few.refused(x, w, scales, bias, "w1") is None
+    assert "not MXFP4" in str(few.refused(x, w, None, bias, "w1"))
+    assert "float16" in str(few.refused(x.half(), w, scales, bias, "w1"))
+    assert "strides" in str(few.refused(x, w.transpose(0, 1), scales, bias, "w1"))
+    wide = torch.empty(1, 1, 16384, dtype=torch.uint8)
+    assert "shared memory" in str(few.refused(x, wide, wide[..., :1024], bias[:1, :1], "w1"))
+
+
+def test_calls_with_many_rows_per_expert_are_refused() -> None:
+    (provider,) = (p for p in fused_experts_swigluoai.providers if p.name == "cuda-few")
+    tokens = torch.empty(100, 64, dtype=torch.bfloat16), torch.empty(2, 64, 32), torch.empty(2, 64, 16)
+    ids = torch.zeros(100, 2, dtype=torch.int32)
+    reason = provider.supports(*tokens, None, None, ids.float(), ids)
+    assert reason == "200 pairs for 2 experts are more than 12 for each"
