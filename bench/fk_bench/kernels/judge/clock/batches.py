@@ -151,7 +151,9 @@ class Batches:
     @staticmethod
     def _disturbed(timed: Timed) -> bool:
         """Whether more rounds may change the verdict: a busy machine also delays some calls alone."""
-        return bool(unsteady(timed.baseline, timed.again) or batched(timed.candidate, timed.baseline))
+        return bool(
+            unsteady(timed.baseline, timed.again) or batched(timed.candidate, timed.baseline, suspected=True)
+        )
 
     # -- a round
 
