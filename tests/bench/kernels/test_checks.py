@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fk_bench.kernels.judge.correctness import checks
+from fk_bench.kernels.judge.correctness import checks, errors
 from fk_bench.kernels.judge.correctness.errors import compare, expect
 
 from fastkernels.core import registry
@@ -63,6 +63,25 @@ def test_lower_precision_shows_in_rms_error() -> None:
     said = judged(lambda y: y * (1 + 3e-6 * torch.randn_like(y).sign()))
     assert "relative rms error" in said
     assert judged(lambda y: y * (1 + 3e-6 * torch.randn_like(y).sign()), allowed=3e-6) == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(0.0, ""), (2.0, "output 0: 1 of 4096 values wrong, the largest error is 2")]
+)
+def test_cache_of_which_little_is_written(monkeypatch: pytest.MonkeyPatch, value: float, said: str) -> None:
+    """Values that are exact on both sides are left out only where they are the most; the verdict is the same."""
+    spec = registry.get("silu_and_mul")
+    want = torch.zeros(64, 64, dtype=torch.float64)
+    want[3] = torch.linspace(1 / 3, 3, 64)
+    expected = errors.Expected([want], {}, [want.bfloat16()])
+    got = expected.native[0].clone()
+    got[60, 1] = value
+    found = []
+    for sparse in (1, 1 << 20):
+        monkeypatch.setattr(errors, "SPARSE", sparse)
+        found.append(compare(spec, spec.cases[0], [got], expected))
+    assert found[0].problem == found[1].problem == said
+    assert found[0].rms == pytest.approx(found[1].rms) and found[0].max == found[1].max
 
 
 def test_distances_of_calls_show_each_difference(monkeypatch: pytest.MonkeyPatch) -> None:

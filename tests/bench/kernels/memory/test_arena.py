@@ -44,6 +44,22 @@ def equal(slots: Slots, arena: Arena, slot: int) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("count", [None, 1])
+def test_arguments_that_all_slots_share(
+    fds: tuple[int, int], monkeypatch: pytest.MonkeyPatch, count: int | None
+) -> None:
+    """Inputs larger than the L2 cache are one memory for all slots: a slot then has no bytes of its own."""
+    describe = layout.describe
+    monkeypatch.setattr(layout, "describe", lambda args, least, written: describe(args, 16, written))
+    slots = make_slots("silu_and_mul", "odd_1000", 3)
+    assert slots.layout.stride == 0 < slots.layout.shared
+    arena = Arena(slots, 2, fds[0])
+    arena.publish(0, count)
+    assert all(equal(slots, arena, s) for s in range(slots.count)) and not arena.changed()
+    arena.bytes[0] += 1
+    assert arena.changed() and arena.changed(1)
+
+
 def test_sides_have_equal_values_in_memory_of_their_own(fds: tuple[int, int]) -> None:
     slots = make_slots()
     mine, theirs = (Arena(slots, 2, fd) for fd in fds)

@@ -58,6 +58,19 @@ def test_refresh_of_some_slots_leaves_the_others(op: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(now, slots.expected(s), strict=True))
 
 
+def test_slots_of_a_refresh_are_drawn_anew() -> None:
+    """Each master serves equally many slots, in a secret order, with secret factors and shifts."""
+    slots = make_slots("rms_norm", "odd_63", True, 40)
+    drawn = []
+    for _ in range(2):
+        slots.refresh()
+        assert [slots.origin.count(m) for m in range(4)] == [10] * 4
+        assert all(0.8 < f <= 1 for f in slots.factors) and all(0 <= s < 1 << 40 for s in slots.shifts)
+        assert len(set(slots.shifts)) == 40 and len(set(slots.factors)) > 35
+        drawn.append((list(slots.origin), list(slots.factors), list(slots.shifts)))
+    assert all(a != b for a, b in zip(*drawn, strict=True))
+
+
 def test_values_are_rolled_unless_memory_is_shared() -> None:
     slots = make_slots("store_kvcache", "odd_63", True)
     master = layout.tensors(slots.masters[slots.origin[0]])

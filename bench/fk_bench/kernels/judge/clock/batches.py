@@ -37,7 +37,7 @@ CHECKED_ROUNDS = 1  # early rounds in which two sampled calls are checked; in th
 COMPARED_ROUNDS = {"cpu": 2, "cuda": 3}  # secret rounds in which the outputs of all calls are compared
 # GPU: requests for one call per round, and in all rounds, of each side: such short times scatter. On a CPU one a round.
 ALONE_REQUESTS, ALONE_LEAST = 8, 96
-QUEUED = 4  # GPU: calls alone that are queued by one request, each behind its own gate
+QUEUED = 8  # GPU: calls alone that are queued by one request, each behind its own gate
 ALONE_CHECKED = 4  # GPU: the outputs of one in so many are checked
 PASS_S = 5.0  # a queued call may take so long
 SWAPPED = 4  # CPU: calls of a running batch that get new inputs
@@ -151,7 +151,9 @@ class Batches:
     @staticmethod
     def _disturbed(timed: Timed) -> bool:
         """Whether more rounds may change the verdict: a busy machine also delays some calls alone."""
-        return bool(unsteady(timed.baseline, timed.again) or batched(timed.candidate, timed.baseline))
+        return bool(
+            unsteady(timed.baseline, timed.again) or batched(timed.candidate, timed.baseline, suspected=True)
+        )
 
     # -- a round
 
@@ -398,10 +400,12 @@ class Batches:
     def _check(self, sampled: list[Sampled], poisoned: list[int]) -> None:
         for held in sampled:
             self.checks.sampled(self.slots, self.candidate.arena, held.slot, held.outputs, held.args)
-        for v in (v for s in poisoned for v in self.candidate.outputs[s]):
-            raw = v.reshape(-1).view(torch.uint8)
-            if v.is_floating_point() and raw.numel() and bool((raw == 0xFF).all()):
-                raise Wrong("a timed call wrote nothing")
+        left = [
+            (v.reshape(-1).view(torch.uint8) == 0xFF).all()
+            for s in poisoned for v in self.candidate.outputs[s] if v.is_floating_point() and v.numel()
+        ]  # fmt: skip
+        if left and bool(torch.stack(left).any()):
+            raise Wrong("a timed call wrote nothing")
 
     # -- lengths
 

@@ -51,7 +51,8 @@ class Arena:
         self._places, self._bound = places, dict[int, list[Any]]()
         stride = slots.layout.stride
         self._grid = self.bytes[: places * stride].view(places, stride)
-        self._words = self._grid.view(torch.int64)  # indexing copies word by word
+        # Indexing copies word by word; a slot without bytes of its own (all arguments are shared) has no words.
+        self._words = self._grid.view(torch.int64) if stride else None
         self._index = torch.tensor(self.cells, device=slots.device)
         self._read_only = slots.read_only()
 
@@ -62,7 +63,9 @@ class Arena:
         if not self.slots.layout.stride and not self.slots.layout.shared:
             return
         part = slice(start, None if count is None else start + count)
-        if count == 1:
+        if self._words is None:
+            pass
+        elif count == 1:
             self._grid[self.cells[start]].copy_(self.slots.grid[start])
         else:
             self._words[self._index[part]] = self.slots.grid[part].view(torch.int64)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastkernels.core.spec import OpSpec
@@ -139,7 +140,7 @@ class Slots:
         wanted = min(MASTERS if self.scales else MASTERS_EXACT, count)
         kept = self.masters[1 - wanted :] if self.scales and wanted > 1 else []
         self.masters = [*kept, *(self.make(self._generator()) for _ in range(wanted - len(kept)))]
-        self.fill(secrets.SystemRandom().sample([s % wanted for s in range(count)], count), start)
+        self.fill((_drawn(count).argsort() % wanted).tolist(), start)
 
     @PHASES.of("inputs")
     def edit(self, change: Callable[[list[Any]], None]) -> None:
@@ -162,9 +163,10 @@ class Slots:
         self.origin[part] = origin
         if self._permuter is not None:
             self.codes[part] = self._permuter.draw(origin)
-        self.shifts[part] = [secrets.randbits(40) for _ in origin]
+        drawn = _drawn(len(origin))  # 40 bits for the shift, 16 for the factor
+        self.shifts[part] = (drawn >> 24).tolist()
         span = 0.2 if self.scales else 0.0
-        self.factors[part] = [1.0 - span * secrets.randbelow(1 << 16) / (1 << 16) for _ in origin]
+        self.factors[part] = (1.0 - span * (drawn & 0xFFFF) / (1 << 16)).tolist()
         if len(origin) == 1:
             for into, value in zip(layout.tensors(self.args_of(start)), self.expected(start), strict=True):
                 into.copy_(value)
@@ -214,7 +216,10 @@ class Slots:
 
     def _fill_at_once(self, slots: slice) -> None:
         start, count = slots.start, slots.stop - slots.start
-        index = torch.tensor(self.origin[slots], device=self.device)
+        origin = np.array(self.origin[slots])
+        # On the host, because the judge would wait for the GPU to count them
+        chosen = [np.flatnonzero(origin == m).tolist() for m in range(len(self.masters))]
+        rows_of = [torch.tensor(c, dtype=torch.int64, device=self.device) for c in chosen]
         factor = torch.tensor(self.factors[slots], device=self.device, dtype=torch.float32)
         per_slot = [layout.tensors(m) for m in self.masters]
         shared = [r["shared"] for r in self._regions()]
@@ -228,18 +233,18 @@ class Slots:
             pool = first.as_strided((count, *first.shape), (step, *first.stride()), first.storage_offset())
             rolled = scalable(first) and self._rolled(i)
             for m, value in enumerate([p[i] for p in per_slot]):
-                rows = (index == m).nonzero().flatten()
+                rows = rows_of[m]
                 if not len(rows):
                     continue
                 chunk = max(1, CHUNK // max(first.nbytes * 2, 1))
                 turns = value.flatten().repeat(2).unfold(0, value.numel(), 1) if rolled else None
                 for at in range(0, len(rows), chunk):
-                    part = rows[at : at + chunk]
+                    part, numbers = rows[at : at + chunk], chosen[m][at : at + chunk]
                     made = value
                     if self._permuter is not None and self._permuter.permutes(i):
-                        made = self._permuter.apply(i, value, [self.codes[start + s] for s in part.tolist()])
+                        made = self._permuter.apply(i, value, [self.codes[start + s] for s in numbers])
                     elif turns is not None:
-                        from_ = [self._shift(start + s, i) for s in part.tolist()]
+                        from_ = [self._shift(start + s, i) for s in numbers]
                         made = turns[torch.tensor(from_, device=self.device)].view(len(part), *value.shape)
                     if scalable(first):
                         made = made * factor[part].view(-1, *([1] * first.dim())).to(value.dtype)
@@ -318,6 +323,11 @@ class Slots:
 
     def scaled(self, value: torch.Tensor, factor: float) -> torch.Tensor:
         return value * torch.tensor(factor, dtype=torch.float32).to(value) if scalable(value) else value
+
+
+def _drawn(count: int) -> np.ndarray:
+    """Secret 64-bit numbers, by one call of the operating system."""
+    return np.frombuffer(secrets.token_bytes(8 * count), np.uint64)
 
 
 def scalable(t: torch.Tensor) -> bool:

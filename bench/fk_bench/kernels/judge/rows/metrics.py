@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core.rows import Row
 from fk_bench.kernels.judge.clock import timing
@@ -34,6 +36,12 @@ def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor
     row.metrics["rounds"] = len(timed.candidate.single)
     row.metrics["intercept_us"] = 1e6 * timed.candidate.intercept
     row.metrics["baseline_intercept_us"] = 1e6 * timed.baseline.intercept
+    sides = {"candidate": timed.candidate, "baseline": timed.baseline}
+    row.case["alone"] = {
+        who: {kind: microseconds for kind, values in (("alone", side.alone), ("passed", side.passed))
+              if (microseconds := _quantiles(values))}
+        for who, side in sides.items()
+    }  # fmt: skip
     if timed.traced.trace:
         row.case["trace"] = timed.traced.trace
     if timed.traced.kernels:
@@ -50,3 +58,10 @@ def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor
     row.metrics |= {"gb_per_s": size / found.time / 1e9, "tflops": work / found.time / 1e12}
     if floor:
         row.metrics |= {"floor_us": 1e6 * floor, "roofline_pct": 100 * floor / found.time}
+
+
+def _quantiles(values: list[float]) -> list[float]:
+    """Microseconds at the quantiles 0.1, 0.25, 0.5, 0.75 and 0.9."""
+    return (
+        [round(1e6 * float(v), 2) for v in np.quantile(values, (0.1, 0.25, 0.5, 0.75, 0.9))] if values else []
+    )
