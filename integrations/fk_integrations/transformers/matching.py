@@ -31,7 +31,7 @@ PRIMITIVES = {  # functions of torch that no op of ours computes: what they are
     **dict.fromkeys(("selective_scan_fn", "selective_scan_update", "mamba_chunk_scan_combined"), "recurrence"),
     **dict.fromkeys(("pinv", "svd", "eigh", "solve", "inv", "qr", "cholesky"), "linear algebra"),
     **dict.fromkeys(("deform_conv2d", "roi_align", "nms", "batched_nms"), "detection op"),
-    "autograd function": "custom function", "gumbel_softmax": "codebook",
+    "autograd function": "custom function", "loaded kernel": "kernel of a library", "gumbel_softmax": "codebook",
 }  # fmt: skip
 FUNCTIONS = {  # functions of torch and the ops that compute them; their module may be of any kind
     **{f"conv{n}d": "convolution" for n in (1, 2, 3)},
@@ -227,7 +227,7 @@ def _torch_module(module: Any) -> Match | None:
                 computes, module
             )
             return Match(Kind.OP, op, by_probe=same, needs="" if same else f"a subclass of {torchs.__name__}")
-    if isinstance(module, nn.RNNBase):
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return missing("recurrence")
     if isinstance(module, nn.Bilinear):
         return missing("bilinear")
@@ -288,8 +288,9 @@ def _named(module: nn.Module) -> Match | None:
     name = type(module).__name__
     if name.endswith("Indexer"):
         return Match(Kind.OP, "paged_mqa_logits", True, False, False, needs="index of sparse attention")
-    own = name.endswith(("Mixer", "Attention", "Cell", "Lru", "Net", "Rule"))
-    if own and _RECURRENT.search(name) and any(True for _ in module.parameters()):
+    own = name.endswith(("Mixer", "Attention", "Cell", "Lru", "Rglru", "Net", "Rule"))
+    own = own and any(True for _ in module.parameters())
+    if (own or name.endswith("Backend")) and _RECURRENT.search(name):
         return missing("recurrence")
     return None
 

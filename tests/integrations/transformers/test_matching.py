@@ -68,9 +68,22 @@ def test_other_kind_is_matched_by_class_only(model_type: str, cls: str, module: 
     assert found.loose and not found.strict and found.needs == needs
 
 
-def test_recurrence_has_no_op() -> None:
-    found = match(modules("mamba", "MambaForCausalLM")["MambaMixer"])
-    assert found.kind is Kind.MISSING and found.needs == "recurrence" and not found.loose
+@pytest.mark.parametrize(
+    ("model_type", "cls", "module", "needs"),
+    [
+        ("mamba", "MambaForCausalLM", "MambaMixer", "recurrence"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM", "RecurrentGemmaRglru", "recurrence"),
+        ("xlstm", "xLSTMForCausalLM", "xLSTMBackend", "recurrence"),
+        ("mra", "MraModel", "MraSelfAttention", "kernel of a library"),
+    ],
+)
+def test_primitive_without_an_op_is_missing(model_type: str, cls: str, module: str, needs: str) -> None:
+    found = match(modules(model_type, cls)[module])
+    assert found.kind is Kind.MISSING and found.needs == needs and not found.loose
+
+
+def test_cells_of_recurrences_are_missing() -> None:
+    assert match(nn.GRUCell(4, 4, device="meta")).needs == "recurrence"
 
 
 def test_patch_convolution_is_linear() -> None:
