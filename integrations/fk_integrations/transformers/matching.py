@@ -25,6 +25,7 @@ from fastkernels.core.spec import Target
 from fk_integrations.transformers import attention_graph, probes
 from fk_integrations.transformers.forward_code import calls
 from fk_integrations.transformers.recognition import target_of
+from fk_integrations.transformers.recurrence_probes import recurrence_probe
 
 PRIMITIVES = {  # functions of torch that no op of ours computes: what they are
     **dict.fromkeys(("fft", "fftn", "fft2", "ifft", "rfft", "irfft", "rfft2", "irfft2", "stft", "istft"), "FFT"),
@@ -170,7 +171,7 @@ def _parts(module: nn.Module) -> Match:
             Kind.OP, _RESEMBLE[name][0], by_signature=False, by_probe=False, needs=_RESEMBLE[name][1]
         )
     if {"cumsum", "exp"} <= names and names & _PRODUCTS and "logsumexp" not in names:  # not optimal transport
-        return missing("recurrence")
+        return _recurrence(module)
     if names & (_PRODUCTS - {"product"}):
         if any(isinstance(child, nn.Softmax) for child in module.children()):
             return _inside(module) or Match(
@@ -291,8 +292,15 @@ def _named(module: nn.Module) -> Match | None:
     own = name.endswith(("Mixer", "Attention", "Cell", "Lru", "Rglru", "Net", "Rule"))
     own = own and any(True for _ in module.parameters())
     if (own or name.endswith("Backend")) and _RECURRENT.search(name):
-        return missing("recurrence")
+        return _recurrence(module)
     return None
+
+
+def _recurrence(module: nn.Module) -> Match:
+    """By class only: the function that the module calls for its recurrence computes what the op does."""
+    if probes.safely(recurrence_probe, module):
+        return Match(Kind.OP, "gated_delta_rule", True, False, False, needs="a recurrence inside its module")
+    return missing("recurrence")
 
 
 def _embedding(module: nn.Module) -> Match | None:
