@@ -25,6 +25,7 @@ PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
 SIMILAR = (
     "gemma", "seed_oss", "ernie4_5", "ministral", "cohere", "glm", "exaone4_full", "deepseek_v2", "deepseek_v2_greedy",
     "glm4_moe", "glm4_moe_lite", "dots1", "gemma4_unified_text", "cwm", "minimax_m2",
+    "granitemoe", "jais2", "qwen2_moe_windows", "cohere2_moe_sigmoid",
 )  # fmt: skip
 every_model = pytest.mark.parametrize(
     "folder",

@@ -139,6 +139,21 @@ def test_config_with_unsupported_field_is_refused(tmp_path: Path) -> None:
         plan(config)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("expert_selection_fn", "tanh", "'softmax' and 'sigmoid'"),
+        ("shared_expert_combination_strategy", "average", "'sum'"),
+        ("hidden_act", "gelu", "'silu'"),
+    ],
+)
+def test_other_experts_of_cohere_are_refused(name: str, value: str, allowed: str, tmp_path: Path) -> None:
+    config = config_of("Cohere 2 MoE", tmp_path)
+    setattr(config, name, value)
+    with pytest.raises(Unsupported, match=f"config.{name}={value!r} is not supported, only {allowed}"):
+        plan(config)
+
+
 def test_every_language_model_has_recorded_names() -> None:
     recorded = {name for row in RECORDED.values() for name in row["config"]["architectures"]}
     assert recorded == {n for m in models().values() if m.arch.runner == "Generate" for n in m.arch.names}

@@ -111,6 +111,13 @@ DSA: dict[str, Any] = {
     "index_n_heads": 12,
     "index_head_dim": 24,
 }
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+}
+GRANITE_EXPERTS: dict[str, Any] = {"intermediate_size": 48, "num_local_experts": 6, "num_experts_per_tok": 2}
 # kind: (prefix of transformers' classes, what differs from SIZES)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -128,18 +135,44 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", {}),
     "olmoe": ("Olmoe", {"intermediate_size": 64, "num_experts": 6, "num_experts_per_tok": 2}),
-    "granite": (
-        "Granite",
+    "granite": ("Granite", GRANITE),
+    "granitemoe": ("GraniteMoe", {**GRANITE, **GRANITE_EXPERTS}),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {**GRANITE, **GRANITE_EXPERTS, "attention_bias": True, "shared_intermediate_size": 80},
+    ),
+    "jais2": ("Jais2", {"hidden_act": "relu2"}),
+    "qwen2_moe": (
+        "Qwen2Moe",
         {
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.1,
+            "num_hidden_layers": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "mlp_only_layers": [1],
         },
     ),
     "cohere2": (
         "Cohere2",
         {"num_hidden_layers": 4, "sliding_window": 8, "tie_word_embeddings": True, "logit_scale": 0.5},
+    ),
+    "cohere2_moe": (
+        "Cohere2Moe",  # a dense layer, then experts with and without positions
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "prefix_dense_intermediate_size": 96,
+            "intermediate_size": 48,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 2,
+            "shared_expert_combination_strategy": "sum",
+            "sliding_window": 8,
+            "tie_word_embeddings": True,
+            "logit_scale": 0.5,
+        },
     ),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
     "starcoder2": ("Starcoder2", {"sliding_window": 9}),
@@ -277,6 +310,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{k: (k, {}) for k in ("gemma", "gemma3_text", "olmo3", "exaone4", "seed_oss", "ernie4_5", "ministral")},
     **{k: (k, {}) for k in ("cohere", "glm", "gpt_oss", "bitnet", "gemma4_text", "gemma4_unified_text")},
     **{k: (k, {}) for k in ("cwm", "minimax_m2")},
+    **{k: (k, {}) for k in ("granitemoe", "granitemoeshared", "jais2", "qwen2_moe", "cohere2_moe")},
+    "cohere2_moe_sigmoid": (
+        "cohere2_moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-5},
+    ),
+    "qwen2_moe_windows": ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "norm_topk_prob": True}),
     "gemma4_experts": ("gemma4_text", GEMMA4_EXPERTS),
     "exaone4_full": ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": None}),
     **{k: (k, {}) for k in ("deepseek_v32", "glm_moe_dsa")},

@@ -37,7 +37,8 @@ def calls(module: Any, method: str = "forward") -> frozenset[str]:
     """Names of the functions that the module's own code calls, without those of its children.
 
     A function of torch or method of a tensor has its last name ('softmax'), the operator @ is 'matmul', a call through
-    transformers' attention functions is 'attention_interface', `super().forward` is 'super'.
+    transformers' attention functions is 'attention_interface', `super().forward` is 'super', a call into a library that
+    the file loads later is 'loaded kernel'.
     """
     found: set[str] = set()
     seen: set[Any] = set()
@@ -123,6 +124,8 @@ class _Reader(ast.NodeVisitor):
             self.names.add(last if self._usual(node, last) else f"{last} otherwise")
         elif last == "unfold" and not name.startswith(("F.", "nn.functional.", "torch.nn.functional.")):
             pass  # a view of a tensor, without the products of torch.nn.functional.unfold
+        elif self._is_loaded(node.func):
+            self.names.add("loaded kernel")
         elif not self._is_child(node.func):
             self.names.add(last)
         self.generic_visit(node)
@@ -146,6 +149,11 @@ class _Reader(ast.NodeVisitor):
             return False
         found = getattr(self.module, node.attr, None)
         return isinstance(found, torch.nn.Parameter) and found.dim() == 2
+
+    def _is_loaded(self, func: ast.expr) -> bool:
+        """Whether `a.b(...)` calls a library that the file's variable `a` holds only once it is loaded."""
+        name = func.value.id if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name) else ""
+        return self.globals.get(name, name) is None
 
     def _is_child(self, func: ast.expr) -> bool:
         """Whether `self.a.b(...)` calls a module or a method of one."""

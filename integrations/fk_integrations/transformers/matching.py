@@ -25,13 +25,14 @@ from fastkernels.core.spec import Target
 from fk_integrations.transformers import attention_graph, probes
 from fk_integrations.transformers.forward_code import calls
 from fk_integrations.transformers.recognition import target_of
+from fk_integrations.transformers.recurrence_probes import recurrence_probe
 
 PRIMITIVES = {  # functions of torch that no op of ours computes: what they are
     **dict.fromkeys(("fft", "fftn", "fft2", "ifft", "rfft", "irfft", "rfft2", "irfft2", "stft", "istft"), "FFT"),
     **dict.fromkeys(("selective_scan_fn", "selective_scan_update", "mamba_chunk_scan_combined"), "recurrence"),
     **dict.fromkeys(("pinv", "svd", "eigh", "solve", "inv", "qr", "cholesky"), "linear algebra"),
     **dict.fromkeys(("deform_conv2d", "roi_align", "nms", "batched_nms"), "detection op"),
-    "autograd function": "custom function", "gumbel_softmax": "codebook",
+    "autograd function": "custom function", "loaded kernel": "kernel of a library", "gumbel_softmax": "codebook",
 }  # fmt: skip
 FUNCTIONS = {  # functions of torch and the ops that compute them; their module may be of any kind
     **{f"conv{n}d": "convolution" for n in (1, 2, 3)},
@@ -170,7 +171,7 @@ def _parts(module: nn.Module) -> Match:
             Kind.OP, _RESEMBLE[name][0], by_signature=False, by_probe=False, needs=_RESEMBLE[name][1]
         )
     if {"cumsum", "exp"} <= names and names & _PRODUCTS and "logsumexp" not in names:  # not optimal transport
-        return missing("recurrence")
+        return _recurrence(module)
     if names & (_PRODUCTS - {"product"}):
         if any(isinstance(child, nn.Softmax) for child in module.children()):
             return _inside(module) or Match(
@@ -227,7 +228,7 @@ def _torch_module(module: Any) -> Match | None:
                 computes, module
             )
             return Match(Kind.OP, op, by_probe=same, needs="" if same else f"a subclass of {torchs.__name__}")
-    if isinstance(module, nn.RNNBase):
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return missing("recurrence")
     if isinstance(module, nn.Bilinear):
         return missing("bilinear")
@@ -288,10 +289,18 @@ def _named(module: nn.Module) -> Match | None:
     name = type(module).__name__
     if name.endswith("Indexer"):
         return Match(Kind.OP, "paged_mqa_logits", True, False, False, needs="index of sparse attention")
-    own = name.endswith(("Mixer", "Attention", "Cell", "Lru", "Net", "Rule"))
-    if own and _RECURRENT.search(name) and any(True for _ in module.parameters()):
-        return missing("recurrence")
+    own = name.endswith(("Mixer", "Attention", "Cell", "Lru", "Rglru", "Net", "Rule"))
+    own = own and any(True for _ in module.parameters())
+    if (own or name.endswith("Backend")) and _RECURRENT.search(name):
+        return _recurrence(module)
     return None
+
+
+def _recurrence(module: nn.Module) -> Match:
+    """By class only: the function that the module calls for its recurrence computes what the op does."""
+    if probes.safely(recurrence_probe, module):
+        return Match(Kind.OP, "gated_delta_rule", True, False, False, needs="a recurrence inside its module")
+    return missing("recurrence")
 
 
 def _embedding(module: nn.Module) -> Match | None:

@@ -68,9 +68,51 @@ def test_other_kind_is_matched_by_class_only(model_type: str, cls: str, module: 
     assert found.loose and not found.strict and found.needs == needs
 
 
-def test_recurrence_has_no_op() -> None:
-    found = match(modules("mamba", "MambaForCausalLM")["MambaMixer"])
-    assert found.kind is Kind.MISSING and found.needs == "recurrence" and not found.loose
+@pytest.mark.parametrize(
+    ("model_type", "cls", "module", "needs"),
+    [
+        ("mamba", "MambaForCausalLM", "MambaMixer", "recurrence"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM", "RecurrentGemmaRglru", "recurrence"),
+        ("xlstm", "xLSTMForCausalLM", "xLSTMBackend", "recurrence"),
+        ("mra", "MraModel", "MraSelfAttention", "kernel of a library"),
+    ],
+)
+def test_primitive_without_an_op_is_missing(model_type: str, cls: str, module: str, needs: str) -> None:
+    found = match(modules(model_type, cls)[module])
+    assert found.kind is Kind.MISSING and found.needs == needs and not found.loose
+
+
+def test_recurrences_are_matched_by_their_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mamba2 import modeling_mamba2
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+    delta = qwen3_next.Qwen3NextGatedDeltaNet(transformers.Qwen3NextConfig(**SMALL), 0)
+    mixer = modeling_mamba2.Mamba2Mixer(
+        transformers.Mamba2Config(hidden_size=32, num_heads=4, head_dim=16, n_groups=2, state_size=8), 0
+    )
+    from transformers.models.bamba.modeling_bamba import BambaMixer
+
+    unnamed = BambaMixer(
+        transformers.BambaConfig(**SMALL, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2), 0
+    )
+    for module in (delta, mixer, unnamed):
+        found = match(module)
+        assert (found.op, found.loose, found.strict) == ("gated_delta_rule", True, False)
+    scan, rule = modeling_mamba2.mamba2_chunk_scan, qwen3_next.torch_recurrent_gated_delta_rule
+    monkeypatch.setattr(
+        modeling_mamba2, "mamba2_chunk_scan", lambda *x, **named: [2 * out for out in scan(*x, **named)]
+    )
+    monkeypatch.setattr(
+        qwen3_next,
+        "torch_recurrent_gated_delta_rule",
+        lambda q, k, v, g, *x, **named: rule(q, k, v, 2 * g, *x, **named),
+    )
+    for module in (delta, mixer):
+        assert matching._match(module).needs == "recurrence"
+
+
+def test_cells_of_recurrences_are_missing() -> None:
+    assert match(nn.GRUCell(4, 4, device="meta")).needs == "recurrence"
 
 
 def test_patch_convolution_is_linear() -> None:

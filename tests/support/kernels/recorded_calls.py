@@ -1,7 +1,7 @@
 """Describe the call that an op makes of a case: arguments, dims, bytes and operations, as compact JSON.
 
-tests/core/recorded_calls.json has the calls of all ops from before they had declarations. As a script: print those of
-today, `python tests/support/kernels/recorded_calls.py [OP...]`, for an op whose calls change on purpose.
+tests/core/recorded_calls.json.gz has the calls of all ops from before they had declarations. As a script: print those
+of today, `python tests/support/kernels/recorded_calls.py [OP...]`, for an op whose calls change on purpose.
 """
 
 from __future__ import annotations

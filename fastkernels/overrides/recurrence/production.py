@@ -1,0 +1,7 @@
+"""Baselines of this family."""
+
+from __future__ import annotations
+
+from fastkernels.core.baseline import Baseline, inductor
+
+BASELINES: dict[str, tuple[Baseline, ...]] = {"gated_delta_rule": (inductor("gated_delta_rule"),)}
