@@ -112,6 +112,14 @@ INSTEAD = {
 }
 # Host functions through which its classes with such layers go, too
 SCALED_MM = {"vllm": "vllm._custom_ops:cutlass_scaled_mm", "sglang": "sglang.kernels.ops.gemm:fp8_scaled_mm"}
+# Functions with scales of whole tensors, which a fork's file leaves to the host (plain/fork_quantize.py)
+LEFT = ("sglang_static_quant_fp8",)
+# Experts without a host class: no host has a function with their arguments.
+NO_PLACE = {
+    "fused_experts_gelu": "fused_experts replaces the product of a host's experts with any activation: export that",
+    "fused_experts_int4": "hosts pack and order such weights for their own kernels when they load them",
+    "fused_experts_swigluoai": "hosts pack and order such weights for their own kernels when they load them",
+}
 # Our kernel in such a class is another op's: attention itself stays PyTorch's function, which the host calls, too.
 PYTORCH = {"diffusers.models.transformers.transformer_flux": (("attention_dense", "_scaled_dot_product"),)}
 CHECKS_CALLS = "checks_calls"  # attribute of our classes whose methods leave unsupported modules to the host
@@ -179,11 +187,16 @@ def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
     host's subclasses and callers use.
     """
     targets(spec, host, version)  # raises if there is none
+    if spec.name in NO_PLACE:
+        raise ExportError(
+            f"{spec.name} has no file for a fork: {NO_PLACE[spec.name]}. Use --standalone for the function alone."
+        )
     if (spec.name, host) in INSTEAD:
         return [INSTEAD[spec.name, host]]
     found = spec.targets_for(host, version)  # namesakes in models' files, too
     if spec.name == "linear_fp8" and host in SCALED_MM:
         found = [t for t in found if t.path == SCALED_MM[host]]
+    found = [t for t in found if t.cls not in LEFT]
     kept = [t for t in found if t.seam != "standalone" and (_keeps_host_class(t) or _is_function(t))]
     if found and not kept:
         names = ", ".join(dict.fromkeys(t.path.partition(":")[2] for t in found))

@@ -27,7 +27,7 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.core.dispatch": "fork.py",
     f"{PACKAGE}.overrides.moe.arguments": "fork_refuse.py",
     f"{PACKAGE}.overrides.kit.fp8_arguments": "fork_refuse.py",
-    f"{PACKAGE}.overrides.moe.sorted_pairs": "fork_sorted_pairs.py",
+    f"{PACKAGE}.overrides.quant.quantize_fp8": "fork_quantize.py",
     f"{PACKAGE}.overrides.linear.wgmma_linear_cuda": "fork_wgmma.py",
     f"{PACKAGE}.overrides.linear.wgmma_linear_fp8_cuda": "fork_wgmma_fp8.py",
     f"{PACKAGE}.overrides.attention.attention_decode_cuda": "fork_decode.py",

@@ -24,7 +24,7 @@ from fastkernels.core import cuda_rtc, forward_context, registry
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.export import fork
-from fastkernels.export.exporter import INSTEAD, ExportError, export, fork_targets, printed, targets
+from fastkernels.export.exporter import INSTEAD, NO_PLACE, ExportError, export, fork_targets, printed, targets
 from fastkernels.overrides.attention import attention_decode_cuda
 from fastkernels.overrides.linear import linear_fp8_scales, wgmma_linear_cuda, wgmma_linear_fp8_cuda
 
@@ -160,9 +160,9 @@ def test_fork_files_run_kernels_or_the_host(host: str, interpreted: str, tmp_pat
     for name, outputs in found["theirs"].items():
         assert outputs, f"{name}: nothing was compared"
         _same(found["ours"][name], outputs)
-    # l2_norm has an output dtype that the kernel does not support; the kernel of linear_fp8 is CUDA C++. One of
-    # SGLang's calls of quantize_fp8 pads rows.
-    expected = set(paths) & {"l2_norm", "linear_fp8", *(["quantize_fp8"] if host == "sglang" else [])}
+    # l2_norm has an output dtype that the kernel does not support; the kernel of linear_fp8 is CUDA C++. One call of
+    # quantize_fp8 has a scale of the tensor, or pads rows.
+    expected = set(paths) & {"l2_norm", "linear_fp8", "quantize_fp8"}
     if interpreted == "0":
         expected = set(paths) - LAYERS
     assert set(found["fallbacks"]) == expected
@@ -315,40 +315,64 @@ def test_printed_file_is_of_the_first_module() -> None:
     assert text == export("quantize_fp8", "vllm", version, only="vllm._custom_ops")
 
 
-SORTED = """
-import sys
+QUANTIZED = """
+import sys, types
 import torch
-from fastkernels.overrides.moe.moe_align import reference
-sys.path.insert(0, sys.argv[1])
+folder, module = sys.argv[1:]
+parts, left = module.split("."), []
+for i in range(len(parts)):
+    sys.modules[".".join(parts[: i + 1])] = types.ModuleType(parts[i])
+names = ("sglang_per_token_group_quant_fp8", "sglang_per_token_quant_fp8", "per_token_group_quant_fp8")
+for name in (*names, "scaled_fp8_quant"):
+    setattr(sys.modules[module], name, lambda *args, **options: left.append(args))
+sys.path.insert(0, folder)
 import pasted
-launched, launch = [], pasted.launch_kernel
-def launch_kernel(kernel, *args, **options):
-    launched.append(kernel)
-    launch(kernel, *args, **options)
-pasted.launch_kernel = launch_kernel
+from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
+group = getattr(pasted, names[0], None) or getattr(pasted, names[2], None)
+def same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.stride() == theirs.stride() and torch.equal(ours.float(), theirs.float())
 torch.manual_seed(0)
-for tokens, experts, block, launches in ((3, 160, 16, 0), (1, 3, 16, 1), (63, 5, 64, 1), (700, 33, 32, 2)):
-    ids = torch.rand(tokens, experts).argsort(dim=-1)[:, :3].int()
-    numbers = torch.arange(experts, dtype=torch.int32)
-    for here in (None, torch.where(numbers % 2 == 0, numbers // 2, -1)):
-        launched.clear()
-        found = pasted.sort_pairs(ids, experts, here, block)
-        if launches == 0 and here is None:
-            assert found.pairs is None and found.experts is ids and found.blocks == ids.numel()
-            continue
-        assert len(launched) == max(launches, 1) and found.blocks == found.experts.numel()
-        wanted = reference(ids, block, experts, found.pairs.numel(), here)
-        for ours, theirs in zip(found[:3], wanted, strict=True):
-            assert torch.equal(ours, theirs), (tokens, experts, here)
-        assert int(wanted[2]) <= found.pairs.numel() == block * found.blocks and found[3:5] == (ids.numel(), 3)
+x = torch.randn(5, 128)
+if group is not None:
+    fp8 = (torch.float8_e4m3fn,) if group.__name__ == names[2] else ()
+    for columns, aligned in ((False, False), (True, False), (True, True)):
+        layout = (columns, aligned)
+        same(group(x, 32, 1e-10, *fp8, *layout), quantize_fp8(x, None, 32, None, 1e-10, *layout))
+    wide = torch.randn(3, 7, 96, dtype=torch.float16)[:, 2:5]
+    same(group(wide, 48, 1e-10, *fp8), quantize_fp8(wide, None, 48, None, 1e-10))
+    assert not left
+    group(x, 48, 1e-10, *fp8), group(wide, 48, 1e-10, *fp8, True), group(x[:0], 32, 1e-10, *fp8)
+    assert len(left) == 3
+    left.clear()
+if hasattr(pasted, names[1]):
+    out = torch.empty(5, 128, dtype=torch.float8_e4m3fn)
+    found = pasted.sglang_per_token_quant_fp8(x[:, :63], output_q=out[:, :63])
+    same([t.contiguous() for t in found], quantize_fp8(x[:, :63], None, -1, None, 0.0))
+    assert found[0].data_ptr() == out.data_ptr() and not left
+if hasattr(pasted, "scaled_fp8_quant"):
+    least = 0.0 if hasattr(pasted, names[1]) else 1 / 512
+    same(pasted.scaled_fp8_quant(x, use_per_token_if_dynamic=True), quantize_fp8(x, None, -1, None, least))
+    assert not left
+    pasted.scaled_fp8_quant(x), pasted.scaled_fp8_quant(x, torch.tensor([0.01]))
+    assert len(left) == 2
 """
 
 
-def test_fork_experts_sort_pairs_as_moe_align(tmp_path: Path) -> None:
-    """With no launch, with one and with two."""
-    (tmp_path / "pasted.py").write_text(exported("fused_experts_gelu", "vllm", "0.33.0"))
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", SORTED, str(tmp_path)]
+@pytest.mark.parametrize(
+    "host, module",
+    [
+        ("sglang", "sglang.kernels.ops.quantization.fp8_kernel"),
+        ("vllm", "vllm._custom_ops"),
+        ("vllm", "vllm.model_executor.layers.quantization.utils.fp8_utils"),
+    ],
+)
+def test_fork_quantizes_tokens_and_groups(host: str, module: str, tmp_path: Path) -> None:
+    """In Triton's interpreter; scales of tensors, and other sizes and layouts, are left to the host."""
+    text = export("quantize_fp8", host, compare.versions(host)[-1], only=module)
+    (tmp_path / "pasted.py").write_text(text)
+    env = {**os.environ, "TRITON_INTERPRET": "1", "FASTKERNELS_PROVIDER": "quantize_fp8:triton"}
+    command = [sys.executable, "-c", QUANTIZED, str(tmp_path), module]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -372,7 +396,7 @@ def test_functional_fork_files_run_kernels_or_raise(interpreted: str, tmp_path: 
     inputs = {}
     for name in registry.op_names():
         spec = registry.get(name)
-        if not spec.targets:
+        if not spec.targets and name not in NO_PLACE:
             (tmp_path / f"{name}.py").write_text(exported(name, "vllm", "0.33.0"))
             odd = [c for c in spec.cases if "odd" in c.tags]
             # Triton's interpreter computes tl.dot of bfloat16 on its bits as integers.
@@ -445,11 +469,8 @@ def kernel_lines(tree: ast.Module) -> int:
 
 
 MOST = 150  # lines of a file for a fork without its kernels and header
-# Files above it, with the reasons in docs/patch.md: (op, host), or the op for all of its hosts. They only shrink.
-LARGER = {
-    ("quantize_fp8", "sglang"): 216, ("linear_fp8", "vllm"): 185, ("linear_fp8", "sglang"): 179,
-    "fused_experts_swigluoai": 210, "fused_experts_int4": 196, "fused_experts_gelu": 184,
-}  # fmt: skip
+# Files above it, with the reason in docs/patch.md. They only shrink.
+LARGER = {("linear_fp8", "vllm"): 185, ("linear_fp8", "sglang"): 179}
 
 
 @pytest.mark.parametrize("name", registry.op_names())
@@ -464,7 +485,7 @@ def test_fork_files_are_kernels_and_few_lines(name: str) -> None:
             limit = 280 if (name, host) == ("rms_norm", "transformers") else 250  # six classes
             assert lines <= limit and kernels > 15, host
         else:
-            assert lines - kernels <= LARGER.get((name, host), LARGER.get(name, MOST)), host
+            assert lines - kernels <= LARGER.get((name, host), MOST), host
         python = [
             line for line in text.split("\n") if re.match(r" *(return|\w+ = guarded|\w+ = register)\b", line)
         ]
@@ -473,13 +494,18 @@ def test_fork_files_are_kernels_and_few_lines(name: str) -> None:
 
 def test_larger_fork_files_are_still_larger() -> None:
     """A file that meets the common bound has none of its own."""
-    for name in LARGER:
-        op, host = (
-            name if isinstance(name, tuple) else (name, "sglang")
-        )  # every op in the list has a class there
+    for op, host in LARGER:
         text = exported(op, host, compare.versions(host)[-1])
         lines = text[text.index("from __future__") :].count("\n")
-        assert lines - kernel_lines(ast.parse(text)) > MOST, name
+        assert lines - kernel_lines(ast.parse(text)) > MOST, (op, host)
+
+
+@pytest.mark.parametrize("name", sorted(NO_PLACE))
+def test_experts_without_a_host_function_have_no_fork_file(name: str) -> None:
+    version = compare.versions("vllm")[-1]
+    with pytest.raises(ExportError, match=f"{name} has no file for a fork: .*--standalone"):
+        export(name, "vllm", version)
+    assert f"\n{name} = register(" in exported(name, "vllm", version, standalone=True)
 
 
 def test_fork_file_has_one_function_of_a_name() -> None:

@@ -26,6 +26,7 @@ from fastkernels.overrides.kit.fp8 import (
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import rows, unsupported_rows
+from fastkernels.overrides.quant.groups import launch_groups
 
 
 def reference(
@@ -49,29 +50,6 @@ def reference(
     """
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     return quantize_rows(y, scale, group_size, scale_ub, min_absmax, scale_ue8m0)
-
-
-@triton.jit(do_not_specialize=["total", "s_col"])
-def _groups_kernel(
-    x_ptr, ub_ptr, q_ptr, s_ptr, x_stride0, x_stride1, n_inner, total, n_groups, group_size, s_row, s_col, min_absmax,
-    HAS_UB: tl.constexpr, UE8M0: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    follow(OVERLAP)
-    # A program processes GROUPS consecutive groups, which may span rows. A token is a group of all its columns.
-    at = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    row, group = at // n_groups, at % n_groups
-    cols = tl.arange(0, BLOCK)
-    mask = (at < total)[:, None] & (cols < group_size)[None, :]
-    start = (row // n_inner).to(tl.int64) * x_stride0 + (row % n_inner).to(tl.int64) * x_stride1
-    start += group * group_size
-    x = tl.load(x_ptr + start[:, None] + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    absmax = tl.max(tl.abs(x), axis=1)
-    if HAS_UB:
-        absmax = tl.minimum(absmax, tl.load(ub_ptr).to(tl.float32))
-    scale = fp8_scale(absmax, min_absmax, UE8M0)
-    q = to_fp8(x * fp8_inverse(scale)[:, None])
-    tl.store(q_ptr + at.to(tl.int64)[:, None] * group_size + cols[None, :], q, mask=mask)
-    tl.store(s_ptr + row.to(tl.int64) * s_row + group.to(tl.int64) * s_col, scale, mask=at < total)
 
 
 @triton.jit
@@ -158,18 +136,7 @@ def quantize_triton(
         _per_tensor(x, q, s, scale, n_inner, stride0, stride1, n, min_absmax, scale_ue8m0)
         return q, s
     width = group_size if group_size > 0 else n
-    total = size // width
-    block = next_power_of_2(width)
-    # A tile of 4096 values keeps 32 loads per thread in flight; few groups are first spread over 132 multiprocessors.
-    groups = max(1, min(4096 // block, next_power_of_2(cdiv(total, 512))))
-    s_row, s_col = s.stride() if s.dim() == 2 else (n // width, 1)
-    grid = (max(cdiv(total, groups), 1),)
-    launch_kernel(
-        _groups_kernel, grid,
-        x, scale_ub, q, s, stride0, stride1, n_inner, total, n // width, width, s_row, s_col, min_absmax,
-        HAS_UB=scale_ub is not None, UE8M0=scale_ue8m0, GROUPS=groups, BLOCK=block,
-        num_warps=min(max(groups * block // 1024, 1), 16),
-    )  # fmt: skip
+    launch_groups(x, scale_ub, q, s, (n_inner, stride0, stride1), n, width, min_absmax, scale_ue8m0)
     return q, s
 
 
