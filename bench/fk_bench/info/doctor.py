@@ -319,8 +319,6 @@ def doctor_command(
     else:
         if everything:
             _show(found)
-        print("\n".join(verdict.lines(found.rows, found.problems, found.notes)))
-        if not everything:
-            print(f"{'details':<12} fk-bench doctor --all; for programs --json")
+        print("\n".join(verdict.lines(found.rows, found.problems, found.notes, everything)))
     if found.problems:
         raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""The answer of doctor in about ten lines: what works here, what is missing, and what to do."""
+"""The answer of doctor, ten lines with the five hosts: what works here, what is missing, and what to do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ _WIDTH = 12
 _SHOWN = 3  # problems and notes; the others are counted
 
 
-def lines(rows: Mapping[str, Any], problems: Sequence[str], notes: Sequence[str]) -> list[str]:
-    """The verdict from the rows of doctor's report."""
+def lines(
+    rows: Mapping[str, Any], problems: Sequence[str], notes: Sequence[str], whole: bool = False
+) -> list[str]:
+    """The verdict from the rows of doctor's report. whole: the details have been shown."""
     count = len(problems)
-    said = ["ok: nothing is broken" if not count else f"{count} problem{'s' if count > 1 else ''}"]
+    more = "" if whole else " (details: fk-bench doctor --all; for programs: --json)"
+    said = [("ok: nothing is broken" if not count else f"{count} problem{'s' if count > 1 else ''}") + more]
     if rows:
         said.append(_line("machine", _machine(rows["machine"])))
         versions = rows["versions"].get("this", {})
@@ -28,8 +31,8 @@ def lines(rows: Mapping[str, Any], problems: Sequence[str], notes: Sequence[str]
         said += [_line(h["host"], _host(h, rows["seams"])) for h in rows["hosts"]]
         if not rows["hosts"]:
             said.append(_line("hosts", "none found; name one with --python vllm=PATH/bin/python"))
-        said.append(_line("providers", _providers(rows["providers"])))
-        said.append(_line("libraries", _libraries(rows["libraries"])))
+        parts = (_providers(rows["providers"]), _libraries(rows["libraries"]))
+        said.append(_line("providers", "; ".join(filter(None, parts))))
         said.append(
             _line("variables", ", ".join(f"{k}={v}" for k, v in rows["environment"].items()) or "none set")
         )

@@ -168,7 +168,8 @@ def _checks(result: LaneResult) -> list[str]:
     if calls := int(result.row.metrics.get("patched_calls", 0)):
         providers = sorted(set((result.row.case.get("patched_providers") or {}).values()))
         through = f"provider {', '.join(providers)}" if providers else "our own CPU code"
-        checks.append(f"swap proved by {calls} calls of {', '.join(sorted(ops))} ({through})")
+        done = "swap proved by" if result.lane.endswith("+fk") else "ran"
+        checks.append(f"{done} {calls:,} calls of {', '.join(sorted(ops))} ({through})")
     agree = result.agreement
     if agree is not None and agree.baseline is not None and agree.baseline != result.lane:
         value = agree.metrics.get("token_agreement")

@@ -33,6 +33,11 @@ def run(out: Path, *args: Any, rounds: int = 2) -> tuple[int, dict[str, Any], li
     return done.returncode, found, read(out / "rows.jsonl")[0] if (out / "rows.jsonl").exists() else []
 
 
+def headers(page: str) -> list[str]:
+    """The columns of the table of results."""
+    return re.findall(r"<th>(.*?)</th>", page)
+
+
 def test_timm_lanes_alternate(tmp_path: Path) -> None:
     status, last, rows = run(tmp_path, *TIMM, "--requests", "1,2", "--dtype", "bfloat16")
     assert status == 0, last
@@ -51,7 +56,8 @@ def test_timm_lanes_alternate(tmp_path: Path) -> None:
         assert (row.case.get("modules") == {"layer_norm": 5, "gelu": 2}) == (row.subject.lane == "patched")
     assert [r["lane"] for r in last["results"]] == ["stock", "patched"] * 2
     page = (tmp_path / "report.html").read_text()
-    assert "speedup over the fastest host lane" in page and "<img" not in page
+    assert headers(page)[:2] == ["lane", "batch"] and "speedup over the fastest host lane" in headers(page)
+    assert "PSNR of latents to float32 dB" not in headers(page) and "<img" not in page
 
 
 @pytest.mark.parametrize("kind", ["siglip2_vision", "dinov3"])
@@ -106,6 +112,8 @@ def test_pipeline_page_shows_all_images(tmp_path: Path) -> None:
             and row.metrics["latents_psnr_to_float32_db"] > 20
         )
     page = (tmp_path / "run" / "report.html").read_text()
+    assert "PSNR of latents to float32 dB" in headers(page)
+    assert 'data-label="PSNR to the first lane dB">equal<' in page
     names = re.findall(r'alt="image (\d), ([\w ,]+)"', page)
     lanes = [
         "float32",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fk_bench import cli
-from fk_bench.info import doctor
+from fk_bench.info import doctor, verdict
 from fk_integrations.core import signature_diff
 
 from fastkernels.core import registry
@@ -185,7 +185,7 @@ def test_doctor_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     status, out, _ = run(capsys, "doctor", "--json", *broken)
     assert status == 1 and not last(out)["ok"] and "no such interpreter: /no/such/python" in out
     status, out, _ = run(capsys, "doctor", *broken)
-    assert status == 1 and out.startswith("1 problem\n")
+    assert status == 1 and out.startswith("1 problem (details")
     assert re.search("^problem +--python vllm: no such interpreter: /no/such/python$", out, re.M)
     status, out, err = run(capsys, "doctor", "--python", "nonsense")
     assert status == 2 and "--python: expected LANE=VALUE" in err
@@ -201,10 +201,18 @@ def test_doctor_answers_in_ten_lines(
     assert status == 0 and len(out.splitlines()) <= 10 and "{" not in out
     assert out.startswith("ok: nothing is broken") and "cores" in found["machine"]
     assert re.search(r"\d+ ops on, .*1 off \(mostly: FASTKERNELS_DISABLE\)", found["transformers"])
-    assert found["variables"] == "FASTKERNELS_DISABLE=rms_norm" and "--all" in found["details"]
+    assert found["variables"] == "FASTKERNELS_DISABLE=rms_norm" and "--all" in out.splitlines()[0]
     assert re.match(r".*cpu: (\d+) of \1 ops have one", found["providers"])
     status, whole, _ = run(capsys, "doctor", "--all")
     assert status == 0 and len(whole.splitlines()) > 100 and "GELUActivation" in whole
+
+
+def test_verdict_with_five_hosts_has_ten_lines() -> None:
+    found = doctor.examine([]).rows
+    hosts = [{"host": name, "version": "1", "python": "python"} for name in doctor.HOSTS]
+    said = verdict.lines({**found, "hosts": hosts}, [], [])
+    assert len(doctor.HOSTS) == 5 and len(said) <= 10
+    assert "--all" in said[0] and "--all" not in verdict.lines(found, [], [], whole=True)[0]
 
 
 def test_doctor_explains_libraries_without_wheels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,8 @@ def test_headline_on_a_cpu_states_what_was_checked() -> None:
     ]
     (line,) = summary.checked([result("vllm+fk", **PATCHED)])
     assert "(our own CPU code)" in line
+    (line,) = summary.checked([result("fastkernels", patched_ops={"linear": 1234567})])
+    assert "; ran 1,234,567 calls of linear (our own CPU code);" in line
     assert not any(word in line for line in lines for word in ("tok/s", "faster", "speedup"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -14,10 +15,12 @@ from fk_bench.core.rows import Machine, Row, Status, Subject, append, read
 from fk_bench.serving import summary
 from fk_bench.serving.config import ConfigError, Level
 from fk_bench.serving.diff import compare
+from fk_bench.serving.report import terminal
 from fk_bench.serving.report.page import render
 from fk_bench.serving.report.requests import outcomes
 from fk_bench.serving.report.verdict import verdicts
 from fk_bench.serving.summary import Cell, LaneResult
+from rich.console import Console
 from support.commands import fk_bench_here, last_json
 
 METRICS = {
@@ -322,6 +325,32 @@ def test_searched_load_is_the_headline() -> None:
     (only,) = verdicts(results, {"vllm": "vllm", "sglang": "vllm"})
     assert only.headline is not None and only.headline.ratio == pytest.approx(9 / 5)
     assert "requests/s within the SLOs" in only.text
+
+
+@pytest.mark.parametrize(("lanes", "heads"), [(("vllm",), 0), (("vllm", "vllm+fk"), 5)])
+def test_speedups_need_a_lane_to_compare_with(tmp_path: Path, lanes: tuple[str, ...], heads: int) -> None:
+    run = make_run(tmp_path / "run", lanes=lanes)
+    text = render(run).read_text()
+    assert text.count(">speedup</th>") == heads and ("A ratio above 1x" in text) == bool(heads)
+    screen = Console(file=io.StringIO(), width=200)
+    terminal.show(read(run / "rows.jsonl")[0], screen)
+    assert ("speedup" in screen.file.getvalue()) == bool(heads)  # type: ignore[attr-defined]
+
+
+def test_columns_of_a_load_have_values(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    rows, _ = read(run / "rows.jsonl")
+    for row in rows:
+        if row.case["kind"] == "round":
+            row.case["slo_ms"] = {"ttft": 500.0, "tpot": 50.0}
+        if row.case.get("value") == 8:
+            row.metrics["goodput_requests_per_s"] = 3.0
+    (run / "rows.jsonl").write_text("".join(r.to_json() + "\n" for r in rows))
+    text = render(run).read_text()
+    results = text[text.index('id="results"') : text.index("Output and patching")]
+    one, eight = results.split("<table")[1:]
+    assert "goodput req/s" in eight and "goodput req/s" not in one
+    assert "slo_ms: ttft 500, tpot 50" in results
 
 
 def test_title_is_the_models_name() -> None:

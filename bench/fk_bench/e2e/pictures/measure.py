@@ -26,6 +26,7 @@ SHORTEST = 0.2  # seconds of a round
 MOST_CALLS = 200
 ALLOWED = 2.0  # times the host's own distance from float32
 COSTS = "picture_costs"  # kind of the rows of profiles
+MOST_DB = 200.0  # of a signal-to-noise ratio: equal results
 ROUNDING = 1e-6  # of a cosine: two float32 results that sum in another order
 
 
@@ -260,11 +261,11 @@ def cosine(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def psnr(found: torch.Tensor, wanted: torch.Tensor, peak: float | None = None) -> float:
-    """Peak signal-to-noise ratio in dB, at most 200; peak: by default the largest magnitude wanted."""
+    """Peak signal-to-noise ratio in dB, at most MOST_DB; peak: by default the largest magnitude wanted."""
     a, b = (t.double() for t in (found, wanted))
     top = peak if peak is not None else float(b.abs().max())
     error = float((a - b).square().mean())
-    return 200.0 if error == 0 else min(200.0, 10 * float(torch.log10(torch.tensor(top**2 / error))))
+    return MOST_DB if error == 0 else min(MOST_DB, 10 * float(torch.log10(torch.tensor(top**2 / error))))
 
 
 def _check(lane: Lane, reference: Lane, stock: Lane, batch: int) -> dict[str, Any]:

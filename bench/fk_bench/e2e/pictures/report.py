@@ -14,13 +14,13 @@ import torch.nn.functional as F
 
 from fk_bench.core import pages
 from fk_bench.core.rows import Row, Status
-from fk_bench.e2e.pictures.measure import COSTS, Lane, summary
+from fk_bench.e2e.pictures.measure import COSTS, MOST_DB, Lane, summary
 
 AMPLIFIED = 16  # times, of a difference on the page
 MOST_IMAGES = 4  # of a lane
 MOST_PIXELS = 512  # of a side of an image on the page
 COLUMNS = {
-    "batch": "batch", "lane": "lane", "images_per_s": "images/s", "latency_ms": "latency ms",
+    "lane": "lane", "batch": "batch", "images_per_s": "images/s", "latency_ms": "latency ms",
     "speedup_over_host": "speedup over the fastest host lane", "first_call_s": "first call s",
     "cosine_to_float32": "cosine to float32", "psnr_to_float32_db": "PSNR to float32 dB",
     "psnr_to_stock_db": "PSNR to the first lane dB", "latents_psnr_to_float32_db": "PSNR of latents to float32 dB",
@@ -41,7 +41,7 @@ def write(path: Path, runs: Sequence[Run]) -> None:
     made = [row for rows, _ in runs for row in rows]
     title = runs[0][1]["title"] if len(runs) == 1 else "Image models, stock and patched"
     text = pages.render(
-        "pictures.html", title=title, first=made[0], when=pages.period(made), columns=list(COLUMNS.values()),
+        "pictures.html", title=title, first=made[0], when=pages.period(made),
         sections=[section for _, section in runs], cpu=made[0].machine.gpus == 0, amplified=AMPLIFIED,
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")
@@ -56,21 +56,26 @@ def section(made: Sequence[Row], lanes: Sequence[Lane]) -> dict[str, Any]:
     if "steps" in case:
         conditions.append(f"{case['steps']} steps")
     patched = {op: n for row in timed for op, n in row.case.get("modules", {}).items()}
+    lines = summary(timed)
+    shown = [key for key in COLUMNS if any(line.get(key) is not None for line in lines)]
     return {
         "title": f"{pages.model_name(timed[0].subject.model)} in {timed[0].subject.host}",
         "conditions": ", ".join(conditions),
         "patched": ", ".join(f"{op} {n}" for op, n in patched.items()),
-        "lines": [[_cell(line.get(key)) for key in COLUMNS] for line in summary(timed)],
+        "columns": [COLUMNS[key] for key in shown],
+        "lines": [[_cell(key, line.get(key)) for key in shown] for line in lines],
         "problems": sorted({f"{r.subject.lane}: {r.reason}" for r in timed if r.status is not Status.OK}),
         "grids": _grids(lanes) if lanes and case["result"] == "images" else [],
     }
 
 
-def _cell(value: Any) -> str:
+def _cell(key: str, value: Any) -> str:
     if value is None:
         return ""
     if not isinstance(value, float):
         return str(value)
+    if key.endswith("_db") and value == MOST_DB:
+        return "equal"
     return f"{value:.7f}" if 0.99 < value < 1 else f"{value:.4g}"
 
 

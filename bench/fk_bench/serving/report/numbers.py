@@ -87,4 +87,8 @@ def own_kernels(result: LaneResult) -> bool:
 
 def case_text(case: dict[str, Any]) -> str:
     """The conditions of a run in one line."""
-    return ", ".join(f"{name}: {value}" for name, value in case.items())
+    return ", ".join(f"{name}: {_case_value(value)}" for name, value in case.items())
+
+
+def _case_value(value: Any) -> str:
+    return ", ".join(f"{k} {v:g}" for k, v in value.items()) if isinstance(value, dict) else str(value)

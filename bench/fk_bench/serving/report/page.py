@@ -92,7 +92,6 @@ def html(found: list[Row], warnings: list[str], run: Path | None = None) -> str:
     names = summary.names(found)
     results, bases = summary.lanes(found, names), numbers.baselines(found, names)
     levels = sorted({c.level for r in results for c in r.cells}, key=lambda v: v.order)
-    columns = [c for c in COLUMNS if any(c.metric in cell.mean for r in results for cell in r.cells)]
     told = [t for t in TOLD if any(t[1] in cell.mean for r in results for cell in r.cells)]
     counted = requests.outcomes(found, run)
     first = found[0]
@@ -103,8 +102,8 @@ def html(found: list[Row], warnings: list[str], run: Path | None = None) -> str:
         checked=summary.checked(results),
         speeds=[_speed_card(v) for v in verdict.verdicts(results, bases)],
         agreement=_agreement_card(results), errors=_errors_card(results, found), cached=_cached(found),
-        columns=columns, in_flight_tip=IN_FLIGHT, rule=numbers.RULE,
-        levels=[_level(results, bases, v, columns, counted) for v in levels],
+        compared=any(base != lane for lane, base in bases.items()), in_flight_tip=IN_FLIGHT, rule=numbers.RULE,
+        levels=[_level(results, bases, v, counted) for v in levels],
         lanes=[_lane(r, bases[r.lane]) for r in results], figures=plots.all_figures(results, counted),
         statistics=STATISTICS, details=_details(results, bases), counted=[_outcomes(o, results, told) for o in counted],
         told=[heading for heading, _, _ in told],
@@ -218,10 +217,11 @@ def _ratio(one: Speedup | None) -> dict[str, str]:
 
 
 def _level(
-    results: Sequence[LaneResult], bases: dict[str, str], level: Level, columns: Sequence[Column],
-    counted: Sequence[requests.Outcomes],
+    results: Sequence[LaneResult], bases: dict[str, str], level: Level, counted: Sequence[requests.Outcomes]
 ) -> dict[str, Any]:  # fmt: skip
     known = {r.lane: r for r in results}
+    cells = [cell for r in results if (cell := numbers.cell_at(r, level))]
+    columns = [c for c in COLUMNS if any(c.metric in cell.mean for cell in cells)]
     lines = []
     for result in results:
         cell = numbers.cell_at(result, level)
@@ -240,7 +240,7 @@ def _level(
             "in_flight": f"{sum(flight) / len(flight):.1f}" if flight else "",
             "sent": outcome.sent if outcome else 0, "failed": outcome.failed if outcome else 0,
         })  # fmt: skip
-    return {"label": level.label, "words": numbers.in_words(level), "lines": lines}
+    return {"label": level.label, "words": numbers.in_words(level), "columns": columns, "lines": lines}
 
 
 def _number(value: float | None, interval: tuple[float, float] | None, digits: int) -> dict[str, str]:

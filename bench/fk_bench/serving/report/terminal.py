@@ -50,9 +50,11 @@ def _table(found: Sequence[Row]) -> Any:
     table = Table(title_justify="left", show_edge=False, pad_edge=False)
     for heading in ("load", "lane"):
         table.add_column(heading, overflow="fold")
+    compared = any(base != lane for lane, base in bases.items())
     for heading, *_ in columns:
         table.add_column(heading, justify="right")
-        table.add_column("speedup", justify="right")
+        if compared:
+            table.add_column("speedup", justify="right")
     table.add_column("requests", justify="right")
     levels = list(dict.fromkeys(o.level for o in outcomes.values()))
     for level in levels:
@@ -64,10 +66,9 @@ def _table(found: Sequence[Row]) -> Any:
             cells: list[Any] = ["" if at else level.label, result.lane]
             for _, metric, digits in columns:
                 value = numbers.mean(cell, metric)
-                cells += [
-                    "" if value is None else f"{value:.{digits}f}",
-                    _speedup(verdict.speedup(cell, base, metric)),
-                ]
+                cells.append("" if value is None else f"{value:.{digits}f}")
+                if compared:
+                    cells.append(_speedup(verdict.speedup(cell, base, metric)))
             one = outcomes[result.lane, level]
             cells.append(f"{one.completed}" + (f", {one.failed} failed" if one.failed else ""))
             table.add_row(*cells)
