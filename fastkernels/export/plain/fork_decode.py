@@ -21,6 +21,7 @@ TYPES = (
     *[ctypes.c_float] * 2,
     *[ctypes.c_int] * 2,
     ctypes.c_float,
+    ctypes.c_void_p,
 )
 KERNELS: dict[Any, Any] = {}
 
@@ -36,7 +37,7 @@ def constants(
     told = {
         "HEADS": group, "HEAD_SIZE": size, "D": width, "PAGE": page, "WARPS": warps, "KEYS": 16, "STAGES": 3,
         "RESIDENT": 1, "AHEAD": 2, "CLUSTER": 1, "WHOLE": 0, "SEQS": seqs, "BF16": int(q.dtype == torch.bfloat16),
-        "WINDOW": int(window), "SOFTCAP": int(softcap),
+        "WINDOW": int(window), "SOFTCAP": int(softcap), "SINKS": 0,
     }  # fmt: skip
     return told, shared
 
@@ -90,6 +91,6 @@ def decode_cuda(
     strides = [s // 8 for s in (*q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3])]
     sizes = [batch, kv_heads, key_cache.shape[0], block_table.shape[1], 8, *strides, block_table.stride(0)]
     early, log2e = torch.cuda.is_current_stream_capturing(), 1.4426950408889634
-    floats = [scale * k_scale * log2e, v_scale, int(early), window_left, softcap * log2e]
+    floats = [scale * k_scale * log2e, v_scale, int(early), window_left, softcap * log2e, None]
     KERNELS[key].launch(kv_heads * workers, 32 * told["WARPS"], stream, [*pointers, *sizes, *floats], early)
     return out

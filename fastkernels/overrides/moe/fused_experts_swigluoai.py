@@ -191,7 +191,7 @@ fused_experts_swigluoai = define(
     " float alpha=1.702, float limit=7.0) -> Tensor",
     fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
-        Provider("cuda-few", _cuda, devices=("cuda",), supports=_supports_cuda),
+        Provider("mxfp4-cuda", _cuda, devices=("cuda",), supports=_supports_cuda),
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", _reference, devices=("cuda", "cpu")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,18 @@ def test_sets_are_distinct_and_fit_llama() -> None:
             and p["per_sm"] >= 1
             and p["least"] % p["keys"] == 0
         ), p
+
+
+def test_exported_launch_passes_the_kernels_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        cuda_rtc, "nvrtc", None, raising=False
+    )  # as in the module that replaces it in an export
+    fork_decode = importlib.import_module("fastkernels.export.plain.fork_decode")
+    q, cache = make_args(SPEC, Case("room", {"seq_lens": [1], **LLAMA}))[:2]
+    options = dict(option[2:].split("=") for option in cuda.plan(cuda.PARAMS[0], q, cache).options[1:])
+    told, shared = fork_decode.constants(q, cache, False, False)
+    assert fork_decode.TYPES == cuda.TYPES and told.keys() == options.keys()
+    assert shared == cuda.plan(cuda.PARAMS[0], q, cache).shared
 
 
 def test_workers_fill_the_chip() -> None:

@@ -97,7 +97,7 @@ def test_unsupported_matrices_name_the_reason() -> None:
 
 
 def test_calls_with_many_rows_per_expert_are_refused() -> None:
-    (provider,) = (p for p in fused_experts_swigluoai.providers if p.name == "cuda-few")
+    (provider,) = (p for p in fused_experts_swigluoai.providers if p.name == "mxfp4-cuda")
     tokens = torch.empty(100, 64, dtype=torch.bfloat16), torch.empty(2, 64, 32), torch.empty(2, 64, 16)
     ids = torch.zeros(100, 2, dtype=torch.int32)
     reason = provider.supports(*tokens, None, None, ids.float(), ids)
