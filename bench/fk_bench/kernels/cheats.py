@@ -29,7 +29,7 @@ NOISE = 0.25  # a smaller gain cannot be told from noise in the few timed rounds
 
 @dataclass(frozen=True)
 class Cheat:
-    """One line of catalogue.json.
+    """One line of catalogue.json, which leaves out defaults.
 
     name     of the candidate NAME.py and of its honest twin honest/NAME.py
     op, case, sources   what it is judged on; case None: all cases of these sources
@@ -42,12 +42,12 @@ class Cheat:
     name: str
     op: str
     case: str | None
-    sources: tuple[str, ...]
-    device: str
     pattern: str
     seen_in: str
-    scan: str | None
     caught: tuple[str, ...]
+    sources: tuple[str, ...] = ("random",)
+    device: str = "cpu"
+    scan: str | None = None
 
     def file(self, honest: bool = False, folder: Path | None = None) -> Path:
         folder = folder or checkout_path(CHEATS)
@@ -57,7 +57,8 @@ class Cheat:
 def catalogue(folder: Path | None = None) -> list[Cheat]:
     """All cheats. Raises FileNotFoundError outside a checkout."""
     entries = json.loads(((folder or checkout_path(CHEATS)) / "catalogue.json").read_text())
-    return [Cheat(**{**e, "sources": tuple(e["sources"]), "caught": tuple(e["caught"])}) for e in entries]
+    lists = ("sources", "caught")
+    return [Cheat(**{**e, **{k: tuple(e[k]) for k in lists if k in e}}) for e in entries]
 
 
 @dataclass

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock import timing
+from fk_bench.kernels.judge.clock.batches import Timed
 from fk_bench.kernels.judge.clock.timing import Samples
+from fk_bench.kernels.judge.rows import metrics
+from fk_bench.kernels.judge.rows.verdict import Verdict
 
 
 def samples(
@@ -254,6 +260,16 @@ def test_scatter_of_calls_alone_hides_no_batch() -> None:
             p + 1e-6 * float(d) for p, d in zip(candidate.passed, rng.exponential(30, 96), strict=True)
         ]
         assert timing.batched(candidate, queued(1.2, 1.2, 1000 + seed, 0.2))
+
+
+def test_row_has_quantiles_of_calls_alone() -> None:
+    candidate, baseline = lone(samples(1e-6, 0.001, 1), 5e-6), samples(1e-6, 0.001, 2)
+    baseline.passed = [1e-6 * i for i in range(11)]
+    row: Any = SimpleNamespace(metrics={}, case={}, ci95={})
+    metrics._times(row, Timed(candidate, baseline, baseline), Verdict(Status.INVALID), 1, 1, 0.0)
+    assert row.case["alone"] == {
+        "candidate": {"alone": [5.0] * 5}, "baseline": {"passed": [1.0, 2.5, 5.0, 7.5, 9.0]},
+    }  # fmt: skip
 
 
 def test_requests_have_one_cost_for_both_sides() -> None:

@@ -158,6 +158,15 @@ class RunnerState(Implementation):
                 raise Failure(
                     "signature_mismatch", f"an output is {type(v).__name__}, not a plain torch.Tensor"
                 )
+            if v.layout is not torch.strided or v.is_neg() or v.is_conj():  # its memory is not the result
+                kind = (
+                    f"has layout {v.layout}"
+                    if v.layout is not torch.strided
+                    else "is negated or conjugated lazily"
+                )
+                raise Failure(
+                    "signature_mismatch", f"an output {kind}: return a dense tensor that holds its values"
+                )
         return values
 
     def do_call(self, slot: int, out: int) -> dict[str, Any]:
@@ -180,7 +189,7 @@ class RunnerState(Implementation):
 
     def do_copy(self, out: int) -> dict[str, Any]:
         """Copy the results of the call into an output slot (once more, to check that nothing has changed them)."""
-        for view, value in zip(self.out_slots[out], self.held[out], strict=False):
+        for view, value in zip(self.out_slots[out], self._outputs(self.held[out]), strict=False):
             _copy(view, value)
         self._sync()
         return {}
