@@ -193,6 +193,10 @@ SPEC = OpSpec(
         Case(
             "mamba", {"batch": 2, "tokens": 9, "heads": 2, "dk": 16, "dv": 24, "delta": False}, "float16", tags=("odd",)
         ),
+        Case("values_65", {"batch": 1, "tokens": 6, "heads": 2, "dk": 64, "dv": 65}, "float32", tags=("odd",)),
+        Case("wide_keys", {"batch": 1, "tokens": 3, "heads": 1, "dk": 200, "dv": 31}, tags=("odd",)),
+        Case("many", {"batch": 5, "tokens": 1, "heads": 7, "dk": 32, "dv": 32}, "float16", tags=("odd",)),
+        Case("widest_keys", {"batch": 1, "tokens": 2, "heads": 1, "dk": 256, "dv": 8}, tags=("odd",)),
     ),
     activations=("q", "v"),
     batch_invariant=True,  # a program has one head of one sequence
