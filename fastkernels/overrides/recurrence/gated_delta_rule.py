@@ -39,7 +39,7 @@ def reference(
     return out.to(v.dtype), s.to(state.dtype)
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit(do_not_specialize=["n_tokens", "g_b", "beta_b"])
 def _gated_delta_rule_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, n_tokens, H, K, V, scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, s_b, s_h, s_k,
