@@ -39,7 +39,7 @@ def reference(
     return out.to(v.dtype), s.to(state.dtype)
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit(do_not_specialize=["n_tokens", "g_b", "beta_b"])
 def _gated_delta_rule_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, n_tokens, H, K, V, scale,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, g_b, g_t, g_h, beta_b, beta_t, beta_h, s_b, s_h, s_k,
@@ -193,6 +193,10 @@ SPEC = OpSpec(
         Case(
             "mamba", {"batch": 2, "tokens": 9, "heads": 2, "dk": 16, "dv": 24, "delta": False}, "float16", tags=("odd",)
         ),
+        Case("values_65", {"batch": 1, "tokens": 6, "heads": 2, "dk": 64, "dv": 65}, "float32", tags=("odd",)),
+        Case("wide_keys", {"batch": 1, "tokens": 3, "heads": 1, "dk": 200, "dv": 31}, tags=("odd",)),
+        Case("many", {"batch": 5, "tokens": 1, "heads": 7, "dk": 32, "dv": 32}, "float16", tags=("odd",)),
+        Case("widest_keys", {"batch": 1, "tokens": 2, "heads": 1, "dk": 256, "dv": 8}, tags=("odd",)),
     ),
     activations=("q", "v"),
     batch_invariant=True,  # a program has one head of one sequence

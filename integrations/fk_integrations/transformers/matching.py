@@ -170,7 +170,10 @@ def _parts(module: nn.Module) -> Match:
         return Match(
             Kind.OP, _RESEMBLE[name][0], by_signature=False, by_probe=False, needs=_RESEMBLE[name][1]
         )
-    if {"cumsum", "exp"} <= names and names & _PRODUCTS and "logsumexp" not in names:  # not optimal transport
+    own = (
+        next(module.parameters(recurse=False), None) is not None
+    )  # a length regulator or optimal transport has none
+    if own and {"cumsum", "exp"} <= names and names & _PRODUCTS and "logsumexp" not in names:
         return _recurrence(module)
     if names & (_PRODUCTS - {"product"}):
         if any(isinstance(child, nn.Softmax) for child in module.children()):

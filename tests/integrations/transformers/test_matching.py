@@ -111,6 +111,12 @@ def test_recurrences_are_matched_by_their_functions(monkeypatch: pytest.MonkeyPa
         assert matching._match(module).needs == "recurrence"
 
 
+def test_length_regulator_is_no_recurrence() -> None:
+    with torch.device("meta"):
+        model = transformers.VitsModel(transformers.VitsConfig())
+    assert match(model).op == "batched_matmul"
+
+
 def test_cells_of_recurrences_are_missing() -> None:
     assert match(nn.GRUCell(4, 4, device="meta")).needs == "recurrence"
 

@@ -120,6 +120,10 @@ def others(m: Model, tokens: int) -> None:
     triton("rms_norm_gated", x, empty(m["hidden"]), empty(tokens, m["hidden"]), 1e-5, None, False)
     triton("rms_norm_gated", x, empty(m["hidden"]), empty(tokens, m["hidden"]), 1e-5, 1024, False)
     triton("rms_norm_gated", parts[0], empty(HEAD), parts[1], 1e-6)
+    for shape in ((tokens, 1), (1, tokens)):  # decode and prefill
+        qkv, steps = [empty(*shape, 32, HEAD) for _ in range(3)], empty(*shape, 32)
+        state = empty(shape[0], 32, HEAD, HEAD, dtype=F32)
+        triton("gated_delta_rule", *qkv, empty(*shape, 32, dtype=F32), steps, state)
 
 
 def experts(m: Model, tokens: int) -> None:
