@@ -19,6 +19,7 @@ from fastkernels.overrides.norm.l2_norm import l2_norm
 from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.norm.t5_layer_norm import t5_layer_norm
+from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
 
@@ -45,6 +46,14 @@ def _stored(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([q, *(cache[:, 0] for cache in caches)], dim=1)
 
 
+def _recurrent(x: torch.Tensor) -> torch.Tensor:
+    """Rows are sequences of four tokens, with two heads of 8 channels."""
+    q, k, v = x[:, :192].reshape(len(x), 3, 4, 2, 8).unbind(1)
+    decay, beta = (x[:, i : i + 8].float().reshape(len(x), 4, 2) for i in (192, 200))
+    state = torch.zeros(len(x), 2, 8, 8, device=x.device)
+    return gated_delta_rule(q, k, v, -decay.abs(), beta.sigmoid(), state, 0.3).flatten(1)
+
+
 def _weight(x: torch.Tensor) -> torch.Tensor:
     return torch.linspace(0.5, 2, HIDDEN, device=x.device).to(x.dtype)
 
@@ -62,6 +71,7 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu_and_mul": silu_and_mul,
     "rotary_emb": _rotated,
     "rope_store_kvcache": _stored,
+    "gated_delta_rule": _recurrent,
     "top_k_per_row": lambda x: top_k_per_row(x, 100),
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from fastkernels.overrides.attention.vllm import VllmAttention
 from fastkernels.overrides.block import gated_mlp
 from fastkernels.overrides.block.transformers import (
     TransformersGemmaMLP,
+    TransformersGraniteMoeSharedMLP,
     TransformersIdefics2MLP,
     TransformersLlamaMLP,
     TransformersPhi3MLP,
@@ -279,11 +280,13 @@ def test_gelu_mlp_equals_transformers(act: str) -> None:
 
 @torch.inference_mode()
 def test_packed_and_idefics_mlps_equal_transformers() -> None:
+    from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedMLP
     from transformers.models.idefics2.modeling_idefics2 import Idefics2MLP
     from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
     for host, ours in (
         (Phi3MLP(CONFIG), TransformersPhi3MLP(CONFIG)),
+        (GraniteMoeSharedMLP(CONFIG), TransformersGraniteMoeSharedMLP(CONFIG)),
         (Idefics2MLP(72, 50, 9, "silu"), TransformersIdefics2MLP(72, 50, 9, "silu")),
     ):
         ours.load_state_dict(fill(host))

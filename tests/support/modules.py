@@ -14,7 +14,7 @@ CONFIG = SimpleNamespace(
     hidden_size=72, intermediate_size=100, num_attention_heads=6, num_key_value_heads=2, head_dim=12, vocab_size=130,
     hidden_act="silu", rms_norm_eps=1e-5, max_position_embeddings=256, mlp_bias=False, attention_bias=False,
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, final_logit_softcapping=None,
-    residual_dropout=0.0,
+    residual_dropout=0.0, shared_intermediate_size=100,
 )  # fmt: skip
 
 

@@ -100,6 +100,29 @@ class TransformersPhi3MLP(nn.Module):
         return self.down_proj(silu_and_mul(self.gate_up_proj(hidden_states)))
 
 
+class TransformersGraniteMoeSharedMLP(nn.Module):
+    """GraniteMoeSharedMLP: input_linear (gate rows first) and output_linear are nn.Linear. hidden_states [..., H].
+
+    config: hidden_size, shared_intermediate_size and hidden_act (silu).
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        check_activation(config.hidden_act)
+        self.input_size, self.hidden_size = config.hidden_size, config.shared_intermediate_size
+        self.activation = nn.SiLU()
+        self.input_linear = nn.Linear(self.input_size, 2 * self.hidden_size, bias=False)
+        self.output_linear = nn.Linear(self.hidden_size, self.input_size, bias=False)
+
+    @staticmethod
+    def supports(module: nn.Module) -> str | None:
+        """Return why our forward does not support this module (ours or the host's), or None."""
+        return not_linear(module, "input_linear", "output_linear") or not_silu(module, "activation")
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.output_linear(silu_and_mul(self.input_linear(hidden_states)))
+
+
 class TransformersGemmaMLP(GatedGeluMLP):
     """GemmaMLP: as TransformersLlamaMLP, gated by GELU. config: hidden_act is gelu, gelu_new or gelu_pytorch_tanh."""
 
@@ -154,6 +177,7 @@ TARGETS = {
         _target("idefics2", "Idefics2MLP", "TransformersIdefics2MLP"),
         _target("seed_oss", "SeedOssMLP", "TransformersSeedOssMLP"),
         _target("phi3", "Phi3MLP", "TransformersPhi3MLP"),
+        _target("granitemoeshared", "GraniteMoeSharedMLP", "TransformersGraniteMoeSharedMLP"),
     ),
     "gated_gelu_mlp": (_target("gemma", "GemmaMLP", "TransformersGemmaMLP"),),
 }

@@ -37,6 +37,7 @@ OWN = {
     "linear/skinny_linear_cuda.py": {"native-library"},
     "attention/attention_decode_cuda.py": {"native-library"},
     "linear/wgmma_linear_cuda.py": {"native-library"},
+    "moe/mxfp4_gemm.py": {"native-library"},
     "linear/wgmma_linear_fp8_cuda.py": {"native-library"},
     "kit/launch.py": {"threads"},  # a lock: one stream at a time gets tickets
     "rope/rope_tables.py": {"value-cache"},  # one cos/sin table for all layers of a model

@@ -241,7 +241,7 @@ def test_hybrid_model_gets_a_list_and_tasks(tmp_path: Path, capsys: Any) -> None
     """Nemotron-H has no number of layers, and layers of state spaces, experts and attention."""
     status, found = scaffold("nemotron_h", tmp_path, capsys, no_tasks=False)
     reasons = {entry["class"].rpartition(".")[2]: entry["reason"] for entry in found["unmatched"]}
-    assert status == 1 and reasons["NemotronHMamba2Mixer"] == "recurrence"
+    assert status == 1 and "recurrence" in reasons["NemotronHMamba2Mixer"]
     assert "num_hidden_layers=None" in reasons["NemotronHForCausalLM"]
     made = {"attention_decode", "convolution", "grouped_topk", "linear", "rms_norm", "rms_norm_gated"}
     assert made <= set(found["tasks"]) and "relu2" in found["without_task"]
