@@ -133,11 +133,15 @@ def _unnamed(layer: d.Layer, part: str) -> d.Layer:
 def _built(small: Any) -> tuple[Any, Any]:
     """(config, model). Raises NoReference."""
     try:
+        tiny_models.check_size(small)
         return small, tiny_models.build(small)
+    except tiny_models.NoReference:
+        raise
     except Exception as error:  # of any class of transformers
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         try:
             full = tiny_models.completed(small)
+            tiny_models.check_size(full)
             return full, tiny_models.build(full)
         except Exception:
             raise tiny_models.NoReference(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from fk_integrations.transformers import architectures
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -16,6 +19,7 @@ SIZES = {
 }  # fmt: skip
 LAYERS = 6  # enough for the patterns of layers that models have
 POSITIONS = 4096
+MOST_PARAMETERS = 1 << 26  # of a small copy: 256 MiB in float32
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -119,7 +123,9 @@ def shrunk(config: Any) -> Any:
     layers_name = names.get("num_hidden_layers", "num_hidden_layers")
     total = found.get(layers_name)
     if not isinstance(total, int) or total < 1:
-        raise NoReference(f"config.num_hidden_layers={total!r}: the number of layers must be at least 1")
+        raise NoReference(
+            f"config.num_hidden_layers={total!r}: the number of layers must be at least 1{_part(config)}"
+        )
     layers = min(total, LAYERS)
     small: dict[str, Any] = {}
     for name, size in SIZES.items():
@@ -138,6 +144,24 @@ def shrunk(config: Any) -> Any:
         return changed(config, **small)
     except Exception as error:  # each config class checks in its own way
         raise NoReference(f"the config cannot be made small: {' '.join(str(error).split())[:300]}") from error
+
+
+def _part(config: Any) -> str:
+    """Where the language model of a config of several models is, for a message."""
+    text = config.get_text_config(decoder=True)
+    kind = getattr(text, "model_type", "")
+    return "" if text is config else f"; its language model is {kind!r}, which the scaffold takes on its own"
+
+
+def check_size(config: Any) -> None:
+    """Raise NoReference if the model of a small config is not small: `shrunk` keeps the configs of its parts."""
+    made = copy.deepcopy(config)
+    parameters = sum(p.numel() for p in architectures.build(reference_class(made), made).parameters())
+    if parameters > MOST_PARAMETERS:
+        raise NoReference(
+            f"the config cannot be made small: with small sizes {config.architectures[0]} still has {parameters:,}"
+            f" parameters{_part(config)}"
+        )
 
 
 def completed(config: Any) -> Any:

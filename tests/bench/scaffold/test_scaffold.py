@@ -272,6 +272,9 @@ BAD = {
     "unknown_type": ({"model_type": "strange", "architectures": ["S"]}, "no model type 'strange'"),
     "no_language_model": ({"model_type": "vit", "architectures": ["ViTModel"]}, "not a causal language model"),
     "no_layers": ({"model_type": "qwen2", "num_hidden_layers": 0}, "num_hidden_layers=0"),
+    "large_part": (  # the sizes of its language model stay: it would take 35 GiB
+        {"model_type": "fuyu", "architectures": ["FuyuForCausalLM"]}, "its language model is 'persimmon'",
+    ),
     "heads": (
         {
             "model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 4, "hidden_size": 96,
