@@ -48,7 +48,7 @@ def verify(file: Path, samples: Samples) -> Verified:
 
 def parameters(file: Path, config: Any) -> tuple[int, int]:
     """Parameters of the model at its real sizes: by our plan, and of transformers' modules on the meta device."""
-    theirs = module_walk.on_meta(config)
+    theirs, config = module_walk.real(config)
     with registry.using(file):
         return plan(config, "float32").parameters, sum(p.numel() for p in theirs.parameters())
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fk_integrations.transformers import architectures
 from fk_integrations.transformers.matching import match
 from fk_integrations.transformers.tiny_models import reference_class
@@ -36,12 +34,6 @@ class Walked:
             "path": self.path, "class": self.cls, "source": self.source, "count": self.count,
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
         }  # fmt: skip
-
-
-def on_meta(config: Any) -> Any:
-    """The reference model of a config on the device 'meta'."""
-    with torch.device("meta"), torch.no_grad():
-        return reference_class(config)._from_config(config)
 
 
 def real(config: Any) -> tuple[Any, Any]:

@@ -45,17 +45,18 @@ def read(source: str | Path) -> Any:
 
     path = Path(source).expanduser()
     path = path.parent if path.is_file() else path
-    if not path.is_dir() and str(source) in CONFIG_MAPPING:
-        return _named(AutoConfig.for_model(str(source)))
     if path.is_dir() and not (path / "config.json").is_file():
         raise NoReference(f"{path} has no config.json")
     where = path if path.is_dir() else str(source)
-    if not path.is_dir() and str(source).count("/") != 1:
+    is_type = not path.is_dir() and str(source) in CONFIG_MAPPING
+    if not (path.is_dir() or is_type) and str(source).count("/") != 1:
         raise NoReference(
             f"{source!r} is neither a folder with config.json, nor a hub id OWNER/NAME, nor a model type that"
             f" transformers knows"
         )
     try:
+        if is_type:
+            return _named(AutoConfig.for_model(str(source)))
         from transformers import PreTrainedConfig
 
         raw, _ = PreTrainedConfig.get_config_dict(where, local_files_only=path.is_dir())
@@ -66,7 +67,7 @@ def read(source: str | Path) -> Any:
                 + (f"; the checkpoint {needs}" if needs else "")
             )
         return _named(AutoConfig.from_pretrained(where, local_files_only=path.is_dir()))
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, TypeError, ValueError, KeyError, StrictDataclassError) as error:
         if isinstance(error, NoReference):
             raise
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -269,7 +270,7 @@ def _activations() -> tuple[str, ...]:
 
 def _flipped(values: list[Any]) -> Iterator[list[Any]]:
     """The list with another first, and another last entry."""
-    known = LAYER_TYPES if values[0] in LAYER_TYPES else (0, 1) if set(values) <= {0, 1} else ()
+    known = LAYER_TYPES if values[0] in LAYER_TYPES else (0, 1) if all(v in (0, 1) for v in values) else ()
     for at in (0, -1):
         others = [v for v in known if v != values[at]]
         if others:

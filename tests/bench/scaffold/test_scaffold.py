@@ -254,6 +254,24 @@ def test_copy_that_does_not_run_is_no_crash(tmp_path: Path, capsys: Any) -> None
     assert status == 1 and "small" in found["unmatched"][0]["reason"]
 
 
+@pytest.mark.slow
+def test_sizes_that_a_default_config_leaves_open(tmp_path: Path, capsys: Any) -> None:
+    """Ministral's default config has no head_dim, so that transformers cannot build its model."""
+    status, found = scaffold("ministral", tmp_path, capsys)
+    assert status == 0 and found["parameters"] > 7e9
+
+
+def test_list_of_lists_in_a_config_is_no_crash(tmp_path: Path, capsys: Any) -> None:
+    status, found = scaffold("gpt_neo", tmp_path, capsys)
+    assert status == 1 and found["unmatched"][0]["class"].endswith("GPTNeoForCausalLM")
+
+
+def test_type_without_a_default_config_is_refused(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        scaffold("musicgen", tmp_path, capsys)
+    assert "musicgen: the config cannot be used" in capsys.readouterr().err
+
+
 def test_existing_file_is_kept(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "llm/qwen2.py"
     file.parent.mkdir()
