@@ -189,6 +189,8 @@ class Search:
                     f"(i + 1) % {at} != 0",
                     f"i % {at} == 0",
                     f"i % {at} != 0",
+                    f"i < {at}",
+                    f"i >= {at}",
                 )
 
 

@@ -24,6 +24,7 @@ SIZES = {  # formulas that are tried first
     "head_size": ("config.hidden_size // config.num_attention_heads",),
 }
 MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+ROUTING = {"scoring": "softmax", "correction": False, "groups": 1, "top_groups": 1, "scale": 1.0}
 NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 
@@ -199,9 +200,14 @@ class _Describe:
             )
         normalize = search.of_layers("experts.normalize", attrgetter("mlp.normalize"), (), _is_sparse)
         made += [normalize] if normalize != "True" else []
+        for name, default in ROUTING.items():
+            get = attrgetter(f"mlp.{name}")
+            if not search.always(get, default, _is_sparse):
+                made.append(f"{name}={search.of_layers(f'experts.{name}', get, (), _is_sparse)}")
         shared = attrgetter("mlp.shared")
         if not search.always(shared, 0, _is_sparse):
-            made.append(f"shared={search.size_of_layers('experts.shared', shared, (), _is_sparse)}")
+            several = [f"{made[2]} * {at}" for name, at in search.attribute.items() if "shared" in name]
+            made.append(f"shared={search.size_of_layers('experts.shared', shared, several, _is_sparse)}")
             gate = search.of_layers("experts.shared_gate", attrgetter("mlp.shared_gate"), (), _is_sparse)
             made += [f"shared_gate={gate}"] if gate != "False" else []
         return f"d.Experts({', '.join(made)})"
@@ -226,9 +232,7 @@ class _Describe:
         attention = fold("d.attention(", ["config", *(["window"] if windowed else []), *differs], ")")
         before, mlp = self._mlp()
         arguments = [attention, mlp, *norms, *more]
-        indexed = any(
-            part in f"{a} " for a in arguments for part in ("[i]", "(i + 1)", "i % ", "i in ", "i not in ")
-        )
+        indexed = any(re.search(r"\bi\b", a) for a in arguments)
         lines = [f"    norm = {self.norm}", *before]
         if not windowed and not indexed and not any("window" in a for a in arguments):
             lines.append(_fold("layer = d.Layer(", arguments, ")", 1))
@@ -389,6 +393,8 @@ def _own_name(role: str, names: Mapping[str, str]) -> str:
     block = names.get("experts", "").rpartition(".")[0]
     if role == "router":
         return f"{block}.gate"
+    if role == "correction":
+        return f"{block}.gate.e_score_correction_bias"
     if role.startswith("experts_"):
         return f"{block}.{role.replace('_', '.')}_weight"
     if role == "shared_expert_gate":

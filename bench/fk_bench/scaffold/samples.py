@@ -163,8 +163,9 @@ def _stored(names: dict[str, str], keys: dict[str, str]) -> dict[str, str]:
                 if key:
                     found[part] = re.sub(r"^.*?\.\d+\.", "", key.removeprefix(stack))
         elif role != "layers":
-            at = next((i for i in range(count) if f"{stack}.{i}.{name}.weight" in keys), 0)
-            key = keys.get(f"{stack}.{at}.{name}.weight", f"{stack}.{at}.{name}.weight")
+            own = name if role == "correction" else f"{name}.weight"
+            at = next((i for i in range(count) if f"{stack}.{i}.{own}" in keys), 0)
+            key = keys.get(f"{stack}.{at}.{own}", f"{stack}.{at}.{own}")
             found["layers"], _, rest = key.partition(f".{at}.")
             found[role] = rest.removesuffix(".weight")
     return found

@@ -49,8 +49,10 @@ def verify(file: Path, samples: Samples) -> Verified:
 def parameters(file: Path, config: Any) -> tuple[int, int]:
     """Parameters of the model at its real sizes: by our plan, and of transformers' modules on the meta device."""
     theirs, config = module_walk.real(config)
+    corrections = (b for name, b in theirs.named_buffers() if name.endswith("correction_bias"))
+    count = sum(t.numel() for t in (*theirs.parameters(), *corrections))
     with registry.using(file):
-        return plan(config, "float32").parameters, sum(p.numel() for p in theirs.parameters())
+        return plan(config, "float32").parameters, count
 
 
 def _same(sample: Sample) -> bool:

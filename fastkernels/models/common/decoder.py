@@ -300,8 +300,9 @@ class DecoderExperts(nn.Module):
         )
         self.ops = ("topk_softmax" if experts.plain else "grouped_topk", self.experts.quant_method.op)
         if experts.correction:
-            bias = torch.empty(experts.count, dtype=torch.float32)
-            self.gate.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+            bias = nn.Parameter(torch.empty(experts.count, dtype=torch.float32), requires_grad=False)
+            bias.weight_loader = _load_flat  # type: ignore[attr-defined]
+            self.gate.e_score_correction_bias = bias
         self.shared_experts = (
             DecoderMlp(Mlp(experts.shared), hidden, f"{prefix}.shared_experts", reduce=False)
             if experts.shared
@@ -332,6 +333,13 @@ class DecoderExperts(nn.Module):
             return weights, ids
         bias = self.gate.e_score_correction_bias if d.correction else None
         return grouped_topk(logits, d.top_k, d.normalize, d.groups, d.top_groups, d.scoring, bias, d.scale)
+
+
+def _load_flat(parameter: nn.Parameter, loaded: torch.Tensor) -> None:
+    """Load a vector that some checkpoints (Ernie 4.5) store as one row. Raises ValueError for another size."""
+    if loaded.numel() != parameter.numel():
+        raise ValueError(f"expected shape {tuple(parameter.shape)}")
+    parameter.data.copy_(loaded.reshape(-1))
 
 
 def expert_mapping(config: Any) -> list[tuple[str, str, int, str]]:

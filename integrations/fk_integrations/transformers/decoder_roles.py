@@ -6,6 +6,7 @@ gives, and the layer's residual stream must add up.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from fastkernels.models.common import description as d
+from fastkernels.overrides.moe import grouped_topk
 from fk_integrations.transformers import decoder_probes as probe
 from fk_integrations.transformers.decoder_probes import same
 from fk_integrations.transformers.recording import AttentionCall, ModuleCall, Recording, record
@@ -159,11 +161,11 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
         attention, names, reads, writes = _attention(made, attended[0], path, config)
     except Unexplained as error:
         try:
-            _mlp(inside, attended[0], path)
+            _mlp(inside, attended[0], path, config)
         except Unexplained as other:
             raise Unexplained(error.path, error.reason, (other,)) from None
         raise
-    mlp, mlp_names, mlp_reads, mlp_writes = _mlp(inside, attended[0], path)
+    mlp, mlp_names, mlp_reads, mlp_writes = _mlp(inside, attended[0], path, config)
     names |= mlp_names
     own_parts = [c for c in inside if "." not in c.path[len(path) + 1 :]]
     weighted = [c for c in own_parts if list(c.module.parameters(recurse=False))]
@@ -420,7 +422,7 @@ def _factor(seen: AttentionCall, q: torch.Tensor, k: torch.Tensor) -> float | No
 
 
 def _mlp(
-    inside: list[ModuleCall], seen: AttentionCall, layer: str
+    inside: list[ModuleCall], seen: AttentionCall, layer: str, config: Any
 ) -> tuple[d.Mlp | d.Experts, dict[str, str], torch.Tensor, torch.Tensor]:
     """(MLP, names, what it reads, what it writes)."""
     outside = [c for c in inside if not f"{c.path}.".startswith(f"{seen.path}.")]
@@ -431,7 +433,7 @@ def _mlp(
     strange = [c for c in weighted if c not in linears]
     experts = next((c for c in strange if sum(p.dim() == 3 for p in c.module.parameters()) == 2), None)
     if experts is not None:
-        return _experts(outside, linears, experts, layer)
+        return _experts(outside, linears, experts, layer, config)
     if strange or not 2 <= len(linears) <= 3:
         culprit = strange[0] if strange else None
         path = culprit.path if culprit else layer
@@ -473,7 +475,7 @@ def _dense(linears: list[ModuleCall], layer: str) -> tuple[d.Mlp, dict[str, str]
 
 
 def _experts(
-    outside: list[ModuleCall], linears: list[ModuleCall], experts: ModuleCall, layer: str
+    outside: list[ModuleCall], linears: list[ModuleCall], experts: ModuleCall, layer: str, config: Any
 ) -> tuple[d.Experts, dict[str, str], torch.Tensor, torch.Tensor]:
     """(experts, names, what they read, what they write), with the MLP of all tokens next to the router, or to both."""
     path = experts.path.rpartition(".")[0]
@@ -490,34 +492,47 @@ def _experts(
     rest = [c for c in linears if c is not router]
     shared, shared_names, added = _shared_expert(rest, x, layer)
     known = {c.path for c in rest} | {experts.path}
-    inside = {
-        n: p
-        for n, p in block.module.named_parameters()
-        if not any(f"{path}.{n}".startswith(f"{k}.") for k in known)
-    }
-    routers = [(n, p) for n, p in inside.items() if p.dim() == 2]
-    if len(inside) != 1 or len(routers) != 1:
-        raise Unexplained(path, f"a router with {', '.join(inside)}, where one matrix is known")
+    own_tensors = (*block.module.named_parameters(), *block.module.named_buffers())
+    inside = {n: p for n, p in own_tensors if not any(f"{path}.{n}".startswith(f"{k}.") for k in known)}
+    routers = [(n, p) for n, p in inside.items() if p.dim() == 2 and p.shape != (1, count)]
+    biases = [(n, p) for n, p in inside.items() if n.endswith("correction_bias") and p.numel() == count]
+    if len(routers) != 1 or len(inside) != 1 + len(biases) or len(biases) > 1:
+        raise Unexplained(path, f"a router with {', '.join(inside)}; a matrix and a correction are known")
     if both.shape != (count, 2 * inner, x.shape[1]) or routers[0][1].shape != (count, x.shape[1]):
         raise Unexplained(path, f"experts of shapes {list(both.shape)} and {list(down.shape)}")
     gate, up = torch.einsum("th,enh->ten", x, both).chunk(2, -1)
     each = torch.einsum("ten,ehn->teh", probe.ACTIVATIONS["silu"](gate) * up, down)
-    scores = (x @ routers[0][1].T).softmax(-1)
     within = bool(rest) and all(c.path.startswith(f"{path}.") for c in rest)
     written = block.output.reshape(x.shape)
-    for top_k in range(1, count + 1):
-        weights, ids = scores.topk(top_k)
-        for normalize in (True, False):
-            scaled = weights / weights.sum(-1, keepdim=True) if normalize else weights
-            made = (each.gather(1, ids[..., None].expand(-1, -1, each.shape[2])) * scaled[..., None]).sum(1)
-            if same(made + added if within else made, written):
-                names = {
-                    "experts": experts.path[len(layer) + 1 :],
-                    "router": f"{path}.{routers[0][0]}"[len(layer) + 1 :].removesuffix(".weight"),
-                }
-                found = d.Experts(count, top_k, inner, normalize, **shared)
-                return found, names | shared_names, x, written if within else written + added
-    raise Unexplained(path, "its output is not a softmax-weighted sum of gated MLPs (SiLU)")
+    routed = written - added if within else written
+    router_path = f"{path}.{routers[0][0]}"[len(layer) + 1 :].removesuffix(".weight")
+    names = {"experts": experts.path[len(layer) + 1 :], "router": router_path}
+    if biases:
+        names["correction"] = f"{path}.{biases[0][0]}"[len(layer) + 1 :]
+    for choice in _routings(count, biases[0][1].reshape(-1) if biases else None, config):
+        weights, ids = grouped_topk.reference(x @ routers[0][1].T, *choice)
+        chosen = each.gather(1, ids.long()[..., None].expand(-1, -1, each.shape[2]))
+        made = (chosen * weights[..., None]).sum(1)
+        scale = 1.0 if same(made, routed) else probe.ratio(routed, made)
+        if scale is not None:
+            top_k, normalize, groups, top_groups, scoring, correction = choice
+            found = d.Experts(
+                count, top_k, inner, normalize, scoring=scoring, correction=correction is not None, groups=groups,
+                top_groups=top_groups, scale=scale, **shared,
+            )  # fmt: skip
+            return found, names | shared_names, x, written if within else written + added
+    raise Unexplained(path, "its output is no sum of gated MLPs (SiLU), weighted by softmax or sigmoid")
+
+
+def _routings(count: int, correction: torch.Tensor | None, config: Any) -> Iterator[tuple[Any, ...]]:
+    """Arguments of grouped_topk behind the logits. Groups of the config come first: few tokens may not tell others."""
+    groupings = [(n, top) for n in range(1, count // 2 + 1) if count % n == 0 for top in range(1, n + 1)]
+    given = (getattr(config, "n_group", 1), getattr(config, "topk_group", 1))
+    for groups, top_groups in sorted(groupings, key=lambda g: g != given):
+        for top_k in range(1, top_groups * count // groups + 1):
+            for scoring in ("softmax", "sigmoid"):
+                for normalize in (True, False):
+                    yield top_k, normalize, groups, top_groups, scoring, correction
 
 
 def _shared_expert(

@@ -188,11 +188,14 @@ def build(config: Any, seed: int = 0) -> Any:
         for name, parameter in model.named_parameters():
             plain = parameter.dim() > 1 or name.endswith("bias")
             parameter.normal_(0.0 if plain else 1.0, 0.2, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias") and buffer.is_floating_point():  # of routers; others are tables
+                buffer.normal_(0.0, 0.2, generator=generator)
     return model.eval().requires_grad_(False)
 
 
 def checkpoint_names(model: Any) -> dict[str, str]:
-    """{parameter: its key in a checkpoint} of a random model, for parameters that are stored as they are."""
+    """{tensor: its key in a checkpoint} of a random model, for parameters and buffers that are stored as they are."""
     import tempfile
 
     from safetensors.torch import load_file
@@ -201,7 +204,7 @@ def checkpoint_names(model: Any) -> dict[str, str]:
         model.save_pretrained(folder)
         stored = load_file(Path(folder) / "model.safetensors")
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         equal = (k for k, t in stored.items() if t.shape == parameter.shape and torch.equal(t, parameter))
         key = name if name in stored else next(equal, "")
         if key:
@@ -223,6 +226,8 @@ def perturbations(config: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         used = name.removeprefix("use_")
         if value is False and used != name and fields(config).get(used, 0) is None:
             changes.insert(0, {name: True, used: 3})  # neither field alone changes anything
+        if name == "topk_group" and "n_group" in fields(config):
+            changes.insert(0, {name: 2, "n_group": 3})  # two of one group are no choice
         more = (change for c in changes for of in (_with_head, with_all_keys) for change in of(config, c))
         yield name, [*changes, *more]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from fk_integrations.transformers import decoder_probes as probe
+from fk_integrations.transformers import tiny_models
+from fk_integrations.transformers.decoder_roles import observe
 from torch import nn
 
 from fastkernels.models.common.decoder import make_norm
@@ -49,3 +51,17 @@ def test_rotation_leaves_its_input() -> None:
     turned = probe.rotated(half, x)
     assert torch.equal(x, before) and torch.equal(turned[..., 8:], x[..., 8:])
     assert not probe.same(turned, x) and probe.same(turned[:, :1], x[:, :1])
+
+
+@pytest.mark.parametrize("groups, best", [(1, 1), (2, 1), (3, 2)])
+def test_router_with_a_correction_is_found(groups: int, best: int) -> None:
+    small = tiny_models.shrunk(tiny_models.read("solar_open"))
+    given = {"n_group": groups, "topk_group": best, "routed_scaling_factor": 1.5, "num_hidden_layers": 2}
+    config = tiny_models.changed(small, **given, norm_topk_prob=groups == 1)
+    found = observe(tiny_models.build(config), config)
+    assert found.names["correction"] == "mlp.gate.e_score_correction_bias"
+    for layer in found.decoder.layers:
+        experts = layer.mlp
+        assert (experts.groups, experts.top_groups, experts.top_k) == (groups, best, 2)
+        assert experts.scoring == "sigmoid" and experts.correction and experts.normalize is (groups == 1)
+        assert experts.scale == pytest.approx(1.5, rel=1e-4)

@@ -26,17 +26,21 @@ HELD_OUT = (
     "biogpt",
     "cohere",
     "cohere2_moe",
+    "ernie4_5_moe",
     "exaone4",
+    "exaone_moe",
     "falcon",
     "gemma3_text",
     "glm",
     "helium",
+    "hy_v3",
     "jais2",
     "olmo3",
     "opt",
     "phi",
     "persimmon",
     "seed_oss",
+    "solar_open",
 )
 
 
