@@ -31,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "tests/integrations/" not in item.nodeid)
 
 
+def pytest_collection_finish() -> None:
+    """Exclude the tests and imported modules from garbage collection: one of them all takes 0.9 s."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def no_collections() -> Iterator[None]:
     """Collections take longer the more objects other tests have left."""
