@@ -29,7 +29,7 @@ PRELOAD = (
     "torch._functorch.aot_autograd",
     "fk_bench.kernels.judge.processes.runner",
 )
-# What the first compiled call imports; on a GPU not before the fork, as none of it may open the device.
+# Modules that a first compiled call imports; on a GPU only there, because an import that opens the device is an error
 CPU_PRELOAD = ("torch._inductor.scheduler", "torch.distributed.tensor.experimental")
 CPU_MEMORY = 6 << 30  # bytes of a candidate's process
 PACKAGES = (
