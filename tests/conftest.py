@@ -1,4 +1,4 @@
-"""The real hosts first: they take longest, and two workers share the tests file by file. One thread for each process:
+"""Long files first, above all the real hosts': two workers share the tests file by file. One thread for each process:
 threads of two workers that wait for each other on two cores take ten times as long.
 """
 
@@ -28,7 +28,14 @@ else:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: "tests/integrations/" not in item.nodeid)
+    first = ("tests/integrations/", "tests/overrides/test_ops.py")
+    items.sort(key=lambda item: next((i for i, f in enumerate(first) if f in item.nodeid), len(first)))
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the tests and imported modules from garbage collection: one of them all takes 0.9 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -68,13 +68,10 @@ def test_one_class_a_version(name: str) -> None:
 
 def test_nothing_sets_its_signature() -> None:
     for file in (ROOT / "fastkernels").rglob("*.py"):
-        names = {n.attr for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Attribute)}
-        names |= {n.id for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Name)}
-        names |= {
-            n.value
-            for n in ast.walk(ast.parse(file.read_text()))
-            if isinstance(n, ast.Constant) and isinstance(n.value, str)
-        }
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        names = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+        names |= {n.id for n in nodes if isinstance(n, ast.Name)}
+        names |= {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         assert not names & {"__signature__", "__text_signature__"}, file
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import sys
@@ -73,14 +74,27 @@ class Verdict:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path | None = None) -> Verdict:
-    """Judge the twin with the scan, the cheat without it, and scan the cheat."""
+def try_cheat(
+    judge: Judge,
+    cheat: Cheat,
+    options: Options,
+    folder: Path | None = None,
+    twins: dict[tuple[Any, ...], list[Row]] | None = None,
+) -> Verdict:
+    """Judge the twin with the scan, the cheat without it, and scan the cheat.
+
+    twins: rows of the twins that passed. If no times are compared, a twin with the same code is not judged again.
+    """
     verdict = Verdict(cheat)
-    for _ in range(TRIES):
+    twin = cheat.op, cheat.case, cheat.sources, _code(cheat.file(True, folder))
+    honest = twins.get(twin, []) if twins is not None and NO_GAIN not in cheat.caught else []
+    for _ in range(0 if honest else TRIES):
         honest = _rows(judge, cheat, cheat.file(True, folder), dataclasses.replace(options, scan=True))
         if not any(r.status is Status.INVALID for r in honest):
             break
     bad = [r for r in honest if r.status is not Status.OK]
+    if twins is not None and not bad:
+        twins[twin] = honest
     verdict.twin_outcome = _outcome(honest)
     verdict.twin_problem = f"the honest twin is {bad[0].status.value}: {bad[0].reason}" if bad else ""
     if not honest:
@@ -106,6 +120,14 @@ def try_cheat(judge: Judge, cheat: Cheat, options: Options, folder: Path | None 
         verdict.problem += f"; the scan finds {sorted(patterns) or 'nothing'}, not {cheat.scan or 'nothing'}"
     verdict.problem = verdict.problem.removeprefix("; ")
     return verdict
+
+
+def _code(file: Path) -> str:
+    """A file's code without its docstring and comments."""
+    tree = ast.parse(file.read_text())
+    if ast.get_docstring(tree) is not None:
+        del tree.body[0]
+    return ast.unparse(tree)
 
 
 def _rows(judge: Judge, cheat: Cheat, file: Path, options: Options) -> list[Row]:

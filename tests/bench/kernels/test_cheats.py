@@ -6,11 +6,12 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fk_bench.core.checkout import checkout_path
-from fk_bench.core.rows import Status, read
+from fk_bench.core.rows import Row, Status, read
 from fk_bench.kernels.cheats import Cheat, catalogue, run_cheats, try_cheat
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
@@ -36,9 +37,16 @@ def judge() -> Iterator[Judge]:
         yield found
 
 
+@pytest.fixture(scope="session")
+def twins() -> dict[tuple[Any, ...], list[Row]]:
+    return {}
+
+
 @pytest.mark.parametrize("cheat", HERE, ids=ids)
-def test_cheat_is_caught_and_twin_passes(judge: Judge, cheat: Cheat) -> None:
-    verdict = try_cheat(judge, cheat, OPTIONS)
+def test_cheat_is_caught_and_twin_passes(
+    judge: Judge, cheat: Cheat, twins: dict[tuple[Any, ...], list[Row]]
+) -> None:
+    verdict = try_cheat(judge, cheat, OPTIONS, twins=twins)
     assert not verdict.twin_problem, verdict.twin_problem
     assert not verdict.problem, f"{verdict.problem} (the judge said: {verdict.outcome})"
     assert verdict.outcome.isprintable(), "a reason has control characters"

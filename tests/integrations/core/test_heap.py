@@ -14,9 +14,10 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def unfrozen():
+    frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    (gc.freeze if frozen else gc.unfreeze)()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -1,9 +1,13 @@
-"""Script for TRITON_INTERPRET=1: the one-launch attention_decode against float64; prints a line of JSON per case."""
+"""Script for TRITON_INTERPRET=1: the one-launch attention_decode against float64; prints a line of JSON per case.
+
+With the argument `all`, uneven and ragged lengths have several sets of parameters, not one of them in turn.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import traceback
 from collections.abc import Iterable
 from typing import Any
@@ -34,6 +38,7 @@ LENGTHS = (
 )  # fmt: skip
 # How lengths differ.
 WORKERS = 33
+WORKED = (1, 64, 4, 4, 128, 1), (2, 32, 2, 4, 64, 1)
 UNEVEN: dict[str, Iterable[int]] = {
     "linear": range(128, 1921, 58), "equal": [2048] * 32, "one long": [20000] + [500] * 31,
     "few": [100, 5000, 700, 30, 0, 1200], "two kinds": [256, 256, 256, 3072] * 10,
@@ -99,7 +104,7 @@ def uneven(lens: list[int], params: dict[str, int]) -> str | None:
     return f"a worker has {largest} tiles where {share:.1f} is its share" if largest > share + 1 else None
 
 
-def main() -> None:
+def main(all_sets: bool) -> None:
     poison()
     split.multiprocessors = lambda device: 12  # fewer programs, each with more work
     cases: dict[str, tuple[Any, ...]] = {}
@@ -116,7 +121,7 @@ def main() -> None:
     )  # fmt: skip
     for i, lens in enumerate(ragged):
         layout, dtype = LAYOUTS[i % len(LAYOUTS)], ("float16", "bfloat16")[i % 2]
-        for sizes in EVEN[: 2 if i else 3]:
+        for sizes in EVEN[: 2 if i else 3] if all_sets else [EVEN[i % len(EVEN)]]:
             cases[f"even {lens} {layout} {dtype} {sizes}"] = (
                 {"seq_lens": list(lens), **layout}, dtype, split._set(*sizes)
             )  # fmt: skip
@@ -131,11 +136,11 @@ def main() -> None:
             found = traceback.format_exc()
         print(json.dumps({"case": name, "problem": found}), flush=True)
     split.multiprocessors = lambda device: WORKERS
-    for name, lens in UNEVEN.items():
-        for sizes in ((1, 64, 4, 4, 128, 1), (2, 32, 2, 4, 64, 1)):
+    for i, (name, lens) in enumerate(UNEVEN.items()):
+        for sizes in WORKED if all_sets else [WORKED[i % 2]]:
             found = uneven(list(lens), split._set(*sizes))
             print(json.dumps({"case": f"{name} {sizes}", "problem": found}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] == ["all"])

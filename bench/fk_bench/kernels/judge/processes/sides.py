@@ -29,6 +29,8 @@ PRELOAD = (
     "torch._functorch.aot_autograd",
     "fk_bench.kernels.judge.processes.runner",
 )
+# Modules that a first compiled call imports; on a GPU only there, because an import that opens the device is an error
+CPU_PRELOAD = ("torch._inductor.scheduler", "torch.distributed.tensor.experimental")
 CPU_MEMORY = 6 << 30  # bytes of a candidate's process
 PACKAGES = (
     "fastkernels",
@@ -78,7 +80,8 @@ class Sides:
         """A process for one side, caged if it runs files of a user."""
         python = self.python.get(who, sys.executable)
         if python not in self._zygotes:
-            self._zygotes[python] = Zygote(python, preload=PRELOAD)
+            more = CPU_PRELOAD if self.device == "cpu" else ()
+            self._zygotes[python] = Zygote(python, preload=(*PRELOAD, *more))
         if files and self.caged:
             own = Environment.read().tuned  # ops that call others need the tables in the cage, too
             tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
