@@ -100,8 +100,10 @@ def cells(rows: Sequence[Row]) -> list[Cell]:
 
 
 def names(rows: Sequence[Row]) -> list[str]:
-    """The lanes of a run, in the order of their first rows."""
-    return list(dict.fromkeys(r.subject.lane for r in rows if r.subject.lane))
+    """The lanes of a run, baselines first, in the order of their first rows."""
+    found = dict.fromkeys(r.subject.lane for r in rows if r.subject.lane)
+    bases = {r.baseline for r in rows}
+    return sorted(found, key=lambda lane: lane not in bases)
 
 
 def lanes(rows: Sequence[Row], names: Sequence[str]) -> list[LaneResult]:
