@@ -29,7 +29,7 @@ def unnamed(report, llm) -> set[str]:
             for module in model.modules()
             if not list(module.children())
             and not hasattr(module, "quant_method")
-            and type(module).__name__ != "ModuleList"  # of no layers
+            and type(module).__name__ not in ("ModuleList", "Dropout")  # of no layers; without effect
         }
     )
     text = " ".join([row.host_class for row in report.rows] + [row.reason for row in report.rows])
