@@ -179,7 +179,7 @@ class Engine(ABC):
             raise ValueError(
                 f"truncate_prompt_tokens must be at most {self.max_model_len}, the maximum context length, got {wanted}"
             )
-        return self.max_model_len - room if wanted == -1 else wanted
+        return max(1, self.max_model_len - room) if wanted == -1 else wanted
 
     def _encode(self, text: str, limit: int | None, side: str | None) -> list[int]:
         if self.tokenizer is None:

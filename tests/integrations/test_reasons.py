@@ -281,6 +281,7 @@ def test_vllm_names_modules_that_are_transformers() -> None:
     """vLLM builds models that it has no file for, such as GLM, from transformers' modules."""
     from fk_integrations.vllm.host import VllmAdapter
     from transformers import GlmConfig, GlmModel
+    from transformers.activations import GELUActivation
 
     model = GlmModel(
         GlmConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=8, pad_token_id=0)
@@ -290,4 +291,6 @@ def test_vllm_names_modules_that_are_transformers() -> None:
     assert reason.kind is Kind.OTHER_CLASS and "GlmRotaryEmbedding" in reason.text and found[reason] == 1
     (reason,) = VllmAdapter().unrecognized("silu_and_mul", model)
     assert "SiLUActivation" in reason.text
+    (reason,) = VllmAdapter().unrecognized("gelu", GELUActivation())  # of GPT-NeoX
+    assert "GELUActivation" in reason.text
     assert not VllmAdapter().unrecognized("rms_norm", model)

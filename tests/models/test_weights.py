@@ -199,6 +199,11 @@ def test_config_that_is_not_json(copy):
     fails(copy, "config.json")
 
 
+def test_config_without_architectures(copy):
+    (copy / "config.json").write_text('{"model_type": "llama"}')
+    fails(copy, "config.json has no `architectures`", "`fk-bench list models`")
+
+
 def test_config_that_contradicts_itself(copy):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "num_attention_heads": 6}))

@@ -63,6 +63,7 @@ class Fleet:
     def _begin(self, lane: Lane, display: Display) -> Running | None:
         display.doing(f"{lane.name} starts")
         row = self.record.row(lane, Status.OK, "", {"kind": "lane"})
+        row.baseline = lanes.base_of(lane.name, [one.name for one in self.lanes], self.config.base)
         try:
             if lane.url is not None:
                 row.case["url"] = lane.url

@@ -100,8 +100,10 @@ def cells(rows: Sequence[Row]) -> list[Cell]:
 
 
 def names(rows: Sequence[Row]) -> list[str]:
-    """The lanes of a run, in the order of their first rows."""
-    return list(dict.fromkeys(r.subject.lane for r in rows if r.subject.lane))
+    """The lanes of a run in the order of their first rows, each one after its baseline."""
+    found = list(dict.fromkeys(r.subject.lane for r in rows if r.subject.lane))
+    bases = {r.subject.lane: r.baseline for r in rows if r.baseline in found}
+    return list(dict.fromkeys(name for lane in found for name in (bases.get(lane) or lane, lane)))
 
 
 def lanes(rows: Sequence[Row], names: Sequence[str]) -> list[LaneResult]:

@@ -95,9 +95,8 @@ class Generation:
         body = body.model_copy(update=change)
         more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
         ids = await self.context.prompts.chat(
-            body, body.add_special_tokens, self.context.prompt_limit(body.truncate_prompt_tokens),
-            body.truncation_side, **more,
-        )  # fmt: skip
+            body, body.add_special_tokens, self._prompt_limit(body), body.truncation_side, **more
+        )
         # A structured output begins at once, without reasoning.
         structured = tools.schema is not None or _is_structured(body)
         reasoning = None if structured else self.context.reasoning
@@ -181,11 +180,16 @@ class Generation:
                 )
 
     async def _encode(self, body: CompletionRequest, prompt: str | list[int]) -> list[int]:
-        limit, side = self.context.prompt_limit(body.truncate_prompt_tokens), body.truncation_side
+        limit, side = self._prompt_limit(body), body.truncation_side
         if isinstance(prompt, list):
             return prompt if limit is None else cut(prompt, limit, side)
         special = body.add_special_tokens is not False
         return await self.context.prompts.text(prompt, special, limit=limit, side=side)
+
+    def _prompt_limit(self, body: GenerationRequest) -> int | None:
+        """The most tokens of a prompt. With truncate_prompt_tokens -1, max_tokens and min_tokens fit after it."""
+        room = max(1, body.token_limit or 0, body.min_tokens or 0)
+        return self.context.prompt_limit(body.truncate_prompt_tokens, room)
 
     def _spell(self, body: GenerationRequest) -> answer_logprobs.Spell:
         return answer_logprobs.speller(

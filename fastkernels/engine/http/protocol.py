@@ -7,12 +7,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 
 from fastkernels.engine.http import unserved
 from fastkernels.engine.http.unserved import field_error
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
-from fastkernels.engine.structured.bodies import ResponseFormat, StructuredOutputs, structured_outputs
+from fastkernels.engine.structured.bodies import (
+    ResponseFormat,
+    StructuredOutputs,
+    TextOrObject,
+    structured_outputs,
+)
 
 MAX_N = 128
 MAX_PROMPTS = 1024
@@ -20,9 +33,25 @@ MAX_STOP = 128
 INT64 = 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def _not_zero(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("must be -1 or at least 1")
+    return value
+
+
 TruncatePrompt = Annotated[
-    Annotated[int, Field(ge=1, le=INT64)] | Literal[-1] | None,
-    Field(description="Use this number of the prompt's tokens, if it has more; -1: as many as fit."),
+    int | None,
+    Field(
+        ge=-1,
+        le=INT64,
+        description="Use this number of the prompt's tokens, if it has more; -1: as many as fit, with the output.",
+    ),
+    AfterValidator(_not_zero),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1, "maximum": INT64}, {"const": -1}, {"type": "null"}]}
+    ),
 ]
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
@@ -129,6 +158,7 @@ def _array(items: dict[str, Any], most: int, least: int = 0) -> dict[str, Any]:
 
 _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": 1024}
 _STOP_SCHEMA = {"anyOf": [_STOP_STRING, _array(_STOP_STRING, MAX_STOP), {"type": "null"}]}
+Stop = Annotated[Any, PlainValidator(_stop), WithJsonSchema(_STOP_SCHEMA)]
 _PROMPT_SCHEMA = {"anyOf": [_TEXT, _TOKENS, _array(_TEXT, MAX_PROMPTS, 1), _array(_TOKENS, MAX_PROMPTS, 1)]}
 _PART = {
     "type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -189,7 +219,7 @@ class GenerationRequest(Body):
     logit_bias: (
         dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None
     ) = Field(None, max_length=1024, description="Token id to a value added to its logit.")
-    stop: Annotated[Any, PlainValidator(_stop), WithJsonSchema(_STOP_SCHEMA)] = None
+    stop: Stop = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     min_tokens: int | None = Field(0, ge=0, le=INT64)
     ignore_eos: bool | None = False
@@ -209,7 +239,7 @@ class GenerationRequest(Body):
     return_tokens_as_token_ids: bool | None = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None  # vLLM's older names
+    guided_json: TextOrObject = None  # vLLM's older names
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None

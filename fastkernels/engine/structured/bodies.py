@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from fastkernels.engine.structured.params import StructuredOutputsParams
 
@@ -13,6 +13,25 @@ PLAIN_FIELDS = {
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
     "json_schema": "json", "regex": "regex", "ebnf": "grammar",
 }  # fmt: skip
+
+
+def _text_or_object(value: Any) -> Any:
+    if value is not None and not isinstance(value, (str, dict)):
+        raise ValueError("must be a JSON object, or a text that contains one")
+    return value
+
+
+def _schema(value: Any) -> Any:
+    return value if isinstance(value, bool) else _text_or_object(value)
+
+
+def _one_of(*types: str) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": name} for name in (*types, "null")]})
+
+
+# Checked by hand: the path of an error in a union contains the name of a type.
+TextOrObject = Annotated[Any, PlainValidator(_text_or_object), _one_of("string", "object")]
+_Schema = Annotated[Any, PlainValidator(_schema), _one_of("string", "object", "boolean")]
 
 
 class _Strict(BaseModel):
@@ -71,12 +90,12 @@ class StructuredOutputs(_Strict):
 
     model_config = ConfigDict(protected_namespaces=())
 
-    json_: str | dict[str, Any] | bool | None = Field(None, alias="json", description="A JSON schema.")
+    json_: _Schema = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | dict[str, Any] | None = None
+    structural_tag: TextOrObject = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None

@@ -17,7 +17,7 @@ from fastkernels.models.common import checks, quantization, quantized, weights
 from fastkernels.models.common import config as config_file
 from fastkernels.models.common.checkpoint import iterate
 from fastkernels.models.common.clamped_experts import ClampedExperts
-from fastkernels.models.common.registry import architectures, find, model_class
+from fastkernels.models.common.registry import find, model_class
 from fastkernels.overrides.linear.parallel_linear import weights_as
 
 
@@ -62,7 +62,8 @@ def architecture_of(config: Any, folder: Path) -> str:
     names = getattr(config, "architectures", None) or []
     if not names:
         raise weights.CheckpointError(
-            f"{folder / 'config.json'} has no `architectures`; known: {', '.join(architectures())}"
+            f"{folder / 'config.json'} has no `architectures`: it must name the model's class, as in"
+            ' ["LlamaForCausalLM"]; `fk-bench list models` describes those that are supported'
         )
     return names[0]
 

@@ -48,7 +48,7 @@ def installed_version() -> str | None:
 
 
 # {op: parts of the names of classes}: what vLLM keeps of transformers' models that it has no class of its own for
-OF_TRANSFORMERS = {"rotary_emb": ("RotaryEmbedding",), "silu_and_mul": ("SiLUActivation",)}
+OF_TRANSFORMERS = {"rotary_emb": ("RotaryEmbedding",), "silu_and_mul": ("SiLUActivation",), "gelu": ("GELU",)}
 
 
 class VllmAdapter(Adapter):

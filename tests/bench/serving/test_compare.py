@@ -116,11 +116,13 @@ def test_dead_lane_fails_and_others_continue(compare, tmp_path: Path) -> None:
 
 def test_server_that_dies_at_start_is_reported_at_once(compare) -> None:
     start = time.monotonic()
-    done = compare("vllm,sglang", "--env", "vllm:STUB_CRASH=1")
+    done = compare("vllm,sglang", "--env", "sglang:STUB_CRASH=1")
     assert time.monotonic() - start < 110  # before --ready-timeout
     line = last_json(done)
-    assert [x["status"] for x in line["lanes"]] == ["died", "ok"]
+    assert [x["status"] for x in line["lanes"]] == ["ok", "died"]
     assert "out of stubs" in done.stderr
+    page = Path(line["report"]).read_text()  # its lane has the first row, and is not the baseline
+    assert "<h2>sglang against vllm</h2>" in page and "no load was measured on both" in page
 
 
 def test_server_not_ready_in_time(compare) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -95,7 +96,8 @@ def guidellm(folder: Path, url: str, out: Path) -> Figures:
     environment = cache_root() / GUIDELLM.replace("==", "-")
     if not (environment / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=True)
-        subprocess.run([str(environment / "bin/pip"), "install", "-q", GUIDELLM], check=True)
+        torch = f"torch=={version('torch')}"  # the newest may be a CUDA build, with 5 GB of libraries
+        subprocess.run([str(environment / "bin/pip"), "install", "-q", GUIDELLM, torch], check=True)
         (environment / "complete").touch()
     run(
         environment / "bin/guidellm", "run", "--disable-console", "--backend",

@@ -99,6 +99,7 @@ def test_structured_output(url):
             {"text": "a", "sampling_params": {"max_new_tokens": 9999}},
             "9999",
         ),
+        ("sampling_params.stop", {"text": "a", "sampling_params": {"stop": 5}}, "list of strings"),
         ("sampling_params.top_p", {"text": "a", "sampling_params": {"top_p": 2}}, "2"),
         ("max_tokens", {"text": "a", "sampling_params": {"max_tokens": 2}}, "unknown field"),
         ("input_ids", {"input_ids": [[1], []]}, "token ids"),

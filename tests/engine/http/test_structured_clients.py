@@ -189,3 +189,10 @@ def test_truncated_prompt_is_what_was_computed(live):
             extra_body={"truncate_prompt_tokens": -1},
         )
         assert (long.usage.prompt_tokens, long.usage.completion_tokens) == (399, 1)
+        for prompt, limits in (
+            ("a" * 999, {"max_tokens": 7}),
+            ([70] * 999, {"max_tokens": 7, "min_tokens": 7}),
+        ):
+            extra = {"truncate_prompt_tokens": -1, "ignore_eos": True, **limits}
+            usage = client.completions.create(model="tiny", prompt=prompt, extra_body=extra).usage
+            assert (usage.prompt_tokens, usage.completion_tokens) == (393, 7)

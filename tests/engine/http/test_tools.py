@@ -298,7 +298,9 @@ CHATML = (
     "<|im_start|>system\nYou call functions.{% if tools %} These exist: {% for t in tools %}{{ t.function | tojson }}\n"
     "{% endfor %}Call one with <tool_call>{{ '{' }}\"name\": ..., \"arguments\": ...{{ '}' }}</tool_call>{% endif %}"
     "<|im_end|>\n"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n"
 )
 
 
@@ -323,3 +325,40 @@ def test_real_model_is_forced_to_a_sensible_call():
                 )
                 _, _, calls, reason = joined(ask(client, **options, **more, stream=True))
                 assert (calls, reason) == ([("weather", call.function.arguments)], "tool_calls")
+
+
+@pytest.mark.slow
+def test_real_model_calls_by_itself():
+    """After three conversations with calls, with `auto` and without a grammar, in both APIs."""
+    from support.smollm2 import smollm2_path
+
+    function = {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    chat, items = [], []
+    for city in ("London", "Berlin", "Madrid", "Rome"):
+        question = {"role": "user", "content": f"What is the weather in {city}?"}
+        answer = {"role": "assistant", "content": f"It is sunny in {city}."}
+        call = {"name": "weather", "arguments": json.dumps({"city": city})}
+        made = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]}
+        chat += [question, made, {"role": "tool", "tool_call_id": city, "content": "sunny"}, answer]
+        result = {"type": "function_call_output", "call_id": city, "output": "sunny"}
+        items += [question, {"type": "function_call", "call_id": city, **call}, result, answer]
+    with live_server(smollm2_path(), ServerConfig("tiny")) as (url, server):
+        server.llm.engine.tokenizer.chat_template = CHATML
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            options = {
+                "messages": chat[:-3],
+                "tools": [{"type": "function", "function": function}],
+                "temperature": 0,
+            }
+            whole = ask(client, **options).choices[0]
+            expected = [("weather", '{"city": "Rome"}')]
+            calls = [(c.function.name, c.function.arguments) for c in whole.message.tool_calls]
+            assert (calls, whole.finish_reason) == (expected, "tool_calls")
+            assert joined(ask(client, **options, stream=True))[2:] == (expected, "tool_calls")
+            response = client.responses.create(
+                model="tiny", input=items[:-3], tools=[{"type": "function", **function}], temperature=0
+            )
+            assert [(o.name, o.arguments) for o in response.output] == expected

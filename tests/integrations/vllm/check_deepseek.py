@@ -19,18 +19,19 @@ SIZES = {
     "head_dim": 64, "topk_method": "noaux_tc",
 }  # fmt: skip
 OPS = ["mla_decode", "rms_norm", "silu_and_mul"]
+BACKEND = "CPU_MLA"  # on a CPU with AMX, vLLM has another one by default, whose decode stays
 
 
 def test_decode_of_a_layer_is_replaced_and_undone(tmp_path):
     from fk_integrations.core.apply import apply
     from fk_integrations.vllm.host import VllmAdapter
     from vllm import distributed
-    from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import AttentionConfig, CacheConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.model_executor.layers.linear import ColumnParallelLinear
 
     torch.manual_seed(0)
-    config = VllmConfig()
+    config = VllmConfig(attention_config=AttentionConfig(backend=BACKEND))
     with set_current_vllm_config(config), torch.inference_mode():
         distributed.init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, "gloo")
         distributed.ensure_model_parallel_initialized(1, 1)
@@ -194,7 +195,8 @@ def test_softmax_router_runs_ours_and_refuses_sigmoid():
 
 
 def test_deepseek_v3_runs_ours_and_undo_is_exact(tmp_path):
-    llm = make_llm(str(make_tiny(tmp_path / "deepseek", "deepseek_v3", **SIZES)))
+    model = make_tiny(tmp_path / "deepseek", "deepseek_v3", **SIZES)
+    llm = make_llm(str(model), attention_backend=BACKEND)
     stock = generate(llm)
     report = fastkernels.patch(llm, ops=OPS)
     patched = generate(llm)

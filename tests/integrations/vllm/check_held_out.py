@@ -29,7 +29,7 @@ def unnamed(report, llm) -> set[str]:
             for module in model.modules()
             if not list(module.children())
             and not hasattr(module, "quant_method")
-            and type(module).__name__ != "ModuleList"  # of no layers
+            and type(module).__name__ not in ("ModuleList", "Dropout")  # of no layers; without effect
         }
     )
     text = " ".join([row.host_class for row in report.rows] + [row.reason for row in report.rows])
@@ -40,7 +40,11 @@ def unnamed(report, llm) -> set[str]:
 def test_held_out_model_is_patched_and_undone(name, tmp_path):
     dtype = "float32" if name in WRONG_IN_VLLM + ROUNDED_IN_VLLM else "bfloat16"
     model = make_held_out(tmp_path / name, name, dtype)
-    llm = make_llm(str(model), dtype=dtype, max_model_len=128, num_gpu_blocks_override=32)
+    # vLLM's latent attention for CPUs with AMX cannot pack float32 weights.
+    backend = "CPU_MLA" if name in WRONG_IN_VLLM else None
+    llm = make_llm(
+        str(model), dtype=dtype, max_model_len=128, num_gpu_blocks_override=32, attention_backend=backend
+    )
     try:
         stock = generate(llm)
         report = fastkernels.patch(llm, ops=registry.op_names())

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from fastkernels.engine.http import unserved
-from fastkernels.engine.http.protocol import INT64, MAX_N, MAX_PROMPTS, Body, Strict, TokenId
+from fastkernels.engine.http.protocol import INT64, MAX_N, MAX_PROMPTS, Body, Stop, Strict, TokenId
 from fastkernels.engine.http.unserved import field_error
 
 DEFAULT_TOKENS = 128  # SGLang's max_new_tokens
@@ -70,7 +70,7 @@ class SglangSampling(Strict):
     repetition_penalty: float | None = Field(None, ge=1e-6, le=1e6)
     sampling_seed: int | None = Field(None, ge=-(2**63), le=INT64)
     n: int | None = Field(1, ge=1, le=MAX_N)
-    stop: str | list[str] | None = None
+    stop: Stop = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
