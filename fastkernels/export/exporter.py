@@ -110,8 +110,14 @@ INSTEAD = {
     for op, ours in _PRODUCTS.items()
     for host, path in _LAUNCH.items()
 }
-# Host functions through which its classes with such layers go, too
-SCALED_MM = {"vllm": "vllm._custom_ops:cutlass_scaled_mm", "sglang": "sglang.kernels.ops.gemm:fp8_scaled_mm"}
+# Likewise, layers keep the host's code for all but the float8 product.
+_SCALED_MM = {"vllm": "vllm._custom_ops:cutlass_scaled_mm", "sglang": "sglang.kernels.ops.gemm:fp8_scaled_mm"}
+INSTEAD |= {
+    ("linear_fp8", host): Target(
+        host, path, path.partition(":")[2], "function", module=f"{PACKAGE}.export.plain.scaled_mm_{host}"
+    )
+    for host, path in _SCALED_MM.items()
+}
 # Functions with scales of whole tensors, which a fork's file leaves to the host (plain/fork_quantize.py)
 LEFT = ("sglang_static_quant_fp8",)
 # Experts without a host class: no host has a function with their arguments.
@@ -194,8 +200,6 @@ def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
     if (spec.name, host) in INSTEAD:
         return [INSTEAD[spec.name, host]]
     found = spec.targets_for(host, version)  # namesakes in models' files, too
-    if spec.name == "linear_fp8" and host in SCALED_MM:
-        found = [t for t in found if t.path == SCALED_MM[host]]
     found = [t for t in found if t.cls not in LEFT]
     kept = [t for t in found if t.seam != "standalone" and (_keeps_host_class(t) or _is_function(t))]
     if found and not kept:
@@ -328,12 +332,11 @@ def _named(found: list[Target]) -> list[tuple[Target, str]]:
 
 
 def _keeps_host_class(target: Target) -> bool:
-    ours = registry.target_class(target)
-    return isinstance(ours, type) and target.seam in METHOD_SEAMS
+    return target.seam in METHOD_SEAMS and isinstance(registry.target_class(target), type)
 
 
 def _is_function(target: Target) -> bool:
-    return not isinstance(registry.target_class(target), type)
+    return target.seam == "function" or not isinstance(registry.target_class(target), type)
 
 
 def _host_name(path: str) -> str:

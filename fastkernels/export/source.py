@@ -29,9 +29,7 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.overrides.kit.fp8_arguments": "fork_refuse.py",
     f"{PACKAGE}.overrides.quant.quantize_fp8": "fork_quantize.py",
     f"{PACKAGE}.overrides.linear.wgmma_linear_cuda": "fork_wgmma.py",
-    f"{PACKAGE}.overrides.linear.wgmma_linear_fp8_cuda": "fork_wgmma_fp8.py",
     f"{PACKAGE}.overrides.attention.attention_decode_cuda": "fork_decode.py",
-    f"{PACKAGE}.overrides.linear.linear_fp8_libraries": "fork_{host}_scaled_mm.py",
     f"{PACKAGE}.overrides.kit.modules": "fork_refuse.py",
     LAYER: "fork_layer.py",
 }
