@@ -126,8 +126,9 @@ NO_PLACE = {
     "fused_experts_int4": "hosts pack and order such weights for their own kernels when they load them",
     "fused_experts_swigluoai": "hosts pack and order such weights for their own kernels when they load them",
 }
-# Our kernel in such a class is another op's: attention itself stays PyTorch's function, which the host calls, too.
-PYTORCH = {"diffusers.models.transformers.transformer_flux": (("attention_dense", "_scaled_dot_product"),)}
+# Our kernel in these modules' files is another op's: attention itself stays the host's function.
+ATTENTION = (f"{PACKAGE}.overrides.attention.attention_dense", "fork_attention.py")
+OWN = {"diffusers.models.transformers.transformer_flux": (ATTENTION,)}
 CHECKS_CALLS = "checks_calls"  # attribute of our classes whose methods leave unsupported modules to the host
 METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "processor")
 
@@ -255,7 +256,7 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     whole = [t for t in found if t not in kept]
     # Whole classes need no host. Methods and functions leave unsupported calls to the host's code of the same name;
     # a functional op, which no host has, leaves them to its caller.
-    fork = None if standalone else Fork(host, PYTORCH.get(_module(found[0]) if found else "", ()))
+    fork = None if standalone else Fork(host, OWN.get(_module(found[0]) if found else "", ()))
     alike: dict[Any, list[Target]] = {}
     for target in kept:
         alike.setdefault(tuple(_methods(target).values()), []).append(target)

@@ -77,7 +77,9 @@ class Fork(NamedTuple):
     """The host of a file for a fork."""
 
     host: str
-    pytorch: tuple[tuple[str, str], ...] = ()  # (op, function of PyTorch's that computes it, as in the host)
+    own: tuple[
+        tuple[str, str], ...
+    ] = ()  # (module of ours, file in `plain` that replaces it) in this file alone
 
 
 def simplified(module: str, text: str, fork: Fork | None = None) -> str:
@@ -165,8 +167,6 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: Fork 
     keywords = {k.arg: k.value for k in value.keywords}
     fake = ast.unparse(keywords["fake"])
     kernel, supports, plain = _implementations(module, name, keywords["providers"])
-    if fork and (function := dict(fork.pytorch).get(name)):
-        return f"{name} = {function}"
     if fork:
         supports = ON_ITS_OWN.get(supports or "", supports)
         listed = {c.args[0].value: ast.unparse(c.args[1]) for c in keywords["providers"].elts}  # type: ignore[attr-defined]

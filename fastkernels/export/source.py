@@ -89,7 +89,7 @@ def read(module: str, fork: Fork | None = None) -> Source:
     file = _file(module)
     if file is None:
         raise ExportError(f"there is no module {module}")
-    plain = FORK if fork else PLAIN
+    plain = {**FORK, **dict(fork.own)} if fork else PLAIN
     if module in plain:
         file = Path(__file__).with_name("plain") / plain[module].format(host=fork.host if fork else "")
     raw = simplified(module, file.read_text(), fork).encode()

@@ -74,7 +74,9 @@ class Results:
     def _files(self) -> dict[str, Path]:
         """Return {name: row file} of the files in the folder itself."""
         return {
-            rows.stem(p): p for suffix in (rows.SUFFIX, rows.COMPRESSED) for p in self.folder.glob(f"*{suffix}")
+            rows.stem(p): p
+            for suffix in (rows.SUFFIX, rows.COMPRESSED)
+            for p in self.folder.glob(f"*{suffix}")
         }
 
     def read(self, path: Path) -> list[Row]:
