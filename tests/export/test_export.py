@@ -36,7 +36,7 @@ exported = cache(export)
 # Their norms leave single calls to the host, so that no residual is added twice.
 LAYERS = {"llama_decoder_layer", "qwen3_decoder_layer"}
 # Files of at most 250 lines with their kernels, without the header
-SHORT = ("rms_norm", "silu_and_mul")
+SHORT = ("rms_norm", "silu_and_mul", "rotary_emb")
 
 
 def _targets(spec: OpSpec, host: str, version: str) -> list[Target] | None:
@@ -302,6 +302,7 @@ def test_flux_gives_the_same_with_fork_files(tmp_path: Path) -> None:
         text = export(op, "diffusers", version, only=module if kernel else "")
         (tmp_path / f"pasted_{kernel or op}.py").write_text(text)
         assert "_attention_dense_kernel" not in text
+        assert text[text.index("from __future__") :].count("\n") - kernel_lines(ast.parse(text)) <= MOST
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", FLUX, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
@@ -471,23 +472,31 @@ def kernel_lines(tree: ast.Module) -> int:
 MOST = 150  # lines of a file for a fork without its kernels and header
 
 
+def _check_lines(name: str, text: str) -> None:
+    lines, kernels = text[text.index("from __future__") :].count("\n"), kernel_lines(ast.parse(text))
+    assert (lines if name in SHORT else lines - kernels) <= (250 if name in SHORT else MOST)
+    assert kernels > 15 or name not in SHORT
+    python = [
+        line for line in text.split("\n") if re.match(r" *(return|\w+ = guarded|\w+ = register)\b", line)
+    ]
+    assert max(map(len, python), default=0) <= 120
+
+
 @pytest.mark.parametrize("name", registry.op_names())
 def test_fork_files_are_kernels_and_few_lines(name: str) -> None:
     for host in compare.hosts():
         version = compare.versions(host)[-1]
-        if _fork_targets(registry.get(name), host, version) is None:
-            continue
-        text = exported(name, host, version)
-        lines, kernels = text[text.index("from __future__") :].count("\n"), kernel_lines(ast.parse(text))
-        if name in SHORT:
-            limit = 280 if (name, host) == ("rms_norm", "transformers") else 250  # six classes
-            assert lines <= limit and kernels > 15, host
-        else:
-            assert lines - kernels <= MOST, host
-        python = [
-            line for line in text.split("\n") if re.match(r" *(return|\w+ = guarded|\w+ = register)\b", line)
-        ]
-        assert max(map(len, python), default=0) <= 120, host
+        if _fork_targets(registry.get(name), host, version) is not None:
+            _check_lines(name, exported(name, host, version))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, host, version", FORKS, ids=str)
+def test_files_of_further_modules_are_few_lines(name: str, host: str, version: str) -> None:
+    """Files of `--module`; of transformers, whose models repeat classes, those of 15 modules."""
+    found = fork_targets(registry.get(name), host, version)
+    for module in list(dict.fromkeys(t.path.partition(":")[0] for t in found))[1:15]:
+        _check_lines(name, export(name, host, version, only=module))
 
 
 @pytest.mark.parametrize("name", sorted(NO_PLACE))
