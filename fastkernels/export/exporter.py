@@ -188,7 +188,7 @@ def targets(spec: OpSpec, host: str, version: str) -> list[Target]:
 
 
 def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
-    """Those targets that a fork can replace: methods of classes that stay the host's, and functions.
+    """Return the targets that a fork can replace: methods of classes that stay the host's, and functions.
 
     Raises ExportError, also for an op that only has classes that are built anew: in a fork they would lack what the
     host's subclasses and callers use.
