@@ -110,8 +110,14 @@ INSTEAD = {
     for op, ours in _PRODUCTS.items()
     for host, path in _LAUNCH.items()
 }
-# Host functions through which its classes with such layers go, too
-SCALED_MM = {"vllm": "vllm._custom_ops:cutlass_scaled_mm", "sglang": "sglang.kernels.ops.gemm:fp8_scaled_mm"}
+# Likewise, layers keep the host's code for all but the float8 product.
+_SCALED_MM = {"vllm": "vllm._custom_ops:cutlass_scaled_mm", "sglang": "sglang.kernels.ops.gemm:fp8_scaled_mm"}
+INSTEAD |= {
+    ("linear_fp8", host): Target(
+        host, path, path.partition(":")[2], "function", module=f"{PACKAGE}.export.plain.scaled_mm_{host}"
+    )
+    for host, path in _SCALED_MM.items()
+}
 # Functions with scales of whole tensors, which a fork's file leaves to the host (plain/fork_quantize.py)
 LEFT = ("sglang_static_quant_fp8",)
 # Experts without a host class: no host has a function with their arguments.
@@ -120,8 +126,9 @@ NO_PLACE = {
     "fused_experts_int4": "hosts pack and order such weights for their own kernels when they load them",
     "fused_experts_swigluoai": "hosts pack and order such weights for their own kernels when they load them",
 }
-# Our kernel in such a class is another op's: attention itself stays PyTorch's function, which the host calls, too.
-PYTORCH = {"diffusers.models.transformers.transformer_flux": (("attention_dense", "_scaled_dot_product"),)}
+# Our kernel in these modules' files is another op's: attention itself stays the host's function.
+ATTENTION = (f"{PACKAGE}.overrides.attention.attention_dense", "fork_attention.py")
+OWN = {"diffusers.models.transformers.transformer_flux": (ATTENTION,)}
 CHECKS_CALLS = "checks_calls"  # attribute of our classes whose methods leave unsupported modules to the host
 METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "processor")
 
@@ -181,7 +188,7 @@ def targets(spec: OpSpec, host: str, version: str) -> list[Target]:
 
 
 def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
-    """Those targets that a fork can replace: methods of classes that stay the host's, and functions.
+    """Return the targets that a fork can replace: methods of classes that stay the host's, and functions.
 
     Raises ExportError, also for an op that only has classes that are built anew: in a fork they would lack what the
     host's subclasses and callers use.
@@ -194,8 +201,6 @@ def fork_targets(spec: OpSpec, host: str, version: str) -> list[Target]:
     if (spec.name, host) in INSTEAD:
         return [INSTEAD[spec.name, host]]
     found = spec.targets_for(host, version)  # namesakes in models' files, too
-    if spec.name == "linear_fp8" and host in SCALED_MM:
-        found = [t for t in found if t.path == SCALED_MM[host]]
     found = [t for t in found if t.cls not in LEFT]
     kept = [t for t in found if t.seam != "standalone" and (_keeps_host_class(t) or _is_function(t))]
     if found and not kept:
@@ -251,7 +256,7 @@ def export(op: str, host: str, version: str, standalone: bool = False, only: str
     whole = [t for t in found if t not in kept]
     # Whole classes need no host. Methods and functions leave unsupported calls to the host's code of the same name;
     # a functional op, which no host has, leaves them to its caller.
-    fork = None if standalone else Fork(host, PYTORCH.get(_module(found[0]) if found else "", ()))
+    fork = None if standalone else Fork(host, OWN.get(_module(found[0]) if found else "", ()))
     alike: dict[Any, list[Target]] = {}
     for target in kept:
         alike.setdefault(tuple(_methods(target).values()), []).append(target)
@@ -328,12 +333,11 @@ def _named(found: list[Target]) -> list[tuple[Target, str]]:
 
 
 def _keeps_host_class(target: Target) -> bool:
-    ours = registry.target_class(target)
-    return isinstance(ours, type) and target.seam in METHOD_SEAMS
+    return target.seam in METHOD_SEAMS and isinstance(registry.target_class(target), type)
 
 
 def _is_function(target: Target) -> bool:
-    return not isinstance(registry.target_class(target), type)
+    return target.seam == "function" or not isinstance(registry.target_class(target), type)
 
 
 def _host_name(path: str) -> str:

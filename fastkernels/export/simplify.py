@@ -20,9 +20,6 @@ METHODS = "into|faster|winner|requested"  # kept in an exported file, in additio
 DISPATCH = ("register", "guarded", "Unsupported", "INTERPRETED", "Op")
 NAMES = {"partial", *DISPATCH}  # of what the new text may use
 DROPPED = "# dropped"
-KERNELS_OF = {"vllm": "vllm", "sglang": "sgl_kernel"}  # module with a host's kernels
-# Hosts call DeepGEMM where it is faster themselves, and not in the functions that a file for a fork replaces.
-ON_ITS_OWN = {"_supports_ours": "supports_wgmma_fp8"}
 INTEGERS = re.compile(rf"(?m)^from {PACKAGE}\.overrides\.kit\.launch import (.*)$")
 OF_TRITON = ("cdiv", "next_power_of_2")
 REQUESTED = re.compile(r"\b[a-z]\w*\.requested\b")
@@ -49,19 +46,6 @@ FLAT_CUDA = FLAT.replace("    fits = (args[0].is_cuda or INTERPRETED) and {suppo
     "fits", "{supports}"
 )
 
-# In a fork: the rest runs the host's code, not plain PyTorch, which is much slower for long prompts.
-FALLING = """\
-def _run_{name}(*args: Any) -> Any:
-    \"\"\"Run the kernel where it supports the call, else the host's code.\"\"\"
-    return ({kernel} if {supports}(*args) is None else {theirs})(*args)
-
-
-{name} = register(
-    {schema},
-    _run_{name},
-    {fake},
-)"""
-
 RAISING = """\
 def _run_{name}(*args: Any) -> Any:
     \"\"\"Run the kernel. Raises Unsupported for calls that it does not support.\"\"\"
@@ -77,7 +61,9 @@ class Fork(NamedTuple):
     """The host of a file for a fork."""
 
     host: str
-    pytorch: tuple[tuple[str, str], ...] = ()  # (op, function of PyTorch's that computes it, as in the host)
+    own: tuple[
+        tuple[str, str], ...
+    ] = ()  # (module of ours, file in `plain` that replaces it) in this file alone
 
 
 def simplified(module: str, text: str, fork: Fork | None = None) -> str:
@@ -165,10 +151,7 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: Fork 
     keywords = {k.arg: k.value for k in value.keywords}
     fake = ast.unparse(keywords["fake"])
     kernel, supports, plain = _implementations(module, name, keywords["providers"])
-    if fork and (function := dict(fork.pytorch).get(name)):
-        return f"{name} = {function}"
     if fork:
-        supports = ON_ITS_OWN.get(supports or "", supports)
         listed = {c.args[0].value: ast.unparse(c.args[1]) for c in keywords["providers"].elts}  # type: ignore[attr-defined]
         # The host's code is the fallback of a Triton kernel. torch.compile cannot trace the checks of a CUDA kernel.
         if kernel == listed.get("triton"):
@@ -182,10 +165,6 @@ def _replacement(module: str, name: str, value: ast.expr, text: str, fork: Fork 
     elif _uses_methods(name):
         supports = supports or "lambda *_: None"
         return f"{name} = Op({schema}, {fake}, kernel={kernel}, plain={plain}, supports={supports})"
-    if fork and supports and (theirs := _kernel_of(fork.host, keywords["providers"])) is not None:
-        return FALLING.format(
-            name=name, schema=schema, fake=fake, kernel=kernel, supports=supports, theirs=theirs
-        )  # fmt: skip
     call = f"({supports})" if supports and not supports.isidentifier() else supports
     test = f"{call}(*args) is None" if supports else "True"
     if supports in CUDA_ONLY:  # it tests the device itself
@@ -245,15 +224,6 @@ def _winner(op: Any) -> tuple[str, dict[str, Any]]:
     sets = {params: count for (name, params), count in wins.items() if name == best}
     most = max(sets, key=lambda params: sets[params])
     return best, json.loads(most) if 2 * sets[most] > sum(sets.values()) else {}
-
-
-def _kernel_of(host: str, providers: ast.expr) -> str | None:
-    """The function of the op's provider that calls the host's own kernel, as an expression."""
-    for call in providers.elts:  # type: ignore[attr-defined]
-        keywords = {k.arg: ast.unparse(k.value) for k in call.keywords}
-        if keywords.get("module") == repr(KERNELS_OF.get(host)):
-            return ast.unparse(call.args[1])
-    return None
 
 
 # -- winning parameters as literals in the function that takes them

@@ -29,9 +29,7 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.overrides.kit.fp8_arguments": "fork_refuse.py",
     f"{PACKAGE}.overrides.quant.quantize_fp8": "fork_quantize.py",
     f"{PACKAGE}.overrides.linear.wgmma_linear_cuda": "fork_wgmma.py",
-    f"{PACKAGE}.overrides.linear.wgmma_linear_fp8_cuda": "fork_wgmma_fp8.py",
     f"{PACKAGE}.overrides.attention.attention_decode_cuda": "fork_decode.py",
-    f"{PACKAGE}.overrides.linear.linear_fp8_libraries": "fork_{host}_scaled_mm.py",
     f"{PACKAGE}.overrides.kit.modules": "fork_refuse.py",
     LAYER: "fork_layer.py",
 }
@@ -91,7 +89,7 @@ def read(module: str, fork: Fork | None = None) -> Source:
     file = _file(module)
     if file is None:
         raise ExportError(f"there is no module {module}")
-    plain = FORK if fork else PLAIN
+    plain = {**FORK, **dict(fork.own)} if fork else PLAIN
     if module in plain:
         file = Path(__file__).with_name("plain") / plain[module].format(host=fork.host if fork else "")
     raw = simplified(module, file.read_text(), fork).encode()

@@ -24,8 +24,9 @@ HOSTS = {"vllm", "sglang", "diffusers", "timm", "sgl_kernel", "flashinfer", "fla
 LOADED_BY_HOST = {
     "fk_integrations.vllm.compiler_pass": "vllm",
     # never imported: the exporter copies its text into a file for a fork
-    "fastkernels.export.plain.fork_vllm_scaled_mm": "vllm",
-    "fastkernels.export.plain.fork_sglang_scaled_mm": "sglang",
+    "fastkernels.export.plain.fork_attention": "diffusers",
+    "fastkernels.export.plain.scaled_mm_vllm": "vllm",
+    "fastkernels.export.plain.scaled_mm_sglang": "sglang",
 }
 # A host that is a dependency of the library is imported inside functions, too.
 LAZY = {"transformers"}

@@ -1,4 +1,5 @@
-"""Reads captures, the folders of capture.json and values.safetensors that fastkernels.capture writes.
+"""Reads captures, the folders of capture.json and values.safetensors that fastkernels.capture writes. xz may compress
+the values, as in the captures that ship.
 
 Integer inputs come from the capture. Float inputs are random, as the op's SPEC makes them, with the captured shape,
 strides and dtype. Damaged parts are listed in `problems`; the rest is used.
@@ -7,6 +8,7 @@ strides and dtype. Damaged parts are listed in `problems`; the rest is used.
 from __future__ import annotations
 
 import json
+import lzma
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -145,9 +147,14 @@ def load(folder: Path | str) -> Capture:
     Raises CaptureError if capture.json is missing, is not JSON, or has another schema.
     """
     path = Path(folder)
-    file = path / "capture.json"
-    stamps = [f.stat().st_mtime_ns if f.is_file() else 0 for f in (file, path / "values.safetensors")]
+    stamps = [f.stat().st_mtime_ns if f.is_file() else 0 for f in (path / "capture.json", _values(path))]
     return _load(path, *stamps)
+
+
+def _values(folder: Path) -> Path:
+    file = folder / "values.safetensors"
+    packed = file.with_name(f"{file.name}.xz")
+    return packed if packed.is_file() and not file.is_file() else file
 
 
 @lru_cache(maxsize=64)
@@ -181,9 +188,7 @@ def _load(folder: Path, *stamps: int) -> Capture:
     wanted = {v for op in capture.ops.values() for c in op.calls for s in c.values for v in s.args.values()}
     routing = raw.get("routing", [])  # the tensors of each layer and text, read by fk_bench.routing.study
     wanted |= {r.get(name) for r in routing for name in ("topk_ids", "topk_weights")}
-    capture.tensors = _tensors(
-        folder / "values.safetensors", {v for v in wanted if isinstance(v, str)}, problems
-    )
+    capture.tensors = _tensors(_values(folder), {v for v in wanted if isinstance(v, str)}, problems)
     capture.problems = problems
     return capture
 
@@ -223,7 +228,7 @@ def _tensors(file: Path, wanted: set[str], problems: list[str]) -> dict[str, tor
     if not wanted:
         return {}
     try:
-        data = file.read_bytes()
+        data = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])
         if not isinstance(header, dict):
@@ -231,7 +236,7 @@ def _tensors(file: Path, wanted: set[str], problems: list[str]) -> dict[str, tor
     except OSError as error:
         problems.append(f"{file}: {error.strerror}; calls that need values are left out")
         return {}
-    except ValueError as error:
+    except (ValueError, lzma.LZMAError) as error:
         problems.append(f"{file} is not a safetensors file: {error}; calls that need values are left out")
         return {}
     found: dict[str, torch.Tensor] = {}

@@ -1,12 +1,12 @@
 """Result rows: one append-only JSONL schema, the only source of tables, plots and reports.
 
-A run appends to a `.jsonl` file. Published files are gzipped, `.jsonl.gz`; `read` and `read_text` accept both.
+A run appends to a `.jsonl` file. Published files are compressed, `.jsonl.xz`; `read` and `read_text` accept both.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import os
 from collections.abc import Iterable
 from datetime import datetime, timezone
@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 SCHEMA = "fastkernels.row/1"
-SUFFIX, GZIPPED = ".jsonl", ".jsonl.gz"
+SUFFIX, COMPRESSED = ".jsonl", ".jsonl.xz"
 
 
 class Status(str, Enum):
@@ -100,11 +100,11 @@ class Row(BaseModel):
 def append(path: Path, rows: Iterable[Row]) -> None:
     """Append rows; they are on disk when this returns. An incomplete last line is closed first.
 
-    Raises ValueError for a gzipped file.
+    Raises ValueError for a compressed file.
     """
-    if path.name.endswith(GZIPPED):
+    if path.name.endswith(COMPRESSED):
         raise ValueError(
-            f"{path}: rows are appended to {SUFFIX} files; write_gzipped writes a published file"
+            f"{path}: rows are appended to {SUFFIX} files; write_compressed writes a published file"
         )
     text = "".join(row.to_json() + "\n" for row in rows)
     with open(path, "a+b") as file:
@@ -125,20 +125,20 @@ def replace(path: Path, rows: Iterable[Row]) -> None:
     os.replace(new, path)
 
 
-def write_gzipped(path: Path, text: str) -> None:
+def write_compressed(path: Path, text: str) -> None:
     """Write a published file. It has no time stamp: the same text gives the same bytes."""
-    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    path.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def read_text(path: Path) -> str:
-    """Return the lines of a row file, gzipped or not."""
+    """Return the lines of a row file, compressed or not."""
     data = path.read_bytes()
-    return (gzip.decompress(data) if path.name.endswith(GZIPPED) else data).decode(errors="replace")
+    return (lzma.decompress(data) if path.name.endswith(COMPRESSED) else data).decode(errors="replace")
 
 
 def stem(path: Path) -> str:
     """Return the name of a row file without its suffixes."""
-    return path.name.removesuffix(".gz").removesuffix(SUFFIX)
+    return path.name.removesuffix(".xz").removesuffix(SUFFIX)
 
 
 def read(path: Path) -> tuple[list[Row], list[str]]:

@@ -141,7 +141,7 @@ def _rows(judge: Judge, cheat: Cheat, file: Path, options: Options) -> list[Row]
 
 
 def _gain(rows: list[Row], honest: list[Row]) -> str:
-    """How much the cheat gains, as a problem; '' if it does not. Times that are too unsteady are no gain."""
+    """Return a problem that states what the cheat gains, '' if it gains nothing. Unsteady times count as no gain."""
     twins = {r.case["name"]: r for r in honest}
     for row in rows:
         twin = twins.get(row.case["name"])

@@ -26,7 +26,7 @@ class Sample:
 
 @dataclass
 class Samples:
-    """all: the given config first.
+    """all: every config, the given one first.
 
     refused  {field: the only value under which the model can be described}
     aliases  {name of a norm in the checkpoints of some configs: its usual name}, where configs differ in it

@@ -1,7 +1,7 @@
 """`fk-bench tables`: write the tables of README.md and of pages under docs/, and the README's figure.
 
 A document contains `<!-- table: NAME [FILE ...] -->`, the table, and `<!-- end -->`. The command replaces the text in
-between; --check fails if it differs from the rows. A FILE is a row file of bench/results without '.jsonl.gz' and, where
+between; --check fails if it differs from the rows. A FILE is a row file of bench/results without '.jsonl.xz' and, where
 it is the newest, without date and chip ('servers-vllm' for '2026-11-22-h200-servers-vllm'), or a group of
 bench/results/tables.json. Without FILE the table is made of its default group.
 """

@@ -62,7 +62,7 @@ class Results:
         if found := sorted(stem for stem in files if dated.fullmatch(stem)):
             return files[found[-1]]
         raise ConfigError(
-            f"no rows {name!r} in {self.folder}: add {name}.jsonl.gz (`make bench-h200 TABLES=1` does), or name "
+            f"no rows {name!r} in {self.folder}: add {name}.jsonl.xz (`make bench-h200 TABLES=1` does), or name "
             f"another file in the marker or in {MAPPING}"
         )
 
@@ -74,7 +74,9 @@ class Results:
     def _files(self) -> dict[str, Path]:
         """Return {name: row file} of the files in the folder itself."""
         return {
-            rows.stem(p): p for suffix in (rows.SUFFIX, rows.GZIPPED) for p in self.folder.glob(f"*{suffix}")
+            rows.stem(p): p
+            for suffix in (rows.SUFFIX, rows.COMPRESSED)
+            for p in self.folder.glob(f"*{suffix}")
         }
 
     def read(self, path: Path) -> list[Row]:
@@ -148,9 +150,9 @@ def _kept(results: Path, name: str, last: Row, text: str) -> str:
     chip = re.sub(r"[^a-z0-9]", "", (last.machine.gpu or "cpu").lower().removeprefix("nvidia"))
     for number in count(1):
         stem = f"{last.time[:10]}-{chip}-{name}{f'-{number}' if number > 1 else ''}"
-        path = results / f"{stem}{rows.GZIPPED}"
+        path = results / f"{stem}{rows.COMPRESSED}"
         if not path.exists():
-            rows.write_gzipped(path, text)
+            rows.write_compressed(path, text)
         if rows.read_text(path) == text:
             break
     return stem

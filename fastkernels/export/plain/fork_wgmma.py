@@ -23,13 +23,9 @@ def tile(m: int, n: int, k: int, sms: int, least: int = 64, reserved: int = 0) -
 
     least, reserved  columns of a stage, and bytes of shared memory that the stages cannot use
     """
-    rounds = -(-n // (128 * sms))  # with the largest tiles
-    rows, best = 128, float("inf")
-    while 16 * rounds + n / sms < best:  # a tile costs 16 rows extra, for reading x
-        size = -(-n // (8 * rounds * sms)) * 8
-        if (size + 16) * rounds < best:
-            rows, best = size, (size + 16) * rounds
-        rounds += 1
+    fewest = -(-n // (128 * sms))  # tiles of a multiprocessor, if they are as large as possible
+    choices = [(tiles, -(-n // (8 * tiles * sms)) * 8) for tiles in range(fewest, fewest + 8)]
+    rows = min(choices, key=lambda c: c[0] * (c[1] + 16))[1]  # a tile costs 16 rows extra, for reading x
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
     room = {b: min((225 * 1024 - reserved) // (2 * b * (rows + tokens)), 16) for b in (256, 128, least)}
     block_k = next((b for b in (256, 128) if room[b] >= 4 and k), least)

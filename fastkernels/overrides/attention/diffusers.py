@@ -93,11 +93,10 @@ class DiffusersFluxAttnProcessor:
             theirs: Any = type(self).__mro__[1]  # in a live model, the host's class
             given = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
             return theirs.__call__(self, attn, *given)
-        q, k, v = _heads(attn, hidden_states, ("to_q", "to_k", "to_v"), "to_qkv")
+        q, k, v = _heads(attn, hidden_states, "to_{}", "to_qkv")
         text_q = text_k = None
         if attn.added_kv_proj_dim is not None:
-            names = ("add_q_proj", "add_k_proj", "add_v_proj")
-            text_q, text_k, text_v = _heads(attn, encoder_hidden_states, names, "to_added_qkv")
+            text_q, text_k, text_v = _heads(attn, encoder_hidden_states, "add_{}_proj", "to_added_qkv")
             v = torch.cat((text_v, v), dim=1)
         q = _positioned(attn, "q", q, text_q, image_rotary_emb)
         k = _positioned(attn, "k", k, text_k, image_rotary_emb)
@@ -111,19 +110,18 @@ class DiffusersFluxAttnProcessor:
 
 def _elsewhere(processor: Any) -> str | None:
     """Why the host computes a processor's attention in another way, or None."""
+    backend = getattr(processor._attention_backend, "value", processor._attention_backend)
     if processor._parallel_config is not None:
         return "context parallelism is on"
-    backend = processor._attention_backend
-    named = str(getattr(backend, "value", backend))
-    return None if backend is None or named == "native" else f"set_attention_backend({named!r})"
+    return None if backend in (None, "native") else f"set_attention_backend({backend!r})"
 
 
-def _heads(attn: Any, x: torch.Tensor | None, names: tuple[str, ...], fused: str) -> list[torch.Tensor]:
-    """Queries, keys and values [B, S, H, head_dim] of x [B, S, C]."""
+def _heads(attn: Any, x: torch.Tensor | None, projection: str, fused: str) -> list[torch.Tensor]:
+    """Queries, keys and values [B, S, H, head_dim] of x [B, S, C], of three projections or of the fused one."""
     if attn.fused_projections:
         parts = getattr(attn, fused)(x).chunk(3, dim=-1)
     else:
-        parts = [getattr(attn, name)(x) for name in names]
+        parts = [getattr(attn, projection.format(part))(x) for part in "qkv"]
     return [t.unflatten(-1, (-1, attn.head_dim)) for t in parts]
 
 

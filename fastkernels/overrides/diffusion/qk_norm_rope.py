@@ -86,29 +86,27 @@ def _check(
     x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, text: torch.Tensor | None,
     text_weight: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    shape = tuple(x.shape)
+    shape, texts = tuple(x.shape), 0 if text is None else text.shape[1]
     if x.dim() != 4 or shape[3] % 2:
         raise ValueError(f"qk_norm_rope: x must be [B, S, H, D] with an even D, got {shape}")
-    texts = 0 if text is None else text.shape[1]
-    if text is not None and tuple(text.shape) != (shape[0], texts, *shape[2:]):
-        raise ValueError(f"qk_norm_rope: text {tuple(text.shape)} is not for x {shape}")
-    for name, t in (("cos", cos), ("sin", sin)):
-        if tuple(t.shape) != (texts + shape[1], shape[3]):
-            raise ValueError(f"qk_norm_rope: {name} {tuple(t.shape)} is not {(texts + shape[1], shape[3])}")
-    for name, w in (("weight", weight), ("text_weight", text_weight)):
-        if w is not None and w.shape != x.shape[-1:]:
-            raise ValueError(f"qk_norm_rope: {name} {tuple(w.shape)} is not for x {shape}")
+    front, table, width = (shape[0], texts, *shape[2:]), (texts + shape[1], shape[3]), shape[3:]
+    for name, t, sizes in (
+        ("text", text, front), ("cos", cos, table), ("sin", sin, table), ("weight", weight, width),
+        ("text_weight", text_weight, width),
+    ):  # fmt: skip
+        if t is not None and tuple(t.shape) != sizes:
+            raise ValueError(f"qk_norm_rope: {name} must be {sizes} for x {shape}, got {tuple(t.shape)}")
 
 
 def _supports_triton(
     x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
     text: torch.Tensor | None = None, text_weight: torch.Tensor | None = None,
 ) -> str | None:  # fmt: skip
+    if x.shape[-1] > NUMBERS:
+        return f"head size {x.shape[-1]} is over {NUMBERS}"
     for name, t in (("x", x), ("text", text)):
         if t is not None and (t.dtype not in FLOATS or t.stride(-1) != 1 or t.dtype != x.dtype):
             return f"{name} has dtype {t.dtype} and strides {tuple(t.stride())}: one float dtype, heads contiguous"
-    if x.shape[-1] > NUMBERS:
-        return f"head size {x.shape[-1]} is over {NUMBERS}"
     for name, t in (("weight", weight), ("text_weight", text_weight), ("cos", cos), ("sin", sin)):
         if t is not None and (t.dtype not in FLOATS or not t.is_contiguous()):
             return f"{name}: unsupported dtype or strides"

@@ -1,4 +1,4 @@
-"""Scores of DeepSeek's sparse attention (V3.2): how much each query wants each key, from small index vectors.
+"""Index scores of DeepSeek's sparse attention (V3.2): the relevance of each key to each query, from small vectors.
 
 logits[t, s] = sum over heads j of weights[t, j] * max(q[t, j] . k[s], 0), for the keys s that query t sees.
 """

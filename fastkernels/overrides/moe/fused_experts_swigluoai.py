@@ -206,7 +206,7 @@ def _weight(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
 
 
 def _scale(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
-    """Exponents that give weights of K channels a variance of about 1 / K: random MXFP4 values have one of 8.4."""
+    """Return exponents for weights with a variance of about 1 / K. Random MXFP4 values have a variance of 8.4."""
     middle = 127 - round(math.log2(max(8.4 * mxfp4.BLOCK * shape[-1], 1)) / 2)
     found = torch.randint(-1, 2, shape, generator=call.generator, device=call.device)
     return (middle + found).to(dtype)

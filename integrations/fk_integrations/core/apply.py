@@ -512,7 +512,7 @@ def _annotate(patched: Patched) -> None:
 
 
 def _check(patched: Patched) -> None:
-    """Raise PatchError for a patch that is not what the request states."""
+    """Raise PatchError if the patch differs from the request."""
     request, rows = patched.request, patched.rows
     problems = [row for row in rows if not all(kind.harmless for kind in row.kinds)]
     if request.strict and problems:

@@ -85,7 +85,7 @@ def _tensors(worker: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _workspaces() -> list[Any] | None:
-    """vLLM's workspaces, which may grow, and then move, while graphs are captured; None: unknown."""
+    """Return vLLM's workspaces, None if unknown. They may grow, and then move, while graphs are captured."""
     from vllm.v1.worker import workspace
 
     if not workspace.is_workspace_manager_initialized():

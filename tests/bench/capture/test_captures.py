@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import os
 import sys
@@ -125,6 +126,17 @@ def test_no_file_of_values(made: Path, data: bytes | None, why: str) -> None:
     assert len(replay.captured_cases("silu_and_mul", made)) == 1
 
 
+def test_compressed_values(made: Path) -> None:
+    file, packed = made / "values.safetensors", made / "values.safetensors.xz"
+    before = ids_of(made)
+    packed.write_bytes(lzma.compress(file.read_bytes()))
+    file.unlink()
+    assert len(before) == 3 and ids_of(made) == before and replay.problems("embedding", made) == []
+    packed.write_bytes(packed.read_bytes()[:-40])
+    (problem,) = replay.problems("embedding", made)
+    assert f"{packed} is not a safetensors file" in problem
+
+
 def test_missing_or_changed_tensor(made: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -239,7 +251,7 @@ def test_shipped_captures_are_small() -> None:
     assert wrong == [] and len(OPS) >= 10 and "smollm2-135m-chat" in {c.name for c in found}
     files = list(captures.SHIPPED.glob("*/*"))
     assert sum(f.stat().st_size for f in files) < 512 << 10
-    assert {f.name for f in files} == {"capture.json", "values.safetensors"}
+    assert {f.name for f in files} == {"capture.json", "values.safetensors.xz"}
     for each in found:
         assert each.commit and each.host and each.scenario
         assert each.modules or "what" in (each.model_extra or {})  # a routing says what it is

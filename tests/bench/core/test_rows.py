@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fk_bench.core.rows import Machine, Row, Status, Subject, append, read, read_text, stem, write_gzipped
+from fk_bench.core.rows import Machine, Row, Status, Subject, append, read, read_text, stem, write_compressed
 from pydantic import ValidationError
 
 FIELDS = {
@@ -55,14 +55,14 @@ def test_round_trip(tmp_path: Path) -> None:
     assert set(json.loads(file.read_text().splitlines()[0])) == FIELDS
 
 
-def test_gzipped_rows_are_read_and_not_appended_to(tmp_path: Path) -> None:
-    file, packed, again = (tmp_path / name for name in ("a.jsonl", "a.jsonl.gz", "b.jsonl.gz"))
+def test_compressed_rows_are_read_and_not_appended_to(tmp_path: Path) -> None:
+    file, packed, again = (tmp_path / name for name in ("a.jsonl", "a.jsonl.xz", "b.jsonl.xz"))
     append(file, [row(0), row(1)])
     for path in (packed, again):
-        write_gzipped(path, file.read_text())
+        write_compressed(path, file.read_text())
     assert read(packed) == read(file) and read_text(packed) == file.read_text()
     assert packed.read_bytes() == again.read_bytes() and stem(packed) == stem(file) == "a"
-    with pytest.raises(ValueError, match=r"a\.jsonl\.gz: rows are appended to \.jsonl files"):
+    with pytest.raises(ValueError, match=r"a\.jsonl\.xz: rows are appended to \.jsonl files"):
         append(packed, [row(2)])
 
 

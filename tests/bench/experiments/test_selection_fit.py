@@ -27,7 +27,7 @@ BOUNDS = (3.0, 10.0, 1.0, 4.0)
 def recorded() -> Iterator[dict[str, list[fit.Point]]]:
     files = {name for op in OPS for name in selection.model(op).fitted["rows"]}
     yield fit.points(
-        row for name in sorted(files) for row in read(ROOT / f"bench/results/{name}.jsonl.gz")[0]
+        row for name in sorted(files) for row in read(ROOT / f"bench/results/{name}.jsonl.xz")[0]
     )
 
 

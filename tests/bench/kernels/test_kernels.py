@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import re
 import shutil
@@ -254,8 +255,8 @@ def test_gpu_case_is_skipped_on_cpu(tmp_path: Path) -> None:
 def test_damaged_capture_is_reported_rest_is_used(tmp_path: Path) -> None:
     shipped = next(p.parent for p in sorted(SHIPPED.glob("*/capture.json")) if "sampling" in p.read_text())
     folder = shutil.copytree(shipped, tmp_path / "captures" / shipped.name)
-    file = folder / "values.safetensors"
-    data = bytearray(file.read_bytes())
+    file, packed = folder / "values.safetensors", folder / "values.safetensors.xz"
+    data = bytearray(lzma.decompress(packed.read_bytes()))
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     ops = json.loads((folder / "capture.json").read_text())["ops"]
@@ -265,6 +266,7 @@ def test_damaged_capture_is_reported_rest_is_used(tmp_path: Path) -> None:
     start = 8 + size + header[name]["data_offsets"][0]
     data[start] ^= 0xFF
     file.write_bytes(data)
+    packed.unlink()
     result = kernels("store_kvcache", "embedding", "--cases", "captured", "--no-time", "--captures",
                      tmp_path / "captures", "--out", tmp_path / "run", "--json")  # fmt: skip
     line = last_json(result)

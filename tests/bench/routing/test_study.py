@@ -92,7 +92,7 @@ def test_study_on_the_cpu(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_page_tables_match_repository_rows(capsys: Any) -> None:
-    file = ROOT / "bench/results/2026-11-21-h200-routing.jsonl.gz"
+    file = ROOT / "bench/results/2026-11-21-h200-routing.jsonl.xz"
     status, out, _ = command(capsys, "--rows", file, "--markdown")
     page = (ROOT / "docs/reports/2026-11-routing.md").read_text()
     lines = [line for line in out.splitlines() if line.startswith("|")]

@@ -123,7 +123,7 @@ def test_results_are_small_and_indexed() -> None:
     files = list((ROOT / RESULTS).iterdir())
     index = (ROOT / RESULTS / "README.md").read_text()
     assert len(files) <= 30 and sum(f.stat().st_size for f in files) <= 1_000_000
-    rows = {stem(f) for f in files if f.name.endswith(".jsonl.gz")}
+    rows = {stem(f) for f in files if f.name.endswith(".jsonl.xz")}
     indexed = {line.split("`")[1] for line in index.splitlines() if line.startswith("| `")}
     assert rows == indexed
 

@@ -28,7 +28,7 @@ def test_taken_rows_have_no_machine_paths(tmp_path: Path) -> None:
     (results / "tables.json").write_text('{"hosts": ["old"], "kernels": ["old"], "steps": ["servers-vllm"]}')
     name, models = "2026-11-22-h200-servers-vllm", {"model": "A model"}
     assert take(run_folder, results, models) == [name]
-    taken = read_text(results / f"{name}.jsonl.gz")
+    taken = read_text(results / f"{name}.jsonl.xz")
     assert (
         "/home" not in taken and '"model": "A model"' in taken and '["...", "serve", "--port", "1"]' in taken
     )
@@ -38,7 +38,7 @@ def test_taken_rows_have_no_machine_paths(tmp_path: Path) -> None:
     assert take(run_folder, results, models) == [name]  # the same rows only once
     append(run_folder / "servers-vllm/rows.jsonl", served("sglang", [1.0]))
     assert take(run_folder, results, models) == [f"{name}-2"]
-    assert read_text(results / f"{name}.jsonl.gz") == taken
+    assert read_text(results / f"{name}.jsonl.xz") == taken
 
 
 def test_every_row_file_of_a_run_is_taken(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_every_row_file_of_a_run_is_taken(tmp_path: Path) -> None:
     append(run_folder / "work/inner/rows.jsonl", served("vllm", [1.0]))
     taken = take(run_folder, results, {"model": "Shapes", "model-fp8": "Shapes in FP8"})
     assert taken == [f"2026-11-22-h200-{n}" for n in ("quality", "servers-fp8", "servers-tp2")]
-    assert sorted(stem(p) for p in results.glob("*.jsonl.gz")) == sorted(taken)
+    assert sorted(stem(p) for p in results.glob("*.jsonl.xz")) == sorted(taken)
     assert "| Shapes in FP8 | SGLang |" in text("hosts servers-fp8", Results(results))
     assert "| Shapes | SGLang |" in text("hosts servers-tp2", Results(results))
     assert json.loads((results / "tables.json").read_text()) == {}
@@ -75,7 +75,7 @@ def test_rows_of_a_whole_run_become_documents(tmp_path: Path) -> None:
     }  # fmt: skip
     for name in ("patch-models", "patch-engine"):
         (run_folder / name).mkdir(parents=True)
-        text_of = read_text(kept / "2026-11-24-h200-patch-models.jsonl.gz")
+        text_of = read_text(kept / "2026-11-24-h200-patch-models.jsonl.xz")
         (run_folder / name / "rows.jsonl").write_text(text_of)
     flat = {
         "skinny-linear": "skinny-linear",
@@ -84,10 +84,10 @@ def test_rows_of_a_whole_run_become_documents(tmp_path: Path) -> None:
     }
     for name, file in sources.items():
         (run_folder / name).mkdir(parents=True)
-        (run_folder / name / "rows.jsonl").write_text(read_text(kept / f"2026-11-22-h200-{file}.jsonl.gz"))
+        (run_folder / name / "rows.jsonl").write_text(read_text(kept / f"2026-11-22-h200-{file}.jsonl.xz"))
     for name, file in flat.items():
-        (run_folder / f"{name}.jsonl").write_text(read_text(kept / f"2026-11-22-h200-{file}.jsonl.gz"))
-    judged = read_text(kept / "2026-11-22-h200-kernels.jsonl.gz").splitlines(True)
+        (run_folder / f"{name}.jsonl").write_text(read_text(kept / f"2026-11-22-h200-{file}.jsonl.xz"))
+    judged = read_text(kept / "2026-11-22-h200-kernels.jsonl.xz").splitlines(True)
     ops = sorted({json.loads(line)["subject"].get("op") or "" for line in judged})
     for i, name in enumerate(GROUPS["kernels"]):  # each part judges its own ops
         mine = [x for x in judged if (json.loads(x)["subject"].get("op") or "") in ops[i::4]]

@@ -112,7 +112,7 @@ def invalid(
     candidate: Samples, baseline: Samples, floor_s: float, busy_s: float | None = None,
     launches: float | None = None,
 ) -> str:  # fmt: skip
-    """Why the candidate's time must not be used; '' if it may. Its own scatter widens no allowance.
+    """Return why the candidate's time is invalid, '' if it is valid. Its own scatter does not widen an allowance.
 
     floor_s   lower bound of a correct call on this machine; 0 if unknown
     busy_s    seconds of a call in which CUPTI saw a kernel on any stream

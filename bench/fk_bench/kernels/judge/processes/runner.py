@@ -207,7 +207,7 @@ class RunnerState(Implementation):
                 )
 
     def do_estimate(self, calls: int) -> dict[str, Any]:
-        """Rough seconds of a call, from which the judge derives the size of batches."""
+        """Estimate the seconds of a call. The judge derives the size of its batches from them."""
         picked = self.calls[:calls]
         for call in picked[:2]:
             call()
