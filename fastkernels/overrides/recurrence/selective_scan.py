@@ -159,7 +159,7 @@ def _case(name: str, sizes: tuple[int, ...], dtype: str = "bfloat16", weight: in
     return Case(name, axes | more, dtype, weight=weight, tags=("model" if "mamba" in name else "odd",))
 
 
-_ALL = {"skip": True, "gate": True, "bias": True, "delta_softplus": True}  # as Mamba calls it
+_ALL: dict[str, Any] = {"skip": True, "gate": True, "bias": True, "delta_softplus": True}  # as Mamba calls it
 
 SPEC = OpSpec(
     name="selective_scan",
