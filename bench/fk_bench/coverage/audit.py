@@ -76,7 +76,7 @@ def audit(file: str) -> Row:
         return Row(file, failed, model=cls.__name__, error=f"{type(error).__name__}: {error}"[:200])
     model_type = getattr(cls.config_class, "model_type", "") or file.partition("/")[0]
     found = {(type(module).__name__, match(module)) for module in model.modules()}
-    for variant in architectures.variants(cls):
+    for variant in architectures.variants(model):
         found |= {(type(module).__name__, match(module)) for module in variant.modules()}
     return judge(file, model_type, cls.__name__, runs, found)
 

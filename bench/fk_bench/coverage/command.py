@@ -20,7 +20,12 @@ PAPER_COMMIT = "da6c53e4"  # of transformers
 
 def paper_files() -> list[str]:
     """The 425 modeling files of the paper's table."""
-    return PAPER.read_text().split()
+    return [file_of(name) for name in PAPER.read_text().split()]
+
+
+def file_of(name: str) -> str:
+    """The modeling file that a recorded name stands for."""
+    return name if "/" in name else f"{name}/modeling_{name}.py"
 
 
 def coverage_command(

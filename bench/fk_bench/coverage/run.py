@@ -15,7 +15,7 @@ from collections.abc import Callable
 from fk_bench.coverage.audit import Row, Verdict
 
 START = 120.0  # seconds until a new process has imported transformers and audited its first file
-DEADLINE = 60.0  # seconds for each later file
+DEADLINE = 120.0  # seconds for each later file
 
 
 def run(files: list[str], workers: int, done: Callable[[Row], None] = lambda row: None) -> list[Row]:

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from fastkernels.core.baseline import Baseline, inductor
 
-BASELINES: dict[str, tuple[Baseline, ...]] = {"gated_delta_rule": (inductor("gated_delta_rule"),)}
+BASELINES: dict[str, tuple[Baseline, ...]] = {
+    n: (inductor(n),) for n in ("gated_delta_rule", "lstm", "selective_scan")
+}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import importlib
 import sys
@@ -20,15 +21,14 @@ ORDER = (
     "KEYPOINT_DETECTION", "KEYPOINT_MATCHING", "IMAGE_TO_IMAGE", "TIME_SERIES_PREDICTION", "PRETRAINING", "",
     "BACKBONE",
 )  # fmt: skip
-_WRAPPERS = ("timm_wrapper", "timm_backbone")
-
+LIBRARIES = ("torch", "transformers", "timm")  # whose modules are read
 
 # Values for fields that are None in a default config, which then builds no model
 _FILLED: dict[str, Any] = {
     "vocab_size": 32, "vocabulary_map": {"<image>": 1}, "num_experts": 8, "n_routed_experts": 8,
     "num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64,
     "n_shared_experts": 1, "prediction_length": 8,
-    "context_length": 8,
+    "context_length": 8, "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2",
 }  # fmt: skip
 # Values for fields that the parts of a default config lack altogether; callable: of the part
 _ABSENT: dict[str, Any] = {
@@ -100,18 +100,21 @@ def candidates(file: str) -> list[type]:
 
 
 def representative(file: str) -> tuple[type, Any]:
-    """(class, model on the meta device) that a file is judged by: the first candidate whose default config builds it.
+    """(class, model on the meta device) that a file is judged by: the first candidate that its config builds.
 
+    The config is the default one or, if no class can be built from that, the one in the example of its docstring.
     Raises External, LookupError, and the first candidate's error if none builds.
     """
     failure: Exception | None = None
-    for cls in candidates(file):
-        try:
-            return cls, build(cls)
-        except External:
-            raise
-        except Exception as error:  # a default config that does not fit its model
-            failure = failure or error
+    for config_of in (default_config, documented_config):
+        for cls in candidates(file):
+            try:
+                return cls, build(cls, config_of(cls))
+            except External as error:
+                failure = failure or error
+                break
+            except Exception as error:  # a config that does not fit its model
+                failure = failure or error
     assert failure is not None
     raise failure
 
@@ -126,20 +129,15 @@ def build(cls: Any, config: Any = None) -> Any:
         except (AttributeError, TypeError, ValueError):
             model = _with_fields(cls, _completed(config))
     except (OSError, AttributeError, TypeError, ValueError) as error:
-        if any(getattr(part, "model_type", "") in _WRAPPERS for part in _parts(config)):
-            raise External("its config names a model of timm") from error
         if isinstance(error, OSError) and "huggingface.co" in str(error):
             raise External("its config names a model on the hub") from error
         raise
     except (ImportError, ModuleNotFoundError) as error:
         raise External(str(error).strip().splitlines()[0]) from error
     for module in model.modules():
-        where = type(module).__module__
-        if any(f".{name}." in where for name in _WRAPPERS) or where.split(".")[0] not in (
-            "torch",
-            "transformers",
-        ):
-            raise External(f"{type(module).__name__} of {where.split('.')[0]}: {_library(where)}")
+        library = type(module).__module__.partition(".")[0]
+        if library not in LIBRARIES:
+            raise External(f"{type(module).__name__} of {library}")
     return model
 
 
@@ -149,19 +147,72 @@ def default_config(cls: Any) -> Any:
     if kind is None or getattr(kind, "has_no_defaults_at_init", False):
         raise External("its config names the models that it wraps")
     try:
-        return kind()
+        with _timm_by_name():
+            return kind()
     except ImportError as error:
         raise External(str(error).strip().splitlines()[0]) from error
     except OSError as error:
         raise External("its config names a model on the hub") from error
 
 
-def variants(cls: Any) -> Iterator[Any]:
+def documented_config(cls: Any) -> Any:
+    """The config that the example in the docstring of a model's config class makes. Raises LookupError without one."""
+    import torch
+
+    kind = cls.config_class
+    lines = (line.strip() for line in (getattr(kind, "__doc__", None) or "").splitlines())
+    example = ast.parse("\n".join(line[4:] for line in lines if line.startswith((">>>", "..."))))
+    space: dict[str, Any] = {}
+    for statement in _Named(kind).visit(example).body:
+        if "from_pretrained" in ast.unparse(statement):
+            break
+        code = ast.fix_missing_locations(ast.Module([statement], []))
+        with torch.device("meta"):
+            exec(compile(code, kind.__name__, "exec"), space)
+        found = [value for value in space.values() if type(value) is kind]
+        if found:
+            return found[0]
+    raise LookupError(f"the docstring of {kind.__name__} makes no config")
+
+
+class _Named(ast.NodeTransformer):
+    """Give the positional arguments of a config class the names of its own fields, which examples mean."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        if ast.unparse(node.func) == self.kind.__name__:
+            given = zip(vars(self.kind).get("__annotations__", {}), node.args, strict=False)
+            node.keywords += [ast.keyword(name, value) for name, value in given]
+            node.args = []
+        return node
+
+
+@contextmanager
+def _timm_by_name() -> Iterator[None]:
+    """Configs of timm's checkpoints on the hub from their names, which are those of timm's architectures."""
+    from transformers import AutoConfig, TimmWrapperConfig
+
+    before = AutoConfig.from_pretrained
+
+    def made(name: Any, *args: Any, **more: Any) -> Any:
+        timm = str(name).startswith("timm/")
+        return TimmWrapperConfig(architecture=name[5:], **more) if timm else before(name, *args, **more)
+
+    AutoConfig.from_pretrained = staticmethod(made)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        AutoConfig.from_pretrained = before  # type: ignore[method-assign]
+
+
+def variants(model: Any) -> Iterator[Any]:
     """The model with two layers of one type, for each type of layer that its config can name and that builds."""
     from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
     for kind in ALLOWED_LAYER_TYPES:
-        config = default_config(cls)
+        config = copy.deepcopy(model.config)
         if not any(getattr(part, "layer_types", None) for part in _parts(config)):
             config = _completed(config)
         parts = [part for part in _parts(config) if getattr(part, "layer_types", None)]
@@ -173,7 +224,7 @@ def variants(cls: Any) -> Iterator[Any]:
                 part.layer_types = [kind] * layers
                 if isinstance(getattr(part, "num_hidden_layers", None), int):
                     part.num_hidden_layers = layers
-            yield build(cls, config)
+            yield build(type(model), config)
         except Exception:  # a type of layer that the model does not have
             continue
 
@@ -242,10 +293,6 @@ def _with_fields(cls: Any, config: Any) -> Any:
     return _on_meta(cls, config)
 
 
-def _library(module: str) -> str:
-    return "the library timm" if ".timm_" in module else "a library of its own"
-
-
 def _parts(config: Any) -> list[Any]:
     """A config and the configs in its fields."""
     return [config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))]
@@ -269,4 +316,7 @@ def _completed(config: Any) -> Any:
         for name, value in _FILLED.items():
             if getattr(part, name, 0) is None:
                 setattr(part, name, value)
+        for name, kind in part.sub_configs.items():
+            if getattr(part, name, 0) is None and hasattr(kind, "to_dict"):
+                setattr(part, name, kind())
     return config

@@ -14,6 +14,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 MODELS = "transformers.models."
+READ = ("transformers.", "timm.")  # whose code is read
 SKIPPED = ("loss", "interpolate_pos", "resize_pos", "init_weights", "prune", "rope_index", "moving_average")
 _MODES = {  # of resampling: what our ops compute
     "interpolate": {"nearest", "linear", "bilinear", "bicubic", "trilinear"},
@@ -50,7 +51,7 @@ def calls(module: Any, method: str = "forward") -> frozenset[str]:
             continue
         seen.add(function)
         node = parsed(function)
-        if node is None or not function.__module__.startswith("transformers."):
+        if node is None or not function.__module__.startswith(READ):
             continue
         reader = _Reader(module, function)
         for statement in node.body:
@@ -89,7 +90,10 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        name = ast.unparse(node.func)
+        # `nn.Softmax(dim=-1)(x)` is a softmax
+        name = (
+            ast.unparse(node.func.func).lower() if isinstance(node.func, ast.Call) else ast.unparse(node.func)
+        )
         last = name.rpartition(".")[2]
         if any(word in name for word in SKIPPED):
             return
@@ -97,7 +101,7 @@ class _Reader(ast.NodeVisitor):
             function = self.globals.get(name)
             if name == _INTERFACE:
                 self.names.add(name)
-            elif isinstance(function, FunctionType) and function.__module__.startswith(MODELS):
+            elif isinstance(function, FunctionType) and function.__module__.startswith((MODELS, "timm.")):
                 self.functions.append(function)
             elif isinstance(function, FunctionType) or not isinstance(function, type):
                 self.names.add(name)

@@ -23,9 +23,9 @@ from torch import nn
 from fastkernels.core import registry
 from fastkernels.core.spec import Target
 from fk_integrations.transformers import attention_graph, probes
-from fk_integrations.transformers.forward_code import calls
+from fk_integrations.transformers.forward_code import READ, calls
 from fk_integrations.transformers.recognition import target_of
-from fk_integrations.transformers.recurrence_probes import recurrence_probe
+from fk_integrations.transformers.recurrence_probes import lstm_probe, recurrence_op
 
 PRIMITIVES = {  # functions of torch that no op of ours computes: what they are
     **dict.fromkeys(("fft", "fftn", "fft2", "ifft", "rfft", "irfft", "rfft2", "irfft2", "stft", "istft"), "FFT"),
@@ -157,7 +157,7 @@ def _match(module: nn.Module) -> Match:
         found = rule(module)
         if found is not None:
             return found
-    return _parts(module) if cls.__module__.startswith("transformers.") else PARTS
+    return _parts(module) if cls.__module__.startswith(READ) else PARTS
 
 
 def _parts(module: nn.Module) -> Match:
@@ -231,6 +231,8 @@ def _torch_module(module: Any) -> Match | None:
                 computes, module
             )
             return Match(Kind.OP, op, by_probe=same, needs="" if same else f"a subclass of {torchs.__name__}")
+    if type(module) is nn.LSTM and probes.safely(lstm_probe, module):
+        return Match(Kind.OP, "lstm")
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         return missing("recurrence")
     if isinstance(module, nn.Bilinear):
@@ -301,8 +303,9 @@ def _named(module: nn.Module) -> Match | None:
 
 def _recurrence(module: nn.Module) -> Match:
     """By class only: the function that the module calls for its recurrence computes what the op does."""
-    if probes.safely(recurrence_probe, module):
-        return Match(Kind.OP, "gated_delta_rule", True, False, False, needs="a recurrence inside its module")
+    op = recurrence_op(module)
+    if op:
+        return Match(Kind.OP, op, True, False, False, needs="a recurrence inside its module")
     return missing("recurrence")
 
 

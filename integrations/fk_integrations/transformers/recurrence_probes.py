@@ -1,4 +1,4 @@
-"""Numerical probes of recurrences: the functions of a module's file that compute them, against gated_delta_rule."""
+"""Numerical probes of recurrences: the functions of a module's file that compute them, against our ops."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import registry
-from fk_integrations.transformers.probes import agree
+from fk_integrations.transformers.probes import agree, safely
 
 SIZES = 2, 7, 4, 16, 12  # sequences, tokens, heads, channels of a key and of a value
 CHUNK = 4
 
 
-def recurrence_probe(module: nn.Module) -> bool:
-    """Whether the class calls a function of its file that computes what the op does; one that does not fails it."""
+def recurrence_op(module: nn.Module) -> str:
+    """The op that the functions of its file compute which the class calls; '' if one of them does not."""
     cls: Any = type(module)
     text, space = inspect.getsource(cls), vars(sys.modules[cls.__module__])
-    found = [(probe, space[name]) for name, probe in _PROBES.items() if name in space and name in text]
-    return bool(found) and all(probe(function) for probe, function in found)
+    found = [
+        (op, probe, space[name]) for name, (op, probe) in _PROBES.items() if name in space and name in text
+    ]
+    return found[0][0] if found and all(safely(probe, function) for _, probe, function in found) else ""
 
 
 def _delta_rule(function: Callable[..., Any]) -> bool:
@@ -48,14 +51,111 @@ def _mamba2_scan(function: Callable[..., Any]) -> bool:
         x, steps, a, keys, queries, chunk_size=CHUNK, D=d, dt_bias=bias, dt_softplus=True,
         initial_states=state.transpose(-1, -2), return_final_states=True,
     )  # fmt: skip
-    dt = torch.nn.functional.softplus(steps + bias)
+    dt = F.softplus(steps + bias)
     q, k = queries.repeat_interleave(2, 2), keys.repeat_interleave(2, 2)
     ours, last = registry.get("gated_delta_rule").reference(q, k, x, a * dt, dt, state, 1.0, False)
     return agree(theirs[0], ours + d[:, None] * x) and agree(theirs[1], last.transpose(-1, -2))
 
 
-_PROBES = {
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "torch_recurrent_gated_delta_rule": _delta_rule,
-    "mamba2_chunk_scan": _mamba2_scan,
+def _mamba_scan(function: Callable[..., Any]) -> bool:
+    """Mamba's: [sequences, channels, tokens], from a state of 0."""
+    b, t, _, n, d = SIZES
+    u, delta, z = (torch.randn(b, d, t) for _ in range(3))
+    keys, queries, a = torch.randn(b, n, t), torch.randn(b, n, t), -torch.rand(d, n)
+    more = {"D": torch.randn(d), "delta_bias": torch.randn(d), "delta_softplus": True}
+    theirs = function(u, delta, a, keys, queries, z=z, return_last_state=True, **more)
+    u, delta, z, keys, queries = (x.transpose(1, 2) for x in (u, delta, z, keys, queries))
+    ours, last = registry.get("selective_scan").reference(
+        u, delta, a, keys, queries, torch.zeros(b, d, n), z=z, **more
+    )
+    return agree(theirs[0].transpose(1, 2), ours) and agree(theirs[1], last)
+
+
+def _linear_recurrence(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> Any:
+    return registry.get("gated_delta_rule").reference(q, k, v, g, beta, state, 1.0, False)
+
+
+def _rg_lru(cls: Any) -> bool:
+    """RG-LRU's scan: each channel is a head with one key of 1, and a reset is a decay to 0."""
+    b, t, _, _, d = SIZES
+    x, decay, state, reset = (
+        torch.randn(b, t, d),
+        torch.rand(b, t, d),
+        torch.randn(b, d),
+        torch.zeros(b, t, 1),
+    )
+    reset[0, 3] = 1
+    theirs = cls._rnn_scan(None, x, decay, reset.bool(), state)
+    ones = torch.ones(b, t, d)
+    g = (decay * (1 - reset)).log()
+    ours, last = _linear_recurrence(
+        ones[..., None], ones[..., None], x[..., None], g, ones, state[..., None, None]
+    )
+    return agree(theirs[0], ours[..., 0]) and agree(theirs[1], last[..., 0, 0])
+
+
+def _mlstm(function: Callable[..., Any]) -> bool:
+    """xLSTM's: the normalizer is one more channel of values, the running maximum is part of the gates."""
+    b, h, dk, dv, t = 2, 3, 16, 12, 2 * CHUNK
+    q, k, v = torch.randn(b, h, t, dk), torch.randn(b, h, t, dk), torch.randn(b, h, t, dv)
+    i, f, c = torch.randn(b, h, t), torch.randn(b, h, t), torch.randn(b, h, dk, dv)
+    n, m = torch.randn(b, h, dk), torch.randn(b, h, 1)
+    chunks = {"chunk_size": CHUNK} if "chunk_size" in inspect.signature(function).parameters else {}
+    theirs = function(q, k, v, i, f, c_initial=c, n_initial=n, m_initial=m, return_last_states=True, **chunks)
+    least = [m[..., 0]]
+    for step in range(t):
+        least.append(torch.maximum(F.logsigmoid(f[..., step]) + least[-1], i[..., step]))
+    new, old = torch.stack(least[1:], -1), torch.stack(least[:-1], -1)
+    values, decay = torch.cat([v, torch.ones(b, h, t, 1)], -1), F.logsigmoid(f) + old - new
+    turned = [x.transpose(1, 2) for x in (q, k, values, decay, (i - new).exp())]
+    out, _ = registry.get("gated_delta_rule").reference(
+        *turned, torch.cat([c, n[..., None]], -1), dk**-0.5, False
+    )
+    out = out.transpose(1, 2)
+    return agree(theirs[0], out[..., :-1] / torch.maximum(out[..., -1:].abs(), (-new).exp()[..., None]), 1e-4)
+
+
+def _lightning(cls: Any) -> bool:
+    """MiniMax's whole module: one decay for each head."""
+    kind = vars(sys.modules[cls.__module__])["MiniMaxConfig"]
+    made = cls(kind(hidden_size=24, num_attention_heads=4, head_dim=8, block_size=CHUNK), 0).eval()
+    b, t = 2, 7
+    x = torch.randn(b, t, 24)
+    q, k, v = made.act_fn(made.qkv_proj(x)).unflatten(-1, (4, 24)).split(8, -1)
+    g = -made.slope_rate.flatten().expand(b, t, 4)
+    out, last = _linear_recurrence(q, k, v, g, torch.ones(b, t, 4), torch.zeros(b, 4, 8, 8))
+    ours = made.out_proj(made.output_gate(x).sigmoid() * made.norm(out.flatten(2)))
+    theirs = made(x, None, None)
+    return agree(theirs[0], ours) and agree(theirs[1], last)
+
+
+def lstm_probe(module: nn.LSTM) -> bool:
+    """torch's LSTM, of any number of layers and directions: linear layers and the op, one direction after the other."""
+    b, t, n, d = 2, 5, 6, 8
+    names = ("num_layers", "bias", "batch_first", "bidirectional")
+    made = nn.LSTM(n, d, **{name: getattr(module, name) for name in names})
+    x = torch.randn(b, t, n)
+    theirs, _ = made(x if module.batch_first else x.transpose(0, 1))
+    op = registry.get("lstm").reference
+    for layer in range(module.num_layers):
+        outs = []
+        for end in ("", "_reverse")[: 1 + module.bidirectional]:
+            each = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            w: list[Any] = [getattr(made, f"{name}_l{layer}{end}", None) for name in each]
+            gates = F.linear(x.flip(1) if end else x, w[0], w[2] + w[3] if module.bias else None)
+            out, _, _ = op(gates, w[1], torch.zeros(b, d), torch.zeros(b, d))
+            outs.append(out.flip(1) if end else out)
+        x = torch.cat(outs, -1)
+    return module.proj_size == 0 and agree(theirs if module.batch_first else theirs.transpose(0, 1), x)
+
+
+_PROBES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "torch_chunk_gated_delta_rule": ("gated_delta_rule", _delta_rule),
+    "torch_recurrent_gated_delta_rule": ("gated_delta_rule", _delta_rule),
+    "mamba2_chunk_scan": ("gated_delta_rule", _mamba2_scan),
+    "mamba_selective_scan": ("selective_scan", _mamba_scan),
+    "RecurrentGemmaRglru": ("gated_delta_rule", _rg_lru),
+    "mlstm_recurrent_sequence_native": ("gated_delta_rule", _mlstm),
+    "mlstm_chunkwise_native_autograd": ("gated_delta_rule", _mlstm),
+    "MiniMaxLightningAttention": ("gated_delta_rule", _lightning),
 }

@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 from fk_bench.coverage import run as runner
 from fk_bench.coverage.audit import Row, Verdict, audit, judge, summary
-from fk_bench.coverage.command import paper_files
+from fk_bench.coverage.command import file_of, paper_files
+from fk_integrations.transformers import architectures
 from fk_integrations.transformers.matching import Kind, Match, missing
 from support.commands import fk_bench_here
 
@@ -20,6 +21,8 @@ transformers = pytest.importorskip("transformers")
 
 HERE = Path(__file__).parent
 HAND = json.loads((HERE / "hand_checked.json").read_text())
+# A reading is a verdict, or a verdict with what is not matched
+VERDICTS = {file_of(name): read if isinstance(read, str) else read[0] for name, read in HAND["files"].items()}
 # One of each verdict and kind of difference, cheap to build
 QUICK = (
     "arcee",
@@ -48,21 +51,29 @@ def _draw() -> ModuleType:
 @needs_drawn_version
 def test_hand_checked_files_are_the_seeded_draw() -> None:
     drawn = _draw().draw(Path(transformers.__file__).parent / "models")
-    assert sorted(HAND["files"]) == drawn and len(drawn) == 40
+    assert sorted(VERDICTS) == drawn and len(drawn) == 40
 
 
 @needs_drawn_version
 @pytest.mark.parametrize("name", QUICK)
 def test_verdict_agrees_with_hand_check(name: str) -> None:
     file = f"{name}/modeling_{name}.py"
-    assert audit(file).verdict.value == HAND["files"][file]["verdict"]
+    assert audit(file).verdict.value == VERDICTS[file]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("encoder_decoder", "BertLayer"), ("timm_backbone", "Bottleneck")]
+)
+def test_wrapper_is_built_from_its_documented_config(name: str, part: str) -> None:
+    _, model = architectures.representative(file_of(name))
+    assert part in {type(module).__name__ for module in model.modules()}
 
 
 @pytest.mark.slow
 @needs_drawn_version
 def test_audit_agrees_with_95_percent_of_hand_checks() -> None:
-    rows = runner.run(sorted(HAND["files"]), workers=2)
-    wrong = {r.file: r.verdict.value for r in rows if r.verdict.value != HAND["files"][r.file]["verdict"]}
+    rows = runner.run(sorted(VERDICTS), workers=2)
+    wrong = {r.file: r.verdict.value for r in rows if r.verdict.value != VERDICTS[r.file]}
     assert len(wrong) <= 0.05 * len(rows), wrong
 
 
@@ -105,9 +116,9 @@ def test_rows_survive_json() -> None:
 def test_unknown_architecture_names_needs_and_command() -> None:
     import fastkernels
 
-    config = transformers.AutoConfig.for_model("mamba", num_hidden_layers=2)
-    config.architectures = ["MambaForCausalLM"]
-    with pytest.raises(registry.UnknownName, match="recurrence: MambaMixer") as raised:
+    config = transformers.AutoConfig.for_model("rwkv", num_hidden_layers=2)
+    config.architectures = ["RwkvForCausalLM"]
+    with pytest.raises(registry.UnknownName, match="recurrence: RwkvSelfAttention") as raised:
         fastkernels.plan(config)
     assert "fk-bench scaffold" in str(raised.value)
 
@@ -119,7 +130,7 @@ def test_command_refuses_unknown_architecture() -> None:
 
 @pytest.mark.slow
 def test_command_ends_with_counts_as_json() -> None:
-    done = fk_bench_here("coverage", "--json", "--arch", "llama", "--arch", "mamba", "--workers", "1")
+    done = fk_bench_here("coverage", "--json", "--arch", "llama", "--arch", "rwkv", "--workers", "1")
     data = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0 and data["verdicts"]["runs"] == 1
     assert data["missing"] == [{"name": "recurrence", "architectures": 1, "nothing_else": 1}]

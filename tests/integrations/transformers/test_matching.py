@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 import pytest
@@ -71,15 +72,40 @@ def test_other_kind_is_matched_by_class_only(model_type: str, cls: str, module: 
 @pytest.mark.parametrize(
     ("model_type", "cls", "module", "needs"),
     [
-        ("mamba", "MambaForCausalLM", "MambaMixer", "recurrence"),
-        ("recurrent_gemma", "RecurrentGemmaForCausalLM", "RecurrentGemmaRglru", "recurrence"),
-        ("xlstm", "xLSTMForCausalLM", "xLSTMBackend", "recurrence"),
+        ("rwkv", "RwkvForCausalLM", "RwkvSelfAttention", "recurrence"),
         ("mra", "MraModel", "MraSelfAttention", "kernel of a library"),
     ],
 )
 def test_primitive_without_an_op_is_missing(model_type: str, cls: str, module: str, needs: str) -> None:
     found = match(modules(model_type, cls)[module])
     assert found.kind is Kind.MISSING and found.needs == needs and not found.loose
+
+
+@pytest.mark.parametrize(
+    ("model_type", "cls", "module", "op", "function"),
+    [
+        ("mamba", "MambaForCausalLM", "MambaMixer", "selective_scan", "mamba_selective_scan"),
+        (
+            "recurrent_gemma", "RecurrentGemmaForCausalLM", "RecurrentGemmaRglru", "gated_delta_rule",
+            "RecurrentGemmaRglru._rnn_scan",
+        ),
+        ("xlstm", "xLSTMForCausalLM", "xLSTMBackend", "gated_delta_rule", "mlstm_recurrent_sequence_native"),
+        (
+            "minimax", "MiniMaxForCausalLM", "MiniMaxLightningAttention", "gated_delta_rule",
+            "MiniMaxLightningAttention.decay_factors",
+        ),
+    ],
+)  # fmt: skip
+def test_recurrence_is_matched_until_its_code_changes(
+    model_type: str, cls: str, module: str, op: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = modules(model_type, cls)[module]
+    found = match(made)
+    assert (found.op, found.loose, found.strict) == (op, True, False)
+    path = f"transformers.models.{model_type}.modeling_{model_type}.{function}"
+    theirs = pkgutil.resolve_name(path)
+    monkeypatch.setattr(path, lambda *x, **named: [2 * out for out in theirs(*x, **named)])
+    assert matching._match(made).needs == "recurrence"
 
 
 def test_recurrences_are_matched_by_their_functions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +141,12 @@ def test_length_regulator_is_no_recurrence() -> None:
     with torch.device("meta"):
         model = transformers.VitsModel(transformers.VitsConfig())
     assert match(model).op == "batched_matmul"
+
+
+def test_lstm_is_its_op_unless_it_projects_its_outputs() -> None:
+    two = nn.LSTM(4, 4, 2, bidirectional=True, bias=False, device="meta")
+    assert (match(two).op, match(two).strict) == ("lstm", True)
+    assert match(nn.LSTM(4, 4, proj_size=2, device="meta")).needs == "recurrence"
 
 
 def test_cells_of_recurrences_are_missing() -> None:
