@@ -20,6 +20,7 @@ from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.norm.t5_layer_norm import t5_layer_norm
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
+from fastkernels.overrides.recurrence.selective_scan import selective_scan
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
 
@@ -54,6 +55,15 @@ def _recurrent(x: torch.Tensor) -> torch.Tensor:
     return gated_delta_rule(q, k, v, -decay.abs(), beta.sigmoid(), state, 0.3).flatten(1)
 
 
+def _scanned(x: torch.Tensor) -> torch.Tensor:
+    """Rows are sequences of four tokens with 40 channels, each with a state of 16 numbers."""
+    u, delta = x[:, :320].reshape(len(x), 2, 4, 40).unbind(1)
+    keys, queries = x[:, 320:448].reshape(len(x), 2, 4, 16).unbind(1)
+    decay = -torch.linspace(0.1, 2, 640, device=x.device).view(40, 16)
+    state = torch.zeros(len(x), 40, 16, device=x.device)
+    return selective_scan(u, delta, decay, keys, queries, state, None, None, None, True).flatten(1)
+
+
 def _weight(x: torch.Tensor) -> torch.Tensor:
     return torch.linspace(0.5, 2, HIDDEN, device=x.device).to(x.dtype)
 
@@ -72,6 +82,7 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rotary_emb": _rotated,
     "rope_store_kvcache": _stored,
     "gated_delta_rule": _recurrent,
+    "selective_scan": _scanned,
     "top_k_per_row": lambda x: top_k_per_row(x, 100),
 }  # fmt: skip
 

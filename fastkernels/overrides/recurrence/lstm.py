@@ -155,5 +155,4 @@ SPEC = OpSpec(
         _case("long", 1, 20, 16),
     ),
     activations=("gates",),
-    batch_invariant=True,  # a program has channels of one sequence
 )
