@@ -304,3 +304,23 @@ def test_blocks_add_scale_and_norm_in_one_op(
     torch.testing.assert_close(hooked, run(), atol=atol * float(before.abs().max()), rtol=0)
     hook.remove()
     assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    [
+        ("beit_base_patch16_224", {"beit.Attention": 2}),
+        ("cait_xxs24_224", {"cait.TalkingHeadAttn": 2, "cait.ClassAttn": 2}),
+        ("twins_pcpvt_small", {"twins.GlobalSubSampleAttn": 16}),
+    ],
+)
+def test_other_attention_is_listed_once(name: str, classes: dict[str, int]) -> None:
+    model = tiny(name, img_size=64, **({} if "twins" in name else {"embed_dim": 48, "depth": 2, "num_heads": 3}))
+    run = runner(model)
+    before = run()
+    with fastkernels.patch(model, ops=["attention_dense", "layer_norm"]) as report:
+        torch.testing.assert_close(run(), before, atol=1e-5 * float(before.abs().max()), rtol=0)
+        found = [r for row in report.rows for r in row.reasons if r["kind"] == "other_class"]
+    named = {r["text"].partition(",")[0].removeprefix("timm.models."): r["modules"] for r in found}
+    assert named == classes and len(found) == len(classes)
+    assert torch.equal(run(), before)
