@@ -121,7 +121,10 @@ NO_PLACE = {
     "fused_experts_swigluoai": "hosts pack and order such weights for their own kernels when they load them",
 }
 # Our kernel in such a class is another op's: attention itself stays PyTorch's function, which the host calls, too.
-PYTORCH = {"diffusers.models.transformers.transformer_flux": (("attention_dense", "_scaled_dot_product"),)}
+_SDPA = (("attention_dense", "_scaled_dot_product"),)
+PYTORCH = dict.fromkeys(
+    ("diffusers.models.transformers.transformer_flux", "timm.layers.attention", "timm.models.eva"), _SDPA
+)
 CHECKS_CALLS = "checks_calls"  # attribute of our classes whose methods leave unsupported modules to the host
 METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "processor")
 

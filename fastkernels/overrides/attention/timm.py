@@ -54,11 +54,11 @@ def _with_rope(module: Any, x: torch.Tensor, rope: torch.Tensor | None, dtype: t
     """Rotate x [B, N, H, D] except for its prefix tokens, which have no position; the result has that dtype."""
     if rope is None:
         return x
-    half = getattr(module, "rotate_half", False)
     if rope.dim() == 2 and x.shape[1] - len(rope) == module.num_prefix_tokens:
         sin, cos = rope.chunk(2, dim=-1)
-        return rope_nd(x, cos, sin, half).to(dtype)
-    heads = x.transpose(1, 2)
+        return rope_nd(x, cos, sin, getattr(module, "rotate_half", False)).to(dtype)
+    rope_nd.note("positions of each image or head")
+    heads, half = x.transpose(1, 2), getattr(module, "rotate_half", False)
     prefix, patches = heads.tensor_split((module.num_prefix_tokens,), dim=2)
     patches = _rotate(patches, rope, half)
     return torch.cat((prefix, patches), dim=2).to(dtype).transpose(1, 2)

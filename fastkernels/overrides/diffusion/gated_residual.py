@@ -46,8 +46,8 @@ def reference(
 def _gated_residual_kernel(
     res_ptr, x_ptr, gate_ptr, scale_ptr, shift_ptr, w_ptr, b_ptr, out_ptr, normed_ptr, T, res_stride0, res_stride1,
     x_stride0, x_stride1, gate_stride, scale_stride, shift_stride, H, eps,
-    HAS_GATE: tl.constexpr, NORM: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program per token, which is loaded once: mean and variance are computed from registers.
@@ -64,7 +64,7 @@ def _gated_residual_kernel(
         shift = tl.load(shift_ptr + image * shift_stride + cols, mask=inside, other=0.0).to(tl.float32)
     out = (res.to(tl.float32) + x).to(res.dtype)
     tl.store(out_ptr + row * H + cols, out, mask=inside)
-    if NORM:
+    if HAS_SCALE or HAS_W:
         h = out.to(tl.float32)
         centered = tl.where(inside, h - tl.sum(h, axis=0) / H, 0.0)
         y = centered * tl.rsqrt(tl.sum(centered * centered, axis=0) / H + eps)
@@ -92,10 +92,8 @@ def _check(
         if t is not None and t.shape != residual.shape[::2]:
             raise ValueError(f"gated_residual: {name} {tuple(t.shape)} is not [B, H] for residual {shape}")
     for name, v in (("weight", weight), ("bias", bias)):
-        if v is not None and ((scale is None and weight is None) or v.shape != residual.shape[2:]):
-            raise ValueError(
-                f"gated_residual: {name} {tuple(v.shape)} is not [H] of a norm after residual {shape}"
-            )
+        if v is not None and v.shape != residual.shape[2:]:
+            raise ValueError(f"gated_residual: {name} {tuple(v.shape)} is not [H] for residual {shape}")
 
 
 def _supports_triton(
@@ -121,8 +119,9 @@ def _supports_triton(
 
 
 def _empty(
-    residual: torch.Tensor, scale: torch.Tensor | None, weight: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None, weight: torch.Tensor | None = None, *_: object, **__: object,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Memory for the two results."""
     tokens = 0 if scale is None and weight is None else residual.shape[1]
     return residual.new_empty(residual.shape), residual.new_empty(len(residual), tokens, residual.shape[2])
@@ -134,7 +133,7 @@ def _triton(
     eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     _check(residual, x, gate, scale, shift, weight, bias)
-    out, normed = _empty(residual, scale, weight)
+    out, normed = _empty(residual, x, gate, scale, shift, weight)
     if out.numel() == 0:
         return out, normed
     batch, tokens, hidden = out.shape
@@ -144,8 +143,8 @@ def _triton(
         _gated_residual_kernel, (batch * tokens,),
         residual, x, gate, scale, shift, weight, bias, out, normed, tokens, *residual.stride()[:2], *x.stride()[:2],
         *strides,
-        hidden, eps, HAS_GATE=gate is not None, NORM=scale is not None or weight is not None,
-        HAS_SCALE=scale is not None, HAS_W=weight is not None, HAS_B=bias is not None, BLOCK=block,
+        hidden, eps, HAS_GATE=gate is not None, HAS_SCALE=scale is not None, HAS_W=weight is not None,
+        HAS_B=bias is not None, BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out, normed
@@ -164,7 +163,7 @@ def _reference(
 gated_residual = define(
     "gated_residual(Tensor residual, Tensor x, Tensor? gate, Tensor? scale=None, Tensor? shift=None,"
     " Tensor? weight=None, Tensor? bias=None, float eps=1e-6) -> (Tensor, Tensor)",
-    fake=lambda residual, x, gate, scale=None, shift=None, weight=None, *_, **__: _empty(residual, scale, weight),
+    fake=_empty,
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
         Provider("reference", _reference, devices=("cuda", "cpu")),

@@ -60,7 +60,9 @@ def _added(
 
     between: modules that take x before it is added, which do nothing in inference.
     """
-    idle = all(not m.training or isinstance(m, nn.Identity) for m in between) and not any(map(changed, between))
+    idle = all(not m.training or isinstance(m, nn.Identity) for m in between) and not any(
+        map(changed, between)
+    )
     alike = x.dtype == residual.dtype and (gamma is None or gamma.dtype == x.dtype) and x.dim() == 3
     if not idle or not alike:
         gated_residual.note("its dtypes differ" if idle else "dropped paths or a hook")

@@ -8,7 +8,14 @@ import torch
 
 from fastkernels.core.baseline import Baseline, Function, filled, first, half, inductor, same
 from fastkernels.overrides.cache.production import no_vllm_store, vllm_store_kvcache
-from fastkernels.overrides.kit.libraries import T, from_flashinfer, from_sglang, from_torch, from_vllm, vllm_ops
+from fastkernels.overrides.kit.libraries import (
+    T,
+    from_flashinfer,
+    from_sglang,
+    from_torch,
+    from_vllm,
+    vllm_ops,
+)
 from fastkernels.overrides.rope import rope_nd
 
 

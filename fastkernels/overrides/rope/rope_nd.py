@@ -12,7 +12,6 @@ from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS
 
-NUMBERS = 2048  # the largest head size
 AT_ONCE = 1024  # elements of a program, unless a head has more
 
 
@@ -63,8 +62,12 @@ def _rope_nd_kernel(
     a, b = _pairs(x, pair, mask, HALF, HEADS, BLOCK, HALVES)
     if token >= prefix:
         one = tl.zeros((1, 1), tl.int64)
-        cos_a, cos_b = _pairs(cos_ptr + (token - prefix) * cos_p + one, pair, one == 0, HALF, 1, BLOCK, HALVES)
-        sin_a, sin_b = _pairs(sin_ptr + (token - prefix) * sin_p + one, pair, one == 0, HALF, 1, BLOCK, HALVES)
+        cos_a, cos_b = _pairs(
+            cos_ptr + (token - prefix) * cos_p + one, pair, one == 0, HALF, 1, BLOCK, HALVES
+        )
+        sin_a, sin_b = _pairs(
+            sin_ptr + (token - prefix) * sin_p + one, pair, one == 0, HALF, 1, BLOCK, HALVES
+        )
         p, q = a.to(tl.float32), b.to(tl.float32)
         a = (p * cos_a.to(tl.float32) - q * sin_a.to(tl.float32)).to(a.dtype)
         b = (q * cos_b.to(tl.float32) + p * sin_b.to(tl.float32)).to(b.dtype)
@@ -88,8 +91,10 @@ def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 def _supports_triton(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool) -> str | None:
     for name, t in (("x", x), ("cos", cos), ("sin", sin)):
         if t.dtype not in FLOATS or t.stride(-1) != 1:
-            return f"{name} has dtype {t.dtype} and strides {tuple(t.stride())}: a float dtype, rows contiguous"
-    return f"head size {x.shape[-1]} is over {NUMBERS}" if x.shape[-1] > NUMBERS else None
+            return (
+                f"{name} has dtype {t.dtype} and strides {tuple(t.stride())}: a float dtype, rows contiguous"
+            )
+    return f"head size {x.shape[-1]} is over 2048" if x.shape[-1] > 2048 else None
 
 
 def _triton(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, halves: bool) -> torch.Tensor:

@@ -70,7 +70,9 @@ def transformers_vjepa2_rotate_queries_or_keys(x, pos):
     Channels 2j and 2j + 1 are a pair, but the table repeats its angles by halves, as in the model's training.
     """
     half = x.shape[-1] // 2
-    omega = 1.0 / 10000 ** (torch.arange(half, dtype=x.dtype, device=x.device) / half)  # rounded as in the host
+    omega = 1.0 / 10000 ** (
+        torch.arange(half, dtype=x.dtype, device=x.device) / half
+    )  # rounded as in the host
     freq = (pos if pos.dim() == 1 else pos[:, 0]).unsqueeze(-1) * omega
     cos, sin = (t.repeat(*[1] * (t.dim() - 1), 2).flatten(0, -2) for t in (freq.cos(), freq.sin()))
     by_token = x.transpose(1, 2)
