@@ -55,7 +55,9 @@ def _input(value: Any) -> Any:
     if isinstance(value, dict):
         return _image(value, "it")
     if not value or not isinstance(value, (str, list)):
-        raise ValueError(f"must be texts or lists of token ids, not empty, or images, one or a list: {IMAGE_FORM}")
+        raise ValueError(
+            f"must be texts or lists of token ids, not empty, or images, one or a list: {IMAGE_FORM}"
+        )
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return _prompt(value)
     if len(value) > MAX_PROMPTS:

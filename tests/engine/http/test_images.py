@@ -92,7 +92,12 @@ def test_other_formats_and_modes_are_read(url):
     deep = Image.fromarray(np.asarray(gray).astype(np.uint16) << 8)
     broken = encoded(gray)
     broken = "\n".join(broken[i : i + 76] for i in range(0, len(broken), 76))
-    same_image = (part(gray, "WEBP", lossless=True), part(gray.convert("RGBA")), part(deep), data_part(broken))
+    same_image = (
+        part(gray, "WEBP", lossless=True),
+        part(gray.convert("RGBA")),
+        part(deep),
+        data_part(broken),
+    )
     for same in (part(gray), *same_image):
         (found,) = post(url, input=same).json()["data"]
         np.testing.assert_allclose(found["embedding"], want["embedding"], atol=1e-5)

@@ -315,7 +315,9 @@ def test_blocks_add_scale_and_norm_in_one_op(
     ],
 )
 def test_other_attention_is_listed_once(name: str, classes: dict[str, int]) -> None:
-    model = tiny(name, img_size=64, **({} if "twins" in name else {"embed_dim": 48, "depth": 2, "num_heads": 3}))
+    model = tiny(
+        name, img_size=64, **({} if "twins" in name else {"embed_dim": 48, "depth": 2, "num_heads": 3})
+    )
     run = runner(model)
     before = run()
     with fastkernels.patch(model, ops=["attention_dense", "layer_norm"]) as report:
