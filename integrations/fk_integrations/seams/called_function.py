@@ -24,7 +24,7 @@ class CalledFunction(Seam):
 
     def swap(self, swap: Swap) -> Reason | None:
         cls: Any = type(swap.module)
-        method = callers(cls)[swap.host_class]
-        swap.journal.set_class(swap.module, calling_class(cls, swap.host_class, swap.ours, method))
+        theirs: Any = swap.host_class
+        swap.journal.set_class(swap.module, calling_class(cls, theirs, swap.ours, callers(cls)[theirs]))
         swap.adapter.repin(swap.module, swap.journal)
         return None
