@@ -192,7 +192,7 @@ class TimmEvaBlock(nn.Module):
         )  # fmt: skip
         scaled = (init_values is not None, init_values is not None and not attn_only_layer_scale)
         self.gamma_1, self.gamma_2 = (
-            nn.Parameter(torch.full((dim,), init_values, **dd)) if has else None for has in scaled
+            nn.Parameter(torch.full((dim,), init_values or 0.0, **dd)) if has else None for has in scaled
         )
         self.drop_path1, self.drop_path2 = nn.Identity(), nn.Identity()
         hidden = int(dim * mlp_ratio)
