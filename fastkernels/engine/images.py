@@ -86,9 +86,12 @@ def is_image(value: Any) -> bool:
 
 def rgb(image: Any) -> Any:
     """The image in RGB, upright as its EXIF orientation says."""
-    from PIL import ImageOps
+    from PIL import Image, ImageOps
 
-    return ImageOps.exif_transpose(image).convert("RGB")
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):  # convert() would clip, not scale
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def decode(data: bytes) -> Any:

@@ -126,9 +126,13 @@ NO_PLACE = {
     "fused_experts_int4": "hosts pack and order such weights for their own kernels when they load them",
     "fused_experts_swigluoai": "hosts pack and order such weights for their own kernels when they load them",
 }
-# Our kernel in these modules' files is another op's: attention itself stays the host's function.
-ATTENTION = (f"{PACKAGE}.overrides.attention.attention_dense", "fork_attention.py")
-OWN = {"diffusers.models.transformers.transformer_flux": (ATTENTION,)}
+# Our kernel in these modules' files is another op's: attention itself stays the function that the host calls.
+_DENSE = f"{PACKAGE}.overrides.attention.attention_dense"
+OWN = {
+    "diffusers.models.transformers.transformer_flux": ((_DENSE, "fork_attention.py"),),
+    "timm.layers.attention": ((_DENSE, "fork_sdpa.py"),),
+    "timm.models.eva": ((_DENSE, "fork_sdpa.py"),),
+}
 CHECKS_CALLS = "checks_calls"  # attribute of our classes whose methods leave unsupported modules to the host
 METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "processor")
 

@@ -40,6 +40,8 @@ NEVER = {
     "DiffusersAdaLayerNormZeroSingle": "needs embedding_dim",
     "DiffusersAdaLayerNormContinuous": "needs embedding_dim",
     "DiffusersFluxTransformerBlock": "needs dim",
+    "TimmBlock": "needs dim",
+    "TimmEvaBlock": "needs dim",
     "DiffusersFluxSingleTransformerBlock": "needs dim",
     "DiffusersResnetBlock2D": "needs in_channels",
     "TimmAttention": "needs dim",

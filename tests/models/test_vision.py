@@ -14,6 +14,7 @@ from support.tiny import ENCODERS, make_tiny_encoder
 
 from fastkernels import LLM
 from fastkernels.core.dispatch import counters
+from fastkernels.core.registry import UnknownName
 from fastkernels.engine.images import decode
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
@@ -168,3 +169,11 @@ def test_bad_prompts_are_refused(tmp_path: Path) -> None:
         LLM(llm.llm_engine.config.model, device="cpu", max_model_len=23).embed(image)
     with pytest.raises(ValueError, match="not an image of a known format; accepted are PNG, JPEG, WEBP"):
         decode(b"no image")
+
+
+def test_unknown_encoder_is_refused_by_name(tmp_path: Path) -> None:
+    """Its sizes, one for each stage, are not looked at."""
+    fields = {"architectures": ["Swinv2Model"], "model_type": "swinv2", "num_heads": [2, 4]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnknownName, match="unknown architecture 'Swinv2Model'"):
+        LLM(str(tmp_path), device="cpu")

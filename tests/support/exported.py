@@ -432,10 +432,18 @@ def ada_layer_norm(ns: Any) -> list[Any]:
 
 def gated_residual(ns: Any) -> list[Any]:
     image, text, temb, found = randn(2, 5, 24), randn(2, 3, 24), randn(2, 24), []
-    for name in ns.classes:
+    for name in ns.classes if ns.host == "timm" else ():
+        block = filled(getattr(ns, name)(24, num_heads=3, init_values=0.1, norm_layer=torch.nn.LayerNorm))
+        found.append(block(image, **({"rope": randn(4, 16)} if name == "EvaBlock" else {})))
+    for name in ns.classes if ns.host == "diffusers" else ():
         block = filled(getattr(ns, name)(24, num_attention_heads=3, attention_head_dim=8))
         found += block(image, text, temb)
     return found
+
+
+def rope_nd(ns: Any) -> list[Any]:
+    x, tables = randn(2, 3, 5, 8), (randn(4, 8), randn(4, 8))
+    return [*ns.apply_rotary_pos_emb(x, -x, *tables), ns.rotate_queries_or_keys(x, torch.arange(5))]
 
 
 def group_norm(ns: Any) -> list[Any]:
@@ -455,7 +463,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
         linear_fp8, rms_norm_gated, attention_dense, ada_layer_norm, gated_residual, group_norm, timestep_embedding,
-        mla_decode, linear_gelu,
+        mla_decode, linear_gelu, rope_nd,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {

@@ -17,7 +17,12 @@ from pydantic_core import to_json
 from fastkernels.engine.http import schema
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.errors import ApiError
-from fastkernels.engine.http.protocol import ClassificationRequest, EmbeddingRequest, PoolingRequest
+from fastkernels.engine.http.protocol import (
+    IMAGE_FORM,
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+)
 from fastkernels.engine.http.streaming import unless_gone
 from fastkernels.engine.images import decode, is_image
 from fastkernels.engine.scheduling.encoding import PoolingParams
@@ -132,9 +137,6 @@ class Inputs:
         return await self.context.prompts.text(given, self.special, "input", self.limit, self.side)
 
 
-IMAGE_FORM = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
-
-
 def _image(url: str) -> Any:
     """The PIL image of a data URL. Raises ValueError, whose message continues "input 0 is"."""
     head, comma, data = url.partition(",")
@@ -145,7 +147,7 @@ def _image(url: str) -> Any:
     if not comma or not head.endswith(";base64"):
         raise ValueError(f"not a data URL in base64: it begins with {head[:64]!r}")
     try:
-        content = base64.b64decode(data, validate=True)
+        content = base64.b64decode("".join(data.split()), validate=True)  # encoders break lines
     except ValueError as error:
         raise ValueError(f"not base64 behind the comma: {error}") from error
     return decode(content)

@@ -54,6 +54,7 @@ TruncatePrompt = Annotated[
     ),
 ]
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+IMAGE_FORM = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
 _TEXT = {"type": "string", "minLength": 1}
 
 
@@ -82,6 +83,10 @@ def _input(value: Any) -> Any:
     """The input of an encoder: as _prompt, one image, or a list of images."""
     if isinstance(value, dict):
         return _image(value, "it")
+    if not value or not isinstance(value, (str, list)):
+        raise ValueError(
+            f"must be texts or lists of token ids, not empty, or images, one or a list: {IMAGE_FORM}"
+        )
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return _prompt(value)
     if len(value) > MAX_PROMPTS:
@@ -93,9 +98,7 @@ def _image(part: Any, name: str) -> dict[str, Any]:
     """A content part with an image. OpenAI's `detail` has no effect: the model has one resolution."""
     image = part.get("image_url") if isinstance(part, dict) and part.get("type") == "image_url" else None
     if not isinstance(image, dict) or not isinstance(image.get("url"), str) or set(image) - {"url", "detail"}:
-        raise ValueError(
-            f'{name} must be an image: {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,..."}}}}'
-        )
+        raise ValueError(f"{name} must be an image: {IMAGE_FORM}")
     return part
 
 

@@ -419,6 +419,6 @@ SPEC = OpSpec(
     flops="4 * pairs * heads * head_size",
     extremes=cases.EXTREMES,
     activations=("v",),  # the result is linear in the values
-    calls=("qk_norm_rope",),  # FLUX's processor
+    calls=("qk_norm_rope", "rope_nd"),  # FLUX's processor, and layers of timm
     baseline="sdpa",
 )  # fmt: skip

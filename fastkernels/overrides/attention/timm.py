@@ -11,6 +11,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend
+from fastkernels.overrides.rope.rope_nd import rope_nd
 
 
 def _norms(
@@ -53,6 +54,10 @@ def _with_rope(module: Any, x: torch.Tensor, rope: torch.Tensor | None, dtype: t
     """Rotate x [B, N, H, D] except for its prefix tokens, which have no position; the result has that dtype."""
     if rope is None:
         return x
+    if rope.dim() == 2 and x.shape[1] - len(rope) == module.num_prefix_tokens:
+        sin, cos = rope.chunk(2, dim=-1)
+        return rope_nd(x, cos, sin, getattr(module, "rotate_half", False)).to(dtype)
+    rope_nd.note("positions of each image or head")
     heads, half = x.transpose(1, 2), getattr(module, "rotate_half", False)
     prefix, patches = heads.tensor_split((module.num_prefix_tokens,), dim=2)
     patches = _rotate(patches, rope, half)

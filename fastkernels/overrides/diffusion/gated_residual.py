@@ -1,4 +1,4 @@
-"""Gated residual of diffusion transformers, y = residual + gate * x, and the modulated layer norm behind it (DiT)."""
+"""Residual y = residual + gate * x of diffusion (DiT) and vision transformers (LayerScale), and the norm behind it."""
 
 from __future__ import annotations
 
@@ -17,32 +17,37 @@ from fastkernels.overrides.kit.rows import FLOATS
 def reference(
     residual: torch.Tensor,
     x: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual, x: [B, T, H]; gate, scale, shift: [B, H]; weight, bias of the norm: [H] or None.
+    """residual, x: [B, T, H]; gate, scale, shift: [B, H] or None; weight, bias of the norm: [H] or None.
 
     Returns y = residual + gate * x and layer_norm(y) * (1 + scale) + shift, each computed in at least float32 and
-    rounded once; the norm reads the rounded y. Without scale there is no norm: the second result is [B, 0, H].
+    rounded once; the norm reads the rounded y. Without scale and weight there is no norm: the second result is
+    [B, 0, H].
     """
     acc = torch.promote_types(residual.dtype, torch.float32)
-    y = (residual.to(acc) + gate.to(acc)[:, None] * x.to(acc)).to(residual.dtype)
-    if scale is None or shift is None:
+    h = x.to(acc) if gate is None else gate.to(acc)[:, None] * x.to(acc)
+    y = (residual.to(acc) + h).to(residual.dtype)
+    if scale is None and weight is None:
         return y, y.new_empty(y.shape[0], 0, y.shape[2])
     w, b = (None if t is None else t.to(acc) for t in (weight, bias))
     normed = F.layer_norm(y.to(acc), y.shape[-1:], w, b, eps)
-    return y, (normed * (1 + scale.to(acc)[:, None]) + shift.to(acc)[:, None]).to(y.dtype)
+    if scale is not None and shift is not None:
+        normed = normed * (1 + scale.to(acc)[:, None]) + shift.to(acc)[:, None]
+    return y, normed.to(y.dtype)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _gated_residual_kernel(
     res_ptr, x_ptr, gate_ptr, scale_ptr, shift_ptr, w_ptr, b_ptr, out_ptr, normed_ptr, T, res_stride0, res_stride1,
     x_stride0, x_stride1, gate_stride, scale_stride, shift_stride, H, eps,
-    NORM: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_W: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program per token, which is loaded once: mean and variance are computed from registers.
@@ -52,13 +57,14 @@ def _gated_residual_kernel(
     inside = cols < H
     res = tl.load(res_ptr + image * res_stride0 + token * res_stride1 + cols, mask=inside, other=0.0)
     x = tl.load(x_ptr + image * x_stride0 + token * x_stride1 + cols, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + image * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    if NORM:  # loaded early, like the gate: all loads are in flight together
+    if HAS_GATE:
+        x *= tl.load(gate_ptr + image * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if HAS_SCALE:  # loaded early, like the gate: all loads are in flight together
         scale = tl.load(scale_ptr + image * scale_stride + cols, mask=inside, other=0.0).to(tl.float32)
         shift = tl.load(shift_ptr + image * shift_stride + cols, mask=inside, other=0.0).to(tl.float32)
-    out = (res.to(tl.float32) + gate * x).to(res.dtype)
+    out = (res.to(tl.float32) + x).to(res.dtype)
     tl.store(out_ptr + row * H + cols, out, mask=inside)
-    if NORM:
+    if HAS_SCALE or HAS_W:
         h = out.to(tl.float32)
         centered = tl.where(inside, h - tl.sum(h, axis=0) / H, 0.0)
         y = centered * tl.rsqrt(tl.sum(centered * centered, axis=0) / H + eps)
@@ -66,11 +72,13 @@ def _gated_residual_kernel(
             y *= tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)
         if HAS_B:
             y += tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-        tl.store(normed_ptr + row * H + cols, (y * (1.0 + scale) + shift).to(res.dtype), mask=inside)
+        if HAS_SCALE:
+            y = y * (1.0 + scale) + shift
+        tl.store(normed_ptr + row * H + cols, y.to(res.dtype), mask=inside)
 
 
 def _check(
-    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor | None,
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, scale: torch.Tensor | None,
     shift: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None,
 ) -> None:  # fmt: skip
     shape = tuple(residual.shape)
@@ -84,14 +92,12 @@ def _check(
         if t is not None and t.shape != residual.shape[::2]:
             raise ValueError(f"gated_residual: {name} {tuple(t.shape)} is not [B, H] for residual {shape}")
     for name, v in (("weight", weight), ("bias", bias)):
-        if v is not None and (scale is None or v.shape != residual.shape[2:]):
-            raise ValueError(
-                f"gated_residual: {name} {tuple(v.shape)} is not [H] of a norm after residual {shape}"
-            )
+        if v is not None and v.shape != residual.shape[2:]:
+            raise ValueError(f"gated_residual: {name} {tuple(v.shape)} is not [H] for residual {shape}")
 
 
 def _supports_triton(
-    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor | None = None,
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> str | None:  # fmt: skip
@@ -112,40 +118,40 @@ def _supports_triton(
     return None
 
 
-def _empty(residual: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty(
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None, weight: torch.Tensor | None = None, *_: object, **__: object,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Memory for the two results."""
-    tokens = 0 if scale is None else residual.shape[1]
+    tokens = 0 if scale is None and weight is None else residual.shape[1]
     return residual.new_empty(residual.shape), residual.new_empty(len(residual), tokens, residual.shape[2])
 
 
 def _triton(
-    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor | None = None,
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     _check(residual, x, gate, scale, shift, weight, bias)
-    out, normed = _empty(residual, scale)
+    out, normed = _empty(residual, x, gate, scale, shift, weight)
     if out.numel() == 0:
         return out, normed
     batch, tokens, hidden = out.shape
     block = next_power_of_2(hidden)
-    strides = (
-        gate.stride(0),
-        0 if scale is None else scale.stride(0),
-        0 if shift is None else shift.stride(0),
-    )
+    strides = (0 if t is None else t.stride(0) for t in (gate, scale, shift))
     launch_kernel(
         _gated_residual_kernel, (batch * tokens,),
         residual, x, gate, scale, shift, weight, bias, out, normed, tokens, *residual.stride()[:2], *x.stride()[:2],
         *strides,
-        hidden, eps, NORM=scale is not None, HAS_W=weight is not None, HAS_B=bias is not None, BLOCK=block,
+        hidden, eps, HAS_GATE=gate is not None, HAS_SCALE=scale is not None, HAS_W=weight is not None,
+        HAS_B=bias is not None, BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out, normed
 
 
 def _reference(
-    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor | None = None,
+    residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -155,9 +161,9 @@ def _reference(
 
 
 gated_residual = define(
-    "gated_residual(Tensor residual, Tensor x, Tensor gate, Tensor? scale=None, Tensor? shift=None,"
+    "gated_residual(Tensor residual, Tensor x, Tensor? gate, Tensor? scale=None, Tensor? shift=None,"
     " Tensor? weight=None, Tensor? bias=None, float eps=1e-6) -> (Tensor, Tensor)",
-    fake=lambda residual, x, gate, scale=None, *args, **kwargs: _empty(residual, scale),
+    fake=_empty,
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
         Provider("reference", _reference, devices=("cuda", "cpu")),
@@ -181,6 +187,8 @@ SPEC = OpSpec(
         _case("flux_image_mlp", "model", 1, 4096, 3072, often=19),
         _case("flux_text_mlp", "model", 1, 512, 3072, often=19),
         _case("flux_both", "model", 1, 4608, 3072, often=38),
+        _case("siglip2", "model", 1, 256, 1152, often=27, gate=False, weight=True, bias=True),
+        _case("dinov3_7b", "model", 1, 261, 4096, often=40, weight=True, bias=True),
         _case("flux_image_4", "model", 4, 4096, 3072, often=19, norm=True),
         _case("one", "odd", 1, 1, 1, "float32"),
         _case("one_normed", "odd", 1, 1, 1, "float32", norm=True),
@@ -190,11 +198,14 @@ SPEC = OpSpec(
         _case("weight", "odd", 3, 7, 129, norm=True, weight=True),
         _case("plain_17", "odd", 3, 17, 577),
         _case("half", "odd", 4, 3, 320, "float16"),
+        _case("sum", "odd", 2, 9, 33, "float16", gate=False),
+        _case("sum_normed", "odd", 3, 5, 127, gate=False, weight=True, bias=True),
+        _case("layer_scale", "odd", 2, 7, 65, "float32", weight=True, bias=True),
     ),
     arguments=(
         Tensor("residual", "batch tokens hidden", mean=0.5),
         Tensor("x", "batch tokens hidden"),
-        Tensor("gate", "batch hidden"),
+        Tensor("gate", "batch hidden", when="gate"),
         Tensor("scale", "batch hidden", when="norm", std=0.3),
         Tensor("shift", "batch hidden", when="norm", std=0.3),
         Tensor("weight", "hidden", when="weight", mean=1, std=0.1),
@@ -205,10 +216,11 @@ SPEC = OpSpec(
     axes={
         "batch": Axis.per_call(),
         "tokens": Axis.per_call(),
-        "normed_tokens": Axis(lambda s: s["tokens"] if s["norm"] else 0, varies=True),
+        "normed_tokens": Axis(lambda s: s["tokens"] if s["norm"] or s["weight"] else 0, varies=True),
         "hidden": Axis.width(),
+        "gate": Axis.option(True, stated=True),
     },
-    flops="(13 if norm else 2) * batch * tokens * hidden",
+    flops="(13 if norm else 11 if weight else 2) * batch * tokens * hidden",
     activations=("residual", "x"),
     stands_for=("layer_norm",),
 )

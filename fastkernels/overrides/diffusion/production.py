@@ -18,12 +18,13 @@ def _ada_layer_norm(
 
 
 def _gated_residual(
-    residual: T, x: T, gate: T, scale: T | None = None, shift: T | None = None, weight: T | None = None,
+    residual: T, x: T, gate: T | None, scale: T | None = None, shift: T | None = None, weight: T | None = None,
     bias: T | None = None, eps: float = 1e-6,
 ) -> tuple[T, T]:  # fmt: skip
-    y = residual + gate[:, None] * x
+    y = residual + (x if gate is None else gate[:, None] * x)
     if scale is None or shift is None:
-        return y, y.new_empty(y.shape[0], 0, y.shape[2])
+        normed = y.new_empty(y.shape[0], 0, y.shape[2])
+        return y, normed if weight is None else F.layer_norm(y, y.shape[-1:], weight, bias, eps)
     return y, _ada_layer_norm(y, scale, shift, weight, bias, eps)
 
 

@@ -8,7 +8,15 @@ import torch
 
 from fastkernels.core.baseline import Baseline, Function, filled, first, half, inductor, same
 from fastkernels.overrides.cache.production import no_vllm_store, vllm_store_kvcache
-from fastkernels.overrides.kit.libraries import T, from_flashinfer, from_sglang, from_vllm, vllm_ops
+from fastkernels.overrides.kit.libraries import (
+    T,
+    from_flashinfer,
+    from_sglang,
+    from_torch,
+    from_vllm,
+    vllm_ops,
+)
+from fastkernels.overrides.rope import rope_nd
 
 
 def _vllm_rotary_emb() -> Function:
@@ -88,6 +96,7 @@ def no_rotary(
 
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
+    "rope_nd": (*from_torch(rope_nd.reference), inductor("rope_nd")),
     "rope_store_kvcache": (from_vllm(_rope_store, _no_rope_store, overwrites=(2,)),),
     "rotary_emb": (
         from_vllm(_vllm_rotary_emb, _no_rotary),

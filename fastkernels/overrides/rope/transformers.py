@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastkernels.core.spec import Target
+from fastkernels.overrides.rope.rope_nd import rope_nd
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
 
 
@@ -54,6 +55,31 @@ def transformers_ernie4_5_apply_rotary_pos_emb(
     return _rotated(q, k, cos, sin, unsqueeze_dim, False, False)
 
 
+def transformers_dinov3_vit_apply_rotary_pos_emb(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """apply_rotary_pos_emb of DINOv3: q, k [B, heads, S, D]; cos, sin [P, D] of the last P tokens, the patches."""
+    dtype = torch.promote_types(q.dtype, cos.dtype)  # as of the host's products
+    new_q, new_k = (rope_nd(x.to(dtype).transpose(1, 2), cos, sin, True) for x in (q, k))
+    return new_q.transpose(1, 2), new_k.transpose(1, 2)
+
+
+def transformers_vjepa2_rotate_queries_or_keys(x, pos):
+    """rotate_queries_or_keys of V-JEPA 2, for one axis: x [B, heads, N, D]; pos [N], or [B, heads, N], alike for heads.
+
+    Channels 2j and 2j + 1 are a pair, but the table repeats its angles by halves, as in the model's training.
+    """
+    half = x.shape[-1] // 2
+    omega = 1.0 / 10000 ** (
+        torch.arange(half, dtype=x.dtype, device=x.device) / half
+    )  # rounded as in the host
+    freq = (pos if pos.dim() == 1 else pos[:, 0]).unsqueeze(-1) * omega
+    cos, sin = (t.repeat(*[1] * (t.dim() - 1), 2).flatten(0, -2) for t in (freq.cos(), freq.sin()))
+    by_token = x.transpose(1, 2)
+    given = by_token if pos.dim() == 1 else by_token.flatten(0, 1)[None]
+    return rope_nd(given, cos, sin, False).view(by_token.shape).transpose(1, 2)
+
+
 def _rotated(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -96,7 +122,16 @@ def _target(model: str, cls: str = "transformers_apply_rotary_pos_emb") -> Targe
     return Target("transformers", path, cls, "called_function")
 
 
+def _nd(model: str, function: str) -> Target:
+    path = f"transformers.models.{model}.modeling_{model}:{function}"
+    note = "not measured: replaced on request"
+    return Target(
+        "transformers", path, f"transformers_{model}_{function}", "called_function", default=False, note=note
+    )
+
+
 TARGETS = {
+    "rope_nd": (_nd("dinov3_vit", "apply_rotary_pos_emb"), _nd("vjepa2", "rotate_queries_or_keys")),
     "rotary_emb": (
         *(_target(model) for model in _LLAMA),
         _target("olmo2", "transformers_olmo_apply_rotary_pos_emb"),

@@ -425,7 +425,9 @@ def absent_rows(adapter: Adapter, request: Request, model: Any, rows: list[Row],
     """Rows of what has no other: requested ops without a target, and modules that are not recognized."""
     made, present = [], {row.op for row in rows}
     for name in registry.op_names() if request.ops is None else dict.fromkeys(request.ops):
-        reasons = adapter.unrecognized(name, model)
+        told = [r["text"].partition(",")[0] for row in rows if row.op == name for r in row.reasons]
+        found = adapter.unrecognized(name, model)
+        reasons = {reason: n for reason, n in found.items() if reason.text.partition(",")[0] not in told}
         if request.ops is not None and name not in present:
             reasons = reasons or {_why_absent(adapter, name): 0}
         if reasons:

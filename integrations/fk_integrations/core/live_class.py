@@ -88,6 +88,13 @@ def called(cls: type, method: str = "forward") -> dict[str, FunctionType]:
     return {name: value for name, value in found.items() if isinstance(value, FunctionType)}
 
 
+def callers(cls: type) -> dict[FunctionType, str]:
+    """{global function: the method of the class that calls it by name}; of several, forward."""
+    own = (name for name, value in vars(cls).items() if isinstance(value, FunctionType))
+    methods = [*own, "forward"]
+    return {function: name for name in methods for function in called(cls, name).values()}
+
+
 @cache
 def calling_class(cls: Any, theirs: FunctionType, ours: Any, method: str = "forward") -> type:
     """A subclass whose method is the class's, with a name of our own in the place of that of `theirs`.

@@ -27,6 +27,7 @@ def lookalikes(
     for module in model.modules() if model is not None and op in parts else ():
         cls: Any = type(module)
         theirs = cls.__module__.startswith(f"{package or host}.") and not hasattr(cls, "fastkernels")
+        theirs = theirs and "Block" not in cls.__name__  # attention is a part of it
         if theirs and any(part in cls.__name__ for part in parts[op]) and class_path(cls) not in listed:
             name = f"{cls.__module__}.{cls.__qualname__}"
             found[Reason(Kind.OTHER_CLASS, f"{name}, which is not one that {op} replaces")] += 1

@@ -18,7 +18,7 @@ from fk_integrations.core.later import Later
 from fk_integrations.core.lookalikes import PACKAGES, first_package, lookalikes, uncovered
 
 # {op: parts of the names of classes that may compute it}
-LOOKS_LIKE = {"attention_dense": ("Attention",), "rms_norm": ("RmsNorm",)}
+LOOKS_LIKE = {"attention_dense": ("Attention", "Attn"), "rms_norm": ("RmsNorm",)}
 
 
 class TimmAdapter(Adapter):

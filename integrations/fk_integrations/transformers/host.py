@@ -19,7 +19,7 @@ from fastkernels.core.spec import OpSpec, Target
 from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
 from fk_integrations.core.adapter import Adapter, class_path
 from fk_integrations.core.in_process import InProcessHost
-from fk_integrations.core.live_class import called
+from fk_integrations.core.live_class import called, callers
 from fk_integrations.core.lookalikes import PACKAGES, first_package
 from fk_integrations.transformers.architectures import needs
 from fk_integrations.transformers.recognition import (
@@ -61,13 +61,13 @@ class TransformersAdapter(Adapter):
             if path.startswith(MODELS):
                 same = (t for t in listed if semantics(cls) in known(t.path) and is_for(t, module))
                 found += [replace(t, path=path, note="") for t in islice(same, 1)]
-                found += [t for t in self._called(cls, listed, model) if t not in found]
+                found += [t for t in self._called(spec.name, cls, listed, model) if t not in found]
             else:
                 found += [t for t in (*listed, *self.torch_targets(spec)) if t.path == path]
         return found
 
-    def _called(self, cls: Any, listed: list[Target], model: Any) -> list[Target]:
-        """Targets for the functions that the class's forward calls."""
+    def _called(self, op: str, cls: Any, listed: list[Target], model: Any) -> list[Target]:
+        """Targets for the functions that the class's methods call."""
         listed = [t for t in listed if t.seam == "called_function"]
         if not listed:
             return []
@@ -76,10 +76,11 @@ class TransformersAdapter(Adapter):
         layouts = {repeats(k) for k in tables}
         return [
             replace(t, path=f"{cls.__module__}:{name}", note="")
-            for name, function in called(cls).items()
+            for method in dict.fromkeys(callers(cls).values())
+            for name, function in called(cls, method).items()
             for t in listed
             if function_semantics(function) in known(t.path)
-            and layouts == {"pairs" if t.cls in OF_PAIRS else "halves"}
+            and (op == "rope_nd" or layouts == {"pairs" if t.cls in OF_PAIRS else "halves"})
         ][:1]
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:

@@ -89,7 +89,16 @@ def test_images_are_classified(url, llm):
 def test_other_formats_and_modes_are_read(url):
     gray = IMAGES[0].convert("L")
     (want,) = post(url, input=part(gray.convert("RGB"))).json()["data"]
-    for same in (part(gray), part(gray, "WEBP", lossless=True), part(gray.convert("RGBA"))):
+    deep = Image.fromarray(np.asarray(gray).astype(np.uint16) << 8)
+    broken = encoded(gray)
+    broken = "\n".join(broken[i : i + 76] for i in range(0, len(broken), 76))
+    same_image = (
+        part(gray, "WEBP", lossless=True),
+        part(gray.convert("RGBA")),
+        part(deep),
+        data_part(broken),
+    )
+    for same in (part(gray), *same_image):
         (found,) = post(url, input=same).json()["data"]
         np.testing.assert_allclose(found["embedding"], want["embedding"], atol=1e-5)
     assert post(url, input=part(IMAGES[0], "JPEG")).status_code == 200
@@ -100,6 +109,8 @@ def test_other_formats_and_modes_are_read(url):
     [
         ({"input": "a text"}, "input", "takes images, as"),
         ({"input": [5, 6]}, "input", "takes images, as"),
+        ({"input": []}, "input", "or images, one or a list"),
+        ({"input": None}, "input", '"image_url": {"url": "data:image/png;base64,'),
         ({"input": {"type": "text", "text": "a"}}, "input", "must be an image"),
         ({"input": [part(IMAGES[0]), "a"]}, "input", "entry 1 must be an image"),
         ({"input": data_part("AAAA")}, "input", "input 0 is not an image of a known format; accepted are"),

@@ -252,7 +252,7 @@ def test_op_names_wrong_arguments() -> None:
         ((x, x[:, :2], gate), r"residual \(2, 3, 8\) and x \(2, 2, 8\)"),
         ((x, x, gate[:1]), r"gate \(1, 8\) is not \[B, H\]"),
         ((x, x, gate, gate), "pass both scale and shift, or neither"),
-        ((x, x, gate, None, None, gate[0]), r"weight \(8,\) is not \[H\] of a norm"),
+        ((x, x, gate, None, None, gate), r"weight \(2, 8\) is not \[H\]"),
     ):
         with pytest.raises(ValueError, match=text):
             op(*args)

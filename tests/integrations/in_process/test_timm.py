@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fastkernels
+from fastkernels.overrides.rope.rope_nd import rope_nd
 from fastkernels.patch import PatchError
 
 timm = pytest.importorskip("timm")
@@ -267,3 +268,61 @@ def test_attention_pooling_and_windows_built_anew_equal_timms() -> None:
             mine.load_state_dict(host.state_dict())
             x = torch.randn(4, 15, size)
             torch.testing.assert_close(mine(x, *more), host(x, *more), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "rotations"),
+    [
+        ("vit_small_patch16_dinov3", TINY, 4),
+        ("vit_small_patch14_reg4_dinov2", {**TINY, "patch_size": 16}, 0),
+        ("vit_base_patch16_siglip_224", VIT, 0),
+        ("eva02_tiny_patch14_224", {**TINY, "patch_size": 16}, 4),
+        ("vit_pe_core_tiny_patch16_384", TINY, 4),
+    ],
+    ids=["dinov3", "dinov2", "siglip", "eva02", "perception-encoder"],
+)
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_blocks_add_scale_and_norm_in_one_op(
+    name: str, sizes: dict, rotations: int, dtype: torch.dtype, atol: float
+) -> None:
+    model = tiny(name, dtype, **sizes)
+    run = runner(model)
+    before, classes = run(), [type(m) for m in model.modules()]
+    report = fastkernels.patch(model, ops=["gated_residual", "attention_dense", "layer_norm"])
+    earlier = rope_nd.calls
+    after = run()
+    rows = {r.op: r for r in report.refresh().active}
+    assert rows["gated_residual"].modules == 2 and rows["gated_residual"].calls == 4
+    norms = modules(report.active)["layer_norm"]
+    assert rows["layer_norm"].calls == norms - 2, "both second norms run inside the op"
+    assert not any(r.fallbacks for r in rows.values()) and report.verified
+    assert rope_nd.calls - earlier == rotations
+    torch.testing.assert_close(after, before, atol=atol * float(before.abs().max()), rtol=0)
+    hook = model.blocks[0].norm2.register_forward_hook(lambda module, given, out: 2 * out)
+    hooked = run()
+    report.undo()
+    torch.testing.assert_close(hooked, run(), atol=atol * float(before.abs().max()), rtol=0)
+    hook.remove()
+    assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    [
+        ("beit_base_patch16_224", {"beit.Attention": 2}),
+        ("cait_xxs24_224", {"cait.TalkingHeadAttn": 2, "cait.ClassAttn": 2}),
+        ("twins_pcpvt_small", {"twins.GlobalSubSampleAttn": 16}),
+    ],
+)
+def test_other_attention_is_listed_once(name: str, classes: dict[str, int]) -> None:
+    model = tiny(
+        name, img_size=64, **({} if "twins" in name else {"embed_dim": 48, "depth": 2, "num_heads": 3})
+    )
+    run = runner(model)
+    before = run()
+    with fastkernels.patch(model, ops=["attention_dense", "layer_norm"]) as report:
+        torch.testing.assert_close(run(), before, atol=1e-5 * float(before.abs().max()), rtol=0)
+        found = [r for row in report.rows for r in row.reasons if r["kind"] == "other_class"]
+    named = {r["text"].partition(",")[0].removeprefix("timm.models."): r["modules"] for r in found}
+    assert named == classes and len(found) == len(classes)
+    assert torch.equal(run(), before)

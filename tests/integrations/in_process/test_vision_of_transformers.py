@@ -60,3 +60,44 @@ def test_encoders_are_patched_and_undone(
     assert rows["layer_norm"] == norms > 0 and rows["gelu"] > 0 and rows.get("patch_embedding", 0) == patches
     report.undo()
     assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)
+
+
+DINOV3 = {**_SMALL, "intermediate_size": 96, "image_size": 32, "patch_size": 8, "num_register_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "shape", "layers", "calls"),
+    [("DINOv3ViTModel", DINOV3, IMAGE, 2, 4), ("VJEPA2Model", VJEPA2, VIDEO, 4, 24)],
+    ids=["dinov3", "vjepa2"],
+)
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_rotations_of_several_dimensions_are_replaced(
+    name: str, config: dict[str, Any], shape: tuple[int, ...], layers: int, calls: int, dtype: torch.dtype, atol: float
+) -> None:  # fmt: skip
+    """DINOv3 has prefix tokens; V-JEPA 2 three axes, and masked positions in its predictor."""
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**config)).to(dtype).eval()
+    x = torch.randn(shape).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(float(parameter.dim() == 1), 0.2)
+
+    def run() -> list[torch.Tensor]:
+        with torch.no_grad():
+            out = model(x)
+        predicted = getattr(out, "predictor_output", None)
+        return [out[0], *([predicted.last_hidden_state] if predicted is not None else [])]
+
+    before, classes = run(), [type(m) for m in model.modules()]
+    plain = fastkernels.patch(model)
+    assert "rope_nd" not in {r.op for r in plain.active}
+    plain.undo()
+    report = fastkernels.patch(model, ops="rope_nd")
+    for found, expected in zip(run(), before, strict=True):
+        torch.testing.assert_close(found, expected, atol=atol * float(expected.abs().max()), rtol=0)
+    (row,) = report.refresh().active
+    assert (row.op, row.modules, row.calls) == ("rope_nd", layers, calls) and not row.fallbacks
+    report.undo()
+    assert [type(m) for m in model.modules()] == classes
+    assert all(map(torch.equal, run(), before))
