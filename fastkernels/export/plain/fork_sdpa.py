@@ -12,5 +12,7 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     groups = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout, is_causal, scale=scale, enable_gqa=groups)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask, dropout, is_causal, scale=scale, enable_gqa=groups
+    )
     return out.transpose(1, 2).flatten(2)
