@@ -16,7 +16,7 @@ PLAIN = {  # modules whose short version goes into an exported file
     f"{PACKAGE}.core.dispatch": "dispatch.py",
     f"{PACKAGE}.core.cuda_rtc": "cuda_rtc.py",
     f"{PACKAGE}.overrides.kit.hopper": "hopper.py",
-    f"{PACKAGE}.overrides.kit.overlap": "overlap.py",
+    f"{PACKAGE}.overrides.kit.overlap": "launch.py",
     f"{PACKAGE}.overrides.kit.launch": "launch.py",
     f"{PACKAGE}.overrides.kit.rows": "rows.py",
     f"{PACKAGE}.overrides.rope.rope_rounding": "rope_rounding.py",

@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(set(DOCS.rglob("*
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 OURS = ("fastkernels", "fk_bench", "fk_integrations")
 PATHS = re.compile(
-    r"(?<![\w:])(?:fastkernels|integrations|bench|tests|docs|tools)/[\w./-]*\w\.(?:py|md|json|jsonl|jsonl\.gz|toml|txt|svg)\b(?!\.gz)"
+    r"(?<![\w:])(?:fastkernels|integrations|bench|tests|docs|tools)/[\w./-]*\w\.(?:py|md|json|jsonl|jsonl\.xz|toml|txt|svg)\b(?!\.xz)"
 )
 
 

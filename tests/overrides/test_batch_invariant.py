@@ -21,6 +21,7 @@ from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.norm.t5_layer_norm import t5_layer_norm
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
 from fastkernels.overrides.recurrence.selective_scan import selective_scan
+from fastkernels.overrides.rope.rope_nd import rope_nd
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
 
@@ -33,6 +34,12 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     table = torch.linspace(-1, 1, 100 * HEAD, device=x.device).view(100, HEAD)
     rotary_emb((x[:, 0].abs() * 20).long().clamp(max=99), q, None, HEAD, table.to(x.dtype), True)
     return q
+
+
+def _rotated_patches(x: torch.Tensor) -> torch.Tensor:
+    """Rows are images of eight patches behind a prefix token, with two heads."""
+    table = torch.linspace(-1, 1, 8 * 62, device=x.device).view(8, 62).to(x.dtype)
+    return rope_nd(x[:, : 9 * 2 * 62].reshape(len(x), 9, 2, 62), table, table.flip(0), True).flatten(1)
 
 
 def _stored(x: torch.Tensor) -> torch.Tensor:
@@ -80,6 +87,7 @@ RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "t5_layer_norm": lambda x: t5_layer_norm(x, _weight(x), 1e-6),
     "silu_and_mul": silu_and_mul,
     "rotary_emb": _rotated,
+    "rope_nd": _rotated_patches,
     "rope_store_kvcache": _stored,
     "gated_delta_rule": _recurrent,
     "selective_scan": _scanned,

@@ -66,6 +66,7 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         config = SimpleNamespace(
             hidden_size=hidden,
             intermediate_size=inner,
+            shared_intermediate_size=inner,
             hidden_act="silu",
             mlp_bias=False,
             residual_dropout=0.0,
@@ -82,6 +83,8 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
     parts = {"gate_up_proj": gate_up, "down_proj": down}
     if hasattr(module, "fc1"):
         parts = {"fc1": gate_up, "fc2": down}
+    elif hasattr(module, "input_linear"):
+        parts = {"input_linear": gate_up, "output_linear": down}
     elif hasattr(module, "fc1_g"):
         parts = dict(zip(("fc1_g", "fc1_x", "fc2"), (*gate_up.chunk(2), down), strict=True))
     elif not hasattr(module, "gate_up_proj"):
