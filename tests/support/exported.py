@@ -198,7 +198,7 @@ def sampling(ns: Any) -> list[Any]:
 CONFIG = SimpleNamespace(
     hidden_size=64, intermediate_size=63, hidden_act="silu", num_attention_heads=2, num_key_value_heads=1, head_dim=32,
     rms_norm_eps=1e-5, max_position_embeddings=64, rope_theta=10000.0, vocab_size=100, mlp_bias=False,
-    attention_bias=False, residual_dropout=0.0,
+    attention_bias=False, residual_dropout=0.0, shared_intermediate_size=63,
 )  # fmt: skip
 
 

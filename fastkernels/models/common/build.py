@@ -64,8 +64,8 @@ def architecture_of(config: Any, folder: Path) -> str:
     names = getattr(config, "architectures", None) or []
     if not names:
         raise weights.CheckpointError(
-            f"{folder / 'config.json'} has no `architectures`: it must name the model's class, as in"
-            ' ["LlamaForCausalLM"]; `fk-bench list models` describes those that are supported'
+            f"{folder / 'config.json'} has no `architectures`: it must be a list with the name of the"
+            " model's class; `fk-bench list models` describes those that are supported"
         )
     return names[0]
 

@@ -8,27 +8,11 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.attention.timm import TimmAttention, TimmAttentionRope, TimmEvaAttention
+from fastkernels.overrides.attention.timm import TimmAttentionRope, TimmEvaAttention
 from fastkernels.overrides.block.timm import TimmGluMlp, TimmSwiGLU
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
+from fastkernels.overrides.diffusion.timm_defaults import Attention, LayerNorm, Mlp
 from fastkernels.overrides.kit.modules import changed
-from fastkernels.overrides.linear.timm import TimmMlp
-from fastkernels.overrides.norm.timm import TimmLayerNorm
-
-
-class LayerNorm(TimmLayerNorm):
-    """timm's norm, the default of its blocks."""
-
-
-class Mlp(TimmMlp):
-    """timm's MLP, the default of its blocks."""
-
-    def forward(self, x):
-        return self.drop2(self.fc2(self.norm(self.drop1(self.act(self.fc1(x))))))
-
-
-class Attention(TimmAttention):
-    """timm's attention, the default of its blocks."""
 
 
 class _LayerScale(nn.Module):

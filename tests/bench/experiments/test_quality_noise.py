@@ -24,12 +24,13 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 def test_halved_sums_change_only_last_bits() -> None:
     torch.manual_seed(0)
-    x, weight, matrix = torch.randn(64, 576), torch.rand(576), torch.randn(96, 576)
+    # With fewer channels than 2,000, some CPUs add up the halves of a product in any case.
+    x, weight, matrix = torch.randn(64, 2000), torch.rand(2000), torch.randn(96, 2000)
     pairs = {
         "norms": [quality_noise.norm(x, weight, 1e-5, halves) for halves in (False, True)],
         "linears": [quality_noise.linear(x, matrix, halves) for halves in (False, True)],
     }
-    wanted = {"norms": F.rms_norm(x, (576,), weight, 1e-5), "linears": F.linear(x.double(), matrix.double())}
+    wanted = {"norms": F.rms_norm(x, (2000,), weight, 1e-5), "linears": F.linear(x.double(), matrix.double())}
     for name, (whole, halves) in pairs.items():
         assert not torch.equal(whole, halves), name
         for found in (whole, halves):

