@@ -87,7 +87,7 @@ def _input(value: Any) -> Any:
         raise ValueError(
             f"must be texts or lists of token ids, not empty, or images, one or a list: {IMAGE_FORM}"
         )
-    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+    if isinstance(value, str) or not isinstance(value[0], dict):
         return _prompt(value)
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"at most {MAX_PROMPTS} entries are allowed, got {len(value)}")

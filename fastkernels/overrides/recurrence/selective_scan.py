@@ -1,6 +1,6 @@
 """Selective scan of Mamba (arXiv 2312.00752): a diagonal recurrence with a state of N numbers for each channel.
 
-S = exp(dt A) S + dt B u;  y = C S + D u;  out = y silu(z)      dt = delta + delta_bias, behind a softplus if asked
+S = exp(dt A) S + dt B u;  y = C S + D u;  out = y silu(z)      dt = delta + delta_bias, optionally through softplus
 """
 
 from __future__ import annotations
