@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+import torch
 
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.http import process as serving
 from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.server import Server
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]  # on a GPU with CUDA graphs
 
 
 @contextlib.contextmanager
@@ -64,6 +69,12 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
                 return
         time.sleep(0.02)
     raise AssertionError(f"not within {seconds} s")
+
+
+def replayed(server: Server) -> bool:
+    """Whether steps with decoding only ran as CUDA graphs; on a CPU, whether there are none."""
+    graphs = server.llm.engine.runner.graphs
+    return graphs is None if server.llm.engine.config.device == "cpu" else graphs.replays["decode"] > 0
 
 
 def metric(url: str, name: str, **labels: str) -> float:

@@ -102,9 +102,10 @@ def try_cheat(
     for _ in range(TRIES):
         rows = _rows(judge, cheat, cheat.file(False, folder), dataclasses.replace(options, scan=False))
         verdict.outcome = _outcome(rows)
-        found = {r.status.value for r in rows if r.status is not Status.OK}
+        found = {r.status.value: r.reason for r in rows if r.status is not Status.OK}
         if found:
-            verdict.problem = "" if found & set(cheat.caught) else f"caught as {', '.join(sorted(found))}"
+            shown = "; ".join(f"{status} ({reason})" for status, reason in sorted(found.items()))
+            verdict.problem = "" if found.keys() & set(cheat.caught) else f"caught as {shown}"
         elif NO_GAIN not in cheat.caught:
             verdict.problem = "it was accepted as correct"
             break

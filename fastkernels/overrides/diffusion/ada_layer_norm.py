@@ -48,6 +48,8 @@ def _ada_layer_norm_kernel(
     shift = tl.load(shift_ptr + image * shift_stride + cols, mask=inside, other=0.0).to(tl.float32)
     h = x.to(tl.float32)
     centered = tl.where(inside, h - tl.sum(h, axis=0) / H, 0.0)
+    if x.dtype == tl.float32:  # as in layer_norm
+        centered = tl.where(inside, centered - tl.sum(centered, axis=0) / H, 0.0)
     y = centered * tl.rsqrt(tl.sum(centered * centered, axis=0) / H + eps)
     if HAS_W:
         y *= tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)

@@ -46,6 +46,8 @@ def _layer_norm_kernel(
         b = tl.load(b_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     h = x.to(tl.float32)
     centered = tl.where(inside, h - tl.sum(h, axis=0) / H, 0.0)
+    if x.dtype == tl.float32:  # the mean's own rounding would show where all values are nearly equal
+        centered = tl.where(inside, centered - tl.sum(centered, axis=0) / H, 0.0)
     y = centered * tl.rsqrt(tl.sum(centered * centered, axis=0) / H + eps)
     if HAS_W:
         y *= w

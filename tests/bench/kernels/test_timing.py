@@ -126,6 +126,15 @@ def test_candidate_that_scatters_below_zero_is_invalid() -> None:
     assert "scatter" in timing.invalid(wild, samples(1e-5, 0.001, 1), 0.0)
 
 
+def test_calls_that_the_clock_does_not_resolve_are_untimed() -> None:
+    noisy = jittery(1e-6, (-3.0, 0.5, 2.0, 5.0, -2.0, 7.0, 0.6))
+    near = jittery(1e-6, (1.5, 3.0, 2.0, 4.0, 2.5, 6.0, 4.0))
+    assert near.steady and "too short for the clock" in timing.unresolved(noisy, near)
+    precise = samples(1e-6, 0.001, 1)
+    assert timing.unresolved(noisy, precise) == ""  # the candidate's own scatter
+    assert timing.unresolved(precise, near) == timing.unresolved(precise, precise) == ""
+
+
 def scattered(side: Samples, by: float) -> Samples:
     """The same median with a scatter of its slopes; still steady."""
     made, signs = Samples(side.n), (0, 1, -1)

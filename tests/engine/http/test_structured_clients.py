@@ -10,7 +10,7 @@ from typing import Literal
 import openai
 import pydantic
 import pytest
-from support.live import live_server, metric
+from support.live import DEVICES, live_server, metric, replayed
 
 HELLO = [{"role": "user", "content": "Hello"}]
 REGEX = "[A-F]{2}-[0-9]{3}"
@@ -43,9 +43,10 @@ FLAT = {
 }
 
 
-@pytest.fixture(scope="module")
-def live(tiny):
-    with live_server(tiny, max_num_seqs=8, num_blocks=90, max_model_len=400) as (url, server):
+@pytest.fixture(scope="module", params=DEVICES)
+def live(tiny, request):
+    sizes = {"max_num_seqs": 8, "num_blocks": 90, "max_model_len": 400}
+    with live_server(tiny, device=request.param, **sizes) as (url, server):
         yield url, server
 
 
@@ -125,6 +126,7 @@ def test_sixteen_at_once_are_all_valid(live):
     asyncio.run(run())
     assert server.llm.num_failed_steps == 0 and not server.llm.engine.requests
     assert metric(url, "vllm:kv_cache_usage_perc") == 0
+    assert replayed(server)
 
 
 def test_json_object_streams_json(live):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import httpx
 import openai
 import pydantic
 import pytest
-from support.live import live_server
+from support.live import DEVICES, live_server, replayed
 
 from fastkernels.core.registry import UnknownName
 from fastkernels.engine.config import EngineConfig
@@ -43,9 +44,10 @@ CALLS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def live(tiny):
-    with live_server(tiny, ServerConfig("tiny", reasoning_parser="qwen3")) as (url, server):
+@pytest.fixture(scope="module", params=DEVICES)
+def live(tiny, request):
+    config = ServerConfig("tiny", reasoning_parser="qwen3")
+    with live_server(tiny, config, device=request.param) as (url, server):
         server.llm.engine.tokenizer.chat_template = HERMES
         yield url, server
 
@@ -185,17 +187,28 @@ def test_named_choice_forces_that_function(client, stream):
     check_weather(arguments)
 
 
-def test_many_forced_calls_at_once(live):
-    """n choices and several requests in one batch, each with its own parser."""
-    url, _ = live
-    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "n": 4, "max_tokens": 200}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120).json()
-    assert len(answer["choices"]) == 4
-    for choice in answer["choices"]:
+def test_many_forced_calls_among_free_requests(live):
+    """Requests with several choices in one batch, each choice with its own parser."""
+    url, server = live
+    free = {"model": "tiny", "prompt": "Hello", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    forced = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "n": 2, "max_tokens": 200}
+
+    def post(path, body):
+        return httpx.post(f"{url}/v1/{path}", json=body, timeout=120).json()["choices"]
+
+    alone = post("completions", free)[0]["text"]
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(post, "chat/completions", {**forced, "seed": i}) for i in range(4)]
+        texts = [pool.submit(post, "completions", free) for _ in range(4)]
+    assert [text.result()[0]["text"] for text in texts] == [alone] * 4
+    choices = [choice for call in calls for choice in call.result()]
+    assert len(choices) == 8
+    for choice in choices:
         if choice["finish_reason"] != "length":
             for call in choice["message"]["tool_calls"]:
                 assert call["function"]["name"] in ("weather", "noon")
                 assert isinstance(json.loads(call["function"]["arguments"]), dict)
+    assert replayed(server)
 
 
 def test_tool_results_reach_the_template(live, client):

@@ -1,14 +1,16 @@
 """A script for TRITON_INTERPRET=1: compare the norms' kernels with float32 products that are rounded once or twice.
 
 Uses float16, because the interpreter truncates bfloat16. The kernels add squares in a different order than torch, so a
-few values in a thousand differ in the last bit; with the wrong number of roundings, one in five differs.
+few values in a thousand differ in the last bit; with the wrong number of roundings, one in five differs. At the end,
+rows of equal float32 values are normalized: the rounding of their mean must not show.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fastkernels.overrides.norm import rms_norm
+from fastkernels.overrides.diffusion import ada_layer_norm, gated_residual
+from fastkernels.overrides.norm import layer_norm, rms_norm
 from fastkernels.overrides.quant import rms_norm_quant_fp8
 from fastkernels.overrides.rope import rope_store_kvcache
 
@@ -56,6 +58,15 @@ def main() -> None:
     )  # fmt: skip
     apart(turned, query, weight, False, "rope_store_kvcache's queries")
     apart(cache[0], key, weight, False, "rope_store_kvcache's keys")
+
+    x = torch.full((1, 2, 75), 0.7)  # the sum of 75 of them is rounded
+    nothing, one = torch.zeros(1, 75), torch.ones(75)
+    for name, y in (
+        ("layer_norm", layer_norm._triton(x, None, None, EPS)),
+        ("ada_layer_norm", ada_layer_norm._triton(x, nothing, nothing, None, None, EPS)),
+        ("gated_residual", gated_residual._triton(x, x, None, None, None, one, None, EPS)[1]),
+    ):
+        assert float(y.abs().max()) < 1e-6, f"{name} of equal values is {y.flatten()[0]}"
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ ALONE, ALONE_S, PASSED_S = 1.0, 5e-6, 1.5e-6
 QUANTILES, MANY = (0.1, 0.25, 0.5), 48
 SIGMAS = 2.0  # of a quantile, on both sides
 GIVEN, GIVEN_S = 0.02, 5e-6  # the judge's copy of the inputs may take so much longer on the candidate's side
+RESOLVED = 6.0  # standard errors: a time that is shorter on both sides says too little
 APART = 0.05  # allowed difference between the judge's clock and the runner's events, in addition to noise
 
 
@@ -108,11 +109,25 @@ def unsteady(baseline: Samples, again: Samples) -> str:
     return ""
 
 
+def unresolved(candidate: Samples, baseline: Samples) -> str:
+    """Why the clock cannot tell a call of this case from none; '' if it can.
+
+    It needs the baseline's scatter: a candidate cannot leave a case untimed by its own.
+    """
+    if candidate.spread > 3 * baseline.spread:
+        return ""
+    if any(s.time >= RESOLVED * s.spread for s in (candidate, baseline)):
+        return ""
+    shown = " and ".join(f"{1e6 * s.time:.1f} +- {1e6 * s.spread:.1f} us" for s in (baseline, candidate))
+    return f"calls are too short for the clock: the baseline's and the candidate's take {shown}"
+
+
 def invalid(
     candidate: Samples, baseline: Samples, floor_s: float, busy_s: float | None = None,
     launches: float | None = None,
 ) -> str:  # fmt: skip
-    """Return why the candidate's time is invalid, '' if it is valid. Its own scatter does not widen an allowance.
+    """Return why the candidate's time is invalid, '' if it is valid. Its own scatter beyond the baseline's widens no
+    allowance.
 
     floor_s   lower bound of a correct call on this machine; 0 if unknown
     busy_s    seconds of a call in which CUPTI saw a kernel on any stream
@@ -130,11 +145,13 @@ def invalid(
     if problem := batched(candidate, baseline):
         return problem
     if candidate.events_single:
+        mine = min(candidate.spread, 3 * baseline.spread)
+        noise_of_both = 3 * (mine**2 + baseline.spread**2) ** 0.5
         events = Samples(
             candidate.n, candidate.events_single, candidate.events_double, short_n=candidate.short_n,
             long_n=candidate.long_n,
         )  # fmt: skip
-        if abs(events.time - time) > APART * time + noise + 2e-7:
+        if abs(events.time - time) > APART * time + noise_of_both + 2e-7:
             return (
                 f"the process's own events show {1e6 * events.time:.2f} us per call, "
                 f"the judge's clock {1e6 * time:.2f} us"

@@ -65,7 +65,9 @@ def decide(seen: Evidence) -> Verdict:
         why = "; ".join(f"{n}: {r}" for n, r in seen.passed_over.items())
         return Verdict(Status.OK, f"checked, not timed: no baseline serves this case: {why}")
     times = seen.timed
-    if why := timing.unsteady(times.baseline, times.again):
+    if why := timing.unsteady(times.baseline, times.again) or timing.unresolved(
+        times.candidate, times.baseline
+    ):
         off = "" if times.priority == "on" else f" (real-time priority is {times.priority})"
         return Verdict(Status.OK, why + off)
     if why := timing.invalid(
