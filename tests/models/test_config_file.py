@@ -13,6 +13,7 @@ import pytest
 from support.tiny import KINDS, SIZES
 
 from fastkernels.models.common import build, config, description
+from fastkernels.models.common.plan import plan
 from fastkernels.overrides.block.attention_sizes import head_size, rope_parameters
 from fastkernels.overrides.block.self_attention import sliding_window
 
@@ -78,6 +79,15 @@ def test_config_without_head_dim_or_with_window(tmp_path: Path) -> None:
         found = config.read(folder)
         assert found is not None
         assert seen(found) == seen(AutoConfig.from_pretrained(folder)), kind
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+def test_fields_with_defaults_may_be_missing(tmp_path: Path, kind: str) -> None:
+    """Configs of 2023, such as those of Llama 2's first conversions, have no attention_bias."""
+    fields = plain(kind, attention_bias=None, mlp_bias=None)
+    assert "attention_bias" not in fields
+    assert config.read(written(tmp_path, fields)) is not None
+    assert plan(tmp_path).parameters == plan(written(tmp_path, {**fields, "attention_bias": False})).parameters
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])

@@ -271,6 +271,10 @@ class _Asked:
         if at_once == 1 and not self.with_engine:
             return [{model: (path, None)} for model, path in paths.items()]
         room, copies = sharing.capacity(self.gpu), 1 + self.with_engine
+        for one in [n for n in needs if copies * (n.weights + n.kv) > room]:
+            failed[one.model] = sharing.too_large(one, room, copies)
+            print(f"{one.model}: {failed[one.model]}", file=sys.stderr)
+            needs.remove(one)
         found = sharing.waves(needs, room, at_once, copies)
         for group in found:
             each = "; ".join(f"{one.model} {one}" for one in group)

@@ -75,6 +75,17 @@ def waves(needs: Sequence[Need], capacity: int, at_once: int, copies: int = 1) -
     return found
 
 
+def too_large(one: Need, room: int, copies: int) -> str:
+    """Why so many engines of a model do not fit into `room` bytes, and what to do."""
+    engines = "two engines" if copies > 1 else "an engine"
+    each = f"{one.weights / GIB:.1f} GiB of weights and {one.kv / GIB:.1f} GiB of keys and values each"
+    fewer = "without --with-engine, or " if copies > 1 else ""
+    return (
+        f"{engines} with {each} need more than the {room / GIB:.1f} GiB that are free: run it {fewer}with smaller "
+        "--loads"
+    )
+
+
 def capacity(gpu: bool) -> int:
     """Bytes that engines may share now: on a GPU all that is free, on a CPU half of it."""
     if not gpu:

@@ -37,7 +37,7 @@ def read(folder: Path) -> SimpleNamespace | None:
     arch = _arch_of(raw)
     if arch is None:
         return None
-    raw = {**arch.config_defaults, **raw}
+    raw = {"attention_bias": False, "mlp_bias": False, **arch.config_defaults, **raw}
     if not _is_plain(raw, arch):
         return None
     config = SimpleNamespace(**raw)

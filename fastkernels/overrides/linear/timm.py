@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.core.spec import Target
+from fastkernels.core.spec import HOPPER, Target
 from fastkernels.overrides.block.two_linears import not_linear
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
 
@@ -73,7 +73,7 @@ TARGETS = {
     "linear_gelu": (
         Target(
             "timm", "timm.layers.mlp:Mlp", "TimmMlp", "module", default=False, tried=True,
-            note="decided at first calls on a GPU, elsewhere replaced on request",
+            note="decided at first calls on a GPU, elsewhere replaced on request", compiled=HOPPER,
         ),
     ),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fk_bench.core.rows import Row, Subject, append, read
+from fk_bench.e2e import sharing
 from fk_bench.e2e.comparison import Extent, Load, metrics_of, repeats_of
 from fk_bench.e2e.host import make_row
 from fk_bench.e2e.ratios import COMMAND, over_loads, summary
@@ -117,6 +118,14 @@ def test_unknown_host_and_bad_arguments_are_refused(tmp_path: Path) -> None:
     ):
         done = fk_bench_here(COMMAND, "m", *args, "--out", tmp_path / "run")
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_two_engines_that_do_not_fit_are_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "capacity", lambda gpu: sharing.GIB)
+    run = tmp_path / "run"
+    done = fk_bench_here(COMMAND, "qwen2.5-0.5b", "--with-engine", "--loads", "8x512+8", "--out", run)
+    assert done.returncode == 1 and "GiB of weights" in done.stderr and "smaller --loads" in done.stderr
+    assert last_json(done)["failed"] == ["qwen2.5-0.5b"] and not list(run.glob("*.log"))
 
 
 @pytest.mark.slow
