@@ -36,9 +36,6 @@ SEAMS = {
 }
 
 
-HOPPER = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")  # chips of Target.compiled
-
-
 @dataclass(frozen=True)
 class Target:
     """One host class (or function) that an op overrides.

@@ -7,12 +7,17 @@ import torch
 import triton
 import triton.language as tl
 
-LIMIT_PERSISTING_L2 = 6
+LIMIT_PERSISTING_L2, MOST_PERSISTING_L2 = 6, 108  # cudaLimit, and the attribute with its largest value
 _path = ctypes.util.find_library("cudart") or "libcudart.so.13"
+_most = ctypes.c_int(0)
 try:
-    ctypes.CDLL(_path).cudaDeviceSetLimit(LIMIT_PERSISTING_L2, ctypes.c_size_t(32 << 20))
+    _runtime = ctypes.CDLL(_path)
+    _runtime.cudaDeviceGetAttribute(ctypes.byref(_most), MOST_PERSISTING_L2, 0)
+    _runtime.cudaDeviceSetLimit(LIMIT_PERSISTING_L2, ctypes.c_size_t(_most.value))
 except OSError:
-    ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(LIMIT_PERSISTING_L2, ctypes.c_size_t(32 << 20))
+    _driver = ctypes.CDLL("libcuda.so.1")
+    _driver.cuDeviceGetAttribute(ctypes.byref(_most), MOST_PERSISTING_L2, 0)
+    _driver.cuCtxSetLimit(LIMIT_PERSISTING_L2, ctypes.c_size_t(_most.value))
 
 
 @triton.jit

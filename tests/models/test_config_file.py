@@ -87,7 +87,9 @@ def test_fields_with_defaults_may_be_missing(tmp_path: Path, kind: str) -> None:
     fields = plain(kind, attention_bias=None, mlp_bias=None)
     assert "attention_bias" not in fields
     assert config.read(written(tmp_path, fields)) is not None
-    assert plan(tmp_path).parameters == plan(written(tmp_path, {**fields, "attention_bias": False})).parameters
+    assert (
+        plan(tmp_path).parameters == plan(written(tmp_path, {**fields, "attention_bias": False})).parameters
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])

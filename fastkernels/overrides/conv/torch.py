@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.core.spec import HOPPER, Target
+from fastkernels.core.spec import Target
 from fastkernels.overrides.conv.patch_embedding import patch_embedding
 
 
@@ -84,7 +84,6 @@ def _target(name: str) -> Target:
         default=False,
         note=_NOTE,
         tried=True,
-        compiled=HOPPER,
     )
 
 

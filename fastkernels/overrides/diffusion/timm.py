@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.core.spec import HOPPER, Target
+from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.timm import TimmAttentionRope, TimmEvaAttention
 from fastkernels.overrides.block.timm import TimmGluMlp, TimmSwiGLU
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
@@ -209,7 +209,7 @@ _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 TARGETS = {
     "gated_residual": tuple(
         Target("timm", f"timm.models.{path}", f"Timm{path.partition(':')[2]}", "module", default=False, note=_NOTE,
-               tried=True, compiled=HOPPER)
+               tried=True)
         for path in ("vision_transformer:Block", "eva:EvaBlock")
     ),
 }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.core.spec import HOPPER, Target
+from fastkernels.core.spec import Target
 from fastkernels.overrides.block.two_linears import not_linear
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
 
@@ -70,10 +70,12 @@ class TimmMlp(nn.Module):
 
 
 TARGETS = {
+    # SigLIP 2, bfloat16, with this and two or three other ops: 1.19 to 1.37 of the compiled host's images per second
     "linear_gelu": (
         Target(
             "timm", "timm.layers.mlp:Mlp", "TimmMlp", "module", default=False, tried=True,
-            note="decided at first calls on a GPU, elsewhere replaced on request", compiled=HOPPER,
+            note="decided at first calls on a GPU, elsewhere replaced on request",
+            compiled=("NVIDIA H100 80GB HBM3", "NVIDIA H200"),
         ),
     ),
 }  # fmt: skip

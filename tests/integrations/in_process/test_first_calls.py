@@ -15,6 +15,7 @@ from fk_integrations.verify.trials import OWN, Trial, sizes_of
 from torch import nn
 
 import fastkernels
+from fastkernels.core import tuning
 from fastkernels.overrides.activation.gelu import gelu
 
 timm = pytest.importorskip("timm")
@@ -218,6 +219,26 @@ def test_compiled_code_stays_the_hosts(patched_first: bool) -> None:
         assert seen and not any("fastkernels" in name for name in seen)
         left = {r.op: r.left for r in report.refresh().rows if r.left}
         assert left["gelu"] == {"torch.compile fuses the host's code": 1}  # two blocks share the code
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("chip", "ours"), [("NVIDIA H100 80GB HBM3", True), ("NVIDIA A100", False)])
+def test_compiled_mlp_with_tanh_is_ours_on_hopper(
+    chip: str, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "chip_of", lambda device: chip)
+    sizes = {"img_size": 32, "embed_dim": 64, "depth": 1, "num_heads": 2, "num_classes": 0}
+    model, seen = timm.create_model("vit_tiny_patch16_224", act_layer="gelu_tanh", **sizes).eval(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    with fastkernels.patch(model):
+        model.blocks[0].compile(backend=backend, fullgraph=True)
+        with torch.no_grad():
+            model(torch.randn(1, 3, 32, 32))
+    assert {n for n in seen if "fastkernels" in n} == ({"fastkernels.linear_gelu.default"} if ours else set())
     torch.compiler.reset()
 
 
