@@ -118,6 +118,9 @@ def _embedding(
                     return call, scale, d.Positions(len(rows) - offset, offset)
     if not calls:
         raise Unexplained("", "no embedding of the tokens was called")
+    for c in made.calls:
+        if same(c.output, x) and probe.find_norm(c.module, x.shape[-1]) is not None:
+            raise Unexplained(c.path, "it is a norm of the embedding, before the first layer")
     raise Unexplained(
         path,
         "the first layer reads something else than the scaled embedding of the tokens, and learned positions",
@@ -292,10 +295,12 @@ def _attention(
         raise Unexplained(seen.path, "its projections read different tensors")
     leaves = [c for c in inside if not list(c.module.children()) and not isinstance(c.module, nn.Dropout)]
     rest = [c for c in leaves if all(c is not linear for linear in linears)]
+    known = False
     for q, k, v, by_head, roles in _projected(projections, seen, layer):
         normed = _head_norms(rest, q, k, heads, kv_heads, size, layer)
         if normed is None or not same(v, seen.v.transpose(0, 1)):
             continue
+        known = True
         q, k, norms, norm_names = normed
         turned = _rope(replace(plain, by_head=by_head, **norms), q, k, seen, config)
         if turned is None:
@@ -311,10 +316,11 @@ def _attention(
         if last and probe.find_norm(call.module, size) is not None:
             what = "it is a norm of heads after the rotary embedding, where descriptions have it before"
             raise Unexplained(call.path, what)
-    raise Unexplained(
-        seen.path,
-        "its queries, keys and values are not projections, norms and a rotary embedding that ops compute",
-    )
+    what = "its queries, keys and values are not projections and norms that a description expresses"
+    if known:
+        given = getattr(config, "rope_parameters", None)
+        what = f"its queries and keys are rotated in another way than by config.rope_parameters={given!r}"
+    raise Unexplained(seen.path, what)
 
 
 def _not_projected(inside: list[ModuleCall], linears: list[ModuleCall], seen: AttentionCall) -> Unexplained:

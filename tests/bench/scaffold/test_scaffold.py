@@ -193,10 +193,19 @@ def test_wrong_file_is_found(tmp_path: Path) -> None:
     assert constant.error < 1e-4 and constant.wrong == {"residual_multiplier"} and not constant.ok
     file.write_text(text.replace("config.residual_multiplier", "2 * config.residual_multiplier"))
     assert verification.verify(file, found).error > verification.TOLERANCE
-    ours, theirs = verification.parameters(file, found.config)
+    ours, theirs, none = verification.parameters(file, found.config)
     file.write_text(text.replace("config.intermediate_size", "64"))
-    fewer, _ = verification.parameters(file, found.config)
-    assert ours == theirs and fewer == ours - 3 * 64 * (80 - 64)
+    fewer, _, differ = verification.parameters(file, found.config)
+    assert ours == theirs and not none and fewer == ours - 3 * 64 * (80 - 64)
+    assert list(differ) == ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"]
+
+
+def test_size_without_a_formula_is_named(tmp_path: Path, capsys: Any) -> None:
+    """LFM2 rounds the MLP's size up to a multiple, which no formula of small sizes gives."""
+    status, found = scaffold("lfm2", tmp_path, capsys)
+    reasons = {entry["path"]: entry["reason"] for entry in found["unmatched"]}
+    assert status == 1 and found["model_file"] is None and not list((tmp_path / "llm").iterdir())
+    assert "not 20,971,520" in reasons["model.layers.0.feed_forward.w2"]
 
 
 # -- what is not matched, and bad input
