@@ -184,7 +184,8 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
     names |= mlp_names
     own_parts = [c for c in inside if "." not in c.path[len(path) + 1 :]]
     weighted = [c for c in own_parts if list(c.module.parameters(recurse=False))]
-    norms = _Norms([c for c in weighted if c.path[len(path) + 1 :] not in names.values()], path)
+    plain = [c for c in own_parts if not list(c.module.parameters())]
+    norms = _Norms([c for c in weighted if c.path[len(path) + 1 :] not in names.values()], path, plain)
     x, y = own.inputs[0], own.output
     before_attention = norms.between(x, reads)
     after_attention = norms.reading(writes)
@@ -224,8 +225,8 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
 class _Norms:
     """The calls of a layer's own modules that are norms, by what they read and write."""
 
-    def __init__(self, calls: list[ModuleCall], path: str) -> None:
-        self.path = path
+    def __init__(self, calls: list[ModuleCall], path: str, plain: list[ModuleCall]) -> None:
+        self.path, self.plain = path, plain  # plain: calls of modules without parameters
         neutral = (nn.Dropout, nn.Identity)
         self.calls = [
             c
@@ -243,6 +244,9 @@ class _Norms:
         """The norm from x to y; None if they are equal. Raises Unexplained."""
         found = self.find(x, y)
         if found is None and not same(x, y):
+            for call in self.plain:
+                if call.inputs and same(call.inputs[0], x) and same(call.output, y):
+                    raise Unexplained(call.path, "it has no weight, where descriptions have norms with one")
             raise Unexplained(self.path, "no single norm lies between the residual stream and what reads it")
         return found
 
@@ -327,6 +331,14 @@ def _not_projected(inside: list[ModuleCall], linears: list[ModuleCall], seen: At
     """Why no linear layer reads what attention writes."""
     if (call := next((c for c in inside if probe.is_transposed(c)), None)) is not None:
         return Unexplained(call.path, TRANSPOSED)
+    width = seen.output.shape[-1]
+    for call in inside:
+        if (
+            call.inputs
+            and same(call.inputs[0], seen.output)
+            and probe.find_norm(call.module, width) is not None
+        ):
+            return Unexplained(call.path, "it is a norm between attention and its output projection")
     for call in linears:
         x = call.inputs[0].reshape(-1, call.inputs[0].shape[-1])
         if x.shape != seen.output.shape:

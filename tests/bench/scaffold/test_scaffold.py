@@ -275,6 +275,8 @@ NAMED = {  # {prefix: (fields, module, reason)}
         "model.layers.0.self_attn.query_layernorm",
         "a norm of heads after the rotary embedding",
     ),
+    "BitNet": ({}, "model.layers.0.self_attn.attn_sub_norm", "between attention and its output projection"),
+    "Olmo": ({}, "model.layers.0.input_layernorm", "it has no weight"),
     "GPT2": ({"n_layer": 1}, "transformer.h.0.attn.c_attn", "its weight is [in, out]"),
     "Afmoe": (
         {"head_dim": 16, "num_dense_layers": 2},
