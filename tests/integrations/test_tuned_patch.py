@@ -104,11 +104,21 @@ def test_requested_op_goes_in_whatever_the_table_lists(model: Any) -> None:
     assert (row.modules, row.reason) == (3, "")
 
 
-def test_cpu_without_a_table_has_no_row(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_without_a_table_leaves_all_to_the_host(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason that the op does not serve a module comes before the missing table."""
     monkeypatch.delenv("FASTKERNELS_TUNED")
+    model.new.weight.data = torch.empty(0)
+    before = [m.quant_method for m in model.children()]
     assert list(plan(Host(), Request("patch"), model)) == []
-    with pytest.raises(PatchError, match="nothing to patch: no op is on by default"):
-        patched(model)
+    (row,) = patched(model, strict=True).rows
+    assert (row.op, row.state, row.modules) == ("linear", "off", 0)
+    assert row.reason == (
+        "2 left to the host: no tuned table of this device (cpu) lists a kernel of ours; "
+        "1 left to the host: weight has shape (0,): the host packed or freed it after loading"
+    )
+    with pytest.raises(PatchError, match=r"nothing to patch: linear .*: FASTKERNELS_DISABLE"):
+        patched(model, disable=("linear",))
+    assert [m.quant_method for m in model.children()] == before
 
 
 def test_untuned_chip_gets_one_warning(

@@ -74,7 +74,7 @@ def scaffold_command(
         with registry.using(file):
             registry.describe(given)
             checks.check(given)
-        ours, theirs = verification.parameters(file, given)
+        ours, theirs, differ = verification.parameters(file, given)
     except NoExpression as error:
         return _unmatched(given, folder, [("", str(error))], options)
     except CheckpointError as error:  # its weights are stored in a way that no weight map expresses
@@ -82,6 +82,10 @@ def scaffold_command(
         return _unmatched(given, folder, [("", str(error))], options)
     except Unsupported as error:
         fail(f"{config}: {error}")
+    if not verified.ok or ours != theirs:
+        file.unlink()
+        wrong = list(differ.items()) or [("", _disagreement(verified, ours - theirs))]
+        return _unmatched(given, folder, wrong, options)
     _list(folder, [])
     made, kept = ([], []) if no_tasks else _tasks(file, given, folder, force)
     lines = len(written.splitlines())
@@ -97,16 +101,13 @@ def scaffold_command(
         ("tasks", f"{len(made)} files in {folder / 'tasks'}{f', {len(kept)} kept' if kept else ''}"),
     ]
     table(f"{given.architectures[0]}: all modules are matched", ("part", "result"), rows)
-    ok = verified.ok and ours == theirs
-    if not ok:
-        print(f"{file} does not agree with transformers: {_disagreement(verified, ours - theirs)}\n")
     last_line({
-        "command": COMMAND, "ok": ok, "architecture": given.architectures[0], "model_file": str(file),
+        "command": COMMAND, "ok": True, "architecture": given.architectures[0], "model_file": str(file),
         "lines": lines, "error": verified.error, "parameters": ours, "configs": verified.configs,
         "refused": found.refused, "unmatched": [], "tasks": made, "kept": kept,
         "seconds": round(time.perf_counter() - start, 1),
     })  # fmt: skip
-    return 0 if ok else 1
+    return 0
 
 
 def write(file: Path, found: samples.Samples) -> tuple[str, verification.Verified]:
@@ -128,14 +129,12 @@ def write(file: Path, found: samples.Samples) -> tuple[str, verification.Verifie
 
 
 def _disagreement(verified: verification.Verified, more: int) -> str:
+    if not verified.wrong and verified.error <= verification.TOLERANCE:
+        return f"a description has {abs(more):,} parameters {'more' if more > 0 else 'less'} at the config's sizes"
+    if not verified.wrong:
+        return f"logits of a description differ by {verified.error:.1e} of the largest"
     fields = ", ".join(sorted(f or "the config itself" for f in verified.wrong))
-    if more:
-        return f"it has {abs(more)} parameters {'more' if more > 0 else 'less'} at the config's sizes"
-    return (
-        f"the effect of {fields} differs"
-        if fields
-        else f"logits differ by {verified.error:.1e} of the largest"
-    )
+    return f"no description expresses the effect of {fields}"
 
 
 def _tasks(file: Path, config: Any, folder: Path, force: bool) -> tuple[list[str], list[str]]:

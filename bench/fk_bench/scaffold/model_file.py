@@ -13,10 +13,10 @@ from fk_integrations.transformers.tiny_models import fields
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import PACKED
 from fastkernels.models.common.checks import REQUIRED
-from fastkernels.models.common.decoder import EXPERTS
+from fastkernels.models.common.decoder import EXPERT_MAPPINGS, EXPERTS
 from fk_bench.info.stub_source import WIDTH, fold
 from fk_bench.scaffold.expressions import NoExpression, Search, literal
-from fk_bench.scaffold.samples import Samples, equal, normal
+from fk_bench.scaffold.samples import Samples, equal, expert_names, normal
 
 SIZES = {  # formulas that are tried first
     "heads": ("config.num_attention_heads",),
@@ -54,7 +54,7 @@ class _Describe:
 
     def text(self) -> str:
         refused = [f"{name}={literal(value)}" for name, value in self.samples.refused.items()]
-        lines = [fold("d.refuse(config, ", refused, ")", "    ")] if refused else []
+        lines = [_fold("d.refuse(", ["config", *refused], ")", 1)] if refused else []
         lines = ["def describe(config: Any) -> d.Decoder:", *lines]
         differs = self._attention()
         own = [a.replace("=norm", f"={self.norm}") for a in differs]
@@ -200,6 +200,8 @@ class _Describe:
             )
         normalize = search.of_layers("experts.normalize", attrgetter("mlp.normalize"), (), _is_sparse)
         made += [normalize] if normalize != "True" else []
+        if (names := expert_names(self.samples.base.names)) != d.Experts.names:
+            made.append("names=({})".format(", ".join(map(literal, names))))
         for name, default in ROUTING.items():
             get = attrgetter(f"mlp.{name}")
             if not search.always(get, default, _is_sparse):
@@ -365,7 +367,7 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
     parts = {
         theirs: ours
         for role, theirs in names.items()
-        if role not in (*prefixes, "experts")
+        if role not in (*prefixes, "experts", "expert_gate", "expert_up", "expert_down")
         for ours in [_own_name(role, names)]
         if theirs != ours
     }
@@ -380,7 +382,12 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
     if each and not any(hasattr(config, name) for name in EXPERTS):
         raise NoExpression("the number of experts, which names their weights in checkpoints,", set())
     if each:
-        lines.append('    experts="fastkernels.models.common.decoder:expert_mapping",')
+        function = EXPERT_MAPPINGS.get(expert_names(names))
+        if function is None:
+            raise NoExpression(
+                f"the names {', '.join(expert_names(names))} of an expert's projections", set()
+            )
+        lines.append(f'    experts="fastkernels.models.common.decoder:{function}",')
     parts |= samples.aliases
     for name, mapping in (("renamed", renamed), ("parts", parts)):
         if mapping:
@@ -391,6 +398,8 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
 def _own_name(role: str, names: Mapping[str, str]) -> str:
     """The name in our layer of a module with this role."""
     block = names.get("experts", "").rpartition(".")[0]
+    if role == "experts_list":
+        return names["experts"]
     if role == "router":
         return f"{block}.gate"
     if role == "correction":

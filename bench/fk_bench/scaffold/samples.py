@@ -104,7 +104,23 @@ def collect(config: Any) -> Samples:
         if unexplained and name not in made.sizes and name not in {s.field for s in made.all}:
             made.refused[name] = tiny_models.fields(small)[name]
     _unify(made)
+    names = expert_names(base.names)
+    made.all = [replace(s, decoder=_with_expert_names(s.decoder, names)) for s in made.all]
     return made
+
+
+def expert_names(names: dict[str, str]) -> tuple[str, str, str]:
+    """The names of an expert's gate, up and down projection in checkpoints."""
+    gate, up, down = d.Experts.names
+    return names.get("expert_gate", gate), names.get("expert_up", up), names.get("expert_down", down)
+
+
+def _with_expert_names(decoder: d.Decoder, names: tuple[str, str, str]) -> d.Decoder:
+    def named(layer: d.Layer) -> d.Layer:
+        mlp = layer.mlp
+        return replace(layer, mlp=replace(mlp, names=names)) if isinstance(mlp, d.Experts) else layer
+
+    return replace(decoder, layers=tuple(map(named, decoder.layers)))
 
 
 def _unify(made: Samples) -> None:
@@ -162,12 +178,29 @@ def _stored(names: dict[str, str], keys: dict[str, str]) -> dict[str, str]:
                 key = next((k for i in range(count) if (k := keys.get(f"{stack}.{i}.{own}"))), "")
                 if key:
                     found[part] = re.sub(r"^.*?\.\d+\.", "", key.removeprefix(stack))
+            found |= _each_expert(name, stack, keys)
         elif role != "layers":
             own = name if role == "correction" else f"{name}.weight"
             at = next((i for i in range(count) if f"{stack}.{i}.{own}" in keys), 0)
             key = keys.get(f"{stack}.{at}.{own}", f"{stack}.{at}.{own}")
             found["layers"], _, rest = key.partition(f".{at}.")
             found[role] = rest.removesuffix(".weight")
+    return found
+
+
+def _each_expert(name: str, stack: str, keys: dict[str, str]) -> dict[str, str]:
+    """Names of the list of experts, and of an expert's projections, in checkpoints with matrices for each expert."""
+    found: dict[str, str] = {}
+    parts = (
+        ("gate_up_proj.0.gate", "expert_gate"),
+        ("gate_up_proj.0.up", "expert_up"),
+        ("down_proj.0", "expert_down"),
+    )
+    for own, role in parts:
+        of_layers = (keys.get(f"{stack}.{i}.{name}.{own}") for i in range(tiny_models.LAYERS))
+        match = re.search(r"\.\d+\.(.+)\.0\.(\w+)\.weight$", next(filter(None, of_layers), ""))
+        if match:
+            found |= {"experts_list": match[1], role: match[2]}
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,13 +47,23 @@ def verify(file: Path, samples: Samples) -> Verified:
     return Verified(error, len(samples.all), wrong)
 
 
-def parameters(file: Path, config: Any) -> tuple[int, int]:
-    """Parameters of the model at its real sizes: by our plan, and of transformers' modules on the meta device."""
+def parameters(file: Path, config: Any) -> tuple[int, int, dict[str, str]]:
+    """Parameters of the model at its real sizes: by our plan, and of transformers' modules on the meta device.
+
+    Also {name of a module: how its size differs}, of one of each kind.
+    """
     theirs, config = module_walk.real(config)
-    corrections = (b for name, b in theirs.named_buffers() if name.endswith("correction_bias"))
-    count = sum(t.numel() for t in (*theirs.parameters(), *corrections))
+    corrections = [(name, b) for name, b in theirs.named_buffers() if name.endswith("correction_bias")]
+    sizes = {name: t.numel() for name, t in (*theirs.named_parameters(), *corrections)}
     with registry.using(file):
-        return plan(config, "float32").parameters, count
+        ours = plan(config, "float32")
+    differ: dict[str, tuple[str, str]] = {}
+    for item in ours:
+        expected = sum(sizes.get(key, 0) for key in item.keys)
+        if expected != item.parameters and all(key in sizes for key in item.keys):
+            what = f"{item.path} would have {item.parameters:,} parameters at the config's sizes, not {expected:,}"
+            differ.setdefault(re.sub(r"\d+", "", item.path), (item.keys[0].rpartition(".")[0], what))
+    return ours.parameters, sum(sizes.values()), dict(differ.values())
 
 
 def _same(sample: Sample) -> bool:

@@ -183,7 +183,7 @@ class ChatAnswer(Answer):
                 return None
             message.update({"content": "", **found} if first and self.body.stream else found)
             # A named choice always calls its function, so it ends with "stop", as at OpenAI.
-            if self._parsers[out.index].num_calls and reason == "stop" and self.body.named_tool is None:
+            if reason == "stop" and self.body.named_tool is None and self._parsers[out.index].called:
                 reason = "tool_calls"
         choice: dict[str, Any] = {
             "index": out.index, "delta" if self.body.stream else "message": message, "logprobs": None,

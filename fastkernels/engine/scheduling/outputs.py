@@ -8,6 +8,7 @@ from typing import Any
 
 from fastkernels.engine.execution.step import TokenLogprobs
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.scheduling.detokenizer import REPLACEMENT
 from fastkernels.engine.scheduling.request import (
     CompletionOutput,
     Logprob,
@@ -16,6 +17,8 @@ from fastkernels.engine.scheduling.request import (
     RequestOutput,
     Status,
 )
+
+MOST_PARTS = 4  # tokens that one character can have: its bytes
 
 
 @dataclass(eq=False)
@@ -94,30 +97,41 @@ def _late_text(request: Request) -> None:
     text.finish(look=False)
 
 
-def read_logprobs(found: TokenLogprobs, row: int, num: int, tokenizer: Any) -> dict[int, Logprob]:
-    """{token id: Logprob} of a row: the token itself first, then the `num` most likely."""
+def read_logprobs(
+    found: TokenLogprobs, row: int, num: int, tokenizer: Any, before: Sequence[int]
+) -> dict[int, Logprob]:
+    """{token id: Logprob} of a row: the token itself first, then the `num` most likely. before: tokens before it."""
     ids, values = found.token_ids[row], found.logprobs[row]
     entries: dict[int, Logprob] = {}
     for i in range(num + 1 if num >= 0 else len(ids)):
         token = int(ids[i])
         if token not in entries:
             rank = int(found.ranks[row]) if i == 0 else i
-            entries[token] = Logprob(float(values[i]), rank, _decoded(tokenizer, token))
+            entries[token] = Logprob(float(values[i]), rank, _decoded(tokenizer, token, before))
     return entries
 
 
 def add_logprobs(news: News, found: TokenLogprobs, row: int, tokenizer: Any) -> None:
     """Add the new token's log-probabilities to the sequence."""
     request = news.sequence
-    entry = read_logprobs(found, row, request.params.logprobs or 0, tokenizer)
+    before = request.output_token_ids[-MOST_PARTS:-1]
+    entry = read_logprobs(found, row, request.params.logprobs or 0, tokenizer, before)
     news.logprobs = [entry]
     request.logprobs = request.logprobs or []
     request.logprobs.append(entry)
     request.cumulative_logprob += entry[news.token_ids[0]].logprob
 
 
-def _decoded(tokenizer: Any, token: int) -> str | None:
-    return None if tokenizer is None else tokenizer.decode([token])
+def _decoded(tokenizer: Any, token: int, before: Sequence[int]) -> str | None:
+    """The token's text. As in vLLM, the last of the tokens that share a character has it, and the others have none."""
+    if tokenizer is None:
+        return None
+    text = tokenizer.decode([token])
+    for parts in range(1, len(before) + 1):
+        if REPLACEMENT not in text:
+            break
+        text = tokenizer.decode([*before[-parts:], token])
+    return "" if REPLACEMENT in text else text
 
 
 def fill_prompt_logprobs(request: Request, start: int, found: TokenLogprobs, tokenizer: Any) -> None:
@@ -125,7 +139,9 @@ def fill_prompt_logprobs(request: Request, start: int, found: TokenLogprobs, tok
     assert request.prompt_logprobs is not None
     wanted = request.params.prompt_logprobs or 0
     for i in range(len(found.ranks)):
-        request.prompt_logprobs[start + 1 + i] = read_logprobs(found, i, wanted, tokenizer)
+        at = start + 1 + i
+        before = request.prompt_token_ids[max(0, at - MOST_PARTS + 1) : at]
+        request.prompt_logprobs[at] = read_logprobs(found, i, wanted, tokenizer, before)
 
 
 def make_output(group: RequestGroup, news: Iterable[News]) -> RequestOutput | None:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastkernels.engine.structured.grammars import Grammar, next_words
+from fastkernels.engine.structured.grammars import Grammar, next_words, words_of
 
 if TYPE_CHECKING:
     from fastkernels.engine.scheduling.request import Request
 
 log = logging.getLogger("fastkernels")
+MOST_BLANK = 20  # tokens of whitespace in a row in JSON: a model could go on with them until max_tokens
 
 
 class Constraint:
@@ -38,12 +39,20 @@ class Constraint:
         self.vocab_size = vocab_size
         self.matcher: Any = None if grammar is None else grammar.matcher()
         self.banned = banned
-        self._always = None if allowed is None else _words(allowed, vocab_size)
+        self._blank = None if grammar is None else grammar.blank
+        self._blanks = 0  # tokens of whitespace at the end
+        self._always = None if allowed is None else words_of(allowed, vocab_size)
         self.words = self._limited(None if grammar is None else grammar.words, ())
 
     def update(self, words: np.ndarray | None, tokens: Sequence[int]) -> None:
-        """Set the mask after these generated tokens. words: the grammar's."""
+        """Set the mask after these generated tokens, the last of which is new. words: the grammar's."""
         self.words = self._limited(words, tokens)
+        if self._blank is not None:
+            last = tokens[-1]
+            self._blanks = self._blanks + 1 if self._blank[last >> 5] >> (last & 31) & 1 else 0
+            others = self.words & ~self._blank
+            if self._blanks >= MOST_BLANK and others.any():
+                self.words = others
 
     def _limited(self, words: np.ndarray | None, tokens: Sequence[int]) -> np.ndarray:
         parts = [w for w in (words, self._always) if w is not None]
@@ -109,9 +118,3 @@ def _update(request: Request, words: np.ndarray | None, ended: list[tuple[Reques
 
 def _width(vocab_size: int) -> int:
     return -(-vocab_size // 32)
-
-
-def _words(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
-    bits = np.zeros(_width(vocab_size) * 32, np.uint8)
-    bits[list(tokens)] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -25,6 +25,7 @@ MANY = 8  # matchers whose masks are filled in several threads
 CACHE_BYTES = 512 << 20
 DEADLINE = 30.0  # seconds to compile one grammar
 _LOCATION = re.compile(r"^(\[[\d:]+\] \S+: )?(Check failed: \(.*?\) is (true|false): )?")
+_WHITESPACE = b" \t\n\r"
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _VOCABULARIES = {"json": "json", "json_object": "json", "structural_tag": "all"}  # the others: "text"
 _COMMENT = re.compile(r"(#|//).*$", re.MULTILINE)
@@ -32,11 +33,15 @@ _COMMENT = re.compile(r"(#|//).*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled grammar. words: the mask of the first token, int32 [W] as in step.TokenMasks."""
+    """A compiled grammar. words: the mask of the first token, int32 [W] as in step.TokenMasks.
+
+    blank: the mask of tokens of whitespace, for JSON, which allows any number of them between values; else None
+    """
 
     compiled: Any
     words: np.ndarray
     size: int
+    blank: np.ndarray | None = None
 
     def matcher(self) -> Any:
         """A matcher at the start of the output."""
@@ -57,6 +62,7 @@ class Grammars:
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, list(eos_token_ids)
         self.num_compiled = 0
         self._compilers: dict[str, Any] = {}
+        self._blank: np.ndarray | None = None
         self._futures: OrderedDict[tuple[str, str, bool], Future[Grammar]] = OrderedDict()
         self._sizes: dict[tuple[str, str, bool], int] = {}  # of compiled grammars
         self._lock, self._making = threading.Lock(), threading.Lock()
@@ -141,7 +147,8 @@ class Grammars:
             raise ValueError(
                 f"structured_outputs: {kind} cannot be used: no token of this model can begin such an output"
             )
-        return Grammar(compiled, bits[0].numpy(), compiled.memory_size_bytes + 4 * bits.numel())
+        blank = self._blank if kind in ("json", "json_object") and not one_line else None
+        return Grammar(compiled, bits[0].numpy(), compiled.memory_size_bytes + 4 * bits.numel(), blank)
 
     def _compiler(self, vocabulary: str) -> Any:
         """The compiler for a vocabulary: 'all' tokens, those of 'text', or those of 'json'."""
@@ -160,6 +167,8 @@ class Grammars:
             special = special_ids(self.tokenizer)
             vocab = [b"" if i in special else text for i, text in enumerate(info.decoded_vocab)]
             if vocabulary == "json":
+                blank = [i for i, text in enumerate(vocab) if text and not text.strip(_WHITESPACE)]
+                self._blank = words_of(blank, self.vocab_size)
                 vocab = [b"" if _CONTROL.search(text) else text for text in vocab]
             info = xgrammar.TokenizerInfo(
                 vocab, xgrammar.VocabType.RAW, vocab_size=self.vocab_size, stop_token_ids=info.stop_token_ids,
@@ -175,6 +184,13 @@ def _too_slow(params: StructuredOutputsParams) -> ValueError:
     return ValueError(
         f"structured_outputs: {params.kind} is too complex: it takes more than {DEADLINE:g} s to compile"
     )
+
+
+def words_of(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    """The mask of these tokens, int32 [W]."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def next_words(matchers: Sequence[Any], vocab_size: int) -> np.ndarray:

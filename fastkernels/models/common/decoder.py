@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -342,18 +342,29 @@ def _load_flat(parameter: nn.Parameter, loaded: torch.Tensor) -> None:
     parameter.data.copy_(loaded.reshape(-1))
 
 
-def expert_mapping(config: Any) -> list[tuple[str, str, int, str]]:
-    """vLLM's expert_params_mapping for checkpoints that name an expert's parts as an MLP's; see sparse_moe."""
+def expert_mapping(config: Any, names: Sequence[str] = Experts.names) -> list[tuple[str, str, int, str]]:
+    """vLLM's expert_params_mapping for checkpoints that name an expert's parts as an MLP's; see sparse_moe.
+
+    names: of an expert's gate, up and down projection in the checkpoint
+    """
     count = next(n for name in EXPERTS if (n := getattr(config, name, None)))
+    gate, up, down = names
     return [
         (f"experts.{ours}_", f"experts.{expert}.{theirs}.", expert, shard)
         for expert in range(count)
-        for ours, theirs, shard in (
-            ("w13", "gate_proj", "w1"),
-            ("w2", "down_proj", "w2"),
-            ("w13", "up_proj", "w3"),
-        )
+        for ours, theirs, shard in (("w13", gate, "w1"), ("w2", down, "w2"), ("w13", up, "w3"))
     ]
+
+
+def numbered_expert_mapping(config: Any) -> list[tuple[str, str, int, str]]:
+    """The same for checkpoints that name them w1, w3 and w2, as Mixtral's do."""
+    return expert_mapping(config, ("w1", "w3", "w2"))
+
+
+EXPERT_MAPPINGS = {  # {names of an expert's gate, up and down projection: the function for Architecture.experts}
+    Experts.names: "expert_mapping",
+    ("w1", "w3", "w2"): "numbered_expert_mapping",
+}
 
 
 def _attention(

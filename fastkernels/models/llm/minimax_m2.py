@@ -6,12 +6,6 @@ from typing import Any
 
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.overrides.moe.sparse_moe import expert_mapping
-
-
-def checkpoint_experts(config: Any) -> list[tuple[str, str, int, str]]:
-    """vLLM's expert mapping for this config; see weights.expert_parts."""
-    return expert_mapping(config.num_local_experts)
 
 
 def describe(config: Any) -> d.Decoder:
@@ -35,7 +29,7 @@ ARCH = Architecture(
     runner="Generate",
     model_type="minimax_m2",
     packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
-    experts="fastkernels.models.llm.minimax_m2:checkpoint_experts",
+    experts="fastkernels.models.common.decoder:numbered_expert_mapping",
     parts={"block_sparse_moe.e_score_correction_bias": "block_sparse_moe.gate.e_score_correction_bias"},
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     public={

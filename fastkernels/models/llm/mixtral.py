@@ -10,7 +10,6 @@ from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.llm.llama import LlamaForCausalLM
 from fastkernels.overrides.block.vllm import VllmMixtralDecoderLayer
-from fastkernels.overrides.moe.sparse_moe import expert_mapping
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
@@ -22,11 +21,6 @@ class MixtralForCausalLM(LlamaForCausalLM):
     @staticmethod
     def decoder_layer(config: Any, prefix: str) -> nn.Module:
         return VllmMixtralDecoderLayer(config, prefix=prefix)
-
-
-def checkpoint_experts(config: Any) -> list[tuple[str, str, int, str]]:
-    """vLLM's expert mapping for this config; see weights.expert_parts."""
-    return expert_mapping(config.num_local_experts)
 
 
 def describe(config: Any) -> d.Decoder:
@@ -55,7 +49,7 @@ ARCH = Architecture(
     model_type="mixtral",
     layers=("mixtral_decoder_layer",),
     packed={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
-    experts="fastkernels.models.llm.mixtral:checkpoint_experts",
+    experts="fastkernels.models.common.decoder:numbered_expert_mapping",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     config_fields=("num_local_experts", "num_experts_per_tok"),
     public={

@@ -124,9 +124,10 @@ def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Pat
         if not adapter.own:
             verified = choose.verify(adapter, model, request, _device_of(model))
         patched.journal.add(verified.back)
-        found = plan(adapter, request, model)
-        for spec, target in sorted(found, key=lambda pair: not seam.find(pair[1].seam).first):
+        found = sorted(plan(adapter, request, model), key=lambda pair: not seam.find(pair[1].seam).first)
+        for spec, target in found:
             patched.rows.append(_apply_target(patched, spec, target))
+        patched.rows += _rows_without_a_table(patched, {spec.name for spec, _ in found})
         patched.rows = _without_absent(patched.rows)
         patched.rows += _called_rows(patched)
         patched.rows += _candidate_rows(patched)
@@ -270,6 +271,33 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if place.every_step and not by_table and not row.candidate:
         patched.every_step.add(id(row))
     return row
+
+
+def _rows_without_a_table(patched: Patched, planned: set[str]) -> list[Row]:
+    """Rows of ops that only a tuned table puts in, on a device without one: their modules stay with the host."""
+    adapter, model, made = patched.adapter, patched.model, []
+    known = cache(partial(_has_target, adapter, model))
+    for name in registry.op_names() if patched.request.ops is None and not adapter.own else ():
+        spec = registry.get(name)
+        if spec.tuned_by is None or name in planned:
+            continue
+        for target in adapter.targets(spec, model):
+            place, host_class = seam.find(target.seam), seam.host_class(target)
+            if not place.live or host_class is None:
+                continue
+            whole = _why_off(patched, spec, target, host_class, by_table=True)
+            no_table = f"no tuned table of this device ({_device(model)}) lists a kernel of ours"
+            supports = getattr(registry.target_class(target), "supports", None)
+            reasons: Counter[Reason] = Counter()
+            for module in place.modules(adapter, model, name, host_class):
+                text = (supports(module) if supports is not None else None) or no_table
+                reasons[Reason(Kind.LEFT_TO_HOST, text)] += 1
+            for reason in place.passed_over(model, host_class, known):
+                reasons[_unless_requested(reason)] += 1
+            if reasons:
+                made.append(Row(patched.rank, name, target.name, 0, "off"))
+                made[-1].explain({whole: 0} if whole else reasons)
+    return made
 
 
 def _without_absent(rows: list[Row]) -> list[Row]:

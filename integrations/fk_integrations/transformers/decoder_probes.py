@@ -11,11 +11,17 @@ from torch import nn
 
 from fastkernels.models.common.description import Attention, Norm
 from fastkernels.overrides.rope.vllm import get_rope
+from fk_integrations.transformers.recording import ModuleCall
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(), "relu": F.relu,
 }  # fmt: skip
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
 KINDS = {"rms": (False, 0.0), "gemma": (False, 1.0), "layer": (True, 0.0), "layer_1p": (True, 1.0)}
 
 
@@ -55,6 +61,18 @@ def is_linear(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
     if weight is None or weight.dim() != 2 or own or weight.shape != (y.shape[-1], x.shape[-1]):
         return False
     return same(F.linear(x, weight, bias), y)
+
+
+def is_transposed(call: ModuleCall) -> bool:
+    """Whether the module computes x W + b, with a weight [in, out]."""
+    own = dict(call.module.named_parameters(recurse=False))
+    weight, bias = own.pop("weight", None), own.pop("bias", None)
+    if own or not call.inputs or weight is None or weight.dim() != 2:
+        return False
+    x, y = call.inputs[0], call.output
+    if weight.shape != (x.shape[-1], y.shape[-1]):
+        return False
+    return not is_linear(call.module, x, y) and same(F.linear(x, weight.t(), bias), y)
 
 
 def find_norm(module: nn.Module, size: int) -> Norm | None:

@@ -20,6 +20,8 @@ from fk_integrations.transformers import decoder_probes as probe
 from fk_integrations.transformers.decoder_probes import same
 from fk_integrations.transformers.recording import AttentionCall, ModuleCall, Recording, record
 
+TRANSPOSED = "its weight is [in, out], the transpose of a linear layer's, which no weight map turns"
+
 
 class Unexplained(ValueError):
     """A module computes what no description expresses. path: its name, '' for the model; also: further ones."""
@@ -57,14 +59,24 @@ def observe(model: Any, config: Any) -> Observed:
     table: Any = embedding.module.weight
     layers: list[d.Layer] = []
     seen: dict[str, str] = {}
+    problems: dict[tuple[str, str], Unexplained] = {}  # one of each kind of layer
     for i in range(config.num_hidden_layers):
-        layer, own = _layer(made, f"{stack}.{i}", config)
+        try:
+            layer, own = _layer(made, f"{stack}.{i}", config)
+        except Unexplained as error:
+            for each in error.all:
+                key = each.path.removeprefix(f"{stack}.{i}"), each.reason.replace(f"{stack}.{i}.", "")
+                problems.setdefault(key, each)
+            continue
         if any(seen.get(role, name) != name for role, name in own.items()):
             raise Unexplained(
                 f"{stack}.{i}", "its modules have other names than those of the layers before it"
             )
         layers.append(layer)
         seen |= own
+    if problems:
+        first_problem, *others = problems.values()
+        raise Unexplained(first_problem.path, first_problem.reason, tuple(others))
     norm, head = _after(made, last)
     names["norm"], names["head"] = norm.path, head.path
     final = probe.find_norm(norm.module, norm.output.shape[-1])
@@ -106,6 +118,9 @@ def _embedding(
                     return call, scale, d.Positions(len(rows) - offset, offset)
     if not calls:
         raise Unexplained("", "no embedding of the tokens was called")
+    for c in made.calls:
+        if same(c.output, x) and probe.find_norm(c.module, x.shape[-1]) is not None:
+            raise Unexplained(c.path, "it is a norm of the embedding, before the first layer")
     raise Unexplained(
         path,
         "the first layer reads something else than the scaled embedding of the tokens, and learned positions",
@@ -169,7 +184,8 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
     names |= mlp_names
     own_parts = [c for c in inside if "." not in c.path[len(path) + 1 :]]
     weighted = [c for c in own_parts if list(c.module.parameters(recurse=False))]
-    norms = _Norms([c for c in weighted if c.path[len(path) + 1 :] not in names.values()], path)
+    plain = [c for c in own_parts if not list(c.module.parameters())]
+    norms = _Norms([c for c in weighted if c.path[len(path) + 1 :] not in names.values()], path, plain)
     x, y = own.inputs[0], own.output
     before_attention = norms.between(x, reads)
     after_attention = norms.reading(writes)
@@ -209,8 +225,8 @@ def _layer(made: Recording, path: str, config: Any) -> tuple[d.Layer, dict[str, 
 class _Norms:
     """The calls of a layer's own modules that are norms, by what they read and write."""
 
-    def __init__(self, calls: list[ModuleCall], path: str) -> None:
-        self.path = path
+    def __init__(self, calls: list[ModuleCall], path: str, plain: list[ModuleCall]) -> None:
+        self.path, self.plain = path, plain  # plain: calls of modules without parameters
         neutral = (nn.Dropout, nn.Identity)
         self.calls = [
             c
@@ -228,6 +244,9 @@ class _Norms:
         """The norm from x to y; None if they are equal. Raises Unexplained."""
         found = self.find(x, y)
         if found is None and not same(x, y):
+            for call in self.plain:
+                if call.inputs and same(call.inputs[0], x) and same(call.output, y):
+                    raise Unexplained(call.path, "it has no weight, where descriptions have norms with one")
             raise Unexplained(self.path, "no single norm lies between the residual stream and what reads it")
         return found
 
@@ -263,7 +282,7 @@ def _attention(
     linears = [c for c in inside if c.inputs and probe.is_linear(c.module, c.inputs[0], c.output)]
     out = next((c for c in linears if same(c.inputs[0], seen.output)), None)
     if out is None:
-        raise Unexplained(seen.path, "no linear layer reads the output of attention alone")
+        raise _not_projected(inside, linears, seen)
     names = {"o_proj": out.path[len(layer) + 1 :]}
     plain = d.Attention(
         heads,
@@ -280,10 +299,12 @@ def _attention(
         raise Unexplained(seen.path, "its projections read different tensors")
     leaves = [c for c in inside if not list(c.module.children()) and not isinstance(c.module, nn.Dropout)]
     rest = [c for c in leaves if all(c is not linear for linear in linears)]
+    known = False
     for q, k, v, by_head, roles in _projected(projections, seen, layer):
         normed = _head_norms(rest, q, k, heads, kv_heads, size, layer)
         if normed is None or not same(v, seen.v.transpose(0, 1)):
             continue
+        known = True
         q, k, norms, norm_names = normed
         turned = _rope(replace(plain, by_head=by_head, **norms), q, k, seen, config)
         if turned is None:
@@ -293,10 +314,50 @@ def _attention(
             raise Unexplained(seen.path, "some of its projections have a bias, others have none")
         names |= {**roles, **norm_names}
         return replace(turned, bias=has.pop()), names, projections[0].inputs[0], out.output
-    raise Unexplained(
-        seen.path,
-        "its queries, keys and values are not projections, norms and a rotary embedding that ops compute",
-    )
+    for call in rest:
+        wrote = call.output.reshape(-1, *call.output.shape[-2:])
+        last = any(same(wrote, x) or same(wrote.transpose(0, 1), x) for x in (seen.q, seen.k))
+        if last and probe.find_norm(call.module, size) is not None:
+            what = "it is a norm of heads after the rotary embedding, where descriptions have it before"
+            raise Unexplained(call.path, what)
+    what = "its queries, keys and values are not projections and norms that a description expresses"
+    if known:
+        given = getattr(config, "rope_parameters", None)
+        what = f"its queries and keys are rotated in another way than by config.rope_parameters={given!r}"
+    raise Unexplained(seen.path, what)
+
+
+def _not_projected(inside: list[ModuleCall], linears: list[ModuleCall], seen: AttentionCall) -> Unexplained:
+    """Why no linear layer reads what attention writes."""
+    if (call := next((c for c in inside if probe.is_transposed(c)), None)) is not None:
+        return Unexplained(call.path, TRANSPOSED)
+    width = seen.output.shape[-1]
+    for call in inside:
+        if (
+            call.inputs
+            and same(call.inputs[0], seen.output)
+            and probe.find_norm(call.module, width) is not None
+        ):
+            return Unexplained(call.path, "it is a norm between attention and its output projection")
+    for call in linears:
+        x = call.inputs[0].reshape(-1, call.inputs[0].shape[-1])
+        if x.shape != seen.output.shape:
+            continue
+        factor = x / seen.output
+        for gate in linears:
+            halves = gate.output.reshape(len(x), seen.q.shape[0], -1).chunk(
+                2, -1
+            )  # each head's query and gate
+            for part, which in ((gate.output, ""), *((half, "half of ") for half in halves)):
+                for name, of in probe.GATES.items():
+                    made = of(part.reshape(len(x), -1))
+                    made = made.repeat_interleave(max(1, factor.shape[1] // made.shape[1]), 1)  # of each head
+                    if same(made, factor, 1e-3):
+                        what = f"attention's output is multiplied by the {name} of {which}this module's output before"
+                        return Unexplained(
+                            gate.path, f"{what} {call.path}, a gate that no description expresses"
+                        )
+    return Unexplained(seen.path, "no linear layer reads the output of attention alone")
 
 
 def _has_bias(call: ModuleCall) -> bool:
@@ -438,7 +499,10 @@ def _mlp(
         culprit = strange[0] if strange else None
         path = culprit.path if culprit else layer
         what = f"{len(linears)} linear layers outside attention, where an MLP has 2 or 3"
-        raise Unexplained(path, "it is part of an MLP that no description expresses" if culprit else what)
+        if culprit is not None:
+            part = "it is part of an MLP that no description expresses"
+            what = TRANSPOSED if probe.is_transposed(culprit) else part
+        raise Unexplained(path, what)
     return _dense(linears, layer)
 
 

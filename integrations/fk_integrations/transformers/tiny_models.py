@@ -195,7 +195,10 @@ def build(config: Any, seed: int = 0) -> Any:
 
 
 def checkpoint_names(model: Any) -> dict[str, str]:
-    """{tensor: its key in a checkpoint} of a random model, for parameters and buffers that are stored as they are."""
+    """{tensor: its key in a checkpoint} of a random model, for parameters and buffers that are stored as they are.
+
+    Stacks of experts that are stored as matrices have entries of the first: STACK.0, or STACK.0.gate and STACK.0.up.
+    """
     import tempfile
 
     from safetensors.torch import load_file
@@ -209,6 +212,13 @@ def checkpoint_names(model: Any) -> dict[str, str]:
         key = name if name in stored else next(equal, "")
         if key:
             found[name] = key
+        elif parameter.dim() == 3:  # of all experts, where the checkpoint has matrices of each
+            first = parameter[0]
+            gate, up = first.chunk(2)
+            for part, one in (("", first), (".gate", gate), (".up", up)):
+                same = (k for k, t in stored.items() if t.shape == one.shape and torch.equal(t, one))
+                if key := next(same, ""):
+                    found[f"{name}.0{part}"] = key
     return found
 
 

@@ -35,6 +35,7 @@ HELD_OUT = (
     "helium",
     "hy_v3",
     "jais2",
+    "minimax_m2",
     "olmo3",
     "opt",
     "phi",
@@ -102,7 +103,7 @@ def test_learned_positions_need_no_edit(tmp_path: Path, capsys: Any) -> None:
     assert "embedding_scale=config.hidden_size**0.5 if config.scale_embedding else 1.0" in text
 
 
-EXPERTS = {  # shared experts next to the block with the router, none, and inside the block behind a gate
+EXPERTS = {  # shared experts next to the block with the router, none, inside the block behind a gate; numbered names
     "granitemoeshared": (
         "GraniteMoeShared",
         {"num_local_experts": 4, "shared_intermediate_size": 48, "attention_multiplier": 0.3},
@@ -114,6 +115,7 @@ EXPERTS = {  # shared experts next to the block with the router, none, and insid
         {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
         "shared_gate=True",
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}, 'names=("w1", "w3", "w2")'),
 }
 
 
@@ -191,10 +193,19 @@ def test_wrong_file_is_found(tmp_path: Path) -> None:
     assert constant.error < 1e-4 and constant.wrong == {"residual_multiplier"} and not constant.ok
     file.write_text(text.replace("config.residual_multiplier", "2 * config.residual_multiplier"))
     assert verification.verify(file, found).error > verification.TOLERANCE
-    ours, theirs = verification.parameters(file, found.config)
+    ours, theirs, none = verification.parameters(file, found.config)
     file.write_text(text.replace("config.intermediate_size", "64"))
-    fewer, _ = verification.parameters(file, found.config)
-    assert ours == theirs and fewer == ours - 3 * 64 * (80 - 64)
+    fewer, _, differ = verification.parameters(file, found.config)
+    assert ours == theirs and not none and fewer == ours - 3 * 64 * (80 - 64)
+    assert list(differ) == ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"]
+
+
+def test_size_without_a_formula_is_named(tmp_path: Path, capsys: Any) -> None:
+    """LFM2 rounds the MLP's size up to a multiple, which no formula of small sizes gives."""
+    status, found = scaffold("lfm2", tmp_path, capsys)
+    reasons = {entry["path"]: entry["reason"] for entry in found["unmatched"]}
+    assert status == 1 and found["model_file"] is None and not list((tmp_path / "llm").iterdir())
+    assert "not 20,971,520" in reasons["model.layers.0.feed_forward.w2"]
 
 
 # -- what is not matched, and bad input
@@ -256,6 +267,42 @@ def test_copy_that_does_not_run_is_no_crash(tmp_path: Path, capsys: Any) -> None
     tiny("xLSTM", num_heads=4, num_blocks=2).save_pretrained(tmp_path / "config")
     status, found = scaffold(tmp_path / "config", tmp_path / "out", capsys)
     assert status == 1 and "small" in found["unmatched"][0]["reason"]
+
+
+NAMED = {  # {prefix: (fields, module, reason)}
+    "HunYuanDenseV1": (
+        {"head_dim": 16},
+        "model.layers.0.self_attn.query_layernorm",
+        "a norm of heads after the rotary embedding",
+    ),
+    "BitNet": ({}, "model.layers.0.self_attn.attn_sub_norm", "between attention and its output projection"),
+    "Olmo": ({}, "model.layers.0.input_layernorm", "it has no weight"),
+    "GPT2": ({"n_layer": 1}, "transformer.h.0.attn.c_attn", "its weight is [in, out]"),
+    "Afmoe": (
+        {"head_dim": 16, "num_dense_layers": 2},
+        "model.layers.0.self_attn.gate_proj",
+        "multiplied by the sigmoid of this module's output before model.layers.0.self_attn.o_proj",
+    ),
+    "Qwen3Next": (
+        {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+        "model.layers.1.self_attn.q_proj",
+        "multiplied by the sigmoid of half of this module's output before",
+    ),
+}
+
+
+@pytest.mark.parametrize("prefix", NAMED)
+def test_unmatched_part_of_attention_is_named(prefix: str, tmp_path: Path, capsys: Any) -> None:
+    fields, path, reason = NAMED[prefix]
+    config = tiny(prefix, num_hidden_layers=2, **fields)
+    config.architectures = ["GPT2LMHeadModel"] if prefix == "GPT2" else config.architectures
+    config.save_pretrained(tmp_path / "config")
+    status, found = scaffold(tmp_path / "config", tmp_path / "out", capsys)
+    reasons = {entry["path"]: entry["reason"] for entry in found["unmatched"]}
+    assert status == 1 and reason in reasons[path]
+    assert len({entry["reason"] for entry in found["unmatched"]}) == len(found["unmatched"]) - (
+        prefix == "GPT2"
+    )
 
 
 @pytest.mark.slow

@@ -173,6 +173,30 @@ def test_logprobs_of_a_chat(client):
     assert [i.token for i in streamed] == [i.token for i in content]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_spell_characters_of_several_tokens(client, stream):
+    """Here each byte is a token: the last of a character has its text and its bytes, and they add up to the content."""
+    text = "日本🎉é!"
+    options = {
+        "max_tokens": 40,
+        "seed": 1,
+        "stream": stream,
+        "extra_body": {"structured_outputs": {"regex": text}},
+    }
+    made = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=1, **options
+    )
+    items = [item for c in (made if stream else [made]) for item in c.choices[0].logprobs.content]
+    tokens = ["", "", "日", "", "", "本", "", "", "", "🎉", "", "é", "!"]
+    assert [item.token for item in items] == tokens
+    assert b"".join(bytes(item.bytes) for item in items).decode() == text
+    made = client.completions.create(model="tiny", prompt="Hello", logprobs=1, **options)
+    found = [c.choices[0].logprobs for c in (made if stream else [made])]
+    assert [t for part in found for t in part.tokens] == tokens
+    offsets = [o for part in found for o in part.text_offset]
+    assert offsets == [len("".join(tokens[:i])) for i in range(len(tokens))]
+
+
 def test_tools_and_template_arguments_reach_the_template(live, client):
     url, server = live
     tokenizer = server.llm.engine.tokenizer

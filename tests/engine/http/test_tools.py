@@ -123,6 +123,35 @@ def test_cut_off_call_is_content(client):
     assert choice.message.content.startswith('Let me see.\n<tool_call>\n{"name": "weather"')
 
 
+def parts(client, stream, **more):
+    """(content, [(name, arguments), ...], finish_reason) of an answer, streamed or not."""
+    answer = ask(client, tools=TOOLS[:1], stream=stream, **more)
+    if stream:
+        content, _, calls, reason = joined(answer)
+        return content, calls, reason
+    (choice,) = answer.choices
+    calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or []]
+    return choice.message.content or "", calls, choice.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_cut_off_forced_call_is_no_content(client, stream):
+    """The text of a forced call before its arguments is not the model's answer."""
+    for max_tokens in range(1, 45, 4):
+        content, calls, reason = parts(client, stream, tool_choice="required", max_tokens=max_tokens)
+        assert content == "" and reason == "length"
+    assert calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_call_cut_by_a_stop_string_is_no_finished_call(client, stream):
+    options = {"tool_choice": "required", "parallel_tool_calls": False}
+    _, ((_, arguments),), reason = parts(client, stream, **options)
+    assert reason == "tool_calls"
+    _, ((_, cut),), reason = parts(client, stream, **options, stop=['days"'])
+    assert arguments.startswith(cut) and cut.endswith('"') and reason == "stop"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_required_choice_forces_calls(client, stream):
     answer = ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, stream=stream)

@@ -108,7 +108,7 @@ def sample(schema: object, seed: int, length: int = 400) -> str | None:
         constraint.matcher.fill_next_token_bitmask(words)
         if constraint.stops_only(words[0]):
             return found.decode()
-        constraint.update(words[0], ())
+        constraint.update(words[0], [token])
     return None
 
 

@@ -100,6 +100,27 @@ def test_outputs_are_valid_and_equal_in_all_modes(tiny):
     assert reasons.count("stop") >= 8  # otherwise the checks see little
 
 
+FLAG = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("kind", [{"json": FLAG}, {"json_object": True}])
+def test_json_ends_though_whitespace_is_most_likely(llm, kind):
+    """After 20 tokens of whitespace in a row, another one that the grammar allows follows."""
+    newline, brace = llm.llm_engine.tokenizer.encode("\n}", add_special_tokens=False)
+    likely = {newline: 80.0, brace: 40.0}
+    (output,) = llm.generate(
+        [[5]], params(structured(**kind), max_tokens=230, temperature=0, logit_bias=likely)
+    )
+    out = output.outputs[0]
+    assert out.finish_reason == "stop" and json.loads(out.text) is not None
+    assert "\n" * 20 in out.text and "\n" * 21 not in out.text
+
+
 def test_eos_only_where_the_grammar_is_complete(llm):
     """EOS, here the most likely token, ends the output as soon as the grammar allows it."""
     eos = {1: 100.0}

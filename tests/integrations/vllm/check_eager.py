@@ -126,6 +126,23 @@ def test_linear_with_freed_weight_is_unsupported(llm, monkeypatch):
         fastkernels.patch(llm, ops=["linear"], strict=True)
 
 
+def test_default_patch_reports_freed_weights(llm, monkeypatch):
+    """Without a tuned table, as on a CPU, the report lists each linear layer with the reason."""
+    layers = [m for m in worker(llm).get_model().modules() if type(m).__name__.endswith("ParallelLinear")]
+    for layer in layers[1:]:
+        monkeypatch.setattr(layer.weight, "data", torch.empty(0, dtype=torch.bfloat16))
+    monkeypatch.setattr(layers[0].weight, "data", torch.ones(1, 1, dtype=torch.bfloat16))
+    with fastkernels.patch(llm, strict=True) as report:
+        (row,) = (r for r in report.rows if r.op == "linear")
+    reasons = {r["text"]: (r["kind"], r["modules"]) for r in row.reasons}
+    freed = reasons.pop("weight has shape (0,): the host packed or freed it after loading")
+    assert row.state == "off" and freed == ("left_to_host", len(layers) - 1)
+    assert reasons == {"no tuned table of this device (cpu) lists a kernel of ours": ("left_to_host", 1)}
+    monkeypatch.setenv("FASTKERNELS_DISABLE", "linear")
+    with fastkernels.patch(llm) as report:
+        assert [r.reason for r in report.rows if r.op == "linear"] == ["FASTKERNELS_DISABLE"]
+
+
 def test_quant_methods_are_replaced_and_given_back(llm, stock):
     methods = [id(getattr(m, "quant_method", None)) for m in worker(llm).get_model().modules()]
     report = fastkernels.patch(llm, ops=["linear", "embedding"])

@@ -22,8 +22,12 @@ def plain_apply(
 
 def install(patch) -> None:
     """Have vLLM's layers use it, and the seam know it. patch(object, name, value) sets an attribute."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
+        CPUUnquantizedExperts,
+        X86CPUUnquantizedExperts,
+    )
 
+    patch(X86CPUUnquantizedExperts, "_supports_current_device", lambda: False)  # preferred with AMX
     patch(CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None)
     patch(CPUUnquantizedExperts, "apply", plain_apply)
     patch(experts, "PLAIN", {*experts.PLAIN, path_of(CPUUnquantizedExperts)})

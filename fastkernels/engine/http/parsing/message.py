@@ -48,7 +48,13 @@ class MessageParser:
         self.reasoning, self.tools = reasoning, tools
         self.one_call, self.shows_reasoning = one_call, shows_reasoning
         self.num_calls = 0
+        self._arguments = ""  # of the latest call
         self._after_reasoning = ""
+
+    @property
+    def called(self) -> bool:
+        """Whether there are calls and the latest one is complete: a stop string may have cut it."""
+        return self.num_calls > 0 and _is_object(self._arguments)
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that this text completes."""
@@ -82,7 +88,11 @@ class MessageParser:
             pieces = [p for p in pieces if not isinstance(p, (CallStart, CallArguments)) or p.index == 0]
         if not self.shows_reasoning:
             pieces = [p for p in pieces if not isinstance(p, Reasoning)]
-        self.num_calls += sum(isinstance(p, CallStart) for p in pieces)
+        for piece in pieces:
+            if isinstance(piece, CallStart):
+                self.num_calls, self._arguments = self.num_calls + 1, ""
+            elif isinstance(piece, CallArguments):
+                self._arguments += piece.text
         return pieces
 
 

@@ -90,5 +90,5 @@ class SglangAnswer(Answer):
         return [self._one(i, e) for i, e in top]
 
     def _one(self, token_id: int, logprob: Logprob | None) -> Sequence[Any]:
-        text = self.spell(token_id, logprob) if self.request.return_text_in_logprobs else None
+        text = self.spell(token_id, None) if self.request.return_text_in_logprobs else None  # of it alone
         return [None if logprob is None else max(logprob.logprob, FLOOR), token_id, text]
