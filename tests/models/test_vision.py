@@ -1,4 +1,4 @@
-"""Encoders of images against transformers on tiny random checkpoints in float32."""
+"""Encoders of images and videos against transformers on tiny random checkpoints in float32."""
 
 from __future__ import annotations
 
@@ -28,21 +28,36 @@ def pictures(sizes: tuple[tuple[int, int], ...] = SIZES) -> list[Image.Image]:
     return [Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes]
 
 
+def architecture(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text())["architectures"][0]
+
+
+def prompts_for(folder: Path) -> list[Any]:
+    """Images of several sizes; for a model of videos, clips of several lengths and an image."""
+    if not architecture(folder).startswith("VJEPA2"):
+        return pictures()
+    frames = pictures(((50, 40),) * 6 + ((33, 64),) * 2)
+    return [frames[:4], frames[6:], frames[0], frames[4:6], frames[:4]]
+
+
 @torch.no_grad()
-def expected(folder: Path, image: Image.Image) -> dict[str, np.ndarray]:
+def expected(folder: Path, given: Any) -> dict[str, np.ndarray]:
     """Normalized vector, hidden states without padding and logits of transformers' own model, as far as it has them."""
     import transformers
 
-    name = json.loads((folder / "config.json").read_text())["architectures"][0]
-    model = getattr(transformers, name).from_pretrained(folder).eval()
-    inputs = transformers.AutoImageProcessor.from_pretrained(folder)(images=image, return_tensors="pt")
-    tower = getattr(model, "vision_model", model)
-    out = tower(**inputs)
-    mask = inputs.get("pixel_attention_mask", torch.ones(out.last_hidden_state.shape[:2]))[0].bool()
-    found = {
-        "embed": torch.nn.functional.normalize(out.pooler_output[0], dim=0),
-        "token_embed": out.last_hidden_state[0, mask],
-    }
+    name = architecture(folder)
+    model: Any = getattr(transformers, name).from_pretrained(folder).eval()
+    if name.startswith("VJEPA2"):
+        inputs = transformers.AutoVideoProcessor.from_pretrained(folder)(given, return_tensors="pt")
+        base = getattr(model, "vjepa2", model)
+        hidden = base(**inputs, skip_predictor=True).last_hidden_state
+        vector = hidden.mean(1) if base is model else model.pooler(hidden)
+    else:
+        inputs = transformers.AutoImageProcessor.from_pretrained(folder)(images=given, return_tensors="pt")
+        out = getattr(model, "vision_model", getattr(model, "swinv2", model))(**inputs)
+        hidden, vector = out.last_hidden_state, out.pooler_output
+    mask = inputs.get("pixel_attention_mask", torch.ones(hidden.shape[:2]))[0].bool()
+    found = {"embed": torch.nn.functional.normalize(vector[0], dim=0), "token_embed": hidden[0, mask]}
     if name.endswith("Classification"):
         found["classify"] = model(**inputs).logits[0].softmax(-1)
     return {task: tensor.numpy() for task, tensor in found.items()}
@@ -55,23 +70,25 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_encoder_equals_transformers(folder: Path) -> None:
     """In a batch of several sizes, and one by one."""
-    images, llm, before = pictures(), LLM(str(folder), device="cpu"), counters()
+    images, llm, before = prompts_for(folder), LLM(str(folder), device="cpu"), counters()
     wanted = [expected(folder, image) for image in images]
     for task in wanted[0]:
         together = llm.encode(images, task, use_tqdm=False)
-        alone = [llm.encode(image, task, use_tqdm=False)[0] for image in images]
+        alone = [llm.encode([image], task, use_tqdm=False)[0] for image in images]
         for found in (together, alone):
             for output, want in zip(found, wanted, strict=True):
                 np.testing.assert_allclose(output.outputs.data, want[task], atol=3e-5)
-                assert output.num_tokens == len(want["token_embed"])
-    different = {tuple(np.round(w["embed"], 3)) for w in wanted}
-    assert len(different) == len(images)
+                # SwinV2 merges its 13 x 10 patches twice
+                patches = 13 * 10 if architecture(folder).startswith("Swinv2") else len(want["token_embed"])
+                assert output.num_tokens == patches
+    different = {tuple(np.round(w["embed"], 3)) for w in wanted[:-1]}
+    assert len(different) == len(images) - 1
     for op in ("attention_dense", "layer_norm", "linear"):
         assert counters()[op]["calls"] > before[op]["calls"], op
 
 
 def test_every_image_encoder_is_tested() -> None:
-    names = {name for m in models().values() if m.arch.inputs == "images" for name in m.arch.names}
+    names = {name for m in models().values() if m.arch.inputs != "tokens" for name in m.arch.names}
     assert names == {name for name, _ in ENCODERS.values()}
 
 
@@ -173,7 +190,7 @@ def test_bad_prompts_are_refused(tmp_path: Path) -> None:
 
 def test_unknown_encoder_is_refused_by_name(tmp_path: Path) -> None:
     """Its sizes, one for each stage, are not looked at."""
-    fields = {"architectures": ["Swinv2Model"], "model_type": "swinv2", "num_heads": [2, 4]}
+    fields = {"architectures": ["SwinModel"], "model_type": "swin", "num_heads": [2, 4]}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(UnknownName, match="unknown architecture 'Swinv2Model'"):
+    with pytest.raises(UnknownName, match="unknown architecture 'SwinModel'"):
         LLM(str(tmp_path), device="cpu")
