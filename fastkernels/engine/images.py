@@ -105,7 +105,7 @@ class ImageReader:
 
 
 class VideoReader(ImageReader):
-    """The same for videos, lists of frames, with the checkpoint's video processor. An image is repeated for one step."""
+    """The same for videos, lists of frames, with the checkpoint's video processor. An image becomes one step."""
 
     kind, file, processor = "video", "video_preprocessor_config.json", "AutoVideoProcessor"
 
@@ -183,7 +183,9 @@ def decode_frames(files: Iterable[bytes]) -> list[Any]:
         try:
             frames.append(decode(data))
         except ValueError as error:
-            raise ValueError(f"a video whose frame {i} (each frame is a file of its own) is {error}") from error
+            raise ValueError(
+                f"a video whose frame {i} (each frame is a file of its own) is {error}"
+            ) from error
         pixels += frames[-1].width * frames[-1].height
         if pixels > MAX_PIXELS:
             raise ValueError(f"a video of more than {MAX_PIXELS} pixels in all frames")

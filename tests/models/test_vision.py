@@ -93,8 +93,10 @@ def test_every_image_encoder_is_tested() -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    folder, images = make_tiny_encoder(tmp_path, "dinov3"), pictures()
+@pytest.mark.parametrize("kind", ["dinov3", "swinv2", "vjepa2_classes"])
+def test_two_ranks_equal_one(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_encoder(tmp_path, kind)
+    images = prompts_for(folder)
     one = LLM(str(folder), device="cpu").embed(images, use_tqdm=False)
     with LLM(str(folder), device="cpu", tensor_parallel_size=2) as llm:
         two = llm.embed(images, use_tqdm=False)
@@ -112,10 +114,11 @@ def test_multiple_labels_have_independent_probabilities(tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
-    for kind in ("dinov3", "siglip2_vision"):
+    for kind in ("dinov3", "siglip2_vision", "swinv2", "vjepa2"):
         folder = make_tiny_encoder(tmp_path / kind, kind)
-        (output,) = LLM(str(folder), device="cpu", dtype="bfloat16").embed(pictures()[:1], use_tqdm=False)
-        assert output.outputs.data @ expected(folder, pictures()[0])["embed"] > 0.999
+        given = prompts_for(folder)[:1]
+        (output,) = LLM(str(folder), device="cpu", dtype="bfloat16").embed(given, use_tqdm=False)
+        assert output.outputs.data @ expected(folder, given[0])["embed"] > 0.999
 
 
 @pytest.mark.gpu
@@ -123,9 +126,10 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.999), ("float16", 0.9999)])
 def test_gpu_equals_the_cpu(folder: Path, dtype: str, least: float) -> None:
     """Images of one size (a batch) and of several (concatenated sequences)."""
-    wanted = LLM(str(folder), device="cpu").embed(pictures(), use_tqdm=False)
+    given = prompts_for(folder)
+    wanted = LLM(str(folder), device="cpu").embed(given, use_tqdm=False)
     llm = LLM(str(folder), device="cuda", dtype=dtype)
-    for images in (pictures(), [pictures()[0]] * 3):
+    for images in (given, [given[0]] * 3):
         found = llm.embed(images, use_tqdm=False)
         for output, want in zip(found, wanted if len(images) > 3 else wanted[:1] * 3, strict=True):
             assert output.outputs.data @ want.outputs.data > least
@@ -137,6 +141,12 @@ def test_gpu_equals_the_cpu(folder: Path, dtype: str, least: float) -> None:
         ("dinov3", {"hidden_size": 36, "num_attention_heads": 6}, "hidden_size=36 is not a multiple of four times"),
         ("dinov3", {"hidden_act": "tanh"}, "hidden_act='tanh' is not one of gelu"),
         ("siglip2_vision", {"num_patches": 15}, "num_patches=15 is not a square"),
+        ("swinv2", {"use_absolute_embeddings": True}, "use_absolute_embeddings=True is not supported"),
+        ("swinv2", {"num_heads": [2, 4]}, r"num_heads=\[2, 4\] has fewer than 3 entries"),
+        ("swinv2", {"num_heads": [2, 4, 5]}, "64 channels are no multiple of 5 heads"),
+        ("swinv2", {"image_size": 8}, "image_size=8 leaves no token after 3 stages"),
+        ("vjepa2", {"num_attention_heads": 8}, "hidden_size=56 is not a multiple of two times num_attention_heads=8"),
+        ("vjepa2", {"patch_size": [8, 8]}, r"patch_size=\[8, 8\] is not supported"),
     ],
 )  # fmt: skip
 def test_unsupported_config_is_refused(
@@ -172,6 +182,31 @@ def test_processor_of_another_size_is_refused(tmp_path: Path) -> None:
         ValueError, match="has 40 x 32 pixels after the image processor, and this model takes 32 x 32"
     ):
         LLM(str(folder), device="cpu").embed(pictures()[:1], use_tqdm=False)
+
+
+def test_bad_videos_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny_encoder(tmp_path, "vjepa2")
+    llm, (frame, other, *_) = LLM(str(folder), device="cpu"), pictures()
+    assert len(llm.embed({"prompt": "", "multi_modal_data": {"video": [frame] * 2}}, use_tqdm=False)) == 1
+    for prompt, message in (
+        ([frame] * 3, "the prompt has 3 frames, and this model takes one or a multiple of 2"),
+        ([frame, other], r"frames of several sizes: \(50, 40\) and \(64, 24\)"),
+        ([frame, "a"], "must be a list of PIL images or one such image, got list"),
+        ("a text", "got str: this model takes videos"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.embed([prompt])
+    with pytest.raises(ValueError, match="the prompt has 32 tokens, and the maximum input length is 31"):
+        LLM(str(folder), device="cpu", max_model_len=31).embed([[frame] * 4])
+    file = folder / "video_preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "crop_size": {"height": 40, "width": 40}}))
+    with pytest.raises(ValueError, match=r"has frames of 40 x 40 pixels .* and this model takes 32 x 32"):
+        LLM(str(folder), device="cpu").embed([[frame] * 2])
+    file.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"the video processor of .* \(video_preprocessor_config\.json\)"
+    ):
+        LLM(str(folder), device="cpu")
 
 
 def test_bad_prompts_are_refused(tmp_path: Path) -> None:

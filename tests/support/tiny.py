@@ -421,7 +421,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov3": ("DINOv3ViTModel", {"num_register_tokens": 3}),
     "dinov3_gated": ("DINOv3ViTModel", {"use_gated_mlp": True, "hidden_act": "silu", "key_bias": True}),
     "dinov3_no_bias": (
-        "DINOv3ViTModel", {"query_bias": False, "value_bias": False, "proj_bias": False, "mlp_bias": False},
+        "DINOv3ViTModel",
+        {"query_bias": False, "value_bias": False, "proj_bias": False, "mlp_bias": False},
     ),
     "siglip_vision": ("SiglipVisionModel", {"image_size": 32}),
     "siglip": ("SiglipModel", {}),
@@ -448,7 +449,7 @@ _OTHERS: dict[str, dict[str, Any]] = {  # sizes of those that differ from _VISIO
 
 
 def make_tiny_encoder(folder: str | Path, kind: str, seed: int = 0, **fields: Any) -> Path:
-    """A random float32 checkpoint of ENCODERS in `folder`, with an image or video processor: patches of 8 pixels (Swin: 4).
+    """A random float32 checkpoint of ENCODERS in `folder`, with an image or video processor: patches of 8 pixels.
 
     fields: of the config
     """

@@ -23,10 +23,10 @@ CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "attention_b
 
 @dataclass(frozen=True)
 class EncodeInput:
-    """B whole sequences: input_ids [T] int64, one sequence after the other; query_lens [B] int32: hidden states of each.
+    """B whole sequences: input_ids [T] int64, one sequence after the other; query_lens [B] int32.
 
-    tasks [B]: of PoolingParams. Instead of input_ids, a model of images or videos has the patches [P, C * p * p]
-    float32, image after image, and their grids (engine.images.Patches).
+    query_lens counts hidden states. tasks [B]: of PoolingParams. Instead of input_ids, a model of images or videos
+    has the patches [P, C * p * p] float32, image after image, and their grids (engine.images.Patches).
     """
 
     input_ids: np.ndarray

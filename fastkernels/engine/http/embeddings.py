@@ -124,8 +124,8 @@ class Inputs:
 
     async def __call__(self, i: int, given: str | list[int] | dict[str, Any]) -> Any:
         """Raises ApiError, which names input i."""
-        kind = given["type"] if isinstance(given, dict) else None
-        if kind not in (self.takes or (None,)):
+        kind = given["type"] if isinstance(given, dict) else ""
+        if kind not in (self.takes or ("",)):
             wanted = " or ".join(f"{name.removesuffix('_url')}s, as {FORMS[name]}" for name in self.takes)
             wanted = f"takes {wanted or 'text or token ids, not images or videos'}"
             raise ApiError(400, f"input {i} cannot be used: {self.context.model_name!r} {wanted}", "input")

@@ -71,7 +71,9 @@ class Swinv2SelfAttention(nn.Module):
         super().__init__()
         self.window, self.pretrained = window, pretrained
         self.num_heads = parallel.divide(heads, parallel.get_tp_size(), "num_heads")
-        self.qkv_proj = VllmQKVParallelLinear(dim, dim // heads, heads, bias=config.qkv_bias, return_bias=False)
+        self.qkv_proj = VllmQKVParallelLinear(
+            dim, dim // heads, heads, bias=config.qkv_bias, return_bias=False
+        )
         self.logit_scale = nn.Parameter(torch.empty(heads, 1, 1))
         self.continuous_position_bias_mlp = nn.Sequential(
             Replicated(2, 512), nn.ReLU(), Replicated(512, heads, bias=False)
@@ -177,7 +179,9 @@ class Swinv2Layer(nn.Module):
             (at >= size - self.window).long() + (at >= size - self.shift)
             for size in (rows, columns) for at in [torch.arange(size, device=device)]
         ]  # fmt: skip
-        regions = self._windows((region[0][:, None] * 3 + region[1])[None, ..., None]).reshape(-1, self.window**2)
+        regions = self._windows((region[0][:, None] * 3 + region[1])[None, ..., None]).reshape(
+            -1, self.window**2
+        )
         return HIDDEN * (regions[:, None] != regions[..., None])
 
 
@@ -277,11 +281,15 @@ def _check(config: Any) -> None:
     stages = len(config.depths)
     for name in ("num_heads", "pretrained_window_sizes"):
         if len(getattr(config, name)) < stages:
-            raise Unsupported(f"config.{name}={getattr(config, name)!r} has fewer than {stages} entries, one a stage")
+            raise Unsupported(
+                f"config.{name}={getattr(config, name)!r} has fewer than {stages} entries, one a stage"
+            )
     for i, heads in enumerate(config.num_heads[:stages]):
         dim = config.embed_dim * 2**i
         if heads < 1 or dim % heads:
-            raise Unsupported(f"config.num_heads={config.num_heads!r}: {dim} channels are no multiple of {heads} heads")
+            raise Unsupported(
+                f"config.num_heads={config.num_heads!r}: {dim} channels are no multiple of {heads} heads"
+            )
     side = size_of(config, "image_size") // size_of(config, "patch_size") // 2 ** (stages - 1)
     if side < 1 or size_of(config, "window_size") < 1:
         raise Unsupported(f"config.image_size={config.image_size} leaves no token after {stages} stages")

@@ -89,7 +89,9 @@ class VJEPA2RopeAttention(nn.Module):
         super().__init__()
         heads, hidden = config.num_attention_heads, config.hidden_size
         self.num_heads = parallel.divide(heads, parallel.get_tp_size(), "num_attention_heads")
-        self.qkv = VllmMergedColumnParallelLinear(hidden, [hidden] * 3, bias=config.qkv_bias, return_bias=False)
+        self.qkv = VllmMergedColumnParallelLinear(
+            hidden, [hidden] * 3, bias=config.qkv_bias, return_bias=False
+        )
         self.proj = VllmRowParallelLinear(hidden, hidden, return_bias=False)
 
     def forward(self, hidden: torch.Tensor, table: Table) -> torch.Tensor:
@@ -171,7 +173,8 @@ class VJEPA2PoolerCrossAttention(nn.Module):
 
     def forward(self, query: torch.Tensor, hidden: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         parts = self.q_proj(query), self.k_proj(hidden), self.v_proj(hidden)
-        return attend_from_one(*(t.unflatten(-1, (self.num_heads, -1)) for t in parts), starts)
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)) for t in parts)
+        return attend_from_one(q, k, v, starts)
 
 
 class VJEPA2PoolerSelfAttentionLayer(nn.Module):
