@@ -63,7 +63,7 @@ class TransformersAdapter(Adapter):
             path = class_path(cls)
             if path.startswith(MODELS):
                 same = (t for t in listed if semantics(cls) in known(t.path) and is_for(t, module))
-                found += [replace(t, path=path, note="") for t in islice(same, 1)]
+                found += [replace(t, path=path) for t in islice(same, 1)]
                 found += [t for t in self._called(spec.name, cls, listed, model) if t not in found]
             else:
                 found += [t for t in (*listed, *self.torch_targets(spec)) if t.path == path]
@@ -78,7 +78,7 @@ class TransformersAdapter(Adapter):
         tables = [k for k in kinds if k.__module__ == cls.__module__ and "RotaryEmbedding" in k.__name__]
         layouts = {repeats(k) for k in tables}
         return [
-            replace(t, path=f"{cls.__module__}:{name}", note="")
+            replace(t, path=f"{cls.__module__}:{name}")
             for method in dict.fromkeys(callers(cls).values())
             for name, function in called(cls, method).items()
             for t in listed
