@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core.spec import Target
@@ -22,14 +21,19 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def _elsewhere(module: Any) -> str | None:
     """Why the host computes a module's attention in another way, or None."""
+    chosen = "causal" if module.is_causal else module.config._attn_implementation
+    return None if chosen == "sdpa" else f"its attention function is {chosen!r}, not 'sdpa'"
+
+
+def _elsewhere_unless_causal(module: Any) -> str | None:
     chosen = module.config._attn_implementation
     return None if chosen == "sdpa" else f"its attention function is {chosen!r}, not 'sdpa'"
 
 
-def _unusual(module: Any, given: dict[str, Any]) -> str | None:
-    """The same for a call with these keyword arguments, which the host hands to its function."""
-    other = [name for name in ("position_bias", "cache") if given.get(name) is not None]
-    return _elsewhere(module) or (f"attention with {other[0]}" if other else None)
+def _extra(given: dict[str, Any], *names: str) -> str | None:
+    """Why the host's function does more with one of these keyword arguments, or None."""
+    other = [name for name in ("position_bias", "cache", *names) if given.get(name) is not None]
+    return f"attention with {other[0]}" if other else None
 
 
 def _theirs(module: Any, reason: str) -> Any:
@@ -39,22 +43,14 @@ def _theirs(module: Any, reason: str) -> Any:
     return host.forward.__get__(module)
 
 
-def _heads(module: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """Queries, keys and values [B, S, heads, head_dim] of x [B, S, C]."""
-    return [p(x).unflatten(-1, (-1, module.head_dim)) for p in (module.q_proj, module.k_proj, module.v_proj)]
-
-
-def _attended(
-    module: Any, qkv: list[torch.Tensor], mask: torch.Tensor | None, scale: float, dropout: float,
-    is_causal: bool | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """[B, S, heads * head_dim]. is_causal: by default the module's; a mask or a single query takes precedence."""
-    causal = (module.is_causal if is_causal is None else is_causal) and mask is None and qkv[0].shape[1] > 1
-    return attend(*qkv, scale, mask, dropout if module.training else 0.0, causal)  # type: ignore[misc]
-
-
 class _Projections(nn.Module):
     """Four linear layers with the host's names, the last of them `out`."""
+
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    out_proj: Any
+    o_proj: Any
 
     def _project(self, config: Any, out: str, biases: tuple[bool, bool, bool, bool] = (True,) * 4) -> None:
         self.config, width = config, config.hidden_size
@@ -82,12 +78,14 @@ class TransformersSiglipAttention(_Projections):
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs):
         if (reason := _elsewhere(self)) is not None:
             return _theirs(self, reason)(hidden_states, attention_mask, **kwargs)
-        qkv = _heads(self, hidden_states)
-        return self.out_proj(_attended(self, qkv, attention_mask, self.scale, self.dropout)), None
+        projected = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
+        found = attend(q, k, v, self.scale, attention_mask, self.dropout * self.training)
+        return self.out_proj(found), None
 
 
 class TransformersCLIPAttention(_Projections):
-    """CLIPAttention, also of AltCLIP, CLIPSeg and X-CLIP, for images and texts: as above, with an optional causal mask."""
+    """CLIPAttention, also of AltCLIP, CLIPSeg and X-CLIP, for images and texts: as above, causal where requested."""
 
     def __init__(self, config):
         super().__init__()
@@ -96,13 +94,19 @@ class TransformersCLIPAttention(_Projections):
         self.scale = self.head_dim**-0.5
         self.dropout = config.attention_dropout
 
-    supports = staticmethod(_elsewhere)
+    supports = staticmethod(_elsewhere_unless_causal)
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs):
-        if (reason := _unusual(self, kwargs)) is not None:
+        if (reason := _elsewhere_unless_causal(self) or _extra(kwargs)) is not None:
             return _theirs(self, reason)(hidden_states, attention_mask, **kwargs)
-        qkv, causal = _heads(self, hidden_states), kwargs.get("is_causal")
-        return self.out_proj(_attended(self, qkv, attention_mask, self.scale, self.dropout, causal)), None
+        causal = kwargs.get("is_causal")
+        causal = self.is_causal if causal is None else causal
+        causal = causal and attention_mask is None and hidden_states.shape[1] > 1
+        dropout = self.dropout * self.training
+        projected = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
+        found = attend(q, k, v, self.scale, attention_mask, dropout, causal)
+        return self.out_proj(found), None
 
 
 class TransformersViTAttention(_Projections):
@@ -118,11 +122,12 @@ class TransformersViTAttention(_Projections):
     supports = staticmethod(_elsewhere)
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs):
-        if (reason := _unusual(self, kwargs)) is not None:
+        if (reason := _elsewhere(self) or _extra(kwargs, "is_causal")) is not None:
             return _theirs(self, reason)(hidden_states, attention_mask, **kwargs)
-        qkv, causal = _heads(self, hidden_states), kwargs.get("is_causal")
-        found = _attended(self, qkv, attention_mask, self.scaling, self.attention_dropout, causal)
-        return self.o_proj(found), None
+        dropout = self.attention_dropout * self.training
+        projected = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
+        return self.o_proj(attend(q, k, v, self.scaling, attention_mask, dropout)), None
 
 
 class TransformersDINOv3ViTAttention(_Projections):
@@ -146,15 +151,16 @@ class TransformersDINOv3ViTAttention(_Projections):
         position_embeddings: Pair | None = None,
         **kwargs,
     ):
-        if (reason := _unusual(self, kwargs)) is not None:
+        if (reason := _elsewhere(self) or _extra(kwargs, "is_causal")) is not None:
             return _theirs(self, reason)(hidden_states, attention_mask, position_embeddings, **kwargs)
-        q, k, v = _heads(self, hidden_states)
+        projected = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
         assert position_embeddings is not None, "position_embeddings is missing"
         turned = transformers_dinov3_vit_apply_rotary_pos_emb(
             q.transpose(1, 2), k.transpose(1, 2), *position_embeddings
         )
-        qkv, causal = [*(t.transpose(1, 2) for t in turned), v], kwargs.get("is_causal")
-        found = _attended(self, qkv, attention_mask, self.scaling, self.dropout, causal)
+        q, k = (t.transpose(1, 2) for t in turned)
+        found = attend(q, k, v, self.scaling, attention_mask, self.dropout * self.training)
         return self.o_proj(found), None
 
 
@@ -177,25 +183,19 @@ class _Mlp(nn.Module):
 def _not_plain(head: Any) -> str | None:
     """Why a pooling head's attention is not the computation of its weights alone, or None."""
     inner = head.attention
-    if type(inner) is not nn.MultiheadAttention:
-        return f"its attention is {type(inner).__name__}, not torch's MultiheadAttention"
-    if changed(inner) or changed(inner.out_proj):
-        return "its attention has a hook, or a forward of other code"
-    plain = inner.batch_first and inner.in_proj_weight is not None and inner.in_proj_bias is not None
-    if not plain or inner.bias_k is not None or inner.add_zero_attn or inner.dropout:
-        return "its attention has separate projections, no biases, or dropout"
-    return None
+    ok = type(inner) is nn.MultiheadAttention and not changed(inner) and inner.in_proj_bias is not None
+    ok = ok and inner.batch_first and inner.bias_k is None and not inner.add_zero_attn and not inner.dropout
+    return None if ok else "its attention is no plain MultiheadAttention of torch, or has a hook"
 
 
-def _pooled(head: Any, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The learned query's vector of hidden [B, S, C]: [B, C]; mask: added to the scores [B, 1, 1, S]."""
-    inner, size = head.attention, hidden.shape[-1]
-    wq, wkv = inner.in_proj_weight.split((size, 2 * size))
-    bq, bkv = inner.in_proj_bias.split((size, 2 * size))
-    q = F.linear(head.probe, wq, bq).unflatten(-1, (inner.num_heads, -1)).expand(len(hidden), -1, -1, -1)
-    k, v = F.linear(hidden, wkv, bkv).unflatten(-1, (2, inner.num_heads, -1)).unbind(2)
-    x = inner.out_proj(attend(q, k, v, q.shape[-1] ** -0.5, mask))
-    return (x + head.mlp(head.layernorm(x)))[:, 0]
+def _pooled(head: Any, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The learned query's vector of x [B, S, C]: [B, C]; mask: added to the scores [B, 1, 1, S]."""
+    inner, sizes = head.attention, (x.shape[-1], 2 * x.shape[-1])
+    (wq, wkv), (bq, bkv) = inner.in_proj_weight.split(sizes), inner.in_proj_bias.split(sizes)
+    q = nn.functional.linear(head.probe, wq, bq).unflatten(-1, (inner.num_heads, -1))
+    k, v = nn.functional.linear(x, wkv, bkv).unflatten(-1, (2, inner.num_heads, -1)).unbind(2)
+    y = inner.out_proj(attend(q.expand(len(x), -1, -1, -1), k, v, q.shape[-1] ** -0.5, mask))
+    return (y + head.mlp(head.layernorm(y)))[:, 0]
 
 
 class TransformersSiglipMultiheadAttentionPoolingHead(nn.Module):

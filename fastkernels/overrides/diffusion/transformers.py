@@ -30,7 +30,9 @@ class LayerScale(nn.Module):
 class _Mlp(nn.Module):
     """An MLP with names of the host's; `names` are those of its two linear layers and its activation."""
 
-    def __init__(self, config: Any, names: tuple[str, str, str], sizes: tuple[int, int], bias: bool = True) -> None:
+    def __init__(
+        self, config: Any, names: tuple[str, str, str], sizes: tuple[int, int], bias: bool = True
+    ) -> None:
         super().__init__()
         acts = {"gelu": nn.GELU(), "gelu_pytorch_tanh": nn.GELU("tanh"), "silu": nn.SiLU(), "relu": nn.ReLU()}
         if config.hidden_act not in acts:
@@ -47,7 +49,9 @@ class _Mlp(nn.Module):
 
 def _factors(module: Any) -> tuple[torch.Tensor | None, tuple[Any, ...]]:
     """The factors of a LayerScale; or None and the module, which computes itself."""
-    plain = type(module).__name__.endswith("LayerScale") and hasattr(module, "lambda1") and not changed(module)
+    plain = (
+        type(module).__name__.endswith("LayerScale") and hasattr(module, "lambda1") and not changed(module)
+    )
     return (module.lambda1, ()) if plain else (None, (module,))
 
 
@@ -83,7 +87,9 @@ class TransformersDinov2Layer(_Layer):
     def __init__(self, config) -> None:
         super().__init__()
         if config.drop_path_rate or config.use_swiglu_ffn:
-            raise ValueError("TransformersDinov2Layer: drop_path_rate and use_swiglu_ffn are only supported live")
+            raise ValueError(
+                "TransformersDinov2Layer: drop_path_rate and use_swiglu_ffn are only supported live"
+            )
         size = config.hidden_size
         self.norm1, self.norm2 = (nn.LayerNorm(size, eps=config.layer_norm_eps) for _ in range(2))
         self.attention = TransformersViTAttention(config)
@@ -104,7 +110,9 @@ class TransformersDINOv3ViTLayer(_Layer):
     def __init__(self, config):
         super().__init__()
         if config.drop_path_rate or config.use_gated_mlp:
-            raise ValueError("TransformersDINOv3ViTLayer: drop_path_rate and use_gated_mlp are only supported live")
+            raise ValueError(
+                "TransformersDINOv3ViTLayer: drop_path_rate and use_gated_mlp are only supported live"
+            )
         size = config.hidden_size
         self.norm1, self.norm2 = (nn.LayerNorm(size, eps=config.layer_norm_eps) for _ in range(2))
         self.attention = TransformersDINOv3ViTAttention(config)
@@ -133,7 +141,14 @@ _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 def _target(model: str, name: str, versions: str = "") -> Target:
     path = f"transformers.models.{model}.modeling_{model}:{name}"
     return Target(
-        "transformers", path, f"Transformers{name}", "module", default=False, note=_NOTE, tried=True, versions=versions
+        "transformers",
+        path,
+        f"Transformers{name}",
+        "module",
+        default=False,
+        note=_NOTE,
+        tried=True,
+        versions=versions,
     )
 
 

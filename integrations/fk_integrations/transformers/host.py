@@ -103,14 +103,16 @@ class TransformersAdapter(Adapter):
             for module in model.modules():
                 if type(module).__name__.endswith(end) and all(hasattr(module, a) for a in attributes):
                     yield module
-        for module in visual_modules(model) if op in VISUAL else ():
+        for module in _uncovered(model) if op in VISUAL else ():
             inside = (type(m).__name__ for m in module.modules() if m is not module)
-            whole = not any(part in name for name in inside for part in VISUAL[op])  # no part of it computes the op
+            whole = not any(
+                part in name for name in inside for part in VISUAL[op]
+            )  # no part of it computes the op
             if whole and any(part in type(module).__name__ for part in VISUAL[op]) and not _other(op, module):
                 yield module
 
     def uncovered(self, model: Any) -> dict[Reason, int]:
-        return {} if model is None else no_op(m for m in visual_modules(model) if not is_listed(m))
+        return {} if model is None else no_op(_uncovered(model))
 
     def unknown(self, target: Target, host_class: Any) -> Reason | None:
         # `targets` has compared what a model's class computes.
@@ -137,6 +139,14 @@ def visual_modules(model: Any) -> list[Any]:
         m for m, kind in kinds.items()
         if ("image" in kind or "video" in kind) and not hasattr(type(m), "input_modalities")
     ]  # fmt: skip
+
+
+def _uncovered(model: Any) -> list[Any]:
+    """The visual modules without a target; a LayerScale is part of a layer that has one."""
+    visual = visual_modules(model)
+    replaced = {m for m in visual if is_listed(m) or hasattr(type(m), "fastkernels")}
+    scales = {c for m in replaced for c in m.children() if type(c).__name__.endswith("LayerScale")}
+    return [m for m in visual if m not in replaced and m not in scales]
 
 
 def _other(op: str, module: Any) -> bool:

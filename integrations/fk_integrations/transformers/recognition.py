@@ -88,7 +88,11 @@ def _by_semantics() -> dict[str, list[tuple[str, Target]]]:
     found: dict[str, list[tuple[str, Target]]] = {}
     for op in registry.op_names():
         for target in registry.get(op).targets_for("transformers", installed_version()):
-            if target.path.startswith(MODELS) and target.seam not in ("function", "called_function") and not target.tried:
+            if (
+                target.path.startswith(MODELS)
+                and target.seam not in ("function", "called_function")
+                and not target.tried
+            ):
                 for semantics in known(target.path):
                     found.setdefault(semantics, []).append((op, target))
     return found

@@ -121,7 +121,7 @@ def test_pipeline_gives_the_hosts_latents_and_images() -> None:
     modules = [m for part in (pipe.unet, pipe.vae, pipe.text_encoder) for m in part.modules()]
     classes, processors = [type(m) for m in modules], list(pipe.unet.attn_processors.values())
     report = fastkernels.patch(pipe, ops=["attention_dense", "layer_norm", "quick_gelu", *DIFFUSION])
-    # the UNet has 16 attention layers, the VAE two, each of the two text encoders two, beside quick_gelu
+    # the UNet has 16 attention layers, the VAE two, each text encoder two, where quick_gelu is, too
     found = {(r.op, r.host_class): r.modules for r in report.active}
     assert found == {
         ("attention_dense", "AttnProcessor2_0"): 18, ("attention_dense", "CLIPAttention"): 4,

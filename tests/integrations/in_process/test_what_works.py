@@ -50,7 +50,12 @@ def siglip() -> tuple[Any, Callable[[Any], torch.Tensor]]:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.SiglipVisionConfig(
-        hidden_size=48, num_attention_heads=3, num_hidden_layers=2, intermediate_size=64, image_size=32, patch_size=8
+        hidden_size=48,
+        num_attention_heads=3,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
     )
     model = transformers.SiglipVisionModel(config).eval()
     with torch.no_grad():
