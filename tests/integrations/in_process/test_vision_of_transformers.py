@@ -202,7 +202,7 @@ def test_bfloat16_is_as_near_float32_as_the_host(
 
 
 def test_other_attention_function_runs_the_hosts_code() -> None:
-    model, run = build("ViTModel", VIT)
+    model, _ = build("ViTModel", VIT)
     with fastkernels.patch(model, ops="attention_dense") as report:
         model.set_attn_implementation("eager")
         with torch.no_grad():
