@@ -113,10 +113,10 @@ def bits4(model: Any) -> None:
 
 
 def _replace_linears(model: Any, layer: Callable[..., Any], parameter: Callable[..., Any]) -> None:
-    """As transformers and diffusers do while they load a model; timm's EvaAttention reads qkv.weight itself."""
+    """As transformers and diffusers do while they load a model."""
     for module in list(model.modules()):
         for name, old in list(module.named_children()):
-            if type(old) is torch.nn.Linear and name != "qkv":
+            if type(old) is torch.nn.Linear:
                 new = layer(old.in_features, old.out_features, bias=old.bias is not None)
                 new.weight, new.bias = parameter(old.weight.data.clone()), old.bias
                 setattr(module, name, new.to(CPU))
