@@ -1,4 +1,4 @@
-"""The engine of encoders: whole sequences or images in, one forward pass, vectors or probabilities out."""
+"""The engine of encoders: whole sequences, images or videos in, one forward pass, vectors or probabilities out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from fastkernels.engine.engine import Engine
 from fastkernels.engine.execution.encode import EncodeInput
-from fastkernels.engine.images import ImageReader, is_image
+from fastkernels.engine.images import READERS, ImageReader, is_image, is_video
 from fastkernels.engine.scheduling.encoding import (
     EncodeRequest,
     EncodeScheduler,
@@ -29,8 +29,8 @@ class EncodeEngine(Engine):
     def _start(self) -> None:
         config = self.config
         self.images: ImageReader | None = None
-        if self.inputs == "images":
-            self.images = ImageReader(self.folder, self.hf_config, self.runner.model.prefix_tokens)
+        if self.inputs in READERS:
+            self.images = READERS[self.inputs](self.folder, self.hf_config, self.runner.model)
         self.scheduler = EncodeScheduler(
             config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
         )
@@ -42,7 +42,7 @@ class EncodeEngine(Engine):
         params: PoolingParams | None = None,
         priority: int = 0,
     ) -> EncodeRequest:
-        """See Engine. prompt: text, token ids, or a PIL image. params: default PoolingParams()."""
+        """See Engine. prompt: text, token ids, a PIL image, or a list of frames. params: default PoolingParams()."""
         if params is not None and not isinstance(params, PoolingParams):
             raise ValueError(f"an encoder takes PoolingParams, got {type(params).__name__}")
         params = params or PoolingParams()
@@ -54,10 +54,8 @@ class EncodeEngine(Engine):
             self._check_dimensions(params.dimensions)
         if self.images is not None:
             image = self.images.patches(prompt)
-            if (check := getattr(self.runner.model, "check_grid", None)) is not None:
-                check(image.grid)
             request = EncodeRequest(request_id, None, [], params, priority, image=image)
-        elif is_image(prompt):
+        elif is_image(prompt) or is_video(prompt):
             raise ValueError("the prompt must be text or token ids: this model takes no images")
         else:
             request = EncodeRequest(request_id, *self.token_ids_of(prompt), params, priority)
@@ -127,7 +125,7 @@ class EncodeEngine(Engine):
         images = [r.image for r in batch if r.image is not None]
         step = EncodeInput(
             np.concatenate([np.array(r.prompt_token_ids, np.int64) for r in batch]),
-            np.array([r.num_tokens for r in batch], np.int32),
+            np.array([r.num_features for r in batch], np.int32),
             [r.params.task for r in batch],
             np.concatenate([image.values for image in images]) if images else None,
             [image.grid for image in images],
@@ -140,7 +138,7 @@ class EncodeEngine(Engine):
         self.scheduler.remove(batch)
         for request in batch:
             del self.requests[request.request_id]
-        self.stats.prompt_tokens += int(step.query_lens.sum())
+        self.stats.prompt_tokens += sum(r.num_tokens for r in batch)
         self.stats.encoded += batch
         return [
             PoolingRequestOutput(

@@ -63,7 +63,7 @@ class Engine(ABC):
     """Builds a model from an EngineConfig and runs requests. Not thread-safe: one thread owns it.
 
     kind      the key of RUNNERS whose models it runs
-    inputs    what a request holds: 'tokens' or 'images'
+    inputs    what a request holds: 'tokens', 'images' or 'videos'
     requests  unfinished requests by id
     blocks    the KV cache's blocks; None without a cache
 

@@ -1,8 +1,9 @@
-"""Images of requests: encoded files to RGB, and RGB to the patches that a model takes."""
+"""Images and videos of requests: encoded files to RGB, and RGB to the patches that a model takes."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,71 +13,127 @@ import numpy as np
 from fastkernels.models.common.checkpoint import CheckpointError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_PIXELS = 1 << 26  # of one image before it is resized: 192 MiB of RGB
+MAX_PIXELS = 1 << 26  # of an image, or of all frames of a video, before they are resized: 192 MiB of RGB
 
 
 @dataclass(frozen=True)
 class Patches:
-    """One image as a model takes it.
+    """One image or video as a model takes it.
 
-    values  [rows * columns, C * p * p] float32, row by row
-    grid    (rows, columns)
-    tokens  of the model's sequence: patches and prefix tokens
+    values    [patches, C * p * p] float32, row by row; of a video [patches, C * t * p * p], one step after the other
+    grid      (rows, columns); of a video (steps, rows, columns)
+    tokens    of the model's sequence: patches and prefix tokens
+    features  hidden states that the model returns
     """
 
     values: np.ndarray
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     tokens: int
+    features: int
 
 
 class ImageReader:
     """Makes a model's patches of PIL images with the checkpoint's image processor. Safe in any thread.
 
-    prefix_tokens: the model's tokens before the patches. Raises CheckpointError without a processor.
+    Raises CheckpointError without a processor.
     """
 
-    def __init__(self, folder: Path, hf_config: Any, prefix_tokens: int):
-        from transformers import AutoImageProcessor
+    kind, file, processor = "image", "preprocessor_config.json", "AutoImageProcessor"
+
+    def __init__(self, folder: Path, hf_config: Any, model: Any):
+        import transformers
 
         try:
-            self._processor = AutoImageProcessor.from_pretrained(
+            self._processor = getattr(transformers, self.processor).from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise CheckpointError(
-                f"the image processor of {folder} (preprocessor_config.json) cannot be used; it may need the packages"
-                f" pillow and torchvision (pip install 'fastkernels[images]'): {' '.join(str(error).split())}"
+                f"the {self.kind} processor of {folder} ({self.file}) cannot be used; it may need the packages pillow"
+                f" and torchvision (pip install 'fastkernels[images]'): {' '.join(str(error).split())}"
             ) from error
-        self._patch_size: int = getattr(hf_config, "vision_config", hf_config).patch_size
-        self._prefix_tokens = prefix_tokens
+        config = getattr(hf_config, "vision_config", hf_config)
+        self._patch_size: int = config.patch_size
+        self._steps: int = getattr(config, "tubelet_size", 1)
+        self._model = model
 
-    def patches(self, image: Any) -> Patches:
+    def patches(self, given: Any) -> Patches:
         """Raises ValueError for something else than an image, and for an image that the processor cannot take."""
-        if not is_image(image):
+        if not is_image(given):
             raise ValueError(
-                f"the prompt must be a PIL image, got {type(image).__name__}: this model takes images"
+                f"the prompt must be a PIL image, got {type(given).__name__}: this model takes images"
             )
-        try:
-            made = self._processor(images=rgb(image), return_tensors="pt")
-        except (ValueError, RuntimeError, ZeroDivisionError) as error:
-            size = f"{image.width} x {image.height}"
-            raise ValueError(
-                f"the prompt, an image of {size} pixels, cannot be processed: {error}"
-            ) from error
+        made = self._process(given, images=rgb(given))
         values = made["pixel_values"][0]
         if "spatial_shapes" in made:  # patches already, padded
             rows, columns = made["spatial_shapes"][0].tolist()
-            found = values[: rows * columns]
-        else:
-            p = self._patch_size
-            rows, columns = values.shape[1] // p, values.shape[2] // p
-            cut = values[:, : rows * p, : columns * p].unflatten(2, (columns, p)).unflatten(1, (rows, p))
-            found = (
-                cut.permute(1, 3, 0, 2, 4).flatten(0, 1).flatten(1)
-            )  # as a convolution's weight: (C, p, p)
-        if not len(found):
+            return self._made(values[: rows * columns], (rows, columns))
+        values, grid = self._cut(values[None])
+        return self._made(values, grid[1:])
+
+    def _process(self, image: Any, **given: Any) -> Any:
+        try:
+            return self._processor(**given, return_tensors="pt")
+        except (ValueError, RuntimeError, ZeroDivisionError) as error:
+            size = f"{image.width} x {image.height}"
+            raise ValueError(
+                f"the prompt, {'an image' if self.kind == 'image' else 'frames'} of {size} pixels, cannot be"
+                f" processed: {error}"
+            ) from error
+
+    def _cut(self, frames: Any) -> tuple[Any, tuple[int, int, int]]:
+        """The patches of frames [N, C, H, W], as a convolution's weight has them: (C, t, p, p)."""
+        p, t = self._patch_size, self._steps
+        if getattr(self._model, "pads_images", False):
+            import torch
+
+            frames = torch.nn.functional.pad(frames, (0, -frames.shape[3] % p, 0, -frames.shape[2] % p))
+        steps, rows, columns = len(frames) // t, frames.shape[2] // p, frames.shape[3] // p
+        cut = frames[: steps * t, :, : rows * p, : columns * p]
+        cut = cut.unflatten(3, (columns, p)).unflatten(2, (rows, p)).unflatten(0, (steps, t))
+        # [steps, t, C, rows, p, columns, p]
+        return cut.permute(0, 3, 5, 2, 1, 4, 6).flatten(3).flatten(0, 2), (steps, rows, columns)
+
+    def _made(self, values: Any, grid: tuple[int, ...]) -> Patches:
+        if not len(values):
             raise ValueError(f"the prompt is smaller than one patch of {self._patch_size} pixels")
-        return Patches(found.float().numpy(), (rows, columns), self._prefix_tokens + len(found))
+        if (check := getattr(self._model, "check_grid", None)) is not None:
+            check(grid)
+        tokens = self._model.prefix_tokens + len(values)
+        features = getattr(self._model, "features", None)
+        return Patches(values.float().numpy(), grid, tokens, features(grid) if features else tokens)
+
+
+class VideoReader(ImageReader):
+    """The same for videos, lists of frames, with the checkpoint's video processor. An image becomes one step."""
+
+    kind, file, processor = "video", "video_preprocessor_config.json", "AutoVideoProcessor"
+
+    def patches(self, given: Any) -> Patches:
+        """Raises ValueError for something else than an image or frames of one size, and a wrong number of frames."""
+        frames = given if is_video(given) else [given]
+        if not all(map(is_image, frames)):
+            kind = type(given).__name__
+            raise ValueError(
+                f"the prompt must be a list of PIL images or one such image, got {kind}: this model takes videos"
+            )
+        sizes = sorted({frame.size for frame in frames})
+        if len(sizes) > 1:
+            raise ValueError(f"the prompt has frames of several sizes: {sizes[0]} and {sizes[-1]} pixels")
+        if len(frames) > 1 and len(frames) % self._steps:
+            raise ValueError(
+                f"the prompt has {len(frames)} frames, and this model takes one or a multiple of {self._steps}"
+            )
+        made = self._process(frames[0], videos=[[rgb(frame) for frame in frames]])["pixel_values_videos"][0]
+        return self._made(*self._cut(made if len(made) > 1 else made.repeat(self._steps, 1, 1, 1)))
+
+
+READERS = {"images": ImageReader, "videos": VideoReader}
+
+
+def is_video(value: Any) -> bool:
+    """Whether the value is a list of frames: PIL images."""
+    return isinstance(value, (list, tuple)) and len(value) > 0 and is_image(value[0])
 
 
 def is_image(value: Any) -> bool:
@@ -116,3 +173,20 @@ def decode(data: bytes) -> Any:
         return rgb(image)
     except (OSError, SyntaxError, ValueError) as error:
         raise ValueError(f"a damaged {image.format} image ({error}); {accepted}") from error
+
+
+def decode_frames(files: Iterable[bytes]) -> list[Any]:
+    """The frames of a video, each an image file. Raises ValueError as decode does, which names the frame."""
+    frames: list[Any] = []
+    pixels = 0
+    for i, data in enumerate(files):
+        try:
+            frames.append(decode(data))
+        except ValueError as error:
+            raise ValueError(
+                f"a video whose frame {i} (each frame is a file of its own) is {error}"
+            ) from error
+        pixels += frames[-1].width * frames[-1].height
+        if pixels > MAX_PIXELS:
+            raise ValueError(f"a video of more than {MAX_PIXELS} pixels in all frames")
+    return frames

@@ -1,4 +1,4 @@
-"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)), and embed and classify of texts or images."""
+"""Offline inference: LLM(model).generate(prompts, SamplingParams(...)); embed and classify of texts, images, videos."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Encode each prompt to one vector: `outputs.embedding` is a list of floats, `outputs.data` an array [H].
 
-        prompts, use_tqdm: as in `generate`; PIL images for a model of images. Raises ValueError for an unsupported
-        request before anything runs.
+        prompts, use_tqdm: as in `generate`; PIL images for a model of images; lists of PIL images, the frames, for one
+        of videos, where an image is a video, too. Raises ValueError for an unsupported request before anything runs.
         """
         return self.encode(prompts, "embed", use_tqdm=use_tqdm)
 
@@ -213,11 +213,12 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _unwrapped(prompt: Any) -> Any:
-    """The text, token ids or image of a prompt given as vLLM's TextPrompt or TokensPrompt."""
+    """The text, token ids, image or video of a prompt given as vLLM's TextPrompt or TokensPrompt."""
     if isinstance(prompt, dict):
-        image = (prompt.get("multi_modal_data") or {}).get("image")
-        if image is not None:
-            return image
+        data = prompt.get("multi_modal_data") or {}
+        for kind in ("image", "video"):
+            if data.get(kind) is not None:
+                return data[kind]
         return next((prompt[k] for k in ("prompt_token_ids", "prompt") if k in prompt), prompt)
     return prompt
 

@@ -1,4 +1,4 @@
-"""Encoders of images against transformers on tiny random checkpoints in float32."""
+"""Encoders of images and videos against transformers on tiny random checkpoints in float32."""
 
 from __future__ import annotations
 
@@ -28,21 +28,36 @@ def pictures(sizes: tuple[tuple[int, int], ...] = SIZES) -> list[Image.Image]:
     return [Image.fromarray(rng.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in sizes]
 
 
+def architecture(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text())["architectures"][0]
+
+
+def prompts_for(folder: Path) -> list[Any]:
+    """Images of several sizes; for a model of videos, clips of several lengths and an image."""
+    if not architecture(folder).startswith("VJEPA2"):
+        return pictures()
+    frames = pictures(((50, 40),) * 6 + ((33, 64),) * 2)
+    return [frames[:4], frames[6:], frames[0], frames[4:6], frames[:4]]
+
+
 @torch.no_grad()
-def expected(folder: Path, image: Image.Image) -> dict[str, np.ndarray]:
+def expected(folder: Path, given: Any) -> dict[str, np.ndarray]:
     """Normalized vector, hidden states without padding and logits of transformers' own model, as far as it has them."""
     import transformers
 
-    name = json.loads((folder / "config.json").read_text())["architectures"][0]
-    model = getattr(transformers, name).from_pretrained(folder).eval()
-    inputs = transformers.AutoImageProcessor.from_pretrained(folder)(images=image, return_tensors="pt")
-    tower = getattr(model, "vision_model", model)
-    out = tower(**inputs)
-    mask = inputs.get("pixel_attention_mask", torch.ones(out.last_hidden_state.shape[:2]))[0].bool()
-    found = {
-        "embed": torch.nn.functional.normalize(out.pooler_output[0], dim=0),
-        "token_embed": out.last_hidden_state[0, mask],
-    }
+    name = architecture(folder)
+    model: Any = getattr(transformers, name).from_pretrained(folder).eval()
+    if name.startswith("VJEPA2"):
+        inputs = transformers.AutoVideoProcessor.from_pretrained(folder)(given, return_tensors="pt")
+        base = getattr(model, "vjepa2", model)
+        hidden = base(**inputs, skip_predictor=True).last_hidden_state
+        vector = hidden.mean(1) if base is model else model.pooler(hidden)
+    else:
+        inputs = transformers.AutoImageProcessor.from_pretrained(folder)(images=given, return_tensors="pt")
+        out = getattr(model, "vision_model", getattr(model, "swinv2", model))(**inputs)
+        hidden, vector = out.last_hidden_state, out.pooler_output
+    mask = inputs.get("pixel_attention_mask", torch.ones(hidden.shape[:2]))[0].bool()
+    found = {"embed": torch.nn.functional.normalize(vector[0], dim=0), "token_embed": hidden[0, mask]}
     if name.endswith("Classification"):
         found["classify"] = model(**inputs).logits[0].softmax(-1)
     return {task: tensor.numpy() for task, tensor in found.items()}
@@ -55,29 +70,33 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_encoder_equals_transformers(folder: Path) -> None:
     """In a batch of several sizes, and one by one."""
-    images, llm, before = pictures(), LLM(str(folder), device="cpu"), counters()
+    images, llm, before = prompts_for(folder), LLM(str(folder), device="cpu"), counters()
     wanted = [expected(folder, image) for image in images]
     for task in wanted[0]:
         together = llm.encode(images, task, use_tqdm=False)
-        alone = [llm.encode(image, task, use_tqdm=False)[0] for image in images]
+        alone = [llm.encode([image], task, use_tqdm=False)[0] for image in images]
         for found in (together, alone):
             for output, want in zip(found, wanted, strict=True):
                 np.testing.assert_allclose(output.outputs.data, want[task], atol=3e-5)
-                assert output.num_tokens == len(want["token_embed"])
-    different = {tuple(np.round(w["embed"], 3)) for w in wanted}
-    assert len(different) == len(images)
+                # SwinV2 merges its 13 x 10 patches twice
+                patches = 13 * 10 if architecture(folder).startswith("Swinv2") else len(want["token_embed"])
+                assert output.num_tokens == patches
+    different = {tuple(np.round(w["embed"], 3)) for w in wanted[:-1]}
+    assert len(different) == len(images) - 1
     for op in ("attention_dense", "layer_norm", "linear"):
         assert counters()[op]["calls"] > before[op]["calls"], op
 
 
 def test_every_image_encoder_is_tested() -> None:
-    names = {name for m in models().values() if m.arch.inputs == "images" for name in m.arch.names}
+    names = {name for m in models().values() if m.arch.inputs != "tokens" for name in m.arch.names}
     assert names == {name for name, _ in ENCODERS.values()}
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    folder, images = make_tiny_encoder(tmp_path, "dinov3"), pictures()
+@pytest.mark.parametrize("kind", ["dinov3", "swinv2", "vjepa2_classes"])
+def test_two_ranks_equal_one(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_encoder(tmp_path, kind)
+    images = prompts_for(folder)
     one = LLM(str(folder), device="cpu").embed(images, use_tqdm=False)
     with LLM(str(folder), device="cpu", tensor_parallel_size=2) as llm:
         two = llm.embed(images, use_tqdm=False)
@@ -95,10 +114,11 @@ def test_multiple_labels_have_independent_probabilities(tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
-    for kind in ("dinov3", "siglip2_vision"):
+    for kind in ("dinov3", "siglip2_vision", "swinv2", "vjepa2"):
         folder = make_tiny_encoder(tmp_path / kind, kind)
-        (output,) = LLM(str(folder), device="cpu", dtype="bfloat16").embed(pictures()[:1], use_tqdm=False)
-        assert output.outputs.data @ expected(folder, pictures()[0])["embed"] > 0.999
+        given = prompts_for(folder)[:1]
+        (output,) = LLM(str(folder), device="cpu", dtype="bfloat16").embed(given, use_tqdm=False)
+        assert output.outputs.data @ expected(folder, given[0])["embed"] > 0.999
 
 
 @pytest.mark.gpu
@@ -106,9 +126,10 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.999), ("float16", 0.9999)])
 def test_gpu_equals_the_cpu(folder: Path, dtype: str, least: float) -> None:
     """Images of one size (a batch) and of several (concatenated sequences)."""
-    wanted = LLM(str(folder), device="cpu").embed(pictures(), use_tqdm=False)
+    given = prompts_for(folder)
+    wanted = LLM(str(folder), device="cpu").embed(given, use_tqdm=False)
     llm = LLM(str(folder), device="cuda", dtype=dtype)
-    for images in (pictures(), [pictures()[0]] * 3):
+    for images in (given, [given[0]] * 3):
         found = llm.embed(images, use_tqdm=False)
         for output, want in zip(found, wanted if len(images) > 3 else wanted[:1] * 3, strict=True):
             assert output.outputs.data @ want.outputs.data > least
@@ -120,6 +141,12 @@ def test_gpu_equals_the_cpu(folder: Path, dtype: str, least: float) -> None:
         ("dinov3", {"hidden_size": 36, "num_attention_heads": 6}, "hidden_size=36 is not a multiple of four times"),
         ("dinov3", {"hidden_act": "tanh"}, "hidden_act='tanh' is not one of gelu"),
         ("siglip2_vision", {"num_patches": 15}, "num_patches=15 is not a square"),
+        ("swinv2", {"use_absolute_embeddings": True}, "use_absolute_embeddings=True is not supported"),
+        ("swinv2", {"num_heads": [2, 4]}, r"num_heads=\[2, 4\] has fewer than 3 entries"),
+        ("swinv2", {"num_heads": [2, 4, 5]}, "64 channels are no multiple of 5 heads"),
+        ("swinv2", {"image_size": 8}, "image_size=8 leaves no token after 3 stages"),
+        ("vjepa2", {"num_attention_heads": 8}, "hidden_size=56 is not a multiple of two times num_attention_heads=8"),
+        ("vjepa2", {"patch_size": [8, 8]}, r"patch_size=\[8, 8\] is not supported"),
     ],
 )  # fmt: skip
 def test_unsupported_config_is_refused(
@@ -157,6 +184,31 @@ def test_processor_of_another_size_is_refused(tmp_path: Path) -> None:
         LLM(str(folder), device="cpu").embed(pictures()[:1], use_tqdm=False)
 
 
+def test_bad_videos_are_refused(tmp_path: Path) -> None:
+    folder = make_tiny_encoder(tmp_path, "vjepa2")
+    llm, (frame, other, *_) = LLM(str(folder), device="cpu"), pictures()
+    assert len(llm.embed({"prompt": "", "multi_modal_data": {"video": [frame] * 2}}, use_tqdm=False)) == 1
+    for prompt, message in (
+        ([frame] * 3, "the prompt has 3 frames, and this model takes one or a multiple of 2"),
+        ([frame, other], r"frames of several sizes: \(50, 40\) and \(64, 24\)"),
+        ([frame, "a"], "must be a list of PIL images or one such image, got list"),
+        ("a text", "got str: this model takes videos"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.embed([prompt])
+    with pytest.raises(ValueError, match="the prompt has 32 tokens, and the maximum input length is 31"):
+        LLM(str(folder), device="cpu", max_model_len=31).embed([[frame] * 4])
+    file = folder / "video_preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "crop_size": {"height": 40, "width": 40}}))
+    with pytest.raises(ValueError, match=r"has frames of 40 x 40 pixels .* and this model takes 32 x 32"):
+        LLM(str(folder), device="cpu").embed([[frame] * 2])
+    file.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"the video processor of .* \(video_preprocessor_config\.json\)"
+    ):
+        LLM(str(folder), device="cpu")
+
+
 def test_bad_prompts_are_refused(tmp_path: Path) -> None:
     llm = LLM(str(make_tiny_encoder(tmp_path, "dinov3")), device="cpu", max_model_len=24)
     image = pictures()[0]
@@ -173,7 +225,7 @@ def test_bad_prompts_are_refused(tmp_path: Path) -> None:
 
 def test_unknown_encoder_is_refused_by_name(tmp_path: Path) -> None:
     """Its sizes, one for each stage, are not looked at."""
-    fields = {"architectures": ["Swinv2Model"], "model_type": "swinv2", "num_heads": [2, 4]}
+    fields = {"architectures": ["SwinModel"], "model_type": "swin", "num_heads": [2, 4]}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(UnknownName, match="unknown architecture 'Swinv2Model'"):
+    with pytest.raises(UnknownName, match="unknown architecture 'SwinModel'"):
         LLM(str(tmp_path), device="cpu")

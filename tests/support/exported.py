@@ -405,7 +405,28 @@ class AttentionLayer(torch.nn.Module):
         self.norm_q, self.norm_k = torch.nn.Identity(), torch.nn.Identity()
 
 
+VISION = SimpleNamespace(
+    hidden_size=24, num_attention_heads=3, intermediate_size=36, mlp_ratio=1.5, hidden_act="gelu", mlp_bias=True,
+    attention_dropout=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-6, layerscale_value=0.5,
+    qkv_bias=True, query_bias=True, key_bias=False, value_bias=True, proj_bias=True, drop_path_rate=0.0,
+    use_swiglu_ffn=False, use_gated_mlp=False, _attn_implementation="sdpa",
+)  # fmt: skip
+
+
+def of_transformers(ns: Any) -> list[Any]:
+    found = []
+    for name in ns.classes:
+        module = filled(getattr(ns, name)(VISION))
+        known = inspect.signature(module.forward).parameters
+        more = {"position_embeddings": (randn(4, 8), randn(4, 8))} if "position_embeddings" in known else {}
+        out = module(randn(2, 5, 24), **more)
+        found.append(out[0] if isinstance(out, tuple) else out)
+    return found
+
+
 def attention_dense(ns: Any) -> list[Any]:
+    if ns.host == "transformers":
+        return of_transformers(ns)
     if ns.host == "diffusers":
         return [getattr(ns, name)()(filled(AttentionLayer()), randn(2, 5, 24)) for name in ns.classes]
     found = []
@@ -431,6 +452,8 @@ def ada_layer_norm(ns: Any) -> list[Any]:
 
 
 def gated_residual(ns: Any) -> list[Any]:
+    if ns.host == "transformers":
+        return of_transformers(ns)
     image, text, temb, found = randn(2, 5, 24), randn(2, 3, 24), randn(2, 24), []
     for name in ns.classes if ns.host == "timm" else ():
         block = filled(getattr(ns, name)(24, num_heads=3, init_values=0.1, norm_layer=torch.nn.LayerNorm))

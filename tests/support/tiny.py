@@ -421,7 +421,8 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov3": ("DINOv3ViTModel", {"num_register_tokens": 3}),
     "dinov3_gated": ("DINOv3ViTModel", {"use_gated_mlp": True, "hidden_act": "silu", "key_bias": True}),
     "dinov3_no_bias": (
-        "DINOv3ViTModel", {"query_bias": False, "value_bias": False, "proj_bias": False, "mlp_bias": False},
+        "DINOv3ViTModel",
+        {"query_bias": False, "value_bias": False, "proj_bias": False, "mlp_bias": False},
     ),
     "siglip_vision": ("SiglipVisionModel", {"image_size": 32}),
     "siglip": ("SiglipModel", {}),
@@ -429,11 +430,26 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "siglip2_vision": ("Siglip2VisionModel", {"num_patches": 16}),
     "siglip2": ("Siglip2Model", {}),
     "siglip2_classes": ("Siglip2ForImageClassification", {"num_labels": 5}),
+    "swinv2": ("Swinv2Model", {"qkv_bias": False, "pretrained_window_sizes": [6, 0, 0]}),
+    "swinv2_classes": ("Swinv2ForImageClassification", {"num_labels": 3}),
+    "vjepa2": ("VJEPA2Model", {"qkv_bias": False}),
+    "vjepa2_classes": ("VJEPA2ForVideoClassification", {"num_labels": 5}),
+}
+_OTHERS: dict[str, dict[str, Any]] = {  # sizes of those that differ from _VISION
+    "Swinv2": {
+        "embed_dim": 16, "depths": [2, 2, 1], "num_heads": [2, 4, 4], "window_size": 4, "image_size": 48,
+        "patch_size": 4,
+    },
+    "VJEPA2": {
+        "hidden_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 8, "crop_size": 32,
+        "tubelet_size": 2, "num_pooler_layers": 2, "mlp_ratio": 2.5, "pred_hidden_size": 24,
+        "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1,
+    },
 }  # fmt: skip
 
 
 def make_tiny_encoder(folder: str | Path, kind: str, seed: int = 0, **fields: Any) -> Path:
-    """A random float32 checkpoint of ENCODERS in `folder`, with an image processor: patches of 8 pixels.
+    """A random float32 checkpoint of ENCODERS in `folder`, with an image or video processor: patches of 8 pixels.
 
     fields: of the config
     """
@@ -447,6 +463,12 @@ def make_tiny_encoder(folder: str | Path, kind: str, seed: int = 0, **fields: An
     if name.startswith("DINOv3"):
         config = cls.config_class(**{**_VISION, "image_size": 32, **fields})
         processor: Any = transformers.DINOv3ViTImageProcessor(size={"height": 32, "width": 40})
+    elif name.startswith(tuple(_OTHERS)):
+        config = cls.config_class(**{**_OTHERS[name[:6]], **fields})
+        if name.startswith("VJEPA2"):
+            processor = transformers.VJEPA2VideoProcessor(crop_size=32)
+        else:  # no multiple of windows, and odd sides after the first stage
+            processor = transformers.ViTImageProcessor(size={"height": 50, "width": 37})
     else:
         if name.startswith("Siglip2"):
             processor = transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=20)

@@ -15,6 +15,7 @@ from fastkernels.engine.cache.kv_cache import Limits, wanted_model_len
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.pooling import Pooling, read_pooling
 from fastkernels.engine.execution.runner import Runner
+from fastkernels.engine.images import READERS
 from fastkernels.models.common import registry
 
 CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "attention_backend")
@@ -24,21 +25,21 @@ CACHE_OPTIONS = ("num_blocks", "kv_cache_memory", "kv_cache_dtype", "attention_b
 class EncodeInput:
     """B whole sequences: input_ids [T] int64, one sequence after the other; query_lens [B] int32.
 
-    tasks [B]: of PoolingParams. Instead of input_ids, a model of images has the patches [P, C * p * p] float32, image
-    after image, and their grids (rows, columns).
+    query_lens counts hidden states. tasks [B]: of PoolingParams. Instead of input_ids, a model of images or videos
+    has the patches [P, C * p * p] float32, image after image, and their grids (engine.images.Patches).
     """
 
     input_ids: np.ndarray
     query_lens: np.ndarray
     tasks: Sequence[str]
     patches: np.ndarray | None = None
-    grids: Sequence[tuple[int, int]] = ()
+    grids: Sequence[tuple[int, ...]] = ()
 
 
 class Encode(Runner):
     """Runs an encoder: model(input_ids [T], positions [T]) returns hidden states [T, H]. It has no KV cache.
 
-    Models of images are called with patches and grids; see models/vision/dinov3.py.
+    Models of images and videos are called with patches and grids; see models/vision/dinov3.py.
     """
 
     def _prepare(self, folder: Path) -> None:
@@ -47,7 +48,7 @@ class Encode(Runner):
         for name in CACHE_OPTIONS:
             if getattr(config, name) != getattr(default, name):
                 raise ValueError(f"{name} applies to models that generate; {config.model} is an encoder")
-        if registry.find(self.hf_config.architectures[0]).arch.inputs == "images":
+        if registry.find(self.hf_config.architectures[0]).arch.inputs in READERS:
             self.max_model_len = config.max_model_len or config.max_num_batched_tokens
             self.pooling = Pooling("own")
         else:

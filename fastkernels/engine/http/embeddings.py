@@ -1,4 +1,4 @@
-"""Routes of encoders: OpenAI's embeddings and vLLM's classification, of texts and images."""
+"""Routes of encoders: OpenAI's embeddings and vLLM's classification, of texts, images and videos."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fastkernels.engine.http import schema
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.protocol import (
-    IMAGE_FORM,
+    FORMS,
     ClassificationRequest,
     EmbeddingRequest,
     PoolingRequest,
 )
 from fastkernels.engine.http.streaming import unless_gone
-from fastkernels.engine.images import decode, is_image
+from fastkernels.engine.images import decode, decode_frames, is_image, is_video
 from fastkernels.engine.scheduling.encoding import PoolingParams
 from fastkernels.engine.tokenizer import cut
 
@@ -90,7 +90,8 @@ class Embeddings:
             make = partial(self.context.llm.make_request, f"{own}-{i}", prompt, params, body.priority or 0)
             try:
                 # Resizing an image takes milliseconds
-                requests.append(await asyncio.to_thread(make) if is_image(prompt) else make())
+                slow = is_image(prompt) or is_video(prompt)
+                requests.append(await asyncio.to_thread(make) if slow else make())
             except ValueError as error:
                 message = str(error)
                 if message.startswith("dimensions"):
@@ -107,7 +108,7 @@ class Embeddings:
 
 
 class Inputs:
-    """Reads one input at a time: token ids of texts, or a PIL image.
+    """Reads one input at a time: token ids of texts, a PIL image, or the list of a video's frames.
 
     special, limit, side: of Prompts.text.
     """
@@ -116,20 +117,22 @@ class Inputs:
         self, context: Context, special: bool = True, limit: int | None = None, side: str | None = None
     ):
         self.context, self.special, self.limit, self.side = context, special, limit, side
-        self.takes_images = context.llm.engine.inputs == "images"
+        # An image is a video of one frame.
+        self.takes = {"images": ("image_url",), "videos": ("video_url", "image_url")}.get(
+            context.llm.engine.inputs, ()
+        )
 
     async def __call__(self, i: int, given: str | list[int] | dict[str, Any]) -> Any:
         """Raises ApiError, which names input i."""
-        if isinstance(given, dict) is not self.takes_images:
-            wanted = (
-                "takes images, as " + IMAGE_FORM
-                if self.takes_images
-                else "takes text or token ids, not images"
-            )
+        kind = given["type"] if isinstance(given, dict) else ""
+        if kind not in (self.takes or ("",)):
+            wanted = " or ".join(f"{name.removesuffix('_url')}s, as {FORMS[name]}" for name in self.takes)
+            wanted = f"takes {wanted or 'text or token ids, not images or videos'}"
             raise ApiError(400, f"input {i} cannot be used: {self.context.model_name!r} {wanted}", "input")
         if isinstance(given, dict):
+            read = _image if kind == "image_url" else _video
             try:
-                return await asyncio.to_thread(_image, given["image_url"]["url"])
+                return await asyncio.to_thread(read, given[kind]["url"])
             except ValueError as error:
                 raise ApiError(400, f"input {i} is {error}", "input") from error
         if isinstance(given, list):
@@ -139,18 +142,31 @@ class Inputs:
 
 def _image(url: str) -> Any:
     """The PIL image of a data URL. Raises ValueError, whose message continues "input 0 is"."""
+    return decode(_bytes(_data(url, "image_url")))
+
+
+def _video(url: str) -> list[Any]:
+    """The frames of a data URL, which vLLM separates by commas. Raises ValueError as _image does."""
+    return decode_frames(map(_bytes, _data(url, "video_url").split(",")))
+
+
+def _data(url: str, field: str) -> str:
+    """The text behind the first comma of a data URL in base64."""
     head, comma, data = url.partition(",")
     if not head.startswith("data:"):
         raise ValueError(
-            f"not a data URL, and this server downloads nothing: image_url.url begins with {url[:32]!r}"
+            f"not a data URL, and this server downloads nothing: {field}.url begins with {url[:32]!r}"
         )
     if not comma or not head.endswith(";base64"):
         raise ValueError(f"not a data URL in base64: it begins with {head[:64]!r}")
+    return data
+
+
+def _bytes(data: str) -> bytes:
     try:
-        content = base64.b64decode("".join(data.split()), validate=True)  # encoders break lines
+        return base64.b64decode("".join(data.split()), validate=True)  # encoders break lines
     except ValueError as error:
         raise ValueError(f"not base64 behind the comma: {error}") from error
-    return decode(content)
 
 
 def _usage(outputs: list[Any]) -> dict[str, int]:

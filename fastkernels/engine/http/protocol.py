@@ -55,6 +55,8 @@ TruncatePrompt = Annotated[
 ]
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 IMAGE_FORM = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
+VIDEO_FORM = '{"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,FRAME,FRAME,..."}}'
+FORMS = {"image_url": IMAGE_FORM, "video_url": VIDEO_FORM}
 _TEXT = {"type": "string", "minLength": 1}
 
 
@@ -80,30 +82,32 @@ def _prompt(value: Any) -> str | list[Any]:
 
 
 def _input(value: Any) -> Any:
-    """The input of an encoder: as _prompt, one image, or a list of images."""
+    """The input of an encoder: as _prompt, one image or video, or a list of these."""
     if isinstance(value, dict):
-        return _image(value, "it")
+        return _visual(value, "it")
     if not value or not isinstance(value, (str, list)):
         raise ValueError(
-            f"must be texts or lists of token ids, not empty, or images, one or a list: {IMAGE_FORM}"
+            f"must be texts or lists of token ids, not empty, or images, one or a list: {IMAGE_FORM}, or videos:"
+            f" {VIDEO_FORM}"
         )
     if isinstance(value, str) or not isinstance(value[0], dict):
         return _prompt(value)
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"at most {MAX_PROMPTS} entries are allowed, got {len(value)}")
-    return [_image(part, f"entry {i}") for i, part in enumerate(value)]
+    return [_visual(part, f"entry {i}") for i, part in enumerate(value)]
 
 
-def _image(part: Any, name: str) -> dict[str, Any]:
-    """A content part with an image. OpenAI's `detail` has no effect: the model has one resolution."""
-    image = part.get("image_url") if isinstance(part, dict) and part.get("type") == "image_url" else None
-    if not isinstance(image, dict) or not isinstance(image.get("url"), str) or set(image) - {"url", "detail"}:
-        raise ValueError(f"{name} must be an image: {IMAGE_FORM}")
+def _visual(part: Any, name: str) -> dict[str, Any]:
+    """A content part with an image or a video. OpenAI's `detail` has no effect: the model has one resolution."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    given = part.get(kind) if isinstance(kind, str) and kind in FORMS else None
+    if not isinstance(given, dict) or not isinstance(given.get("url"), str) or set(given) - {"url", "detail"}:
+        raise ValueError(f"{name} must be an image: {IMAGE_FORM}, or a video: {VIDEO_FORM}")
     return part
 
 
-def _image_of(messages: Any) -> dict[str, Any]:
-    """The only content part of a conversation, which must be an image."""
+def _visual_of(messages: Any) -> dict[str, Any]:
+    """The only content part of a conversation, which must be an image or a video."""
     contents = (
         [m.get("content") if isinstance(m, dict) else None for m in messages]
         if isinstance(messages, list)
@@ -112,10 +116,10 @@ def _image_of(messages: Any) -> dict[str, Any]:
     parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
     try:
         (part,) = parts
-        return _image(part, "it")
+        return _visual(part, "it")
     except ValueError as error:
         raise field_error(
-            "messages", "must hold one content part of type image_url, and nothing else"
+            "messages", "must hold one content part of type image_url or video_url, and nothing else"
         ) from error
 
 
@@ -167,17 +171,20 @@ _PART = {
     "type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }  # fmt: skip
-_IMAGE = {
-    "type": "object", "required": ["type", "image_url"],
-    "properties": {
-        "type": {"const": "image_url"},
-        "image_url": {
-            "type": "object", "required": ["url"], "additionalProperties": False,
-            "properties": {"url": {"type": "string"}, "detail": {}},
+_VISUAL = [
+    {
+        "type": "object", "required": ["type", kind],
+        "properties": {
+            "type": {"const": kind},
+            kind: {
+                "type": "object", "required": ["url"], "additionalProperties": False,
+                "properties": {"url": {"type": "string"}, "detail": {}},
+            },
         },
-    },
-}  # fmt: skip
-_INPUT_SCHEMA = {"anyOf": [*_PROMPT_SCHEMA["anyOf"], _IMAGE, _array(_IMAGE, MAX_PROMPTS, 1)]}
+    }
+    for kind in FORMS
+]  # fmt: skip
+_INPUT_SCHEMA = {"anyOf": [*_PROMPT_SCHEMA["anyOf"], *_VISUAL, _array({"anyOf": _VISUAL}, MAX_PROMPTS, 1)]}
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
 
 
@@ -460,7 +467,7 @@ class TokenizeRequest(Conversation):
 
 
 class PoolingRequest(Body):
-    """Common fields of embeddings and classification. Images are content parts of type image_url."""
+    """Common fields of embeddings and classification. Images and videos are content parts."""
 
     input: Annotated[Any, PlainValidator(_input), WithJsonSchema(_INPUT_SCHEMA)]
     user: str | None = Field(None, description="Accepted and ignored.")
@@ -469,17 +476,17 @@ class PoolingRequest(Body):
     @model_validator(mode="before")
     @classmethod
     def _of_messages(cls, data: Any) -> Any:
-        """vLLM's form for images: one conversation with one image."""
+        """vLLM's form for images: one conversation with one image or video."""
         if not isinstance(data, dict) or data.get("messages") is None:
             return data
         if data.get("input") is not None:
             raise field_error("input", "give either input or messages")
         rest = {k: v for k, v in data.items() if k not in ("messages", "input")}
-        return {**rest, "input": _image_of(data["messages"])}
+        return {**rest, "input": _visual_of(data["messages"])}
 
     @property
     def inputs(self) -> list[str | list[int] | dict[str, Any]]:
-        """The inputs one by one: texts, token ids or images."""
+        """The inputs one by one: texts, token ids, images or videos."""
         given = self.input
         return [given] if isinstance(given, (str, dict)) or isinstance(given[0], int) else given
 

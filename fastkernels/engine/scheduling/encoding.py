@@ -36,7 +36,7 @@ class PoolingParams:
 
 @dataclass(eq=False)
 class EncodeRequest:
-    """One sequence, or the patches of one image, to encode. A lower priority number goes first."""
+    """One sequence, or the patches of one image or video, to encode. A lower priority number goes first."""
 
     request_id: str
     prompt: str | None
@@ -52,6 +52,11 @@ class EncodeRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) if self.image is None else self.image.tokens
+
+    @property
+    def num_features(self) -> int:
+        """The number of hidden states that the model returns."""
+        return len(self.prompt_token_ids) if self.image is None else self.image.features
 
 
 @dataclass
@@ -73,7 +78,7 @@ class PoolingOutput:
 
 @dataclass
 class PoolingRequestOutput:
-    """The result of a request. Names are vLLM's. num_tokens: of the sequence, also of an image's."""
+    """The result of a request. Names are vLLM's. num_tokens: of the sequence, also of an image's or video's."""
 
     request_id: str
     prompt: str | None

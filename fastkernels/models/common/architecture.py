@@ -19,7 +19,7 @@ class Architecture:
                     `describe(config)` returns, a description.Decoder
     runner          how the engine runs the model: a key of fastkernels.engine.runners.RUNNERS
     model_type      `model_type` in config.json
-    inputs          what the model reads: 'tokens', or 'images' (see models/vision/dinov3.py)
+    inputs          what the model reads: 'tokens', 'images' or 'videos' (see models/vision/dinov3.py)
     layers          level-3 ops that the model is built of
     packed          {our module: [checkpoint modules]}: weights that are stacked into one parameter, in order; Llama's
                     by default

@@ -51,7 +51,7 @@ def check_file(folder: Path) -> None:
         raise CheckpointError(
             f"{file}: model_type={kind!r} contradicts architectures={names!r}, whose model_type is {arch.model_type!r}"
         )
-    if arch.inputs == "images" or names[0] in arch.text_of:
+    if arch.inputs != "tokens" or names[0] in arch.text_of:
         return  # transformers' defaults are public models: wrong sizes do not fit the weights
     required = [name for size in REQUIRED if (name := arch.sizes.get(size, size))]
     missing = [name for name in required if name not in raw]
@@ -62,7 +62,10 @@ def check_file(folder: Path) -> None:
 def check(config: Any) -> None:
     """Raise Unsupported for sizes that are no sizes, or that contradict each other."""
     registry.allow_mixed_sizes(config)
+    known = registry.by_architecture().get((getattr(config, "architectures", None) or [""])[0])
     for name in POSITIVE:
+        if known is not None and known.arch.sizes.get(name) == "":
+            continue  # the model checks what it has instead
         value = getattr(config, name, None)
         if name == "sliding_window" and value == 0 and getattr(config, "use_sliding_window", None) is False:
             continue  # transformers sets an unused window of Qwen2-MoE to 0

@@ -45,3 +45,17 @@ def attend_within(qkv: torch.Tensor) -> torch.Tensor:
     q, k, v = qkv[None].unbind(2)
     starts = metadata.cu_seqlens_q
     return attention_dense(q, k, v, scale, None, starts, starts, longest, longest)[0]
+
+
+def attend_from_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Attention of one query [1, heads, D] to each of B sequences, k and v [T, heads, D]; returns [B, heads * D]."""
+    rows, scale, longest = len(starts) - 1, q.shape[-1] ** -0.5, get_forward_context().max_seqlen_q
+    q = q.expand(rows, -1, -1)
+    if rows * longest == len(k):
+        k, v = (t.reshape(rows, longest, *t.shape[1:]) for t in (k, v))
+        return attention_dense(q[:, None], k, v, scale).flatten(1)
+    each = torch.arange(rows + 1, dtype=torch.int32, device=k.device)
+    pooled = attention_dense(
+        q[None].contiguous(), k[None], v[None], scale, None, each, starts.int(), 1, longest
+    )
+    return pooled[0].flatten(1)

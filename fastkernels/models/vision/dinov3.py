@@ -4,7 +4,10 @@ Every vision encoder has this interface: model(patches [P, C * p * p], grids) re
 image, where grids holds each image's patches as (rows, columns). An image has `prefix_tokens` tokens more than patches;
 they come first. pool(hidden, starts [B + 1]) returns one vector for each image, and classify(hidden, starts) the
 logits of a model with a classifier. The images' bounds are in fastkernels.core.forward_context too. A model for one
-grid only has check_grid(grid), which raises ValueError for others.
+grid only has check_grid(grid), which raises ValueError for others; features(grid) is the number of an image's hidden
+states, where that is not the number of its tokens. A model with `pads_images` pads images to whole patches by zeros,
+as others cut them. For models of videos (vjepa2.py), patches are [P, C * t * p * p], and grids have a third number,
+the steps in time, which comes first.
 """
 
 from __future__ import annotations
@@ -45,11 +48,11 @@ def absent(config: Any) -> list[str]:
 class PatchEmbedding(nn.Module):
     """The convolution of non-overlapping patches as a linear layer: patches [P, C * p * p] to [P, H]."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, size: int | None = None) -> None:
         super().__init__()
-        p = size_of(config, "patch_size")
-        self.weight = nn.Parameter(torch.empty(config.hidden_size, config.num_channels, p, p))
-        self.bias = nn.Parameter(torch.empty(config.hidden_size))
+        p, size = size_of(config, "patch_size"), size or config.hidden_size
+        self.weight = nn.Parameter(torch.empty(size, config.num_channels, p, p))
+        self.bias = nn.Parameter(torch.empty(size))
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         return linear(patches.to(self.weight.dtype), self.weight.flatten(1), self.bias)

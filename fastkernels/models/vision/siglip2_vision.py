@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import parallel
-from fastkernels.core.forward_context import get_forward_context
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.encoder import activation, attend_within, size_of
+from fastkernels.models.common.encoder import activation, attend_from_one, attend_within, size_of
 from fastkernels.models.vision.dinov3 import Grids
-from fastkernels.overrides.attention.attention_dense import attention_dense
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
@@ -126,19 +124,11 @@ class ProbeAttention(nn.Module):
 
     def forward(self, probe: torch.Tensor, hidden: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """probe [1, H]; hidden [T, H] of B images. Returns [B, H]."""
-        size, images = hidden.shape[1], len(starts) - 1
+        size = hidden.shape[1]
         q = linear(probe, self.in_proj_weight[:size], self.in_proj_bias[:size])
         kv = linear(hidden, self.in_proj_weight[size:], self.in_proj_bias[size:])
-        q = q.view(1, 1, self.num_heads, -1).expand(1, images, -1, -1)
-        k, v = kv.view(1, len(hidden), 2, self.num_heads, -1).unbind(2)
-        scale, longest = q.shape[-1] ** -0.5, get_forward_context().max_seqlen_q
-        if images * longest == len(hidden):
-            k, v = (t.reshape(images, longest, *t.shape[2:]) for t in (k, v))
-            pooled = attention_dense(q.transpose(0, 1), k, v, scale)
-        else:
-            each = torch.arange(images + 1, dtype=torch.int32, device=hidden.device)
-            pooled = attention_dense(q.contiguous(), k, v, scale, None, each, starts.int(), 1, longest)
-        return self.out_proj(pooled.reshape(images, size))
+        k, v = kv.view(len(hidden), 2, self.num_heads, -1).unbind(1)
+        return self.out_proj(attend_from_one(q.view(1, self.num_heads, -1), k, v, starts))
 
 
 class Siglip2MultiheadAttentionPoolingHead(nn.Module):

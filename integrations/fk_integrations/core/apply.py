@@ -456,6 +456,8 @@ def absent_rows(adapter: Adapter, request: Request, model: Any, rows: list[Row],
         told = [r["text"].partition(",")[0] for row in rows if row.op == name for r in row.reasons]
         found = adapter.unrecognized(name, model)
         reasons = {reason: n for reason, n in found.items() if reason.text.partition(",")[0] not in told}
+        if request.ops is None and name not in present and adapter.first_call and model is not None:
+            reasons |= _on_request(adapter, registry.get(name), model)
         if request.ops is not None and name not in present:
             reasons = reasons or {_why_absent(adapter, name): 0}
         if reasons:
@@ -464,6 +466,21 @@ def absent_rows(adapter: Adapter, request: Request, model: Any, rows: list[Row],
             row.explain(reasons)
             made.append(row)
     return made
+
+
+def _on_request(adapter: Adapter, spec: OpSpec, model: Any) -> dict[Reason, int]:
+    """{reason: modules} of those that an op replaces, but not here without a request."""
+    found: Counter[Reason] = Counter()
+    for target in adapter.targets(spec, model):
+        place, host_class = seam.find(target.seam), seam.host_class(target)
+        if not place.live or target.default or host_class is None:
+            continue
+        modules = place.modules(adapter, model, spec.name, host_class)
+        if (applies := getattr(registry.target_class(target), "applies", None)) is not None:
+            modules = [module for module in modules if applies(module)]
+        if modules:
+            found[Reason(Kind.LEFT_TO_HOST, f"{target.name}, {target.note}")] += len(modules)
+    return dict(found)
 
 
 def _uncovered_rows(adapter: Adapter, request: Request, model: Any, rank: int) -> list[Row]:

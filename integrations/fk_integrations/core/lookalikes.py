@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastkernels.core import registry
@@ -41,16 +41,22 @@ def uncovered(host: str, model: Any) -> dict[Reason, int]:
         t.path: getattr(registry.target_class(t), "applies", None)
         for op in registry.op_names() for name in names for t in registry.get(op).targets_for(name)
     }  # fmt: skip
+
+    def covered(module: Any) -> bool:
+        path = class_path(type(module))
+        applies = listed.get(path)
+        return path in listed and (applies is None or applies(module))
+
+    return no_op(m for m in model.modules() if m is not model and not covered(m))
+
+
+def no_op(modules: Iterable[Any]) -> dict[Reason, int]:
+    """{reason: modules} of those that have weights of their own or no parts, and that compute something."""
     found: Counter[str] = Counter()
-    for module in model.modules():
+    for module in modules:
         cls: Any = type(module)
         own = any(p is not None for p in module._parameters.values()) or next(module.children(), None) is None
-        path = class_path(cls)
-        applies = listed.get(path)
-        covered = path in listed and (applies is None or applies(module))
-        if not own or module is model or hasattr(cls, "fastkernels") or covered:
-            continue
-        if cls.__name__ not in _IDLE:
+        if own and not hasattr(cls, "fastkernels") and not cls.__name__.endswith(_IDLE):
             found[cls.__name__] += 1
     if not found:
         return {}

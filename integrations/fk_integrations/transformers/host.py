@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -20,15 +21,15 @@ from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
 from fk_integrations.core.adapter import Adapter, class_path
 from fk_integrations.core.in_process import InProcessHost
 from fk_integrations.core.live_class import called, callers
-from fk_integrations.core.lookalikes import PACKAGES, first_package
+from fk_integrations.core.lookalikes import PACKAGES, first_package, no_op
 from fk_integrations.transformers.architectures import needs
 from fk_integrations.transformers.recognition import (
     MODELS,
     function_semantics,
     installed_version,
     is_for,
+    is_listed,
     known,
-    listed_paths,
     repeats,
     semantics,
 )
@@ -38,6 +39,8 @@ LOOKS_LIKE = {
     "rms_norm": ("RMSNorm", ("weight",)),
     "gated_mlp": ("MLP", ("gate_proj", "up_proj", "down_proj")),
 }
+# {op: parts of the names of classes that may compute it} in encoders of images and videos
+VISUAL = {"attention_dense": ("Attention",), "layer_norm": ("Norm",), "gated_residual": ("LayerScale",)}
 
 
 # Functions that read tables in which neighbouring channels have the same frequency.
@@ -60,7 +63,7 @@ class TransformersAdapter(Adapter):
             path = class_path(cls)
             if path.startswith(MODELS):
                 same = (t for t in listed if semantics(cls) in known(t.path) and is_for(t, module))
-                found += [replace(t, path=path, note="") for t in islice(same, 1)]
+                found += [replace(t, path=path) for t in islice(same, 1)]
                 found += [t for t in self._called(spec.name, cls, listed, model) if t not in found]
             else:
                 found += [t for t in (*listed, *self.torch_targets(spec)) if t.path == path]
@@ -75,7 +78,7 @@ class TransformersAdapter(Adapter):
         tables = [k for k in kinds if k.__module__ == cls.__module__ and "RotaryEmbedding" in k.__name__]
         layouts = {repeats(k) for k in tables}
         return [
-            replace(t, path=f"{cls.__module__}:{name}", note="")
+            replace(t, path=f"{cls.__module__}:{name}")
             for method in dict.fromkeys(callers(cls).values())
             for name, function in called(cls, method).items()
             for t in listed
@@ -84,24 +87,32 @@ class TransformersAdapter(Adapter):
         ][:1]
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
-        """Modules that look like a norm or MLP of the op by name and attributes, and that no op replaces."""
+        """Modules that look like what the op computes by name and attributes, and that no op replaces."""
         found: Counter[Reason] = Counter()
-        for module in model.modules() if op in LOOKS_LIKE else ():
+        for module in self._lookalikes(op, model) if model is not None else ():
             cls: Any = type(module)
-            (end, attributes), path = LOOKS_LIKE[op], f"{cls.__module__}:{cls.__qualname__}"
             theirs = cls.__module__.startswith("transformers.") and not hasattr(cls, "fastkernels")
-            if (
-                not theirs
-                or not cls.__name__.endswith(end)
-                or not all(hasattr(module, a) for a in attributes)
-            ):
-                continue
-            if path not in listed_paths() and not any(
-                semantics(cls) in known(listed) for listed in listed_paths()
-            ):
-                name = path.replace(":", ".")
+            if theirs and not is_listed(module):
+                name = f"{cls.__module__}.{cls.__qualname__}"
                 found[Reason(Kind.OTHER_CLASS, f"{name}, whose forward is not one that {op} replaces")] += 1
         return dict(found)
+
+    def _lookalikes(self, op: str, model: Any) -> Iterator[Any]:
+        if op in LOOKS_LIKE:
+            end, attributes = LOOKS_LIKE[op]
+            for module in model.modules():
+                if type(module).__name__.endswith(end) and all(hasattr(module, a) for a in attributes):
+                    yield module
+        for module in _uncovered(model) if op in VISUAL else ():
+            inside = (type(m).__name__ for m in module.modules() if m is not module)
+            whole = not any(
+                part in name for name in inside for part in VISUAL[op]
+            )  # no part of it computes the op
+            if whole and any(part in type(module).__name__ for part in VISUAL[op]) and not _other(op, module):
+                yield module
+
+    def uncovered(self, model: Any) -> dict[Reason, int]:
+        return {} if model is None else no_op(_uncovered(model))
 
     def unknown(self, target: Target, host_class: Any) -> Reason | None:
         # `targets` has compared what a model's class computes.
@@ -116,6 +127,31 @@ class TransformersAdapter(Adapter):
         if not any(issubclass(getattr(type(m), "fastkernels", object), GatedGeluMLP) for m in mlps):
             return None
         return Reason(Kind.LEFT_TO_HOST, "our gated_gelu_mlp computes it with the product after it")
+
+
+def visual_modules(model: Any) -> list[Any]:
+    """The modules inside transformers' models of images and videos, without those of text models in them."""
+    kinds: dict[Any, Any] = {}
+    for outer in model.modules():  # from the outside in
+        if (kind := getattr(type(outer), "input_modalities", None)) is not None:
+            kinds.update(dict.fromkeys(outer.modules(), kind))
+    return [
+        m for m, kind in kinds.items()
+        if ("image" in kind or "video" in kind) and not hasattr(type(m), "input_modalities")
+    ]  # fmt: skip
+
+
+def _uncovered(model: Any) -> list[Any]:
+    """The visual modules without a target; a LayerScale is part of a layer that has one."""
+    visual = visual_modules(model)
+    replaced = {m for m in visual if is_listed(m) or hasattr(type(m), "fastkernels")}
+    scales = {c for m in replaced for c in m.children() if type(c).__name__.endswith("LayerScale")}
+    return [m for m in visual if m not in replaced and m not in scales]
+
+
+def _other(op: str, module: Any) -> bool:
+    """Whether the module's name states another op's norm."""
+    return op == "layer_norm" and "RMSNorm" in type(module).__name__
 
 
 class TransformersHost(InProcessHost):

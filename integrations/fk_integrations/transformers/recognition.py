@@ -62,8 +62,13 @@ def _parsed(code: Any) -> ast.FunctionDef | None:
 
 @cache
 def known(path: str) -> frozenset[str]:
-    """Semantics of the forward of a target's class, in all recorded versions."""
-    recorded = (data["classes"].get(path, {}) for data in versions.recorded("transformers").values())
+    """Semantics of the forward of a target's class, in the recorded versions that the target is for."""
+    targets = [t for op in registry.op_names() for t in registry.get(op).targets if t.path == path]
+    recorded = (
+        data["classes"].get(path, {})
+        for version, data in versions.recorded("transformers").items()
+        if not targets or any(t.applies_to(version) for t in targets)
+    )
     return frozenset(entry["semantics"] for entry in recorded if "semantics" in entry)
 
 
@@ -76,11 +81,18 @@ def listed_paths() -> set[str]:
 
 @cache
 def _by_semantics() -> dict[str, list[tuple[str, Target]]]:
-    """{what a forward computes: (op, target)} of the targets that are classes of a model."""
+    """{what a forward computes: (op, target)} of the targets that are classes of a model.
+
+    Without attention and the layers around it, which are `tried`: they are matched by their parts.
+    """
     found: dict[str, list[tuple[str, Target]]] = {}
     for op in registry.op_names():
         for target in registry.get(op).targets_for("transformers", installed_version()):
-            if target.path.startswith(MODELS) and target.seam not in ("function", "called_function"):
+            if (
+                target.path.startswith(MODELS)
+                and target.seam not in ("function", "called_function")
+                and not target.tried
+            ):
                 for semantics in known(target.path):
                     found.setdefault(semantics, []).append((op, target))
     return found
@@ -97,6 +109,21 @@ def _by_path() -> dict[str, tuple[str, Target]]:
                 if not target.path.startswith(MODELS):
                     found[target.path] = (op, target)
     return found
+
+
+def is_listed(module: Any) -> bool:
+    """Whether a target covers this module, by its path or by what its forward computes."""
+    cls = type(module)
+    path = class_path(cls)
+    if not path.startswith(MODELS):
+        applies = (
+            getattr(registry.target_class(_by_path()[path][1]), "applies", None)
+            if path in _by_path()
+            else None
+        )
+        return path in _by_path() and (applies is None or applies(module))
+    found = semantics(cls)
+    return bool(found) and any(found in known(listed) for listed in listed_paths())
 
 
 def target_of(module: Any) -> tuple[str, Target] | None:

@@ -1,4 +1,4 @@
-"""/v1/embeddings and /classify of images."""
+"""/v1/embeddings and /classify of images and videos."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ def part(image, kind="PNG", **options):
 
 def data_part(data, kind="PNG"):
     return {"type": "image_url", "image_url": {"url": f"data:image/{kind.lower()};base64,{data}"}}
+
+
+def video(frames):
+    url = "data:video/jpeg;base64," + ",".join(map(encoded, frames))
+    return {"type": "video_url", "video_url": {"url": url}}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +116,7 @@ def test_other_formats_and_modes_are_read(url):
         ({"input": [5, 6]}, "input", "takes images, as"),
         ({"input": []}, "input", "or images, one or a list"),
         ({"input": None}, "input", '"image_url": {"url": "data:image/png;base64,'),
+        ({"input": video(IMAGES[:1])}, "input", 'takes images, as {"type": "image_url"'),
         ({"input": {"type": "text", "text": "a"}}, "input", "must be an image"),
         ({"input": [part(IMAGES[0]), "a"]}, "input", "entry 1 must be an image"),
         ({"input": data_part("AAAA")}, "input", "input 0 is not an image of a known format; accepted are"),
@@ -153,3 +159,60 @@ def test_text_model_takes_no_images():
         answer = post(url, "/classify", input="a")
         assert answer.status_code == 404
         assert "has no classifier" in answer.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def of_videos(tmp_path_factory):
+    return make_tiny_encoder(tmp_path_factory.mktemp("encoder") / "videos", "vjepa2_classes")
+
+
+@pytest.fixture(scope="module")
+def video_url(of_videos):
+    with live_server(of_videos, num_blocks=None, max_model_len=None) as (url, _):
+        yield url
+
+
+def test_videos_become_vectors_and_classes(video_url, of_videos):
+    """Clips of two and four frames, and an image."""
+    frames = [Image.fromarray(RNG.integers(0, 256, (40, 48, 3), dtype=np.uint8)) for _ in range(5)]
+    prompts, parts = (
+        [frames[:4], frames[3:], frames[0]],
+        [video(frames[:4]), video(frames[3:]), part(frames[0])],
+    )
+    llm = LLM(str(of_videos), device="cpu")
+    wanted = llm.embed(prompts, use_tqdm=False)
+    answer = post(video_url, input=parts).json()
+    np.testing.assert_allclose(
+        [d["embedding"] for d in answer["data"]], [o.outputs.data for o in wanted], atol=1e-5
+    )
+    assert answer["usage"]["prompt_tokens"] == 32 + 16 + 16
+    (found,) = post(video_url, messages=[{"role": "user", "content": [parts[1]]}]).json()["data"]
+    np.testing.assert_allclose(found["embedding"], wanted[1].outputs.data, atol=1e-5)
+    answer = post(video_url, "/classify", input=parts).json()
+    for found, want in zip(answer["data"], llm.classify(prompts, use_tqdm=False), strict=True):
+        np.testing.assert_allclose(found["probs"], want.outputs.probs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("a text", 'takes videos, as {"type": "video_url", '),
+        (video(IMAGES[:1] * 3), "input 0 has 3 frames, and this model takes one or a multiple of 2"),
+        (video(IMAGES[:2]), "input 0 has frames of several sizes: (48, 40) and (48, 60)"),
+        (video(IMAGES[:1])["video_url"] | {"type": "video_url"}, "must be an image"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "accepted are PNG, JPEG, WEBP"),
+        ({"type": "video_url", "video_url": {"url": "https://a.b/c.mp4"}}, "video_url.url begins with 'https:"),
+        ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,,"}}, "frame 0"),
+    ],
+)  # fmt: skip
+def test_bad_video_is_refused(video_url, given, words):
+    answer = post(video_url, input=given)
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"], answer.text
+
+
+def test_video_of_too_many_pixels_is_refused(video_url, monkeypatch):
+    monkeypatch.setattr(reading, "MAX_PIXELS", 4000)
+    answer = post(video_url, input=video(IMAGES[:1] * 4))
+    assert answer.status_code == 400
+    assert "input 0 is a video of more than 4000 pixels in all frames" in answer.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Encoders of transformers, patched in this process: tiny and random. Their attention stays with the host."""
+"""Encoders of transformers, patched in this process: tiny and random."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import fastkernels
+from fastkernels.patch import PatchError
 
 _SMALL = {"hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
 VJEPA2 = {
@@ -101,3 +102,162 @@ def test_rotations_of_several_dimensions_are_replaced(
     report.undo()
     assert [type(m) for m in model.modules()] == classes
     assert all(map(torch.equal, run(), before))
+
+
+VIT = {**_SMALL, "intermediate_size": 96, "image_size": 32, "patch_size": 8}
+STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32]}
+HEADS = {"num_attention_heads": [1, 2, 2, 4]}
+SWIN = {
+    "image_size": 32,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [1, 2],
+    "num_heads": [2, 2],
+    "window_size": 2,
+}
+DENSE = [
+    ("SiglipVisionModel", VIT, 3, 0),
+    ("Siglip2VisionModel", {**VIT, "num_patches": 16}, 3, 0),
+    ("CLIPVisionModel", VIT, 2, 0),
+    ("ViTModel", VIT, 2, 0),
+    ("Dinov2WithRegistersModel", {**VIT, "num_register_tokens": 3}, 2, 2),
+    ("DINOv3ViTModel", DINOV3, 2, 2),
+]
+# No op was written for these; the number is that of their attention layers that compute the same as a listed one.
+HELD_OUT = [
+    ("BeitModel", {**VIT, "use_relative_position_bias": True}, 2, 0),
+    ("DeiTModel", VIT, 2, 0),
+    ("ViTMSNModel", VIT, 2, 0),
+    ("Data2VecVisionModel", VIT, 0, 0),
+    ("ConvNextV2Model", STAGES, 0, 0),
+    ("SwinModel", SWIN, 0, 0),
+    ("SegformerModel", {**STAGES, **HEADS}, 0, 0),
+    (
+        "HieraModel",
+        {"embed_dim": 16, "image_size": [32, 32], "depths": [1, 1, 1, 1], "num_heads": [1, 2, 2, 4]},
+        0,
+        0,
+    ),
+    ("PvtModel", {**STAGES, **HEADS, "image_size": 32}, 0, 0),
+    ("DPTModel", VIT, 0, 0),
+    ("Aimv2VisionModel", VIT, 2, 0),
+]
+ALL = [
+    "attention_dense", "gated_residual", "layer_norm", "gelu", "quick_gelu", "patch_embedding", "rms_norm", "gated_mlp",
+]  # fmt: skip
+
+
+def build(name: str, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """(model, function that runs it); SigLIP 2's images have padding."""
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**config)).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.5 if parameter.dim() == 1 else 0.0, 0.2)
+    given: tuple[Any, ...] = (torch.randn(2, 3, 32, 32).to(dtype),)
+    if name.startswith("Siglip2"):
+        mask = torch.arange(20) < torch.tensor([[12], [20]])
+        given = torch.randn(2, 20, 192).to(dtype), mask.long(), torch.tensor([[3, 4], [4, 5]])
+
+    def run(**more: Any) -> list[torch.Tensor]:
+        with torch.no_grad():
+            out = model(*given, **more)
+        return [t for t in (out.last_hidden_state, getattr(out, "pooler_output", None)) if t is not None]
+
+    return model, run
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "attention", "layers"), [*DENSE, *HELD_OUT], ids=[n for n, *_ in DENSE + HELD_OUT]
+)
+def test_all_ops_give_the_hosts_outputs(
+    name: str, config: dict[str, Any], attention: int, layers: int
+) -> None:
+    model, run = build(name, config)
+    before, classes = run(), [type(m) for m in model.modules()]
+    report = fastkernels.patch(model, ops=ALL)
+    for found, expected in zip(run(), before, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    rows: dict[str, int] = {}
+    for row in report.refresh().active:
+        assert row.calls and not row.fallbacks, row
+        rows[row.op] = rows.get(row.op, 0) + row.modules
+    assert (rows.get("attention_dense", 0), rows.get("gated_residual", 0)) == (attention, layers)
+    report.undo()
+    assert [type(m) for m in model.modules()] == classes and all(map(torch.equal, run(), before))
+
+
+@pytest.mark.parametrize(("name", "config", "attention", "layers"), DENSE, ids=[n for n, *_ in DENSE])
+def test_bfloat16_is_as_near_float32_as_the_host(
+    name: str, config: dict[str, Any], attention: int, layers: int
+) -> None:
+    exact = build(name, config)[1]()
+    model, run = build(name, config, torch.bfloat16)
+    host = run()
+    with fastkernels.patch(model, ops=ALL):
+        ours = run()
+    for want, theirs, found in zip(exact, host, ours, strict=True):
+        assert (found - want).norm() < 1.5 * (theirs - want).norm()
+
+
+def test_other_attention_function_runs_the_hosts_code() -> None:
+    model, _ = build("ViTModel", VIT)
+    with fastkernels.patch(model, ops="attention_dense") as report:
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            out = model(torch.randn(1, 3, 32, 32), output_attentions=True)
+        assert [tuple(a.shape) for a in out.attentions] == [(1, 2, 17, 17)] * 2
+        (row,) = report.refresh().active
+        assert row.fallbacks == {"its attention function is 'eager', not 'sdpa'": 2} and not row.calls
+    with pytest.raises(PatchError, match="2 unsupported: its attention function is 'eager', not 'sdpa'"):
+        fastkernels.patch(model, ops="attention_dense")
+
+
+def test_hooks_inside_replaced_modules_run() -> None:
+    """Of the pooling head's attention, and of a LayerScale, which ours would not call."""
+    seen: list[str] = []
+    model, run = build("SiglipVisionModel", VIT)
+    report = fastkernels.patch(model, ops="attention_dense")
+    handle = model.head.attention.register_forward_hook(lambda *_: seen.append("attention"))
+    after = run()
+    (fallback,) = {why for row in report.refresh().active for why in row.fallbacks}
+    assert seen == ["attention"] and "has a hook" in fallback
+    report.undo()
+    handle.remove()
+    torch.testing.assert_close(after, run(), rtol=0, atol=1e-4)
+    model, run = build("Dinov2Model", VIT)
+    before = run()
+    with fastkernels.patch(model, ops="gated_residual"):
+        model.encoder.layer[0].layer_scale1.register_forward_hook(lambda *_: seen.append("scale"))
+        torch.testing.assert_close(run(), before, rtol=0, atol=1e-4)
+    assert seen[1:] == ["scale"]
+    with fastkernels.patch(model, ops="gated_residual") as report:
+        (row,) = report.active
+        assert (
+            row.modules == 1 and row.reason == "1 unsupported: its scale is Dinov2LayerScale, or has a hook"
+        )
+
+
+def test_report_lists_modules_without_an_op() -> None:
+    model, _ = build("Swinv2Model", SWINV2)
+    report = fastkernels.patch(model)
+    reasons = {row.op: row.reason for row in report.rows if row.state == "off"}
+    assert (
+        "3 stay with the host: transformers.models.swinv2.modeling_swinv2.Swinv2SelfAttention"
+        in (reasons["attention_dense"])
+    )
+    assert (
+        "no op replaces them (Linear 25, Swinv2SelfAttention 3, ReLU 3, AdaptiveAvgPool1d 1)" in reasons["-"]
+    )
+    report.undo()
+    model, _ = build("Dinov2Model", VIT)
+    with fastkernels.patch(model) as report:
+        reasons = {row.op: row.reason for row in report.rows if row.state == "off"}
+        for op, name in (("attention_dense", "Dinov2Attention"), ("gated_residual", "Dinov2Layer")):
+            assert reasons[op].startswith(f"2 left to the host: {name}, decided at first calls on a GPU")
+    text = transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(**_SMALL, intermediate_size=64, vocab_size=99)
+    )
+    with fastkernels.patch(text) as report:
+        assert "-" not in {row.op for row in report.rows}  # only models of images and videos are listed whole

@@ -1,6 +1,7 @@
-"""Features of diffusers and timm combined with a patch: CPU offload, LoRA adapters, torchao's quantization.
+"""Features of diffusers, timm and transformers combined with a patch: CPU offload, LoRA, torchao, bitsandbytes.
 
-The hooks of offload have the CPU as execution device. Tests of peft and torchao skip where these are not installed.
+The hooks of offload have the CPU as execution device. Tests of peft, torchao and bitsandbytes skip where these are not
+installed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,25 @@ def unet(folder: Any) -> tuple[Any, Callable[[Any], torch.Tensor]]:
     return pipe.unet, run
 
 
+def siglip() -> tuple[Any, Callable[[Any], torch.Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.SiglipVisionConfig(
+        hidden_size=48,
+        num_attention_heads=3,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=8,
+    )
+    model = transformers.SiglipVisionModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.5 if parameter.dim() == 1 else 0.0, 0.2)
+    images = torch.randn(2, 3, 32, 32)
+    return model, lambda m: m(images).pooler_output
+
+
 def sequential(model: Any) -> None:
     accelerate.cpu_offload(model, execution_device=CPU)
 
@@ -64,7 +84,7 @@ def group(model: Any) -> None:
 def lora(model: Any) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    names = ["to_q", "to_v", "to_out.0"] if hasattr(model, "config") else ["qkv", "proj"]
+    names = ["to_q", "to_v", "to_out.0", "q_proj", "fc1"] if hasattr(model, "config") else ["qkv", "proj"]
     config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
     peft.inject_adapter_in_model(config, model)
 
@@ -74,25 +94,53 @@ def quantized(model: Any) -> None:
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
 
 
+def bits8(model: Any) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    _replace_linears(
+        model,
+        lambda *size, **has: bnb.nn.Linear8bitLt(*size, **has, has_fp16_weights=False),
+        lambda weight: bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False),
+    )
+
+
+def bits4(model: Any) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    _replace_linears(
+        model,
+        lambda *size, **has: bnb.nn.Linear4bit(*size, **has, compute_dtype=torch.float32, quant_type="nf4"),
+        lambda weight: bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4"),
+    )
+
+
+def _replace_linears(model: Any, layer: Callable[..., Any], parameter: Callable[..., Any]) -> None:
+    """As transformers and diffusers do while they load a model."""
+    for module in list(model.modules()):
+        for name, old in list(module.named_children()):
+            if type(old) is torch.nn.Linear:
+                new = layer(old.in_features, old.out_features, bias=old.bias is not None)
+                new.weight, new.bias = parameter(old.weight.data.clone()), old.bias
+                setattr(module, name, new.to(CPU))
+
+
 def active(report: Any) -> set[str]:
     return {row.op for row in report.refresh().active if row.calls}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("feature", [whole, group, lora, quantized])
-@pytest.mark.parametrize("host", ["timm", "diffusers"])
+@pytest.mark.parametrize("feature", [whole, group, lora, quantized, bits8, bits4])
+@pytest.mark.parametrize("host", ["timm", "diffusers", "transformers"])
 @pytest.mark.parametrize("first", ["feature", "patch"])
 def test_feature_gives_the_hosts_outputs(
     feature: Callable[[Any], None], host: str, first: str, tmp_path: Any
 ) -> None:
-    model, run = vit() if host == "timm" else unet(tmp_path)
-    if feature is group and host == "timm":
+    if feature is group and host != "diffusers":
         pytest.skip("group offload is diffusers' own")
+    model, run = {"timm": vit, "transformers": siglip}[host]() if host != "diffusers" else unet(tmp_path)
     plain = run(model)
     if first == "feature":
         feature(model)
         before = run(model)
-    own = ["geglu", "group_norm", "timestep_embedding"] if host == "diffusers" else []
+    own = {"diffusers": ["geglu", "group_norm", "timestep_embedding"], "transformers": ["gelu"]}.get(host, [])
     report = fastkernels.patch(model, ops=[*OPS, *own])
     if first == "patch":
         feature(model)
@@ -105,7 +153,7 @@ def test_feature_gives_the_hosts_outputs(
     if first == "feature":
         assert torch.equal(again, before)
     torch.testing.assert_close(after, again, rtol=1e-4, atol=1e-4 * float(again.abs().max()))
-    if feature in (lora, quantized):
+    if feature in (lora, quantized, bits8, bits4):
         assert (after - plain).abs().max() > 1e-3 * plain.abs().max()
 
 
