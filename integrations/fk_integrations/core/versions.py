@@ -14,7 +14,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,18 @@ def semantics(methods: Callable[[str], ast.FunctionDef | None], name: str = "for
         node = None if name in found else methods(name)
         if node is None:
             continue
-        tree = _Renamed(node).visit(ast.Module(_without_docstring(copy.deepcopy(node.body)), []))
-        found[name] = ast.unparse(tree)
-        called = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
-        todo += [f.attr for f in called if isinstance(f, ast.Attribute) and ast.unparse(f.value) == "p0"]
+        found[name], called = _computed(node)
+        todo += called
     return hashlib.sha256("\n".join(found.values()).encode()).hexdigest()[:16] if found else ""
+
+
+@lru_cache(maxsize=4096)
+def _computed(node: ast.FunctionDef) -> tuple[str, list[str]]:
+    """The statements of a function with renamed parameters, and the methods of its first parameter that it calls."""
+    tree = _Renamed(node).visit(ast.Module(_without_docstring(copy.deepcopy(node.body)), []))
+    called = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
+    methods = [f.attr for f in called if isinstance(f, ast.Attribute) and ast.unparse(f.value) == "p0"]
+    return ast.unparse(tree), methods
 
 
 class _Renamed(ast.NodeTransformer):
@@ -94,6 +101,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     return body[1:] if text else body
 
 
+@cache
 def installed(*distributions: str) -> str | None:
     """The version of the first distribution that is installed, without a local part; None if there is none."""
     for name in distributions:
