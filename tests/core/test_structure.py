@@ -74,10 +74,20 @@ def folder_of(module: str) -> str:
     return module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
 
 
-def imports(module: str, file: Path) -> Iterator[Import]:
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
+def imports(module: str, file: Path) -> tuple[Import, ...]:
     """All imports of a file, those inside functions included; those for type checkers only are left out."""
+    return tuple(_imports(module, file))
+
+
+def _imports(module: str, file: Path) -> Iterator[Import]:
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
-    todo: list[tuple[ast.AST, bool]] = [(ast.parse(file.read_text()), True)]
+    todo: list[tuple[ast.AST, bool]] = [(parsed(file), True)]
     while todo:
         node, top = todo.pop()
         if isinstance(node, ast.Import):
@@ -125,7 +135,7 @@ def test_packages_say_what_they_contain() -> None:
     """Every __init__.py has a docstring of one to three lines."""
     wrong = []
     for file in (f for f in modules().values() if f.name == "__init__.py"):
-        docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+        docstring = ast.get_docstring(parsed(file)) or ""
         lines = len(docstring.splitlines())
         if not 1 <= lines <= INIT_LINES:
             wrong.append(f"{file.relative_to(ROOT)}: {lines} lines")
@@ -135,7 +145,7 @@ def test_packages_say_what_they_contain() -> None:
 def test_no_file_only_reexports() -> None:
     wrong = []
     for file in (f for f in modules().values() if f.name != "__init__.py"):
-        body = [n for n in ast.parse(file.read_text()).body if not isinstance(n, ast.Expr)]
+        body = [n for n in parsed(file).body if not isinstance(n, ast.Expr)]
         names = [n for n in body if not isinstance(n, (ast.Import, ast.ImportFrom))]
         if all(isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__" for n in names):
             wrong.append(str(file.relative_to(ROOT)))
@@ -156,10 +166,10 @@ def private_uses(module: str, file: Path) -> Iterator[str]:
             yield f"{file.relative_to(ROOT)}:{found.line} imports {found.full}"
         if outside and origin == found.full:
             known[found.bound] = origin
-    for node in ast.walk(ast.parse(file.read_text())):
-        if not isinstance(node, ast.Attribute) or ast.unparse(node.value) not in known:
+    for node in ast.walk(parsed(file)):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
             continue
-        if node.attr.startswith("_") and not node.attr.startswith("__"):
+        if ast.unparse(node.value) in known:
             yield f"{file.relative_to(ROOT)}:{node.lineno} reads {ast.unparse(node)}"
 
 

@@ -205,7 +205,9 @@ def test_other_architectures_equal_transformers(tmp_path, oracle, kind, fields):
         llm.generate(PROMPTS, GREEDY)
 
 
-@pytest.mark.parametrize("where", ["between steps", "in a collective"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("between steps", marks=pytest.mark.slow), "in a collective"]
+)
 def test_killed_worker_ends_the_engine(tiny, where):
     llm = make(tiny)
     engine, (pid,) = llm.llm_engine, pids(llm)
@@ -305,7 +307,7 @@ llm.generate([[5, 6]], SamplingParams(max_tokens=4))  # no shutdown
 """
 
 
-@pytest.mark.parametrize("end", ["kill", "forget"])
+@pytest.mark.parametrize("end", ["kill", pytest.param("forget", marks=pytest.mark.slow)])
 def test_workers_end_with_their_parent(tiny, end):
     command = [sys.executable, "-c", PARENT, str(tiny), end]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
