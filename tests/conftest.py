@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import gc
 import os
+import ssl
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # without a network, the hub's client tries for 25 s
 
 import pytest
+
+# Each client of httpx reads all certificates again, for 40 ms; no test needs them.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 if TYPE_CHECKING:
     from support.oracle import Oracle
