@@ -127,8 +127,17 @@ def test_standalone_files_run_alone(
         OPS[name].forget()
 
 
-@pytest.mark.parametrize("interpreted", ["0", "1"], ids=["unsupported", "interpreted"])
-@pytest.mark.parametrize("host", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize(
+    ("host", "interpreted"),
+    [
+        pytest.param("vllm", "0", id="vllm-unsupported"),
+        pytest.param("vllm", "1", id="vllm-interpreted"),
+        pytest.param("sglang", "0", id="sglang-unsupported", marks=pytest.mark.slow),
+        pytest.param("sglang", "1", id="sglang-interpreted"),
+        pytest.param("transformers", "0", id="transformers-unsupported", marks=pytest.mark.slow),
+        pytest.param("transformers", "1", id="transformers-interpreted"),
+    ],
+)
 def test_fork_files_run_kernels_or_the_host(host: str, interpreted: str, tmp_path: Path) -> None:
     """Over a stand-in for the host: on a CPU its code runs, with the same arguments; in Triton's interpreter ours.
 
@@ -787,7 +796,14 @@ def test_fp8_tiles_of_a_fork_are_the_library_s(fp8_file: Any) -> None:
         assert found == (plan.rows, plan.tokens, plan.block_k, plan.stages, plan.ahead), (m, n, k)
 
 
-@pytest.mark.parametrize("case", sorted({c[0]: c for c in CASES}.values()), ids=lambda c: c[0])
+ONE_EACH = sorted({c[0]: c for c in CASES}.values())  # a case of each op
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] if i % 6 else []) for i, c in enumerate(ONE_EACH)],
+    ids=[c[0] for c in ONE_EACH],
+)
 def test_second_export_gives_the_same_text(case: tuple[str, str, str]) -> None:
     for standalone in (False, True) if case in FORKS else (True,):
         assert exported(*case, standalone) == export(*case, standalone)

@@ -44,8 +44,11 @@ def is_overload(node: ast.ClassDef | ast.FunctionDef) -> bool:
 def source_of(module_source: str, name: str) -> str | None:
     """The lines of a module's top-level class or function, decorators included; None if there is no such name."""
     node = _definition(module_source, name)
-    if node is None:
-        return None
+    return None if node is None else lines_of(module_source, node)
+
+
+def lines_of(module_source: str, node: ast.ClassDef | ast.FunctionDef) -> str:
+    """The lines of a class or function of a module, decorators included."""
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
     return "\n".join(module_source.splitlines()[first - 1 : node.end_lineno])
 
