@@ -23,6 +23,7 @@ from fastkernels.core.reasons import Kind, Reason
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
+@lru_cache(maxsize=16)
 def _definition(module_source: str, name: str) -> ast.ClassDef | ast.FunctionDef | None:
     """A module's top-level class or function; for a function with typing overloads, the implementation."""
     todo: list[ast.AST] = [ast.parse(module_source)]

@@ -205,9 +205,7 @@ def test_other_architectures_equal_transformers(tmp_path, oracle, kind, fields):
         llm.generate(PROMPTS, GREEDY)
 
 
-@pytest.mark.parametrize(
-    "where", [pytest.param("between steps", marks=pytest.mark.slow), "in a collective"]
-)
+@pytest.mark.parametrize("where", [pytest.param("between steps", marks=pytest.mark.slow), "in a collective"])
 def test_killed_worker_ends_the_engine(tiny, where):
     llm = make(tiny)
     engine, (pid,) = llm.llm_engine, pids(llm)

@@ -62,7 +62,7 @@ def test_kernel_equals_the_separate_kernels() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
-    assert len(found) == len(ODD) and {c: p for c, p in found.items() if p} == {}
+    assert len(found) == len(ODD) - 1 and {c: p for c, p in found.items() if p} == {}
 
 
 def test_mismatched_arguments_raise() -> None:
