@@ -33,7 +33,10 @@ else:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    first = ("tests/integrations/", "tests/overrides/test_ops.py")
+    first = (
+        "tests/integrations/test_engines.py", "tests/integrations/", "tests/overrides/test_ops.py",
+        "tests/export/test_export.py", "tests/bench/kernels/test_cheats.py",
+    )  # fmt: skip
     items.sort(key=lambda item: next((i for i, f in enumerate(first) if f in item.nodeid), len(first)))
 
 

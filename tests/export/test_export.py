@@ -101,8 +101,8 @@ def test_standalone_files_run_alone(
     for name in registry.op_names():
         spec = registry.get(name)
         found = _targets(spec, host, version)
-        if found is None:
-            continue
+        if found is None or (not found and host != "vllm"):
+            continue  # the file of a function is the same for all hosts
         assert not found or name in runner.EXERCISES, f"tests/support/exported.py has no exercise for {name}"
         text = exported(name, host, version, standalone=True)
         (tmp_path / f"{name}.py").write_text(text)
@@ -441,8 +441,9 @@ FORKS = [case for case in CASES if _fork_targets(registry.get(case[0]), *case[1:
 
 
 def _newest(cases: list[tuple[str, str, str]]) -> set[tuple[str, str, str]]:
-    """Those of the newest version of a host that an op is for."""
-    return set({case[:2]: case for case in cases}.values())  # versions are in order
+    """Those of the newest version of a host that an op is for; of a function, which has one file for all, of vLLM."""
+    newest = {case[:2]: case for case in cases}.values()  # versions are in order
+    return {case for case in newest if registry.get(case[0]).targets or case[1] == "vllm"}
 
 
 def _params(cases: list[tuple[str, str, str]], *more: Any) -> list[Any]:
@@ -502,7 +503,7 @@ def _check_lines(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", registry.op_names())
 def test_fork_files_are_kernels_and_few_lines(name: str) -> None:
-    for host in compare.hosts():
+    for host in compare.hosts() if registry.get(name).targets else ["vllm"]:
         version = compare.versions(host)[-1]
         if _fork_targets(registry.get(name), host, version) is not None:
             _check_lines(name, exported(name, host, version))
@@ -515,6 +516,18 @@ def test_files_of_further_modules_are_few_lines(name: str, host: str, version: s
     found = fork_targets(registry.get(name), host, version)
     for module in list(dict.fromkeys(t.path.partition(":")[0] for t in found))[1:15]:
         _check_lines(name, export(name, host, version, only=module))
+
+
+@pytest.mark.parametrize("standalone", [False, True])
+def test_file_of_a_function_is_the_same_for_all_hosts(standalone: bool) -> None:
+    texts = set()
+    for host in compare.hosts():
+        version = compare.versions(host)[-1]
+        text = exported("softplus", host, version, standalone)
+        texts.add(
+            text.replace(f"for {host} {version}", "for HOST").replace(f"softplus_{host}", "softplus_HOST")
+        )
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("name", sorted(NO_PLACE))

@@ -27,6 +27,10 @@ SIMILAR = (
     "glm4_moe", "glm4_moe_lite", "dots1", "gemma4_unified_text", "cwm", "minimax_m2",
     "granitemoe", "jais2", "qwen2_moe_windows", "cohere2_moe_sigmoid",
 )  # fmt: skip
+# One of each kind of cache and router: windows, sinks, latent and sparse attention, experts
+CACHES = (
+    "llama", "qwen3_windows", "mixtral", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "deepseek_v32",
+)  # fmt: skip
 every_model = pytest.mark.parametrize(
     "folder",
     [pytest.param(name, marks=pytest.mark.slow if name in SIMILAR else ()) for name in MODELS],
@@ -48,7 +52,11 @@ def test_greedy_equals_transformers(folder: Path, greedy: Any) -> None:
     assert len({tuple(t) for t in got}) == len(got)
 
 
-@every_model
+@pytest.mark.parametrize(
+    "folder",
+    [pytest.param(name, marks=() if name in CACHES else pytest.mark.slow) for name in MODELS],
+    indirect=True,
+)
 def test_small_steps_keep_tokens(folder: Path, greedy: Any) -> None:
     """Prompts in chunks, prefix hits and preemption: as many tokens as transformers' and the same ones."""
     llm = LLM(
