@@ -193,7 +193,10 @@ def test_exception_in_a_worker_ends_the_engine(two):
     assert not fastkernels.core.parallel.get_tp_rank() and fastkernels.core.parallel.get_tp_size() == 1
 
 
-@pytest.mark.parametrize(("kind", "fields"), [("qwen3", {"num_key_value_heads": 1}), ("mixtral", {})])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("qwen3", {"num_key_value_heads": 1}), pytest.param("mixtral", {}, marks=pytest.mark.slow)],
+)
 def test_other_architectures_equal_transformers(tmp_path, oracle, kind, fields):
     """Includes a Qwen3 model with one KV head, which both ranks hold."""
     folder = make_tiny(tmp_path / kind, kind, "float32", **fields)
