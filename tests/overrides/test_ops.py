@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import warm
 from support.kernels.op_cases import call, make_args, mismatch, mutated, odd_cases, oracle, poison
 
 from fastkernels.core import registry
@@ -58,8 +57,7 @@ def interpreted(request: pytest.FixtureRequest) -> dict[tuple[str, str], str | N
     items = (item for item in request.session.items if isinstance(item, pytest.Function))
     chosen = [i.callspec.params for i in items if i.function is test_triton_interpreted]
     names = [f"{params['name']}-{params['case'].name}" for params in chosen]
-    command = [sys.executable, str(SCRIPT), *names]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    done = warm.run([SCRIPT, *names], env, timeout=400)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     return {(r["op"], r["case"]): r["problem"] for r in rows}
