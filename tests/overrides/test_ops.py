@@ -135,6 +135,7 @@ def test_compiles_whole(name: str, case: Case) -> None:
     compiled(registry.get(name), case, "aot_eager")
 
 
+@pytest.mark.slow
 def test_compiles_with_inductor() -> None:
     spec = registry.get("rotary_emb")
     compiled(spec, next(c for c in spec.cases if c.name == "smollm2"), "inductor")

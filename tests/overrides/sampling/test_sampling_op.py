@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from support import warm
 
 from fastkernels.overrides.kit import philox
 from fastkernels.overrides.sampling import sampling
@@ -152,6 +151,8 @@ def test_mismatched_shapes_are_rejected():
 
 def test_interpreted_kernels_equal_reference():
     """Tokens equal those of the reference on every path of the search, and draws have the right distribution."""
+    from support import warm  # which this file, as a script, cannot import
+
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = warm.run([__file__], env)
     assert done.returncode == 0, done.stderr
