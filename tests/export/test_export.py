@@ -20,7 +20,7 @@ import exported as runner
 import pytest
 import torch
 from fk_integrations.core import signature_diff as compare
-from support import warm
+from support.kernels import warm
 
 from fastkernels.core import cuda_rtc, forward_context, registry
 from fastkernels.core.dispatch import OPS

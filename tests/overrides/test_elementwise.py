@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from support import warm
+from support.kernels import warm
 
 LARGE = """
 import torch

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import warm
+from support.kernels import warm
 from support.kernels.op_cases import call, make_args, mismatch, mutated, odd_cases, oracle, poison
 
 from fastkernels.core import registry

@@ -30,9 +30,8 @@ FAST = {
     "stale_memory", "returns_mean", "half_in_place", "calls_own_op", "more_threads", "fp8_inside", "wrong_dtype",
     "call_counting", "phase_detection", "slow_half", "forged_result", "forged_output", "reads_memory",
     "takes_over_runner", "mutates_input", "same_buffer", "shape_constants", "rare_values", "early_exit",
-    "exit_at_import", "forked_child", "hogs_memory", "compile_only", "answers_ok", "ready", "prefetch", "denormals",
-    "noisy_tolerance", "skip_one", "one_call", "answer_types", "answer_large", "answer_twice", "claims_skipped",
-    "polls_inputs", "skips_dispatcher", "buffer_ring", "reads_poison",
+    "forked_child", "hogs_memory", "compile_only", "answers_ok", "ready", "noisy_tolerance", "skip_one", "one_call",
+    "answer_types", "answer_twice", "claims_skipped", "polls_inputs", "skips_dispatcher", "reads_poison",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import warm
+from support.kernels import warm
 from support.kernels.step_kernel_cases import problems
 from support.step_driver import OTHER, PROMPT, Driver, make_runner
 from support.tiny import make_tiny_llama

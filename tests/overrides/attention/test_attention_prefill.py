@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
-from support import warm
+from support.kernels import warm
 
 from fastkernels.core import registry
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 from fk_bench.core.rows import Status, read
-from support import warm
+from support.kernels import warm
 from support.kernels.fake_driver import FakeDriver
 from support.kernels.op_cases import make_args, mismatch, oracle
 from triton.runtime import driver

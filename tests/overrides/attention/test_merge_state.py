@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from support import warm
+from support.kernels import warm
 
 from fastkernels.overrides.attention import merge_state, sglang, vllm
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8

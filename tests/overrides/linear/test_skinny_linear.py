@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fk_bench.core.rows import Status, read
-from support import warm
+from support.kernels import warm
 
 from fastkernels.core import registry
 from fastkernels.overrides.kit.launch import Tickets

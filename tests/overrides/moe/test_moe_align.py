@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import warm
+from support.kernels import warm
 
 from fastkernels.overrides.moe import moe_align, moe_align_triton, sglang, vllm
 

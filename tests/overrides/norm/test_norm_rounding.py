@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fk_bench.kernels.judge.correctness.errors import compare, expect
-from support import warm
+from support.kernels import warm
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Case

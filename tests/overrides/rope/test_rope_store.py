@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import warm
+from support.kernels import warm
 from support.kernels.op_cases import make_args
 from support.modules import CONFIG, bind_cache, fill, metadata, randn
 

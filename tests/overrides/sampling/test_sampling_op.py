@@ -151,7 +151,7 @@ def test_mismatched_shapes_are_rejected():
 
 def test_interpreted_kernels_equal_reference():
     """Tokens equal those of the reference on every path of the search, and draws have the right distribution."""
-    from support import warm  # which this file, as a script, cannot import
+    from support.kernels import warm  # which this file, as a script, cannot import
 
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = warm.run([__file__], env)

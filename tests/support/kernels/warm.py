@@ -48,7 +48,7 @@ def run(
 @cache
 def _server(interpreted: str) -> subprocess.Popen[str]:
     server = subprocess.Popen(
-        [sys.executable, "-I", __file__],
+        [sys.executable, __file__],
         env={**os.environ, IMPORTED: interpreted},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -88,6 +88,7 @@ def _child(arguments: list[str], env: dict[str, str], cwd: str, files: list[str]
 
 
 def _serve() -> None:
+    sys.path.pop(0)  # of this file
     import torch  # noqa: F401
     import triton.language  # noqa: F401
 
