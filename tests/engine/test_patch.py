@@ -202,7 +202,7 @@ def test_candidates_from_the_environment(tiny, tmp_path, monkeypatch, llm):
 
 
 def test_async_patch_survives_a_failed_step(tiny):
-    llm = AsyncLLM(EngineConfig(model=str(tiny), device="cpu", max_model_len=128))
+    llm = AsyncLLM(EngineConfig(model=str(tiny), device="cpu", max_model_len=128, num_blocks=200))
 
     delta = replace(GREEDY, output_kind=RequestOutputKind.DELTA)
 
