@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import gc
 import os
+import ssl
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # without a network, the hub's client tries for 25 s
 
 import pytest
+
+# Each client of httpx reads all certificates again, for 40 ms; no test needs them.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 if TYPE_CHECKING:
     from support.oracle import Oracle
@@ -28,7 +33,10 @@ else:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    first = ("tests/integrations/", "tests/overrides/test_ops.py")
+    first = (
+        "tests/integrations/test_engines.py", "tests/integrations/", "tests/overrides/test_ops.py",
+        "tests/export/test_export.py", "tests/bench/kernels/test_cheats.py",
+    )  # fmt: skip
     items.sort(key=lambda item: next((i for i, f in enumerate(first) if f in item.nodeid), len(first)))
 
 

@@ -22,20 +22,22 @@ def tokens(outputs):
 
 @pytest.fixture(scope="module")
 def llm(tiny):
-    return LLM(str(tiny), device="cpu", max_model_len=512)
+    return LLM(str(tiny), device="cpu", max_model_len=512, num_blocks=200)
 
 
 @pytest.mark.parametrize("which", ["tiny", "tiny_tied"])
 def test_greedy_equals_transformers(which, request, greedy):
     folder = request.getfixturevalue(which)
-    got = tokens(LLM(str(folder), device="cpu").generate(PROMPTS, GREEDY))
+    got = tokens(LLM(str(folder), device="cpu", num_blocks=200).generate(PROMPTS, GREEDY))
     assert got == [greedy(folder, p, 20) for p in PROMPTS]
     assert len({tuple(t) for t in got}) == len(got)
 
 
 def test_greedy_past_the_original_rope_length(tiny, greedy):
     prompt = [(i * 37) % 500 for i in range(700)]
-    assert tokens(LLM(str(tiny), device="cpu").generate([prompt], GREEDY)) == [greedy(tiny, prompt, 20)]
+    assert tokens(LLM(str(tiny), device="cpu", num_blocks=200).generate([prompt], GREEDY)) == [
+        greedy(tiny, prompt, 20)
+    ]
 
 
 def test_seed_does_not_depend_on_the_batch(llm):
@@ -58,7 +60,7 @@ def test_largest_seed_works_for_n_outputs(llm):
 
 
 def test_logprobs_of_the_whole_vocabulary(tiny):
-    llm = LLM(str(tiny), device="cpu", max_model_len=64, max_logprobs=-1)
+    llm = LLM(str(tiny), device="cpu", max_model_len=64, num_blocks=200, max_logprobs=-1)
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1)
     out = llm.generate([[9, 8, 7]], params)[0]
     assert out.prompt_logprobs is not None and out.prompt_logprobs[0] is None

@@ -45,7 +45,7 @@ def run(llm):
 
 @pytest.fixture()
 def llm(tiny):
-    return LLM(str(tiny), device="cpu", max_model_len=128)
+    return LLM(str(tiny), device="cpu", max_model_len=128, num_blocks=200)
 
 
 def candidate(tmp_path, text, name="kernel.py"):
@@ -185,7 +185,7 @@ def test_candidates_from_the_environment(tiny, tmp_path, monkeypatch, llm):
     before = run(llm)
     wrong = candidate(tmp_path, FUNCTION.format(factor=3))
     monkeypatch.setenv("FASTKERNELS_CANDIDATES", f"silu_and_mul={wrong}")
-    other = LLM(str(tiny), device="cpu", max_model_len=128)
+    other = LLM(str(tiny), device="cpu", max_model_len=128, num_blocks=200)
     try:
         assert run(other) != before
     finally:
@@ -194,7 +194,7 @@ def test_candidates_from_the_environment(tiny, tmp_path, monkeypatch, llm):
     folder.mkdir()
     (folder / "silu_and_mul.py").write_text(FUNCTION.format(factor=3))
     monkeypatch.setenv("FASTKERNELS_CANDIDATES", str(folder))
-    other = LLM(str(tiny), device="cpu", max_model_len=128)
+    other = LLM(str(tiny), device="cpu", max_model_len=128, num_blocks=200)
     try:
         assert run(other) != before
     finally:
@@ -202,7 +202,7 @@ def test_candidates_from_the_environment(tiny, tmp_path, monkeypatch, llm):
 
 
 def test_async_patch_survives_a_failed_step(tiny):
-    llm = AsyncLLM(EngineConfig(model=str(tiny), device="cpu", max_model_len=128))
+    llm = AsyncLLM(EngineConfig(model=str(tiny), device="cpu", max_model_len=128, num_blocks=200))
 
     delta = replace(GREEDY, output_kind=RequestOutputKind.DELTA)
 

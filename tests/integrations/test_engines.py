@@ -26,6 +26,7 @@ IN_PROCESS = (
     "check_eager", "check_experts", "check_construction", "check_held_out", "check_deepseek", "check_ranges",
     "check_works", "check_works_more",
 )  # fmt: skip
+BEFORE = {("vllm", "check_eager"): "check_graphs"}  # checks that run first in the same process
 SECONDS = {"check_held_out": 1200}  # one engine after the other
 CHECKS = [
     pytest.param(
@@ -43,6 +44,7 @@ CHECKS = [
     )
     for host in ("vllm", "sglang")
     for check in sorted([*(HERE / host).glob("check_*.py"), HERE / "check_server.py"], key=lambda p: p.stem)
+    if check.stem not in BEFORE.values()
 ]
 
 
@@ -84,7 +86,9 @@ def test_engine(host: str, check: Path, tiny: dict[str, Path], tmp_path: Path) -
     if not model.exists():
         make = [python(host), str(ROOT / "tests" / "support" / "tiny.py"), str(model)]
         subprocess.run(make, check=True, env=dict(os.environ, HF_HUB_OFFLINE="1"), stdout=sys.stderr)
-    command = [python(host), "-m", "pytest", "-p", "no:cacheprovider", "-x", str(check)]
+    first = BEFORE.get((host, check.stem))
+    checks = [str(check.with_stem(stem)) for stem in (first, check.stem) if stem]
+    command = [python(host), "-m", "pytest", "-p", "no:cacheprovider", "-x", *checks]
     chosen = environment(host, check.stem, model, tmp_path)
     with open(
         tmp_path / "log", "w+"

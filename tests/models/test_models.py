@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
 
 
-# Built by the same code as the others: by default, only their logits are compared.
-SIMILAR = (
-    "gemma", "seed_oss", "ernie4_5", "ministral", "cohere", "glm", "exaone4_full", "deepseek_v2", "deepseek_v2_greedy",
-    "glm4_moe", "glm4_moe_lite", "dots1", "gemma4_unified_text", "cwm", "minimax_m2",
-    "granitemoe", "jais2", "qwen2_moe_windows", "cohere2_moe_sigmoid",
+# One of each kind of cache and router: windows, sinks, latent and sparse attention, experts
+CACHES = (
+    "llama", "qwen3_windows", "mixtral", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "deepseek_v32",
 )  # fmt: skip
-every_model = pytest.mark.parametrize(
-    "folder",
-    [pytest.param(name, marks=pytest.mark.slow if name in SIMILAR else ()) for name in MODELS],
-    indirect=True,
-)
+
+
+def models_of(fast: Collection[str]) -> pytest.MarkDecorator:
+    """All models, of which only these are fast."""
+    params = [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in MODELS]
+    return pytest.mark.parametrize("folder", params, indirect=True)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -40,15 +40,17 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tiny(tmp_path_factory.mktemp("models") / request.param, kind, "float32", **fields)
 
 
-@every_model
+@models_of(
+    {*CACHES, "phi3", "olmo2", "cohere2", "gpt_neox", "bitnet", "granitemoeshared", "glm4", "gemma4_experts"}
+)
 def test_greedy_equals_transformers(folder: Path, greedy: Any) -> None:
-    outputs = LLM(str(folder), device="cpu", max_model_len=256).generate(PROMPTS, GREEDY)
+    outputs = LLM(str(folder), device="cpu", max_model_len=256, num_blocks=100).generate(PROMPTS, GREEDY)
     got = [o.outputs[0].token_ids for o in outputs]
     assert got == [greedy(folder, prompt, 12) for prompt in PROMPTS]
     assert len({tuple(t) for t in got}) == len(got)
 
 
-@every_model
+@models_of(CACHES)
 def test_small_steps_keep_tokens(folder: Path, greedy: Any) -> None:
     """Prompts in chunks, prefix hits and preemption: as many tokens as transformers' and the same ones."""
     llm = LLM(

@@ -43,7 +43,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_text_model_equals_transformers(folder: Path) -> None:
     reference = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    llm = LLM(str(folder), device="cpu", max_model_len=64)
+    llm = LLM(str(folder), device="cpu", max_model_len=64, num_blocks=100)
     got = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, sampling)]
     for prompt, found in zip(PROMPTS, got, strict=True):
         ids = torch.tensor([prompt])

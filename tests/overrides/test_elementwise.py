@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+
+from support.kernels import warm
 
 LARGE = """
 import torch
@@ -37,7 +37,7 @@ assert torch.equal(gelu_and_mul._triton(pair)[known], got[known])
 
 def interpret(code: str) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    done = warm.run(["-c", code], env)
     assert done.returncode == 0, done.stderr
 
 

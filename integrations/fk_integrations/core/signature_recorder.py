@@ -175,9 +175,7 @@ def describe(sources: Sources, path: str) -> dict[str, Any] | None:
     if module is None or name not in module.defined:
         return None
     node = module.defined[name]
-    text = versions.source_of(module.source, name)
-    assert text is not None, path
-    entry: dict[str, Any] = {"fingerprint": versions.fingerprint(text)}
+    entry: dict[str, Any] = {"fingerprint": versions.fingerprint(versions.lines_of(module.source, node))}
     methods: dict[str, str] = {}
     if isinstance(node, ast.FunctionDef):
         methods["__call__"] = signature_text(node, sources, module, bound=False)

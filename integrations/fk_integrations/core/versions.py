@@ -14,7 +14,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from fastkernels.core.reasons import Kind, Reason
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
+@lru_cache(maxsize=16)
 def _definition(module_source: str, name: str) -> ast.ClassDef | ast.FunctionDef | None:
     """A module's top-level class or function; for a function with typing overloads, the implementation."""
     todo: list[ast.AST] = [ast.parse(module_source)]
@@ -44,8 +45,11 @@ def is_overload(node: ast.ClassDef | ast.FunctionDef) -> bool:
 def source_of(module_source: str, name: str) -> str | None:
     """The lines of a module's top-level class or function, decorators included; None if there is no such name."""
     node = _definition(module_source, name)
-    if node is None:
-        return None
+    return None if node is None else lines_of(module_source, node)
+
+
+def lines_of(module_source: str, node: ast.ClassDef | ast.FunctionDef) -> str:
+    """The lines of a class or function of a module, decorators included."""
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
     return "\n".join(module_source.splitlines()[first - 1 : node.end_lineno])
 
@@ -70,11 +74,18 @@ def semantics(methods: Callable[[str], ast.FunctionDef | None], name: str = "for
         node = None if name in found else methods(name)
         if node is None:
             continue
-        tree = _Renamed(node).visit(ast.Module(_without_docstring(copy.deepcopy(node.body)), []))
-        found[name] = ast.unparse(tree)
-        called = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
-        todo += [f.attr for f in called if isinstance(f, ast.Attribute) and ast.unparse(f.value) == "p0"]
+        found[name], called = _computed(node)
+        todo += called
     return hashlib.sha256("\n".join(found.values()).encode()).hexdigest()[:16] if found else ""
+
+
+@lru_cache(maxsize=4096)
+def _computed(node: ast.FunctionDef) -> tuple[str, list[str]]:
+    """The statements of a function with renamed parameters, and the methods of its first parameter that it calls."""
+    tree = _Renamed(node).visit(ast.Module(_without_docstring(copy.deepcopy(node.body)), []))
+    called = (n.func for n in ast.walk(tree) if isinstance(n, ast.Call))
+    methods = [f.attr for f in called if isinstance(f, ast.Attribute) and ast.unparse(f.value) == "p0"]
+    return ast.unparse(tree), methods
 
 
 class _Renamed(ast.NodeTransformer):
@@ -94,6 +105,7 @@ def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     return body[1:] if text else body
 
 
+@cache
 def installed(*distributions: str) -> str | None:
     """The version of the first distribution that is installed, without a local part; None if there is none."""
     for name in distributions:

@@ -274,11 +274,13 @@ class Compiled:
         """Free the old code and graphs, after the new ones exist, unless they are kept elsewhere."""
         import torch
 
+        needed = self.needed
         self.code = Code.of(self.config, [])
         self.graphs, self.captured = [], []
         if kept:
             return
-        gc.collect()
+        if needed:
+            gc.collect()
         if torch.device(self.worker.device).type != "cpu":
             torch.accelerator.synchronize()
             torch.accelerator.empty_cache()

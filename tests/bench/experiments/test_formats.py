@@ -32,6 +32,7 @@ def test_config_has_the_format_and_fewer_layers(tmp_path: Path, name: str) -> No
     assert found.kv_bytes_per_token < whole.kv_bytes_per_token / 8
 
 
+@pytest.mark.slow
 def test_engine_runs_a_format_with_random_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

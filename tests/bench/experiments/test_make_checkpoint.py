@@ -123,7 +123,13 @@ def test_model_without_weights_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         made(tmp_path / "out", monkeypatch, "--model", str(tmp_path / "empty"))
 
 
-@pytest.mark.parametrize("host", [pytest.param(h, marks=getattr(pytest.mark, h)) for h in ("vllm", "sglang")])
+@pytest.mark.parametrize(
+    "host",
+    [
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow]),  # the same library
+    ],
+)
 def test_compressed_tensors_accepts_the_configuration(host: str) -> None:
     python = ROOT / f".venv-{host}/bin/python"
     if not python.exists():

@@ -174,6 +174,7 @@ def test_doctor_reports_why_op_is_off(
 def test_doctor_finds_a_wrong_variable(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
 ) -> None:
+    monkeypatch.setattr(doctor, "HOSTS", ())
     assert any(says in problem for problem in examine(monkeypatch, **variables).problems)
 
 
@@ -207,7 +208,8 @@ def test_doctor_answers_in_ten_lines(
     assert status == 0 and len(whole.splitlines()) > 100 and "GELUActivation" in whole
 
 
-def test_verdict_with_five_hosts_has_ten_lines() -> None:
+def test_verdict_with_five_hosts_has_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
     found = doctor.examine([]).rows
     hosts = [{"host": name, "version": "1", "python": "python"} for name in doctor.HOSTS]
     said = verdict.lines({**found, "hosts": hosts}, [], [])

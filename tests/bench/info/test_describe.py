@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fk_bench.explain.cost_model import step
 from fk_bench.info.describe import costs, grouped
-from support.commands import fk_bench, fk_bench_here
+from support.commands import fk_bench_here
 from support.tiny import make_tiny
 from transformers import AutoConfig
 
@@ -24,7 +24,7 @@ def config_of(kind: str, architecture: str, **fields: object):
 
 def test_command_prints_costs_of_a_checkpoint(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "gemma", "gemma2", "float32")
-    done = fk_bench("describe", folder, "--context", "64")
+    done = fk_bench_here("describe", folder, "--context", "64")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     # keys and values of 2 layers, 2 KV heads of 32 channels, in float32

@@ -241,7 +241,8 @@ def test_all_our_ops_are_correct(levels: tuple[int, ...], ops: int, least: int, 
 
 
 def test_gpu_case_is_skipped_on_cpu(tmp_path: Path) -> None:
-    result = kernels("linear", "--cases", "random", "--case", "qkv_32", "--out", tmp_path / "run", "--json")
+    chosen = ("--device", "cpu", "--cases", "random", "--case", "qkv_32")
+    result = fk_bench_here("kernels", "linear", *chosen, "--out", tmp_path / "run", "--json")
     rows = cases(read(tmp_path / "run" / "rows.jsonl")[0])
     if not rows:
         pytest.fail(result.stderr)
@@ -316,5 +317,5 @@ def test_wrong_argument_is_a_one_line_error(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_missing_gpu_is_a_one_line_error() -> None:
-    result = fk_bench("kernels", "rms_norm", "--device", "cuda")
+    result = fk_bench_here("kernels", "rms_norm", "--device", "cuda")
     assert result.returncode == 2 and result.stderr.strip() == "error: --device cuda: torch sees no GPU here"

@@ -334,7 +334,9 @@ def test_nested_source_is_scanned_in_two_seconds(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.usefixtures("no_collections")
-@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize(
+    "name", [n if n in ("keys", "aliases") else pytest.param(n, marks=pytest.mark.slow) for n in GROWING]
+)
 def test_scan_time_grows_with_size(tmp_path: Path, name: str) -> None:
     seconds = []
     for nodes in (2_000, 8_000):

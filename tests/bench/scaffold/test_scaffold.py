@@ -177,7 +177,7 @@ def test_engine_runs_a_written_file(tmp_path: Path, capsys: Any, greedy: Any, mo
     _, found = scaffold(folder, tmp_path / "out", capsys)
     prompts = [[7], list(range(10, 73))]
     with registry.using(Path(found["model_file"])):
-        llm = LLM(str(folder), device="cpu", max_model_len=256)
+        llm = LLM(str(folder), device="cpu", max_model_len=256, num_blocks=100)
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert [o.outputs[0].token_ids for o in outputs] == [greedy(folder, prompt, 8) for prompt in prompts]
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.kernels import warm
 from support.kernels.step_kernel_cases import problems
 from support.step_driver import OTHER, PROMPT, Driver, make_runner
 from support.tiny import make_tiny_llama
@@ -229,7 +228,7 @@ def test_recapture_keeps_the_step_in_flight(tiny: Path, device: str) -> None:
 
 def test_step_kernels_interpreted() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=300)
+    done = warm.run([SCRIPT], env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == []
 

@@ -193,7 +193,10 @@ def test_exception_in_a_worker_ends_the_engine(two):
     assert not fastkernels.core.parallel.get_tp_rank() and fastkernels.core.parallel.get_tp_size() == 1
 
 
-@pytest.mark.parametrize(("kind", "fields"), [("qwen3", {"num_key_value_heads": 1}), ("mixtral", {})])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("qwen3", {"num_key_value_heads": 1}), pytest.param("mixtral", {}, marks=pytest.mark.slow)],
+)
 def test_other_architectures_equal_transformers(tmp_path, oracle, kind, fields):
     """Includes a Qwen3 model with one KV head, which both ranks hold."""
     folder = make_tiny(tmp_path / kind, kind, "float32", **fields)
@@ -205,7 +208,7 @@ def test_other_architectures_equal_transformers(tmp_path, oracle, kind, fields):
         llm.generate(PROMPTS, GREEDY)
 
 
-@pytest.mark.parametrize("where", ["between steps", "in a collective"])
+@pytest.mark.parametrize("where", [pytest.param("between steps", marks=pytest.mark.slow), "in a collective"])
 def test_killed_worker_ends_the_engine(tiny, where):
     llm = make(tiny)
     engine, (pid,) = llm.llm_engine, pids(llm)
@@ -305,7 +308,7 @@ llm.generate([[5, 6]], SamplingParams(max_tokens=4))  # no shutdown
 """
 
 
-@pytest.mark.parametrize("end", ["kill", "forget"])
+@pytest.mark.parametrize("end", ["kill", pytest.param("forget", marks=pytest.mark.slow)])
 def test_workers_end_with_their_parent(tiny, end):
     command = [sys.executable, "-c", PARENT, str(tiny), end]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:

@@ -173,6 +173,7 @@ def test_a_full_queue_is_429():
         assert server.metrics.refused == 1
 
 
+@pytest.mark.slow
 def test_fk_bench_serve_starts_an_embedder(expected, tmp_path):
     report = {"FASTKERNELS_REPORT": str(tmp_path)}
     process, url = start(minilm_path(), "--served-model-name", "e", num_blocks=None, env=report)

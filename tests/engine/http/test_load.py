@@ -106,7 +106,7 @@ def nothing_wrong(clients, *more):
 
 
 @pytest.mark.parametrize(
-    ("number", "different", "killed"), [(80, 30, 2), pytest.param(2000, 250, 8, marks=pytest.mark.slow)]
+    ("number", "different", "killed"), [(64, 24, 2), pytest.param(2000, 250, 8, marks=pytest.mark.slow)]
 )
 def test_answers_under_load_are_right(tiny, tmp_path, reference, objects, number, different, killed):
     pool = asks(different)
@@ -114,7 +114,7 @@ def test_answers_under_load_are_right(tiny, tmp_path, reference, objects, number
         reference(ask)
     with served(tiny, tmp_path, *TIGHT) as (process, url):
         server, levels, clients = psutil.Process(process.pid), [], Clients(url, pool, reference)
-        sizes, fds, live = (max(80, number // 4), *[number] * 3), 0, []  # the first one warms up
+        sizes, fds, live = (max(64, number // 4), *[number] * 3), 0, []  # the first one warms up
         for seed, size in enumerate(sizes):
             asyncio.run(clients.run(size, 64, seed, killed))
             wait_for(lambda: idle(url))

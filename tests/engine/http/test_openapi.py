@@ -74,7 +74,7 @@ def skip_what_cannot_be_wrong(method, path, mode):
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_every_route(document, server, method, path, mode):
     skip_what_cannot_be_wrong(method, path, mode)
-    run(document, server, method, path, mode, 20 if method == "POST" else 3)
+    run(document, server, method, path, mode, 12 if method == "POST" else 3)
 
 
 @pytest.mark.slow

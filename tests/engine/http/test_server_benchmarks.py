@@ -60,7 +60,7 @@ def test_vllm_bench_serve(url, tiny, tmp_path, python, backend, path):
 
 
 @pytest.mark.parametrize(
-    "backend", ["vllm", *(pytest.param(b, marks=pytest.mark.slow) for b in ("sglang", "sglang-oai-chat"))]
+    "backend", [pytest.param(b, marks=pytest.mark.slow) for b in ("vllm", "sglang", "sglang-oai-chat")]
 )
 @pytest.mark.parametrize("python", [pytest.param(SGLANG[0], marks=SGLANG[1])])
 def test_sglang_bench_serving(url, tiny, tmp_path, python, backend):

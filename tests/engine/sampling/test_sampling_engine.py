@@ -23,8 +23,14 @@ def make(folder, **settings):
     )
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["one step", "two steps"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "overlap"),
+    [
+        pytest.param("llama", False, id="llama-one step"),
+        *(pytest.param(k, False, id=f"{k}-one step", marks=pytest.mark.slow) for k in KINDS[1:]),
+        *(pytest.param(k, True, id=f"{k}-two steps") for k in KINDS),
+    ],
+)
 def test_all_parameters_in_all_modes(tiny_of, oracle, kind, overlap):
     folder = tiny_of(kind)
     for name, mode in MODES.items():

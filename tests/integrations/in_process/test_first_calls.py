@@ -60,8 +60,8 @@ def tried(module: Host, cls: type, compiled: bool = False) -> tuple[Trial, Journ
 @pytest.mark.parametrize(
     ("theirs", "cls", "text"),
     [
-        (0.02, ours(0.0), "ours ("),
-        (0.0, ours(0.02), "the host's (0."),
+        (0.005, ours(0.0), "ours ("),
+        (0.0, ours(0.005), "the host's (0."),
         (0.002, ours(0.0, factor=3), "the host's; our result differs by 0.5 of its norm"),
         (0.002, ours(0.0, error=True), "the host's; RuntimeError: no kernel"),
     ],
@@ -84,7 +84,7 @@ def test_first_call_decides(theirs: float, cls: type, text: str) -> None:
 def test_other_shapes_are_decided_anew() -> None:
     module = Host(0.0)
     trial, _ = tried(module, type("Ours", (nn.Module,), {"forward": lambda self, x: _slow_if_long(x)}))
-    module.seconds = 0.02
+    module.seconds = 0.005
     with torch.no_grad():
         module(torch.randn(3))
         module(torch.randn(64))
@@ -93,7 +93,7 @@ def test_other_shapes_are_decided_anew() -> None:
 
 
 def _slow_if_long(x: torch.Tensor) -> torch.Tensor:
-    time.sleep(0.06 if len(x) > 10 else 0.0)
+    time.sleep(0.015 if len(x) > 10 else 0.0)
     return x * 2
 
 
@@ -186,7 +186,7 @@ def test_slow_kernel_loses_everywhere() -> None:
     usual = gelu.providers[-1].fn
 
     def slow(*args: Any) -> torch.Tensor:
-        time.sleep(0.02)
+        time.sleep(0.005)
         return usual(*args)
 
     gelu.set_candidate(slow)
@@ -269,7 +269,7 @@ def test_replaced_processor_is_not_put_back() -> None:
         live_methods = ("__call__",)
 
         def __call__(self, attn: Any, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.02)
+            time.sleep(0.005)
             return x * 2
 
     holder: Any = nn.Linear(2, 2)

@@ -1,5 +1,6 @@
 """One eager vLLM engine in this process: asleep, live patch, undo, and refusals."""
 
+import gc
 import json
 import os
 
@@ -28,7 +29,10 @@ from fastkernels.patch import PatchError
 
 @pytest.fixture(scope="module")
 def llm():
-    return make_llm(os.environ["TINY_LLAMA"])
+    llm = make_llm(os.environ["TINY_LLAMA"])
+    # A patch collects a frozen heap before it is frozen again, which takes longer than everything else that it does.
+    gc.unfreeze()
+    return llm
 
 
 @pytest.fixture(scope="module")

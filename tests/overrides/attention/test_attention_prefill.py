@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import torch
+from support.kernels import warm
 
 from fastkernels.core import registry
 
@@ -28,7 +27,7 @@ for padded in (True, False):
 
 def test_output_is_zeroed_only_for_padded_batches() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", CODE], env=env, capture_output=True, text=True, timeout=120)
+    done = warm.run(["-c", CODE], env)
     assert done.returncode == 0, done.stderr
 
 

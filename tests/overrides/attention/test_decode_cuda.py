@@ -35,74 +35,46 @@ def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[s
 # -- values
 
 
+# lengths, layout, dtype, params (warps, keys, stages, per_sm, least, ahead, cluster, whole), processors, stale
+FAST = [
+    (EDGES, layout(6, 2, 128, 5), "bfloat16", (2, 32, 2, 1, 16, 0), 8, 1),
+    (EDGES, layout(16, 1, 128, 64), "float16", (2, 16, 4, 1, 32, 2), 4, 1),
+    ([1500], layout(4, 1, 128, 16), "bfloat16", (4, 16, 3, 1, 16, 2), 40, 2),  # one sequence over all workers
+    ([5, 1000, 7], layout(3, 1, 128, 16), "bfloat16", (2, 16, 3, 1, 64, 2), 2, 3),  # reused rings
+    ([9] * 300, layout(2, 2, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 7, 2),  # over 256 sequences
+    (EDGES, layout(8, 1, 64, 16), "bfloat16", (2, 16, 3, 1, 64, 3, 2), 8, 2),  # clusters
+    (
+        [5, 17, 131, 1],
+        layout(3, 1, 64, 16),
+        "bfloat16",
+        (8, 16, 3, 1, 128, 2, 1, 256),
+        132,
+        2,
+    ),  # none is divided
+    ([9, 64, 0, 31], layout(4, 1, 64, 16), "float16", (2, 16, 3, 1, 16, 1, 1, 64), 3, 2),  # more than workers
+]
+MORE = [
+    (EDGES, layout(1, 1, 64, 1), "float16", (2, 16, 2, 1, 16, 1), 5, 2),
+    (EDGES, layout(8, 1, 64, 16), "bfloat16", (4, 16, 3, 2, 64, 3), 4, 2),
+    ([0] * 40, layout(8, 2, 128, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 3, 0),
+    ([i * 37 % 90 for i in range(40)], layout(12, 1, 64, 32), "bfloat16", (4, 32, 2, 1, 64, 2), 6, 2),
+    ([5, 1000, 7], layout(4, 1, 128, 1), "float16", (8, 16, 3, 1, 64, 2), 7, 1),
+    ([1500, 3, 0, 700], layout(4, 1, 64, 16), "bfloat16", (2, 16, 2, 1, 64, 1, 4), 16, 2),
+    ([40] * 7, layout(6, 2, 128, 5), "float16", (2, 16, 2, 2, 16, 1, 2), 8, 0),
+    ([300], layout(4, 4, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 1, 2),  # fewer workers than key heads
+    ([4, 0, 19], layout(6, 2, 128, 5), "float16", (4, 16, 3, 1, 16, 0, 1, 64), 7, 0),  # as many as workers
+    ([5, 17, 65, 0], layout(4, 1, 64, 16), "bfloat16", (4, 16, 3, 1, 16, 3, 1, 64), 6, 2),  # one is longer
+    ([64, 0, 33], layout(8, 2, 64, 16), "bfloat16", (2, 16, 3, 1, 16, 1, 2, 64), 17, 2),  # in clusters
+    ([0], layout(4, 4, 64, 1), "bfloat16", (2, 16, 2, 1, 16, 2, 1, 64), 5, 3),
+]
+
+
+def marked(fast: list[Any], more: list[Any]) -> list[Any]:
+    return [*fast, *(pytest.param(*each, marks=pytest.mark.slow) for each in more)]
+
+
 @needs_gxx
-@pytest.mark.parametrize(
-    ("lens", "dims", "dtype", "params", "sms", "stale"),
-    [  # of params: warps, keys, stages, per_sm, least, ahead, cluster, whole
-        (EDGES, layout(1, 1, 64, 1), "float16", (2, 16, 2, 1, 16, 1), 5, 2),
-        (EDGES, layout(6, 2, 128, 5), "bfloat16", (2, 32, 2, 1, 16, 0), 8, 1),
-        (EDGES, layout(8, 1, 64, 16), "bfloat16", (4, 16, 3, 2, 64, 3), 4, 2),
-        (EDGES, layout(16, 1, 128, 64), "float16", (2, 16, 4, 1, 32, 2), 4, 1),
-        ([0] * 40, layout(8, 2, 128, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 3, 0),
-        ([i * 37 % 90 for i in range(40)], layout(12, 1, 64, 32), "bfloat16", (4, 32, 2, 1, 64, 2), 6, 2),
-        (
-            [1500],
-            layout(4, 1, 128, 16),
-            "bfloat16",
-            (4, 16, 3, 1, 16, 2),
-            40,
-            2,
-        ),  # one sequence over all workers
-        ([5, 1000, 7], layout(4, 1, 128, 1), "float16", (8, 16, 3, 1, 64, 2), 7, 1),
-        (
-            [5, 1000, 7],
-            layout(3, 1, 128, 16),
-            "bfloat16",
-            (2, 16, 3, 1, 64, 2),
-            2,
-            3,
-        ),  # reused rings
-        ([9] * 300, layout(2, 2, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 7, 2),  # over 256 sequences
-        (EDGES, layout(8, 1, 64, 16), "bfloat16", (2, 16, 3, 1, 64, 3, 2), 8, 2),  # clusters
-        ([1500, 3, 0, 700], layout(4, 1, 64, 16), "bfloat16", (2, 16, 2, 1, 64, 1, 4), 16, 2),
-        ([40] * 7, layout(6, 2, 128, 5), "float16", (2, 16, 2, 2, 16, 1, 2), 8, 0),
-        ([300], layout(4, 4, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 1, 2),  # fewer workers than key heads
-        (
-            [5, 17, 131, 1],
-            layout(3, 1, 64, 16),
-            "bfloat16",
-            (8, 16, 3, 1, 128, 2, 1, 256),
-            132,
-            2,
-        ),  # none is divided
-        (
-            [4, 0, 19],
-            layout(6, 2, 128, 5),
-            "float16",
-            (4, 16, 3, 1, 16, 0, 1, 64),
-            7,
-            0,
-        ),  # as many sequences as workers
-        (
-            [5, 17, 65, 0],
-            layout(4, 1, 64, 16),
-            "bfloat16",
-            (4, 16, 3, 1, 16, 3, 1, 64),
-            6,
-            2,
-        ),  # one is longer
-        (
-            [9, 64, 0, 31],
-            layout(4, 1, 64, 16),
-            "float16",
-            (2, 16, 3, 1, 16, 1, 1, 64),
-            3,
-            2,
-        ),  # more sequences than workers
-        ([64, 0, 33], layout(8, 2, 64, 16), "bfloat16", (2, 16, 3, 1, 16, 1, 2, 64), 17, 2),  # in clusters
-        ([0], layout(4, 4, 64, 1), "bfloat16", (2, 16, 2, 1, 16, 2, 1, 64), 5, 3),
-    ],
-)
+@pytest.mark.parametrize(("lens", "dims", "dtype", "params", "sms", "stale"), marked(FAST, MORE))
 def test_emulated_kernel_matches_float64(
     lens: list[int], dims: dict[str, Any], dtype: str, params: tuple[int, ...], sms: int, stale: int, tmp_path: Path
 ) -> None:  # fmt: skip
@@ -125,12 +97,12 @@ def test_emulated_kernel_matches_float64(
 W20, W33, W40, W90, CAP = ({name: value} for name, value in (
     ("window_left", 20), ("window_left", 33), ("window_left", 40), ("window_left", 90), ("softcap", 1.5),
 ))  # fmt: skip
-FAST = [
+FAST_WINDOWS = [
     (EDGES, {**layout(4, 2, 256, 16), **CAP, **W33}, "bfloat16", (4, 16, 3, 1, 16, 2), 7, 2),
     ([70, 3, 0, 200], layout(10, 2, 80, 16), "float16", (2, 16, 3, 1, 16, 3, 2), 9, 2),
-    ([700, 3, 0, 65], {**layout(2, 1, 64, 1), **W90}, "float16", (2, 16, 3, 1, 16, 1, 2), 9, 2),
 ]
-MORE = [
+MORE_WINDOWS = [
+    ([700, 3, 0, 65], {**layout(2, 1, 64, 1), **W90}, "float16", (2, 16, 3, 1, 16, 1, 2), 9, 2),
     (EDGES, {**layout(4, 1, 64, 16), **W20}, "bfloat16", (2, 16, 3, 1, 16, 2), 5, 2),
     (EDGES, {**layout(6, 2, 128, 5), "window_left": 0}, "float16", (2, 32, 2, 1, 16, 1), 8, 3),
     ([9, 400, 0], {**layout(4, 1, 64, 16), **W40}, "float16", (2, 16, 3, 1, 16, 1, 1, 64), 6, 2),
@@ -143,8 +115,7 @@ MORE = [
 
 @needs_gxx
 @pytest.mark.parametrize(
-    ("lens", "dims", "dtype", "params", "sms", "stale"),
-    [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)],
+    ("lens", "dims", "dtype", "params", "sms", "stale"), marked(FAST_WINDOWS, MORE_WINDOWS)
 )
 def test_windows_caps_and_head_sizes_match_float64(
     lens: list[int], dims: dict[str, Any], dtype: str, params: tuple[int, ...], sms: int, stale: int, tmp_path: Path
@@ -167,7 +138,7 @@ def test_windows_caps_and_head_sizes_match_float64(
 
 
 @needs_gxx
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_attention_sinks_match_float64(dtype: torch.dtype, tmp_path: Path) -> None:
     """Divided and whole sequences, with a window; one has no keys, and some sinks outweigh all keys."""
     dims = {**layout(6, 2, 64, 16), "window_left": 300, "sinks": True}

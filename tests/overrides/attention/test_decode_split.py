@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 from fk_bench.core.rows import Status, read
+from support.kernels import warm
 from support.kernels.fake_driver import FakeDriver
 from support.kernels.op_cases import make_args, mismatch, oracle
 from triton.runtime import driver
@@ -42,8 +43,7 @@ ENV = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 )
 def test_interpreted_kernel_matches_float64(arguments: list[str], least: int) -> None:
     """Kernels are created at import, so the interpreter needs its own process."""
-    command = [sys.executable, str(SCRIPT), *arguments]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=400)
+    done = warm.run([SCRIPT, *arguments], ENV, timeout=400)
     assert done.returncode == 0, done.stderr
     found = {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
     assert len(found) >= least

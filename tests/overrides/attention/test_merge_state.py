@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from support.kernels import warm
 
 from fastkernels.overrides.attention import merge_state, sglang, vllm
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
@@ -83,7 +82,7 @@ for heads_first, grid, heads_of in ((True, 8 * 36, 2), (False, 31 * 9, 8)):
 
 def test_tiles_cover_every_token_and_head() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", TILES], env=env, capture_output=True, text=True, timeout=120)
+    done = warm.run(["-c", TILES], env)
     assert done.returncode == 0, done.stderr
 
 

@@ -95,7 +95,7 @@ def test_layers_equal_equations(backend: bool, most: int, monkeypatch: pytest.Mo
 def test_short_steps_attend_to_expanded_keys(tmp_path: Path) -> None:
     """A prompt up to index_topk has the plan of dense attention; with a longer sequence the step has none."""
     folder = make_tiny(tmp_path, "deepseek_v32", "float32", index_topk=120)
-    llm = LLM(str(folder), device="cpu", max_model_len=256)
+    llm = LLM(str(folder), device="cpu", max_model_len=256, num_blocks=100)
     backend = llm.llm_engine.executor.runner.backend
     plans: list[Any] = []
     original = backend.plan

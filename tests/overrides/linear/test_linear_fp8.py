@@ -260,9 +260,9 @@ def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
         ),  # two tiles per block, a reused ring, tiles across blocks of rows
         (scales.BLOCK, 64, 300, 2048, 5, 4),  # four splits: which block adds which part
         (scales.ROW, 8, 300, 2064, 3, 3),  # two splits, K that ends in the middle of a stage
-        (scales.TENSOR, 17, 33, 288, 0, 2),
+        pytest.param(scales.TENSOR, 17, 33, 288, 0, 2, marks=pytest.mark.slow),
         (scales.ROW, 8, 300, 4112, 7, 3),  # few stages of the weight before x
-        (scales.BLOCK, 8, 300, 4112, 7, 3),
+        pytest.param(scales.BLOCK, 8, 300, 4112, 7, 3, marks=pytest.mark.slow),
     ],
 )
 def test_emulated_kernel_matches_float64(
@@ -278,6 +278,7 @@ def test_emulated_kernel_matches_float64(
     torch.testing.assert_close(got.double(), want, rtol=8e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_experiment_runs_on_the_cpu(tmp_path: Path) -> None:
     told = ("--device", "cpu", "--quick", "--tokens", "8", "--scales", "row,block")
     script, rows_file = ROOT / "bench/experiments/linear/linear_fp8.py", tmp_path / "rows.jsonl"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fk_bench.core.rows import Status, read
+from support.kernels import warm
 
 from fastkernels.core import registry
 from fastkernels.overrides.kit.launch import Tickets
@@ -25,7 +26,7 @@ SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "skinny_cases.py"
 def interpreted() -> dict[str, str | None]:
     """Errors by case. Kernels are created at import, so the interpreter needs its own process."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=400)
+    done = warm.run([SCRIPT], env, timeout=400)
     assert done.returncode == 0, done.stderr
     return {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
 

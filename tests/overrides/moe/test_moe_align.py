@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.kernels import warm
 
 from fastkernels.overrides.moe import moe_align, moe_align_triton, sglang, vllm
 
@@ -20,7 +21,7 @@ MOE_TILES = Path(__file__).parents[3] / "bench/experiments/moe/moe_tiles.py"
 def test_both_kernels_equal_reference() -> None:
     """Every entry, bit for bit. The script runs in its own process because Triton interprets kernels from import on."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=300)
+    done = warm.run([SCRIPT], env)
     assert done.returncode == 0, done.stderr
     found = {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
     assert {case: problem for case, problem in found.items() if problem} == {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fk_bench.kernels.judge.correctness.errors import compare, expect
+from support.kernels import warm
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
@@ -100,7 +99,7 @@ def test_quantized_norm_rounds_once(with_residual: bool) -> None:
 
 def test_kernels_round_like_the_reference() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=300)
+    done = warm.run([SCRIPT], env)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -147,5 +146,5 @@ assert len(found) == 4
 
 def test_rows_loaded_twice_give_the_same_bits() -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", TWICE], env=env, capture_output=True, text=True, timeout=120)
+    done = warm.run(["-c", TWICE], env)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 
 import torch
 
@@ -127,16 +127,22 @@ def standard_headers() -> TemporaryDirectory[str]:
     return folder
 
 
-def run(source: str, given: bytes, folder: Path) -> bytes:
-    """Compile and run a program on input bytes; return its output. Raises RuntimeError with its error message."""
+@cache
+def compiled(source: str) -> Path:
+    """Compile a program once; return its path."""
+    folder = Path(mkdtemp(dir=standard_headers().name))
     (folder / "kernel.cpp").write_text(source)
     include = f"-I{Path(__file__).parent}"
-    headers = f"{standard_headers().name}/standard.hpp"
-    command = [*GXX, "-include", headers, include, "kernel.cpp", "-o", "kernel"]
+    command = [*GXX, "-include", "../standard.hpp", include, "kernel.cpp", "-o", "kernel"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
+    return folder / "kernel"
+
+
+def run(source: str, given: bytes, folder: Path) -> bytes:
+    """Compile and run a program on input bytes; return its output. Raises RuntimeError with its error message."""
     (folder / "in").write_bytes(given)
     done = subprocess.run(
-        [folder / "kernel", "in", "out"], cwd=folder, capture_output=True, text=True, timeout=120
+        [compiled(source), "in", "out"], cwd=folder, capture_output=True, text=True, timeout=120
     )
     if done.returncode:
         raise RuntimeError(done.stderr or f"the program ended with {done.returncode}")

@@ -1,4 +1,7 @@
-"""Run ops on their cases and compare with the float64 reference. As a script: interpret every op's Triton kernels."""
+"""Run ops on their cases and compare with the float64 reference.
+
+As a script: interpret the Triton kernels of cases OP-CASE, of all odd ones without arguments.
+"""
 
 from __future__ import annotations
 
@@ -93,9 +96,11 @@ def interpreted(name: str, case: Case) -> str | None:
     return mismatch(spec, case, call(spec.op, provider.fn, args), want)
 
 
-def main() -> None:
+def main(chosen: list[str]) -> None:
     poison()
     for name, case in odd_cases():
+        if chosen and f"{name}-{case.name}" not in chosen:
+            continue
         try:
             problem = interpreted(name, case)
         except Exception:
@@ -104,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

@@ -49,7 +49,7 @@ def problem(case: Case) -> str | None:
 def main() -> None:
     poison()
     for case in SPEC.cases:
-        if "odd" in case.tags:
+        if "odd" in case.tags and case.name != "smollm2":  # its heads take half of the time
             try:
                 found = problem(case)
             except Exception:

@@ -1,0 +1,117 @@
+"""Python processes that need no seconds to import torch and Triton: forks of one process that has imported both.
+
+`run` takes a command as subprocess.run does. As a script: that process; it reads requests from standard input.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+
+IMPORTED = "TRITON_INTERPRET"  # decides at Triton's import, so that each value has a process of its own
+
+
+def run(
+    command: Sequence[object],
+    env: dict[str, str] | None = None,
+    cwd: str | Path | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python SCRIPT ARGUMENTS` or `python -c CODE ARGUMENTS`, given without `python`. Its text is captured."""
+    arguments = [str(word) for word in command]
+    variables = dict(os.environ if env is None else env)
+    server = _server(variables.get(IMPORTED, "0"))
+    assert server.stdin is not None and server.stdout is not None
+    with TemporaryDirectory() as folder:
+        files = [f"{folder}/out", f"{folder}/err"]
+        request = {"arguments": arguments, "env": variables, "cwd": str(cwd or Path.cwd()), "files": files}
+        server.stdin.write(json.dumps({**request, "timeout": timeout}) + "\n")
+        server.stdin.flush()
+        status = json.loads(server.stdout.readline())
+        out, err = (Path(file).read_text(errors="replace") for file in files)
+    if status is None:
+        raise subprocess.TimeoutExpired(arguments, timeout, out, err)
+    return subprocess.CompletedProcess(arguments, status, out, err)
+
+
+@cache
+def _server(interpreted: str) -> subprocess.Popen[str]:
+    server = subprocess.Popen(
+        [sys.executable, __file__],
+        env={**os.environ, IMPORTED: interpreted},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdin is not None
+    atexit.register(server.stdin.close)  # which ends it
+    return server
+
+
+def _child(arguments: list[str], env: dict[str, str], cwd: str, files: list[str]) -> None:
+    """The forked process: it becomes what the command would have started."""
+    os.setsid()
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    status = 0
+    try:
+        if arguments[0] == "-c":
+            sys.argv, sys.modules["__main__"] = ["-c", *arguments[2:]], ModuleType("__main__")
+            exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(arguments[0]).parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _serve() -> None:
+    sys.path.pop(0)  # of this file
+    import torch  # noqa: F401
+    import triton.language  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        request = json.loads(line)
+        limit = request.pop("timeout")
+        pid = os.fork()
+        if pid == 0:
+            _child(**request)
+        late = []
+
+        def end(*_: object, pid: int = pid, late: list[bool] = late) -> None:
+            late.append(True)
+            os.killpg(pid, signal.SIGKILL)
+
+        signal.signal(signal.SIGALRM, end)
+        signal.setitimer(signal.ITIMER_REAL, limit)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(json.dumps(None if late else status) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()
