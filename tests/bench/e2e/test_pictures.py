@@ -102,7 +102,7 @@ def test_pipeline_page_shows_all_images(tmp_path: Path) -> None:
     for row in (stock, patched):
         assert row.case["kind"] == "picture_costs" and "gaps_ms" not in row.metrics
         assert all(row.metrics[f"{kind}_ms"] > 0 for kind in ("attention", "conv", "gemm", "norm"))
-    assert rows[1].case["modules"]["attention_dense"] == 18 and rows[1].case["steps"] == 2
+    assert rows[1].case["modules"]["attention_dense"] == 22 and rows[1].case["steps"] == 2
     assert rows[0].metrics["psnr_to_stock_db"] == 200 and rows[1].metrics["psnr_to_stock_db"] > 30
     near = [row.metrics["latents_psnr_to_stock_db"] for row in rows]
     assert near[0] == 200 and near[1] > 30

@@ -204,7 +204,7 @@ def test_size_without_a_formula_is_named(tmp_path: Path, capsys: Any) -> None:
     """LFM2 rounds the MLP's size up to a multiple, which no formula of small sizes gives."""
     status, found = scaffold("lfm2", tmp_path, capsys)
     reasons = {entry["path"]: entry["reason"] for entry in found["unmatched"]}
-    assert status == 1 and found["model_file"] is None and not list((tmp_path / "llm").iterdir())
+    assert status == 1 and found["model_file"] is None and not list((tmp_path / "llm").glob("*.py"))
     assert "not 20,971,520" in reasons["model.layers.0.feed_forward.w2"]
 
 
