@@ -86,6 +86,7 @@ def test_a_batch_equals_single_requests(bert: Path) -> None:
         np.testing.assert_allclose(alone.outputs.data, output.outputs.data, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(bert: Path) -> None:
     prompts = [[5, 6, 7], [9], list(range(4, 60))]
     one = LLM(str(bert), device="cpu").embed(prompts)

@@ -302,6 +302,7 @@ assert calls == {"ada_layer_norm": 4, "qk_norm_rope": 4, "gated_residual": 5}, c
 """
 
 
+@pytest.mark.slow
 def test_flux_gives_the_same_with_fork_files(tmp_path: Path) -> None:
     """A small model of real diffusers, in Triton's interpreter: blocks, norms and attention processors."""
     version, module = compare.versions("diffusers")[-1], "diffusers.models.transformers.transformer_flux"

@@ -122,5 +122,6 @@ def worker(rank: int, store: str) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=2)

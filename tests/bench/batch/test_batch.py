@@ -177,6 +177,7 @@ def test_failed_part_is_reported_and_others_run(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_part_over_its_limit_is_killed_with_its_children(tmp_path: Path) -> None:
     child = tmp_path / "child"
     stuck = python(

@@ -71,6 +71,7 @@ def test_startup_row_names_patched_host(
     assert (made.subject.host, made.subject.provider, made.case["kv_tokens"]) == (host, provider, 64)
 
 
+@pytest.mark.slow
 def test_starts_by_phases(tmp_path: Path) -> None:
     from support.tiny import make_tiny_llama
 

@@ -53,6 +53,7 @@ def test_engine_runs_a_format_with_random_weights(
     assert not any("ratio" in line for line in results)
 
 
+@pytest.mark.slow
 def test_failed_host_is_a_row_and_the_other_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

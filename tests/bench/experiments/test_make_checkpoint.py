@@ -130,6 +130,7 @@ def test_model_without_weights_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow]),  # the same library
     ],
 )
+@pytest.mark.slow
 def test_compressed_tensors_accepts_the_configuration(host: str) -> None:
     python = ROOT / f".venv-{host}/bin/python"
     if not python.exists():

@@ -68,6 +68,7 @@ def test_times_are_means_of_timed_starts() -> None:
     assert found.metrics["starts"] == 2 and found.case["significant"] is False
 
 
+@pytest.mark.slow
 def test_judge_repeats_starts() -> None:
     rows = judge_ops(
         ["relu2"], None, Options(device="cpu", cases=("random",), names=("odd_63",), rounds=3, starts=2)

@@ -312,6 +312,7 @@ def test_sizes_that_a_default_config_leaves_open(tmp_path: Path, capsys: Any) ->
     assert status == 0 and found["parameters"] > 7e9
 
 
+@pytest.mark.slow
 def test_list_of_lists_in_a_config_is_no_crash(tmp_path: Path, capsys: Any) -> None:
     status, found = scaffold("gpt_neo", tmp_path, capsys)
     assert status == 1 and found["unmatched"][0]["class"].endswith("GPTNeoForCausalLM")

@@ -132,6 +132,7 @@ def test_server_not_ready_in_time(compare) -> None:
     assert "not ready after 1 s" in done.stderr and "stub: starting" in done.stderr
 
 
+@pytest.mark.slow
 def test_servers_start_together(compare) -> None:
     """The second server is ready while the first is still awaited; a failure affects only its own lane."""
     never = ("--env", "vllm:STUB_NEVER_READY=1", "--ready-timeout", "10")
@@ -187,7 +188,7 @@ def test_resume_measures_missing_rounds(compare, tmp_path: Path) -> None:
     assert other.returncode == 2 and "--input-len was 9 in that run and is 10 now" in other.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_signals_end_every_child_process(
     words_model: Path, stub_python: Path, tmp_path: Path, number: int
 ) -> None:

@@ -141,6 +141,7 @@ def test_server_without_profiler_is_unsupported(words_model: Path, stub_python: 
     assert (row.status, row.reason) == ("unsupported", "POST /start_profile: HTTP 404")
 
 
+@pytest.mark.slow
 def test_search_finds_the_stubs_slots(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
     """With 3 slots of 0.3 s, a fourth request at once waits 0.1 s for a slot, and 0.03 s for its first token."""
     with stub(stub_python, STUB_SLOTS="3", STUB_DELAY="0.03") as url:

@@ -44,6 +44,7 @@ def tuned_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     return last_json(result), rows, tuning.read(folder / "run" / "cpu.json")
 
 
+@pytest.mark.slow
 def test_all_providers_are_judged_best_in_full(tuned_run: Any) -> None:
     line, rows, _ = tuned_run
     judged = [r for r in rows if r.kind == "case"]
@@ -424,6 +425,7 @@ def test_model_is_tuned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(screened) >= line["points"] == 5
 
 
+@pytest.mark.slow
 def test_stopped_run_prints_the_command_that_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def nothing_wrong(clients, *more):
 @pytest.mark.parametrize(
     ("number", "different", "killed"), [(64, 24, 2), pytest.param(2000, 250, 8, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_answers_under_load_are_right(tiny, tmp_path, reference, objects, number, different, killed):
     pool = asks(different)
     for ask in pool:

@@ -47,6 +47,7 @@ def run(python, *arguments):
     ],
 )
 @pytest.mark.parametrize("python", [pytest.param(VLLM[0], marks=VLLM[1])])
+@pytest.mark.slow
 def test_vllm_bench_serve(url, tiny, tmp_path, python, backend, path):
     run(
         python, "vllm.entrypoints.cli.main", "bench", "serve", "--backend", backend, "--base-url", url,

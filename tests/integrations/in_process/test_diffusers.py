@@ -198,6 +198,7 @@ def test_flux_fuses_norm_and_rope_of_heads() -> None:
 
 
 @pytest.mark.parametrize("part", ["flux", pytest.param("unet", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_models_compile_whole_with_the_diffusion_ops(part: str) -> None:
     if part == "flux":
         model: Any = flux()
