@@ -116,12 +116,10 @@ def is_listed(module: Any) -> bool:
     cls = type(module)
     path = class_path(cls)
     if not path.startswith(MODELS):
-        applies = (
-            getattr(registry.target_class(_by_path()[path][1]), "applies", None)
-            if path in _by_path()
-            else None
-        )
-        return path in _by_path() and (applies is None or applies(module))
+        if path not in _by_path():
+            return False
+        applies = getattr(registry.target_class(_by_path()[path][1]), "applies", None)
+        return applies is None or bool(applies(module))
     found = semantics(cls)
     return bool(found) and any(found in known(listed) for listed in listed_paths())
 
