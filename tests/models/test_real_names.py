@@ -1,4 +1,4 @@
-"""Names and shapes of public checkpoints, as recorded in checkpoints.json, against the plan and the loader.
+"""Names and shapes of public checkpoints, as recorded in checkpoints.json.xz, against the plan and the loader.
 
 A recorded key such as `model.layers.{0..31}.mlp.up_proj.weight` stands for one of each number. Each row names its
 source. total_size is that of the index.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import lzma
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,8 @@ from fastkernels.models.common.plan import plan
 from fastkernels.models.common.registry import find, models
 from fastkernels.models.common.weights import CheckpointError
 
-RECORDED = {row["id"]: row for row in json.loads((Path(__file__).parent / "checkpoints.json").read_text())}
+FILE = Path(__file__).parent / "checkpoints.json.xz"
+RECORDED = {row["id"]: row for row in json.loads(lzma.decompress(FILE.read_bytes()))}
 WHERE = Path("model-00001-of-00004.safetensors")
 Shapes = Mapping[str, Sequence[int]]
 LARGE = (
