@@ -11,12 +11,12 @@ import torch
 from support.tiny import KINDS, MODELS, make_tiny
 
 from fastkernels import LLM, SamplingParams
+from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.models.common import build, decoder
 from fastkernels.models.common.registry import models
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.moe.sparse_moe import Experts
-from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[7], list(range(10, 73)), [300, 4, 4, 4, 90]]
@@ -154,18 +154,32 @@ def test_logits_equal_transformers(folder: Path) -> None:
     torch.testing.assert_close(torch.cat(found), expected, atol=2e-4, rtol=2e-4)
 
 
-def test_fused_rope_keeps_normalized_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 4's windowed layers, two of them with a cache of their own, on the path that GPUs take."""
-    folder = make_tiny(tmp_path, "gemma4_text", "float32")
-    monkeypatch.setenv("FASTKERNELS_PROVIDER", "rope_store_kvcache:reference")
-    rope_store_kvcache.forget()
-    before = rope_store_kvcache.calls
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("gemma4_text", {"rope_store_kvcache": 2}),  # layers with windows and a cache of their own
+        ("starcoder2", {"linear_gelu": 2, "gated_residual": 4}),
+        ("nemotron", {"gated_residual": 4}),
+    ],
+)
+def test_fusions_of_gpus_keep_logits(
+    kind: str, counts: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requested by name, fusions run on a CPU, too. counts: calls in one of the three forward passes."""
+    folder = make_tiny(tmp_path, kind, "float32")
+    ops = [OPS[name] for name in counts]
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", ",".join(f"{name}:reference" for name in counts))
+    before = [op.calls for op in ops]
     try:
+        for op in ops:
+            op.forget()
         test_logits_equal_transformers(folder)
     finally:
         monkeypatch.undo()
-        rope_store_kvcache.forget()
-    assert rope_store_kvcache.calls == before + 2 * 3
+        for op in ops:
+            op.forget()
+    found = {op.name: op.calls - n for op, n in zip(ops, before, strict=True)}
+    assert found == {name: 3 * n for name, n in counts.items()}
 
 
 def one_sequence(start: int, end: int) -> AttentionMetadata:

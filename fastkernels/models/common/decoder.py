@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
+from fastkernels.core.dispatch import Op
 from fastkernels.models.common import description
 from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.description import (
@@ -23,6 +24,7 @@ from fastkernels.models.common.description import (
 from fastkernels.models.common.gemma4_blocks import ExpertsBesideMlp, LayerInputBlock, LayerInputs
 from fastkernels.models.common.latent import DecoderLatentAttention
 from fastkernels.models.common.registry import describe
+from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.activation.vllm import (
     VllmGELU,
     VllmGeluAndMul,
@@ -33,21 +35,26 @@ from fastkernels.overrides.activation.vllm import (
 from fastkernels.overrides.attention.vllm import VllmAttention
 from fastkernels.overrides.block.self_attention import HeadNorms
 from fastkernels.overrides.block.vllm import LlamaAttention
+from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.embedding.vllm import (
     VllmLogitsProcessor,
     VllmParallelLMHead,
     VllmVocabParallelEmbedding,
 )
+from fastkernels.overrides.linear.linear import linear
+from fastkernels.overrides.linear.linear_gelu import linear_gelu
 from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
     VllmMergedColumnParallelLinear,
     VllmQKVParallelLinear,
     VllmReplicatedLinear,
     VllmRowParallelLinear,
+    VllmUnquantizedLinearMethod,
 )
 from fastkernels.overrides.moe import sparse_moe
 from fastkernels.overrides.moe.grouped_topk import grouped_topk
 from fastkernels.overrides.moe.topk_softmax import topk_softmax
+from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmLayerNorm, VllmRMSNorm
 from fastkernels.overrides.rope.vllm import get_rope
 
@@ -96,6 +103,12 @@ def _load_plus_one(param: nn.Parameter, loaded: torch.Tensor) -> None:
     param.data.copy_(loaded + 1)
 
 
+def _fuses(fusion: Op, apart: Sequence[Op], x: torch.Tensor) -> bool:
+    """Whether `fusion` runs in place of the ops `apart`: on a GPU or by request, if none of them is requested."""
+    named = fusion.requested == "named"
+    return named or (x.is_cuda and not fusion.requested and not any(op.requested for op in apart))
+
+
 def add_and_norm(
     norm: nn.Module | None, delta: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,6 +117,11 @@ def add_and_norm(
         return (delta if norm is None else norm(delta)), delta
     if isinstance(norm, (VllmRMSNorm, VllmGemmaRMSNorm)):
         return norm(delta, residual)
+    if isinstance(norm, VllmLayerNorm) and _fuses(gated_residual, (layer_norm,), delta):
+        added, normed = gated_residual(
+            residual[None], delta[None], None, None, None, norm.weight, norm.bias, norm.eps
+        )
+        return normed[0], added[0]
     residual = residual + delta
     return (residual if norm is None else norm(residual)), residual
 
@@ -259,6 +277,9 @@ class SharedAttention(nn.Module):
         return out
 
 
+FEW = 64  # tokens, for which kernels of `linear` are faster than cuBLASLt's
+
+
 class DecoderMlp(nn.Module):
     """The MLP of a description: x [T, H] to the same. reduce: sum the result over the ranks."""
 
@@ -274,6 +295,11 @@ class DecoderMlp(nn.Module):
                 hidden, mlp.intermediate, bias=mlp.bias, prefix=f"{prefix}.up_proj"
             )
         self.act_fn = ACTIVATIONS[mlp.activation, mlp.gated]()
+        # GELU can be in the product of many tokens: cuBLASLt adds a bias and then computes GELU with tanh.
+        self.with_gelu = (
+            not mlp.gated and mlp.activation == "gelu_tanh" and mlp.bias
+            and isinstance(self.up_proj.quant_method, VllmUnquantizedLinearMethod)
+        )  # fmt: skip
         self.ffn_sub_norm = (
             nn.Identity() if mlp.inner_norm is None
             else make_wide_norm(mlp.inner_norm, mlp.intermediate, mlp.intermediate)
@@ -283,8 +309,12 @@ class DecoderMlp(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner, _ = self.gate_up_proj(x) if self.gated else self.up_proj(x)
-        out, _ = self.down_proj(self.ffn_sub_norm(self.act_fn(inner)))
+        if self.with_gelu and (len(x) > FEW or not x.is_cuda) and _fuses(linear_gelu, (linear, gelu), x):
+            inner = linear_gelu(x, self.up_proj.weight, self.up_proj.bias, "tanh")
+        else:
+            inner, _ = self.gate_up_proj(x) if self.gated else self.up_proj(x)
+            inner = self.act_fn(inner)
+        out, _ = self.down_proj(self.ffn_sub_norm(inner))
         return out
 
 
