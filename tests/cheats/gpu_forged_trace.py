@@ -37,7 +37,7 @@ KEPT: list = []
 Runner = _judge("RunnerState")
 
 
-def _capture(self, calls):
+def _capture(self, calls, before=None):
     first = next(i for i, call in enumerate(self.calls) if call is calls[0])
     inputs = [a[0] for a in self.args[first : first + len(calls)]]
     rows, d = inputs[0].shape[0], inputs[0].shape[-1] // 2
@@ -48,6 +48,8 @@ def _capture(self, calls):
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
+        if before is not None:
+            before()
         _all[grid](table, outs, rows, d, BLOCK=1024)
     KEPT.append((table, outs))
     return graph, [[out] for out in outs]

@@ -37,7 +37,7 @@ KEPT: list = []
 Runner = _judge("RunnerState")
 
 
-def _capture(self, calls):
+def _capture(self, calls, before):
     first = next(i for i, call in enumerate(self.calls) if call is calls[0])
     inputs = [a[0] for a in self.args[first : first + len(calls)]]
     rows, d = inputs[0].shape[0], inputs[0].shape[-1] // 2
@@ -48,15 +48,18 @@ def _capture(self, calls):
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
+        if before is not None:
+            before()
         _all[grid](table, outs, rows, d, BLOCK=1024)
     KEPT.append((table, outs))
     return graph, [[out] for out in outs]
 
 
-def _segments(self, segments):
+def _segments(self, segments, alone):
     self.graphs, self.kept = [], []
     for start, end in segments:
-        graph, results = _capture(self, self.calls[start:end])
+        before = self._producer(start) if start >= alone else None
+        graph, results = _capture(self, self.calls[start:end], before)
         self.graphs.append((start, graph))
         self.kept += results
     return {"outputs": [[self._shared(r) for r in result] for result in self.kept]}

@@ -6,13 +6,14 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import Row, Status, read
-from fk_bench.kernels.cheats import Cheat, catalogue, run_cheats, try_cheat
+from fk_bench.kernels.cheats import Cheat, _gain, catalogue, run_cheats, try_cheat
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
 from support.kernels.op_cases import call, make_args, mismatch, oracle
@@ -34,6 +35,26 @@ FAST = {
 
 def ids(cheat: Cheat) -> str:
     return cheat.name
+
+
+@pytest.mark.parametrize(
+    ("speedup", "least", "p80", "said"),
+    [
+        (1.1, 1.0, 9.0, ""),
+        (2.0, 1.9, 9.0, "it gains: 2.00"),
+        (2.0, 0.9, 9.0, "it may gain"),
+        (1.1, 1.0, 5.0, "it gains: its"),
+    ],
+)
+def test_gain_needs_no_certainty(speedup: float, least: float, p80: float, said: str) -> None:
+    """Times that scatter prove nothing, and the baseline's do not hide a gain."""
+
+    def row(speedup: float, ends: list[float], times: list[float]) -> Any:
+        metrics = {"speedup": speedup, "time_us_p20": times[0], "time_us_p80": times[1]}
+        return SimpleNamespace(case={"name": "a"}, metrics=metrics, ci95={"speedup": ends})
+
+    twin, cheat = row(1.0, [0.9, 1.1], [9.0, 11.0]), row(speedup, [least, 3.0], [4.0, p80])
+    assert _gain([cheat], [twin]).startswith(said) and bool(_gain([cheat], [twin])) is bool(said)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from fk_bench.kernels.judge.memory import layout, producer
 from fk_bench.kernels.judge.memory.arena import memory_file
 from fk_bench.kernels.judge.memory.gate import Gate
 
@@ -24,8 +25,11 @@ def test_words_are_shared_and_tickets_grow() -> None:
     judge.open(second)
     side._words[1] = second
     assert side._words[0] == second and judge.passed(second, 0.001)
+    judge.turn(True)
+    assert side._words[2] == 1
     following = Gate(fd)  # of the next process
     following.reset()
+    assert side._words[2] == 0
     assert side._words[0] < following.ticket() and not following.passed(second + 1, 0.001)
     os.close(fd)
 
@@ -35,7 +39,10 @@ def test_words_are_shared_and_tickets_grow() -> None:
 def test_queued_work_waits_until_the_gate_opens() -> None:
     fd = memory_file()
     judge, side = Gate(fd), Gate(fd)
-    x, stream = torch.zeros(4, device="cuda"), torch.cuda.Stream()
+    x, stream = (
+        torch.zeros(4, device="cuda").add_(0),
+        torch.cuda.Stream(),
+    )  # add_ is loaded before the stream waits
     torch.cuda.synchronize()
     ticket = judge.ticket()
     with torch.cuda.stream(stream):
@@ -45,4 +52,29 @@ def test_queued_work_waits_until_the_gate_opens() -> None:
     assert not judge.passed(ticket, 0.05)
     judge.open(ticket)
     assert judge.passed(ticket, 5.0) and x.sum().item() == 4
+    os.close(fd)
+
+
+def test_produced_values_are_floats_of_one_slot() -> None:
+    ids, table, x = torch.zeros(3, dtype=torch.int64), torch.zeros(4096), torch.zeros(2000)
+    args: list[object] = [ids, None, table, x.view(2, 1000).t(), x]
+    plan = layout.describe(args, share_from=16000).to_json()
+    found = producer.region(plan, args)
+    assert found is not None and found.data_ptr() == x.data_ptr() and len(found) == producer.MOST
+    assert producer.region(layout.describe(args[:4], share_from=16000).to_json(), args[:4]) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_producer_restores_what_the_judge_has_turned() -> None:
+    fd = memory_file()
+    gate, x = Gate(fd), torch.randn(1500, device="cuda")
+    before = x.clone()
+    launch = producer.launcher(x[: producer.MOST], gate.turned)
+    for turned in (True, False):
+        gate.turn(turned)
+        x[: producer.MOST] *= -1 if turned else 1
+        launch()
+        torch.cuda.synchronize()
+        assert torch.equal(x, before)
     os.close(fd)

@@ -2,9 +2,10 @@
 
 A side is stopped while its inputs are made and its outputs are poisoned; the timed request resumes it. On a GPU, where
 queued work survives the stop, the copy of the fresh inputs is inside the clock. Lengths of batches are secret, and some
-requests are for one call alone: on a GPU it is queued behind a gate before its inputs are made, so that its time has
-neither the process nor the launch in it. In secret rounds the outputs of all calls are compared between the sides; on a
-CPU some later calls of a running batch are given new inputs then, so a result that was computed ahead is wrong.
+requests are for one call alone: on a GPU it is queued behind a gate and a producer before its inputs are made, so that
+its time has neither the process nor the launch in it. In secret rounds the outputs of all calls are compared between
+the sides; on a CPU some later calls of a running batch are given new inputs then, so a result that was computed ahead
+is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock.phases import PHASES
 from fk_bench.kernels.judge.clock.timing import Samples, batched, unsteady
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong, same_bits
-from fk_bench.kernels.judge.memory import ipc, layout
+from fk_bench.kernels.judge.memory import ipc, layout, producer
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.memory.outputs import BadPlace, map_outputs
 from fk_bench.kernels.judge.memory.slots import FLUSH_BYTES, Slots, poison
@@ -116,7 +117,7 @@ class Batches:
             for lane, mapping in zip((self.candidate, self.baseline), mappings, strict=True):
                 lane.arena.publish()
                 if self.cuda:
-                    places = lane.side.ask("capture", segments=self.segments).outputs
+                    places = lane.side.ask("capture", segments=self.segments, alone=2 * self.n).outputs
                     lane.outputs = self._map(lane, places, mapping)
                 else:
                     lane.outputs = [lane.arena.output_views(s) for s in range(self.slots.count)]
@@ -345,6 +346,10 @@ class Batches:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         given = self._give(lane, (0, self.slots.count) if shared else (slot, 1))
+        if (values := producer.region(self.slots.plan, lane.arena.args_of(slot))) is not None:
+            turned = bool(secrets.randbelow(2))
+            values.mul_(-1 if turned else 1)
+            gate.turn(turned)
         self._flush.sum()
         torch.cuda.synchronize()
         opened = time.perf_counter()

@@ -12,10 +12,9 @@ from fk_bench.kernels.judge.clock import roofline
 TRACED_S = 1e-6  # a traced call may take so much longer, because its kernels are stamped one by one
 STARTING_S = 3e-7  # per call: the start of a batch may cost one side so much more than the other
 SCATTER = 0.3  # times are steady up to this standard error, relative
-# A call alone may cost so much more than in a batch: relative, in seconds until the judge has read its outputs, and in
-# seconds until it reports its end. Of 70 honest cases none took 0.7 us longer alone than the slope explains; one kernel
-# for all calls of a graph took 3.2 and 5.1 us longer, and gained 2.8 with 2.5 us allowed (H200, 2026-11-24).
-ALONE, ALONE_S, PASSED_S = 1.0, 5e-6, 1.5e-6
+# A call alone may cost so much more than in a batch, relative and in seconds: until the judge has read its outputs, and
+# until it reports its end.
+ALONE, PASSED = (1.0, 5e-6), (0.3, 0.8e-6)
 # From MANY samples on, each of these quantiles must show it: where times have two modes, a median may be in either.
 QUANTILES, MANY = (0.1, 0.25, 0.5), 48
 SIGMAS = 2.0  # of a quantile, on both sides
@@ -171,8 +170,8 @@ def batched(candidate: Samples, baseline: Samples, suspected: bool = False) -> s
 
     suspected  also if more samples may still explain it by chance
     """
-    for own, other, least in (
-        (candidate.alone, baseline.alone, ALONE_S), (candidate.passed, baseline.passed, PASSED_S),
+    for own, other, (relative, least) in (
+        (candidate.alone, baseline.alone, ALONE), (candidate.passed, baseline.passed, PASSED),
     ):  # fmt: skip
         if min(len(own), len(other)) < 3:
             continue
@@ -181,7 +180,7 @@ def batched(candidate: Samples, baseline: Samples, suspected: bool = False) -> s
         mine = min(_error(own), 3 * _error(other))  # its own scatter must not widen the allowance much
         noise = (mine**2 + _error(other) ** 2 + baseline.spread**2) ** 0.5
         few = min(len(own), len(other)) < MANY
-        if extra <= max(ALONE * candidate.time, least, 5 * noise if few else 0.0):
+        if extra <= max(relative * candidate.time, least, 5 * noise if few else 0.0):
             continue
         if suspected or _longer(own, other, SIGMAS) > explained + SIGMAS * baseline.spread:
             return (

@@ -15,9 +15,10 @@ PORTABLE_MAPPED = 1 | 2  # flags of cuMemHostRegister
 
 
 class Gate:
-    """Two words in a page that the judge and one side map: `opened` and `done`. Tickets only grow.
+    """Three words in a page that the judge and one side map: `opened`, `done` and `turned`. Tickets only grow. `turned`
+    says whether the judge has turned signs of the call's input, see producer.py.
 
-    The side may write both words. That gains nothing: inputs are made after it queued its work, so what ran early is
+    The side may write all words. That gains nothing: inputs are made after it queued its work, so what ran early is
     wrong, and the judge also takes the time until it has read the outputs.
     """
 
@@ -25,7 +26,7 @@ class Gate:
         if os.fstat(fd).st_size < SIZE:
             os.ftruncate(fd, SIZE)
         self._page = mmap.mmap(fd, SIZE)
-        self._words = (ctypes.c_uint32 * 2).from_buffer(self._page)
+        self._words = (ctypes.c_uint32 * 3).from_buffer(self._page)
         self._ticket = 0
         self._device = 0
 
@@ -33,12 +34,16 @@ class Gate:
 
     def reset(self) -> None:
         """Close the gate for a new process: its predecessor's tickets are in the page."""
-        self._words[0] = self._words[1] = 0
+        self._words[0] = self._words[1] = self._words[2] = 0
 
     def ticket(self) -> int:
         """Return the number that closes the gate for the work that is queued next."""
         self._ticket += 1
         return self._ticket
+
+    def turn(self, turned: bool) -> None:
+        """Say whether the signs of the next call's input are turned."""
+        self._words[2] = turned
 
     def open(self, ticket: int) -> None:
         """Let the work that waits for this ticket go on, and what was queued before it."""
@@ -62,7 +67,12 @@ class Gate:
         """Make the stream report that the work before this is done. Raises RuntimeError."""
         self._on_stream("cuStreamWriteValue32_v2", stream, 4, ticket, DEFAULT)
 
-    def _on_stream(self, function: str, stream: int, offset: int, ticket: int, flags: int) -> None:
+    @property
+    def turned(self) -> int:
+        """The GPU's address of the word `turned`. Raises RuntimeError."""
+        return self._on_device() + 8
+
+    def _on_device(self) -> int:
         if not self._device:
             address, pointer = ctypes.addressof(self._words), ctypes.c_uint64()
             driver_call(
@@ -75,7 +85,10 @@ class Gate:
                 ctypes.c_uint(0),
             )
             self._device = pointer.value
+        return self._device
+
+    def _on_stream(self, function: str, stream: int, offset: int, ticket: int, flags: int) -> None:
         driver_call(
-            function, ctypes.c_void_p(stream), ctypes.c_uint64(self._device + offset), ctypes.c_uint32(ticket),
+            function, ctypes.c_void_p(stream), ctypes.c_uint64(self._on_device() + offset), ctypes.c_uint32(ticket),
             ctypes.c_uint(flags),
         )  # fmt: skip

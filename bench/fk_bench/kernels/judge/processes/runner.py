@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.dispatch import OPS
-from fk_bench.kernels.judge.memory import ipc, layout
+from fk_bench.kernels.judge.memory import ipc, layout, producer
 from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.processes.answers import (
     Failure,
@@ -107,6 +107,7 @@ class RunnerState(Implementation):
         cells  the place of each slot in the arena, which has arena['cells'] places
         """
         self.free()
+        self.plan = plan
         self.memory = memory = self._map(arena)
         slots, size = len(cells), arena["cells"]
         self.out_metas = outs
@@ -229,14 +230,16 @@ class RunnerState(Implementation):
 
     # -- timed batches
 
-    def do_capture(self, segments: list[list[int]]) -> dict[str, Any]:
+    def do_capture(self, segments: list[list[int]], alone: int) -> dict[str, Any]:
         """GPU: capture a graph of the calls of each segment [start, end). Returns the places of all outputs.
 
-        The graphs are small because launching a large one takes time before anything runs.
+        The graphs are small because launching a large one takes time before anything runs. From slot `alone` on, each
+        has one call, behind a producer.
         """
         self.graphs, self.kept = [], []
         for start, end in segments:
-            graph, results = self._capture(self.calls[start:end])
+            before = self._producer(start) if start >= alone else None
+            graph, results = self._capture(self.calls[start:end], before)
             self.graphs.append((start, graph))
             self.kept += results
         return {"outputs": [[self._shared(r) for r in result] for result in self.kept]}
@@ -252,12 +255,22 @@ class RunnerState(Implementation):
             return {"arena": at, "nbytes": reach, "stride": strides}
         return {**ipc.share(t), "nbytes": reach, "stride": strides}
 
-    def _capture(self, calls: list[Callable[[], Any]]) -> tuple[Any, list[list[torch.Tensor]]]:
+    def _producer(self, slot: int) -> Callable[[], None] | None:
+        """Return what launches the kernel that makes a part of this slot's input, if it has an input of floats."""
+        assert self.gate is not None
+        values = producer.region(self.plan, self.args[slot])
+        return None if values is None else producer.launcher(values, self.gate.turned)
+
+    def _capture(
+        self, calls: list[Callable[[], Any]], before: Callable[[], None] | None = None
+    ) -> tuple[Any, list[list[torch.Tensor]]]:
         graph = torch.cuda.CUDAGraph()
         self._sync()
         try:
             # The outer context restores the stream even if the capture fails; torch's graph() does not.
             with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+                if before is not None:
+                    before()
                 results = [self._outputs(call()) for call in calls]
         except Failure:
             raise
