@@ -132,7 +132,8 @@ def test_plan_counts_the_bytes_of_mxfp4(folders: tuple[Path, Path]) -> None:
     assert item.read_bytes("float32") * 2 == item.weight_bytes("float32")  # two of four experts
 
 
-def test_random_mxfp4_weights_are_served(folders: tuple[Path, Path]) -> None:
-    llm = LLM(str(folders[0]), device="cpu", max_model_len=64, load_format="dummy")
+@pytest.mark.parametrize("mxfp4", [True, False])
+def test_random_weights_are_served(folders: tuple[Path, Path], mxfp4: bool) -> None:
+    llm = LLM(str(folders[not mxfp4]), device="cpu", max_model_len=64, load_format="dummy")
     out = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     assert len(out[0].outputs[0].token_ids) == 4

@@ -4,7 +4,8 @@ It writes lines of JSON to the original standard output; the host's own output g
 {"kv_tokens": n, "ends": [[phase, end]], "engine": {...}}: the size of the KV cache, the ends of the startup phases by
 time.monotonic(), and our engine's own report. Then each input line {"prompts": [[token ids]], "output_len": n} is
 answered with {"seconds": s, "output_tokens": n}, and "live": {op: calls} if there are candidates. Sizes that are None
-are the host's defaults. Imports only the engine that it runs, and the patcher if there are candidates.
+are the host's defaults. Imports only the engine that it runs, and the patcher if there are candidates. Random weights
+are of one kind in all hosts: fk_bench.e2e.random_weights.
 """
 
 from __future__ import annotations
@@ -71,8 +72,12 @@ def vllm(options: dict[str, Any]) -> tuple[Generate, int, Any]:
         settings["num_gpu_blocks_override"] = options["kv_tokens"] and options["kv_tokens"] // 16
     else:
         settings["enforce_eager"] = True
+    if options["load_format"] == "dummy":
+        settings["worker_extension_cls"] = "fk_bench.e2e.random_weights.VllmWorker"
     llm = LLM(model=options["model"], **given(settings, options["engine_args"]))
     ended("engine")
+    if options["load_format"] == "dummy":
+        llm.collective_rpc("draw_random_weights")
 
     def generate(prompts: list[list[int]], output_len: int) -> int:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
@@ -106,6 +111,10 @@ def sglang(options: dict[str, Any]) -> tuple[Generate, int, Any]:
             "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
         }  # fmt: skip
+    if options["load_format"] == "dummy":
+        from fk_bench.e2e.random_weights import SGLangLoader
+
+        settings["load_format"] = SGLangLoader
     engine = sglang.Engine(model_path=options["model"], **given(settings, options["engine_args"]))
     ended("engine")
 

@@ -231,6 +231,7 @@ class _Asked:
             "before_construction": self.before_construction, "no_table": bool(self.env),
             "with_engine": self.with_engine, "dtype": self.dtype, "load_format": self.load_format,
             "tensor_parallel": self.tensor_parallel,
+            "routing": "uniform" if self.load_format == "dummy" else "trained",  # see random_weights
         }  # fmt: skip
 
     def measure(

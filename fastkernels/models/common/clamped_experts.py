@@ -53,6 +53,7 @@ class StackedExperts(nn.Module):
     ) -> None:
         parameter = nn.Parameter(made, requires_grad=False)
         parameter.weight_loader = partial(self._load, axis=axis, packed=packed, turned=turned)  # type: ignore[attr-defined]
+        parameter.turned = turned  # type: ignore[attr-defined]
         self.register_parameter(name, parameter)
 
     def _load(

@@ -18,8 +18,12 @@ from torch import nn
 from fastkernels.models.common import quantized, registry
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.checkpoint import CheckpointError, iterate, resolve, some, weight_files
+from fastkernels.overrides.embedding.vllm import VllmVocabParallelEmbedding
 
 __all__ = ["CheckpointError", "dummy", "fill", "load", "resolve", "weight_files"]
+# Of random weights. With embeddings this large, a layer changes the hidden state of a token by little. With 0.02, the
+# mean over the context is the larger part after a few layers, and the tokens of a prompt go to the same experts.
+STD, EMBEDDING_STD = 0.02, 10.0
 # Other dtypes belong to quantized weights, whose values need scales.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -232,8 +236,14 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.sum(dtype=torch.float32)
 
 
+def random_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """The generator of the random weights of one parameter."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+
+
 def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None = None) -> None:
-    """Random weights: matrices N(0, 0.02), vectors (norms) 1, biases 0.
+    """Random weights: matrices N(0, 0.02), embeddings N(0, 10), vectors (norms) 1, biases 0.
 
     They depend on seed, device and parameter name only. With `shapes`, the unsharded shapes, every rank draws the
     whole parameter and keeps its shard, so that the model is the same for every number of ranks.
@@ -254,16 +264,19 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
             parameter.data.fill_(120)
             continue
         shape = torch.Size((shapes or {}).get(name, parameter.shape))
+        owner = model.get_submodule(name.rpartition(".")[0])
         # Rows that pad the vocabulary stay zero: their number depends on the number of ranks.
-        vocabulary = getattr(model.get_submodule(name.rpartition(".")[0]), "org_vocab_size", shape[0])
+        vocabulary = getattr(owner, "org_vocab_size", shape[0])
         shape = torch.Size((min(vocabulary, shape[0]), *shape[1:]))
-        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "little"))
+        generator = random_generator(seed, name, parameter.device)
         whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         if parameter.dtype == torch.uint8:
             whole.random_(0, 256, generator=generator)
         elif parameter.dtype not in DTYPES:
             whole.copy_(torch.empty_like(whole, dtype=torch.float32).normal_(0.0, 1.0, generator=generator))
         else:
-            whole.normal_(0.0, 0.02, generator=generator)
+            embedding = isinstance(owner, VllmVocabParallelEmbedding)
+            whole.normal_(0.0, EMBEDDING_STD if embedding else STD, generator=generator)
+        if getattr(parameter, "turned", False):  # checkpoints have it transposed
+            whole = whole.transpose(1, 2)
         _copy(parameter, getattr(parameter, "weight_loader", None), whole, None, name)
