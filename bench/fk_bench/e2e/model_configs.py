@@ -19,6 +19,11 @@ PUBLIC: dict[str, tuple[str, dict[str, Any]]] = {
     for m in models().values()
     for hub_id, fields in m.arch.public.items()
 }
+_HUB_NAMES = {
+    hub_id.rpartition("/")[2].lower(): hub_id.rpartition("/")[2]
+    for m in models().values()
+    for hub_id in m.arch.public
+}
 _OWNERS = {"", *(hub_id.partition("/")[0].lower() for m in models().values() for hub_id in m.arch.public)}
 
 
@@ -33,6 +38,11 @@ def public_name(model: str) -> str | None:
     public = name if name in PUBLIC else re.sub(r"(-(instruct|base|chat|hf))?(-v[\d.]+)?$", "", name)
     known = public in PUBLIC and owner.lower() in _OWNERS and not Path(model).expanduser().exists()
     return public if known else None
+
+
+def hub_name(model: str) -> str:
+    """The name on the hub of a key of PUBLIC, such as Llama-3.2-3B; other names unchanged."""
+    return _HUB_NAMES.get(model, model)
 
 
 def load_config(model: str) -> tuple[str, Any]:

@@ -21,7 +21,7 @@ import typer
 from fk_bench.core.output import fail, last_line
 from fk_bench.explain.tables import Table
 from fk_bench.serving.config import ConfigError
-from fk_bench.tables import figure, layers, patch, servers, steps
+from fk_bench.tables import figure, layers, patch, servers, speeds, steps
 from fk_bench.tables.kernels import kernels
 from fk_bench.tables.origin import Files
 from fk_bench.tables.results import GROUPS, Results, take
@@ -42,13 +42,16 @@ TABLES: dict[str, tuple[Maker, str]] = {
     "models": (patch.models, "models"),
     "throughput": (patch.throughput, "models"),
     "engines": (patch.engines, "engines"),
+    "text-models": (speeds.text, "engines"),
+    "image-models": (speeds.images, "engines"),  # not part of `make bench-h200`: its markers name files
 }
 # {command of rows: tables that --out makes of a file in no group}
 OTHERS = {
     "serve-compare": ("hosts", "tails", "loads", "engine"),
     "skinny_linear": ("linear",),
     "decode_attention": ("attention",),
-    "patch-compare": ("models", "throughput", "engines"),
+    "patch-compare": ("models", "throughput", "engines", "text-models"),
+    "e2e": ("image-models",),
 }
 DOCUMENTS = ("README.md", "docs/*.md", "docs/reports/*.md")
 RESULTS = "bench/results"

@@ -1,0 +1,137 @@
+"""The speed of each model next to its reference: of text models in vLLM and our engine, of image models in their hosts.
+
+Of each model and chip the newest run counts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from fk_bench.core.rows import Row, Status
+from fk_bench.e2e import ratios
+from fk_bench.e2e.model_configs import PUBLIC, hub_name
+from fk_bench.e2e.ratios import COMMAND, ENGINE, OUTPUT
+from fk_bench.explain.tables import Table
+from fk_bench.tables.origin import Files, machine
+
+LOADS = "1x512+128", "32x512+128", "64x1024+128"
+BATCHES = 1, 8, 32
+SOURCE = "paper", "measured", "rows"
+# arXiv 2605.23215: speedup over the reference on an H200 (vLLM 0.18), mean of its scenarios. By model type or name.
+PAPER = {
+    "llama": 1.04, "deepseek_v32": 0.84, "mixtral": 0.97, "bitnet": 1.12, "gpt_oss": 1.02, "gemma4_text": 1.00,
+    "flux.1": 1.01, "sdxl": 1.17, "siglip2": 0.93, "dinov3": 0.99, "swinv2": 1.17, "vjepa2": 1.01,
+}  # fmt: skip
+
+
+def text(files: Files) -> Iterator[Table]:
+    """Text models: stock vLLM's output throughput at three loads, and the ratios of patched vLLM and our engine."""
+    cells, used = [], []
+    for (model, chip), (file, found) in _newest(files, _is_text).items():
+        lines = {line["load"]: line for line in ratios.summary(found)}
+        if not any(f"{OUTPUT}_{ENGINE}_ratio" in line for line in lines.values()):
+            continue
+        of_loads = [lines.get(load, {}) for load in LOADS]
+        stock = [line.get(f"stock_{OUTPUT}") for line in of_loads]
+        kind = PUBLIC[model][0] if model in PUBLIC else ""
+        cells.append([
+            hub_name(model), chip, _joined(stock, _rate), *_ratios([line.get(f"{OUTPUT}_ratio") for line in of_loads]),
+            *_ratios([line.get(f"{OUTPUT}_{ENGINE}_ratio") for line in of_loads]), *_source(kind, file, found),
+        ])  # fmt: skip
+        used += found
+    if cells:
+        loads = (load.partition("x") for load in LOADS)
+        at = ", ".join(f"{requests} x ({tokens.replace('+', ', ')})" for requests, _, tokens in loads)
+        columns = [
+            "model", "chip", "stock vLLM, tok/s", "patched / stock", "mean", "our engine / stock", "mean", *SOURCE,
+        ]  # fmt: skip
+        yield f"Output tokens/s at {at} ({machine(used)}):", columns, cells
+
+
+def images(files: Files) -> Iterator[Table]:
+    """Image models: images per second of the faster of the host's lanes, and the ratio of the fastest patched lane."""
+    cells, used = [], []
+    for (model, chip), (file, found) in _newest(files, _is_image).items():
+        host = [_fastest(found, batch, False) for batch in BATCHES]
+        ours = [_fastest(found, batch, True) for batch in BATCHES]
+        pairs = [p / h if p and h else None for p, h in zip(ours, host, strict=True)]
+        if any(pairs):
+            name = str(found[0].subject.host)
+            cells.append(
+                [model, name, chip, _joined(host, _rate), *_ratios(pairs), *_source(model, file, found)]
+            )
+            used += found
+    if cells:
+        at = ", ".join(map(str, BATCHES))
+        columns = ["model", "host", "chip", "host, images/s", "patched / host", "mean", *SOURCE]
+        yield f"Images per second at batch {at} ({machine(used)}):", columns, cells
+
+
+def _is_text(row: Row) -> bool:
+    """Whether the row compares engines, with routing of one kind in both where the model has experts."""
+    fields = PUBLIC.get(row.subject.model or "", ("", {}))[1]
+    fair = "routing" in row.case or not any("experts" in name for name in fields)
+    return (
+        row.command == COMMAND
+        and row.case.get("load") in LOADS
+        and row.case.get("with_engine", False)
+        and fair
+    )
+
+
+def _is_image(row: Row) -> bool:
+    return row.kind == "pictures" and row.status is Status.OK and row.subject.lane is not None
+
+
+def _newest(files: Files, wanted: Callable[[Row], bool]) -> dict[tuple[str, str], tuple[str, list[Row]]]:
+    """Return {(model, chip): (row file, rows of the newest run)}, sorted by model."""
+    runs: dict[tuple[str, str, str, str], list[Row]] = {}
+    for file, rows in files.items():
+        for row in filter(wanted, rows):
+            runs.setdefault((row.subject.model or "", _chip(row), row.run_id, file), []).append(row)
+    newest = {}
+    for (model, chip, _, file), rows in sorted(runs.items(), key=lambda run: _last(run[1])):
+        newest[model, chip] = file, rows
+    return dict(sorted(newest.items()))
+
+
+def _chip(row: Row) -> str:
+    name = (row.machine.gpu or "CPU").removeprefix("NVIDIA ").split()[0]
+    return name if row.machine.gpus < 2 else f"{row.machine.gpus} x {name}"
+
+
+def _last(rows: Iterable[Row]) -> str:
+    return max(row.time for row in rows)
+
+
+def _fastest(rows: Sequence[Row], batch: int, patched: bool) -> float | None:
+    """Return the images per second of the fastest lane of the host, or of the patched one: medians of rounds."""
+    lanes: dict[str, list[float]] = {}
+    for row in rows:
+        lane = str(row.subject.lane)
+        if row.case["batch"] == batch and lane.startswith("patched") == patched:
+            lanes.setdefault(lane, []).append(batch * 1e3 / row.metrics["latency_ms"])
+    return max(map(statistics.median, lanes.values()), default=None)
+
+
+def _ratios(values: Sequence[float | None]) -> list[str]:
+    """Return the ratios, and their geometric mean."""
+    found = [v for v in values if v is not None]
+    mean = f"{math.exp(statistics.fmean(map(math.log, found))):.3f}" if found else ""
+    return [_joined(values, "{:.3f}".format), mean]
+
+
+def _rate(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _joined(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
+    if all(v is None for v in values):
+        return ""
+    return ", ".join("-" if v is None else shown(v) for v in values)
+
+
+def _source(paper: str, file: str, rows: Sequence[Row]) -> list[str]:
+    return [f"{PAPER[paper]:.2f}" if paper in PAPER else "", _last(rows)[:10], f"`{file}`"]

@@ -1,0 +1,100 @@
+"""Tables of models next to their references, from made-up rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fk_bench.core.rows import Machine, Row, Subject
+from fk_bench.e2e.host import make_row
+from fk_bench.tables import speeds
+
+H200 = Machine(gpu="NVIDIA H200", gpus=1, cpu="cpu", cores=2)
+H100 = Machine(gpu="NVIDIA H100 80GB HBM3", gpus=1, cpu="cpu", cores=2)
+LLAMA = "llama-3.2-3b"
+
+
+def text(
+    patched: float, engine: float, day: int = 1, model: str = LLAMA, machine: Machine = H200, **case: Any
+) -> list[Row]:
+    """Stock, patched, stock with one run each and our engine, at 1 and 32 requests; stock makes 100 tokens/s."""
+    made = []
+    for load in ("1x512+128", "32x512+128"):
+        for block in range(3):
+            states = {"patched": patched} if block == 1 else {"stock": 100.0, "fastkernels": engine}
+            for state, rate in states.items():
+                where = {"state": state, "block": block, "run": 0, "load": load, "with_engine": True, **case}
+                row = make_row(
+                    "vllm", where, {"output_tokens_per_s": rate}, command="patch-compare",
+                    subject=Subject(model=model, host="vllm"),
+                )  # fmt: skip
+                made.append(
+                    row.model_copy(
+                        update={
+                            "machine": machine,
+                            "time": f"2026-11-0{day}",
+                            "run_id": f"{day}{model}{machine.gpu}",
+                        }
+                    )
+                )
+    return made
+
+
+def test_text_model_has_ratios_means_and_the_papers_figure() -> None:
+    ((title, columns, (cells,)),) = speeds.text({"a": text(110.0, 120.0)})
+    assert title.startswith(
+        "Output tokens/s at 1 x (512, 128), 32 x (512, 128), 64 x (1024, 128) (NVIDIA H200;"
+    )
+    assert cells == [
+        "Llama-3.2-3B", "H200", "100, 100, -", "1.100, 1.100, -", "1.100", "1.200, 1.200, -", "1.200", "1.04",
+        "2026-11-01", "`a`",
+    ]  # fmt: skip
+    assert len(columns) == len(cells)
+
+
+@pytest.mark.parametrize("newer_first", [True, False])
+def test_newest_run_of_model_and_chip_counts(newer_first: bool) -> None:
+    files = {"old": text(110.0, 120.0), "new": text(130.0, 140.0, 2), "h100": text(90.0, 80.0, machine=H100)}
+    ((_, _, cells),) = speeds.text(dict(reversed(files.items())) if newer_first else files)
+    assert [(row[1], row[4], row[9]) for row in cells] == [
+        ("H100", "0.900", "`h100`"),
+        ("H200", "1.300", "`new`"),
+    ]
+
+
+def test_two_runs_in_a_file_are_not_mixed() -> None:
+    ((_, _, (cells,)),) = speeds.text({"a": [*text(130.0, 140.0, 2), *text(110.0, 120.0)]})
+    assert cells[4] == "1.300"
+
+
+def test_experts_are_shown_with_uniform_routing_only() -> None:
+    assert not list(speeds.text({"a": text(110.0, 120.0, model="gpt-oss-20b")}))
+    ((_, _, (cells,)),) = speeds.text({"a": text(110.0, 120.0, model="gpt-oss-20b", routing="uniform")})
+    assert cells[0] == "gpt-oss-20b" and cells[7] == "1.02"
+
+
+def test_rows_without_our_engine_are_left_out() -> None:
+    assert not list(speeds.text({"a": text(110.0, 120.0, with_engine=False)}))
+
+
+def images(lane: str, ms: float, batch: int = 8) -> Row:
+    case = {"kind": "pictures", "batch": batch}
+    subject = Subject(model="siglip2", lane=lane, host="timm")
+    return make_row("timm", case, {"latency_ms": ms}, subject=subject).model_copy(
+        update={"machine": H100, "time": "2026-11-03"}
+    )
+
+
+def test_image_model_is_compared_with_the_fastest_host_lane() -> None:
+    lanes = {
+        "stock": (40.0, 40.0),
+        "compiled": (20.0, 22.0),
+        "patched": (30.0, 30.0),
+        "patched-compiled": (14.0, 14.0),
+    }
+    rows = [images(lane, ms) for lane, rounds in lanes.items() for ms in rounds]
+    ((_, columns, (cells,)),) = speeds.images({"a": rows})
+    assert cells == [
+        "siglip2", "timm", "H100", "-, 382, -", "-, 1.497, -", "1.497", "0.93", "2026-11-03", "`a`",
+    ]  # fmt: skip
+    assert len(columns) == len(cells)
