@@ -21,6 +21,21 @@ REMOTE = {
     "AutoModelForCausalLM": "modeling_novel.NovelForCausalLM",
 }
 
+KIMI_K2: dict[str, Any] = {  # moonshotai/Kimi-K2-Instruct without its quantization
+    "architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 7168,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 131072, "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6, "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid",
+    "rope_scaling": {
+        "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -87,6 +102,18 @@ def test_code_of_a_checkpoint_is_not_run(folders: Path, tmp_path: Path) -> None:
         (folder / f"{name}.py").write_text("raise SystemExit('this was run')")
     config = build.load_config(folder)
     assert (config.model_type, config.num_attention_heads) == ("llama", 8)
+
+
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    """Its config.json has another model type and names Python code; all fields mean the same."""
+    types = {"kimi": {"model_type": "kimi_k2", "auto_map": REMOTE}, "deepseek": {"model_type": "deepseek_v3"}}
+    for name, fields in types.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**KIMI_K2, **fields}))
+    kimi, deepseek = (build.load_config(tmp_path / name).to_dict() for name in types)
+    assert kimi | {"_name_or_path": ""} == deepseek | {"_name_or_path": ""}
+    done = CliRunner().invoke(app, ["describe", str(tmp_path / "kimi")])
+    assert done.exit_code == 0 and json.loads(done.stdout.splitlines()[-1])["parameters"] == 1_026_408_232_448
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.checks import check_file
-from fastkernels.models.common.config import text_model
+from fastkernels.models.common.config import from_transformers, text_model
 from fastkernels.models.common.registry import architectures, by_architecture, models
 
 # {short name: (model type, fields)}: sizes that the model files list, for machines without access to the hub.
@@ -100,7 +100,7 @@ def _read(model: str, path: Path) -> Any:
     try:
         if path.is_dir():
             check_file(path)
-            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            return from_transformers(path)
         wanted = {"revision": revision} if revision else {}
         return AutoConfig.from_pretrained(name, trust_remote_code=False, **wanted)
     except CheckpointError as error:

@@ -37,10 +37,9 @@ def load_config(folder: Path) -> Any:
 
 def _from_transformers(folder: Path) -> Any:
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return config_file.from_transformers(folder)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         why = _unknown_architecture(folder) or " ".join(str(error).split())
         raise weights.CheckpointError(f"{folder / 'config.json'} cannot be used: {why}") from error

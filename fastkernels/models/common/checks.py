@@ -47,7 +47,7 @@ def check_file(folder: Path) -> None:
         if not isinstance(raw, dict):
             raise CheckpointError(f"{file} has no text_config, which {names[0]} needs")
         kind = raw.get("model_type")
-    if kind is not None and kind != arch.model_type:
+    if kind is not None and kind not in (arch.model_type, *arch.aliases):
         raise CheckpointError(
             f"{file}: model_type={kind!r} contradicts architectures={names!r}, whose model_type is {arch.model_type!r}"
         )

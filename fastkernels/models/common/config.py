@@ -49,6 +49,18 @@ def read(folder: Path) -> SimpleNamespace | None:
     return config
 
 
+def from_transformers(folder: Path) -> Any:
+    """transformers' config of a folder, also where the model type is an alias. No code of the checkpoint is run."""
+    from transformers import AutoConfig
+
+    raw = json.loads((folder / "config.json").read_text())
+    name, known = (raw.get("architectures") or [""])[0], registry.by_architecture()
+    if name in known and raw.get("model_type") in known[name].arch.aliases:
+        fields = {key: value for key, value in raw.items() if key not in ("model_type", "auto_map")}
+        return AutoConfig.for_model(known[name].arch.model_type, name_or_path=str(folder), **fields)
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
 def text_model(config: Any) -> Any:
     """The config of the text model, where that is the part of this architecture that a model file describes."""
     names = getattr(config, "architectures", None) or [""]

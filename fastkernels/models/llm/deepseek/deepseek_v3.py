@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437), Moonlight: latent attention, sigmoid routing in groups, shared experts."""
+"""DeepSeek-V3 and R1 (arXiv 2412.19437), Moonlight, Kimi K2: latent attention, sigmoid routing, shared experts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ ARCH = Architecture(
     category="llm",
     runner="Generate",
     model_type="deepseek_v3",
+    aliases=("kimi_k2",),
     packed={
         "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"), "gate_up_proj": ("gate_proj", "up_proj"),
     },
