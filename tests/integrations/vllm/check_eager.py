@@ -107,7 +107,11 @@ def test_shapes_of_the_model_are_measured_and_reported(llm, stock, tmp_path, mon
     (row,) = (r for r in report.rows if r.op == "linear")
     assert row.state == "off" and "no kernel of ours is faster at N=" in row.reason
     assert len(row.measured) == 4 * 7 and "onednn, the host's (no proposal)" in row.measured[0]
+    verified = ["find shapes", "read choices", "compile kernels", "time proposals", "swap modules"]
+    assert [*report.seconds] == [*verified, "rest"] and "\n  the patch took " in str(report)
+    assert report.seconds["read choices"] > 0 and report.to_dict()["seconds"] == report.seconds
     report.undo()
+    assert [*report.seconds] == ["rest"] and "\n  the undo took " in str(report)
     assert len(list((tmp_path / "verified").iterdir())) == 1
     assert generate(llm) == stock
 
