@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -297,13 +297,14 @@ def close(got: torch.Tensor, want: torch.Tensor, limit: Tolerance) -> bool:
 def compiled(
     subjects: Mapping[Point, list[Subject]], device: torch.device, generator: torch.Generator, end: float
 ) -> dict[tuple[Point, str], str]:
-    """Run every proposal once until the time `end`, so that its kernel is compiled: CUDA C++ in threads, Triton here.
+    """Run every proposal once in threads until the time `end`, so that its kernel is compiled.
 
-    Returns {(point, proposal): why it has no kernel}. NVRTC compiles without Python's lock.
+    Returns {(point, proposal): why it has no kernel}. NVRTC, Triton's assembler and most of its compiler work without
+    Python's lock. What failed with Triton is tried again here, alone.
     """
     failed: dict[tuple[Point, str], str] = {}
     threads = min(os.cpu_count() or 1, 16)
-    futures: dict[Future[str | None], tuple[Point, str]] = {}
+    futures: dict[Future[str | None], tuple[Point, Subject]] = {}
 
     def one(subject: Subject, args: list[Any]) -> str | None:
         if time.monotonic() > end:
@@ -312,6 +313,8 @@ def compiled(
             with torch.inference_mode():
                 if subject.provider.supports is None or subject.provider.supports(*args) is None:
                     subject(*args)
+        except torch.OutOfMemoryError:  # says nothing about the kernel
+            return None
         except Exception as error:  # of a compiler, of a library
             return f"{type(error).__name__}: {error}".splitlines()[0]
         return None
@@ -331,16 +334,15 @@ def compiled(
             except NoRoom:  # the measurement needs more, and says so
                 continue
             for subject in found:
-                if "triton" in subject.provider.name:
-                    reason = one(subject, inputs)
-                    if reason is not None:
-                        failed[point, subject.name] = reason
-                else:
-                    futures[pool.submit(one, subject, inputs)] = point, subject.name
+                futures[pool.submit(one, subject, inputs)] = point, subject
         wait(futures)
-    for future, where in futures.items():
-        if (reason := future.result()) is not None:
-            failed[where] = reason
+    for future, (point, subject) in futures.items():
+        reason = future.result()
+        if reason is not None and "triton" in subject.provider.name and device.type == "cuda":
+            with suppress(NoRoom):
+                reason = one(subject, arguments(point, device, generator, 0)[0])
+        if reason is not None:
+            failed[point, subject.name] = reason
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -232,8 +233,16 @@ def test_compiler_threads_use_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(measure, "arguments", lambda *_: [[torch.ones(2)]])
-    subject = measure.Subject(Provider("cuda-two", lambda x: x + 1, devices=("cuda",)), {})
+    ran: list[str] = []
+
+    def racing(x: torch.Tensor) -> None:
+        ran.append(threading.current_thread().name)
+        if len(ran) == 1:
+            raise RuntimeError("two threads at once")
+
+    subject = measure.Subject(Provider("triton-two", racing, devices=("cuda",)), {})
     found = measure.compiled(
         {Point("linear", (), ()): [subject]}, torch.device("cuda"), torch.Generator(), float("inf")
     )
     assert not found and used == [3]
+    assert len(ran) == 2 and ran[0] != ran[1] == threading.current_thread().name  # Triton's are tried again
