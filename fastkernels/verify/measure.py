@@ -300,7 +300,7 @@ def compiled(
     """Run every proposal once in threads until the time `end`, so that its kernel is compiled.
 
     Returns {(point, proposal): why it has no kernel}. NVRTC, Triton's assembler and most of its compiler work without
-    Python's lock. What failed with Triton is tried again here, alone.
+    Python's lock. A kernel of Triton that failed is tried again here, alone.
     """
     failed: dict[tuple[Point, str], str] = {}
     threads = min(os.cpu_count() or 1, 16)
