@@ -167,11 +167,12 @@ class Compiled:
     The old graphs stay alive while new ones are captured: a private pool without any graph cannot be captured into.
     """
 
-    def __init__(self, worker: Any, seconds: Seconds):
+    def __init__(self, worker: Any):
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
         from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Wrapper
 
-        self.worker, self.runner, self.seconds = worker, worker.model_runner, seconds
+        self.worker, self.runner = worker, worker.model_runner
+        self.seconds: Seconds = {}  # of the phases of `rewarm`
         self.config = worker.vllm_config.compilation_config
         self.models = _compiled(worker.get_model(), Wrapper)
         owners = [getattr(self.runner, name, None) for name in ("drafter", "speculator")]
@@ -376,7 +377,8 @@ def _swap(
     worker: Any, change: Callable[[], Callable[[], None] | None], unchanged: Callable[[], bool],
     seconds: Seconds, before: Kept | None, keep: bool, heap: Heap,
 ) -> Kept | None:  # fmt: skip
-    compiled = Compiled(worker, seconds)
+    compiled = Compiled(worker)
+    compiled.seconds = seconds
     back: list[Callable[[], None] | None] = []
 
     def first() -> None:
