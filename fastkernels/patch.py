@@ -19,6 +19,7 @@ from fastkernels.core.candidate import resolve
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.registry import UnknownName, check_names
+from fastkernels.verify import phases
 
 log = logging.getLogger("fastkernels")
 
@@ -151,7 +152,8 @@ class Host(Protocol):
         """Carry out the request in every process of the live object; one reply per process, in rank order.
 
         A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}. In a pipeline it
-        also has 'stage': only ranks of one stage have the same modules. Raises PatchError for an unreachable process.
+        also has 'stage': only ranks of one stage have the same modules; it may have 'seconds' of each phase. Raises
+        PatchError for an unreachable process.
         """
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
@@ -170,7 +172,10 @@ def hosts() -> dict[str, Host]:
 
 
 class Report:
-    """The result of a patch, per (rank, op, host class), with `undo`. Also a context manager."""
+    """The result of a patch, per (rank, op, host class), with `undo`. Also a context manager.
+
+    seconds  {phase: seconds} of the last patch or undo in vLLM or SGLang, of each phase in the slowest process
+    """
 
     def __init__(self, host: Host, target: Any, replies: list[dict[str, Any]]):
         self.host, self.target, self.undone = host, target, False
@@ -180,6 +185,7 @@ class Report:
         self.pids = {r["rank"]: r["pid"] for r in replies}
         self.version = replies[0]["version"] if replies else None
         self.rows = [Row(**row) for r in replies for row in r["rows"]]
+        self.seconds = phases.slowest(r.get("seconds", {}) for r in replies)
 
     @property
     def active(self) -> list[Row]:
@@ -229,13 +235,13 @@ class Report:
     def undo(self) -> None:
         """Restore everything. A second call does nothing."""
         if not self.undone:
-            _checked(self.host, self.host.call(self.target, Request("undo")))
-            self.undone = True
+            replies = _checked(self.host, self.host.call(self.target, Request("undo")))
+            self.undone, self.seconds = True, phases.slowest(r.get("seconds", {}) for r in replies)
 
     async def undo_async(self) -> None:
         if not self.undone:
-            _checked(self.host, await self.host.call_async(self.target, Request("undo")))
-            self.undone = True
+            replies = _checked(self.host, await self.host.call_async(self.target, Request("undo")))
+            self.undone, self.seconds = True, phases.slowest(r.get("seconds", {}) for r in replies)
 
     async def refresh_async(self) -> Report:
         self._read(_checked(self.host, await self.host.call_async(self.target, Request("report"))))
@@ -258,6 +264,7 @@ class Report:
             "version": self.version,
             "pids": self.pids,
             "rows": [asdict(r) for r in self.rows],
+            "seconds": self.seconds,
         }
 
     def __str__(self) -> str:
@@ -275,6 +282,8 @@ class Report:
             state += "".join(f"; fell back {n}x: {why}" for why, n in r.fallbacks.items())
             state += "".join(f"; left to the host {n}x: {why}" for why, n in r.left.items())
             lines.append(f"  {r.rank:>4} {r.op:<20} {r.host_class:<24} {r.modules:>7} {r.calls:>8}  {state}")
+        if self.seconds:
+            lines.append(f"  the {'undo' if self.undone else 'patch'} took {phases.line(self.seconds)}")
         measured = list(dict.fromkeys(text for r in self.rows for text in r.measured))
         if measured:
             lines.append(

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -25,6 +26,7 @@ log = logging.getLogger("fastkernels")
 
 # Of this process: cubins loaded from the folder and compiled, and seconds of the compiler
 counts = {"cached": 0, "compiled": 0, "compile_s": 0.0}
+_LOCKS: dict[str, threading.Lock] = {}
 
 
 class CompileError(RuntimeError):
@@ -95,14 +97,15 @@ def cubin(
     if (found := _kept(compile_cache.requested_folder("nvrtc"), key)) is not None:
         return found
     folder = compile_cache.folder("nvrtc")
-    if folder is not None and (found := _kept(folder, key)) is not None:
-        return found
-    start = time.monotonic()
-    code = compiler(source, options)
-    counts["compiled"] += 1
-    counts["compile_s"] += time.monotonic() - start
-    if folder is not None:
-        _keep(code, folder / f"{key}.cubin")
+    with _LOCKS.setdefault(key, threading.Lock()):  # of threads with the same kernel, one compiles it
+        if folder is not None and (found := _kept(folder, key)) is not None:
+            return found
+        start = time.monotonic()
+        code = compiler(source, options)
+        counts["compiled"] += 1
+        counts["compile_s"] += time.monotonic() - start
+        if folder is not None:
+            _keep(code, folder / f"{key}.cubin")
     return code
 
 

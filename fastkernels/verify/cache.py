@@ -57,22 +57,27 @@ def file_name(of: dict[str, str]) -> str:
 
 def kept(of: dict[str, str]) -> Table:
     """The choices that were measured before with the same facts. One log line if a file cannot be used."""
-    empty = Table(of["chip"], {}, ())
     folder = compile_cache.requested_folder(NAME)
     path = folder / file_name(of)
     if not path.is_file():
         others = len(list(folder.glob(f"{tuning.slug(of['chip'])}-*.json"))) if folder.is_dir() else 0
         if others:
             log.info("choices of other versions in %s are not used (files: %d)", folder, others)
-        return empty
+        return Table(of["chip"], {}, ())
+    return _read(path, of)
+
+
+def _read(path: Path, of: dict[str, str], level: int = logging.WARNING) -> Table:
+    """The table of a file, without entries and with one log line if it cannot be used."""
+    empty = Table(of["chip"], {}, ())
     try:
         table = tuning.read(path)
     except TableError as error:
-        log.warning("choices are measured again: %s", error)
+        log.log(level, "choices are measured again: %s", error)
         return empty
     foreign = [run for run in table.runs.values() if run.get("facts") != of]
     if table.chip != of["chip"] or foreign:
-        log.warning("%s is from another chip or other versions and is not used", path)
+        log.log(level, "%s is from another chip or other versions and is not used", path)
         return empty
     return table
 
@@ -86,7 +91,8 @@ def keep(table: Table, of: dict[str, str]) -> None:
     try:
         handle, name = tempfile.mkstemp(dir=folder, prefix=f".{path.stem}-")
         with os.fdopen(handle, "w") as file:
-            file.write(kept(of).merged(table).to_json())
+            before = _read(path, of, logging.DEBUG) if path.is_file() else Table(of["chip"], {}, ())
+            file.write(before.merged(table).to_json())
         os.replace(name, path)
     except OSError as error:
         log.warning("verified choices were not kept, and the next start measures them again: %s", error)

@@ -11,9 +11,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -24,12 +24,16 @@ from fastkernels.core import registry
 from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.dispatch import Provider
 from fastkernels.core.tuning import Chip, Entry
+from fastkernels.verify.phases import Seconds, timed
 
 log = logging.getLogger("fastkernels")
 ROUNDS, CPU_ROUNDS = 60, 15
 MOST_PROPOSALS, MOST_CALLS, LEAST_CALLS = 3, 96, 4
+# A kernel that is SLOWER times as slow as the fastest one, in each of the first rounds, runs in no more of them
+FIRST_ROUNDS, SLOWER = 8, 1.1
 COLD = 2  # the weights of a graph's calls are this many times as large as L2
 SPARE = 512 << 20  # bytes of memory that a measurement leaves free
+LATE = "not compiled in time"
 
 
 class NoRoom(RuntimeError):
@@ -108,11 +112,13 @@ class Outcome:
     entries  one for each point that was measured; production's own provider where nothing was faster
     said     {point: {proposal: 'RATIO (LOW to HIGH)' or why it was rejected}}
     stopped  why points were left out; None if all were measured
+    seconds  of each phase
     """
 
     entries: list[Entry] = field(default_factory=list)
     said: dict[str, dict[str, str]] = field(default_factory=dict)
     stopped: str | None = None
+    seconds: Seconds = field(default_factory=dict)
 
 
 def production(op: str, device: str) -> Provider | None:
@@ -165,21 +171,27 @@ def measure(
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():
         try:
-            failed = compiled(subjects, device, generator, time.monotonic() + 0.8 * seconds)
-            for point, found in subjects.items():
-                if time.monotonic() > end:
-                    outcome.stopped = f"the limit of {seconds:.0f} s was reached"
-                    break
-                try:
-                    host = Subject(hosts[point.op], {})  # type: ignore[arg-type]
-                    _measure_point(point, host, found, failed, run, device, chip, generator, rounds, outcome)
-                except (NoRoom, torch.OutOfMemoryError):
-                    raise
-                except Exception as error:  # of a kernel or of a capture: the point stays with the host
-                    text = f"{type(error).__name__}: {error}".splitlines()[0]
-                    outcome.said[str(point)] = {"not measured": text}
-                    log.warning("%s is not measured and stays with the host: %s", point, text)
-        except (NoRoom, torch.OutOfMemoryError) as error:
+            with timed(outcome.seconds, "compile kernels"):
+                failed = compiled(subjects, device, generator, time.monotonic() + 0.8 * seconds)
+            with timed(outcome.seconds, "time proposals"):
+                for point, found in subjects.items():
+                    if time.monotonic() > end:
+                        outcome.stopped = f"the limit of {seconds:.0f} s was reached"
+                        break
+                    try:
+                        host = Subject(hosts[point.op], {})  # type: ignore[arg-type]
+                        _measure_point(
+                            point, host, found, failed, run, device, chip, generator, rounds, outcome
+                        )
+                    except NoRoom as error:  # smaller points may fit
+                        outcome.stopped = f"too little free memory: {error}"
+                    except torch.OutOfMemoryError:
+                        raise
+                    except Exception as error:  # of a kernel or of a capture: the point stays with the host
+                        text = f"{type(error).__name__}: {error}".splitlines()[0]
+                        outcome.said[str(point)] = {"not measured": text}
+                        log.warning("%s is not measured and stays with the host: %s", point, text)
+        except torch.OutOfMemoryError as error:
             outcome.stopped = f"too little free memory: {str(error).splitlines()[0]}"
         finally:
             if device.type == "cuda":
@@ -193,7 +205,7 @@ def _measure_point(
     point: Point, host: Subject, found: list[Subject], failed: dict[tuple[Point, str], str], run: str,
     device: torch.device, chip: Chip, generator: torch.Generator, rounds: int, outcome: Outcome,
 ) -> None:  # fmt: skip
-    said = outcome.said.setdefault(str(point), {})
+    said: dict[str, str] = {}
     right, calls = [], arguments(point, device, generator, COLD * chip.l2_bytes) if found else []
     for subject in found:
         reason = failed.get((point, subject.name)) or wrong(point, subject, host, calls[0])
@@ -203,14 +215,18 @@ def _measure_point(
             said[subject.name] = reason
     best, ratio = host, Ratio(1.0, 1.0, 1.0)
     if right:
-        times = interleaved([host, *right], calls, device, rounds)
+        times = interleaved([host, *right], calls, device, rounds, min(FIRST_ROUNDS, rounds))
         for subject, ours in zip(right, times[1:], strict=True):
-            here = Ratio.of(ours, times[0])
+            here = Ratio.of(ours, times[0][: len(ours)])
             said[subject.name] = f"{here.value:.3f} ({here.low:.3f} to {here.high:.3f})"
             if here.low > 1 and here.value > ratio.value:
                 best, ratio = subject, here
+    if best is host and LATE in said.values():  # the next start measures it
+        outcome.stopped = "not all kernels were compiled in time"
+        return
     shape, sizes = point.named()
     low, high = round(ratio.low, 4), round(ratio.high, 4)
+    outcome.said[str(point)] = said
     outcome.entries.append(
         Entry(point.op, shape, sizes, best.provider.name, host.provider.name, run, dict(best.params),
               round(ratio.value, 4), (low, high), source="verified on this chip")
@@ -281,22 +297,24 @@ def close(got: torch.Tensor, want: torch.Tensor, limit: Tolerance) -> bool:
 def compiled(
     subjects: Mapping[Point, list[Subject]], device: torch.device, generator: torch.Generator, end: float
 ) -> dict[tuple[Point, str], str]:
-    """Run every proposal once until the time `end`, so that its kernel is compiled: CUDA C++ in threads, Triton here.
+    """Run every proposal once in threads until the time `end`, so that its kernel is compiled.
 
-    Returns {(point, proposal): why it has no kernel}. NVRTC compiles without Python's lock.
+    Returns {(point, proposal): why it has no kernel}. NVRTC, Triton's assembler and most of its compiler work without
+    Python's lock. A kernel of Triton that failed is tried again here, alone.
     """
     failed: dict[tuple[Point, str], str] = {}
     threads = min(os.cpu_count() or 1, 16)
-    futures: dict[Future[str | None], tuple[Point, str]] = {}
-    inputs: dict[Any, list[Any]] = {}
+    futures: dict[Future[str | None], tuple[Point, Subject]] = {}
 
     def one(subject: Subject, args: list[Any]) -> str | None:
         if time.monotonic() > end:
-            return "not compiled in time"
+            return LATE
         try:
             with torch.inference_mode():
                 if subject.provider.supports is None or subject.provider.supports(*args) is None:
                     subject(*args)
+        except torch.OutOfMemoryError:  # says nothing about the kernel
+            return None
         except Exception as error:  # of a compiler, of a library
             return f"{type(error).__name__}: {error}".splitlines()[0]
         return None
@@ -311,39 +329,66 @@ def compiled(
 
     with ThreadPoolExecutor(threads if device.type == "cuda" else 1, initializer=start) as pool:
         for point, found in subjects.items():
+            try:
+                inputs = _inputs(point, device, generator, futures) if found else []
+            except NoRoom:  # the measurement needs more, and says so
+                continue
             for subject in found:
-                if point not in inputs:
-                    inputs[point] = arguments(point, device, generator, 0)[0]
-                if "triton" in subject.provider.name:
-                    reason = one(subject, inputs[point])
-                    if reason is not None:
-                        failed[point, subject.name] = reason
-                else:
-                    futures[pool.submit(one, subject, inputs[point])] = point, subject.name
+                futures[pool.submit(one, subject, inputs)] = point, subject
         wait(futures)
-    for future, where in futures.items():
-        if (reason := future.result()) is not None:
-            failed[where] = reason
+    for future, (point, subject) in futures.items():
+        reason = future.result()
+        if reason is not None and "triton" in subject.provider.name and device.type == "cuda":
+            with suppress(NoRoom):
+                reason = one(subject, arguments(point, device, generator, 0)[0])
+        if reason is not None:
+            failed[point, subject.name] = reason
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return failed
+
+
+def _inputs(
+    point: Point, device: torch.device, generator: torch.Generator, running: Iterable[Future[Any]]
+) -> list[Any]:
+    """The arguments of a point. Where the inputs of running calls take the room, they are awaited. Raises NoRoom."""
+    try:
+        return arguments(point, device, generator, 0)[0]
+    except NoRoom:
+        wait(running)
+    return arguments(point, device, generator, 0)[0]
 
 
 # -- timing
 
 
 def interleaved(
-    subjects: Sequence[Callable[..., Any]], calls: Sequence[list[Any]], device: torch.device, rounds: int
-) -> list[list[float]]:
-    """Seconds of all calls together, by subject and round. The order of the subjects rotates from round to round."""
+    subjects: Sequence[Callable[..., Any]], calls: Sequence[list[Any]], device: torch.device, rounds: int,
+    first: int = 0,
+) -> list[list[float]]:  # fmt: skip
+    """Seconds of all calls together, by subject and round. The order of the subjects rotates from round to round.
+
+    first  the number of rounds after which only the first subject and those go on that may be the fastest; 0: all do
+    """
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     runs = [_replay(subject, calls, device, pool) for subject in subjects]
     times: list[list[float]] = [[] for _ in subjects]
+    left = list(range(len(runs)))
     for i in range(rounds):
-        order = [(i + j) % len(runs) for j in range(len(runs))]
+        if i and i == first:
+            left = [0, *(which for which in left[1:] if not slower(times[which], times))]
+            if len(left) == 1:
+                break
+        order = [left[(i + j) % len(left)] for j in range(len(left))]
         for which, seconds in _round(runs, order, device):
             times[which].append(seconds)
     return times
+
+
+def slower(ours: Sequence[float], every: Sequence[Sequence[float]]) -> bool:
+    """Whether a kernel cannot be the fastest: in each of the rounds, another one was clearly faster."""
+    best = min(every, key=median)
+    return all(mine > SLOWER * other for mine, other in zip(ours, best, strict=True))
 
 
 def _replay(

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,18 @@ def test_broken_cache_file_is_compiled_again(cache: Path) -> None:
     file.write_bytes(b"")
     assert get(compiler) == CODE and len(compiler.calls) == 2
     assert file.read_bytes() == CODE
+
+
+def test_threads_compile_the_same_kernel_once(cache: Path) -> None:
+    class Slow(Compiler):
+        def __call__(self, source: str, options: Sequence[str]) -> bytes:
+            time.sleep(0.2)
+            return super().__call__(source, options)
+
+    compiler = Slow()
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda source: get(compiler, source), "aaab")) == {CODE}
+    assert sorted(source for source, _ in compiler.calls) == ["a", "b"]
 
 
 PROCESSES = 8

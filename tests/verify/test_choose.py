@@ -82,7 +82,7 @@ def model() -> Any:
 
 @pytest.fixture
 def no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "measure", lambda *args: pytest.fail("it measures"))
+    monkeypatch.setattr(measure, "measure", lambda *args, **kwargs: pytest.fail("it measures"))
 
 
 def patched(model: Any, **request: Any) -> Patched:
@@ -116,12 +116,41 @@ def test_ours_goes_in_only_where_it_was_measured_faster(model: Any, op: Any) -> 
 def test_second_start_measures_nothing(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first = patched(model)
     first.undo()
-    monkeypatch.setattr(measure, "measure", lambda *args: pytest.fail("it measures"))
+    monkeypatch.setattr(measure, "measure", lambda *args, **kwargs: pytest.fail("it measures"))
     for wanted in ("1", "0"):
         monkeypatch.setenv("FASTKERNELS_VERIFY", wanted)
         again = patched(model)
         assert [dataclasses.asdict(r) for r in again.rows] == [dataclasses.asdict(r) for r in first.rows]
         again.undo()
+
+
+def test_a_chip_without_any_table_is_measured(
+    model: Any, op: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "chip_of", lambda device: "Imaginary X1")
+    assert not tuning.entries("linear", "Imaginary X1")
+    found = patched(model)
+    assert found.rows[0].modules == 2 and kept(tmp_path).name.startswith("imaginary-x1-")
+    assert {e.provider for e in tuning.verified("Imaginary X1")} == {"quick", "usual"}
+    assert provider_for(op, model.first.weight, 8) == "quick"
+    assert provider_for(op, model.third.weight, 8) == "usual"  # its only proposal was slow
+    found.undo()
+    monkeypatch.setattr(tuning, "chip_of", lambda device: "Imaginary X2")  # has choices of its own
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "0")
+    assert patched(model).rows[0].modules == 0
+
+
+def test_kept_choices_are_used_without_verification(
+    model: Any, monkeypatch: pytest.MonkeyPatch, no_measurement: None
+) -> None:
+    facts = cache.facts("cpu", Host.host, Host.version)
+    entry = tuning.Entry(
+        "linear", {"N": 8, "K": 16, "dtype": "float32"}, {"M": 8}, "quick", "usual", "r1", {}, 1.3, (1.2, 1.4)
+    )
+    cache.keep(tuning.Table("cpu", {"r1": {"facts": facts}}, (entry,)), facts)
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "0")
+    (row,) = patched(model).rows
+    assert row.modules == 2 and [line.partition(":")[0] for line in row.measured] == [str(entry)]
 
 
 @pytest.mark.usefixtures("no_measurement")
@@ -185,7 +214,7 @@ def test_a_file_that_does_not_fit_is_measured_again(
     with caplog.at_level(logging.INFO, "fastkernels"):
         found = patched(model)
     assert found.rows[0].modules == 2
-    assert sum(messages[damage] in r.getMessage() for r in caplog.records) >= 1
+    assert sum(messages[damage] in r.getMessage() for r in caplog.records) == 1
     assert sum("points of linear are measured" in r.getMessage() for r in caplog.records) == 1
     found.undo()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -152,6 +153,49 @@ def test_too_little_memory_stops_and_says_so(linear: Any, monkeypatch: pytest.Mo
     assert found.stopped == "too little free memory: 1 MiB are free, and 2 MiB are needed"
 
 
+def test_points_without_room_leave_the_others(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave_room(device: torch.device, needed: int) -> None:
+        if needed > 2 * CHIP.l2_bytes + 10_000:
+            raise measure.NoRoom("too large")
+
+    monkeypatch.setattr(measure, "_leave_room", leave_room)
+    linear.key = replace(linear.key, propose=lambda *args: [("quick", {"tile": 4})])
+    points = [Point("linear", (24, 16, torch.float32), (m,)) for m in (3000, 4)]
+    found = measure.measure(points, "r1", CPU, CHIP, 60.0)
+    assert [(e.sizes["M"], e.provider) for e in found.entries] == [(4, "quick")]
+    assert found.stopped == "too little free memory: too large" and list(found.said) == [str(points[1])]
+
+
+def test_a_point_whose_kernels_were_late_is_not_settled(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    late: dict[Any, str] = {}
+    monkeypatch.setattr(measure, "compiled", lambda subjects, *rest: late)
+    linear.key = replace(linear.key, propose=lambda *args: [("quick", {"tile": 4}), ("slow", {})])
+    point = Point("linear", (24, 16, torch.float32), (3,))
+    late[point, "slow"] = measure.LATE  # the other one wins anyway
+    found = measure.measure([point], "r1", CPU, CHIP, 60.0)
+    assert [e.provider for e in found.entries] == ["quick"] and found.stopped is None
+    late[point, "quick tile=4"] = measure.LATE
+    found = measure.measure([point], "r1", CPU, CHIP, 60.0)
+    assert not found.entries and not found.said and found.stopped == "not all kernels were compiled in time"
+
+
+def test_clear_losers_run_in_the_first_rounds_only() -> None:
+    def kernel(seconds: float) -> Callable[..., None]:
+        def run() -> None:
+            CLOCK.now += seconds
+
+        return run
+
+    def rounds(*several: float, first: int = 8) -> list[int]:
+        times = measure.interleaved([kernel(s) for s in several], [[]], CPU, 15, first)
+        return [len(each) for each in times]
+
+    assert rounds(2.0, 3.0, 1.0, 1.05) == [15, 8, 15, 15]  # the host's kernel, the first one, always stays
+    assert rounds(2.0, 2.3, 3.0) == [8, 8, 8]  # nothing is left to compare
+    assert rounds(2.0, 3.0, first=0) == [15, 15]
+    assert not measure.slower([2.0, 1.0, 2.0], [[1.0, 1.0, 1.0]])  # not in each round
+
+
 def test_calls_use_the_models_weights_and_exceed_the_cache() -> None:
     modules = []
     for _ in range(2):
@@ -189,8 +233,16 @@ def test_compiler_threads_use_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(measure, "arguments", lambda *_: [[torch.ones(2)]])
-    subject = measure.Subject(Provider("cuda-two", lambda x: x + 1, devices=("cuda",)), {})
+    ran: list[str] = []
+
+    def racing(x: torch.Tensor) -> None:
+        ran.append(threading.current_thread().name)
+        if len(ran) == 1:
+            raise RuntimeError("two threads at once")
+
+    subject = measure.Subject(Provider("triton-two", racing, devices=("cuda",)), {})
     found = measure.compiled(
         {Point("linear", (), ()): [subject]}, torch.device("cuda"), torch.Generator(), float("inf")
     )
     assert not found and used == [3]
+    assert len(ran) == 2 and ran[0] != ran[1] == threading.current_thread().name  # Triton's are tried again

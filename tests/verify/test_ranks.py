@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as mp
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.verify import choose
 from fk_integrations.verify.ranks import agree
+
+from fastkernels.core import tuning
+from fastkernels.core.tuning import Entry
+from fastkernels.patch import Request
 
 
 def test_a_process_alone_asks_itself() -> None:
@@ -40,6 +48,37 @@ def _rank(rank: int, folder: str) -> None:
             found.append(f"{type(error).__name__}: {error}")
     Path(folder, f"{rank}.txt").write_text("\n".join(found))
     time.sleep(2.5 if rank else 0)  # the peer's last message arrives
+
+
+def _patching_rank(rank: int, folder: str) -> None:
+    """A rank that would make a choice of its own."""
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    shape = {"N": 8, "K": 16, "dtype": "float32"}
+    entry = Entry("linear", shape, {"M": 1}, f"of {rank}", "usual", "r1", {}, 1.3, (1.2, 1.4))
+    own = {
+        "entries": [json.loads(entry.to_json())],
+        "lines": {"linear": [f"line {rank}"]},
+        "seconds": {"time": rank},
+    }
+
+    class Host(Adapter):
+        def ranks(self) -> Any:
+            return torch.distributed.group.WORLD
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTKERNELS_VERIFY", "1")
+        patch.setattr(choose, "points_of", lambda *args: [])
+        patch.setattr(choose, "_choices", lambda *args: json.dumps(own))
+        found = choose.verify(Host(), None, Request("patch"), torch.device("cpu"))
+    said = [found.measured, found.seconds["time"], tuning.choices()]
+    Path(folder, f"{rank}.txt").write_text(json.dumps(said))
+    torch.distributed.barrier()
+
+
+def test_all_ranks_use_the_choices_of_the_first(tmp_path: Path) -> None:
+    mp.spawn(_patching_rank, (str(tmp_path),), nprocs=2)
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert first == second and '{"linear": ["line 0"]}, 0' in first and "of 0" in first
 
 
 def test_two_ranks_never_disagree(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fastkernels.verify import phases
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
 from fk_bench.e2e.host import HostProcess, make_row, prompts_of, vocab_size
@@ -151,8 +152,8 @@ class Comparison:
                 }
                 prompts = f"{self._seed} {self.model} {block} {number} {load}"
                 metrics, complete = self._run(self.process, given, prompts)
-                if number < 0 and change is not None:
-                    metrics["change_s"] = change
+                if number < 0:
+                    metrics |= change
                 yield self._row(where, metrics, complete)
                 if self.engine is not None and state == STATES[0]:
                     metrics, complete = self._run(self.engine, given, prompts)
@@ -193,18 +194,22 @@ class Comparison:
         where = {"state": state, "block": block, "traced": True, "load": str(load), **vars(load)}
         return self._row(where, {"gpu_step_ms": step_ms, "allocations": found[1]["allocations"]})
 
-    def _enter(self, state: str, block: int) -> float | None:
-        """Bring the host into a state; the seconds of a live change."""
+    def _enter(self, state: str, block: int) -> dict[str, float]:
+        """Bring the host into a state; the seconds of a live change, in all and of each phase."""
         if block == 0:
-            return None
+            return {}
         assert self.process is not None
         if self.before:
             self.process.stop()
             self.process = self._started(state)
             self.process.answer(self.timeout)
-            return None
+            return {}
         self.process.tell({"patch": self.ops} if state == "patched" else {"undo": True})
-        return self.process.answer(self.timeout)["seconds"]
+        answer = self.process.answer(self.timeout)
+        parts = {f"change_s {phase}": seconds for phase, seconds in answer["phases"].items()}
+        said = f"{state} after {answer['seconds']:.1f} s ({phases.line(answer['phases'])})"
+        print(f"{self.model}: {said}", file=sys.stderr, flush=True)
+        return {"change_s": answer["seconds"], **parts}
 
     def _run(self, process: HostProcess | None, load: Load, seed: str) -> tuple[dict[str, float], bool]:
         return metrics_of(self._answer(process, load, seed, "arrivals")["arrivals"], load)

@@ -202,10 +202,11 @@ class Toggled:
 
             self.report = library.patch(self.engine, ops=work["patch"])
             rows = [[row.op, row.state, row.modules, row.reason] for row in self.report.rows]
-            return {"seconds": time.perf_counter() - start, "rows": rows}
+            seconds = time.perf_counter() - start
+            return {"seconds": seconds, "phases": self.report.seconds, "rows": rows}
         if "undo" in work:
             self.report.undo()
-            return {"seconds": time.perf_counter() - start}
+            return {"seconds": time.perf_counter() - start, "phases": self.report.seconds}
         if "traced" in work:
             self._call("trace_start")
         arrivals = ARRIVALS[self.host](self.engine, work["prompts"], work["output_len"])

@@ -19,6 +19,7 @@ from fastkernels.core import registry, tuning
 from fastkernels.core.registry import UnknownName
 from fastkernels.core.tuning import REACH, Entry, Table, TableError
 from fastkernels.models.common.registry import models
+from fastkernels.verify.phases import Seconds, timed
 from fk_bench.core import rows
 from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line, table
@@ -157,8 +158,9 @@ def tune_command(
     stopped = ""
     try:
         with tuner.Tuner(options, finalists, state.run, state.on_row, screen, state.on_screen) as tuning_run:
+            state.seconds = tuning_run.seconds
             if screen is not None and points:
-                with screen.compiling(_to_compile(points, several)):
+                with timed(state.seconds, "compiled"), screen.compiling(_to_compile(points, several)):
                     tuning_run.warm()
                 state.say(f"kernels compiled after {time.perf_counter() - start:.0f} s")
             for name, its, at, low in points:
@@ -200,6 +202,7 @@ class _State:
         self.screened: Row | None = None
         self.done = 0
         self.all_there = False  # with --missing: no entry is missing
+        self.seconds: Seconds = {}  # compiled, screened, judged
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -256,6 +259,9 @@ class _State:
     def ok(self) -> bool:
         return not self.failed and (bool(self.found) or self.all_there)
 
+    def _phases(self) -> dict[str, float]:
+        return {phase: round(seconds, 1) for phase, seconds in self.seconds.items()}
+
     def show(self, device: str) -> None:
         note = f" ({report.CPU_MARK})" if device == "cpu" else ""
         cells = [
@@ -268,6 +274,9 @@ class _State:
         ]  # fmt: skip
         columns = ("op", "shape", "up to", "provider", "production", "speedup (95%)")
         table(f"tuned for {self.chip}{note}", columns, cells)
+        if self.done:
+            each = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
+            print(f"{self.done} of {self.points} points: {each}")
         for row in self.judged:
             if row.status in report.FAILED:
                 which = f"{row.subject.op} {row.subject.provider} {row.case['name']}"
@@ -278,7 +287,7 @@ class _State:
             "command": "tune", "ok": self.ok, "device": device, "chip": self.chip,
             "ops": len({e.op for e in self.found}), "points": len(self.found), "left": self.points - self.done,
             "faster": sum(e.faster for e in self.found), "judged": len(self.judged), "failed": self.failed,
-            "seconds": round(time.perf_counter() - start, 1), "rows": str(self.file),
+            "seconds": round(time.perf_counter() - start, 1), "phases": self._phases(), "rows": str(self.file),
             "table": str(self.path) if self.found else None,
         }  # fmt: skip
         if not self.found and not self.all_there:

@@ -25,7 +25,6 @@ from fk_bench.tune.choice import Choice, point_of, subject_of
 MOST, EACH = 16, 2  # processes; choices of a task, which share their inputs
 # A process that has too little memory says nothing about the kernel.
 NO_FAILURE = ("OutOfMemoryError", "NoRoom")
-LATE = "not compiled in time"
 Task = tuple[Point, list[Choice]]
 
 
@@ -58,7 +57,7 @@ class Compiling:
         for thread in self._threads:
             thread.join()
         while not self._todo.empty():
-            self._fail(self._todo.get(), LATE)
+            self._fail(self._todo.get(), measure.LATE)
         return self.failed
 
     def _feed(self) -> None:
@@ -74,7 +73,7 @@ class Compiling:
                     reply = worker.run(task)
                     if reply is None:
                         late = time.monotonic() >= self.end
-                        self._fail(task, LATE if late else "its process ended while it was compiled")
+                        self._fail(task, measure.LATE if late else "its process ended while it was compiled")
                         break
                     point = task[0]
                     self.failed |= {(point, name): why for name, why in reply.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -20,7 +21,7 @@ from fk_bench.core.rows import Row, Subject
 from fk_bench.tune.choice import Choice, point_of, subject_of
 from fk_bench.tune.compile import Compiling
 
-ROUNDS = 15
+ROUNDS, FIRST_ROUNDS = 15, 4  # clear losers run in the first ones only
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,26 @@ class Screen:
     ) -> Iterator[None]:
         """Compile the kernels of these points (op, shape, sizes, choices); the block runs meanwhile.
 
-        On a GPU in processes of their own, and so on all cores.
+        On a GPU those of Triton in processes of their own, which take seconds to start, and others in threads here.
         """
         several = {point_of(name, shape, sizes): choices for name, shape, sizes, choices in points}
-        end = time.monotonic() + self.compile_s
+        end, apart = time.monotonic() + self.compile_s, None
         if self.device.type == "cuda":
-            found = Compiling(several, self.device.type, end)
-            yield
-            self._failed |= found.wait()
-            return
-        yield
+            of_triton = {point: [c for c in own if "triton" in c.provider] for point, own in several.items()}
+            apart = Compiling({p: own for p, own in of_triton.items() if own}, self.device.type, end)
+            several = {p: [c for c in own if c not in of_triton[p]] for p, own in several.items()}
         subjects = {point: [subject_of(point.op, c) for c in choices] for point, choices in several.items()}
-        with torch.inference_mode():
-            self._failed |= measure.compiled(subjects, self.device, self._generator(), end)
+
+        def here() -> dict[tuple[Point, str], str]:
+            with torch.inference_mode():
+                return measure.compiled(subjects, self.device, self._generator(), end)
+
+        with ThreadPoolExecutor(1) as pool:
+            compiling = pool.submit(here)
+            yield
+            self._failed |= compiling.result()
+        if apart is not None:
+            self._failed |= apart.wait()
 
     def time(
         self, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int], several: Sequence[Choice]
@@ -89,10 +97,10 @@ class Screen:
                 else:
                     said[str(choice)] = reason
             every = [*([] if host is None else [host]), *(subject for _, subject in right)]
-            times = measure.interleaved(every, calls, self.device, ROUNDS) if right else []
+            times = measure.interleaved(every, calls, self.device, ROUNDS, FIRST_ROUNDS) if right else []
         theirs = times[0] if host is not None and times else None
         for (choice, _), ours in zip(right, times[len(times) - len(right) :], strict=True):
-            ratio = None if theirs is None else Ratio.of(ours, theirs)
+            ratio = None if theirs is None else Ratio.of(ours, theirs[: len(ours)])
             found.append(Screened(choice, 1e6 * median(ours) / len(calls), ratio))
         found.sort(key=lambda one: one.us)
         metrics = {f"us {one.choice}": one.us for one in found}

@@ -15,6 +15,7 @@ from fastkernels.core import registry
 from fastkernels.core.dispatch import Op
 from fastkernels.core.spec import Case, OpSpec
 from fastkernels.core.tuning import REACH, Entry, Key
+from fastkernels.verify.phases import Seconds, timed
 from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.baselines import baselines
@@ -158,6 +159,7 @@ class Tuner:
 
     on_row  called with each judged row; row.case has the `stage` (one of STAGES), shape and sizes
     screen  times the choices in this process, so that only those which are faster there are judged, at one size
+    seconds  {'screened', 'judged'}: what points took so far
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Tuner:
         self.screen = dataclasses.replace(options, rounds=SCREEN_ROUNDS, seconds=SCREEN_S)
         self.judge = Judge({}, options, self._row)
         self._about: dict[str, Any] = {}
+        self.seconds: Seconds = {}
 
     def __enter__(self) -> Tuner:
         self.judge.__enter__()
@@ -227,11 +230,13 @@ class Tuner:
         low: Mapping[str, int] | None, several: Sequence[Choice],
     ) -> Entry | None:  # fmt: skip
         """As `point`: those that are faster here, also at the smallest sizes, are judged until one wins."""
-        found, row = screen.time(name, shape, sizes, several)
+        with timed(self.seconds, "screened"):
+            found, row = screen.time(name, shape, sizes, several)
         self._on_screen(row)
         best = [one.choice for one in found if one.faster][: self.finalists]
         if best and low is not None:
-            at_low, row = screen.time(name, shape, low, best)
+            with timed(self.seconds, "screened"):
+                at_low, row = screen.time(name, shape, low, best)
             self._on_screen(row)
             kept = {str(one.choice) for one in at_low if one.faster}
             best = [choice for choice in best if str(choice) in kept]
@@ -262,7 +267,8 @@ class Tuner:
         # Compilers take seconds for each shape: they are baselines where the number of points is small.
         quick = stage == "screen" or self._screen is not None
         trial = trial_of(spec, key, shape, sizes, "tune" if quick else "model")
-        return self.judge.provider(name, [trial], choice.provider, choice.params)[0]
+        with timed(self.seconds, "judged"):
+            return self.judge.provider(name, [trial], choice.provider, choice.params)[0]
 
     def _lost(
         self, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int], rows: Sequence[Row]

@@ -20,6 +20,7 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
+from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import seam
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
@@ -37,6 +38,7 @@ class Patched:
     traced      ops whose kernels a profiler trace has shown
     every_step  ids of the rows whose modules a model calls in every step, or never
     trials      {id of a row: the trial that decides about it, the reasons of its other modules}
+    seconds     of each phase of the patch
     """
 
     adapter: Adapter
@@ -49,6 +51,7 @@ class Patched:
     traced: set[str] = field(default_factory=set)
     every_step: set[int] = field(default_factory=set)
     trials: dict[int, tuple[Trial, dict[Reason, int]]] = field(default_factory=dict)
+    seconds: Seconds = field(default_factory=dict)
 
     @property
     def unchanged(self) -> bool:
@@ -123,17 +126,10 @@ def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Pat
         verified = choose.Verified(dict(adapter.measured))
         if not adapter.own:
             verified = choose.verify(adapter, model, request, _device_of(model))
+        patched.seconds |= verified.seconds
         patched.journal.add(verified.back)
-        found = sorted(plan(adapter, request, model), key=lambda pair: not seam.find(pair[1].seam).first)
-        for spec, target in found:
-            patched.rows.append(_apply_target(patched, spec, target))
-        patched.rows += _rows_without_a_table(patched, {spec.name for spec, _ in found})
-        patched.rows = _without_absent(patched.rows)
-        patched.rows += _called_rows(patched)
-        patched.rows += _candidate_rows(patched)
-        patched.rows += absent_rows(adapter, request, model, patched.rows, rank)
-        _annotate(patched)
-        patched.rows += _uncovered_rows(adapter, request, model, rank)
+        with timed(patched.seconds, "swap modules"):
+            _swap_modules(patched)
         _add_measured(patched.rows, verified.measured)
         if adapter.own and request.ops is not None:
             patched.rows = [row for row in patched.rows if row.op in request.ops]
@@ -144,6 +140,21 @@ def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Pat
             raise
         raise PatchError(f"{type(error).__name__}: {error}") from error
     return patched
+
+
+def _swap_modules(patched: Patched) -> None:
+    """Swap all modules of the request, and make the rows."""
+    adapter, model, request, rank = patched.adapter, patched.model, patched.request, patched.rank
+    found = sorted(plan(adapter, request, model), key=lambda pair: not seam.find(pair[1].seam).first)
+    for spec, target in found:
+        patched.rows.append(_apply_target(patched, spec, target))
+    patched.rows += _rows_without_a_table(patched, {spec.name for spec, _ in found})
+    patched.rows = _without_absent(patched.rows)
+    patched.rows += _called_rows(patched)
+    patched.rows += _candidate_rows(patched)
+    patched.rows += absent_rows(adapter, request, model, patched.rows, rank)
+    _annotate(patched)
+    patched.rows += _uncovered_rows(adapter, request, model, rank)
 
 
 def plan(adapter: Adapter, request: Request, model: Any = None) -> Iterator[tuple[OpSpec, Target]]:

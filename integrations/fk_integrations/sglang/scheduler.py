@@ -7,7 +7,6 @@ stay alive until the new ones exist. Ranks agree before each step that involves 
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import logging
 import os
@@ -20,10 +19,11 @@ from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
+from fastkernels.verify.phases import timed
 from fk_integrations.core import call_recording, proof, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
-from fk_integrations.core.heap import frozen_again
+from fk_integrations.core.heap import Heap, frozen_again
 from fk_integrations.core.journal import Journal
 from fk_integrations.sglang import attention, experts, own_kernels
 from fk_integrations.sglang.attention import backends
@@ -165,6 +165,7 @@ def _reply() -> dict[str, Any]:
     return {
         "rank": rank, "world": world, "stage": get_pp_group().rank_in_group, "pid": os.getpid(), "host": "sglang",
         "version": versions.installed("sglang"), "rows": rows, "error": None,
+        "seconds": _patched[0].seconds if _patched else {},
     }  # fmt: skip
 
 
@@ -179,8 +180,12 @@ def _runner(scheduler: Any) -> Any:
     return scheduler.tp_worker.model_runner
 
 
-@frozen_again()
 def _patch(scheduler: Any, request: Request) -> None:
+    with frozen_again() as heap:
+        _patch_now(scheduler, request, heap)
+
+
+def _patch_now(scheduler: Any, request: Request, heap: Heap) -> None:
     if _patched:
         raise Refused("this engine is patched already: undo that patch first (report.undo())")
     runner = _runner(scheduler)
@@ -191,7 +196,8 @@ def _patch(scheduler: Any, request: Request) -> None:
     except (Exception, SystemExit) as failure:
         error = str(failure)
     _agree(scheduler, error, _take_back)
-    _recapture(scheduler, runner, _take_back)
+    with timed(_patched[0].seconds, "capture graphs"):
+        _recapture(scheduler, runner, _take_back, heap)
     scheduler.flush_cache()  # cached keys and values came from other kernels
     _trial[:] = [Trial(runner, _patched[0])]
 
@@ -235,8 +241,12 @@ class Trial:
         return self.failure
 
 
-@frozen_again()
 def _undo(scheduler: Any, request: Request) -> None:
+    with frozen_again() as heap:
+        _undo_now(scheduler, heap)
+
+
+def _undo_now(scheduler: Any, heap: Heap) -> None:
     if not _patched:
         return
     runner = _runner(scheduler)
@@ -248,7 +258,7 @@ def _undo(scheduler: Any, request: Request) -> None:
     def again() -> None:
         _apply(runner, taken.request)
 
-    _recapture(scheduler, runner, again)
+    _recapture(scheduler, runner, again, heap)
     scheduler.flush_cache()
     _clear_pools(runner)
     reports.write("sglang", taken.rank, _reply())
@@ -337,14 +347,14 @@ def _captured(runner: Any) -> dict[str, Any]:
     return {k: v for k, v in found.items() if v is not None and type(v).__name__ != "EagerRunner"}
 
 
-def _recapture(scheduler: Any, runner: Any, back: Callable[[], None]) -> None:
+def _recapture(scheduler: Any, runner: Any, back: Callable[[], None], heap: Heap) -> None:
     """Capture all graphs again with the current classes. If a rank fails: `back()`, and the old graphs."""
     if not _captured(runner):
         return
     import torch
 
     _capture_or_restore(scheduler, runner, back)
-    gc.collect()  # the old graphs
+    heap.collect()  # the old graphs
     torch.cuda.empty_cache()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -18,8 +17,9 @@ from fastkernels.core.env import Environment
 from fastkernels.core.spec import OpSpec
 from fastkernels.core.tuning import Chip, Entry, Table
 from fastkernels.patch import Request
-from fastkernels.verify import cache, measure
+from fastkernels.verify import cache, measure, phases
 from fastkernels.verify.measure import Point, named_shape
+from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import seam
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.verify.ranks import agree
@@ -36,10 +36,12 @@ class Verified:
     """The outcome for one model.
 
     measured  {op: lines for the report}
+    seconds   of each phase, in the rank that measures
     back      removes the choices from this process
     """
 
     measured: dict[str, list[str]] = field(default_factory=dict)
+    seconds: Seconds = field(default_factory=dict)
     back: Callable[[], None] = lambda: None
 
 
@@ -51,9 +53,11 @@ def verify(adapter: Adapter, model: Any, request: Request, device: torch.device)
     wanted = Environment.read().verify
     if device.type != "cuda" and wanted is None:
         return Verified()
+    seconds: Seconds = {}
     try:
-        chip = tuning.chip_of(device.type)
-        points = points_of(adapter, model, request, chip)
+        with timed(seconds, "find shapes"):
+            chip = tuning.chip_of(device.type)
+            points = points_of(adapter, model, request, chip)
         text = agree(adapter.ranks(), lambda: _choices(adapter, points, device, chip, wanted), WAIT_S)
     except Exception as error:
         log.warning("shapes without a table entry stay with the host: %s: %s", type(error).__name__, error)
@@ -63,10 +67,12 @@ def verify(adapter: Adapter, model: Any, request: Request, device: torch.device)
     if adapter.own:  # there may be more engines of ours in this process
         new = {entry.point for entry in entries}
         entries += [entry for entry in tuning.verified(chip) if entry.point not in new]
-    return use(chip, entries, found["lines"])
+    return use(chip, entries, found["lines"], {**seconds, **found["seconds"]})
 
 
-def use(chip: str, entries: list[Entry], lines: dict[str, list[str]]) -> Verified:
+def use(
+    chip: str, entries: list[Entry], lines: dict[str, list[str]], seconds: Seconds | None = None
+) -> Verified:
     """Put choices into the tables of this process."""
     before = tuning.verified(chip)
 
@@ -76,7 +82,7 @@ def use(chip: str, entries: list[Entry], lines: dict[str, list[str]]) -> Verifie
             op.forget()
 
     put(entries)
-    return Verified(lines, lambda: put(before))
+    return Verified(lines, seconds or {}, lambda: put(before))
 
 
 def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list[Point]:
@@ -132,16 +138,19 @@ def modules_of(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tu
 def _choices(
     adapter: Adapter, points: list[Point], device: torch.device, chip: str, wanted: bool | None
 ) -> str:
-    """The entries and the report's lines for these points, as JSON. Measures what is not kept."""
+    """The entries, the report's lines and the seconds for these points, as JSON. Measures what is not kept."""
     if not points:
-        return json.dumps({"entries": [], "lines": {}})
-    facts = cache.facts(chip, adapter.host, adapter.version)
-    table = cache.kept(facts)
+        return json.dumps({"entries": [], "lines": {}, "seconds": {}})
+    seconds: Seconds = {}
+    with timed(seconds, "read choices"):
+        facts = cache.facts(chip, adapter.host, adapter.version)
+        table = cache.kept(facts)
     kept = {e.point for e in table.entries}
     missing = [p for p in points if Entry(p.op, *p.named(), None, "", "").point not in kept]
     lines: dict[str, list[str]] = {}
     if missing and wanted is not False:
         outcome, table = _measure(adapter, missing, device, facts, table)
+        seconds |= outcome.seconds
         if outcome.stopped is not None:
             rest = sum(str(p) not in outcome.said for p in missing)
             text = (
@@ -157,13 +166,12 @@ def _choices(
             entries.append(json.loads(entry.to_json()))
             said = table.runs[entry.run].get("measured", {}).get(str(point), {})
             lines.setdefault(point.op, []).append(line(entry, said, adapter.own))
-    return json.dumps({"entries": entries, "lines": lines})
+    return json.dumps({"entries": entries, "lines": lines, "seconds": seconds})
 
 
 def _measure(
     adapter: Adapter, points: list[Point], device: torch.device, facts: dict[str, str], table: Table
 ) -> tuple[measure.Outcome, Table]:
-    begin = time.monotonic()
     log.info(
         "%d points of %s are measured on this %s against %s kernels, in at most %.0f s "
         "(FASTKERNELS_VERIFY=0 keeps those)",
@@ -178,7 +186,7 @@ def _measure(
         cache.keep(made, facts)
     won = sum(e.faster for e in outcome.entries)
     log.info(
-        "ours is faster at %d of %d points: measured in %.0f s", won, len(points), time.monotonic() - begin
+        "ours is faster at %d of %d points: measured in %s", won, len(points), phases.line(outcome.seconds)
     )
     return outcome, table.merged(made)
 

@@ -7,11 +7,9 @@ silently ignore a swapped module until the hash differs, the code is compiled ag
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +22,8 @@ from fastkernels.core.env import Environment
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify.cache import add_piece, source_digest
-from fk_integrations.core.heap import frozen_again
+from fastkernels.verify.phases import Seconds, timed
+from fk_integrations.core.heap import Heap, frozen_again
 from fk_integrations.vllm.compile_threads import several
 from fk_integrations.vllm.kept import Address, Kept, addresses, refusal
 
@@ -172,11 +171,9 @@ class Compiled:
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
         from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Wrapper
 
-        self.worker, self.runner, self.config = (
-            worker,
-            worker.model_runner,
-            worker.vllm_config.compilation_config,
-        )
+        self.worker, self.runner = worker, worker.model_runner
+        self.seconds: Seconds = {}  # of the phases of `rewarm`
+        self.config = worker.vllm_config.compilation_config
         self.models = _compiled(worker.get_model(), Wrapper)
         owners = [getattr(self.runner, name, None) for name in ("drafter", "speculator")]
         self.draft = [m for o in owners for m in _compiled(getattr(o, "model", None), Wrapper)]
@@ -264,13 +261,16 @@ class Compiled:
         on_cpu = torch.device(self.worker.device).type == "cpu"
         with torch.random.fork_rng(devices=[] if on_cpu else [self.worker.device]):  # warm-up sets the seed
             if on_cpu:
-                self.runner.warming_up_model()
+                with timed(self.seconds, "compile model"):
+                    self.runner.warming_up_model()
             else:
                 with _capturing(), _serving_state(self.runner):
-                    self.runner._dummy_run(self.runner.max_num_tokens, is_profile=True, skip_eplb=True)
-                    self.worker.compile_or_warm_up_model()
+                    with timed(self.seconds, "compile model"):
+                        self.runner._dummy_run(self.runner.max_num_tokens, is_profile=True, skip_eplb=True)
+                    with timed(self.seconds, "capture graphs"):
+                        self.worker.compile_or_warm_up_model()
 
-    def release(self, kept: bool = False) -> None:
+    def release(self, heap: Heap, kept: bool = False) -> None:
         """Free the old code and graphs, after the new ones exist, unless they are kept elsewhere."""
         import torch
 
@@ -280,7 +280,7 @@ class Compiled:
         if kept:
             return
         if needed:
-            gc.collect()
+            heap.collect()
         if torch.device(self.worker.device).type != "cpu":
             torch.accelerator.synchronize()
             torch.accelerator.empty_cache()
@@ -357,19 +357,28 @@ def _serving_state(runner: Any) -> Iterator[None]:
             table.cpu.copy_(cpu)
 
 
-@frozen_again()
 def swap(
     worker: Any, change: Callable[[], Callable[[], None] | None], unchanged: Callable[[], bool],
-    before: Kept | None = None, keep: bool = True,
+    seconds: Seconds, before: Kept | None = None, keep: bool = True,
 ) -> Kept | None:  # fmt: skip
     """Run `change` (it returns its own undo, or None), then compile, capture and run one step, in every rank.
 
     If `unchanged`, asked after the change, is true in every rank, the engine keeps its code and graphs. With `before`,
     kept from an earlier use of the classes after the change, nothing is compiled, and nothing is captured if its graphs
-    are there. Returns with `keep` what was in use before this change, for a change back. If a rank fails, all ranks
-    restore the old classes, code and graphs, and check them by one step. Raises PatchError.
+    are there. `seconds` gets the phases after the change. Returns with `keep` what was in use before this change, for a
+    change back. If a rank fails, all ranks restore the old classes, code and graphs, and check them by one step. Raises
+    PatchError.
     """
+    with frozen_again() as heap:
+        return _swap(worker, change, unchanged, seconds, before, keep, heap)
+
+
+def _swap(
+    worker: Any, change: Callable[[], Callable[[], None] | None], unchanged: Callable[[], bool],
+    seconds: Seconds, before: Kept | None, keep: bool, heap: Heap,
+) -> Kept | None:  # fmt: skip
     compiled = Compiled(worker)
+    compiled.seconds = seconds
     back: list[Callable[[], None] | None] = []
 
     def first() -> None:
@@ -384,11 +393,10 @@ def swap(
             if before is not None and whole:
                 before.restore_graphs()
             else:
-                begin, ranks = time.monotonic(), worker.vllm_config.parallel_config.world_size
+                ranks = worker.vllm_config.parallel_config.world_size
                 with several(ranks), within(REWARM_S, "compiling and capturing the changed model"):
                     compiled.rewarm()
-                log.info("compiled and captured the changed model in %.1f s", time.monotonic() - begin)
-        with within(Environment.read().trial_s, "the trial step"):
+        with timed(seconds, "trial step"), within(Environment.read().trial_s, "the trial step"):
             worker.execute_dummy_batch()
             synchronize(worker)
 
@@ -411,7 +419,8 @@ def swap(
         _put_back(worker, compiled, error, same=undo is not None)
         raise
     kept = compiled.kept() if keep and compiled.needed else None
-    compiled.release(kept is not None and kept.addresses is not None)
+    with timed(seconds, "free memory"):
+        compiled.release(heap, kept is not None and kept.addresses is not None)
     return kept
 
 

@@ -23,6 +23,8 @@ from fastkernels.core.reasons import Reason
 from fastkernels.core.trial import import_in_child
 from fastkernels.overrides.linear.linear_fp8_layers import holder_of
 from fastkernels.patch import PatchError, Request
+from fastkernels.verify import phases
+from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import call_recording, reports, versions
 from fk_integrations.core.adapter import BATCHES, Adapter, class_path
 from fk_integrations.core.apply import Patched, apply
@@ -169,6 +171,7 @@ def _reply(worker: Any, error: str | None = None, extra: dict[str, Any] | None =
     patched: Patched | None = vars(worker).get(STATE)
     rows = patched.report() if patched is not None else []
     place = {"stage": _stage(worker), "failed_step": vars(worker).get(FAILED)}
+    place["seconds"] = {} if patched is None else patched.seconds
     return {**_process(_rank(worker), rows), **place, "error": error, **(extra or {})}
 
 
@@ -204,9 +207,13 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
     if STATE in vars(worker):
         raise PatchError("this engine is patched already: undo that patch first (report.undo())")
 
+    seconds: Seconds = {}
+
     def change() -> Callable[[], None]:
         adapter = VllmAdapter(worker, request)
         patched = apply(adapter, worker.get_model(), request, _rank(worker))
+        seconds.update(patched.seconds)
+        patched.seconds = seconds
         _limit_ranges(worker, adapter.most_tokens, patched)
         key = compiled.swapped(compiled.fingerprint(request), worker.get_model())
         compiled.add_key(key)
@@ -225,14 +232,18 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
 
         return back
 
-    if live:
-        try:
-            vars(worker)[BEFORE] = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged)
-        except PatchError:
-            _clear_kv_cache(worker)  # a trial step may have written to it
-            raise
-    else:
-        compiled.together(worker, lambda: _discard(change()))
+    with timed(seconds, "rest"):
+        if live:
+            try:
+                kept = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged, seconds)
+                vars(worker)[BEFORE] = kept
+            except PatchError:
+                _clear_kv_cache(worker)  # a trial step may have written to it
+                raise
+        else:
+            compiled.together(worker, lambda: _discard(change()))
+    if _rank(worker) == 0:
+        log.info("the change took %s", phases.line(seconds))
     reports.start("vllm", _rank(worker), _reply_while_alive(worker))
 
 
@@ -256,20 +267,24 @@ def _discard(back: Callable[[], None]) -> None:
     """An engine that is being built is not undone."""
 
 
-def _undo(worker: Any, request: Request) -> None:
+def _undo(worker: Any, request: Request) -> dict[str, Any] | None:
     from fk_integrations.vllm import compiled
 
     patched: Patched | None = vars(worker).get(STATE)
     if patched is None:
-        return
+        return None
+    seconds: Seconds = {}
 
     def change() -> None:
         vars(worker).pop(STATE)
         patched.undo()
 
-    compiled.swap(worker, change, lambda: patched.unchanged, vars(worker).pop(BEFORE, None), keep=False)
-    _clear_kv_cache(worker)
+    with timed(seconds, "rest"):
+        before = vars(worker).pop(BEFORE, None)
+        compiled.swap(worker, change, lambda: patched.unchanged, seconds, before, keep=False)
+        _clear_kv_cache(worker)
     reports.write("vllm", _rank(worker), _reply(worker))
+    return {"seconds": seconds}
 
 
 def _note_failures(worker: Any, journal: Journal) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fk_bench.core.rows import Row, Subject, append, read
 from fk_bench.e2e import sharing
-from fk_bench.e2e.comparison import Extent, Load, metrics_of, repeats_of
+from fk_bench.e2e.comparison import Comparison, Extent, Load, metrics_of, repeats_of
 from fk_bench.e2e.host import make_row
 from fk_bench.e2e.ratios import COMMAND, over_loads, summary
 from fk_bench.serving.config import ConfigError
@@ -99,6 +99,21 @@ def test_rows_are_shown_without_a_model(tmp_path: Path) -> None:
     assert "geometric mean" in done.stdout
 
 
+def test_rows_have_the_phases_of_a_change(capsys: pytest.CaptureFixture[str]) -> None:
+    class Process:
+        def tell(self, work: Any) -> None:
+            assert work == {"patch": None}
+
+        def answer(self, timeout: float) -> Any:
+            return {"seconds": 27.0, "phases": {"compile model": 20.0, "rest": 0.01}}
+
+    one: Any = object.__new__(Comparison)
+    one.process, one.before, one.ops, one.model, one.timeout = Process(), False, None, "m", 1.0
+    found = one._enter("patched", 1)
+    assert found == {"change_s": 27.0, "change_s compile model": 20.0, "change_s rest": 0.01}
+    assert capsys.readouterr().err == "m: patched after 27.0 s (20.0 s: compile model 20.0)\n"
+
+
 def test_short_loads_are_repeated_more_often() -> None:
     short, long = Load(1, 600, 8), Load(64, 512, 64)
     took = {short: 0.06, long: 2.5}
@@ -147,6 +162,9 @@ def test_real_vllm_is_patched_and_undone_in_turn(tmp_path: Path, before: bool) -
     assert done.returncode == 0, done.stderr
     rows, _ = read(out / "rows.jsonl")
     assert [r.case["state"] for r in rows] == [*["stock"] * 6, *["patched"] * 6, *["stock"] * 6, "end"]
+    changes = {name for r in rows for name in r.metrics if name.startswith("change_s")}
+    assert changes >= (set() if before else {"change_s", "change_s swap modules", "change_s trial step"})
+    assert bool(changes) is not before
     assert {(r["load"], r["tpot_ms_ratio"] > 0) for r in last_json(done)["results"]} == {
         ("1x16+8", True), ("3x16+8", True),
     }  # fmt: skip

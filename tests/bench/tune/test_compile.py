@@ -24,7 +24,7 @@ def test_failures_of_a_process_are_reported() -> None:
 def test_nothing_starts_after_the_time() -> None:
     several = [Choice("reference"), Choice("onednn"), Choice("cublas")]
     failed = Compiling({POINT: several}, "cpu", time.monotonic() - 1, processes=2).wait()
-    assert failed == {(POINT, choice.provider): compile.LATE for choice in several}
+    assert failed == {(POINT, choice.provider): compile.measure.LATE for choice in several}
 
 
 def test_a_process_that_ends_loses_only_its_task(monkeypatch: pytest.MonkeyPatch) -> None:

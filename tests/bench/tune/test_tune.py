@@ -304,6 +304,7 @@ class Script(Tuner):
 
         self.said, self.finalists, self.run, self.final = said, 2, "r1", Options()
         self.requested: list[tuple[str, str]] = []
+        self.seconds = {}
         self._screen = None
 
     def _judged(self, name: str, choice: Choice, shape: Any, sizes: Any, stage: str) -> Row:
@@ -394,6 +395,36 @@ def test_screen_ranks_correct_choices_against_production(linear: Op) -> None:
     assert "no such kernel" in row.case["rejected"]["broken"]
 
 
+def test_processes_compile_only_kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, list[str]] = {}
+
+    class Apart:
+        def __init__(self, points: Any, device: str, end: float) -> None:
+            asked["apart"] = [str(choice) for (choice,) in points.values()]
+
+        def wait(self) -> dict[Any, str]:
+            return {("p", "apart"): "no"}
+
+    def here(subjects: Any, device: torch.device, generator: Any, end: float) -> dict[Any, str]:
+        assert torch.is_inference_mode_enabled()
+        asked["here"] = [subject.name for several in subjects.values() for subject in several]
+        return {("p", "here"): "no"}
+
+    screen = Screen("cpu", "r")
+    screen.device = torch.device("cuda")
+    monkeypatch.setattr(screen, "_generator", lambda: None)
+    monkeypatch.setattr("fk_bench.tune.screen.Compiling", Apart)
+    monkeypatch.setattr("fk_bench.tune.screen.measure.compiled", here)
+    shape = {"N": 64, "K": 64, "dtype": "bfloat16"}
+    first = [Choice("cublas"), Choice("triton-skinny"), Choice("cuda-wgmma", {"rows": 64})]
+    with screen.compiling(
+        [("linear", shape, {"M": 4}, first), ("linear", shape, {"M": 8}, [Choice("cublas")])]
+    ):
+        pass
+    assert asked == {"apart": ["triton-skinny"], "here": ["cublas", "cuda-wgmma rows=64", "cublas"]}
+    assert screen._failed == {("p", "apart"): "no", ("p", "here"): "no"}
+
+
 def test_only_choices_faster_in_the_screen_are_judged(linear: Op) -> None:
     shape = {"N": 64, "K": 64, "dtype": "float32"}
     script = Script({("final", "half"): row("half", 1.2, 1.1)})
@@ -404,7 +435,7 @@ def test_only_choices_faster_in_the_screen_are_judged(linear: Op) -> None:
     assert script.requested == [("final", "half")]
     slow = script.point("linear", shape, {"M": 4}, None, [Choice("wrong"), Choice("onednn")])
     assert slow is not None and (slow.provider, slow.faster) == ("onednn", False)
-    assert len(script.requested) == 1
+    assert len(script.requested) == 1 and script.seconds["screened"] > 0
 
 
 def test_model_is_tuned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -419,6 +450,7 @@ def test_model_is_tuned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFix
         cli.main(words)
     line = json.loads(capsys.readouterr().out)
     assert end.value.code == 0 and line["left"] == 0 and line["ops"] == 2
+    assert {"compiled", "screened"} <= set(line["phases"]) <= {"compiled", "screened", "judged"}
     found = {e.op for e in tuning.read(Path(line["table"])).entries}
     assert found == {"linear", "attention_decode"}
     screened = [r for r in read(Path(line["rows"]))[0] if r.kind == "screened"]

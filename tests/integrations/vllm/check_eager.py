@@ -73,6 +73,9 @@ def test_live_patch_runs_ours_and_undo_is_exact(llm, stock):
     report = fastkernels.patch(llm, ops=LEAVES)
     assert not worker(llm).model_runner.requests
     assert report.verified and report.version == "0.32.0"
+    phases = {"swap modules", "trial step", "rest"}
+    assert phases < set(report.seconds) and all(s > 0 for s in report.seconds.values())
+    assert "\n  the patch took " in str(report) and report.to_dict()["seconds"] == report.seconds
     calls = report.patched_calls
     patched = generate(llm)
     rows = {(r.op, r.host_class): r for r in report.refresh().active}
@@ -84,6 +87,7 @@ def test_live_patch_runs_ours_and_undo_is_exact(llm, stock):
     assert not any(r.fallbacks for r in report.rows)
     report.undo()
     report.undo()
+    assert {"trial step", "rest"} < set(report.seconds) and "\n  the undo took " in str(report)
     after = modules(llm)
     assert after == before
 
@@ -107,6 +111,8 @@ def test_shapes_of_the_model_are_measured_and_reported(llm, stock, tmp_path, mon
     (row,) = (r for r in report.rows if r.op == "linear")
     assert row.state == "off" and "no kernel of ours is faster at N=" in row.reason
     assert len(row.measured) == 4 * 7 and "onednn, the host's (no proposal)" in row.measured[0]
+    verified = ["find shapes", "read choices", "compile kernels", "time proposals", "swap modules"]
+    assert [*report.seconds] == [*verified, "rest"]
     report.undo()
     assert len(list((tmp_path / "verified").iterdir())) == 1
     assert generate(llm) == stock
