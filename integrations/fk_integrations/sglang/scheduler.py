@@ -19,7 +19,7 @@ from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
-from fastkernels.verify.phases import timed
+from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import call_recording, proof, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
@@ -241,14 +241,14 @@ class Trial:
         return self.failure
 
 
-def _undo(scheduler: Any, request: Request) -> None:
+def _undo(scheduler: Any, request: Request) -> dict[str, Any] | None:
     with frozen_again() as heap:
-        _undo_now(scheduler, heap)
+        return _undo_now(scheduler, heap)
 
 
-def _undo_now(scheduler: Any, heap: Heap) -> None:
+def _undo_now(scheduler: Any, heap: Heap) -> dict[str, Any] | None:
     if not _patched:
-        return
+        return None
     runner = _runner(scheduler)
     _refuse(scheduler, runner)
     taken = _patched.pop()
@@ -258,10 +258,13 @@ def _undo_now(scheduler: Any, heap: Heap) -> None:
     def again() -> None:
         _apply(runner, taken.request)
 
-    _recapture(scheduler, runner, again, heap)
+    seconds: Seconds = {}
+    with timed(seconds, "capture graphs"):
+        _recapture(scheduler, runner, again, heap)
     scheduler.flush_cache()
     _clear_pools(runner)
     reports.write("sglang", taken.rank, _reply())
+    return {"seconds": seconds}
 
 
 def _take_back() -> None:

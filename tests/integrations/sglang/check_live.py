@@ -52,6 +52,7 @@ def test_default_patch_on_a_cpu_leaves_all_to_sglang(engine, stock):
 def test_patch_runs_in_the_scheduler_and_undo_is_exact(engine, stock):
     report = fastkernels.patch(engine, ops=LEAVES)
     assert report.verified  # by the trial step
+    assert report.seconds["swap modules"] > 0 and "\n  the patch took " in str(report)
     report.reset()
     patched = generate(engine)
     rows = {(r.op, r.host_class): r for r in report.refresh().rows}
@@ -65,6 +66,7 @@ def test_patch_runs_in_the_scheduler_and_undo_is_exact(engine, stock):
     for (_, ours), (_, theirs) in zip(patched, stock, strict=True):
         assert ours == pytest.approx(theirs, abs=0.05)
     report.undo()
+    assert list(report.seconds) == ["capture graphs"]
     assert generate(engine) == stock
     (reply,) = find_host(engine).call(engine, Request("report"))
     assert reply["rows"] == []
