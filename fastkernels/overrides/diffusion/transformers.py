@@ -12,7 +12,7 @@ from fastkernels.overrides.attention.transformers import (
     TransformersDINOv3ViTAttention,
     TransformersViTAttention,
 )
-from fastkernels.overrides.diffusion.timm import _added
+from fastkernels.overrides.diffusion.gated_residual import add_residual
 from fastkernels.overrides.kit.modules import changed
 
 
@@ -77,8 +77,8 @@ class _Layer(nn.Module):
 def _rest(layer: Any, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """Everything behind attention."""
     (first, more), (second, others) = _factors(layer.layer_scale1), _factors(layer.layer_scale2)
-    x, normed = _added(residual, attended, first, (*more, layer.drop_path), layer.norm2)
-    return _added(x, layer.mlp(normed), second, (*others, layer.drop_path))[0]
+    x, normed = add_residual(residual, attended, first, (*more, layer.drop_path), layer.norm2)
+    return add_residual(x, layer.mlp(normed), second, (*others, layer.drop_path))[0]
 
 
 class TransformersDinov2Layer(_Layer):
