@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
+from fastkernels.overrides.attention.attention_dense import attend
 from fastkernels.overrides.attention.transformers import (
     TransformersDINOv3ViTAttention,
     TransformersViTAttention,
@@ -104,6 +105,44 @@ class TransformersDinov2Layer(_Layer):
         return _rest(self, hidden_states, attended)
 
 
+class _Dinov2Attention517(nn.Module):
+    """The attention of DINOv2 before transformers 5.18, with the names of its layers: x [B, S, C] to the same."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size, self.heads = config.hidden_size, config.num_attention_heads
+        names = ("query", "key", "value")
+        self.attention = nn.ModuleDict({n: nn.Linear(size, size, bias=config.qkv_bias) for n in names})
+        self.output = nn.ModuleDict({"dense": nn.Linear(size, size)})
+        self.rates = config.attention_probs_dropout_prob, config.hidden_dropout_prob
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)) for p in self.attention.values())
+        weights, hidden = (rate * self.training for rate in self.rates)
+        x = self.output["dense"](attend(q, k, v, q.shape[-1] ** -0.5, None, weights))
+        return nn.functional.dropout(x, hidden)
+
+
+class TransformersDinov2Layer_5_17(_Layer):
+    """Dinov2Layer before 5.18, also with registers: attention returns one tensor, and there is no mask."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        if config.drop_path_rate or config.use_swiglu_ffn:
+            raise ValueError(
+                "TransformersDinov2Layer_5_17: drop_path_rate and use_swiglu_ffn are only supported live"
+            )
+        size = config.hidden_size
+        self.norm1, self.norm2 = (nn.LayerNorm(size, eps=config.layer_norm_eps) for _ in range(2))
+        self.attention = _Dinov2Attention517(config)
+        self.layer_scale1, self.layer_scale2 = LayerScale(config), LayerScale(config)
+        self.drop_path = nn.Identity()
+        self.mlp = _Mlp(config, ("fc1", "fc2", "activation"), (size, int(size * config.mlp_ratio)))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return _rest(self, hidden_states, self.attention(self.norm1(hidden_states)))
+
+
 class TransformersDINOv3ViTLayer(_Layer):
     """DINOv3ViTLayer: the same, with rotary positions."""
 
@@ -138,12 +177,12 @@ class TransformersDINOv3ViTLayer(_Layer):
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 
-def _target(model: str, name: str, versions: str = "") -> Target:
+def _target(model: str, name: str, versions: str = "", cls: str = "") -> Target:
     path = f"transformers.models.{model}.modeling_{model}:{name}"
     return Target(
         "transformers",
         path,
-        f"Transformers{name}",
+        f"Transformers{cls or name}",
         "module",
         default=False,
         note=_NOTE,
@@ -154,8 +193,8 @@ def _target(model: str, name: str, versions: str = "") -> Target:
 
 TARGETS = {
     "gated_residual": (
-        # Before, attention returned a tensor
         _target("dinov2", "Dinov2Layer", ">=5.18"),
+        _target("dinov2", "Dinov2Layer", "<5.18", "Dinov2Layer_5_17"),
         _target("dinov3_vit", "DINOv3ViTLayer"),
     )
 }

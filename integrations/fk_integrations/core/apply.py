@@ -145,7 +145,7 @@ def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Pat
 def _swap_modules(patched: Patched) -> None:
     """Swap all modules of the request, and make the rows."""
     adapter, model, request, rank = patched.adapter, patched.model, patched.request, patched.rank
-    found = sorted(plan(adapter, request, model), key=lambda pair: not seam.find(pair[1].seam).first)
+    found = sorted(plan(adapter, request, model), key=lambda pair: seam.find(pair[1].seam).order)
     for spec, target in found:
         patched.rows.append(_apply_target(patched, spec, target))
     patched.rows += _rows_without_a_table(patched, {spec.name for spec, _ in found})

@@ -42,14 +42,14 @@ class Seam:
 
     live      whether the seam exists in a loaded model; the others are for forks and our own engine
     optional  whether an unsupported module counts as left to the host when the op was not requested
-    first     whether its targets are handled before all others, which depend on what it changes
+    order     targets of seams with lower numbers are handled first
     every_step  whether a model calls its modules in every step or never; others may wait for a decode
     decided  whether the first calls of its modules may decide between the host and ours
     """
 
     live = True
     optional = False
-    first = False
+    order = 0
     every_step = False
     decided = False
 
