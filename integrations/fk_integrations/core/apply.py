@@ -264,7 +264,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:
-            made = Swap(patched.adapter, module, host_class, ours, patched.journal, by_table, trial)
+            trained = spec.name if patched.adapter.trained else ""
+            made = Swap(patched.adapter, module, host_class, ours, patched.journal, by_table, trial, trained)
             stays = _swap(place, made)
             if stays is not None and by_table and place.optional:
                 stays = _unless_requested(stays)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.live_class import callers, calling_class
+from fk_integrations.core.live_class import callers, calling_class, inference_only
 from fk_integrations.core.seam import Seam, Swap
 
 
@@ -36,6 +36,7 @@ class CalledFunction(Seam):
     def swap(self, swap: Swap) -> Reason | None:
         cls: Any = type(swap.module)
         theirs: Any = swap.host_class
-        swap.journal.set_class(swap.module, calling_class(cls, theirs, swap.ours, callers(cls)[theirs]))
+        ours = inference_only(theirs, swap.ours, swap.differentiable) if swap.differentiable else swap.ours
+        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, callers(cls)[theirs]))
         swap.adapter.repin(swap.module, swap.journal)
         return None

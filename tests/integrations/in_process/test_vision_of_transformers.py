@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -102,6 +103,10 @@ def test_rotations_of_several_dimensions_are_replaced(
     report.undo()
     assert [type(m) for m in model.modules()] == classes
     assert all(map(torch.equal, run(), before))
+    with fastkernels.patch(model, ops=["rope_nd", "attention_dense"]) as report:
+        rows = {row.op: row for row in report.rows}
+        assert rows["attention_dense"].modules == layers
+        assert re.match(f"{layers} fused: our .*Attention computes it", rows["rope_nd"].reason)
 
 
 VIT = {**_SMALL, "intermediate_size": 96, "image_size": 32, "patch_size": 8}
