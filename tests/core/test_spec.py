@@ -56,6 +56,7 @@ NEVER = {
     "TransformersDINOv3ViTAttention": "needs config",
     "TransformersSiglipMultiheadAttentionPoolingHead": "needs config",
     "TransformersSiglip2MultiheadAttentionPoolingHead": "needs config",
+    "TransformersYolosSelfAttention": "needs config",
     "TransformersVJEPA2RopeAttention": "needs config",
     "TransformersSwinv2SelfAttention": "needs config",
     "TransformersDinov2Layer": "needs config",

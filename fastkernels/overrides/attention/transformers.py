@@ -168,6 +168,31 @@ class TransformersDINOv3ViTAttention(_Projections):
         return self.o_proj(found), None
 
 
+class TransformersYolosSelfAttention(nn.Module):
+    """YolosSelfAttention, also of DPT, ViTPose and, before transformers 5.18, DINOv2: without the output projection."""
+
+    def __init__(self, config):
+        super().__init__()
+        width, heads = config.hidden_size, config.num_attention_heads
+        if width % heads:
+            raise ValueError(f"hidden_size {width} is not a multiple of num_attention_heads {heads}")
+        self.config, self.num_attention_heads, self.all_head_size = config, heads, width
+        self.attention_head_size = width // heads
+        self.dropout_prob = config.attention_probs_dropout_prob
+        self.scaling = self.attention_head_size**-0.5
+        self.is_causal = False
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=config.qkv_bias) for _ in range(3))
+
+    supports = staticmethod(_elsewhere)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs):
+        if (reason := _elsewhere(self) or _extra(kwargs)) is not None:
+            return _theirs(self, reason)(hidden_states, **kwargs)
+        projected = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
+        q, k, v = (t.unflatten(-1, (-1, self.attention_head_size)) for t in projected)
+        return attend(q, k, v, self.scaling, None, self.dropout_prob * self.training), None
+
+
 def _not_rotated(module: Any) -> str | None:
     """Why the host computes a module's attention or rotations in another way, or None."""
     odd = f"an odd head size of {module.attention_head_size}" if module.attention_head_size % 2 else None
@@ -372,6 +397,7 @@ TARGETS = {
         _target("siglip2", "Siglip2Attention", "SiglipAttention"),
         _target("clip", "CLIPAttention"),
         _target("vit", "ViTAttention"),
+        _target("yolos", "YolosSelfAttention"),
         _target("dinov3_vit", "DINOv3ViTAttention"),
         _target("vjepa2", "VJEPA2RopeAttention"),
         _target("swinv2", "Swinv2SelfAttention"),

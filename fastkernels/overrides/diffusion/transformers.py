@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.attention.attention_dense import attend
 from fastkernels.overrides.attention.transformers import (
     TransformersDINOv3ViTAttention,
     TransformersViTAttention,
+    TransformersYolosSelfAttention,
 )
 from fastkernels.overrides.diffusion.gated_residual import add_residual
 from fastkernels.overrides.kit.modules import changed
@@ -110,17 +110,13 @@ class _Dinov2Attention517(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        size, self.heads = config.hidden_size, config.num_attention_heads
-        names = ("query", "key", "value")
-        self.attention = nn.ModuleDict({n: nn.Linear(size, size, bias=config.qkv_bias) for n in names})
+        size = config.hidden_size
+        self.attention = TransformersYolosSelfAttention(config)
         self.output = nn.ModuleDict({"dense": nn.Linear(size, size)})
-        self.rates = config.attention_probs_dropout_prob, config.hidden_dropout_prob
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (p(x).unflatten(-1, (self.heads, -1)) for p in self.attention.values())
-        weights, hidden = (rate * self.training for rate in self.rates)
-        x = self.output["dense"](attend(q, k, v, q.shape[-1] ** -0.5, None, weights))
-        return nn.functional.dropout(x, hidden)
+        return self.dropout(self.output["dense"](self.attention(x)[0]))
 
 
 class TransformersDinov2Layer_5_17(_Layer):

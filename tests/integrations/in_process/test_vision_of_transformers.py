@@ -146,7 +146,7 @@ HELD_OUT = [
         0,
     ),
     ("PvtModel", {**STAGES, **HEADS, "image_size": 32}, 0, 0),
-    ("DPTModel", VIT, 0, 0),
+    ("DPTModel", VIT, 2, 0),
     ("Aimv2VisionModel", VIT, 2, 0),
 ]
 ALL = [
