@@ -259,6 +259,11 @@ def _table_3d(module: Any, x: torch.Tensor, positions: torch.Tensor | None) -> P
     return angles.cos(), angles.sin()
 
 
+def _hooked(module: Any) -> str | None:
+    """Why a hook has to see a module's attention weights, or None."""
+    return "its dropout has a hook" if changed(module.dropout) else None
+
+
 class TransformersSwinv2SelfAttention(nn.Module):
     """Swinv2SelfAttention: hidden_states [B * windows, N, C] to a tuple of the same; attention_mask [windows, N, N]."""
 
@@ -284,6 +289,8 @@ class TransformersSwinv2SelfAttention(nn.Module):
         )
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
 
+    supports = staticmethod(_hooked)
+
     def create_coords_table_and_index(self):
         table, index = relative_positions(tuple(self.window_size), tuple(self.pretrained_window_size))
         return table.to(next(self.continuous_position_bias_mlp.parameters()).dtype), index
@@ -294,8 +301,9 @@ class TransformersSwinv2SelfAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         output_attentions: bool | None = False,
     ):
-        if output_attentions:
-            return _theirs(self, "weights as a result")(hidden_states, attention_mask, output_attentions)
+        reason = "weights as a result" if output_attentions else None
+        if (reason := reason or _hooked(self)) is not None:
+            return _theirs(self, reason)(hidden_states, attention_mask, output_attentions)
         heads = self.num_attention_heads
         projected = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
         q, k, v = (t.unflatten(-1, (heads, -1)) for t in projected)

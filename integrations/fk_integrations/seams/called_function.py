@@ -27,11 +27,8 @@ class CalledFunction(Seam):
 
     def passed_over(self, model: Any, host_class: Any, known: Callable[[str], bool]) -> list[Reason]:
         ours = [kind for m in model.modules() if hasattr(kind := type(m), "fastkernels")]
-        return [
-            Reason(Kind.FUSED, f"our {kind.__name__} computes it")
-            for kind in ours
-            if host_class in callers(kind.__mro__[1])
-        ]
+        calling = {kind for kind in set(ours) if host_class in callers(kind.__mro__[1])}
+        return [Reason(Kind.FUSED, f"our {kind.__name__} computes it") for kind in ours if kind in calling]
 
     def swap(self, swap: Swap) -> Reason | None:
         cls: Any = type(swap.module)

@@ -112,7 +112,13 @@ def test_layers_before_trained_ones_stay_ours() -> None:
             torch.testing.assert_close(grad, want[name], msg=name)
         (row,) = report.refresh().active
         assert row.calls == sum(row.fallbacks.values()) == 1
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for name, grad in gradients(model, lambda _: compiled(image)).items():
+            torch.testing.assert_close(grad, want[name], msg=name)
+        (row,) = report.refresh().active
+        assert row.calls == sum(row.fallbacks.values()) == 2  # counted while it is traced
         x = image.clone().requires_grad_()
         gradients(model, lambda model: model(x))
         (row,) = report.refresh().active
-        assert row.calls == 1 and sum(row.fallbacks.values()) == 3 and x.grad is not None
+        assert row.calls == 2 and sum(row.fallbacks.values()) == 4 and x.grad is not None
+    torch.compiler.reset()
