@@ -116,6 +116,8 @@ def _line(reason: Reason, modules: int) -> str:
         return f"{modules} stay with the host: {reason.text}"
     if reason.kind.left:
         return f"{modules} left to the host: {reason.text}" if modules else f"left to the host: {reason.text}"
+    if reason.kind is Kind.FUSED and modules:
+        return f"{modules} fused: {reason.text}"
     return f"{modules} unsupported: {reason.text}" if modules else reason.text
 
 

@@ -409,14 +409,16 @@ VISION = SimpleNamespace(
     hidden_size=24, num_attention_heads=3, intermediate_size=36, mlp_ratio=1.5, hidden_act="gelu", mlp_bias=True,
     attention_dropout=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-6, layerscale_value=0.5,
     qkv_bias=True, query_bias=True, key_bias=False, value_bias=True, proj_bias=True, drop_path_rate=0.0,
-    use_swiglu_ffn=False, use_gated_mlp=False, _attn_implementation="sdpa",
+    use_swiglu_ffn=False, use_gated_mlp=False, _attn_implementation="sdpa", hidden_dropout_prob=0.0, crop_size=4,
+    patch_size=2, frames_per_clip=2, tubelet_size=1,
 )  # fmt: skip
 
 
 def of_transformers(ns: Any) -> list[Any]:
     found = []
     for name in ns.classes:
-        module = filled(getattr(ns, name)(VISION))
+        sizes = {"VJEPA2RopeAttention": (24, 3), "Swinv2SelfAttention": (24, 3, (1, 5))}.get(name, ())
+        module = filled(getattr(ns, name)(VISION, *sizes))
         known = inspect.signature(module.forward).parameters
         more = {"position_embeddings": (randn(4, 8), randn(4, 8))} if "position_embeddings" in known else {}
         out = module(randn(2, 5, 24), **more)

@@ -351,13 +351,18 @@ SPEC = OpSpec(
     level=1,
     reference=reference,
     op=attention_dense,
-    cases=(  # SigLIP-2 so400m on 16 images; DINOv3 ViT-7B; FLUX.1 and SDXL at 1024 px; V-JEPA 2 ViT-L, 64 frames
+    cases=(  # SigLIP-2 so400m on 16 images; DINOv3 ViT-7B; FLUX.1 and SDXL at 1024 px; V-JEPA 2 ViT-L, 64 frames;
+        # shifted windows of SwinV2-T on 8 images of 256 px
         _case("siglip_16", "model", 27, batch=16, queries=256, keys=256, heads=16, head_size=72),
         _case("dinov3_8", "model", 40, batch=8, queries=261, keys=261, heads=32, head_size=128),
         _case("flux", "model", 57, batch=1, queries=4608, keys=4608, heads=24, head_size=128),
         _case("sdxl_self", "model", 60, batch=2, queries=1024, keys=1024, heads=20, head_size=64),
         _case("sdxl_cross", "model", 60, batch=2, queries=1024, keys=77, heads=20, head_size=64),
         _case("vjepa", "model", 24, batch=1, queries=8192, keys=8192, heads=16, head_size=64),
+        _case(
+            "swinv2", "model", batch=512, queries=64, keys=64, heads=3, head_size=32, masked=True, mask_batched=True,
+            mask_headed=True, mask_queried=True,
+        ),
         _case("pool", "odd", dtype="float32", batch=3, queries=1, keys=37, heads=2, head_size=33),
         _case("self_63", "odd", batch=2, queries=63, keys=63, **_SMALL),
         _case("head_72", "odd", dtype="float16", batch=1, queries=19, keys=19, heads=2, head_size=72),

@@ -11,6 +11,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend
+from fastkernels.overrides.attention.windows import attend_in_windows, relative_positions
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
 
@@ -385,34 +386,15 @@ class TimmWindowAttention(_Parts):
         self.proj = nn.Linear(dim, dim, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
         self.softmax = nn.Softmax(dim=-1)
-        table, index = self._positions()
+        table, index = relative_positions(window_size, self.pretrained_window_size)
         self.register_buffer("relative_coords_table", table.to(self.proj.weight), persistent=False)
         self.register_buffer("relative_position_index", index.to(device), persistent=False)
 
-    def _positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-spaced relative coordinates [1, 2 h - 1, 2 w - 1, 2], and the row of each pair of tokens [N, N]."""
-        (h, w), trained = self.window_size, self.pretrained_window_size
-        most = trained if trained[0] > 0 else self.window_size
-        steps = [torch.arange(1 - n, n, dtype=torch.float32) * 8 / max(m - 1, 1)
-                 for n, m in zip((h, w), most, strict=True)]  # fmt: skip
-        table = torch.stack(torch.meshgrid(*steps, indexing="ij"), dim=-1)[None]
-        table = table.sign() * torch.log2(table.abs() + 1) / math.log2(8)
-        y, x = (t.flatten() for t in torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"))
-        index = (y[:, None] - y + h - 1) * (2 * w - 1) + x[:, None] - x + w - 1
-        return table, index
-
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = _packed(self, x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        scale = torch.clamp(self.logit_scale, max=math.log(100.0)).exp().to(q.dtype)
-        q = F.normalize(q, dim=-1) * scale.view(-1, 1)
         rows = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
-        tokens = x.shape[1]
-        bias = rows[self.relative_position_index.view(-1)].view(tokens, tokens, -1).permute(2, 0, 1)
-        bias = 16 * torch.sigmoid(bias)[None]
-        if mask is not None:
-            bias = (bias + mask[:, None]).expand(-1, self.num_heads, -1, -1)
-            bias = bias.repeat(len(x) // len(mask), 1, 1, 1)
-        attended = attend(q, F.normalize(k, dim=-1), v, 1.0, bias.to(q.dtype), _dropout(self))
+        index, dropout = self.relative_position_index, _dropout(self)
+        attended = attend_in_windows((q, k, v), self.logit_scale, rows, index, mask, dropout)
         return self.proj_drop(self.proj(attended))
 
 

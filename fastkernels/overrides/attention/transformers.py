@@ -1,11 +1,13 @@
 """Drop-in attention for transformers' vision encoders; the projections stay the host's modules.
 
 Each class stands for those of other models whose forward computes the same. The host's attention function must be
-`sdpa`, the default: the others return weights, or mask in another way.
+`sdpa`, the default: the others return weights, or mask in another way. SwinV2 has no choice of functions.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
+from fastkernels.overrides.attention.windows import attend_in_windows, relative_positions
 from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.rope.rope_nd import rope_nd
 from fastkernels.overrides.rope.transformers import transformers_dinov3_vit_apply_rotary_pos_emb
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -164,6 +168,152 @@ class TransformersDINOv3ViTAttention(_Projections):
         return self.o_proj(found), None
 
 
+class TransformersYolosSelfAttention(nn.Module):
+    """YolosSelfAttention, also of DPT, ViTPose and, before transformers 5.18, DINOv2: without the output projection."""
+
+    def __init__(self, config):
+        super().__init__()
+        width, heads = config.hidden_size, config.num_attention_heads
+        if width % heads:
+            raise ValueError(f"hidden_size {width} is not a multiple of num_attention_heads {heads}")
+        self.config, self.num_attention_heads, self.all_head_size = config, heads, width
+        self.attention_head_size = width // heads
+        self.dropout_prob = config.attention_probs_dropout_prob
+        self.scaling = self.attention_head_size**-0.5
+        self.is_causal = False
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=config.qkv_bias) for _ in range(3))
+
+    supports = staticmethod(_elsewhere)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs):
+        if (reason := _elsewhere(self) or _extra(kwargs)) is not None:
+            return _theirs(self, reason)(hidden_states, **kwargs)
+        projected = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
+        q, k, v = (t.unflatten(-1, (-1, self.attention_head_size)) for t in projected)
+        return attend(q, k, v, self.scaling, None, self.dropout_prob * self.training), None
+
+
+def _not_rotated(module: Any) -> str | None:
+    """Why the host computes a module's attention or rotations in another way, or None."""
+    odd = f"an odd head size of {module.attention_head_size}" if module.attention_head_size % 2 else None
+    return _elsewhere(module) or odd
+
+
+class TransformersVJEPA2RopeAttention(nn.Module):
+    """VJEPA2RopeAttention: hidden_states [B, S, C] to the same, and None; position_mask [B, S]: positions of tokens.
+
+    A third of a head's channels each turns by frame, row and column; what is left over stays as it is.
+    """
+
+    def __init__(self, config, hidden_size: int = 1024, num_attention_heads: int = 16):
+        super().__init__()
+        if hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_attention_heads}"
+            )
+        self.config, self.hidden_size, self.num_attention_heads = config, hidden_size, num_attention_heads
+        self.attention_head_size, self.all_head_size = hidden_size // num_attention_heads, hidden_size
+        self.query, self.key, self.value = (
+            nn.Linear(hidden_size, hidden_size, bias=config.qkv_bias) for _ in range(3)
+        )
+        self.proj = nn.Linear(hidden_size, hidden_size)
+        self.dropout_prob = config.attention_probs_dropout_prob
+        self.dropout = nn.Dropout(self.dropout_prob)
+        self.grid_size = config.crop_size // config.patch_size
+        self.grid_depth = config.frames_per_clip // config.tubelet_size
+        self.d_dim = self.h_dim = self.w_dim = self.attention_head_size // 3 // 2 * 2
+        self.scaling = self.attention_head_size**-0.5
+        self.is_causal = False
+
+    supports = staticmethod(_not_rotated)
+
+    def forward(self, hidden_states, position_mask: torch.Tensor | None = None):
+        reason = _not_rotated(self)
+        if reason is None and position_mask is not None and position_mask.shape != hidden_states.shape[:2]:
+            reason = f"positions of shape {tuple(position_mask.shape)}"
+        if reason is not None:
+            return _theirs(self, reason)(hidden_states, position_mask)
+        projected = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
+        q, k, v = (t.unflatten(-1, (-1, self.attention_head_size)) for t in projected)
+        table = _table_3d(self, q, position_mask)
+        if position_mask is None:
+            q, k = (rope_nd(t, *table, False) for t in (q, k))
+        else:  # a row of the table for each token of the batch
+            q, k = (rope_nd(t.flatten(0, 1)[None], *table, False).view(t.shape) for t in (q, k))
+        return self.proj(attend(q, k, v, self.scaling, None, self.dropout_prob * self.training)), None
+
+
+def _table_3d(module: Any, x: torch.Tensor, positions: torch.Tensor | None) -> Pair:
+    """Cosines and sines of the tokens of x [B, S, H, D]: [S, D]; of positions [B, S]: [B * S, D].
+
+    Channels 2j and 2j + 1 are a pair, but the angles repeat by halves of a third, as in the model's training. They are
+    rounded to x's dtype, as in the host.
+    """
+    side, half = module.grid_size, module.d_dim // 2
+    omega = 1.0 / 10000 ** (torch.arange(half, dtype=x.dtype, device=x.device) / half)
+    ids = torch.arange(x.shape[1], device=x.device) if positions is None else positions.flatten()
+    within = ids % side**2
+    axes = torch.stack((ids // side**2, within // side, within % side), dim=1)
+    angles = (axes[..., None] * omega).repeat(1, 1, 2).flatten(1)
+    angles = nn.functional.pad(angles, (0, x.shape[-1] - angles.shape[1]))
+    return angles.cos(), angles.sin()
+
+
+def _hooked(module: Any) -> str | None:
+    """Why a hook has to see a module's attention weights, or None."""
+    return "its dropout has a hook" if changed(module.dropout) else None
+
+
+class TransformersSwinv2SelfAttention(nn.Module):
+    """Swinv2SelfAttention: hidden_states [B * windows, N, C] to a tuple of the same; attention_mask [windows, N, N]."""
+
+    relative_position_index: torch.Tensor
+
+    def __init__(self, config, dim, num_heads, window_size, pretrained_window_size=[0, 0]):  # noqa: B006
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"dim {dim} is not a multiple of num_heads {num_heads}")
+        self.num_attention_heads, self.attention_head_size = num_heads, dim // num_heads
+        self.all_head_size = dim
+        self.window_size = window_size if isinstance(window_size, Iterable) else (window_size, window_size)
+        self.pretrained_window_size = pretrained_window_size
+        self.logit_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10)))
+        self.continuous_position_bias_mlp = nn.Sequential(
+            nn.Linear(2, 512), nn.ReLU(inplace=True), nn.Linear(512, num_heads, bias=False)
+        )
+        table, index = self.create_coords_table_and_index()
+        self.register_buffer("relative_coords_table", table, persistent=False)
+        self.register_buffer("relative_position_index", index, persistent=False)
+        self.query, self.key, self.value = (
+            nn.Linear(dim, dim, bias=bias) for bias in (config.qkv_bias, False, config.qkv_bias)
+        )
+        self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
+
+    supports = staticmethod(_hooked)
+
+    def create_coords_table_and_index(self):
+        table, index = relative_positions(tuple(self.window_size), tuple(self.pretrained_window_size))
+        return table.to(next(self.continuous_position_bias_mlp.parameters()).dtype), index
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        output_attentions: bool | None = False,
+    ):
+        reason = "weights as a result" if output_attentions else None
+        if (reason := reason or _hooked(self)) is not None:
+            return _theirs(self, reason)(hidden_states, attention_mask, output_attentions)
+        heads = self.num_attention_heads
+        projected = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
+        q, k, v = (t.unflatten(-1, (heads, -1)) for t in projected)
+        rows = self.continuous_position_bias_mlp(self.relative_coords_table).view(-1, heads)
+        mask = None if attention_mask is None else 2 * attention_mask  # the host adds it twice
+        dropout = self.dropout.p * self.training
+        index = self.relative_position_index
+        return (attend_in_windows((q, k, v), self.logit_scale, rows, index, mask, dropout),)
+
+
 class _Mlp(nn.Module):
     """The MLP behind attention pooling, with the host's names."""
 
@@ -255,7 +405,10 @@ TARGETS = {
         _target("siglip2", "Siglip2Attention", "SiglipAttention"),
         _target("clip", "CLIPAttention"),
         _target("vit", "ViTAttention"),
+        _target("yolos", "YolosSelfAttention"),
         _target("dinov3_vit", "DINOv3ViTAttention"),
+        _target("vjepa2", "VJEPA2RopeAttention"),
+        _target("swinv2", "Swinv2SelfAttention"),
         _target("siglip", "SiglipMultiheadAttentionPoolingHead"),
         _target("siglip2", "Siglip2MultiheadAttentionPoolingHead"),
     )

@@ -18,9 +18,8 @@ from fastkernels.overrides.kit.modules import changed
 def _not_layer_norm(norm: Any) -> str | None:
     """Why the op does not compute a norm, or None."""
     cls: Any = type(norm)
-    if not isinstance(norm, nn.LayerNorm) or cls.forward is not getattr(cls, "fastkernels", cls).forward:
-        return f"its norm is {cls.__name__}, not LayerNorm"
-    if cls is not nn.LayerNorm and not hasattr(cls, "fastkernels") and cls.__name__ != "FP32LayerNorm":
+    theirs = cls.__mro__[1] if hasattr(cls, "fastkernels") else cls
+    if not isinstance(norm, nn.LayerNorm) or theirs.__name__ not in ("LayerNorm", "FP32LayerNorm"):
         return f"its norm is {cls.__name__}, not LayerNorm"
     if len(norm.normalized_shape) != 1 or norm.eps is None:
         return f"its norm is over {tuple(norm.normalized_shape)} with eps {norm.eps}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import nn
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS
 
@@ -171,6 +175,42 @@ gated_residual = define(
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
+
+
+def _fuses(norm: Any, x: torch.Tensor) -> bool:
+    """Whether the op computes this norm of x."""
+    cls: Any = type(norm)
+    theirs = cls.__mro__[1] if hasattr(cls, "fastkernels") else cls
+    if not isinstance(norm, nn.LayerNorm) or theirs.__name__ != "LayerNorm" or changed(norm):
+        return False
+    if getattr(norm, "_fast_norm", False) or torch.is_autocast_enabled(x.device.type):
+        return False
+    return norm.weight is not None and norm.normalized_shape == x.shape[-1:] and norm.weight.dtype == x.dtype
+
+
+def add_residual(
+    residual: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor | None, between: tuple[Any, ...], norm: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return y = residual + gamma * x and norm(y), or y twice; residual, x: [B, T, H]; gamma: [H] or None.
+
+    between: modules that take x before it is added, which do nothing in inference.
+    """
+    idle = all(not m.training or isinstance(m, nn.Identity) for m in between) and not any(
+        map(changed, between)
+    )
+    alike = x.dtype == residual.dtype and (gamma is None or gamma.dtype == x.dtype) and x.dim() == 3
+    if not idle or not alike:
+        gated_residual.note("its dtypes differ" if idle else "dropped paths or a hook")
+        x = x if gamma is None else gamma * x
+        for module in between:
+            x = module(x)
+        y = residual + x
+        return y, y if norm is None else norm(y)
+    gate = None if gamma is None else gamma.expand(len(x), -1)
+    if norm is not None and _fuses(norm, x):
+        return gated_residual(residual, x, gate, None, None, norm.weight, norm.bias, norm.eps)
+    y, _ = gated_residual(residual, x, gate)
+    return y, y if norm is None else norm(y)
 
 
 def _case(name: str, tag: str, batch: int, tokens: int, hidden: int, dtype: str = "bfloat16", often: float = 1,

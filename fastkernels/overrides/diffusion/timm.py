@@ -10,7 +10,7 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.timm import TimmAttentionRope, TimmEvaAttention
 from fastkernels.overrides.block.timm import TimmGluMlp, TimmSwiGLU
-from fastkernels.overrides.diffusion.gated_residual import gated_residual
+from fastkernels.overrides.diffusion.gated_residual import add_residual
 from fastkernels.overrides.diffusion.timm_defaults import Attention, LayerNorm, Mlp
 from fastkernels.overrides.kit.modules import changed
 
@@ -24,42 +24,6 @@ class _LayerScale(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.gamma
-
-
-def _fuses(norm: Any, x: torch.Tensor) -> bool:
-    """Whether the op computes this norm of x."""
-    cls: Any = type(norm)
-    theirs = cls.__mro__[1] if hasattr(cls, "fastkernels") else cls
-    if not isinstance(norm, nn.LayerNorm) or theirs.__name__ != "LayerNorm" or changed(norm):
-        return False
-    if getattr(norm, "_fast_norm", False) or torch.is_autocast_enabled(x.device.type):
-        return False
-    return norm.weight is not None and norm.normalized_shape == x.shape[-1:] and norm.weight.dtype == x.dtype
-
-
-def _added(
-    residual: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor | None, between: tuple[Any, ...], norm: Any = None
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """y = residual + gamma * x and norm(y); residual, x [B, T, H], gamma [H] or None.
-
-    between: modules that take x before it is added, which do nothing in inference.
-    """
-    idle = all(not m.training or isinstance(m, nn.Identity) for m in between) and not any(
-        map(changed, between)
-    )
-    alike = x.dtype == residual.dtype and (gamma is None or gamma.dtype == x.dtype) and x.dim() == 3
-    if not idle or not alike:
-        gated_residual.note("its dtypes differ" if idle else "dropped paths or a hook")
-        x = x if gamma is None else gamma * x
-        for module in between:
-            x = module(x)
-        y = residual + x
-        return y, y if norm is None else norm(y)
-    gate = None if gamma is None else gamma.expand(len(x), -1)
-    if norm is not None and _fuses(norm, x):
-        return gated_residual(residual, x, gate, None, None, norm.weight, norm.bias, norm.eps)
-    y, _ = gated_residual(residual, x, gate)
-    return y, y if norm is None else norm(y)
 
 
 def _scale(module: Any) -> tuple[torch.Tensor | None, tuple[Any, ...]]:
@@ -125,8 +89,8 @@ class TimmBlock(nn.Module):
     ) -> torch.Tensor:
         (gamma_1, first), (gamma_2, second) = _scale(self.ls1), _scale(self.ls2)
         attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
-        x, normed = _added(x, attended, gamma_1, (*first, self.drop_path1), self.norm2)
-        return _added(x, self.mlp(normed), gamma_2, (*second, self.drop_path2))[0]
+        x, normed = add_residual(x, attended, gamma_1, (*first, self.drop_path1), self.norm2)
+        return add_residual(x, self.mlp(normed), gamma_2, (*second, self.drop_path2))[0]
 
 
 class TimmEvaBlock(nn.Module):
@@ -200,8 +164,8 @@ class TimmEvaBlock(nn.Module):
         is_causal: bool = False,
     ) -> torch.Tensor:
         attended = self.attn(self.norm1(x), rope=rope, attn_mask=attn_mask, is_causal=is_causal)
-        x, normed = _added(x, attended, self.gamma_1, (self.drop_path1,), self.norm2)
-        return _added(x, self.mlp(normed), self.gamma_2, (self.drop_path2,))[0]
+        x, normed = add_residual(x, attended, self.gamma_1, (self.drop_path1,), self.norm2)
+        return add_residual(x, self.mlp(normed), self.gamma_2, (self.drop_path2,))[0]
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"

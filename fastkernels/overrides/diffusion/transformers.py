@@ -11,8 +11,9 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.transformers import (
     TransformersDINOv3ViTAttention,
     TransformersViTAttention,
+    TransformersYolosSelfAttention,
 )
-from fastkernels.overrides.diffusion.timm import _added
+from fastkernels.overrides.diffusion.gated_residual import add_residual
 from fastkernels.overrides.kit.modules import changed
 
 
@@ -77,8 +78,8 @@ class _Layer(nn.Module):
 def _rest(layer: Any, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """Everything behind attention."""
     (first, more), (second, others) = _factors(layer.layer_scale1), _factors(layer.layer_scale2)
-    x, normed = _added(residual, attended, first, (*more, layer.drop_path), layer.norm2)
-    return _added(x, layer.mlp(normed), second, (*others, layer.drop_path))[0]
+    x, normed = add_residual(residual, attended, first, (*more, layer.drop_path), layer.norm2)
+    return add_residual(x, layer.mlp(normed), second, (*others, layer.drop_path))[0]
 
 
 class TransformersDinov2Layer(_Layer):
@@ -102,6 +103,40 @@ class TransformersDinov2Layer(_Layer):
     ) -> torch.Tensor:
         attended, _ = self.attention(self.norm1(hidden_states), attention_mask=attention_mask, **kwargs)
         return _rest(self, hidden_states, attended)
+
+
+class _Dinov2Attention517(nn.Module):
+    """The attention of DINOv2 before transformers 5.18, with the names of its layers: x [B, S, C] to the same."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.attention = TransformersYolosSelfAttention(config)
+        self.output = nn.ModuleDict({"dense": nn.Linear(size, size)})
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.output["dense"](self.attention(x)[0]))
+
+
+class TransformersDinov2Layer_5_17(_Layer):
+    """Dinov2Layer before 5.18, also with registers: attention returns one tensor, and there is no mask."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        if config.drop_path_rate or config.use_swiglu_ffn:
+            raise ValueError(
+                "TransformersDinov2Layer_5_17: drop_path_rate and use_swiglu_ffn are only supported live"
+            )
+        size = config.hidden_size
+        self.norm1, self.norm2 = (nn.LayerNorm(size, eps=config.layer_norm_eps) for _ in range(2))
+        self.attention = _Dinov2Attention517(config)
+        self.layer_scale1, self.layer_scale2 = LayerScale(config), LayerScale(config)
+        self.drop_path = nn.Identity()
+        self.mlp = _Mlp(config, ("fc1", "fc2", "activation"), (size, int(size * config.mlp_ratio)))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return _rest(self, hidden_states, self.attention(self.norm1(hidden_states)))
 
 
 class TransformersDINOv3ViTLayer(_Layer):
@@ -138,12 +173,12 @@ class TransformersDINOv3ViTLayer(_Layer):
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 
-def _target(model: str, name: str, versions: str = "") -> Target:
+def _target(model: str, name: str, versions: str = "", cls: str = "") -> Target:
     path = f"transformers.models.{model}.modeling_{model}:{name}"
     return Target(
         "transformers",
         path,
-        f"Transformers{name}",
+        f"Transformers{cls or name}",
         "module",
         default=False,
         note=_NOTE,
@@ -154,8 +189,8 @@ def _target(model: str, name: str, versions: str = "") -> Target:
 
 TARGETS = {
     "gated_residual": (
-        # Before, attention returned a tensor
         _target("dinov2", "Dinov2Layer", ">=5.18"),
+        _target("dinov2", "Dinov2Layer", "<5.18", "Dinov2Layer_5_17"),
         _target("dinov3_vit", "DINOv3ViTLayer"),
     )
 }

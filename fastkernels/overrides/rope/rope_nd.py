@@ -139,9 +139,10 @@ SPEC = OpSpec(
     level=1,
     reference=reference,
     op=rope_nd,
-    cases=(  # queries and keys of DINOv3 7B at 256 px, and one axis of V-JEPA 2 (ViT-L, 64 frames)
+    cases=(  # queries and keys of DINOv3 7B at 256 px, and V-JEPA 2 (ViT-L, 64 frames) by axis and whole
         _case("dinov3_7b", "model", 1, 261, 256, 32, 128, weight=80, table="bfloat16"),
         _case("vjepa2", "model", 1, 8192, 8192, 16, 20, weight=144, halves=False, table="bfloat16"),
+        _case("vjepa2_heads", "model", 1, 8192, 8192, 16, 64, weight=48, halves=False, table="bfloat16"),
         _case("one", "odd", 1, 1, 1, 1, 2, "float32"),
         _case("prefix_only", "odd", 2, 3, 0, 2, 4),
         _case("odd_63", "odd", 2, 63, 58, 3, 40),

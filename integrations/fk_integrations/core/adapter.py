@@ -33,6 +33,7 @@ class Adapter:
     measured       {op: lines for the report} of our engine, which measures its kernels before any patch
     profiles_memory_later  whether the host still measures how much memory is left for its KV cache
     first_call     whether modules that no user has named decide by time, at their first calls, if ours runs
+    trained        whether users train such models: calls that need gradients then run the host's code
     faster_on_cpu  whether the host's code on a CPU beats our plain PyTorch, which then goes in only when requested
     """
 
@@ -43,6 +44,7 @@ class Adapter:
     measured: Mapping[str, list[str]] = {}
     faster_on_cpu = False
     first_call = False
+    trained = False
     profiles_memory_later = False
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:

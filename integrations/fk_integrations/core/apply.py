@@ -145,7 +145,7 @@ def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Pat
 def _swap_modules(patched: Patched) -> None:
     """Swap all modules of the request, and make the rows."""
     adapter, model, request, rank = patched.adapter, patched.model, patched.request, patched.rank
-    found = sorted(plan(adapter, request, model), key=lambda pair: not seam.find(pair[1].seam).first)
+    found = sorted(plan(adapter, request, model), key=lambda pair: seam.find(pair[1].seam).order)
     for spec, target in found:
         patched.rows.append(_apply_target(patched, spec, target))
     patched.rows += _rows_without_a_table(patched, {spec.name for spec, _ in found})
@@ -264,7 +264,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:
-            made = Swap(patched.adapter, module, host_class, ours, patched.journal, by_table, trial)
+            trained = spec.name if patched.adapter.trained else ""
+            made = Swap(patched.adapter, module, host_class, ours, patched.journal, by_table, trial, trained)
             stays = _swap(place, made)
             if stays is not None and by_table and place.optional:
                 stays = _unless_requested(stays)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dis
+from collections.abc import Callable
 from functools import cache, update_wrapper
 from types import FunctionType
 from typing import Any
 
+import torch
+from torch.autograd import forward_ad
+
+from fastkernels.core.dispatch import proving
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.journal import Journal
 from fk_integrations.verify.trials import Trial, choosing, sizes_of
 
-_LIVE: dict[tuple[type, type, bool, str, bool], type] = {}
+_LIVE: dict[tuple[type, type, bool, str, bool, bool], type] = {}
 
 
-def live_class(host_class: type, ours: type, by_table: bool = False, trial: Trial | None = None) -> type:
+def live_class(
+    host_class: type, ours: type, by_table: bool = False, trial: Trial | None = None, differentiable: str = ""
+) -> type:
     """A subclass of the host's class with our methods; its constructor, loaders and isinstance checks stay.
 
     `ours.live_methods` names the methods, default ("forward",); a candidate may leave the list to the class that it
@@ -22,9 +29,10 @@ def live_class(host_class: type, ours: type, by_table: bool = False, trial: Tria
 
     by_table: wrap each method in `ours.by_table(theirs, ours)`, which picks one of the two per call by a tuned table.
     trial: `trials.choosing` wraps each method and picks by the time of first calls.
+    differentiable: the op, if calls may need gradients; `inference_only` wraps each method. A trial implies it.
     """
-    op, compiled = (trial.op, trial.compiled) if trial is not None else ("", False)
-    key = (host_class, ours, by_table, op, compiled)
+    op, compiled = (trial.op, trial.compiled) if trial is not None else (differentiable, False)
+    key = (host_class, ours, by_table, op, trial is not None, compiled)
     if key not in _LIVE:
         methods = {name: getattr(ours, name) for name in _method_names(host_class, ours)}
         if by_table:
@@ -32,6 +40,8 @@ def live_class(host_class: type, ours: type, by_table: bool = False, trial: Tria
             methods = {name: choose(getattr(host_class, name), own) for name, own in methods.items()}
         if trial is not None:
             methods = {n: choosing(getattr(host_class, n), own, op, compiled) for n, own in methods.items()}
+        if op:
+            methods = {n: inference_only(getattr(host_class, n), own, op) for n, own in methods.items()}
         body = {
             **methods,
             "__module__": host_class.__module__,
@@ -52,7 +62,7 @@ def _method_names(host_class: type, ours: type) -> set[str]:
 
 def replace_attribute(
     holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal, by_table: bool = False,
-    trial: Trial | None = None,
+    trial: Trial | None = None, differentiable: str = "",
 ) -> Reason | None:  # fmt: skip
     """Replace the object `holder.name` with one of our class and the same state; None, or why not.
 
@@ -61,7 +71,7 @@ def replace_attribute(
     old = getattr(holder, name)
     if patched := [m for m in methods if m in vars(old)]:
         return Reason(Kind.REPLACED, f"its {name}.{patched[0]} was replaced by other code")
-    new: Any = object.__new__(live_class(type(old), ours, by_table, trial))
+    new: Any = object.__new__(live_class(type(old), ours, by_table, trial, differentiable))
     vars(new).update(vars(old))
     setattr(holder, name, new)
     journal.add(lambda: setattr(holder, name, old))
@@ -73,6 +83,46 @@ def replace_attribute(
     if trial is not None:
         trial.begin(new, sizes_of(holder), back, journal)
     return None
+
+
+@cache
+def inference_only(theirs: Callable[..., Any], ours: Callable[..., Any], op: str) -> Callable[..., Any]:
+    """Make a function that runs `ours`, but `theirs` in a call that needs gradients: our kernels compute none.
+
+    A call needs gradients if one of its tensors, or a parameter of a module among its arguments, requires them; in
+    forward mode every call does.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        backward = torch.is_grad_enabled() and (_requires_grad(args) or _requires_grad(kwargs.values()))
+        if backward or forward_ad._current_level >= 0:
+            _note_gradients(op)
+            return theirs(*args, **kwargs)
+        return ours(*args, **kwargs)
+
+    return update_wrapper(run, ours)
+
+
+def _requires_grad(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found = value.requires_grad
+        elif isinstance(value, torch.nn.Module):
+            found = _requires_grad(value.parameters())
+        elif isinstance(value, (tuple, list)):
+            found = _requires_grad(value)
+        else:
+            found = isinstance(value, dict) and _requires_grad(value.values())
+        if found:
+            return True
+    return False
+
+
+@torch._dynamo.assume_constant_result
+def _note_gradients(op: str) -> None:
+    """Count a call that needs gradients; in compiled code once, while it is traced."""
+    for found in proving(op)[:1]:
+        found.note("the call needs gradients; inference runs ours in torch.no_grad()")
 
 
 def called(cls: type, method: str = "forward") -> dict[str, FunctionType]:

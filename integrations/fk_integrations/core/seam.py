@@ -26,6 +26,7 @@ class Swap:
 
     by_table  only calls that a tuned table lists as faster run ours
     trial     decides at the first calls whether ours runs; None: always
+    differentiable  the op, if calls of the module may need gradients; see live_class.inference_only
     """
 
     adapter: Adapter
@@ -35,6 +36,7 @@ class Swap:
     journal: Journal
     by_table: bool = False
     trial: Trial | None = None
+    differentiable: str = ""
 
 
 class Seam:
@@ -42,14 +44,14 @@ class Seam:
 
     live      whether the seam exists in a loaded model; the others are for forks and our own engine
     optional  whether an unsupported module counts as left to the host when the op was not requested
-    first     whether its targets are handled before all others, which depend on what it changes
+    order     targets of seams with lower numbers are handled first
     every_step  whether a model calls its modules in every step or never; others may wait for a decode
     decided  whether the first calls of its modules may decide between the host and ours
     """
 
     live = True
     optional = False
-    first = False
+    order = 0
     every_step = False
     decided = False
 
@@ -71,7 +73,8 @@ class Seam:
 
 def set_live_class(swap: Swap) -> None:
     """Change a module's class, to one whose first calls decide if the swap has a trial."""
-    swap.journal.set_class(swap.module, live_class(swap.host_class, swap.ours, trial=swap.trial))
+    live = live_class(swap.host_class, swap.ours, trial=swap.trial, differentiable=swap.differentiable)
+    swap.journal.set_class(swap.module, live)
     if swap.trial is not None:
         back = partial(setattr, swap.module, "__class__", swap.host_class)
         swap.trial.begin(swap.module, trials.sizes_of(swap.module), back, swap.journal)

@@ -31,6 +31,7 @@ class DiffusersAdapter(Adapter):
 
     host = "diffusers"
     first_call = True
+    trained = True
 
     def __init__(self) -> None:
         self.version = versions.installed("diffusers") or ""

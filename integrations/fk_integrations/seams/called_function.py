@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from fastkernels.core.reasons import Reason
+from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.live_class import callers, calling_class
+from fk_integrations.core.live_class import callers, calling_class, inference_only
 from fk_integrations.core.seam import Seam, Swap
 
 
 class CalledFunction(Seam):
     """Gives the modules that call the function, in forward or another method, a method that calls ours.
 
-    The function itself stays: other models of the same file share it. `host_class` is that function.
+    The function itself stays: other models of the same file share it. `host_class` is that function. It comes last,
+    because other ops replace modules whole, by their class.
     """
 
+    order = 1
     every_step = True
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: Any) -> list[Any]:
         kinds = {kind for kind in {type(m) for m in model.modules()} if host_class in callers(kind)}
         return [m for m in model.modules() if type(m) in kinds]
 
+    def passed_over(self, model: Any, host_class: Any, known: Callable[[str], bool]) -> list[Reason]:
+        ours = [kind for m in model.modules() if hasattr(kind := type(m), "fastkernels")]
+        calling = {kind for kind in set(ours) if host_class in callers(kind.__mro__[1])}
+        return [Reason(Kind.FUSED, f"our {kind.__name__} computes it") for kind in ours if kind in calling]
+
     def swap(self, swap: Swap) -> Reason | None:
         cls: Any = type(swap.module)
         theirs: Any = swap.host_class
-        swap.journal.set_class(swap.module, calling_class(cls, theirs, swap.ours, callers(cls)[theirs]))
+        ours = inference_only(theirs, swap.ours, swap.differentiable) if swap.differentiable else swap.ours
+        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, callers(cls)[theirs]))
         swap.adapter.repin(swap.module, swap.journal)
         return None

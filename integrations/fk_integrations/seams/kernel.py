@@ -14,7 +14,7 @@ from fk_integrations.core.seam import Seam, Swap
 class Kernel(Seam):
     """Replaces the kernel object. First, because norms before such layers may be left to the host's compiler."""
 
-    first = True
+    order = -1
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         holders = ((m, holder_of(m)) for m in model.modules())

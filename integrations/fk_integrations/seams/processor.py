@@ -21,5 +21,6 @@ class Processor(Seam):
 
     def swap(self, swap: Swap) -> Reason | None:
         return replace_attribute(
-            swap.module, "processor", swap.ours, ("__call__",), swap.journal, trial=swap.trial
-        )
+            swap.module, "processor", swap.ours, ("__call__",), swap.journal, trial=swap.trial,
+            differentiable=swap.differentiable,
+        )  # fmt: skip

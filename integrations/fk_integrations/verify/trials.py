@@ -145,10 +145,6 @@ def _decide(
     device = next((t.device for t in tensors), torch.device("cpu"))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
-    parts = (module, *(a for a in args if isinstance(a, torch.nn.Module)))
-    weights = (p for part in parts if isinstance(part, torch.nn.Module) for p in part.parameters())
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *weights)):
-        return False
     place = (own.sizes, call)
     if place not in own.trial.choices:
         counted = [(op, op.calls, dict(op.fallbacks), dict(op.left)) for op in OPS.values()]

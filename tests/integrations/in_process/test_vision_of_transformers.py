@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -102,6 +103,10 @@ def test_rotations_of_several_dimensions_are_replaced(
     report.undo()
     assert [type(m) for m in model.modules()] == classes
     assert all(map(torch.equal, run(), before))
+    with fastkernels.patch(model, ops=["rope_nd", "attention_dense"]) as report:
+        rows = {row.op: row for row in report.rows}
+        assert rows["attention_dense"].modules == layers
+        assert re.match(f"{layers} fused: our .*Attention computes it", rows["rope_nd"].reason)
 
 
 VIT = {**_SMALL, "intermediate_size": 96, "image_size": 32, "patch_size": 8}
@@ -122,6 +127,8 @@ DENSE = [
     ("ViTModel", VIT, 2, 0),
     ("Dinov2WithRegistersModel", {**VIT, "num_register_tokens": 3}, 2, 2),
     ("DINOv3ViTModel", DINOV3, 2, 2),
+    ("VJEPA2Model", {**VJEPA2, "hidden_size": 66, "num_attention_heads": 3}, 4, 0),
+    ("Swinv2Model", {**SWINV2, "window_size": 5, "pretrained_window_sizes": [4, 3]}, 3, 0),
 ]
 # No op was written for these; the number is that of their attention layers that compute the same as a listed one.
 HELD_OUT = [
@@ -139,7 +146,7 @@ HELD_OUT = [
         0,
     ),
     ("PvtModel", {**STAGES, **HEADS, "image_size": 32}, 0, 0),
-    ("DPTModel", VIT, 0, 0),
+    ("DPTModel", VIT, 2, 0),
     ("Aimv2VisionModel", VIT, 2, 0),
 ]
 ALL = [
@@ -148,7 +155,7 @@ ALL = [
 
 
 def build(name: str, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """(model, function that runs it); SigLIP 2's images have padding."""
+    """(model, function that runs it); SigLIP 2's images have padding, and windows of SwinV2."""
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**config)).to(dtype).eval()
@@ -156,6 +163,8 @@ def build(name: str, config: dict[str, Any], dtype: torch.dtype = torch.float32)
         for parameter in model.parameters():
             parameter.normal_(0.5 if parameter.dim() == 1 else 0.0, 0.2)
     given: tuple[Any, ...] = (torch.randn(2, 3, 32, 32).to(dtype),)
+    if name.startswith("VJEPA2"):
+        given = (torch.randn(VIDEO).to(dtype),)
     if name.startswith("Siglip2"):
         mask = torch.arange(20) < torch.tensor([[12], [20]])
         given = torch.randn(2, 20, 192).to(dtype), mask.long(), torch.tensor([[3, 4], [4, 5]])
@@ -163,7 +172,9 @@ def build(name: str, config: dict[str, Any], dtype: torch.dtype = torch.float32)
     def run(**more: Any) -> list[torch.Tensor]:
         with torch.no_grad():
             out = model(*given, **more)
-        return [t for t in (out.last_hidden_state, getattr(out, "pooler_output", None)) if t is not None]
+        predicted = getattr(getattr(out, "predictor_output", None), "last_hidden_state", None)
+        found = out.last_hidden_state, getattr(out, "pooler_output", None), predicted
+        return [t for t in found if t is not None]
 
     return model, run
 
@@ -212,6 +223,15 @@ def test_other_attention_function_runs_the_hosts_code() -> None:
         assert row.fallbacks == {"its attention function is 'eager', not 'sdpa'": 2} and not row.calls
     with pytest.raises(PatchError, match="2 unsupported: its attention function is 'eager', not 'sdpa'"):
         fastkernels.patch(model, ops="attention_dense")
+    model, run = build("Swinv2Model", SWINV2)
+    before = run()
+    with fastkernels.patch(model, ops="attention_dense") as report:
+        out = model(torch.randn(1, 3, 32, 32), output_attentions=True)
+        assert [len(a) for a in out.attentions] == [64, 16] and not report.refresh().active[0].calls
+        for module in model.modules():
+            module.register_forward_hook(lambda module, given, out: None)  # some may record the weights
+        assert all(map(torch.equal, run(), before)) and not report.refresh().active[0].calls
+    assert all(map(torch.equal, run(), before))
 
 
 def test_hooks_inside_replaced_modules_run() -> None:
@@ -240,16 +260,12 @@ def test_hooks_inside_replaced_modules_run() -> None:
 
 
 def test_report_lists_modules_without_an_op() -> None:
-    model, _ = build("Swinv2Model", SWINV2)
+    model, _ = build("SwinModel", SWIN)
     report = fastkernels.patch(model)
     reasons = {row.op: row.reason for row in report.rows if row.state == "off"}
-    assert (
-        "3 stay with the host: transformers.models.swinv2.modeling_swinv2.Swinv2SelfAttention"
-        in (reasons["attention_dense"])
-    )
-    assert (
-        "no op replaces them (Linear 25, Swinv2SelfAttention 3, ReLU 3, AdaptiveAvgPool1d 1)" in reasons["-"]
-    )
+    kind = "transformers.models.swin.modeling_swin.SwinAttention"
+    assert f"3 stay with the host: {kind}" in reasons["attention_dense"]
+    assert "no op replaces them (Linear 19, SwinRelativePositionBias 3, AdaptiveAvgPool1d 1)" in reasons["-"]
     report.undo()
     model, _ = build("Dinov2Model", VIT)
     with fastkernels.patch(model) as report:
