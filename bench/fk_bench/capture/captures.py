@@ -1,5 +1,5 @@
 """Reads captures, the folders of capture.json and values.safetensors that fastkernels.capture writes. xz may compress
-the values, as in the captures that ship.
+the files, as in the captures that ship.
 
 Integer inputs come from the capture. Float inputs are random, as the op's SPEC makes them, with the captured shape,
 strides and dtype. Damaged parts are listed in `problems`; the rest is used.
@@ -20,6 +20,7 @@ from fastkernels.capture import SCHEMA
 from fastkernels.capture.calls import digest
 
 SHIPPED = Path(__file__).with_name("data")
+HEAD, VALUES = "capture.json", "values.safetensors"  # or with .xz
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
@@ -115,9 +116,9 @@ def folders(folder: Path | str | None = None) -> list[Path]:
     Raises CaptureError if there are none.
     """
     root = SHIPPED if folder is None else Path(folder).expanduser()
-    if (root / "capture.json").is_file():
+    if is_capture(root):
         return [root]
-    found = sorted(p.parent for p in root.glob("*/capture.json"))
+    found = sorted(p for p in root.glob("*") if is_capture(p))
     if not found:
         what = "has no capture in it" if root.is_dir() else "is not a folder"
         raise CaptureError(f"{root} {what} (a folder with capture.json); `fk-bench capture` makes one")
@@ -147,23 +148,30 @@ def load(folder: Path | str) -> Capture:
     Raises CaptureError if capture.json is missing, is not JSON, or has another schema.
     """
     path = Path(folder)
-    stamps = [f.stat().st_mtime_ns if f.is_file() else 0 for f in (path / "capture.json", _values(path))]
+    stamps = [f.stat().st_mtime_ns if f.is_file() else 0 for f in (_file(path, HEAD), _file(path, VALUES))]
     return _load(path, *stamps)
 
 
-def _values(folder: Path) -> Path:
-    file = folder / "values.safetensors"
-    packed = file.with_name(f"{file.name}.xz")
+def is_capture(folder: Path) -> bool:
+    return _file(folder, HEAD).is_file()
+
+
+def _file(folder: Path, name: str) -> Path:
+    file, packed = folder / name, folder / f"{name}.xz"
     return packed if packed.is_file() and not file.is_file() else file
+
+
+def _read(file: Path) -> bytes:
+    return lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
 
 
 @lru_cache(maxsize=64)
 def _load(folder: Path, *stamps: int) -> Capture:
-    file = folder / "capture.json"
+    file = _file(folder, HEAD)
     try:
-        raw = json.loads(file.read_text())
-    except OSError as error:
-        raise CaptureError(f"{file}: {error.strerror}") from None
+        raw = json.loads(_read(file))
+    except (OSError, lzma.LZMAError) as error:
+        raise CaptureError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
     except ValueError as error:
         raise CaptureError(f"{file} is not JSON: {error}") from None
     schema = raw.get("schema") if isinstance(raw, dict) else None
@@ -188,7 +196,7 @@ def _load(folder: Path, *stamps: int) -> Capture:
     wanted = {v for op in capture.ops.values() for c in op.calls for s in c.values for v in s.args.values()}
     routing = raw.get("routing", [])  # the tensors of each layer and text, read by fk_bench.routing.study
     wanted |= {r.get(name) for r in routing for name in ("topk_ids", "topk_weights")}
-    capture.tensors = _tensors(_values(folder), {v for v in wanted if isinstance(v, str)}, problems)
+    capture.tensors = _tensors(_file(folder, VALUES), {v for v in wanted if isinstance(v, str)}, problems)
     capture.problems = problems
     return capture
 
@@ -228,7 +236,7 @@ def _tensors(file: Path, wanted: set[str], problems: list[str]) -> dict[str, tor
     if not wanted:
         return {}
     try:
-        data = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
+        data = _read(file)
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])
         if not isinstance(header, dict):

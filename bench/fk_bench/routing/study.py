@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fk_bench.capture.captures import SHIPPED, Capture, CaptureError, folders, load
+from fk_bench.capture.captures import SHIPPED, Capture, CaptureError, folders, is_capture, load
 from fk_bench.routing.stats import (
     counts_of,
     expected_hit,
@@ -81,7 +81,7 @@ def _has_routing(capture: Capture) -> bool:
 
 
 def _shipped(name: str) -> bool:
-    return "/" not in name and (SHIPPED / name / "capture.json").is_file()
+    return "/" not in name and is_capture(SHIPPED / name)
 
 
 def _routing(capture: Capture, where: str) -> Routing:

@@ -251,7 +251,7 @@ def test_shipped_captures_are_small() -> None:
     assert wrong == [] and len(OPS) >= 10 and "smollm2-135m-chat" in {c.name for c in found}
     files = list(captures.SHIPPED.glob("*/*"))
     assert sum(f.stat().st_size for f in files) < 512 << 10
-    assert {f.name for f in files} == {"capture.json", "values.safetensors.xz"}
+    assert {f.name for f in files} == {"capture.json.xz", "values.safetensors.xz"}
     for each in found:
         assert each.commit and each.host and each.scenario
         assert each.modules or "what" in (each.model_extra or {})  # a routing says what it is
