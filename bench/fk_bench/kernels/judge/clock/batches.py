@@ -365,6 +365,7 @@ class Batches:
             into = timed.candidate if lane is self.candidate else timed.baseline
             into.alone.append(alone)
             into.passed.append(passed)
+            into.produced = values is not None
         if lane is self.candidate and not secrets.randbelow(ALONE_CHECKED):
             self._check(held, [slot])
 

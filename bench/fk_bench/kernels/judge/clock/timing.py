@@ -13,8 +13,8 @@ TRACED_S = 1e-6  # a traced call may take so much longer, because its kernels ar
 STARTING_S = 3e-7  # per call: the start of a batch may cost one side so much more than the other
 SCATTER = 0.3  # times are steady up to this standard error, relative
 # A call alone may cost so much more than in a batch, relative and in seconds: until the judge has read its outputs, and
-# until it reports its end.
-ALONE, PASSED = (1.0, 5e-6), (0.3, 0.8e-6)
+# until it reports its end. Without a producer, kernels that start early in a batch cost up to 1.5 us more alone.
+ALONE, PASSED, PASSED_BARE = (1.0, 5e-6), (0.3, 0.8e-6), (1.0, 1.5e-6)
 # From MANY samples on, each of these quantiles must show it: where times have two modes, a median may be in either.
 QUANTILES, MANY = (0.1, 0.25, 0.5), 48
 SIGMAS = 2.0  # of a quantile, on both sides
@@ -31,6 +31,7 @@ class Samples:
     single, double  seconds of short and of long batches; events_*: the same by the process's own events
     alone   seconds of requests for one call, whose inputs alone were fresh, without `given`
     passed  seconds from the opened gate until the queued call reported its end (GPU)
+    produced  whether a producer ran between gate and call
     given   seconds in which the judge copied the inputs of a batch (GPU); part of the batch's time
     """
 
@@ -44,6 +45,7 @@ class Samples:
     alone: list[float] = field(default_factory=list)
     given: list[float] = field(default_factory=list)
     passed: list[float] = field(default_factory=list)
+    produced: bool = False
 
     def add(self, double: bool, seconds: float, events: float | None, count: int | None = None) -> None:
         (self.double if double else self.single).append(seconds)
@@ -170,8 +172,9 @@ def batched(candidate: Samples, baseline: Samples, suspected: bool = False) -> s
 
     suspected  also if more samples may still explain it by chance
     """
+    of_passed = PASSED if candidate.produced else PASSED_BARE
     for own, other, (relative, least) in (
-        (candidate.alone, baseline.alone, ALONE), (candidate.passed, baseline.passed, PASSED),
+        (candidate.alone, baseline.alone, ALONE), (candidate.passed, baseline.passed, of_passed),
     ):  # fmt: skip
         if min(len(own), len(other)) < 3:
             continue
