@@ -213,7 +213,7 @@ def test_call_alone_costs_what_the_slope_explains(
 @pytest.mark.parametrize(
     ("own", "produced", "caught"),
     [
-        (11.2e-6, True, False), (11.7e-6, True, False), (12.0e-6, True, True),
+        (11.2e-6, True, False), (11.9e-6, True, False), (12.2e-6, True, True),
         (12.2e-6, False, False), (12.8e-6, False, True),
     ],
 )  # fmt: skip
