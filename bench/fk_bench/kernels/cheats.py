@@ -144,7 +144,7 @@ def _rows(judge: Judge, cheat: Cheat, file: Path, options: Options) -> list[Row]
 def _gain(rows: list[Row], honest: list[Row]) -> str:
     """Return a problem that states what the cheat gains, or that its times do not tell; '' if it gains nothing.
 
-    It gains if its speedup is above its twin's, or its time below, each with its interval.
+    It gains if its speedup is above its twin's, or its time below those of its twin and of the baseline.
     """
     twins = {r.case["name"]: r for r in honest}
     for row in rows:

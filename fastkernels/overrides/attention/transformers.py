@@ -84,8 +84,7 @@ class TransformersSiglipAttention(_Projections):
             return _theirs(self, reason)(hidden_states, attention_mask, **kwargs)
         projected = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in projected)
-        found = attend(q, k, v, self.scale, attention_mask, self.dropout * self.training)
-        return self.out_proj(found), None
+        return self.out_proj(attend(q, k, v, self.scale, attention_mask, self.dropout * self.training)), None
 
 
 class TransformersCLIPAttention(_Projections):
@@ -195,8 +194,8 @@ class TransformersYolosSelfAttention(nn.Module):
 
 def _not_rotated(module: Any) -> str | None:
     """Why the host computes a module's attention or rotations in another way, or None."""
-    odd = f"an odd head size of {module.attention_head_size}" if module.attention_head_size % 2 else None
-    return _elsewhere(module) or odd
+    size = module.attention_head_size
+    return _elsewhere(module) or (f"an odd head size of {size}" if size % 2 else None)
 
 
 class TransformersVJEPA2RopeAttention(nn.Module):
@@ -228,18 +227,15 @@ class TransformersVJEPA2RopeAttention(nn.Module):
     supports = staticmethod(_not_rotated)
 
     def forward(self, hidden_states, position_mask: torch.Tensor | None = None):
-        reason = _not_rotated(self)
-        if reason is None and position_mask is not None and position_mask.shape != hidden_states.shape[:2]:
-            reason = f"positions of shape {tuple(position_mask.shape)}"
-        if reason is not None:
+        shape = hidden_states.shape[:2] if position_mask is None else position_mask.shape
+        other = f"positions of shape {tuple(shape)}" if shape != hidden_states.shape[:2] else None
+        if (reason := _not_rotated(self) or other) is not None:
             return _theirs(self, reason)(hidden_states, position_mask)
         projected = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
         q, k, v = (t.unflatten(-1, (-1, self.attention_head_size)) for t in projected)
         table = _table_3d(self, q, position_mask)
-        if position_mask is None:
-            q, k = (rope_nd(t, *table, False) for t in (q, k))
-        else:  # a row of the table for each token of the batch
-            q, k = (rope_nd(t.flatten(0, 1)[None], *table, False).view(t.shape) for t in (q, k))
+        batch = len(q) if position_mask is None else 1  # or a row of the table for each token of the batch
+        q, k = (rope_nd(t.reshape(batch, -1, *t.shape[2:]), *table, False).view(t.shape) for t in (q, k))
         return self.proj(attend(q, k, v, self.scaling, None, self.dropout_prob * self.training)), None
 
 
@@ -252,10 +248,9 @@ def _table_3d(module: Any, x: torch.Tensor, positions: torch.Tensor | None) -> P
     side, half = module.grid_size, module.d_dim // 2
     omega = 1.0 / 10000 ** (torch.arange(half, dtype=x.dtype, device=x.device) / half)
     ids = torch.arange(x.shape[1], device=x.device) if positions is None else positions.flatten()
-    within = ids % side**2
-    axes = torch.stack((ids // side**2, within // side, within % side), dim=1)
-    angles = (axes[..., None] * omega).repeat(1, 1, 2).flatten(1)
-    angles = nn.functional.pad(angles, (0, x.shape[-1] - angles.shape[1]))
+    axes = torch.stack((ids // side**2, ids % side**2 // side, ids % side), dim=1)
+    turned = (axes[..., None] * omega).repeat(1, 1, 2).flatten(1)
+    angles = nn.functional.pad(turned, (0, x.shape[-1] - turned.shape[1]))
     return angles.cos(), angles.sin()
 
 
@@ -333,8 +328,13 @@ class _Mlp(nn.Module):
 def _not_plain(head: Any) -> str | None:
     """Why a pooling head's attention is not the computation of its weights alone, or None."""
     inner = head.attention
-    ok = type(inner) is nn.MultiheadAttention and not changed(inner) and inner.in_proj_bias is not None
-    ok = ok and inner.batch_first and inner.bias_k is None and not inner.add_zero_attn and not inner.dropout
+    ok = (
+        type(inner) is nn.MultiheadAttention
+        and not changed(inner)
+        and inner.batch_first
+        and not inner.dropout
+    )
+    ok = ok and inner.in_proj_bias is not None and inner.bias_k is None and not inner.add_zero_attn
     return None if ok else "its attention is no plain MultiheadAttention of torch, or has a hook"
 
 
@@ -344,7 +344,8 @@ def _pooled(head: Any, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tens
     (wq, wkv), (bq, bkv) = inner.in_proj_weight.split(sizes), inner.in_proj_bias.split(sizes)
     q = nn.functional.linear(head.probe, wq, bq).unflatten(-1, (inner.num_heads, -1))
     k, v = nn.functional.linear(x, wkv, bkv).unflatten(-1, (2, inner.num_heads, -1)).unbind(2)
-    y = inner.out_proj(attend(q.expand(len(x), -1, -1, -1), k, v, q.shape[-1] ** -0.5, mask))
+    q = q.expand(len(x), -1, -1, -1)
+    y = inner.out_proj(attend(q, k, v, q.shape[-1] ** -0.5, mask))
     return (y + head.mlp(head.layernorm(y)))[:, 0]
 
 
@@ -375,17 +376,12 @@ class TransformersSiglip2MultiheadAttentionPoolingHead(TransformersSiglipMultihe
         self.config, self.num_heads = config, config.num_attention_heads
 
     def forward(self, hidden_state: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        reason = _not_plain(self)
-        if reason is None and attention_mask is not None and attention_mask.dim() != 2:
-            reason = f"a mask of {attention_mask.dim()} dimensions"
-        if reason is not None:
+        dims = 2 if attention_mask is None else attention_mask.dim()
+        other = None if dims == 2 else f"a mask of {dims} dimensions"
+        if (reason := _not_plain(self) or other) is not None:
             return _theirs(self, reason)(hidden_state, attention_mask)
-        added = None
-        if attention_mask is not None:
-            padding = attention_mask[:, None, None] == 0
-            added = hidden_state.new_zeros(padding.shape).masked_fill(
-                padding, torch.finfo(hidden_state.dtype).min
-            )
+        low = torch.finfo(hidden_state.dtype).min
+        added = None if attention_mask is None else attention_mask[:, None, None].eq(0).to(hidden_state) * low
         return _pooled(self, hidden_state, added)
 
 

@@ -50,7 +50,12 @@ def test_gain_needs_no_certainty(speedup: float, least: float, p80: float, said:
     """Times that scatter prove nothing, and the baseline's do not hide a gain."""
 
     def row(speedup: float, ends: list[float], times: list[float]) -> Any:
-        metrics = {"speedup": speedup, "time_us_p20": times[0], "time_us_p80": times[1]}
+        metrics = {
+            "speedup": speedup,
+            "time_us_p20": times[0],
+            "time_us_p80": times[1],
+            "baseline_us_p20": 9.0,
+        }
         return SimpleNamespace(case={"name": "a"}, metrics=metrics, ci95={"speedup": ends})
 
     twin, cheat = row(1.0, [0.9, 1.1], [9.0, 11.0]), row(speedup, [least, 3.0], [4.0, p80])
