@@ -58,7 +58,7 @@ class Seam:
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         """The modules of exactly this host class, each once; a subclass may have been changed by other code."""
-        return [m for m in model.modules() if type(m) is host_class]
+        return [m for m in adapter.modules(model) if type(m) is host_class]
 
     def passed_over(self, model: Any, host_class: type, known: Callable[[str], bool]) -> list[Reason]:
         """A reason for each module of the same kind that no target covers.
