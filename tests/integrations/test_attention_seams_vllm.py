@@ -6,20 +6,27 @@ The layout: [blocks, Hkv, block_size, 2 * D].
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fk_integrations.core import versions
+from fk_integrations.core.apply import apply
+from fk_integrations.verify import choose
 from fk_integrations.vllm import attention, mla
 from fk_integrations.vllm.host import VllmAdapter
 from support import attention_seams
 from support.attention_seams import BATCHES, BLOCK, HEADS, KV_HEADS, WINDOWS, Batch, D
+from torch import nn
 
+from fastkernels.core import registry
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
 from fastkernels.overrides.latent_attention import mla_decode
+from fastkernels.patch import Request
 from fastkernels.verify.measure import Point, arguments
 
 use = attention_seams.use  # the fixture
@@ -205,6 +212,71 @@ def test_vllm_shape_of_an_attention_layer() -> None:
     assert attention_decode.key.shape == ("heads", "kv_heads", "head_size", "block_size", "window", "dtype")
 
 
+FLASH_ATTENTION = type(
+    "FlashAttentionImpl", (HostImpl,),
+    {
+        "__module__": attention.FLASH_ATTN.partition(":")[0], "attn_type": "decoder", "kv_cache_dtype": "auto",
+        "alibi_slopes": None,
+    },
+)  # fmt: skip
+CONFIG = SimpleNamespace(
+    cache_config=SimpleNamespace(block_size=BLOCK), model_config=SimpleNamespace(max_model_len=40),
+    scheduler_config=SimpleNamespace(max_num_seqs=8), compilation_config=SimpleNamespace(cudagraph_mode=None),
+    parallel_config=SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1),
+)  # fmt: skip
+
+
+class Layer(nn.Module):
+    """The parts of vLLM's Attention layer that a patch reads."""
+
+    num_heads, num_kv_heads, head_size = HEADS, KV_HEADS, D
+    sliding_window, kv_cache_torch_dtype = None, torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.impl = FLASH_ATTENTION()
+
+
+class Backend(VllmAdapter):
+    """vLLM with the class above in place of its Attention layer."""
+
+    def targets(self, spec: Any, model: Any) -> list[Any]:
+        found = [t for t in super().targets(spec, model) if t.path.endswith(":Attention")]
+        return [replace(t, path=f"{__name__}:Layer") for t in found]
+
+    def batch_invariant(self) -> None:
+        """Unlike vLLM's, without an import of vLLM."""
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
+def test_layers_of_the_transformers_backend_are_ours(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.26 keeps them in a dict outside of the module tree, 0.32 in the tree."""
+    monkeypatch.setattr(versions, "unknown", lambda *_: None)
+    model, layers = nn.ModuleDict({"mlp": nn.Linear(2, 2)}), [Layer(), Layer()]
+    if version == "0.26.0":
+        vars(model)["attention_instances"] = dict(enumerate(layers))
+    else:
+        model["attn"] = nn.ModuleList(layers)
+    adapter = Backend(SimpleNamespace(vllm_config=CONFIG))
+    adapter.version = version
+    names = [name for name, _ in attention.named_modules(model)]
+    assert len(names) == len(set(names)) == len([*model.modules()]) + 2 * (version == "0.26.0")
+    patched = apply(adapter, model, Request("patch", ops=("attention",), strict=True))
+    (row,) = patched.report()
+    assert (row["state"], row["modules"]) == ("active", 2)
+    batch = Batch([1, 1, 1])
+    for layer in layers:
+        kv_cache, metadata, output = vllm(layer.impl, batch)
+        layer.impl.forward(None, batch.query, None, None, kv_cache, metadata, output)
+        torch.testing.assert_close(output[:3], batch.expected(-1), atol=1e-5, rtol=1e-5)
+    (row,) = patched.report()
+    assert (row["calls"], row["proof"]) == (4, "calls")
+    patched.undo()
+    assert {type(layer.impl) for layer in layers} == {FLASH_ATTENTION}
+    measured = choose.modules_of(adapter, model, registry.get("attention"))
+    assert measured == [(layer, (HEADS, KV_HEADS, D, BLOCK, 0, torch.float32)) for layer in layers]
+
+
 def test_vllm_unsupported_step_is_counted_as_fallback() -> None:
     attention_prefill.reset()
     impl = attention._implementation(HostImpl)()
@@ -238,20 +310,13 @@ def test_vllm_unsupported_layer_has_a_reason() -> None:
 
 def test_decode_attention_is_measured_with_the_layers_soft_cap() -> None:
     """Sizes are those of the engine, the block size is the cache's."""
-    host = type("FlashAttentionImpl", (HostImpl,), {"__module__": attention.FLASH_ATTN.partition(":")[0]})
-    impl: Any = host()
-    impl.attn_type, impl.kv_cache_dtype, impl.alibi_slopes, impl.sinks = "decoder", "auto", None, None
+    impl: Any = FLASH_ATTENTION()
     impl.sliding_window, impl.logits_soft_cap = (7, 0), 30.0
     layer = SimpleNamespace(
         impl=impl, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=D, sliding_window=8,
         kv_cache_torch_dtype=torch.float32,
     )  # fmt: skip
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=BLOCK), model_config=SimpleNamespace(max_model_len=40),
-        scheduler_config=SimpleNamespace(max_num_seqs=8), compilation_config=SimpleNamespace(cudagraph_mode=None),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1),
-    )  # fmt: skip
-    adapter = VllmAdapter(SimpleNamespace(vllm_config=config))
+    adapter = VllmAdapter(SimpleNamespace(vllm_config=CONFIG))
     assert adapter.points(attention_decode) == [(1, 40), (8, 40), (4, 40)]
     shape = adapter.whole_shape(attention_decode, layer)
     assert shape == (HEADS, KV_HEADS, D, BLOCK, 8, torch.float32)

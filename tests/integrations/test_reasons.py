@@ -11,6 +11,7 @@ import pytest
 import torch
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import apply
+from fk_integrations.core.lookalikes import with_reason
 from torch import nn
 
 import fastkernels
@@ -193,6 +194,11 @@ def test_another_class_of_that_name_has_a_row() -> None:
     namesake = type("Norm", (nn.Module,), {"__module__": "a.model"})
     patched = apply(Host(), nn.Sequential(Norm(), namesake()), Request("patch", NAMED))
     assert patched.rows[0].reason == "1 stay with the host: a.model.Norm, another class of that name"
+    namesake.__module__ = "transformers.a"
+    patched = apply(Host(), nn.Sequential(Norm(), namesake()), Request("patch", NAMED))
+    text = f"a class of transformers, which {__name__.partition('.')[0]} runs as it is"
+    assert patched.rows[0].reason == f"1 stay with the host: transformers.a.Norm, {text}"
+    assert with_reason(namesake, "torch", "a subclass") == "transformers.a.Norm, a subclass"
 
 
 def test_module_without_a_call_does_not_count_as_unverified() -> None:

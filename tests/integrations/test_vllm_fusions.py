@@ -11,8 +11,10 @@ import torch
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.vllm.fusions import (
+    ADDED,
     ALL_REDUCE,
     QUANTIZED,
+    TRANSFORMERS,
     fused,
     quantize_tokens,
     quantized,
@@ -93,6 +95,16 @@ def test_norms_fused_with_an_all_reduce_stay(settings: dict[str, Any], want: str
     assert reason == (want and Reason(Kind.LEFT_TO_HOST, want))
     assert fused(config(**settings), found, "rms_norm", found.q_norm) is None
     assert fused(config(**settings), found, "silu_and_mul", found.act) is None
+
+
+def test_norms_of_the_transformers_backend_stay() -> None:
+    found = model(quantizes=False)
+    found.__class__ = type("ForCausalLM", (nn.Module,), {"__module__": f"{TRANSFORMERS}.causal"})
+    for op in ("rms_norm", "gemma_rms_norm", "layer_norm"):
+        assert fused(config(), found, op, found.q_norm) == Reason(Kind.LEFT_TO_HOST, ADDED)
+        assert fused(config(mode=0), found, op, found.q_norm) is None
+    assert fused(config(), found, "silu_and_mul", found.act) is None
+    assert fused(config(), model(quantizes=False), "layer_norm", found.norm) is None
 
 
 class Host(Adapter):

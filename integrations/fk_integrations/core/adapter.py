@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastkernels.core.reasons import Kind, Reason
@@ -55,8 +55,12 @@ class Adapter:
         found = [*spec.targets_for(self.host, self.version), *self.torch_targets(spec)]
         if model is None or not any(t.of_a_model for t in found):
             return found
-        there = {class_path(type(m)) for m in model.modules()}
+        there = {class_path(type(m)) for m in self.modules(model)}
         return [t for t in found if not t.of_a_model or t.path in there]
+
+    def modules(self, model: Any) -> Iterable[Any]:
+        """The modules of a model in which seams look for a host's classes, each once."""
+        return model.modules()  # type: ignore[no-any-return]
 
     def torch_targets(self, spec: OpSpec) -> list[Target]:
         """The op's targets for classes of torch.nn, which models of every host use."""

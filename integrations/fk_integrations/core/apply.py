@@ -149,10 +149,10 @@ def _swap_modules(patched: Patched) -> None:
     for spec, target in found:
         patched.rows.append(_apply_target(patched, spec, target))
     patched.rows += _rows_without_a_table(patched, {spec.name for spec, _ in found})
-    patched.rows = _without_absent(patched.rows)
     patched.rows += _called_rows(patched)
     patched.rows += _candidate_rows(patched)
     patched.rows += absent_rows(adapter, request, model, patched.rows, rank)
+    patched.rows = _without_absent(patched.rows)
     _annotate(patched)
     patched.rows += _uncovered_rows(adapter, request, model, rank)
 

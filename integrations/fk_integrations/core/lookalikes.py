@@ -14,6 +14,17 @@ _IDLE = ("Identity", "Dropout", "DropPath", "ModuleList", "Sequential")  # nothi
 PACKAGES = ("timm", "transformers", "diffusers")  # hosts whose models may contain each other's
 
 
+def with_reason(cls: Any, host: str, reason: str) -> str:
+    """A class with a reason why it stays: another one if it is of another package of models than its host.
+
+    host: the package of the class that an op replaces
+    """
+    package = cls.__module__.partition(".")[0]
+    if package in PACKAGES and host not in (package, "torch"):
+        reason = f"a class of {package}, which {host} runs as it is"
+    return f"{cls.__module__}.{cls.__qualname__}, {reason}"
+
+
 def lookalikes(
     host: str, op: str, model: Any, parts: Mapping[str, tuple[str, ...]], package: str = ""
 ) -> dict[Reason, int]:
@@ -29,8 +40,8 @@ def lookalikes(
         theirs = cls.__module__.startswith(f"{package or host}.") and not hasattr(cls, "fastkernels")
         theirs = theirs and "Block" not in cls.__name__  # attention is a part of it
         if theirs and any(part in cls.__name__ for part in parts[op]) and class_path(cls) not in listed:
-            name = f"{cls.__module__}.{cls.__qualname__}"
-            found[Reason(Kind.OTHER_CLASS, f"{name}, which is not one that {op} replaces")] += 1
+            text = with_reason(cls, host, f"which is not one that {op} replaces")
+            found[Reason(Kind.OTHER_CLASS, text)] += 1
     return dict(found)
 
 

@@ -14,6 +14,7 @@ from fastkernels.core.spec import Target
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.live_class import live_class
+from fk_integrations.core.lookalikes import with_reason
 from fk_integrations.verify import trials
 from fk_integrations.verify.trials import Trial
 
@@ -57,7 +58,7 @@ class Seam:
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         """The modules of exactly this host class, each once; a subclass may have been changed by other code."""
-        return [m for m in model.modules() if type(m) is host_class]
+        return [m for m in adapter.modules(model) if type(m) is host_class]
 
     def passed_over(self, model: Any, host_class: type, known: Callable[[str], bool]) -> list[Reason]:
         """A reason for each module of the same kind that no target covers.
@@ -90,7 +91,8 @@ def other_classes(model: Any, host_class: type, known: Callable[[str], bool]) ->
             continue
         if not known(f"{kind.__module__}:{kind.__qualname__}"):
             what = "a subclass" if derived else "another class of that name"
-            found.append(Reason(Kind.OTHER_CLASS, f"{kind.__module__}.{kind.__qualname__}, {what}"))
+            host = host_class.__module__.partition(".")[0]
+            found.append(Reason(Kind.OTHER_CLASS, with_reason(kind, host, what)))
     return found
 
 

@@ -16,7 +16,7 @@ class Attention(Seam):
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         """Layers of the class, or whose `impl` is of it."""
-        return [m for m in model.modules() if host_class in (type(m), type(vars(m).get("impl")))]
+        return [m for m in adapter.modules(model) if host_class in (type(m), type(vars(m).get("impl")))]
 
     def swap(self, swap: Swap) -> Reason | None:
         return swap.adapter.swap_attention(swap.module, swap.ours, swap.journal, swap.by_table)

@@ -22,8 +22,8 @@ class CalledFunction(Seam):
     every_step = True
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: Any) -> list[Any]:
-        kinds = {kind for kind in {type(m) for m in model.modules()} if host_class in callers(kind)}
-        return [m for m in model.modules() if type(m) in kinds]
+        kinds = {kind for kind in {type(m) for m in adapter.modules(model)} if host_class in callers(kind)}
+        return [m for m in adapter.modules(model) if type(m) in kinds]
 
     def passed_over(self, model: Any, host_class: Any, known: Callable[[str], bool]) -> list[Reason]:
         ours = [kind for m in model.modules() if hasattr(kind := type(m), "fastkernels")]

@@ -17,7 +17,7 @@ class Experts(Seam):
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         """All layers of experts with weights in the op's number format, whatever class runs them."""
-        found = [m for m in model.modules() if adapter.experts(m) is not None]
+        found = [m for m in adapter.modules(model) if adapter.experts(m) is not None]
         return [m for m in found if in_float8(m) == op.endswith("_fp8")]
 
     def swap(self, swap: Swap) -> Reason | None:

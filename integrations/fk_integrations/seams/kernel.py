@@ -17,7 +17,7 @@ class Kernel(Seam):
     order = -1
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
-        holders = ((m, holder_of(m)) for m in model.modules())
+        holders = ((m, holder_of(m)) for m in adapter.modules(model))
         return [m for m, holder in holders if holder is not None and type(holder.fp8_linear) is host_class]
 
     def swap(self, swap: Swap) -> Reason | None:

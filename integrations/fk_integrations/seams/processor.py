@@ -17,7 +17,7 @@ class Processor(Seam):
     decided = True
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
-        return [m for m in model.modules() if type(vars(m).get("processor")) is host_class]
+        return [m for m in adapter.modules(model) if type(vars(m).get("processor")) is host_class]
 
     def swap(self, swap: Swap) -> Reason | None:
         return replace_attribute(

@@ -16,7 +16,9 @@ class QuantMethod(Seam):
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         """Modules of the class, or with a method object of it that is their own (a LoRA wrapper shows another's)."""
-        return [m for m in model.modules() if host_class in (type(m), type(vars(m).get("quant_method")))]
+        return [
+            m for m in adapter.modules(model) if host_class in (type(m), type(vars(m).get("quant_method")))
+        ]
 
     def passed_over(self, model: Any, host_class: type, known: Callable[[str], bool]) -> list[Reason]:
         """Linear layers with another method of the same family: quantized ones."""

@@ -22,7 +22,7 @@ class Router(Seam):
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: Any) -> list[Any]:
         """Layers whose router calls the function. Routers of other files call it in rare cases only."""
         found = []
-        for module in model.modules():
+        for module in adapter.modules(model):
             kind = type(vars(module).get("router"))
             if kind.__module__ == host_class.__module__ and host_class in called(kind, METHOD).values():
                 found.append(module)

@@ -14,7 +14,7 @@ class Scheme(Seam):
     """Replaces `scheme`."""
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
-        return [m for m in model.modules() if host_class in (type(m), type(vars(m).get("scheme")))]
+        return [m for m in adapter.modules(model) if host_class in (type(m), type(vars(m).get("scheme")))]
 
     def swap(self, swap: Swap) -> Reason | None:
         methods = ("apply_weights",)

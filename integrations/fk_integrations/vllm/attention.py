@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,19 @@ from fk_integrations.core.journal import Journal
 FLASH_ATTN = "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl"
 NO_DECODE = "a batch with more than one token of a sequence"
 NOT_FASTER = "a decode of a batch and context that no table lists as faster"
+
+
+def named_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """The modules of a model with their names, each once.
+
+    vLLM 0.26's Transformers backend has its attention layers in a dict, outside of the module tree; later ones do not.
+    """
+    seen: set[Any] = set()
+    for name, module in model.named_modules(seen):
+        yield name, module
+        outside = vars(module).get("attention_instances")
+        for i, layer in outside.items() if isinstance(outside, dict) else ():
+            yield from layer.named_modules(seen, f"{name}.attention_instances.{i}".lstrip("."))
 
 
 def attention_shape(module: Any) -> tuple[Any, ...]:

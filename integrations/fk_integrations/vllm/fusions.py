@@ -17,7 +17,9 @@ from fk_integrations.core.journal import Journal
 
 ALL_REDUCE = "vLLM adds it to the all-reduce before it, which our op would prevent"
 QUANTIZED = "vLLM's compiler fuses it with the FP8 quantization after it, which our op would prevent"
+ADDED = "vLLM's compiler fuses it with the addition or rotation next to it in transformers' code"
 NORMS = ("rms_norm", "gemma_rms_norm")
+TRANSFORMERS = "vllm.model_executor.models.transformers"  # the package of vLLM's Transformers backend
 
 
 def install(config: Any) -> None:
@@ -78,8 +80,11 @@ def fused(config: Any, model: Any, op: str, module: Any) -> Reason | None:
     """Why this module of a compiled model is faster with the host's code, or None.
 
     Norms before linear layers are as wide as those layers' input; norms of queries and keys are not, and become ours.
+    In the Transformers backend norms do not add the residual themselves: ours would be a second kernel next to it.
     """
     compilation = config.compilation_config
+    if compilation.mode and op in (*NORMS, "layer_norm") and of_transformers(model):
+        return Reason(Kind.LEFT_TO_HOST, ADDED)
     if not compilation.mode or op not in (*NORMS, "silu_and_mul"):
         return None
     width = module.weight.numel() if op in NORMS and getattr(module, "weight", None) is not None else None
@@ -90,6 +95,11 @@ def fused(config: Any, model: Any, op: str, module: Any) -> Reason | None:
     if width in widths if op in NORMS else bool(widths):
         return Reason(Kind.LEFT_TO_HOST, QUANTIZED)
     return None
+
+
+def of_transformers(model: Any) -> bool:
+    """Whether vLLM's Transformers backend runs the model."""
+    return any(cls.__module__.startswith(TRANSFORMERS) for cls in type(model).__mro__)
 
 
 def quantized(model: Any) -> set[int]:

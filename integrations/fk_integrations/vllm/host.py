@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,11 @@ class VllmAdapter(Adapter):
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
         return lookalikes(self.host, op, model, OF_TRANSFORMERS, "transformers")
+
+    def modules(self, model: Any) -> Iterator[Any]:
+        from fk_integrations.vllm import attention
+
+        return (module for _, module in attention.named_modules(model))
 
     def providers(self) -> Mapping[str, Provider]:
         from fk_integrations.vllm import own_kernels

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastkernels.core.env import Environment
+from fk_integrations.vllm.attention import named_modules
 
 log = logging.getLogger("fastkernels")
 SPARE = 1 << 30  # bytes that stay free on the device, in addition to the activations of the largest batch
@@ -68,8 +69,7 @@ def _address(tensor: Any) -> int:
 def _tensors(worker: Any) -> Iterator[tuple[str, Any]]:
     import torch
 
-    model = worker.get_model()
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(worker.get_model()):
         own = {**vars(module), **dict(module.named_parameters(recurse=False))}
         for name, value in {**own, **dict(module.named_buffers(recurse=False))}.items():
             if isinstance(value, torch.Tensor):

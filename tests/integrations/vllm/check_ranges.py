@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from fk_integrations.vllm import compiled
+from fk_integrations.vllm import compiled, fusions
 from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
@@ -202,3 +202,36 @@ def test_engine_built_patched_has_the_same_ranges(llm, table):
         assert set(calls(built, MOST)) == {*OURS} and calls(built, MOST + 1) == {}
     finally:
         report.undo()
+
+
+@pytest.mark.parametrize("in_tree", [True, False])
+def test_transformers_backend(llm, table, in_tree, monkeypatch):
+    """Linear layers are ours in small batches; additions outside of the norms leave those to Inductor."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    create = Base._create_attention_instances
+
+    def outside_of_the_tree(self, *args):
+        """As vLLM 0.26 has its attention layers."""
+        create(self, *args)
+        parts = [layer.self_attn for layer in self.model.layers]
+        self.attention_instances = {i: part._modules.pop("attn") for i, part in enumerate(parts)}
+        for part, layer in zip(parts, self.attention_instances.values(), strict=True):
+            vars(part)["attn"] = layer
+
+    if not in_tree:
+        monkeypatch.setattr(Base, "_create_attention_instances", outside_of_the_tree)
+    built = make_llm(os.environ["TINY_LLAMA"], model_impl="transformers", **OPTIONS)
+    stock, before = generate(built), endpoints(built)
+    report = fastkernels.patch(built)
+    rows = {row.op: row for row in report.rows}
+    assert len(rows) == len(report.rows)
+    assert rows["attention"].reason.startswith("2 left to the host: no tuned table")
+    assert rows["rms_norm"].reason == f"5 left to the host: {fusions.ADDED}"
+    assert "LlamaRotaryEmbedding, a class of transformers" in rows["rotary_emb"].reason
+    assert endpoints(built) == [MOST, *before]
+    assert calls(built, MOST) == {"linear": 8, "silu_and_mul": 2, "embedding": 1}
+    assert calls(built, MOST + 1) == {}
+    assert first_logprobs(generate(built)) == pytest.approx(first_logprobs(stock), abs=1e-3)
+    report.undo()
+    assert endpoints(built) == before and generate(built) == stock
