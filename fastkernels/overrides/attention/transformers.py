@@ -328,13 +328,8 @@ class _Mlp(nn.Module):
 def _not_plain(head: Any) -> str | None:
     """Why a pooling head's attention is not the computation of its weights alone, or None."""
     inner = head.attention
-    ok = (
-        type(inner) is nn.MultiheadAttention
-        and not changed(inner)
-        and inner.batch_first
-        and not inner.dropout
-    )
-    ok = ok and inner.in_proj_bias is not None and inner.bias_k is None and not inner.add_zero_attn
+    ok = type(inner) is nn.MultiheadAttention and not changed(inner) and inner.in_proj_bias is not None
+    ok = ok and inner.batch_first and inner.bias_k is None and not inner.add_zero_attn and not inner.dropout
     return None if ok else "its attention is no plain MultiheadAttention of torch, or has a hook"
 
 
@@ -380,9 +375,9 @@ class TransformersSiglip2MultiheadAttentionPoolingHead(TransformersSiglipMultihe
         other = None if dims == 2 else f"a mask of {dims} dimensions"
         if (reason := _not_plain(self) or other) is not None:
             return _theirs(self, reason)(hidden_state, attention_mask)
-        low = torch.finfo(hidden_state.dtype).min
-        added = None if attention_mask is None else attention_mask[:, None, None].eq(0).to(hidden_state) * low
-        return _pooled(self, hidden_state, added)
+        x, low = hidden_state, torch.finfo(hidden_state.dtype).min
+        added = None if attention_mask is None else attention_mask[:, None, None].eq(0).to(x) * low
+        return _pooled(self, x, added)
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
