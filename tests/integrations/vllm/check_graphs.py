@@ -250,11 +250,11 @@ def patching(monkeypatch):
         vllm,
         "apply",
         lambda *args: SimpleNamespace(
-            journal=Journal(), undo=None, report=list, rows=[], rank=0, request=args[2]
+            journal=Journal(), undo=None, report=list, rows=[], rank=0, request=args[2], seconds={}
         ),
     )
     monkeypatch.setattr(vllm, "_rank", lambda worker: 0)
-    monkeypatch.setattr(compiled, "swap", lambda worker, change, unchanged: change())
+    monkeypatch.setattr(compiled, "swap", lambda worker, change, unchanged, *_: change())
     monkeypatch.setattr(reports, "start", lambda *args: None)
     yield
     for key in list(compiled._KEYS):
