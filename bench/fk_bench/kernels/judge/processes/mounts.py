@@ -26,9 +26,8 @@ _FILE_LIMIT = 64 << 20
 def needed(packages: Iterable[str], extra: Iterable[str]) -> list[str]:
     """The directories and files that this interpreter needs for its imported modules and for `packages`."""
     found = [sys.prefix, sys.base_prefix, sys.exec_prefix]
-    found += [
-        p for p in sys.path if glob.glob(os.path.join(glob.escape(p), "*.dist-info"))
-    ]  # installed packages
+    installed = [p for p in sys.path if glob.glob(os.path.join(glob.escape(p), "*.dist-info"))]
+    found += installed
     found += [str(p) for m in list(sys.modules.values()) for p in _package_paths(m)]
     for name in packages:
         with contextlib.suppress(ImportError, ValueError):
