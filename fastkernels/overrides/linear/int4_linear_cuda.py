@@ -15,18 +15,18 @@ from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_o
 from fastkernels.overrides.kit.overlap import overlaps
 
 SOURCE = Path(__file__).parent / "csrc" / "int4_linear.cu"
-MAX_TOKENS = 64
+MAX_TOKENS, MAX_OF_TWO = 64, 32  # tokens; with tiles of 32 rows, for which more have too few registers
 SHARED = 227 * 1024  # bytes of shared memory of a block
 STEP = 128  # columns
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 TYPES = (*[_P] * 8, _I, _I, _L)
 
-# Parameter sets, the preferred ones first; `plan` gives parts and splits that they do not name.
+WARPS = 16  # of a block
+# Parameter sets, the preferred ones first; `plan` gives what they do not name.
 PARAMS: tuple[dict[str, int], ...] = (
-    {"warps": 16, "height": 1, "ahead": 4},
-    {"warps": 16, "height": 1, "ahead": 2},
-    {"warps": 8, "height": 2, "ahead": 2},
-    {"warps": 8, "height": 1, "ahead": 4},
+    {"height": 1, "ahead": 4},
+    {"height": 2, "ahead": 1},
+    {"height": 1, "ahead": 2},
 )
 
 
@@ -76,37 +76,38 @@ def sums_bytes(tiles: int, warps: int, height: int, parts: int) -> int:
 @lru_cache(maxsize=1024)
 def plan(
     m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True, sms: int = 132,
-    warps: int = 16, height: int = 1, ahead: int = 4, parts: int = 0, splits: int = 0,
+    height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0, splits: int = 0,
 ) -> Plan:  # fmt: skip
-    """Return the plan of a product of m tokens with a weight [n, k].
+    """Return the plan of a product of m tokens with a weight [n, k]. What is 0 is chosen.
 
-    parts, splits   0: as few splits as let x fit shared memory, and the parts with which a block's warps have the least
-                    to do one after another
+    That is the choice with the least work for the busiest warp, with at most twice as many splits as x needs to fit
+    shared memory.
     """
     tiles = cdiv(next_power_of_2(max(m, 8)), 8)
     choices = [
-        (p, s)
+        (h, p, s)
+        for h in ([height] if height else [1, 2] if m <= MAX_OF_TWO else [1])
         for s in ([splits] if splits else range(1, k // STEP + 1))
         for p in ([parts] if parts else [2**i for i in range(warps.bit_length())])
-        if shared_bytes(k, tiles, s) + sums_bytes(tiles, warps, height, p) <= SHARED
+        if shared_bytes(k, tiles, s) + sums_bytes(tiles, warps, h, p) <= SHARED
     ]
-    rows = cdiv(n, 16 * height)
 
-    def turns(choice: tuple[int, int]) -> float:
-        """Return the steps of the busiest warp; the sums of parts and of splits cost about as much as one each."""
-        p, s = choice
-        mine = cdiv(rows, max(sms // s, 1))
-        return cdiv(mine, warps // p) * (cdiv(cdiv(k // STEP, s), p) + (p > 1) + (s > 1))
+    def work(choice: tuple[int, int, int]) -> float:
+        """Return the steps of 16 rows of the busiest warp; to add parts, or splits, costs about as much as one."""
+        h, p, s = choice
+        mine = cdiv(cdiv(n, 16 * h), max(sms // s, 1))
+        steps = cdiv(cdiv(k // STEP, s), p) + (p > 1) + (s > 1)
+        return cdiv(mine, warps // p) * steps * (1 if h == 1 else 1.85)
 
-    fewest = min(s for _, s in choices)
-    best = min((c for c in choices if c[1] <= 2 * fewest), key=lambda c: (turns(c), c[1], c[0]))
-    blocks = min(max(sms // best[1], 1), rows)
-    return Plan(k, group, tiles, zero, bias, bf16, warps, height, ahead, *best, best[1] * blocks)
+    fewest = min(s for _, _, s in choices)
+    h, p, s = min((c for c in choices if c[2] <= 2 * fewest), key=lambda c: (work(c), c[2], c[1]))
+    blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
+    return Plan(k, group, tiles, zero, bias, bf16, warps, h, ahead or (4 if h == 1 else 1), p, s, s * blocks)
 
 
 def fits(params: dict[str, int], m: int, k: int) -> bool:
     """Return whether these parameters suit m tokens and K = k."""
-    return m <= MAX_TOKENS and k % STEP == 0 and (params["height"] == 1 or m <= 32)
+    return m <= MAX_TOKENS and k % STEP == 0 and (params["height"] == 1 or m <= MAX_OF_TWO)
 
 
 def supports_cuda(
@@ -145,7 +146,7 @@ def linear_int4_cuda(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, **params: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Arguments and result are those of linear_int4's reference; params: `plan`'s last five.
+    """Arguments and result are those of linear_int4's reference; params: `plan`'s last ones.
 
     In a CUDA graph this kernel prefetches the weight while the previous kernel still runs, which must not write it.
     """
