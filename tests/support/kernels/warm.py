@@ -82,6 +82,7 @@ def _child(arguments: list[str], env: dict[str, str], cwd: str, files: list[str]
     except BaseException:
         traceback.print_exc()
         status = 1
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
