@@ -22,6 +22,7 @@ from fk_bench.e2e.host import (
     COMMAND,
     HOSTS,
     IN_PROCESS,
+    OMNI,
     WITH,
     HostFailed,
     HostProcess,
@@ -29,7 +30,7 @@ from fk_bench.e2e.host import (
     prompts_of,
     vocab_size,
 )
-from fk_bench.serving.config import ConfigError, comma_list
+from fk_bench.serving.config import ConfigError, comma_list, per_lane_env
 
 
 def e2e_command(
@@ -42,7 +43,12 @@ def e2e_command(
     hosts: Annotated[
         str, typer.Option(help=f"{', '.join(HOSTS)}; or one of {', '.join(IN_PROCESS)}, for images")
     ] = "fastkernels",
-    python: Annotated[list[str] | None, typer.Option(help="HOST=PATH of its interpreter")] = None,
+    python: Annotated[
+        list[str] | None, typer.Option(help="HOST=PATH of its interpreter, also vllm-omni=PATH")
+    ] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(help="images: vllm-omni:KEY=VALUE of its process, as PYTHONPATH")
+    ] = None,
     requests: Annotated[
         str, typer.Option(help="concurrent requests, or images of a batch, comma-separated")
     ] = "1,8",
@@ -72,7 +78,9 @@ def e2e_command(
     steps: Annotated[int, typer.Option(help="images: denoising steps of a pipeline")] = 4,
     lanes: Annotated[
         str,
-        typer.Option(help="images: stock, compiled, patched, patched-compiled (default: the first three)"),
+        typer.Option(
+            help="images: stock, compiled, vllm-omni, patched, patched-compiled (default: stock,compiled,patched)"
+        ),
     ] = "",
     ops: Annotated[str, typer.Option(help="images: ops to patch (default: those that patch() selects)")] = "",
     compile_mode: Annotated[
@@ -116,12 +124,15 @@ def e2e_command(
         counts = comma_list("--requests", requests, int)
         names = comma_list("--hosts", hosts, str)
         given = _by_host("--python", python)
+        variables = per_lane_env(env or ())
         pythons = {host: machine.absolute(path) for host, path in given.items()}
         extra = {host: json.loads(text) for host, text in _by_host("--engine-args", engine_args).items()}
         unknown = [n for n in names if n not in (IN_PROCESS if names[0] in IN_PROCESS else HOSTS)]
         if unknown or not names:
             known = f"{', '.join(HOSTS)}; or one of {', '.join(IN_PROCESS)}, for images"
             raise ConfigError(f"--hosts: unknown host {', '.join(unknown[:1])!r}. Known: {known}")
+        if not variables.keys() <= {OMNI}:
+            raise ConfigError(f"--env: expected {OMNI}:KEY=VALUE, got {(env or [])[0]!r}")
         if min(counts) < 1 or min(rounds, input_len, output_len) < 1:
             raise ConfigError("--requests, --rounds, --input-len and --output-len must be at least 1")
         if startup and (candidate is not None or scheduler_only):
@@ -139,12 +150,14 @@ def e2e_command(
     if names[0] in IN_PROCESS:
         from fk_bench.e2e.pictures import command as pictures
         from fk_bench.e2e.pictures.measure import Compiler
+        from fk_bench.e2e.pictures.omni import Place
 
+        place = Place(pythons.get(OMNI, sys.executable), variables.get(OMNI, {}), timeout)
         try:
             pictures.run(
                 model, names[0], tuple(counts), rounds, dtype, load_format, image_size, steps, lanes, ops, candidate,
                 seed, extra.get(names[0], {}), folder, json_only,
-                Compiler(compile_mode, compile_blocks, cuda_graphs), costs, channels_last,
+                Compiler(compile_mode, compile_blocks, cuda_graphs), costs, channels_last, place,
             )  # fmt: skip
         except ConfigError as error:
             fail(str(error))
@@ -236,8 +249,8 @@ def _check_size(host: str, held: int, wanted: int) -> None:
 def _by_host(flag: str, given: Sequence[str] | None) -> dict[str, str]:
     pairs = [item.partition("=") for item in given or ()]
     for host, equals, _ in pairs:
-        if host not in (*HOSTS, *IN_PROCESS) or not equals:
-            known = ", ".join((*HOSTS, *IN_PROCESS))
+        if host not in (*HOSTS, *IN_PROCESS, OMNI) or not equals:
+            known = ", ".join((*HOSTS, *IN_PROCESS, OMNI))
             raise ConfigError(f"{flag} {host!r}: give HOST=VALUE, HOST one of {known}")
     return {host: value for host, _, value in pairs}
 

@@ -22,6 +22,7 @@ from fk_bench.core.rows import Row, Subject
 
 HOSTS = ("fastkernels", "vllm", "sglang")
 IN_PROCESS = ("timm", "transformers", "diffusers")  # models of images, measured in this process
+OMNI = "vllm-omni"  # a lane of pipelines of diffusers, in a process of its own
 COMMAND = "e2e"
 WITH = "+candidates"  # suffix of the lane that runs a host with candidates
 OFFLINE = Path(__file__).with_name("offline.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 import traceback
 from dataclasses import asdict
@@ -16,13 +17,15 @@ from fastkernels.patch import PatchError
 from fk_bench.core import machine
 from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status
-from fk_bench.e2e.pictures import report, subjects
+from fk_bench.e2e.host import OMNI
+from fk_bench.e2e.pictures import omni, report, subjects
 from fk_bench.e2e.pictures.measure import (
     COSTS,
     LANES,
     Compiler,
     DeviceLost,
     Lane,
+    Measured,
     Settings,
     failed_row,
     measure,
@@ -39,7 +42,7 @@ SHOWN = ("batch", "lane", "images_per_s", "latency_ms", "speedup_over_host", "co
 def run(
     models: str, host: str, batches: tuple[int, ...], rounds: int, dtype: str, load_format: str, image_size: int,
     steps: int, lanes: str, ops: str, candidate: Path | None, seed: int, arguments: dict[str, Any], folder: Path,
-    json_only: bool, compiler: Compiler, with_costs: bool, channels_last: bool,
+    json_only: bool, compiler: Compiler, with_costs: bool, channels_last: bool, place: omni.Place,
 ) -> None:  # fmt: skip
     """Measure models one after the other, write rows.jsonl and report.html to `folder`, and print tables and JSON.
 
@@ -58,6 +61,8 @@ def run(
             f"--cuda-graphs with --compile-mode {compiler.mode}, which has graphs of its own: choose default or"
             " max-autotune-no-cudagraphs"
         )
+    if OMNI in names and shutil.which(place.python) is None:
+        raise ConfigError(f"--python {OMNI}: no such interpreter: {place.python}")
     models = models or DEFAULT.get(host, "")
     if not models:
         raise ConfigError(
@@ -82,7 +87,7 @@ def run(
             own, model, dtype, batches, rounds, seed, tuple(names), chosen, files, compiler, with_costs
         )  # fmt: skip
         try:
-            _measure(settings, saved, device, load_format, image_size, steps, arguments, channels_last)
+            _measure(settings, saved, device, load_format, image_size, steps, arguments, channels_last, place)
         except DeviceLost as error:
             lost = error
         except Exception as error:  # the other models are measured
@@ -115,7 +120,7 @@ def run(
 
 def _measure(
     settings: Settings, saved: Saved, device: str, load_format: str, image_size: int, steps: int,
-    arguments: dict[str, Any], channels_last: bool,
+    arguments: dict[str, Any], channels_last: bool, place: omni.Place,
 ) -> None:  # fmt: skip
     """Measure what `saved` does not have of one model yet."""
     settings = saved.rest(settings)
@@ -125,13 +130,18 @@ def _measure(
     subject = subjects.open_subject(
         settings.host, settings.model, getattr(torch, settings.dtype), device, load_format, image_size, steps, arguments
     )  # fmt: skip
-    if channels_last:
-        subject.channels_last()
     found: list[Lane] = []
+    elsewhere: dict[str, dict[int, Measured | str]] = {}
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
     try:
-        _, found = measure(
-            subject, settings, lambda line: print(line, file=sys.stderr, flush=True), saved.add
-        )
+        if OMNI in settings.lanes:
+            elsewhere[OMNI] = omni.measure(subject, settings, place, saved.folder, say)
+        if channels_last:
+            subject.channels_last()
+        _, found = measure(subject, settings, say, saved.add, elsewhere)
         saved.add_section(settings.model, report.section(saved.of(settings.model), found))
     finally:
         for lane in found:

@@ -17,11 +17,11 @@ import fastkernels
 from fastkernels.patch import Report
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.host import make_row
+from fk_bench.e2e.host import OMNI, make_row
 from fk_bench.e2e.pictures import subjects
 from fk_bench.e2e.pictures.costs import costs
 
-LANES = ("stock", "compiled", "patched", "patched-compiled")
+LANES = ("stock", "compiled", OMNI, "patched", "patched-compiled")
 SHORTEST = 0.2  # seconds of a round
 MOST_CALLS = 200
 ALLOWED = 2.0  # times the host's own distance from float32
@@ -31,13 +31,26 @@ ROUNDING = 1e-6  # of a cosine: two float32 results that sum in another order
 
 
 @dataclass
+class Measured:
+    """The results of another process for one batch size. seconds, request_s: of a call, for each round."""
+
+    images: torch.Tensor
+    latents: torch.Tensor
+    first_call_s: float
+    seconds: list[float]
+    request_s: list[float]
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class Lane:
     """One way of running the model.
 
-    outputs  {batch: result of the checked call}
-    latents  {batch: what the decoder made this result of}, of a pipeline that shows its latents
-    costs    {batch: {kind of kernel: milliseconds of a call}}
-    failed   why the lane cannot run at all
+    outputs    {batch: result of the checked call}
+    latents    {batch: what the decoder made this result of}, of a pipeline that shows its latents
+    costs      {batch: {kind of kernel: milliseconds of a call}}
+    failed     why the lane cannot run at all
+    elsewhere  {batch: results of another process, or why there are none}, if the lane does not run here
     """
 
     name: str
@@ -48,6 +61,11 @@ class Lane:
     latents: dict[int, torch.Tensor] = field(default_factory=dict)
     costs: dict[int, dict[str, float]] = field(default_factory=dict)
     failed: str = ""
+    elsewhere: Mapping[int, Measured | str] | None = None
+
+    def measured(self, batch: int) -> Measured | None:
+        found = (self.elsewhere or {}).get(batch)
+        return found if isinstance(found, Measured) else None
 
     def keep_result(self, batch: int, seed: int) -> None:
         """Run the checked call."""
@@ -108,10 +126,12 @@ class DeviceLost(RuntimeError):
 def measure(
     subject: subjects.Subject, settings: Settings, say: Callable[[str], None],
     keep: Callable[[list[Row]], None] = lambda made: None,
+    elsewhere: Mapping[str, Mapping[int, Measured | str]] | None = None,
 ) -> tuple[list[Row], list[Lane]]:  # fmt: skip
     """Rows of all lanes and rounds, and the lanes with their outputs, after one in float32.
 
     A lane that fails gets a row with the reason, and the others go on. `keep` receives each row as soon as it exists.
+    `elsewhere` has the results of lanes that ran in a process of their own.
     Raises DeviceLost, after the row of the lane that lost it.
     """
     made: list[Row] = []
@@ -127,7 +147,7 @@ def measure(
     reference.free()  # before the lanes need memory of their own
     try:
         for name in settings.lanes:
-            lane = Lane(name, subject.copy())
+            lane = Lane(name, subject.copy(), elsewhere=(elsewhere or {}).get(name))
             lanes.append(lane)
             lane.failed = _failure(partial(_patch, lane, settings)) or ""
         for lane in lanes:  # after all patches: one of them may reset the compiler
@@ -177,7 +197,13 @@ def _measure_batch(
         if lane.name in settings.skip.get(batch, ()):
             continue
         say(f"batch {batch}, {lane.name}: first calls")
-        why = lane.failed or _failure(partial(_first_calls, lane, batch, settings.seed))
+        found = (lane.elsewhere or {}).get(batch)
+        if isinstance(found, Measured):
+            device = reference.outputs[batch].device
+            lane.outputs[batch], lane.latents[batch] = found.images.to(device), found.latents.to(device)
+            lane.compile_s, why = found.first_call_s, ""
+        else:
+            why = found or lane.failed or _failure(partial(_first_calls, lane, batch, settings.seed)) or ""
         if why:
             fail(lane, why)
         else:
@@ -191,13 +217,16 @@ def _measure_batch(
             lane = lanes[(i + r) % len(lanes)]
             if lane in running:
                 timed: list[float] = []
-                why = _failure(partial(_time, lane, batch, calls, settings.seed + r, timed))
+                if found := lane.measured(batch):
+                    timed, why = [found.seconds[r]], None
+                else:
+                    why = _failure(partial(_time, lane, batch, calls, settings.seed + r, timed))
                 if why:
                     running.remove(lane)
                     fail(lane, why)
                 else:
                     add([_row(lane, settings, batch, r, timed[0], checks[lane.name])])
-    for lane in running if settings.costs else ():
+    for lane in [lane for lane in running if settings.costs and lane.elsewhere is None]:
         say(f"batch {batch}, {lane.name}: profile")
         if why := _failure(partial(_profile, lane, batch, settings.seed)):
             say(f"batch {batch}, {lane.name}: no profile: {why}")
@@ -303,7 +332,7 @@ def _row(
             status, reason = Status.WRONG, check["wrong"]
         elif lane.name == "patched" and lane.report is not None and _ran_nothing(lane.report.refresh()):
             status, reason = Status.FAILED, "none of the replaced ops ran"
-    subject = lane.subject
+    subject, measured = lane.subject, lane.measured(batch)
     case = {
         "kind": "pictures", "result": subject.kind, "batch": batch, "dtype": settings.dtype,
         "image_size": subject.image_size,
@@ -312,6 +341,10 @@ def _row(
         case["compiler"] = asdict(settings.compiler)
     if subject.kind == "images":
         case["steps"] = subject.steps
+    if measured is not None:
+        case["interleaved"] = False
+    if measured is not None and r is not None:
+        metrics["request_ms"] = 1000 * measured.request_s[r]
     if lane.report is not None:
         modules: Counter[str] = Counter()
         for active in lane.report.active:
@@ -321,7 +354,7 @@ def _row(
         settings.host, case, metrics, round=r, status=status, reason=reason,
         subject=Subject(model=settings.model, host=settings.host, lane=lane.name),
         baseline=None if lane.name == settings.lanes[0] else settings.lanes[0],
-        versions=machine.interpreter(sys.executable).versions,
+        versions=measured.versions if measured is not None else machine.interpreter(sys.executable).versions,
     )  # fmt: skip
 
 
