@@ -72,13 +72,11 @@ def _copies(host_class: type) -> dict[str, Callable[..., Any]]:
         return {}
 
     def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # Later protocols accept an object's own class only.
-        make, (_, *given), state = object.__reduce_ex__(self, 1)
-        return (
-            make,
-            (host_class, *given),
-            {k: v for k, v in state.items() if not k.startswith("_fastkernels")},
-        )
+        # Later protocols accept an object's own class only. Objects without attributes have no state.
+        found: Any = object.__reduce_ex__(self, 1)
+        make, (_, *given), *states = found
+        kept = ({k: v for k, v in state.items() if not k.startswith("_fastkernels")} for state in states)
+        return make, (host_class, *given), *kept
 
     return {"__reduce_ex__": reduced, "__copy__": copied, "__deepcopy__": copied}
 
@@ -104,12 +102,13 @@ def replace_attribute(
     new: Any = object.__new__(live_class(type(old), ours, by_table, trial, differentiable))
     vars(new).update(vars(old))
     setattr(holder, name, new)
-    journal.add(lambda: setattr(holder, name, old))
 
     def back() -> None:
-        if getattr(holder, name) is new:  # no other object since
+        # Of another class: set since, e.g. an adapter's. Of ours: diffusers makes objects of the same class again.
+        if type(getattr(holder, name)) is type(new):
             setattr(holder, name, old)
 
+    journal.add(back)
     if trial is not None:
         trial.begin(new, sizes_of(holder), back, journal)
     return None
