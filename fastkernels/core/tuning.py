@@ -175,7 +175,7 @@ def read(path: Path) -> Table:
     """The table of a file. Raises TableError, which names the file and the entry."""
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TableError(f"tuned table {path}: {error}") from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise TableError(
@@ -186,6 +186,8 @@ def read(path: Path) -> Table:
         raise TableError(
             f"tuned table {path}: it needs `chip` (a name), `runs` (an object) and `entries` (a list)"
         )
+    if wrong := [name for name, run in runs.items() if not isinstance(run, dict)]:
+        raise TableError(f"tuned table {path}: the run {wrong[0]!r} is {runs[wrong[0]]!r}, not an object")
     seen: dict[Any, int] = {}
     found = []
     for i, raw in enumerate(entries):
@@ -221,6 +223,8 @@ def _entry(raw: Any, where: str, runs: Mapping[str, Any]) -> Entry:
         n for n, v in raw["sizes"].items() if not isinstance(v, int) or isinstance(v, bool) or v < 0
     ]:
         raise TableError(f"{where}: {wrong[0]} is {raw['sizes'][wrong[0]]!r}, not a size")
+    if wrong := [n for n, v in raw["shape"].items() if isinstance(v, list | dict)]:
+        raise TableError(f"{where}: {wrong[0]} is {raw['shape'][wrong[0]]!r}, not a value of a shape")
     if raw["run"] not in runs:
         raise TableError(f"{where}: its run {raw['run']!r} is not among `runs`")
     low, *high = raw.get("ci95", [1.0, 1.0]) or [0.0]

@@ -329,6 +329,8 @@ def test_missing_table_is_an_error(op: Op, monkeypatch: pytest.MonkeyPatch) -> N
     [
         (lambda t: t.update(schema="other/1"), r"its schema is not fastkernels.tuned/1"),
         (lambda t: t.pop("runs"), r"it needs `chip`"),
+        (lambda t: t["runs"].update(r9=[]), r"the run 'r9' is \[\], not an object"),
+        (lambda t: t["entries"][0]["shape"].update(N=[4]), r"entry 0 .* N is \[4\], not a value of a shape"),
         (lambda t: t["entries"].append(3), r"entry 2 is 3, not an object"),
         (lambda t: t["entries"][1].pop("sizes"), r"entry 1 \(test_scale .*\) has no 'sizes'"),
         (lambda t: t["entries"][1].update(speed=2), r"entry 1 .* has 'speed'; it may have op, shape"),

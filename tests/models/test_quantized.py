@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoints import formats
 from support.checkpoints.formats import (
     CHANNEL,
     FORMATS,
@@ -33,6 +36,8 @@ from fastkernels.models.common import build, quantized
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
+from fastkernels.models.common.quantization import read
+from fastkernels.models.common.registry import find
 from fastkernels.overrides.linear.linear_int4 import dequantize_int4
 
 
@@ -113,7 +118,8 @@ def group(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits=3 is not supported, only 4"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 48},
          "group_size=48 is not supported, only 32, 64, 128, -1"),
-        ({"quant_method": "gptq", "bits": 4, "desc_act": True}, "desc_act=True is not supported, only False"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size=128 is not supported"),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [[1]]}, "is not a list of module names"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv' is not supported, only 'gemm'"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo='W4A8' is not supported, only 'FP8'"),
         (group(num_bits=6), "config_groups.group_0.weights.num_bits=6 is not supported, only 8, 4"),
@@ -232,18 +238,69 @@ def test_published_config_is_read(base: Path, tmp_path: Path, name: str) -> None
     assert len(layers) == 8  # four in each of two layers; neither embedding nor head
 
 
-def test_quantization_file_of_modelopt_is_read(base: Path, tmp_path: Path) -> None:
-    folder, _ = write(tmp_path, "modelopt_fp8", base)
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
-    own = {
-        "producer": {"name": "modelopt"},
-        "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]},
-    }
-    (folder / "hf_quant_config.json").write_text(json.dumps(own))
+@pytest.mark.parametrize(
+    ("file", "own", "dtype"),
+    [
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}, FP8),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": None}}, torch.float32),
+        ("quantize_config.json", {"bits": 4, "group_size": 128, "desc_act": True, "sym": True}, torch.uint8),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True}, torch.uint8),
+    ],
+)  # fmt: skip
+def test_quantization_in_a_file_of_its_own_is_read(
+    base: Path, tmp_path: Path, file: str, own: dict[str, Any], dtype: torch.dtype
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "copy")
+    (folder / file).write_text(json.dumps(own))
     made = build.skeleton(folder, build.load_config(folder), torch.float32)
-    assert made.get_parameter("model.layers.0.mlp.down_proj.weight").dtype == FP8
+    assert made.get_parameter("model.layers.0.mlp.down_proj.weight").dtype == dtype
+
+
+def test_quantization_that_is_no_table_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(base, tmp_path / "copy")
+    set_config(folder, "gptq")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="quantization_config='gptq' is not a table of fields"):
+        build.load_config(folder)
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("names", "fields"),
+    [
+        ("GptOssForCausalLM", None),
+        ("LlamaForCausalLM", {"modules_in_block_to_quantize": [["mlp.up_proj", "mlp.gate_proj"]]}),
+        ("Gemma3ForCausalLM", {"modules_to_not_convert": [DOWN.replace("model.", "language_model.model.", 1)]}),
+        ("Gemma3ForCausalLM", {"modules_to_not_convert": [DOWN.replace("model.", "model.language_model.", 1)]}),
+    ],
+)  # fmt: skip
+def test_layers_that_a_config_leaves_out(names: str, fields: dict[str, Any] | None) -> None:
+    config = SimpleNamespace(
+        architectures=[names], quantization_config={"quant_method": "gptq", "bits": 4, **(fields or {})}
+    )
+    if fields is None:  # its experts have one format
+        with pytest.raises(Unsupported, match="quant_method='gptq' is not supported, only 'mxfp4'"):
+            read(config)
+        return
+    scheme, arch = read(config), find(names).arch
+    assert scheme is not None and not scheme.quantizes(DOWN, arch)
+    assert scheme.quantizes("model.layers.0.mlp.gate_up_proj", arch)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("gpt_neox", "fp8_static"), ("granitemoe", "gptq_64")])
+@torch.inference_mode()
+def test_packed_queries_and_experts_in_one_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+) -> None:
+    """A scale of the projection of all heads is one value; experts in one tensor are not quantized."""
+    layers = re.compile(f"{formats.LAYER.pattern}|query_key_value$|attention.dense$|dense_.*h$")
+    monkeypatch.setattr(formats, "LAYER", layers)
+    made = make_tiny(tmp_path / "base", kind, "float32", **{**SIZES, "attention_bias": kind == "gpt_neox"})
+    folder, dense = write(tmp_path, name, made)
+    ids = torch.tensor([(i * 37) % 500 for i in range(12)])
+    expected, found = theirs(dense, ids, FORMATS[name][2]), ours(folder, ids, ((0, 11), (11, 12)))
+    assert (found - expected).square().mean().sqrt() < 1e-2 * expected.std()
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,14 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {**SHARED, "moe_intermediate_size": 128, "head_dim": 64, "num_experts": 4},
     "mixtral": {**SHARED, "intermediate_size": 128, "head_dim": 64},
+    "qwen2_moe": {**SHARED, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "head_dim": 64},
 }  # fmt: skip
 CASES = [
     ("deepseek_v3", "fp8_blocks"), ("deepseek_v3", "compressed_channel"), ("deepseek_v3", "gptq_64"),
     ("deepseek_v32", "fp8_blocks"), ("qwen3_moe", "fp8_static"), ("qwen3_moe", "fp8_dynamic"),
     ("qwen3_moe", "packed_channel"), ("mixtral", "awq"), ("mixtral", "compressed_block"),
     ("qwen3_moe", "modelopt_nvfp4"), ("mixtral", "compressed_nvfp4"), ("deepseek_v3", "modelopt_nvfp4"),
+    ("qwen2_moe", "gptq_64"),
 ]  # fmt: skip
 
 

@@ -19,13 +19,14 @@ from typing import Annotated, Any
 
 import typer
 
+from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.core.tuning import NO_TABLE
 from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row
 from fk_bench.e2e import sharing
 from fk_bench.e2e.comparison import Comparison, Extent, Load
-from fk_bench.e2e.host import HostFailed
+from fk_bench.e2e.host import HostFailed, vocab_size
 from fk_bench.e2e.model_configs import ModelError
 from fk_bench.e2e.ratios import COMMAND, over_loads, show, summary
 from fk_bench.serving.config import ConfigError, comma_list
@@ -129,10 +130,23 @@ def patch_compare_command(
         plan = [
             Load.parse(part) for part in comma_list("--loads", ALL_LOADS if loads == "all" else loads, str)
         ]
-        if host not in ("vllm", "sglang"):
-            raise ConfigError(f"--host {host!r}: give vllm or sglang")
-        if min(cycles, repeats, side_by_side) < 1:
-            raise ConfigError("--cycles, --repeats and --side-by-side must be at least 1")
+        if not plan:
+            raise ConfigError(f"--loads {loads!r} has no load: give one as in 8x512+128")
+        for name, given, allowed in (
+            ("host", host, ("vllm", "sglang")),
+            ("load-format", load_format, ("dummy", "auto")),
+            ("dtype", dtype, ("auto", "bfloat16", "float16", "float32")),
+        ):
+            if given not in allowed:
+                raise ConfigError(f"--{name} {given!r}: give {', '.join(allowed[:-1])} or {allowed[-1]}")
+        if min(cycles, repeats, side_by_side, tensor_parallel) < 1:
+            raise ConfigError("--cycles, --repeats, --side-by-side and --tensor-parallel must be at least 1")
+        if min(model_seconds, load_seconds, again, seconds, gpu_share) < 0 or timeout <= 0 or gpu_share > 1:
+            raise ConfigError(
+                "--model-seconds, --load-seconds, --again and --seconds must not be negative, --timeout must be above"
+                " 0, and --gpu-share must be from 0 to 1"
+            )
+        chosen = check_names(comma_list("--ops", ops, str)) if ops else None
         if before_construction and (side_by_side > 1 or with_engine):
             raise ConfigError(
                 "--before-construction starts a process for each state: it excludes --side-by-side and --with-engine"
@@ -142,17 +156,24 @@ def patch_compare_command(
                 "--tensor-parallel excludes --side-by-side and --with-engine: they share one GPU"
             )
         extra = _json_object(engine_args)
-    except ConfigError as error:
+        interpreter = machine.absolute(python or sys.executable)
+        if models:
+            _check_installed(host, interpreter)
+        elif out is None or not (out / "rows.jsonl").is_file():
+            raise ConfigError("without a model, --out must be the folder of an earlier run's rows.jsonl")
+        folder = out or Path("fk-bench-runs") / time.strftime(f"{COMMAND}-%Y%m%d-%H%M%S")
+        folder.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, UnknownName) as error:
         fail(str(error))
-    folder = out or Path("fk-bench-runs") / time.strftime(f"{COMMAND}-%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out {out}: {error.strerror}")
     file = folder / "rows.jsonl"
     extent = Extent(
         plan, cycles, repeats, model_seconds, load_seconds, again, trace and machine.machine().gpus > 0
     )
     asked = _Asked(
-        host, machine.absolute(python or sys.executable), folder, timeout, before_construction,
-        comma_list("--ops", ops, str) if ops else None, {"FASTKERNELS_TUNED": NO_TABLE} if no_table else {},
+        host, interpreter, folder, timeout, before_construction,
+        chosen, {"FASTKERNELS_TUNED": NO_TABLE} if no_table else {},
         machine.fast_dtype() if dtype == "auto" else dtype, load_format, tensor_parallel, gpu_share, extra,
         with_engine, extent, seed,
     )  # fmt: skip
@@ -263,7 +284,9 @@ class _Asked:
         paths, needs = {}, []
         for model in models:
             try:
-                paths[model] = _prepared(model, self.load_format, self.folder)
+                path = _prepared(model, self.load_format, self.folder)
+                vocab_size(path)  # of a config that can be read
+                paths[model] = path
                 if at_once > 1 or self.with_engine:
                     needs.append(sharing.need(model, paths[model], self.dtype, self._kv_tokens(), self.gpu))
             except (ModelError, ValueError) as error:
@@ -350,6 +373,18 @@ def _read(file: Path) -> list[Row]:
     for warning in warnings:
         print(warning, file=sys.stderr)
     return made
+
+
+def _check_installed(host: str, python: str) -> None:
+    """Raise ConfigError for an interpreter that does not run or that lacks the host."""
+    try:
+        found = machine.interpreter(python)
+    except ValueError as error:
+        raise ConfigError(f"{error}: give another one with --python") from error
+    if host not in found.modules:
+        raise ConfigError(
+            f"{host} is not installed in {python}: give {host}'s own interpreter with --python PATH"
+        )
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -170,6 +170,8 @@ def tune_command(
                 state.on_entry(tuning_run.point(name, its, at, low, several[name]))
     except ZygoteError as error:
         fail(" ".join(str(error).split()))
+    except OSError as error:
+        fail(f"{error}; what was measured until then is in {folder}", 1)
     except KeyboardInterrupt:
         stopped = "interrupted"
     if stopped and state.found:
@@ -454,4 +456,9 @@ def _out(asked: Path | None, folder: Path, chip: str) -> Path:
         raise ValueError(f"--out {path}: the shipped table of {chip} is {tuning.slug(chip)}.json")
     if path.is_dir():
         raise ValueError(f"--out {path} is a folder, not a file")
+    try:  # before hours of measuring
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(f"--out {path} cannot be written: {error.strerror}") from error
     return path

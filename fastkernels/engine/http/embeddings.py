@@ -124,6 +124,8 @@ class Inputs:
 
     async def __call__(self, i: int, given: str | list[int] | dict[str, Any]) -> Any:
         """Raises ApiError, which names input i."""
+        if self.takes and isinstance(given, str):
+            given = _part(given)
         kind = given["type"] if isinstance(given, dict) else ""
         if kind not in (self.takes or ("",)):
             wanted = " or ".join(f"{name.removesuffix('_url')}s, as {FORMS[name]}" for name in self.takes)
@@ -138,6 +140,19 @@ class Inputs:
         if isinstance(given, list):
             return given if self.limit is None else cut(given, self.limit, self.side)
         return await self.context.prompts.text(given, self.special, "input", self.limit, self.side)
+
+
+def _part(given: str) -> str | dict[str, Any]:
+    """The content part of an image or video that is given as a data URL, or an image in base64; other text as it is."""
+    if not given.startswith("data:"):
+        try:
+            if len(base64.b64decode(given[:64], validate=True)) < 48:
+                return given
+        except ValueError:
+            return given
+        given = f"data:;base64,{given}"
+    field = "video_url" if given.startswith("data:video/") else "image_url"
+    return {"type": field, field: {"url": given}}
 
 
 def _image(url: str) -> Any:

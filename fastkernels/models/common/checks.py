@@ -33,6 +33,9 @@ def check_file(folder: Path) -> None:
         return
     if not isinstance(raw, dict):
         return
+    quantized = raw.get("quantization_config")
+    if not isinstance(quantized, dict | None):
+        raise CheckpointError(f"{file}: quantization_config={quantized!r} is not a table of fields")
     names, kind, known = raw.get("architectures") or [], raw.get("model_type"), registry.by_architecture()
     arch = known[names[0]].arch if isinstance(names, list) and names and names[0] in known else None
     if arch is None:

@@ -204,6 +204,8 @@ class DecoderAttention(HeadNorms, LlamaAttention):
         if a.by_head:
             self.queries = a.heads // a.kv_heads  # that share a key head
             for parameter in self.qkv_proj.parameters():
+                if not hasattr(parameter, "output_dim"):
+                    continue  # a scale of x
                 parameter.weight_loader = self._load_by_head  # type: ignore[attr-defined]
 
     def _attend(self, positions: torch.Tensor, hidden_states: torch.Tensor, *batch: Any) -> torch.Tensor:
@@ -244,7 +246,7 @@ class DecoderAttention(HeadNorms, LlamaAttention):
         self, param: nn.Parameter, loaded: torch.Tensor, loaded_shard_id: str | None = None
     ) -> None:
         """Sort the rows [kv_heads, queries + 2, head_size] of a packed projection to those of q, k and v."""
-        if loaded_shard_id is None:
+        if loaded_shard_id is None and loaded.numel() > 1:
             rows = loaded.reshape(-1, self.queries + 2, self.head_dim, *loaded.shape[1:])
             parts = rows[:, :-2], rows[:, -2], rows[:, -1]
             loaded = torch.cat([part.reshape(-1, *loaded.shape[1:]) for part in parts])

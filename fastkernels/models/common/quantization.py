@@ -20,8 +20,9 @@ from fastkernels.models.common.description import Unsupported
 
 BLOCK = 128  # rows and columns that share a float8 scale
 GROUPS = (32, 64, 128, -1)  # columns that share an int4 scale; -1: all
-# Routers, and the head weights of an indexer: unquantized in a model with experts, listed in a config or not
-UNQUANTIZED = ("gate", "router", "weights_proj")
+# Routers, gates of shared experts, and the head weights of an indexer: unquantized in a model with experts, listed in
+# a config or not
+UNQUANTIZED = ("gate", "router", "shared_expert_gate", "weights_proj")
 EXPERT_KINDS = ("fp8", "fp8_block", "int4", "nvfp4")  # number formats of a mixture's experts
 # Layers whose weight is read by more than their own product: they are dequantized at load.
 DENSE = ("kv_b_proj",)
@@ -56,15 +57,16 @@ class Scheme:
         Raises Unsupported if only some of the matrices are that are packed into one weight here.
         """
         above, _, own = prefix.rpartition(".")
-        if arch.experts and own in UNQUANTIZED:
+        key = arch.checkpoint_key(prefix)
+        if (arch.experts and own in UNQUANTIZED) or "router" in key.split("."):
             return False
-        if (
-            arch.experts and own == "experts"
-        ):  # the first stands for all: a checkpoint that differs lacks scales
-            return self._quantizes_one(f"{arch.checkpoint_key(prefix)}.0.gate_proj")
+        if own == "experts":
+            # The first stands for all: a checkpoint that differs lacks scales. Experts in one tensor are no layers.
+            first = [f"{key}.0.{part}" for part in ("gate_proj", "w1")]
+            return bool(arch.experts) and self._quantizes_one(first, arch)
         parts = arch.packed.get(own, (own,))
         names = [arch.checkpoint_key(".".join(filter(None, (above, part)))) for part in parts]
-        found = {name: self._quantizes_one(name) for name in names}
+        found = {name: self._quantizes_one([name], arch) for name in names}
         if len(set(found.values())) > 1:
             left = ", ".join(name for name, quantized in found.items() if not quantized)
             raise Unsupported(
@@ -73,9 +75,19 @@ class Scheme:
             )
         return all(found.values())
 
-    def _quantizes_one(self, name: str) -> bool:
-        targeted = not self.targets or any(_matches(name, target) for target in self.targets)
-        return targeted and not any(_matches(name, pattern) for pattern in self.skipped)
+    def _quantizes_one(self, names: list[str], arch: Architecture) -> bool:
+        """Whether a layer is, which has several names if the checkpoint may be one with images."""
+        longer = [
+            other + name.removeprefix(own)
+            for other, own in arch.prefixes.items()
+            for name in names
+            if name.startswith(own)
+        ]
+
+        def listed(patterns: tuple[str, ...]) -> bool:
+            return any(_matches(name, pattern) for name in (*names, *longer) for pattern in patterns)
+
+        return (not self.targets or listed(self.targets)) and not listed(self.skipped)
 
     def weight_bytes(self, rows: int, columns: int, dtype_bytes: int, of_expert: bool = False) -> int:
         """Bytes of a weight with its scales, as it is kept in memory."""
@@ -121,6 +133,8 @@ def read(config: Any) -> Scheme | None:
     arch = registry.find(names[0], config).arch
     if method in arch.quantization:
         return None  # in parameters of the model itself
+    if arch.quantization:
+        raise _unsupported("quant_method", method, *arch.quantization)
     if not isinstance(method, str) or method not in READERS:
         raise _unsupported("quant_method", method, *READERS)
     scheme = READERS[method](_Fields(raw))
@@ -138,15 +152,22 @@ def read(config: Any) -> Scheme | None:
 
 
 def with_own_file(config: Any, folder: Path) -> None:
-    """Set the config's quantization_config from ModelOpt's hf_quant_config.json, if only that file has it."""
-    file = folder / "hf_quant_config.json"
-    if getattr(config, "quantization_config", None) or not file.is_file():
+    """Set the config's quantization_config from the file of ModelOpt, AutoGPTQ or AutoAWQ, if only that has it."""
+    files = [folder / name for name in OWN_FILES if (folder / name).is_file()]
+    if getattr(config, "quantization_config", None) or not files:
         return
+    file, method = files[0], OWN_FILES[files[0].name]
     try:
-        found = json.loads(file.read_text())["quantization"]
-        config.quantization_config = {"quant_method": "modelopt", **found}
+        found = json.loads(file.read_text())
+        found = found["quantization"] if method == "modelopt" else found
+        if method != "modelopt" or found["quant_algo"]:  # None: of the KV cache alone
+            config.quantization_config = {"quant_method": method, **found}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Unsupported(f"{file} is not ModelOpt's quantization: {error!r}") from error
+        raise Unsupported(f"{file} is not a quantization of {method}: {error!r}") from error
+
+
+# The quantization_config of checkpoints whose config.json has none, and its quant_method.
+OWN_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def _unsupported(name: str, value: Any, *allowed: Any) -> Unsupported:
@@ -200,7 +221,7 @@ def _fp8(f: _Fields) -> Scheme:
     f.one_of("fmt", "e4m3", default="e4m3")
     f.one_of("is_checkpoint_fp8_serialized", True, default=True)
     block = f.raw.get("weight_block_size")
-    if block is not None and list(block) != [BLOCK, BLOCK]:
+    if block is not None and block != [BLOCK, BLOCK]:
         raise _unsupported("weight_block_size", block, None, [BLOCK, BLOCK])
     allowed = ("dynamic",) if block else ("dynamic", "static")
     static = f.one_of("activation_scheme", *allowed, default="dynamic") == "static"
@@ -253,15 +274,24 @@ def _compressed_tensors(f: _Fields) -> Scheme:
 def _gptq(f: _Fields) -> Scheme:
     f.one_of("bits", 4)
     size = f.one_of("group_size", *GROUPS, default=128)
-    f.one_of("desc_act", False, default=False)
+    f.one_of("desc_act", True, False, default=False)  # without effect if g_idx is in order, which is checked
     f.one_of("lm_head", False, default=False)
     f.absent("dynamic")
     layout = f.one_of("checkpoint_format", "gptq", "gptq_v2", default="gptq")
     zeros = not f.one_of("sym", True, False, default=True)
-    return Scheme("gptq", "int4", layout, group=size, zeros=zeros, skipped=f.names("modules_to_not_convert"))
+    inside, skipped = "modules_in_block_to_quantize", f.names("modules_to_not_convert")
+    steps = f.raw.get(inside) or []
+    if isinstance(steps, list):  # of names, or of lists of names
+        steps = [name for step in steps for name in (step if isinstance(step, list) else [step])]
+    targets = _Fields({inside: steps}).names(inside)
+    return Scheme("gptq", "int4", layout, group=size, zeros=zeros, skipped=skipped, targets=targets)
+
+
+AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of fields in quant_config.json
 
 
 def _awq(f: _Fields) -> Scheme:
+    f = _Fields({AWQ_NAMES.get(name, name): value for name, value in f.raw.items()})
     f.one_of("bits", 4)
     f.one_of("version", "gemm", "GEMM", default="gemm")
     size = f.one_of("group_size", *GROUPS, default=128)

@@ -24,6 +24,7 @@ from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import seam
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
+from fk_integrations.core.live_class import copied
 from fk_integrations.core.seam import Seam, Swap
 from fk_integrations.verify import choose, trials
 from fk_integrations.verify.trials import Trial
@@ -52,6 +53,10 @@ class Patched:
     every_step: set[int] = field(default_factory=set)
     trials: dict[int, tuple[Trial, dict[Reason, int]]] = field(default_factory=dict)
     seconds: Seconds = field(default_factory=dict)
+    __deepcopy__ = copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a pickled model is the host's
 
     @property
     def unchanged(self) -> bool:

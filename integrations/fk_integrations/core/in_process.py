@@ -43,6 +43,7 @@ class InProcessHost:
             if patched is not None:
                 raise PatchError("this model is patched already: undo that patch first (report.undo())")
             model = self.model(target)
+            _check_parts(model)
             patched = apply(self.adapter(), model, request)
             vars(target)[STATE] = patched
             forget_compiled(model)
@@ -64,6 +65,16 @@ class InProcessHost:
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
         return self.call(target, request)
+
+
+def _check_parts(model: Any) -> None:
+    """Raise PatchError if modules are patched through another object, e.g. a second pipeline with the same parts."""
+    held = [name for name, module in model.named_modules() if hasattr(type(module), "fastkernels")]
+    if held:
+        raise PatchError(
+            f"{len(held)} modules ({', '.join(held[:2])}{', ...' if held[2:] else ''}) are patched already, through"
+            " another model or pipeline that has them or from which they were copied: undo that patch first"
+        )
 
 
 def _check_wrapped(model: Any) -> None:

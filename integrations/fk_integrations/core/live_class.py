@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dis
 from collections.abc import Callable
 from functools import cache, update_wrapper
@@ -44,6 +45,7 @@ def live_class(
             methods = {n: inference_only(getattr(host_class, n), own, op) for n, own in methods.items()}
         body = {
             **methods,
+            **_copies(host_class),
             "__module__": host_class.__module__,
             "__qualname__": host_class.__qualname__,
             "fastkernels": ours,
@@ -51,6 +53,32 @@ def live_class(
         }
         _LIVE[key] = type(host_class.__name__, (host_class,), body)
     return _LIVE[key]
+
+
+def copied(self: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of an object as copy.copy makes it, with a memo as copy.deepcopy does."""
+    made = object.__new__(type(self))
+    if memo is not None:
+        memo[id(self)] = made
+    state = dict(vars(self)) if memo is None else copy.deepcopy(vars(self), memo)
+    getattr(made, "__setstate__", vars(made).update)(state)
+    return made
+
+
+def _copies(host_class: type) -> dict[str, Callable[..., Any]]:
+    """Methods with which a pickle has an object of the host's class, which can be imported; copies stay ours."""
+    names = ("__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__")
+    if any(getattr(host_class, name, None) is not getattr(object, name, None) for name in names):
+        return {}
+
+    def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
+        # Later protocols accept an object's own class only. Objects without attributes have no state.
+        found: Any = object.__reduce_ex__(self, 1)
+        make, (_, *given), *states = found
+        kept = ({k: v for k, v in state.items() if not k.startswith("_fastkernels")} for state in states)
+        return make, (host_class, *given), *kept
+
+    return {"__reduce_ex__": reduced, "__copy__": copied, "__deepcopy__": copied}
 
 
 def _method_names(host_class: type, ours: type) -> set[str]:
@@ -74,12 +102,13 @@ def replace_attribute(
     new: Any = object.__new__(live_class(type(old), ours, by_table, trial, differentiable))
     vars(new).update(vars(old))
     setattr(holder, name, new)
-    journal.add(lambda: setattr(holder, name, old))
 
     def back() -> None:
-        if getattr(holder, name) is new:  # no other object since
+        # Of another class: set since, e.g. an adapter's. Of ours: diffusers makes objects of the same class again.
+        if type(getattr(holder, name)) is type(new):
             setattr(holder, name, old)
 
+    journal.add(back)
     if trial is not None:
         trial.begin(new, sizes_of(holder), back, journal)
     return None
@@ -159,5 +188,5 @@ def calling_class(cls: Any, theirs: FunctionType, ours: Any, method: str = "forw
     forward.__kwdefaults__ = old.__kwdefaults__
     update_wrapper(forward, old)
     del forward.__wrapped__  # type: ignore[attr-defined]
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, method: forward}
+    body = {**_copies(cls), "__module__": cls.__module__, "__qualname__": cls.__qualname__, method: forward}
     return type(cls.__name__, (cls,), body)

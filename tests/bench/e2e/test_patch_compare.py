@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fk_bench.core.rows import Row, Subject, append, read
-from fk_bench.e2e import sharing
+from fk_bench.e2e import patch_compare, sharing
 from fk_bench.e2e.comparison import Comparison, Extent, Load, metrics_of, repeats_of
 from fk_bench.e2e.host import make_row
 from fk_bench.e2e.ratios import COMMAND, over_loads, summary
@@ -126,6 +126,13 @@ def test_short_loads_are_repeated_more_often() -> None:
 
 def test_unknown_host_and_bad_arguments_are_refused(tmp_path: Path) -> None:
     for args, message in (
+        (["--loads", ","], "has no load"),
+        (["--timeout", "-5"], "--timeout must be above 0"),
+        (["--tensor-parallel", "0"], "must be at least 1"),
+        (["--load-format", "zip"], "'zip': give dummy or auto"),
+        (["--ops", "rms_nrm"], "unknown op 'rms_nrm'"),
+        (["--python", "/no/python"], "no such interpreter: /no/python"),
+        (["--python", sys.executable], "vllm is not installed in"),
         (["--host", "ollama"], "vllm or sglang"),
         (["--loads", "8"], "8x512+128"),
         (["--engine-args", "[1]"], "object"),
@@ -133,9 +140,29 @@ def test_unknown_host_and_bad_arguments_are_refused(tmp_path: Path) -> None:
     ):
         done = fk_bench_here(COMMAND, "m", *args, "--out", tmp_path / "run")
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    done = fk_bench_here(COMMAND, "--out", tmp_path / "run")
+    assert done.returncode == 2 and "an earlier run's rows.jsonl" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
-def test_two_engines_that_do_not_fit_are_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose starts fail: vLLM is not in this environment."""
+    monkeypatch.setattr(patch_compare, "_check_installed", lambda host, python: None)
+
+
+def test_unusable_models_and_folders_are_named(tmp_path: Path, without_host: None) -> None:
+    (tmp_path / "file").touch()
+    done = fk_bench_here(COMMAND, "nosuchmodel", tmp_path, "--out", tmp_path / "run")
+    assert done.returncode == 1 and last_json(done)["failed"] == ["nosuchmodel", str(tmp_path)]
+    assert "'nosuchmodel' is neither a folder nor a hub id" in done.stderr and "no config.json" in done.stderr
+    done = fk_bench_here(COMMAND, "nosuchmodel", "--out", tmp_path / "file")
+    assert done.returncode == 2 and f"--out {tmp_path / 'file'}: File exists" in done.stderr
+
+
+def test_two_engines_that_do_not_fit_are_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_host: None
+) -> None:
     monkeypatch.setattr(sharing, "capacity", lambda gpu: sharing.GIB)
     run = tmp_path / "run"
     done = fk_bench_here(COMMAND, "qwen2.5-0.5b", "--with-engine", "--loads", "8x512+8", "--out", run)
@@ -220,12 +247,11 @@ def test_models_share_a_machine_and_runs_continue(tmp_path: Path) -> None:
     assert not {row.time for row in half} & {row.time for row in now[len(kept) :]}
 
 
-def test_model_that_fails_next_to_another_is_tried_alone(tmp_path: Path) -> None:
-    """vLLM is not in this environment, so that every start fails."""
+def test_model_that_fails_next_to_another_is_tried_alone(tmp_path: Path, without_host: None) -> None:
     from support.tiny import make_tiny_llama
 
     models = [make_tiny_llama(tmp_path / name) for name in ("a", "b")]
-    done = fk_bench(
+    done = fk_bench_here(
         COMMAND, *models, "--python", sys.executable, "--load-format", "auto", "--side-by-side", "2",
         "--out", tmp_path / "run",
     )  # fmt: skip
@@ -233,11 +259,11 @@ def test_model_that_fails_next_to_another_is_tried_alone(tmp_path: Path) -> None
     assert sorted(last_json(done)["failed"]) == sorted(map(str, models))
 
 
-def test_rows_of_an_interpreter_that_fails_name_the_log(tmp_path: Path) -> None:
+def test_rows_of_an_interpreter_that_fails_name_the_log(tmp_path: Path, without_host: None) -> None:
     from support.tiny import make_tiny_llama
 
     model = make_tiny_llama(tmp_path / "tiny")
-    done = fk_bench(
+    done = fk_bench_here(
         COMMAND, model, "--python", sys.executable, "--load-format", "auto", "--out", tmp_path / "run"
     )
     assert done.returncode == 1 and "-vllm.log" in done.stderr

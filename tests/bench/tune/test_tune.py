@@ -140,6 +140,7 @@ def test_last_line_without_cases(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--against", "mine"], "--against 'mine' is not production or host"),
         (["--rounds", "2"], "--rounds must be at least 3"),
         (["--out", str(tuning.SHIPPED / "cpu.json")], "a CPU's times are no claim about speed"),
+        (["--out", f"{__file__}/cpu.json"], "cpu.json cannot be written: "),
     ],
 )
 def test_wrong_arguments_run_nothing(

@@ -69,7 +69,8 @@ def test_images_become_vectors(url, llm):
     assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
     assert metric(url, "vllm:prompt_tokens_total") == before + tokens
     messages = [{"role": "user", "content": [part(IMAGES[1])]}]
-    for body in ({"input": part(IMAGES[1])}, {"messages": messages}):
+    alone = [encoded(IMAGES[1]), f"data:image/png;base64,{encoded(IMAGES[1])}"]
+    for body in ({"input": part(IMAGES[1])}, {"messages": messages}, *({"input": one} for one in alone)):
         (found,) = post(url, **body).json()["data"]
         np.testing.assert_allclose(found["embedding"], wanted[1], atol=1e-5)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -122,6 +123,7 @@ def test_other_formats_and_modes_are_read(url):
         ({"input": data_part("AAAA")}, "input", "input 0 is not an image of a known format; accepted are"),
         ({"input": data_part("A*")}, "input", "not base64 behind the comma"),
         ({"input": data_part(encoded(IMAGES[0])[:2000])}, "input", "input 0 is a damaged PNG image"),
+        ({"input": "word " * 20}, "input", "takes images, as {"),
         ({"input": part(IMAGES[0], "GIF")}, "input", "accepted are PNG, JPEG, WEBP of one frame"),
         (
             {"input": part(IMAGES[0], "WEBP", save_all=True, append_images=[IMAGES[0].rotate(90)])},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -322,6 +323,28 @@ def test_processors_of_users_stay() -> None:
         assert {r.modules for r in report.active if r.op == "attention_dense"} == {2, 4}  # VAE, text encoders
         assert any(str(Doubled.__qualname__) in r.reason for r in report.rows)
         torch.testing.assert_close(image(pipe), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+
+
+def test_processors_set_later_stay_and_those_of_our_class_go() -> None:
+    """An IP-Adapter sets modules as processors, and makes the others again by calling their class."""
+    model = sdxl().unet
+    report = fastkernels.patch(model, ops=["attention_dense", "layer_norm"])
+    adapter, made = torch.nn.Identity(), {}
+    for name, processor in model.attn_processors.items():
+        made[name] = type(processor)() if "attn1" in name else adapter
+        assert type(pickle.loads(pickle.dumps(processor))) is AttnProcessor2_0 is not type(processor)
+    model.set_attn_processor(made)
+    report.undo()
+    for name, processor in model.attn_processors.items():
+        assert type(processor) is AttnProcessor2_0 if "attn1" in name else processor is adapter
+
+
+def test_parts_of_a_patched_pipeline_are_refused() -> None:
+    pipe = sdxl()
+    with fastkernels.patch(pipe, ops="layer_norm"):
+        for other in (pipe.unet, diffusers.StableDiffusionXLImg2ImgPipeline(**pipe.components)):
+            with pytest.raises(PatchError, match=r"modules \(.*norm1, .*\) are patched already"):
+                fastkernels.patch(other, ops="layer_norm")
 
 
 def test_pipelines_built_later_are_patched_until_undo() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -101,6 +103,17 @@ def test_patched_models_give_the_hosts_outputs(
     torch.testing.assert_close(after, before, atol=atol * float(before.abs().max()), rtol=0)
     report.undo()
     assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)
+
+
+def test_pickled_model_is_the_hosts_and_a_copy_ours() -> None:
+    model = tiny("vit_small_patch16_rope_224", **TINY)
+    classes, before = [type(m) for m in model.modules()], runner(model)()
+    with fastkernels.patch(model, ops=["layer_norm", "gelu", "attention_dense"]):
+        ours, patched = [type(m) for m in model.modules()], runner(model)()
+        copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert [type(m) for m in copied.modules()] == ours != classes and torch.equal(runner(copied)(), patched)
+    assert [type(m) for m in loaded.modules()] == classes and torch.equal(runner(loaded)(), before)
+    fastkernels.patch(loaded, ops="gelu").undo()
 
 
 def test_attention_stays_with_timm_unless_requested() -> None:
