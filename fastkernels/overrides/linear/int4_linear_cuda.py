@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     zero: bool
     bias: bool
     bf16: bool
+    half_scales: bool
     warps: int
     height: int
     ahead: int
@@ -60,6 +61,7 @@ class Plan(NamedTuple):
             "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
             f"-DHAS_ZERO={int(self.zero)}", f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}",
+            f"-DHALF_SCALES={int(self.half_scales)}",
         )  # fmt: skip
 
 
@@ -75,8 +77,9 @@ def sums_bytes(tiles: int, warps: int, height: int, parts: int) -> int:
 
 @lru_cache(maxsize=1024)
 def plan(
-    m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True, sms: int = 132,
-    height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0, splits: int = 0,
+    m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True,
+    half_scales: bool = False, sms: int = 132, height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0,
+    splits: int = 0,
 ) -> Plan:  # fmt: skip
     """Return the plan of a product of m tokens with a weight [n, k]. What is 0 is chosen.
 
@@ -102,7 +105,8 @@ def plan(
     fewest = min(s for _, _, s in choices)
     h, p, s = min((c for c in choices if c[2] <= 2 * fewest), key=lambda c: (work(c), c[2], c[1]))
     blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
-    return Plan(k, group, tiles, zero, bias, bf16, warps, h, ahead or (4 if h == 1 else 1), p, s, s * blocks)
+    ahead = ahead or (4 if h == 1 else 1)
+    return Plan(k, group, tiles, zero, bias, bf16, half_scales, warps, h, ahead, p, s, s * blocks)
 
 
 def fits(params: dict[str, int], m: int, k: int) -> bool:
@@ -124,9 +128,10 @@ def supports_cuda(
         return f"K = {k} is not a multiple of {STEP}"
     if x.numel() // k > MAX_TOKENS:
         return f"more than {MAX_TOKENS} tokens"  # without the number: each reason is reported once
-    for name, t in (("weight_scale", weight_scale), ("bias", bias)):
-        if t is not None and t.dtype != x.dtype:
-            return f"{name} is {t.dtype}, x is {x.dtype}"
+    if weight_scale.dtype not in (x.dtype, torch.float16):
+        return f"weight_scale is {weight_scale.dtype}, x is {x.dtype}"
+    if bias is not None and bias.dtype != x.dtype:
+        return f"bias is {bias.dtype}, x is {x.dtype}"
     for name, t in (
         ("weight", weight), ("weight_scale", weight_scale), ("weight_zero", weight_zero), ("bias", bias)
     ):  # fmt: skip
@@ -160,7 +165,7 @@ def linear_int4_cuda(
         return out
     p = plan(
         m, n, k, k // weight_scale.shape[1], weight_zero is not None, bias is not None, x.dtype == torch.bfloat16,
-        multiprocessors(x.device), **params,
+        weight_scale.dtype != x.dtype, multiprocessors(x.device), **params,
     )  # fmt: skip
     partial = taken = None
     if p.splits > 1:

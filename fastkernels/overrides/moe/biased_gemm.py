@@ -135,4 +135,7 @@ def biased_tiles(rows: int, dtype: torch.dtype, packed: bool) -> Tiles:
         return Tiles(16, 64, 128, 1, 4, 4) if block_m == 16 else Tiles(64, 128, 64, 8, 8, 3)
     if rows <= 16:
         return Tiles(16, 64, 256, 1, 4, 3)
-    return Tiles(32, 128, 128, 8, 4, 3) if rows <= 48 else Tiles(128, 128, 64, 8, 8, 3)
+    if rows <= 48:
+        return Tiles(32, 128, 128, 8, 4, 3)
+    # GPT-OSS-20B's MLP on an H100: 578 us for 512 tokens and 4.5 ms for 8,192; with 128/128/64/8/8/3 666 us and 5.7 ms.
+    return Tiles(64, 128, 128, 8, 4, 3) if rows < 192 else Tiles(256, 128, 64, 8, 8, 3, joined=True)

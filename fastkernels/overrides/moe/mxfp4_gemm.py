@@ -64,11 +64,12 @@ def tiles_of(pairs: int, experts: int) -> int:
 
 def plan(k: int, topk: int, tiles: int, is_sorted: bool, glu: bool, **params: int) -> Plan:
     """Return the plan of a product, with SwiGLU (glu) or weighted by the pairs; params: the last four fields."""
-    # The fastest of eight to twelve sets for GPT-OSS-20B's matrices on an H200 (bench/results, 2026-11-24).
+    # The fastest of eight to sixteen sets for GPT-OSS-20B's matrices: of one tile on an H100 (2026-11-27, 181 us an MLP
+    # of 32 tokens, before 199), the others on an H200 (bench/results, 2026-11-24).
     if not is_sorted:  # one token's experts: few blocks, whose warps divide the k axis
         params = {"rows": 4, "parts": 2, **params}
     else:
-        params = {"ahead": 2, "resident": 3, **params} if tiles == 1 else {"ahead": 3, **params}
+        params = {"rows": 6, "parts": 2, "ahead": 2, **params} if tiles == 1 else {"ahead": 3, **params}
     return Plan(k, topk, glu, not glu, is_sorted, tiles, **params)
 
 

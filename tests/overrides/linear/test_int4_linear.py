@@ -40,10 +40,11 @@ def test_emulated_int4_product_matches_float64(
     g = torch.Generator().manual_seed(m)
     x = torch.randn(m, k + 8, generator=g).to(dtype)[:, :k]
     weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=g)
-    scale = (torch.rand(n, k // group, generator=g) * k**-0.5).to(dtype)
+    scale = (torch.rand(n, k // group, generator=g) * k**-0.5).to(torch.float16 if m == 5 else dtype)
     zero = torch.randint(0, 16, (n, k // group), dtype=torch.uint8, generator=g)
     bias = torch.randn(n, generator=g).to(dtype)
-    p = few.plan(m, n, k, group, zeros, not zeros, dtype == torch.bfloat16, sms=3, **params)
+    half = scale.dtype != dtype  # of checkpoints of GPTQ and AWQ
+    p = few.plan(m, n, k, group, zeros, not zeros, dtype == torch.bfloat16, half, sms=3, **params)
     got = emulated_int4.product(x, weight, scale, zero, bias, p, tmp_path)
     want = reference(
         x.double(), weight, scale.double(), zero if zeros else None, None if zeros else bias.double()
@@ -80,11 +81,12 @@ def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.ones(16, 2).bfloat16(),
     )
     assert few.supports_cuda(x, weight, scale, torch.zeros(16, 2).byte(), torch.ones(16).bfloat16()) is None
+    assert few.supports_cuda(x, weight, scale.half()) is None
     refused = {
         "dtype torch.float32": (x.float(), weight, scale),
         "K = 96 is not": (x[:, :96], weight[:, :48], scale),
         "more than 64 tokens": (torch.ones(65, 256).bfloat16(), weight, scale),
-        "weight_scale is torch.float16": (x, weight, scale.half()),
+        "weight_scale is torch.float32": (x, weight, scale.float()),
         "bias is torch.float32": (x, weight, scale, None, torch.ones(16)),
         r"weight_zero has strides \(1, 16\)": (x, weight, scale, torch.zeros(2, 16).byte().t()),
         "multiple of 16 bytes": (torch.ones(4, 257).bfloat16()[:, 1:], weight, scale),

@@ -27,7 +27,7 @@ BODIES = {
             "narrow",
         )
     },
-    "load_scale": "return *at * 0x00010001u;",
+    "load_scale": "_Float16 half; memcpy(&half, at, 2); return (HALF_SCALES ? rounded(half) : *at) * 0x00010001u;",
     "load_zero": "return *at;",
     "add_to": "const u32 old = *ticket; *ticket += value; return old;",
     "load_part": "return *at;",

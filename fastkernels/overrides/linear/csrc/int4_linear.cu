@@ -12,7 +12,7 @@
 //
 // Compile-time constants: K and GROUP (columns that share a scale), multiples of 128 and 32; TILES (of 8 tokens);
 // WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS (warps that divide the steps of a tile among themselves); SPLITS;
-// AHEAD (steps); HAS_ZERO; HAS_BIAS; BF16. Includes no header.
+// AHEAD (steps); HAS_ZERO; HAS_BIAS; BF16; HALF_SCALES (float16 scales of bfloat16 x). Includes no header.
 
 constexpr int THREADS = 32 * WARPS, SLOTS = WARPS / PARTS, STEPS = K / 128, GROUPS = K / GROUP, ROWS = 16 * HEIGHT;
 constexpr int MOST = (STEPS + SPLITS - 1) / SPLITS;  // steps of a split
@@ -28,10 +28,16 @@ __device__ __forceinline__ uint4 load_once(const uint4* at) {  // 16 bytes that 
     return v;
 }
 
-__device__ __forceinline__ u32 load_scale(const u16* at) {  // twice
+__device__ __forceinline__ u32 load_scale(const u16* at) {  // twice, in x's dtype
     u16 v;
     asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(at));
+#if HALF_SCALES
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+    return narrow(f, f);
+#else
     return v * 0x00010001u;
+#endif
 }
 
 __device__ __forceinline__ u32 load_zero(const unsigned char* at) {

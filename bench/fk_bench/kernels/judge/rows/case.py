@@ -66,6 +66,8 @@ class CaseRun:
         seen.passed_over = checks.passed_over
         try:
             slots, candidate, baseline = self._open(CHECKED, CHECKED)
+            # A call without output may launch nothing, and need not take any time.
+            seen.wants_times = seen.wants_times and any(t.numel() for t in candidate.output_views(0))
             # The cost may depend on values, such as which experts have a token.
             if self.spec.dims_of is not None:
                 self.cost = self.spec.case_of(slots.masters[0], self.trial.case.name)
