@@ -28,13 +28,15 @@ FIRST_IDS = [name for name, _ in FIRST]
 SCRIPT = Path(__file__).parents[1] / "support" / "kernels" / "op_cases.py"
 # Interpreted cases that take longest; others of the op run the same kernels.
 SLOW = {
-    "ada_layer_norm": ("odd_63",), "fused_experts": ("all", "odd_5"),
-    "fused_experts_fp8": ("powers_of_two", "cut", "blocks_19", "tensors_63", "tokens_of_tensors"),
-    "fused_experts_gelu": ("all", "odd_5", "odd_17"), "fused_experts_int4": ("all", "elsewhere"),
-    "fused_experts_swigluoai": ("all", "elsewhere"), "gated_residual": ("odd_63",), "grouped_topk": ("odd_63",),
-    "lstm": ("wide", "even", "half"), "merge_state": ("odd_63",), "moe_align": ("few", "chunks"),
-    "qk_norm_rope": ("odd_63",), "quantize_fp8": ("group_63",), "rope_nd": ("odd_63", "pairs_63"),
-    "rope_store_kvcache": ("smollm2",), "rotary_emb": ("smollm2",), "silu_mul_quant_fp8": ("group_63", "token_63"),
+    "ada_layer_norm": ("odd_63",), "fused_experts": ("all", "odd_5", "odd_63"),
+    "fused_experts_fp8": ("powers_of_two", "cut", "blocks_19", "channels_33", "tensors_63", "tokens_of_tensors"),
+    "fused_experts_gelu": ("all", "odd_5", "odd_17", "odd_63"),
+    "fused_experts_int4": ("all", "elsewhere", "zeros_33"),
+    "fused_experts_swigluoai": ("all", "elsewhere", "floats_63"), "gated_residual": ("odd_63",),
+    "grouped_topk": ("odd_63", "bias"), "lstm": ("wide", "even", "half", "odd_63"), "merge_state": ("odd_63",),
+    "moe_align": ("few", "chunks"), "qk_norm_rope": ("odd_63",), "quantize_fp8": ("group_63", "token_1000"),
+    "rope_nd": ("odd_63", "pairs_63"), "rope_store_kvcache": ("smollm2",), "rotary_emb": ("smollm2",),
+    "silu_mul_quant_fp8": ("group_63", "token_63"), "topk_softmax": ("odd_160",),
 }  # fmt: skip
 INTERPRETED = [
     pytest.param(name, case, marks=[pytest.mark.slow] if case.name in SLOW.get(name, ()) else [])

@@ -167,7 +167,7 @@ def test_refusals_change_nothing(engine, stock, candidate):
 def test_a_busy_engine_is_not_changed(engine, stock):
     import threading
 
-    sampling = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": 250, "ignore_eos": True}
     running = threading.Thread(target=lambda: list(engine.generate("ab", sampling, stream=True)))
     from fk_integrations.sglang import host
 

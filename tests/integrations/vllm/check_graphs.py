@@ -81,6 +81,15 @@ def manager(config, monkeypatch):
     return made
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported_model():
+    """To read about a kind of model that is not imported, vLLM starts a process, which takes 10 s."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
+
+
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.delenv("FASTKERNELS_GRAPH_TOKENS", raising=False)

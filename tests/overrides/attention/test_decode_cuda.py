@@ -38,10 +38,8 @@ def layout(heads: int, kv_heads: int, head_size: int, block_size: int) -> dict[s
 # lengths, layout, dtype, params (warps, keys, stages, per_sm, least, ahead, cluster, whole), processors, stale
 FAST = [
     (EDGES, layout(6, 2, 128, 5), "bfloat16", (2, 32, 2, 1, 16, 0), 8, 1),
-    (EDGES, layout(16, 1, 128, 64), "float16", (2, 16, 4, 1, 32, 2), 4, 1),
     ([1500], layout(4, 1, 128, 16), "bfloat16", (4, 16, 3, 1, 16, 2), 40, 2),  # one sequence over all workers
     ([5, 1000, 7], layout(3, 1, 128, 16), "bfloat16", (2, 16, 3, 1, 64, 2), 2, 3),  # reused rings
-    ([9] * 300, layout(2, 2, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 7, 2),  # over 256 sequences
     (EDGES, layout(8, 1, 64, 16), "bfloat16", (2, 16, 3, 1, 64, 3, 2), 8, 2),  # clusters
     (
         [5, 17, 131, 1],
@@ -54,6 +52,8 @@ FAST = [
     ([9, 64, 0, 31], layout(4, 1, 64, 16), "float16", (2, 16, 3, 1, 16, 1, 1, 64), 3, 2),  # more than workers
 ]
 MORE = [
+    (EDGES, layout(16, 1, 128, 64), "float16", (2, 16, 4, 1, 32, 2), 4, 1),
+    ([9] * 300, layout(2, 2, 64, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 7, 2),  # over 256 sequences
     (EDGES, layout(1, 1, 64, 1), "float16", (2, 16, 2, 1, 16, 1), 5, 2),
     (EDGES, layout(8, 1, 64, 16), "bfloat16", (4, 16, 3, 2, 64, 3), 4, 2),
     ([0] * 40, layout(8, 2, 128, 16), "bfloat16", (4, 16, 3, 1, 64, 2), 3, 0),
@@ -99,9 +99,9 @@ W20, W33, W40, W90, CAP = ({name: value} for name, value in (
 ))  # fmt: skip
 FAST_WINDOWS = [
     (EDGES, {**layout(4, 2, 256, 16), **CAP, **W33}, "bfloat16", (4, 16, 3, 1, 16, 2), 7, 2),
-    ([70, 3, 0, 200], layout(10, 2, 80, 16), "float16", (2, 16, 3, 1, 16, 3, 2), 9, 2),
 ]
 MORE_WINDOWS = [
+    ([70, 3, 0, 200], layout(10, 2, 80, 16), "float16", (2, 16, 3, 1, 16, 3, 2), 9, 2),
     ([700, 3, 0, 65], {**layout(2, 1, 64, 1), **W90}, "float16", (2, 16, 3, 1, 16, 1, 2), 9, 2),
     (EDGES, {**layout(4, 1, 64, 16), **W20}, "bfloat16", (2, 16, 3, 1, 16, 2), 5, 2),
     (EDGES, {**layout(6, 2, 128, 5), "window_left": 0}, "float16", (2, 32, 2, 1, 16, 1), 8, 3),

@@ -261,7 +261,8 @@ def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
         (scales.BLOCK, 64, 300, 2048, 5, 4),  # four splits: which block adds which part
         (scales.ROW, 8, 300, 2064, 3, 3),  # two splits, K that ends in the middle of a stage
         pytest.param(scales.TENSOR, 17, 33, 288, 0, 2, marks=pytest.mark.slow),
-        (scales.ROW, 8, 300, 4112, 7, 3),  # few stages of the weight before x
+        # few stages of the weight before x
+        pytest.param(scales.ROW, 8, 300, 4112, 7, 3, marks=pytest.mark.slow),
         pytest.param(scales.BLOCK, 8, 300, 4112, 7, 3, marks=pytest.mark.slow),
     ],
 )

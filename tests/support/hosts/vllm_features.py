@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from support.hosts.vllm_engine import PROMPTS, make_llm
 
 import fastkernels
@@ -84,3 +85,14 @@ def both_ways(build, say, model=BASE, ops=NAMED, **options):
     finally:
         before.undo()
     return live, before
+
+
+def check_lora_rows(report) -> None:
+    """The layers inside LoRA's wrappers are patched once. On a CPU with AMX vLLM has packed the linear ones."""
+    rows = {r.op: r for r in report.active}
+    assert rows["embedding"].modules == 1 and rows["gated_mlp"].modules == 2
+    if torch.cpu._is_amx_tile_supported():
+        (linear,) = (r for r in report.rows if r.op == "linear")
+        assert linear.reason.startswith("8 unsupported: weight has shape (0,): the host packed or freed it")
+    else:
+        assert rows["linear"].modules == 8 and rows["linear"].calls == 8 * rows["embedding"].calls
