@@ -3,7 +3,7 @@ PYTHON ?= python3
 LANES ?= vllm,vllm+fk,sglang,sglang+fk,fastkernels
 DEMO_ARGS ?= --concurrency 1,8 --num-prompts 2,8 --rounds 3 --input-len 128 --output-len 32 --agreement-prompts 4
 BIN := .venv/bin
-# two workers, a file at a time, in the order of tests/conftest.py
+# two workers, which tests/conftest.py gives the files in its order
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 # the host environments that the lanes need: a part of "own vllm sglang"
 comma := ,
@@ -30,7 +30,7 @@ test: setup
 	$(BIN)/python -m pytest $(SHARED) -m "not slow and not gpu"
 
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest $(SHARED) -m "slow and not gpu"
 
 # run on a machine with H200s; settings (MODEL, VLLM, SGLANG, TOKENIZER, GPUS, ONLY, ...) are in the script
 bench-h200:

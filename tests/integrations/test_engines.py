@@ -90,6 +90,11 @@ def test_engine(host: str, check: Path, tiny: dict[str, Path], tmp_path: Path) -
     checks = [str(check.with_stem(stem)) for stem in (first, check.stem) if stem]
     command = [python(host), "-m", "pytest", "-p", "no:cacheprovider", "-x", *checks]
     chosen = environment(host, check.stem, model, tmp_path)
+    # For each kind of model without an entry there, vLLM starts a process, which takes 10 s.
+    known = model.parent / "modelinfos"
+    known.mkdir(exist_ok=True)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "modelinfos").symlink_to(known)
     with open(
         tmp_path / "log", "w+"
     ) as log:  # not a pipe: a process that outlives its parent would hold it open

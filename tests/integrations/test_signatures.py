@@ -7,6 +7,7 @@ import enum
 import importlib
 import importlib.metadata
 import inspect
+import json
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,26 @@ def test_fingerprint_ignores_space_only() -> None:
     text = "class A:\n    x = 1\n"
     assert versions.fingerprint(text) == versions.fingerprint("    class A:   \n\n        x = 1")
     assert versions.fingerprint(text) != versions.fingerprint(text.replace("1", "2"))
+
+
+def test_versions_are_written_as_differences_and_read_whole(tmp_path: Path) -> None:
+    """In any order: of each version only what differs from the next is in its file."""
+    same, kept = {"call": "f", "static": []}, {"fingerprint": "1", "surface": {"used": ["a"]}}
+    old = {"m:A": same, "m:B": {"fingerprint": "0"}, "m:Gone": same}
+    new = {"m:A": same, "m:B": kept, "m:New": same}
+    made = {"1.9.0": old, "1.10.0": {**new, "m:C": same}, "1.11.0": new}
+    for version in ("1.10.0", "1.11.0", "1.9.0"):
+        record.write({"host": "host", "version": version, "classes": made[version]}, tmp_path)
+    found = versions.recorded("host", tmp_path)
+    assert list(found) == list(made) and {v: d["classes"] for v, d in found.items()} == made
+    files = {v: json.loads((tmp_path / "host/signatures" / f"{v}.json").read_text()) for v in made}
+    assert files["1.11.0"]["classes"] == new and files["1.10.0"]["classes"] == {"m:C": same}
+    assert files["1.9.0"] == {
+        "host": "host", "version": "1.9.0", "next": "1.10.0",
+        "classes": {
+            "m:B": {"fingerprint": "0", "surface": None}, "m:C": None, "m:Gone": same, "m:New": None,
+        },
+    }  # fmt: skip
 
 
 def test_an_overload_is_not_the_function(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs fk-bench as a user does, in a process of its own or in this one."""
+"""Runs fk-bench as a user does, in a process of its own (a fork of one that has imported torch) or in this one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.kernels import warm
+
 BIN = Path(sys.executable).with_name("fk-bench")
 
 
 def fk_bench(
     *args: object, env: dict[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    command = [str(BIN), *map(str, args)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})}
-    )
+    return warm.run([BIN, *args], {**os.environ, **(env or {})}, timeout=timeout)
 
 
 def fk_bench_here(*args: object) -> subprocess.CompletedProcess[str]:

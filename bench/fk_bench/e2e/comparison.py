@@ -190,7 +190,7 @@ class Comparison:
             self._answer(self.process, replace(load, output_len=n), f"{self._seed} trace {block} {n} {load}", "traced")
             for n in (1, 1 + TRACED)
         ]  # fmt: skip
-        step_ms = (found[1]["kernels_us"] - found[0]["kernels_us"]) / TRACED / 1e3
+        step_ms = (found[1]["busy_us"] - found[0]["busy_us"]) / TRACED / 1e3
         where = {"state": state, "block": block, "traced": True, "load": str(load), **vars(load)}
         return self._row(where, {"gpu_step_ms": step_ms, "allocations": found[1]["allocations"]})
 

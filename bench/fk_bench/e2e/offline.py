@@ -213,9 +213,10 @@ class Toggled:
         found: dict[str, Any] = {"arrivals": arrivals}
         if "traced" in work:
             (reply, *_) = self._call("trace_stop")
-            runtime = {name: n for name, n in reply["kernels"].items() if name.startswith(("cuda", "cu"))}
-            found["kernels_us"] = sum(us for name, us in reply["us"].items() if name not in runtime)
-            found["allocations"] = sum(n for name, n in runtime.items() if "Malloc" in name)
+            found["busy_us"] = reply["busy_us"]
+            found["allocations"] = sum(
+                n for name, n in reply["kernels"].items() if name.startswith("cu") and "Malloc" in name
+            )
         return found
 
     def _call(self, action: str) -> list[dict[str, Any]]:

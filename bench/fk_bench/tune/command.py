@@ -32,7 +32,7 @@ from fk_bench.tune.model_shapes import longest_context, shapes_of_model
 from fk_bench.tune.screen import Screen
 
 MODEL_BATCHES, LEAST_CONTEXT = "1,8,32,16,64", 1024  # the most important first
-ROUNDS, MODEL_ROUNDS = 20, 10
+ROUNDS, MODEL_ROUNDS = 20, 8
 BATCHES = "1,2,4,8,16,32,64,128,256"
 ROUND_S = 0.1  # approximate seconds of the timed batches of a round
 CONTEXTS = "512,2048,8192,32768"

@@ -229,7 +229,7 @@ class Tuner:
         self, screen: Screen, name: str, shape: Mapping[str, Any], sizes: Mapping[str, int],
         low: Mapping[str, int] | None, several: Sequence[Choice],
     ) -> Entry | None:  # fmt: skip
-        """As `point`: those that are faster here, also at the smallest sizes, are judged until one wins."""
+        """As `point`: of those that are faster here, also at the smallest sizes, the fastest valid one is judged."""
         with timed(self.seconds, "screened"):
             found, row = screen.time(name, shape, sizes, several)
         self._on_screen(row)
@@ -245,6 +245,8 @@ class Tuner:
             judged.append(self._judged(name, choice, shape, sizes, "final"))
             if beats(judged[-1]):
                 return self._won(name, shape, sizes, choice, judged[-1])
+            if judged[-1].status is Status.OK:  # the others were slower here
+                break
         if judged:
             return self._lost(name, shape, sizes, judged)
         return Entry(name, shape, sizes, row.baseline, row.baseline, self.run) if row.baseline else None

@@ -262,12 +262,12 @@ def _fa3(
     softcap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    sinks: None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return fa3.attend(
         q, key_cache, value_cache, _starts(q.shape[0], q.device), seq_lens, block_table, 1, max_seqlen_k, scale,
-        window_left, softcap, k_scale, v_scale, memory("attention_decode", q, out),
+        window_left, softcap, k_scale, v_scale, memory("attention_decode", q, out), sinks,
     )  # fmt: skip
 
 
@@ -324,7 +324,7 @@ attention_decode = define(
             fits=attention_decode_cuda.fits,
             out=True,
         ),
-        Provider("fa3", _fa3, module=fa3.MODULES, supports=no_sinks(fa3.supports), out=True),
+        Provider("fa3", _fa3, module=fa3.MODULES, supports=fa3.supports, out=True),
         Provider("triton", _triton, supports=supports_triton, out=True),
         Provider(
             "triton-split",

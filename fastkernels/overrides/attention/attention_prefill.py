@@ -16,7 +16,7 @@ from fastkernels.core.shapes import varied
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases, fa3, flashinfer
 from fastkernels.overrides.attention.paged_cache import check, memory, no_sinks, supports_triton, take_blocks
-from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.launch import next_power_of_2
 
 
 def reference(
@@ -76,28 +76,41 @@ def reference(
     return out
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "batch"])
 def _attention_prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,
-    sink_ptr, block_size, group, D, scale, v_scale, window_left, softcap,
+    sink_ptr, batch, kv_heads, D, scale, v_scale, window_left, softcap, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    # One program per (block of queries, sequence, query head). Each key is looked up in the block table on its own, so
-    # that any block size works.
-    seq, head = tl.program_id(1), tl.program_id(2)
+    # One program per (block of queries, key head). Its BLOCK_M rows are BLOCK_Q queries of the GROUP heads that share
+    # the keys. Each key is looked up in the block table on its own, so that any block size works.
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
+    block = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    ) // kv_heads  # late queries see the most keys: they go first
+    # The grid depends on shapes only, so that a CUDA graph serves any lengths: blocks of sequence i begin at number
+    # i + (queries before it) // BLOCK_Q.
+    before = tl.load(cu_ptr)
+    seq, most = batch * 0, batch - 1
+    while seq < most:
+        middle = (seq + most + 1) // 2
+        is_past = (tl.load(cu_ptr + middle) - before) // BLOCK_Q + middle > block
+        seq, most = tl.where(is_past, seq, middle), tl.where(is_past, middle - 1, most)
     start = tl.load(cu_ptr + seq)
     n_q = tl.load(cu_ptr + seq + 1) - start
     n_k = tl.load(len_ptr + seq)
-    first = tl.program_id(0) * BLOCK_M
+    first = (block - seq - (start - before) // BLOCK_Q) * BLOCK_Q
     if first < n_q:
-        rows = first + tl.arange(0, BLOCK_M)
+        at = tl.arange(0, BLOCK_M)
+        rows, heads = first + at // GROUP, kv_head * GROUP + at % GROUP
         dims = tl.arange(0, BLOCK_D)
-        kv_head = (head // group).to(tl.int64)
-        q_mask = (rows < n_q)[:, None] & (dims < D)[None, :]
+        q_mask = ((rows < n_q) & (at < BLOCK_Q * GROUP))[:, None] & (dims < D)[None, :]
         tokens = (start + rows).to(tl.int64)[:, None]
-        q = tl.load(q_ptr + tokens * q_stride_t + head * q_stride_h + dims[None, :], mask=q_mask, other=0.0)
+        q_at = q_ptr + tokens * q_stride_t + heads[:, None] * q_stride_h + dims[None, :]
+        q = tl.load(q_at, mask=q_mask, other=0.0)
         last = n_k - n_q + rows
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -105,14 +118,14 @@ def _attention_prefill_kernel(
         low = 0
         if WINDOW:
             low = tl.maximum(n_k - n_q + first - window_left, 0) // BLOCK_N * BLOCK_N
-        high = tl.minimum(n_k - n_q + first + BLOCK_M, n_k)
+        high = tl.minimum(n_k - n_q + first + BLOCK_Q, n_k)
         for begin in range(low, high, BLOCK_N):
             cols = begin + tl.arange(0, BLOCK_N)
             inside = cols < n_k
             page = tl.load(
-                table_ptr + seq.to(tl.int64) * table_stride + cols // block_size, mask=inside, other=0
+                table_ptr + seq.to(tl.int64) * table_stride + cols // BLOCK_SIZE, mask=inside, other=0
             )
-            page, slot = page.to(tl.int64), (cols % block_size).to(tl.int64)
+            page, slot = page.to(tl.int64), (cols % BLOCK_SIZE).to(tl.int64)
             kv_mask = inside[:, None] & (dims < D)[None, :]
             k_at = (page * k_stride_b + slot * k_stride_s)[:, None] + kv_head * k_stride_h + dims[None, :]
             v_at = (page * v_stride_b + slot * v_stride_s)[:, None] + kv_head * v_stride_h + dims[None, :]
@@ -134,13 +147,13 @@ def _attention_prefill_kernel(
             acc = acc * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             top = new_top
         if SINKS:
-            sink = tl.load(sink_ptr + head).to(tl.float32)
+            sink = tl.load(sink_ptr + heads).to(tl.float32)
             new_top = tl.maximum(top, sink)
             decay = tl.exp(top - new_top)
             total = total * decay + tl.exp(sink - new_top)
             acc = acc * decay[:, None]
         acc = acc * v_scale / tl.where(total == 0.0, 1.0, total)[:, None]
-        out_at = out_ptr + tokens * out_stride_t + head * out_stride_h + dims[None, :]
+        out_at = out_ptr + tokens * out_stride_t + heads[:, None] * out_stride_h + dims[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
@@ -173,15 +186,18 @@ def _triton(
     batch, block_d = seq_lens.shape[0], max(next_power_of_2(q.shape[2]), 16)
     if batch == 0 or max_seqlen_q == 0:
         return out
-    block_m = 16 if max_seqlen_q <= 16 else 64 if block_d >= 256 or q.dtype == torch.float32 else 128
+    kv_heads = key_cache.shape[2]
+    group = q.shape[1] // kv_heads
+    block_m = 16 if max_seqlen_q * group <= 16 else 64 if block_d >= 256 or q.dtype == torch.float32 else 128
+    block_m = max(block_m, next_power_of_2(group))
     block_n = 32 if block_d >= 256 or q.dtype == torch.float32 else 64
-    _attention_prefill_kernel[(cdiv(max_seqlen_q, block_m), batch, q.shape[1])](
+    _attention_prefill_kernel[((q.shape[0] // (block_m // group) + batch) * kv_heads,)](
         q, key_cache, value_cache, out, cu_seqlens_q, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2], block_table.stride(0),
-        sinks, key_cache.shape[1], q.shape[1] // key_cache.shape[2], q.shape[2], scale * k_scale, v_scale, window_left,
-        softcap, SINKS=sinks is not None, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=8 if block_m == 128 else 4, num_stages=2,
+        sinks, batch, kv_heads, q.shape[2], scale * k_scale, v_scale, window_left, softcap,
+        BLOCK_SIZE=key_cache.shape[1], GROUP=group, SINKS=sinks is not None, WINDOW=window_left >= 0,
+        SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=8 if block_m >= 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
 
@@ -190,11 +206,11 @@ def _fa3_prefill(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
     window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
-    sinks: None = None, out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return fa3.attend(
         q, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, scale,
-        window_left, softcap, k_scale, v_scale, _without_padding(q, out, padded),
+        window_left, softcap, k_scale, v_scale, _without_padding(q, out, padded), sinks,
     )  # fmt: skip
 
 
@@ -204,7 +220,7 @@ attention_prefill = define(
     " float softcap=0.0, float k_scale=1.0, float v_scale=1.0, bool padded=True, Tensor? sinks=None) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
-        Provider("fa3", _fa3_prefill, module=fa3.MODULES, supports=no_sinks(fa3.supports), out=True),
+        Provider("fa3", _fa3_prefill, module=fa3.MODULES, supports=fa3.supports, out=True),
         Provider("triton", _triton, supports=supports_triton, out=True),
         Provider(
             "flashinfer",

@@ -6,6 +6,7 @@ vLLM's build is loaded without vLLM itself, whose import takes seconds.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from functools import cache
 from importlib.machinery import PathFinder
@@ -65,7 +66,35 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def supports(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any) -> str | None:
+@cache
+def _has_sinks() -> bool:
+    try:
+        entry, is_vllm = _entry()
+    except ImportError:
+        return False
+    return is_vllm and "s_aux" in inspect.signature(entry).parameters
+
+
+def _no_sinks(sinks: torch.Tensor, heads: int) -> str | None:
+    if not _has_sinks():
+        return "it has no attention sinks"
+    if sinks.dtype != torch.bfloat16 or sinks.shape != (heads,) or not sinks.is_contiguous():
+        return (
+            f"FlashAttention-3 needs contiguous bfloat16 sinks of {heads} heads, got {sinks.dtype} of shape"
+            f" {tuple(sinks.shape)} with strides {sinks.stride()}"
+        )
+    return None
+
+
+def supports(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *rest: Any,
+    sinks: torch.Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """Return why FlashAttention-3 does not compute a call of attention_decode or _prefill: the sinks are last."""
+    if sinks is None and rest and isinstance(rest[-1], torch.Tensor):
+        sinks = rest[-1]
+    if sinks is not None and (reason := _no_sinks(sinks, q.shape[1])) is not None:
+        return reason
     if _capability(q.device.index or 0)[0] != 9:
         return "FlashAttention-3 needs a Hopper GPU (compute capability 9.x)"
     if key_cache.dtype == torch.float8_e4m3fn:
@@ -96,6 +125,7 @@ def attend(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run FlashAttention-3 with the arguments of attention_prefill.reference.
 
@@ -112,7 +142,7 @@ def attend(
         entry(
             q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
             softmax_scale=scale, causal=True, window_size=list(window), softcap=softcap, block_table=block_table,
-            out=out, fa_version=3,
+            out=out, fa_version=3, **({} if sinks is None else {"s_aux": sinks}),
         )  # fmt: skip
     else:
         out = entry(

@@ -37,7 +37,7 @@ def check(packed: torch.Tensor, scales: torch.Tensor) -> None:
 def decode(words, scales):
     # Words of four values [ROWS, K / 4] int16 and their scales [ROWS, K / 32] uint8 to four float32 tensors
     # [ROWS, K / 4]: the values of bits 0 to 3, 4 to 7, 8 to 11 and 12 to 15.
-    factor = _spread((scales.to(tl.int32) << 23).to(tl.float32, bitcast=True), words)
+    factor = _spread((scales.to(tl.int32) << 23).to(tl.float32, bitcast=True), words, 8)
     wide = words.to(tl.int32)
     return (
         _value(wide) * factor,
@@ -52,7 +52,7 @@ def decode_bfloat16(words, scales):
     # The same in bfloat16 on NVIDIA's chips, divided by RESTORE: bfloat16 holds no factor above 2^127. The three low
     # bits of e2m1 are a bfloat16 when they follow its sign by six zeros: 2^-126 times the value.
     exponent = tl.minimum(scales.to(tl.int32) + 62, 255)  # infinite for scales above 2^65
-    factor = _spread((exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True), words)
+    factor = _spread((exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True), words, 8)
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 sign, size;
@@ -77,11 +77,11 @@ RESTORE = tl.constexpr(2.0**64)
 
 
 @triton.jit
-def _spread(factor, words):
-    # [ROWS, K / 32] to [ROWS, K / 4]
-    ROWS: tl.constexpr = words.shape[0]
-    WORDS: tl.constexpr = words.shape[1]
-    return tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, WORDS // 8, 8)), (ROWS, WORDS))
+def _spread(factor, like, EACH: tl.constexpr):
+    # [ROWS, K / 32] to the shape of `like`, [ROWS, K / 32 * EACH]
+    ROWS: tl.constexpr = like.shape[0]
+    COLUMNS: tl.constexpr = like.shape[1]
+    return tl.reshape(tl.broadcast_to(factor[:, :, None], (ROWS, COLUMNS // EACH, EACH)), (ROWS, COLUMNS))
 
 
 @triton.jit
@@ -92,6 +92,41 @@ def _value(codes):
     return tl.where((codes & 8) != 0, -halves, halves).to(tl.float32) * 0.5
 
 
-def by_words(a: torch.Tensor) -> torch.Tensor:
-    """[R, K] to [R, K]: columns 0, 4, 8, ..., then 1, 5, 9, ..., 2, ..., 3, ..., as `decode` returns the weights."""
-    return a.unflatten(1, (-1, 4)).transpose(1, 2).flatten(1)
+@triton.jit
+def decode_blocks(words, scales, QUICK: tl.constexpr):
+    # `decode` or, if QUICK, `decode_bfloat16` as one tensor [ROWS, K], in the order of by_words(..., 32). Each word is
+    # decoded four times: tensor cores' operands hold the four values of a word in one lane, so shifts are constants.
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    wide = tl.reshape(words, (ROWS, WORDS // 8, 1, 8))
+    wide = tl.reshape(tl.broadcast_to(wide, (ROWS, WORDS // 8, 4, 8)), (ROWS, 4 * WORDS))
+    shift = (tl.arange(0, 4 * WORDS) // 8 % 4 * 4)[None, :]
+    if QUICK:
+        exponent = tl.minimum(scales.to(tl.int32) + 62, 255)
+        factor = _spread((exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True), wide, 32)
+        made = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 by, sign, size;
+            and.b32 by, $2, 0xffff;
+            sub.u32 size, 12, by;  shl.b32 sign, $1, size;  and.b32 sign, sign, 0x80008000;
+            sub.u32 size, 6, by;   shf.l.wrap.b32 size, $1, $1, size;
+            lop3.b32 size, size, 0x01C001C0, sign, 0xEA;  mul.rn.bf16x2 $0, size, $3;
+            }""",
+            "=r,r,r,r",
+            [wide, tl.broadcast_to(shift.to(tl.int16), wide.shape), factor],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        factor = _spread((scales.to(tl.int32) << 23).to(tl.float32, bitcast=True), wide, 32)
+        made = _value(wide.to(tl.int32) >> shift) * factor
+    return made
+
+
+def by_words(a: torch.Tensor, each: int) -> torch.Tensor:
+    """[R, K] to [R, K]: of each `each` columns 0, 4, 8, ..., then 1, 5, 9, ..., 2, ..., 3, ..., as weights are decoded.
+
+    each  K for `decode`, 32 for `decode_blocks`
+    """
+    return a.unflatten(1, (-1, each // 4, 4)).transpose(2, 3).flatten(1)

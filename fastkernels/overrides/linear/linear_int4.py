@@ -19,6 +19,7 @@ from fastkernels.core.declaration import Axis, Call, Tensor
 from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2, tickets
+from fastkernels.overrides.linear import int4_linear_cuda
 
 UNIT = 32  # columns that are packed together
 MIDDLE = 8  # the zero point of a weight without zero points
@@ -307,10 +308,18 @@ def _fits(params: dict[str, Any], x: torch.Tensor, *rest: torch.Tensor | None) -
     return fits(params, x.shape[-1])
 
 
+def _fits_cuda(params: dict[str, Any], x: torch.Tensor, *rest: torch.Tensor | None) -> bool:
+    return int4_linear_cuda.fits(params, x.numel() // max(x.shape[-1], 1), x.shape[-1])
+
+
 linear_int4 = define(
     "linear_int4(Tensor x, Tensor weight, Tensor weight_scale, Tensor? weight_zero=None, Tensor? bias=None) -> Tensor",
     fake=_fake,
     providers=(
+        Provider(
+            "cuda", int4_linear_cuda.linear_int4_cuda, devices=("cuda",), supports=int4_linear_cuda.supports_cuda,
+            params=int4_linear_cuda.PARAMS, fits=_fits_cuda,
+        ),
         Provider(
             "triton", linear_int4_triton, devices=("cuda",), supports=supports_triton, params=PARAMS, fits=_fits
         ),

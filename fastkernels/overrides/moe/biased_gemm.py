@@ -20,7 +20,7 @@ def _biased_gemm_kernel(
     a_stride, b_expert, b_stride, s_expert, s_stride, bias_stride,
     K: tl.constexpr, TOPK: tl.constexpr, HAS_SCALE: tl.constexpr, SORTED: tl.constexpr, MXFP4: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, JOINED: tl.constexpr = False,
 ):  # fmt: skip
     follow(OVERLAP)
     # GROUP_M blocks of rows run next to each other, column by column, and share an expert's matrix through L2.
@@ -54,7 +54,15 @@ def _biased_gemm_kernel(
         ws = tl.arange(0, BLOCK_K // 4)
         ss = tl.arange(0, BLOCK_K // 32)
         s_at = s_ptr + expert * s_expert + cols.to(tl.int64)[:, None] * s_stride + ss[None, :]
-        for k in range(0, K, BLOCK_K):
+        for k in range(
+            0, K if JOINED else 0, BLOCK_K
+        ):  # one product, under way while the next weights are decoded
+            b = tl.load(b_at + k // 4 + ws[None, :], mask=inside & (ws[None, :] < (K - k) // 4), other=0)
+            s = tl.load(s_at + k // 32, mask=inside & (ss[None, :] < (K - k) // 32), other=0)
+            a = tl.load(a_at + k + ks[:, None], mask=there[None, :] & (ks[:, None] < K - k), other=0.0)
+            w = mxfp4.decode_blocks(b, s, QUICK).to(TYPE)
+            acc = tl.dot(w, a.to(TYPE), acc, input_precision="ieee")
+        for k in range(0, 0 if JOINED else K, BLOCK_K):
             left = (K - k) // 4
             b = tl.load(b_at + k // 4 + ws[None, :], mask=inside & (ws[None, :] < left), other=0)
             s = tl.load(s_at + k // 32, mask=inside & (ss[None, :] < (K - k) // 32), other=0)
@@ -103,13 +111,13 @@ def biased_gemm(
     grid = (pairs.blocks * cdiv(n, t.block_n),)
     scales = b if b_scale is None else b_scale  # not read where there are none
     if b_scale is not None:
-        a, b = mxfp4.by_words(a), b.view(torch.int16)
+        a, b = mxfp4.by_words(a, mxfp4.BLOCK if t.joined else k), b.view(torch.int16)
     _biased_gemm_kernel[grid](
         a, b, scales, bias, out, scale, pairs.pairs, pairs.experts, pairs.total, n, b.shape[0], pairs.n_pairs,
         pairs.blocks, a.stride(0), *b.stride()[:2], *scales.stride()[:2], bias.stride(0), K=k, TOPK=topk,
         HAS_SCALE=scale is not None, SORTED=pairs.pairs is not None, MXFP4=b_scale is not None,
         UPCAST=a.device.type == "cpu", BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, GROUP_M=t.group_m,
-        num_warps=t.num_warps, num_stages=t.num_stages,
+        JOINED=t.joined, num_warps=t.num_warps, num_stages=t.num_stages,
         **(overlap(a.device, grid) if t.early else {"OVERLAP": False}),
     )  # fmt: skip
     return out

@@ -21,6 +21,7 @@ from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles
 from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
 from fastkernels.overrides.moe.fused_experts import local_ids
 from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
+from fastkernels.overrides.moe.moe_tiles import parsed
 from fastkernels.overrides.moe.sorted_pairs import sort_pairs, sorts
 
 T = torch.Tensor
@@ -94,17 +95,20 @@ def _supports_triton(
 def _triton(
     hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
     w2_scale: T | None = None, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT,
+    tiles: str | None = None,
 ) -> T:  # fmt: skip
+    """tiles: of both products, as moe_tiles.py names them; None: the default."""
     _check(hidden_states, w1, w2, w1_bias, w2_bias, topk_weights, topk_ids, w1_scale, w2_scale)
     x, ids, weights = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     if ids.numel() == 0:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    tiles = biased_tiles(ids.numel() // experts, x.dtype, w1_scale is not None)
-    pairs = sort_pairs(ids, experts, expert_map, tiles.block_m)
-    both = biased_gemm(x, w1, w1_scale, w1_bias, pairs, pairs.topk, None, tiles)
+    own = biased_tiles(ids.numel() // experts, x.dtype, w1_scale is not None)
+    chosen = own if tiles is None else parsed(tiles)
+    pairs = sort_pairs(ids, experts, expert_map, chosen.block_m)
+    both = biased_gemm(x, w1, w1_scale, w1_bias, pairs, pairs.topk, None, chosen)
     out = biased_gemm(
-        swigluoai_and_mul.run(both, alpha, limit), w2, w2_scale, w2_bias, pairs, 1, weights, tiles
+        swigluoai_and_mul.run(both, alpha, limit), w2, w2_scale, w2_bias, pairs, 1, weights, chosen
     )
     return sum_over_experts(out, ids, experts, expert_map)
 

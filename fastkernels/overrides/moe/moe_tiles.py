@@ -19,6 +19,7 @@ class Tiles:
     swap   the weight is the left operand: Hopper's tensor cores take 64 rows of the left operand and any multiple of 8
            columns of the right one, so few tokens on the right need no padding to 64
     early  the kernel starts while the previous one still runs (kit/overlap.py)
+    joined  MXFP4 weights of a step are decoded into the operand of one product, not of four
     """
 
     block_m: int
@@ -29,11 +30,12 @@ class Tiles:
     num_stages: int
     swap: bool = False
     early: bool = False
+    joined: bool = False
 
     def __str__(self) -> str:
-        """Return the form of tables: 16/64/128/1/4/4, with a last part s, e or se for swap and early."""
-        *sizes, swap, early = astuple(self)
-        flags = "s" * swap + "e" * early
+        """Return the form of tables: 16/64/128/1/4/4, with a last part of s, e and j for swap, early and joined."""
+        *sizes, swap, early, joined = astuple(self)
+        flags = "s" * swap + "e" * early + "j" * joined
         return "/".join([*map(str, sizes), *([flags] if flags else [])])
 
     def shared(self, itemsize: int) -> int:
@@ -50,13 +52,14 @@ def parsed(text: str) -> Tiles:
     if (
         len(sizes) != 6
         or not all(s.isdigit() and int(s) > 0 for s in sizes)
-        or flags not in ("", "s", "e", "se")
+        or flags not in ("", "s", "e", "se", "j", "ej")
     ):
         raise ValueError(
-            f"tiles {text!r}: want block_m/block_n/block_k/group_m/num_warps/num_stages, then /s, /e, /se or nothing"
+            f"tiles {text!r}: want block_m/block_n/block_k/group_m/num_warps/num_stages, then /s, /e, /se, /j,"
+            " /ej or nothing"
         )
     m, n, k, group, warps, stages = map(int, sizes)
-    return Tiles(m, n, k, group, warps, stages, "s" in flags, "e" in flags)
+    return Tiles(m, n, k, group, warps, stages, "s" in flags, "e" in flags, "j" in flags)
 
 
 @lru_cache

@@ -24,10 +24,12 @@ def start(device: Any) -> None:
     _profiler.append(profiler)
 
 
-def stop() -> tuple[dict[str, int], dict[str, float]]:
-    """({kernel name: launches}, {kernel name: total us}) since `start`; on a CPU, names of operators.
+def stop() -> dict[str, Any]:
+    """What ran since `start`; on a CPU, operators.
 
-    CUDA runtime calls of the host are included under their names.
+    kernels  {kernel name: launches}; CUDA runtime calls of the host are included under their names
+    us       {kernel name: total us}; a kernel that starts early also counts while it waits for the one before it
+    busy_us  in which at least one kernel or copy was on the GPU
     """
     import torch
 
@@ -39,10 +41,22 @@ def stop() -> tuple[dict[str, int], dict[str, float]]:
     profiler.stop()
     counts: dict[str, int] = {}
     us: dict[str, float] = {}
+    on_gpu = []
     for event in profiler.events():
         counts[event.name] = counts.get(event.name, 0) + 1
         us[event.name] = us.get(event.name, 0.0) + event.time_range.elapsed_us()
-    return counts, us
+        if event.device_type is torch.autograd.DeviceType.CUDA:
+            on_gpu.append((event.time_range.start, event.time_range.end))
+    return {"kernels": counts, "us": us, "busy_us": covered(on_gpu)}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of (start, end) spans."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return total
 
 
 def kernel_names(op: str) -> list[str]:

@@ -117,21 +117,19 @@ def lacking(entry: dict[str, Any], ours: Any) -> tuple[str, ...]:
     return tuple(sorted(n for n in names if not hasattr(ours, n) and n not in _set_by_methods(ours)))
 
 
-@cache
-def _set_by_methods(ours: type) -> frozenset[str]:
+def _set_by_methods(ours: type) -> set[str]:
     """Attributes that the methods of the class and its bases set on `self`."""
-    names = set()
-    for base in ours.__mro__:
-        if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc"):
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-            names |= {
-                n.attr
-                for n in ast.walk(tree)
-                if isinstance(n, ast.Attribute)
-                and isinstance(n.ctx, ast.Store)
-                and ast.unparse(n.value) == "self"
-            } | {n.args[0].value for n in ast.walk(tree) if _registers(n)}  # type: ignore[attr-defined]
-    return frozenset(names)
+    known = ("torch", "builtins", "typing", "abc")
+    return set().union(*(_set_by(b) for b in ours.__mro__ if b.__module__.partition(".")[0] not in known))
+
+
+@cache
+def _set_by(cls: type) -> set[str]:
+    """Those that its own methods set."""
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))))
+    stored = (n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    names = {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
+    return names | {n.args[0].value for n in nodes if _registers(n)}  # type: ignore[attr-defined]
 
 
 def _registers(node: ast.AST) -> bool:
@@ -165,7 +163,7 @@ def hosts() -> list[str]:
 
 def versions(host: str) -> list[str]:
     """The recorded versions of a host, oldest first."""
-    return sorted(recorded(host), key=lambda v: tuple(int(part) for part in v.split(".")))
+    return list(recorded(host))
 
 
 def comparisons(ops: list[str] | None = None) -> Iterator[Comparison]:

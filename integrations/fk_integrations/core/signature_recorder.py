@@ -2,7 +2,7 @@
 
     python -m fk_integrations.core.signature_recorder HOST VERSION SOURCE_DIR [--add module.path:Name ...]
 
-writes signatures/HOST-VERSION.json:
+writes HOST/signatures/VERSION.json (versions.py says what the files of older versions have):
 
     {"host", "version", "classes": {"module.path:Name": {
         "kind": "class" | "function", "fingerprint",
@@ -24,6 +24,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -234,13 +235,21 @@ def _compact(entry: dict[str, Any]) -> str:
 
 
 def write(data: dict[str, Any], folder: Path = versions.PACKAGE) -> Path:
-    file = folder / data["host"] / "signatures" / f"{data['version']}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # one class a line: short files, whose changes can be read
-    classes = (f"{json.dumps(p)}: {_compact(entry)}" for p, entry in sorted(data["classes"].items()))
-    head = f'{{"host": "{data["host"]}", "version": "{data["version"]}", "classes": {{'
-    file.write_text(head + "\n" + ",\n".join(classes) + "\n}}\n", encoding="utf-8")
-    return file
+    """Write the record of a version, and those of the host's other versions again: each differs from another now."""
+    known = {**versions.recorded(data["host"], folder), data["version"]: data}
+    order = sorted(known, key=versions.number)
+    for version, after in zip_longest(order, order[1:]):
+        classes, head = known[version]["classes"], {"host": data["host"], "version": version}
+        if after is not None:
+            classes, head["next"] = versions.changes_of(classes, known[after]["classes"]), after
+        # one class a line: short files, whose changes can be read
+        lines = (f"{json.dumps(p)}: {_compact(entry)}" for p, entry in sorted(classes.items()))
+        file = folder / data["host"] / "signatures" / f"{version}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        start = json.dumps({**head, "classes": {}}).removesuffix("}}")
+        file.write_text(start + "\n" + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+    versions.recorded.cache_clear()
+    return folder / data["host"] / "signatures" / f"{data['version']}.json"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,8 @@
 """The known versions of each host: signatures and source fingerprints, recorded from its wheels.
 
 HOST/signatures/VERSION.json: {"host", "version", "classes": {"module:Name": {"fingerprint", "call", "methods", ...}}}
+The newest version is recorded whole. The file of an older one has "next", the version after it, and only what differs
+from that: the fields of each class that changed, with null for a class or field that is not in the older version.
 """
 
 from __future__ import annotations
@@ -116,11 +118,41 @@ def installed(*distributions: str) -> str | None:
     return None
 
 
+def number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
 @cache
-def recorded(host: str) -> dict[str, dict[str, Any]]:
-    """{version: recorded data} of a host."""
-    files = sorted(PACKAGE.glob(f"{host}/signatures/*.json"))
-    return {d["version"]: d for d in (json.loads(f.read_text()) for f in files)}
+def recorded(host: str, package: Path = PACKAGE) -> dict[str, dict[str, Any]]:
+    """{version: recorded data} of a host, oldest first."""
+    files = (json.loads(f.read_text()) for f in package.glob(f"{host}/signatures/*.json"))
+    found: dict[str, dict[str, Any]] = {}
+    for data in sorted(files, key=lambda d: number(d["version"]), reverse=True):
+        if "next" in data:
+            data["classes"] = older(found[data.pop("next")]["classes"], data["classes"])
+        found[data["version"]] = data
+    return dict(reversed(found.items()))
+
+
+def older(classes: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The classes of the version before, from its changes (see `changes_of`)."""
+    found = {**classes, **changes}
+    for path, fields in changes.items():
+        if fields is not None:
+            found[path] = {k: v for k, v in {**classes.get(path, {}), **fields}.items() if v is not None}
+    return {path: found[path] for path in sorted(found) if found[path] is not None}
+
+
+def changes_of(classes: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
+    """{path: fields} of what differs from a newer version; None: the path or field is not in the older one."""
+    found: dict[str, Any] = {}
+    for path in sorted({*classes, *newer}):
+        ours, theirs = classes.get(path), newer.get(path, {})
+        if ours is None:
+            found[path] = None
+        elif ours != theirs:
+            found[path] = {k: ours.get(k) for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)}
+    return found
 
 
 def unknown(host: str, version: str, path: str, host_class: Any) -> Reason | None:

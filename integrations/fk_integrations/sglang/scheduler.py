@@ -432,10 +432,10 @@ def _trace_start(scheduler: Any, request: Request) -> None:
 
 
 def _trace_stop(scheduler: Any, request: Request) -> dict[str, Any]:
-    kernels, us = proof.stop()
+    found = proof.stop()
     if _patched:
-        proof.prove(_patched[0], kernels)
-    return {"kernels": kernels, "us": us}
+        proof.prove(_patched[0], found["kernels"])
+    return found
 
 
 def _record_start(scheduler: Any, request: Request) -> None:

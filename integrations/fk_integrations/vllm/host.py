@@ -349,10 +349,10 @@ def _trace_start(worker: Any, request: Request) -> None:
 def _trace_stop(worker: Any, request: Request) -> dict[str, Any]:
     from fk_integrations.core import proof
 
-    kernels, us = proof.stop()
+    found = proof.stop()
     if STATE in vars(worker):
-        proof.prove(vars(worker)[STATE], kernels)
-    return {"kernels": kernels, "us": us}
+        proof.prove(vars(worker)[STATE], found["kernels"])
+    return found
 
 
 def _record_start(worker: Any, request: Request) -> None:

@@ -15,7 +15,7 @@ from fk_bench.core.rows import Row, Status, Subject, read
 from fk_bench.tune import tuner
 from fk_bench.tune.choice import Choice
 from fk_bench.tune.model_shapes import shapes_of_model
-from fk_bench.tune.screen import Screen
+from fk_bench.tune.screen import Screen, Screened
 from fk_bench.tune.tuner import Tuner
 from support.commands import fk_bench, last_json
 
@@ -436,6 +436,24 @@ def test_only_choices_faster_in_the_screen_are_judged(linear: Op) -> None:
     slow = script.point("linear", shape, {"M": 4}, None, [Choice("wrong"), Choice("onednn")])
     assert slow is not None and (slow.provider, slow.faster) == ("onednn", False)
     assert len(script.requested) == 1 and script.seconds["screened"] > 0
+
+
+@pytest.mark.parametrize(("status", "asked"), [(Status.OK, ["first"]), (Status.INVALID, ["first", "second"])])
+def test_next_finalist_is_judged_only_if_the_fastest_is_not_valid(status: Status, asked: list[str]) -> None:
+    said = {
+        ("final", "first"): row("first", 1.05, 0.98, status=status),
+        ("final", "second"): row("second", 1.1, 1.02),
+    }
+    script = Script(said)
+    script._on_screen = lambda row: None
+    found = [Screened(Choice(name), 1.0, None) for name in ("first", "second")]
+
+    class Both:
+        time = staticmethod(lambda *_: (found, row("first", 1.0, 0.9)))
+
+    entry = script._screened(Both, "linear", SHAPE, {"M": 8}, None, [])  # type: ignore[arg-type]
+    assert [provider for _, provider in script.requested] == asked
+    assert entry is not None and entry.faster == (status is not Status.OK)
 
 
 def test_model_is_tuned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

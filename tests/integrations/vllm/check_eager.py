@@ -371,6 +371,7 @@ def test_trace_proves_what_runs(llm):
         (reply,) = HOST.call(llm, Request("trace_stop"))
         assert reply["kernels"]["fastkernels::rms_norm"] == 3 * 5
         assert set(reply["us"]) == set(reply["kernels"]) and reply["us"]["fastkernels::rms_norm"] > 0
+        assert reply["busy_us"] == 0  # on a CPU
         assert report.refresh().rows[0].proof == "trace"
 
 

@@ -1,9 +1,10 @@
-"""Padding rows of prefill attention: zeros, unless the caller declares that there are none."""
+"""Prefill attention: padding rows, and blocks of queries of many sequences."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from support.kernels import warm
 
@@ -23,11 +24,30 @@ for padded in (True, False):
     assert torch.allclose(out[:5], want[:5], atol=1e-5) and not out[3:5].any()  # queries without keys too
     assert bool((out[5:] == (0.0 if padded else 7.0)).all())
 """
+MANY = """
+import itertools
+import torch
+from fastkernels.overrides.attention import attention_prefill as prefill
+generator, size = torch.Generator().manual_seed(0), 16
+for (heads, kv_heads), window, first in itertools.product(((16, 2), (6, 2), (1, 1)), (-1, 5), (0, 2)):
+    n, keys = torch.tensor([1, 1, 19, 0, 37, 1, 0, 0]), torch.tensor([9, 33, 19, 0, 50, 1, 0, 0]).int()
+    starts = torch.cat((torch.zeros(1), n.cumsum(0))).int()
+    q = torch.randn(int(starts[-1]) + 3, heads, size, generator=generator)
+    cache = torch.randn(2, 8 * 10, 5, kv_heads, size, generator=generator)
+    table = torch.randperm(80, generator=generator).view(8, 10).int()
+    sinks = torch.randn(heads, generator=generator)
+    rest = 37, 50, size**-0.5, window, 0.0, 1.0, 1.0, True, sinks
+    args = (q, *cache, starts[first:], keys[first:], table[first:], *rest)
+    want, out = prefill.reference(*args), prefill._triton(*args)
+    rows = slice(int(starts[first]), None)  # earlier ones are undefined
+    torch.testing.assert_close(out[rows], want[rows], atol=1e-5, rtol=1e-5)
+"""
 
 
-def test_output_is_zeroed_only_for_padded_batches() -> None:
+@pytest.mark.parametrize("code", [CODE, MANY], ids=["padding", "many sequences"])
+def test_triton_prefill_matches_reference(code: str) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = warm.run(["-c", CODE], env)
+    done = warm.run(["-c", code], env)
     assert done.returncode == 0, done.stderr
 
 

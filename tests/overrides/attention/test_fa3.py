@@ -1,4 +1,4 @@
-"""Loading FlashAttention-3 from vLLM's wheel without importing vLLM, with a package of the same layout."""
+"""Loading FlashAttention-3 from vLLM's wheel without importing vLLM, and its attention sinks, with a fake package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from fastkernels.core import registry
 from fastkernels.overrides.attention import fa3
 
 MODULE = "vllm.vllm_flash_attn"
@@ -70,3 +72,41 @@ def test_missing_kernels_raise_import_error(wheel: Path, monkeypatch: pytest.Mon
         fa3.load(MODULE)
     with pytest.raises(ImportError):
         fa3.load("no_such_vllm.vllm_flash_attn")
+
+
+@pytest.mark.parametrize("op", ["attention_prefill", "attention_decode"])
+def test_sinks_reach_flash_attention(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {}
+
+    def entry(*args: object, s_aux: object = None, **kwargs: object) -> None:
+        given.update(kwargs, s_aux=s_aux)
+
+    monkeypatch.setattr(fa3, "_has_sinks", fa3._has_sinks.__wrapped__)  # not cached
+    monkeypatch.setattr(fa3, "supports_triton", lambda *_: None)  # which refuses bfloat16 on a CPU
+    monkeypatch.setattr(fa3, "_entry", lambda: (entry, True))
+    monkeypatch.setattr(fa3, "_capability", lambda index: (9, 0))
+    (provider,) = (p for p in registry.get(op).op.providers if p.name == "fa3")
+    q, cache = torch.zeros(3, 8, 64).bfloat16(), torch.zeros(2, 16, 2, 64).bfloat16()
+    numbers, sinks = torch.ones(4, dtype=torch.int32), torch.zeros(8).bfloat16()
+    prefill = op == "attention_prefill"
+    rest = [
+        *([numbers] if prefill else []),
+        numbers[:3],
+        numbers[:3, None],
+        *([3] if prefill else []),
+        9,
+        0.125,
+        127,
+    ]
+    more = [0.0, 1.0, 1.0, *([True] if prefill else [])]
+    args = [q, cache, cache, *rest, *more]
+    assert provider.supports is not None and provider.supports(*args, sinks) is None
+    for refused in (sinks.float(), sinks[:4], torch.zeros(16).bfloat16()[::2]):
+        assert "needs contiguous bfloat16 sinks of 8 heads" in str(provider.supports(*args, sinks=refused))
+    provider.fn(*args, sinks)
+    assert given["s_aux"] is sinks and given["window_size"] == [127, 0]
+    provider.fn(*args)
+    assert given["s_aux"] is None
+    monkeypatch.setattr(fa3, "_entry", lambda: (lambda q, k, v: None, True))
+    assert provider.supports(*args, None) is None
+    assert provider.supports(*args, sinks) == "it has no attention sinks"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
-from fastkernels.engine.execution.attention import make_backend
+from fastkernels.engine.execution.attention import CannotCapture, make_backend
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.attention.vllm import VllmAttention
@@ -103,3 +103,27 @@ def test_named_backend_without_sinks_is_refused(sample: dict[str, torch.Tensor])
     layer.kv_cache = tuple(torch.zeros(2, 4, BLOCK, KV_HEADS, SIZE))
     with pytest.raises(ValueError, match="'fa3' is not supported"):
         make_backend("fa3", [layer], torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(("name", "is_captured"), [("fa3", True), ("triton", True), ("flashinfer", False)])
+def test_mixed_batches_with_sinks_are_captured(
+    sample: dict[str, torch.Tensor], name: str, is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By kernels that read all lengths on the device and need no separate call for decodes."""
+    layer = VllmAttention(HEADS, SIZE, SIZE**-0.5, KV_HEADS, sinks=sample["sinks"])
+    layer.kv_cache = tuple(torch.zeros(2, 4, BLOCK, KV_HEADS, SIZE))
+    backend: Any = make_backend(None, [layer], torch.device("cpu"), torch.float32)
+    (backend._prefill,) = (p for p in attention_prefill.providers if p.name == name)
+    (backend._decode,) = (p for p in attention_decode.providers if p.name == "triton")
+    m = metadata(0, 3)
+    inputs: Any = SimpleNamespace(
+        decode_only=False, slot_mapping=m.slot_mapping, cu_seqlens_q=m.cu_seqlens_q, seq_lens=m.seq_lens,
+        max_seqlen_q=3, max_seqlen_k=KEYS, num_decodes=0, max_decode_seqlen_k=KEYS,
+    )  # fmt: skip
+    for candidate in (None, attention_prefill):
+        monkeypatch.setattr(attention_prefill, "candidate", candidate)
+        if is_captured and candidate is None:
+            assert backend.plan_capture(inputs, m.block_table).num_decodes == 0
+        else:
+            with pytest.raises(CannotCapture, match="separate kernel"):
+                backend.plan_capture(inputs, m.block_table)

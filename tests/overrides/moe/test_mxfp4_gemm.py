@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from support.kernels import emulated_mxfp4
+from support.kernels import emulated_mxfp4, warm
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
@@ -103,3 +104,23 @@ def test_calls_with_many_rows_per_expert_are_refused() -> None:
     ids = torch.zeros(100, 2, dtype=torch.int32)
     reason = provider.supports(*tokens, None, None, ids.float(), ids)
     assert reason == "200 pairs for 2 experts are more than 12 for each"
+
+
+TILES = """
+import torch
+from fastkernels.core import registry
+from fastkernels.core.spec import Case
+from fastkernels.overrides.moe import fused_experts_swigluoai as of
+dims = {"tokens": 19, "experts": 5, "topk": 2, "hidden": 96, "intermediate": 160, "mxfp4": True}
+spec = registry.get("fused_experts_swigluoai")
+args = spec.inputs(Case("case", dims, "float32"), "cpu", torch.Generator().manual_seed(0))
+want = of.reference(args[0].double(), *args[1:])
+for tiles in ("16/64/64/1/4/2", "16/64/64/1/4/2/j", "64/32/128/8/4/2/j"):
+    got = of._triton(*args, tiles=tiles).double()
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+"""
+
+
+def test_triton_tiles_match_float64() -> None:
+    done = warm.run(["-c", TILES], {**os.environ, "TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr

@@ -24,7 +24,8 @@ class OpsBackend(AttentionBackend):
     A candidate of an op takes precedence over both. Raises ValueError for an unsupported provider.
 
     FA3's varlen kernel computes a mixed batch in one call, which can be captured. A row with one query costs 1.5 times
-    as much there as in a separate decode call, so outside graphs, batches with many such rows use one.
+    as much there as in a separate decode call, so outside graphs, batches with many such rows use one. Triton's kernel
+    does the same in graphs; outside them, rows with one query always have their own call.
     """
 
     def __init__(self, provider: str | None, layers: Sequence[Any], device: torch.device, dtype: torch.dtype):
@@ -45,14 +46,14 @@ class OpsBackend(AttentionBackend):
         reason = "reference: its memory grows with the longest possible context"
         if "reference" in (self._decode.name, self._prefill.name):
             raise CannotCapture(reason)
-        if not inputs.decode_only and not self._in_one(attention_prefill, self._prefill):
+        if not inputs.decode_only and not self._captured_in_one():
             raise CannotCapture(
                 f"{self.name}: rows with one query run in a separate kernel, and a graph would fix their number"
             )
         return metadata_of(self, inputs, block_table)
 
     def takes_apart(self, num_decodes: int) -> bool:
-        return num_decodes >= DECODES_APART and self._in_one(attention_prefill, self._prefill)
+        return num_decodes >= DECODES_APART and self._captured_in_one()
 
     def forward(
         self,
@@ -103,6 +104,11 @@ class OpsBackend(AttentionBackend):
 
     def _in_one(self, op: Op, provider: Provider) -> bool:
         return provider.name == "fa3" and op.candidate is None
+
+    def _captured_in_one(self) -> bool:
+        """Whether a graph of a mixed batch uses the prefill kernel for all rows."""
+        triton = self._prefill.name == "triton" and attention_prefill.candidate is None
+        return triton or self._in_one(attention_prefill, self._prefill)
 
     def _sample(self, prefill: bool) -> list[list[Any]]:
         """Arguments of one call for each kind of layer, for the providers' `supports`."""

@@ -1,0 +1,226 @@
+// y = x W^T + b for M <= 64 tokens on Hopper with 4-bit weights: x [M, K], 16-bit; W packed as linear_int4.py describes.
+//
+// The weight is the left operand of the tensor cores (m16), tokens are their n8. A lane reads the 32 columns of a unit,
+// 16 bytes, of each of its rows from memory into registers, AHEAD steps early and beyond the end of a tile, and turns
+// them into 16-bit numbers there: weights never pass through shared memory. x is copied to shared memory once, so a
+// block multiplies one of SPLITS parts of K, and many tiles of 16 * HEIGHT rows with it. The order of the k axis is free
+// if both operands share it: quad i of a step of 128 columns has columns 32 i to 32 i + 31.
+//
+// W is read before griddepcontrol.wait; x is read, and all results are written, only after it.
+//
+// With SPLITS, a tile's sums go to memory, and the block whose ticket is the last one adds them, always in one order.
+//
+// Compile-time constants: K and GROUP (columns that share a scale), multiples of 128 and 32; TILES (of 8 tokens);
+// WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS (warps that divide the steps of a tile among themselves); SPLITS;
+// AHEAD (steps); HAS_ZERO; HAS_BIAS; BF16. Includes no header.
+
+constexpr int THREADS = 32 * WARPS, SLOTS = WARPS / PARTS, STEPS = K / 128, GROUPS = K / GROUP, ROWS = 16 * HEIGHT;
+constexpr int MOST = (STEPS + SPLITS - 1) / SPLITS;  // steps of a split
+constexpr int PITCH = 256 * MOST + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
+constexpr int OUTPUTS = HEIGHT * TILES;
+static_assert(K % 128 == 0 && K % GROUP == 0 && GROUP % 32 == 0, "a step is 128 columns, and a unit has one scale");
+static_assert(WARPS % PARTS == 0 && SPLITS <= STEPS, "warps of a tile, steps of a split");
+
+__device__ __forceinline__ uint4 load_once(const uint4* at) {  // 16 bytes that are constant and not needed again
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ u32 load_scale(const u16* at) {  // twice
+    u16 v;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(at));
+    return v * 0x00010001u;
+}
+
+__device__ __forceinline__ u32 load_zero(const unsigned char* at) {
+    u32 v;
+    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ u32 halves(u32 low, u32 high, u32 order) {  // bytes of both, by order's digits
+    u32 v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "r"(order));
+    return v;
+}
+
+// Integers below 16 are the last bits of 128 (bfloat16) and 1024 (float16).
+constexpr u32 ONE = BF16 ? 0x43004300u : 0x64006400u;
+
+__device__ __forceinline__ u32 value(u32 two, u32 zero, u32 scale) {  // (q - z) s, rounded once
+    u32 v;
+#if BF16
+    asm("{ .reg .b32 d; sub.rn.bf16x2 d, %1, %2; mul.rn.bf16x2 %0, d, %3; }"
+#else
+    asm("{ .reg .b32 d; sub.rn.f16x2 d, %1, %2; mul.rn.f16x2 %0, d, %3; }"
+#endif
+        : "=r"(v) : "r"((two & 0x000F000Fu) | ONE), "r"(zero), "r"(scale));
+    return v;
+}
+
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
+
+__device__ __forceinline__ void parts_meet(int slot) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "n"(32 * PARTS) : "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
+    const u16* x, const uint4* weight, const u16* scales, const unsigned char* zeros, const u16* bias, u16* out,
+    float4* partial, u32* tickets, int M, int N, long long x_stride) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    float4* sums = (float4*)(memory + 8 * TILES * PITCH);
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
+    const int slot = warp / PARTS, part = warp % PARTS, split = blockIdx.x % SPLITS;
+    const int block = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS, tiles = (N + ROWS - 1) / ROWS;
+    const int first = (int)((u64)block * tiles / blocks) + slot, last = (int)((u64)(block + 1) * tiles / blocks);
+    const int begin = split * STEPS / SPLITS, steps = (split + 1) * STEPS / SPLITS - begin;
+    const int turns = (steps - part + PARTS - 1) / PARTS;  // steps of a tile for this warp, perhaps none
+
+    uint4 words[AHEAD][HEIGHT][2];
+    u32 scale[AHEAD][HEIGHT][2], zero[AHEAD][HEIGHT][2];
+    int next_tile = turns ? first : last, next_turn = 0;
+    auto fetch = [&](int at) {
+        if (next_tile >= last) return;
+        const int step = begin + next_turn * PARTS + part, column = (128 * step + 32 * quad) / GROUP;
+#pragma unroll
+        for (int h = 0; h < HEIGHT; h++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const long long row = min(next_tile * ROWS + 16 * h + 8 * i + group, N - 1);
+                words[at][h][i] = load_once(weight + row * (K / 32) + 4 * step + quad);
+                scale[at][h][i] = load_scale(scales + row * GROUPS + column);
+                zero[at][h][i] = HAS_ZERO ? load_zero(zeros + row * GROUPS + column) : 8;
+            }
+        if (++next_turn == turns) next_turn = 0, next_tile += SLOTS;
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) fetch(i);
+
+    // x in the order of decoded weights: column c is next to c + 2, then c + 1 and c + 3, and 16 columns later the same.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#pragma unroll 2
+    for (int i = thread; i < 8 * TILES * steps * 8; i += THREADS) {
+        const int token = i / (8 * steps), piece = i % (8 * steps);  // 8 of each half of a unit's columns
+        uint4 a = make_uint4(0, 0, 0, 0), b = a;
+        if (token < M) {
+            const u16* from = x + token * x_stride + 128 * begin + piece / 2 * 32 + piece % 2 * 8;
+            a = load_16((const uint4*)from), b = load_16((const uint4*)(from + 16));
+        }
+        unsigned char* to = memory + token * PITCH + piece / 8 * 256 + piece % 2 * 128 + piece / 2 % 4 * 16;
+        *(uint4*)to = make_uint4(halves(a.x, a.y, 0x5410), halves(a.x, a.y, 0x7632), halves(b.x, b.y, 0x5410),
+                                 halves(b.x, b.y, 0x7632));
+        *(uint4*)(to + 64) = make_uint4(halves(a.z, a.w, 0x5410), halves(a.z, a.w, 0x7632), halves(b.z, b.w, 0x5410),
+                                        halves(b.z, b.w, 0x7632));
+    }
+    meet();
+
+    float acc[HEIGHT][TILES][4] = {};
+    const unsigned char* tokens = memory + group * PITCH + 16 * quad;
+    auto store = [&](int tile) {
+#pragma unroll
+        for (int h = 0; h < HEIGHT; h++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int row = tile * ROWS + 16 * h + 8 * r + group;
+                if (row >= N) continue;
+                const float add = HAS_BIAS ? widen(bias[row]) : 0;
+#pragma unroll
+                for (int t = 0; t < TILES; t++)
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const int token = 8 * t + 2 * quad + i;
+                        if (token < M) out[(long long)token * N + row] = (u16)narrow(acc[h][t][2 * r + i] + add, 0);
+                    }
+            }
+    };
+    auto finish = [&](int tile) {
+        if (PARTS > 1) {
+            parts_meet(slot);  // the previous tile's sums have been read
+            float4* at = sums + slot * (PARTS - 1) * OUTPUTS * 32 + lane;
+#pragma unroll
+            for (int j = 0; j < OUTPUTS; j++) {
+                const float(&a)[4] = acc[j / TILES][j % TILES];
+                if (part) at[((part - 1) * OUTPUTS + j) * 32] = make_float4(a[0], a[1], a[2], a[3]);
+            }
+            parts_meet(slot);
+            if (part) return;
+#pragma unroll
+            for (int j = 0; j < OUTPUTS; j++)
+#pragma unroll 4
+                for (int p = 0; p < PARTS - 1; p++) {
+                    const float4 more = at[(p * OUTPUTS + j) * 32];
+                    float(&a)[4] = acc[j / TILES][j % TILES];
+                    a[0] += more.x, a[1] += more.y, a[2] += more.z, a[3] += more.w;
+                }
+        }
+        if (SPLITS > 1) {
+            const long long size = (long long)tiles * OUTPUTS * 32;  // of a split
+            float4* at = partial + (long long)tile * OUTPUTS * 32 + lane;
+#pragma unroll
+            for (int j = 0; j < OUTPUTS; j++) {
+                const float(&a)[4] = acc[j / TILES][j % TILES];
+                at[split * size + j * 32] = make_float4(a[0], a[1], a[2], a[3]);
+            }
+            __syncwarp();
+            u32 ticket = 0;
+            if (lane == 0) ticket = add_to(tickets + tile, 1);
+            if (__shfl_sync(0xffffffffu, ticket, 0) != SPLITS - 1) return;
+            if (lane == 0) tickets[tile] = 0;  // for the next launch
+#pragma unroll
+            for (int j = 0; j < OUTPUTS; j++) {
+                float(&a)[4] = acc[j / TILES][j % TILES];
+                float4 v[SPLITS];
+#pragma unroll
+                for (int s = 0; s < SPLITS; s++) v[s] = load_part(at + s * size + j * 32);
+                a[0] = v[0].x, a[1] = v[0].y, a[2] = v[0].z, a[3] = v[0].w;
+#pragma unroll
+                for (int s = 1; s < SPLITS; s++) a[0] += v[s].x, a[1] += v[s].y, a[2] += v[s].z, a[3] += v[s].w;
+            }
+        }
+        store(tile);
+    };
+
+    for (int tile = first, turn = 0; tile < last;)
+#pragma unroll
+        for (int s = 0; s < AHEAD; s++) {
+            if (tile >= last) break;
+            if (turn < turns) {
+                const unsigned char* x_at = tokens + 256 * (turn * PARTS + part);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    u32 v[HEIGHT][2][4];
+#pragma unroll
+                    for (int h = 0; h < HEIGHT; h++)
+#pragma unroll
+                        for (int r = 0; r < 2; r++) {
+                            const uint4& of = words[s][h][r];
+                            const u32 word = i == 0 ? of.x : i == 1 ? of.y : i == 2 ? of.z : of.w;
+#pragma unroll
+                            for (int n = 0; n < 4; n++)
+                                v[h][r][n] = value(word >> 4 * n, zero[s][h][r] * 0x00010001u | ONE, scale[s][h][r]);
+                        }
+#pragma unroll
+                    for (int t = 0; t < TILES; t++) {
+                        const uint4 b = *(const uint4*)(x_at + 8 * t * PITCH + 64 * i);
+#pragma unroll
+                        for (int h = 0; h < HEIGHT; h++) {
+                            multiply(acc[h][t], v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
+                            multiply(acc[h][t], v[h][0][1], v[h][1][1], v[h][0][3], v[h][1][3], b.z, b.w);
+                        }
+                    }
+                }
+                fetch(s);
+            }
+            if (++turn >= turns) {
+                finish(tile);
+                turn = 0, tile += SLOTS;
+#pragma unroll
+                for (int j = 0; j < OUTPUTS; j++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) acc[j / TILES][j % TILES][i] = 0;
+            }
+        }
+}

@@ -1,0 +1,177 @@
+"""The linear layer with 4-bit weights for 1 to 64 tokens, in CUDA C++ for Hopper: csrc/int4_linear.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit.hopper import no_hopper, text
+from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2, tickets
+from fastkernels.overrides.kit.overlap import overlaps
+
+SOURCE = Path(__file__).parent / "csrc" / "int4_linear.cu"
+MAX_TOKENS, MAX_OF_TWO = 64, 32  # tokens; with tiles of 32 rows, for which more have too few registers
+SHARED = 227 * 1024  # bytes of shared memory of a block
+STEP = 128  # columns
+_P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
+TYPES = (*[_P] * 8, _I, _I, _L)
+
+WARPS = 16  # of a block
+# Parameter sets, the preferred ones first; `plan` gives what they do not name.
+PARAMS: tuple[dict[str, int], ...] = (
+    {"height": 1, "ahead": 4},
+    {"height": 2, "ahead": 1},
+    {"height": 1, "ahead": 2},
+)
+
+
+class Plan(NamedTuple):
+    """The constants that a kernel is compiled with, which csrc/int4_linear.cu describes, and its grid."""
+
+    k: int
+    group: int
+    tiles: int
+    zero: bool
+    bias: bool
+    bf16: bool
+    warps: int
+    height: int
+    ahead: int
+    parts: int
+    splits: int
+    grid: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: a split of x, and the sums of parts."""
+        return shared_bytes(self.k, self.tiles, self.splits) + sums_bytes(
+            self.tiles, self.warps, self.height, self.parts
+        )
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """NVRTC's options, without the architecture."""
+        return (
+            "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
+            f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
+            f"-DHAS_ZERO={int(self.zero)}", f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}",
+        )  # fmt: skip
+
+
+def shared_bytes(k: int, tiles: int, splits: int) -> int:
+    """Return the bytes of a split of x in shared memory."""
+    return 8 * tiles * (2 * STEP * cdiv(k // STEP, splits) + 64)
+
+
+def sums_bytes(tiles: int, warps: int, height: int, parts: int) -> int:
+    """Return the bytes of the sums that warps with parts of a tile hand over."""
+    return 512 * tiles * height * (warps // parts) * (parts - 1)
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True, sms: int = 132,
+    height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0, splits: int = 0,
+) -> Plan:  # fmt: skip
+    """Return the plan of a product of m tokens with a weight [n, k]. What is 0 is chosen.
+
+    That is the choice with the least work for the busiest warp, with at most twice as many splits as x needs to fit
+    shared memory.
+    """
+    tiles = cdiv(next_power_of_2(max(m, 8)), 8)
+    choices = [
+        (h, p, s)
+        for h in ([height] if height else [1, 2] if m <= MAX_OF_TWO else [1])
+        for s in ([splits] if splits else range(1, k // STEP + 1))
+        for p in ([parts] if parts else [2**i for i in range(warps.bit_length())])
+        if shared_bytes(k, tiles, s) + sums_bytes(tiles, warps, h, p) <= SHARED
+    ]
+
+    def work(choice: tuple[int, int, int]) -> float:
+        """Return the steps of 16 rows of the busiest warp; to add parts, or splits, costs about as much as one."""
+        h, p, s = choice
+        mine = cdiv(cdiv(n, 16 * h), max(sms // s, 1))
+        steps = cdiv(cdiv(k // STEP, s), p) + (p > 1) + (s > 1)
+        return cdiv(mine, warps // p) * steps * (1 if h == 1 else 1.85)
+
+    fewest = min(s for _, _, s in choices)
+    h, p, s = min((c for c in choices if c[2] <= 2 * fewest), key=lambda c: (work(c), c[2], c[1]))
+    blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
+    return Plan(k, group, tiles, zero, bias, bf16, warps, h, ahead or (4 if h == 1 else 1), p, s, s * blocks)
+
+
+def fits(params: dict[str, int], m: int, k: int) -> bool:
+    """Return whether these parameters suit m tokens and K = k."""
+    return m <= MAX_TOKENS and k % STEP == 0 and (params["height"] == 1 or m <= MAX_OF_TWO)
+
+
+def supports_cuda(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """Return why the CUDA C++ kernel does not support this call, None if it does."""
+    if (reason := no_hopper(SOURCE, x.device)) is not None:
+        return reason
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {x.dtype} is not bfloat16 or float16"
+    k = 2 * weight.shape[1]
+    if not k or k % STEP:
+        return f"K = {k} is not a multiple of {STEP}"
+    if x.numel() // k > MAX_TOKENS:
+        return f"more than {MAX_TOKENS} tokens"  # without the number: each reason is reported once
+    for name, t in (("weight_scale", weight_scale), ("bias", bias)):
+        if t is not None and t.dtype != x.dtype:
+            return f"{name} is {t.dtype}, x is {x.dtype}"
+    for name, t in (
+        ("weight", weight), ("weight_scale", weight_scale), ("weight_zero", weight_zero), ("bias", bias)
+    ):  # fmt: skip
+        if t is not None and not t.is_contiguous():
+            return f"{name} has strides {tuple(t.stride())}: it must be contiguous"
+    if weight.data_ptr() % 16 or x.data_ptr() % 16:
+        return "weight and x must begin at a multiple of 16 bytes"
+    return None
+
+
+@lru_cache(maxsize=512)
+def _kernel(device: torch.device, options: tuple[str, ...], shared: int) -> cuda_rtc.Kernel:
+    return cuda_rtc.Kernel(text(SOURCE), "int4_linear", options, device.index, TYPES, shared)
+
+
+def linear_int4_cuda(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, **params: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Arguments and result are those of linear_int4's reference; params: `plan`'s last ones.
+
+    In a CUDA graph this kernel prefetches the weight while the previous kernel still runs, which must not write it.
+    """
+    n, k = weight.shape[0], 2 * weight.shape[1]
+    rows = x.reshape(-1, k)
+    if rows.stride(1) != 1 or rows.stride(0) % 8:
+        rows = rows.contiguous()
+    m = rows.shape[0]
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    if m == 0 or n == 0:
+        return out
+    p = plan(
+        m, n, k, k // weight_scale.shape[1], weight_zero is not None, bias is not None, x.dtype == torch.bfloat16,
+        multiprocessors(x.device), **params,
+    )  # fmt: skip
+    partial = taken = None
+    if p.splits > 1:
+        tiles = cdiv(n, 16 * p.height)
+        partial = torch.empty(
+            p.splits * tiles * p.height * p.tiles * 128, dtype=torch.float32, device=x.device
+        )
+        taken = tickets.get(x.device, tiles)
+    tensors = (rows, weight, weight_scale, weight_zero, bias, out, partial, taken)
+    args = (*(None if t is None else t.data_ptr() for t in tensors), m, n, rows.stride(0))
+    early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    _kernel(x.device, p.options, p.shared).launch(p.grid, 32 * p.warps, stream, args, overlap=early)
+    return out

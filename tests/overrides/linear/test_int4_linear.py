@@ -1,0 +1,95 @@
+"""`linear_int4` in CUDA C++: the emulated kernel against float64, its machine code, plans, unsupported calls."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.kernels import emulated_int4
+
+from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit.hopper import text
+from fastkernels.overrides.linear import int4_linear_cuda as few
+from fastkernels.overrides.linear.linear_int4 import linear_int4, reference
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("m", "n", "k", "group", "dtype", "params"),
+    [
+        (5, 72, 640, 128, torch.bfloat16, {"warps": 2, "parts": 1, "splits": 2, "ahead": 3}),
+        (13, 50, 384, 32, torch.float16, {"warps": 4, "parts": 2, "splits": 1, "ahead": 2}),
+        # tiles of 32 rows, more parts than steps, splits of different lengths, one group
+        (19, 90, 640, 640, torch.bfloat16, {"warps": 8, "parts": 4, "splits": 3, "height": 2, "ahead": 2}),
+        pytest.param(33, 40, 256, 64, torch.bfloat16, {"warps": 2, "ahead": 1}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("zeros", [True, False])
+def test_emulated_int4_product_matches_float64(
+    m: int,
+    n: int,
+    k: int,
+    group: int,
+    dtype: torch.dtype,
+    params: dict[str, int],
+    zeros: bool,
+    tmp_path: Path,
+) -> None:
+    g = torch.Generator().manual_seed(m)
+    x = torch.randn(m, k + 8, generator=g).to(dtype)[:, :k]
+    weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=g)
+    scale = (torch.rand(n, k // group, generator=g) * k**-0.5).to(dtype)
+    zero = torch.randint(0, 16, (n, k // group), dtype=torch.uint8, generator=g)
+    bias = torch.randn(n, generator=g).to(dtype)
+    p = few.plan(m, n, k, group, zeros, not zeros, dtype == torch.bfloat16, sms=3, **params)
+    got = emulated_int4.product(x, weight, scale, zero, bias, p, tmp_path)
+    want = reference(
+        x.double(), weight, scale.double(), zero if zeros else None, None if zeros else bias.double()
+    )
+    torch.testing.assert_close(got.double(), want, rtol=0.02, atol=0.03)
+
+
+@pytest.mark.parametrize("n", [1, 48, 4096, 6144, 28672, 152064])
+@pytest.mark.parametrize("k", [128, 896, 4096, 14336, 18944, 28672])
+def test_plans_fit_shared_memory(n: int, k: int) -> None:
+    for m in (1, 8, 9, 32, 64):
+        for params in few.PARAMS:
+            if not few.fits(params, m, k):
+                continue
+            p = few.plan(m, n, k, 128, **params)
+            assert p.shared <= few.SHARED and p.warps % p.parts == 0 and p.splits <= k // few.STEP
+            assert 8 * p.tiles >= m and 0 < p.grid <= 132 and p.grid % p.splits == 0
+
+
+@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
+@pytest.mark.parametrize("m", [1, 32, 64])
+def test_int4_kernels_compile_for_hopper(m: int) -> None:
+    p = few.plan(m, 4096, 4096, 128, True)
+    assert (
+        cuda_rtc.nvrtc_compile(text(few.SOURCE), (*p.options, "--gpu-architecture=sm_90a"))[:4] == b"\x7fELF"
+    )
+
+
+def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few, "no_hopper", lambda source, device: None)
+    x, weight, scale = (
+        torch.ones(4, 256).bfloat16(),
+        torch.zeros(16, 128).byte(),
+        torch.ones(16, 2).bfloat16(),
+    )
+    assert few.supports_cuda(x, weight, scale, torch.zeros(16, 2).byte(), torch.ones(16).bfloat16()) is None
+    refused = {
+        "dtype torch.float32": (x.float(), weight, scale),
+        "K = 96 is not": (x[:, :96], weight[:, :48], scale),
+        "more than 64 tokens": (torch.ones(65, 256).bfloat16(), weight, scale),
+        "weight_scale is torch.float16": (x, weight, scale.half()),
+        "bias is torch.float32": (x, weight, scale, None, torch.ones(16)),
+        r"weight_zero has strides \(1, 16\)": (x, weight, scale, torch.zeros(2, 16).byte().t()),
+        "multiple of 16 bytes": (torch.ones(4, 257).bfloat16()[:, 1:], weight, scale),
+    }
+    for reason, call in refused.items():
+        with pytest.raises(RuntimeError, match=reason):
+            raise RuntimeError(few.supports_cuda(*call))
+    assert [p.name for p in linear_int4.providers][:2] == ["cuda", "triton"]
