@@ -105,10 +105,8 @@ def too_large(weights: int) -> str:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         if free < weights + ACTIVATIONS:
-            wanted = (weights + ACTIVATIONS) / GIB
-            return (
-                f"{OMNI} needs {wanted:.1f} GiB of GPU memory next to the pipeline, {free / GIB:.1f} are free"
-            )
+            wanted = f"{(weights + ACTIVATIONS) / GIB:.1f} GiB of GPU memory next to the pipeline"
+            return f"{OMNI} needs {wanted}, {free / GIB:.1f} are free"
     return ""
 
 

@@ -2,8 +2,8 @@
 
 It writes lines of JSON to the original standard output, first {"versions": {package: version}}. Each input line
 {"requests": [[file, seed]], "batch": n, "save": file or ""} is answered with {"seconds": [...], "request_s": [...]}:
-the pipeline's time in vllm-omni's worker, from embeddings to images on the device, and the whole request's, with its ways
-between processes and the conversion to PIL. {"error": text} is the last answer.
+the pipeline's time in vllm-omni's worker, from embeddings to images on the device, and the whole request's, with its
+ways between processes and the conversion to PIL. {"error": text} is the last answer.
 
 The pipelines have no text encoders: prompts are names of files with embeddings. vllm-omni finds the pipelines' classes
 by qualified names, through `__getattr__`. Imports nothing of ours.
@@ -57,6 +57,8 @@ class Absent:
 
 class Embedded:
     """A pipeline of vllm-omni that gets embeddings, times itself, and saves images and latents on request."""
+
+    weights_sources: list[Any]
 
     def __init__(self, **options: Any):
         home = vars(sys.modules[PIPELINES[type(self).__name__]])
