@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from fk_bench.e2e.pictures.costs import gaps, kind_of
 from fk_bench.e2e.pictures.graphs import Graphed, compile_blocks
 from fk_bench.e2e.pictures.measure import cosine, psnr
 from fk_bench.e2e.pictures.named import build
+from fk_bench.e2e.pictures.omni import too_large
 from fk_bench.e2e.pictures.subjects import Encoder, Pipeline
 from support.commands import fk_bench_here, last_json
 from support.tiny import make_tiny_encoder, make_tiny_pipeline
@@ -31,6 +36,21 @@ def run(out: Path, *args: Any, rounds: int = 2) -> tuple[int, dict[str, Any], li
     done = fk_bench_here("e2e", *args, *lanes, "--rounds", rounds, "--out", out)
     found = last_json(done) if done.stdout else {"error": done.stderr}
     return done.returncode, found, read(out / "rows.jsonl")[0] if (out / "rows.jsonl").exists() else []
+
+
+def tiny_flux() -> Any:
+    transformer = diffusers.FluxTransformer2DModel(
+        in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=True,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=[16, 32], down_block_types=["DownEncoderBlock2D"] * 2, norm_num_groups=8,
+        up_block_types=["UpDecoderBlock2D"] * 2, latent_channels=4, shift_factor=0.1,
+    )  # fmt: skip
+    return diffusers.FluxPipeline(
+        transformer=transformer, vae=vae, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None,
+    )  # fmt: skip
 
 
 def headers(page: str) -> list[str]:
@@ -184,9 +204,87 @@ def test_folder_without_weights_gives_a_random_pipeline(tmp_path: Path) -> None:
     assert status == 0, last
 
 
+@pytest.fixture
+def omni(tmp_path: Path) -> tuple[str, ...]:
+    """Arguments of a tiny FLUX.1, measured also by a stand-in for vllm-omni."""
+    fake = Path(__file__).parents[2] / "support" / "hosts" / "fake_vllm_omni.py"
+    for module in ("entrypoints/omni", "inputs/data", "diffusion/models/flux/pipeline_flux"):
+        file = tmp_path / "site" / "vllm_omni" / f"{module}.py"
+        file.parent.mkdir(parents=True)
+        shutil.copy(fake, file)
+    about = tmp_path / "site" / "vllm_omni-0.26.0.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 0.26.0\n")
+    tiny_flux().save_pretrained(tmp_path / "flux")
+    paths = os.pathsep.join((str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])))
+    return (
+        str(tmp_path / "flux"), "--load-format", "dummy", "--hosts", "diffusers", "--image-size", "32", "--dtype",
+        "float32", "--lanes", "stock,vllm-omni,patched", "--env", f"vllm-omni:PYTHONPATH={paths}",
+    )  # fmt: skip
+
+
+def test_vllm_omni_makes_the_same_images(tmp_path: Path, omni: tuple[str, ...]) -> None:
+    status, last, rows = run(tmp_path / "run", *omni, "--requests", "1,4", "--steps", "28", "--channels-last")
+    assert status == 0, last
+    found = [row for row in rows if row.subject.lane == "vllm-omni"]
+    assert [(row.case["batch"], row.round) for row in found] == [(1, 0), (1, 1), (4, 0), (4, 1)]
+    for row in found:
+        assert row.case["interleaved"] is False and row.versions["vllm-omni"] == "0.26.0"
+        assert row.metrics["psnr_to_float32_db"] > 100 and row.metrics["latents_psnr_to_float32_db"] > 100
+        assert 0 < row.metrics["latency_ms"] <= row.metrics["request_ms"]
+    for stock, other, patched in zip(*[iter(last["results"])] * 3, strict=True):
+        faster = min(stock["latency_ms"], other["latency_ms"])
+        assert patched["speedup_over_host"] == pytest.approx(faster / patched["latency_ms"])
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert re.findall(r'alt="image 3, ([\w -]+)"', page) == ["float32", "stock", "vllm-omni", "patched"]
+    (log,) = (tmp_path / "run").glob("vllm-omni-*.log")
+    assert {"ready", "closed"} <= set(log.read_text().splitlines())
+
+
+def test_vllm_omni_that_fails_leaves_the_others(tmp_path: Path, omni: tuple[str, ...]) -> None:
+    status, last, rows = run(tmp_path / "run", *omni, "--requests", "1,5", "--steps", "1", rounds=1)
+    assert status == 1
+    states = ["ok", "ok", "ok", "ok", "failed", "ok"]
+    assert [line["status"] for line in last["results"]] == states
+    (failed,) = [row for row in rows if row.status is Status.FAILED]
+    assert failed.reason.startswith("vllm-omni: ValueError: at most 4 images; see ")
+    absent = (*omni[:-1], "vllm-omni:PYTHONPATH=")
+    status, last, rows = run(tmp_path / "absent", *absent, "--requests", "1", "--steps", "1", rounds=1)
+    (failed,) = [row for row in rows if row.status is Status.FAILED]
+    assert status == 1 and "has no working vllm-omni (" in failed.reason and "--env" in failed.reason
+    lanes = ("--lanes", "stock,vllm-omni", "--requests", "1", "--dtype", "float32")
+    _, _, rows = run(tmp_path / "timm", *TIMM, *lanes, rounds=1)
+    assert rows[0].reason.startswith("vllm-omni is measured with FluxPipeline and StableDiffusionXLPipeline")
+
+
+def test_vllm_omni_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=24 * gib))
+    assert too_large(23 * gib) == ""
+    wanted = "vllm-omni needs 24.5 GiB in /scratch for the weights, 24.0 are free: set TMPDIR"
+    assert too_large(47 * gib // 2) == wanted
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * gib, 80 * gib))
+    wanted = "vllm-omni needs 26.0 GiB of GPU memory next to the pipeline, 20.0 are free"
+    assert too_large(14 * gib) == "" and too_large(20 * gib) == wanted
+
+
+def test_batches_of_four_take_fifty_steps(tmp_path: Path) -> None:
+    pipe = make_tiny_pipeline(tmp_path / "sdxl")
+    more = ("--image-size", "32", "--steps", "50", "--dtype", "float32", "--requests", "4")
+    status, last, rows = run(tmp_path / "run", pipe, "--hosts", "diffusers", *more, rounds=1)
+    assert status == 0, last
+    assert [(row.case["batch"], row.case["steps"]) for row in rows] == [(4, 50)] * 2
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (("--hosts", "diffusers", "--env", "vllm:A=1"), "--env: expected vllm-omni:KEY=VALUE, got 'vllm:A=1'"),
+        (("sdxl", "--hosts", "diffusers", "--lanes", "stock,vllm-omni", "--python", "vllm-omni=/nowhere/python"),
+         "--python vllm-omni: no such interpreter: /nowhere/python"),
         (("--hosts", "timm,diffusers"), "--hosts timm is measured alone"),
         (("--hosts", "timm", "--lanes", "patched"), "begin with stock, then any of compiled"),
         (("--hosts", "diffusers"), "--hosts diffusers needs MODEL"),
@@ -289,18 +387,7 @@ def test_pipeline_without_text_encoders_is_measured(name: str, tmp_path: Path) -
         folder = make_tiny_pipeline(tmp_path)
         pipe = diffusers.DiffusionPipeline.from_pretrained(folder, text_encoder=None, text_encoder_2=None)
     else:
-        transformer = diffusers.FluxTransformer2DModel(
-            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-            joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), guidance_embeds=True,
-        )  # fmt: skip
-        vae = diffusers.AutoencoderKL(
-            block_out_channels=[16, 32], down_block_types=["DownEncoderBlock2D"] * 2, norm_num_groups=8,
-            up_block_types=["UpDecoderBlock2D"] * 2, latent_channels=4, shift_factor=0.1,
-        )  # fmt: skip
-        pipe = diffusers.FluxPipeline(
-            transformer=transformer, vae=vae, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-            text_encoder=None, text_encoder_2=None, tokenizer=None, tokenizer_2=None,
-        )  # fmt: skip
+        pipe = tiny_flux()
     subject = Pipeline(pipe, 32, 2)
     (tokens, _), *_ = (t.shape[1:] for t in subject.inputs(1, 0).values() if isinstance(t, torch.Tensor))
     assert tokens == (512 if name == "flux" else 77)

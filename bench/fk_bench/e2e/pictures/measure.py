@@ -218,9 +218,9 @@ def _measure_batch(
             if lane in running:
                 timed: list[float] = []
                 if found := lane.measured(batch):
-                    timed, why = [found.seconds[r]], None
+                    timed, why = [found.seconds[r]], ""
                 else:
-                    why = _failure(partial(_time, lane, batch, calls, settings.seed + r, timed))
+                    why = _failure(partial(_time, lane, batch, calls, settings.seed + r, timed)) or ""
                 if why:
                     running.remove(lane)
                     fail(lane, why)
@@ -228,7 +228,7 @@ def _measure_batch(
                     add([_row(lane, settings, batch, r, timed[0], checks[lane.name])])
     for lane in [lane for lane in running if settings.costs and lane.elsewhere is None]:
         say(f"batch {batch}, {lane.name}: profile")
-        if why := _failure(partial(_profile, lane, batch, settings.seed)):
+        if why := _failure(partial(_profile, lane, batch, settings.seed)) or "":
             say(f"batch {batch}, {lane.name}: no profile: {why}")
         else:
             add([cost_row(lane, batch, settings)])

@@ -53,7 +53,7 @@ def measure(
 ) -> dict[int, Measured | str]:
     """{batch: results, or why there are none}. `folder` gets the log of the process."""
     weights = sum(t.nbytes for part in subject.parts().values() for t in part.state_dict().values())
-    why = _unknown(subject) or _too_large(weights)
+    why = _unknown(subject) or too_large(weights)
     if why or not isinstance(subject, Pipeline):
         return dict.fromkeys(settings.batches, why)
     found: dict[int, Measured | str] = {}
@@ -95,18 +95,18 @@ def _unknown(subject: Subject) -> str:
     return ""
 
 
-def _too_large(weights: int) -> str:
+def too_large(weights: int) -> str:
+    """Why the disk or the GPU has no room for a second copy of so many bytes, or ''."""
     free, place = shutil.disk_usage(tempfile.gettempdir()).free, tempfile.gettempdir()
     if free < weights + GIB:
-        return f"{OMNI} needs {weights / GIB + 1:.1f} GiB in {place} for the weights, {free / GIB:.1f} are free: set TMPDIR"
+        wanted = f"{weights / GIB + 1:.1f} GiB in {place} for the weights"
+        return f"{OMNI} needs {wanted}, {free / GIB:.1f} are free: set TMPDIR"
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         if free < weights + ACTIVATIONS:
-            wanted = (weights + ACTIVATIONS) / GIB
-            return (
-                f"{OMNI} needs {wanted:.1f} GiB of GPU memory next to the pipeline, {free / GIB:.1f} are free"
-            )
+            wanted = f"{(weights + ACTIVATIONS) / GIB:.1f} GiB of GPU memory next to the pipeline"
+            return f"{OMNI} needs {wanted}, {free / GIB:.1f} are free"
     return ""
 
 

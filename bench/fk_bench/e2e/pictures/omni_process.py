@@ -1,12 +1,12 @@
 """vllm-omni's engine in its own process: `python omni_process.py JSON`, run by the interpreter of its environment.
 
-It writes lines of JSON to the original standard output. The first has the versions of its packages. Then each input line
-{"requests": [[file, seed]], "batch": n, "save": file or ""} is answered with {"seconds": [...], "request_s": [...]}: of
-each request the pipeline's time in vllm-omni's worker, from embeddings to images on the device, and the whole request's
-with its hops between processes and the conversion to PIL. An answer with "error" ends it.
+It writes lines of JSON to the original standard output, first {"versions": {package: version}}. Each input line
+{"requests": [[file, seed]], "batch": n, "save": file or ""} is answered with {"seconds": [...], "request_s": [...]}:
+the pipeline's time in vllm-omni's worker, from embeddings to images on the device, and the whole request's, with its
+ways between processes and the conversion to PIL. {"error": text} is the last answer.
 
-Pipelines have no text encoders: prompts are names of files with embeddings. vllm-omni finds the classes by their qualified
-names (`__getattr__`). Imports nothing of ours.
+The pipelines have no text encoders: prompts are names of files with embeddings. vllm-omni finds the pipelines' classes
+by qualified names, through `__getattr__`. Imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Absent:
 
 class Embedded:
     """A pipeline of vllm-omni that gets embeddings, times itself, and saves images and latents on request."""
+
+    weights_sources: list[Any]
 
     def __init__(self, **options: Any):
         home = vars(sys.modules[PIPELINES[type(self).__name__]])
@@ -125,8 +127,8 @@ def start(options: dict[str, Any]) -> Any:
         from vllm_omni.entrypoints.omni import Omni
     except ImportError as error:
         raise Unusable(
-            f"{sys.executable} has no working vllm-omni ({error}): install vllm-omni==0.26.0rc1 in an environment of its"
-            " own, and name it with --python vllm-omni=PATH or --env vllm-omni:PYTHONPATH=FOLDERS"
+            f"{sys.executable} has no working vllm-omni ({error}): install vllm-omni==0.26.0rc1 in an"
+            " environment of its own, and name it with --python vllm-omni=PATH or --env vllm-omni:PYTHONPATH=FOLDERS"
         ) from error
     try:
         importlib.import_module(PIPELINES[options["pipeline"]])
@@ -186,9 +188,7 @@ def main() -> None:
         import traceback
 
         traceback.print_exc()
-        answer(
-            {"error": str(error) if isinstance(error, Unusable) else f"{type(error).__name__}: {error}"}
-        )
+        answer({"error": str(error) if isinstance(error, Unusable) else f"{type(error).__name__}: {error}"})
         raise SystemExit(1) from error
 
 
