@@ -81,10 +81,10 @@ def plan(
     half_scales: bool = False, sms: int = 132, height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0,
     splits: int = 0,
 ) -> Plan:  # fmt: skip
-    """Return the plan of a product of m tokens with a weight [n, k]. What is 0 is chosen.
+    """Return the plan of a product of m tokens with a weight [n, k].
 
-    That is the choice with the least work for the busiest warp, with at most twice as many splits as x needs to fit
-    shared memory.
+    Parameters that are 0 are chosen so that the busiest warp has the least work, with at most twice as many splits as x
+    needs to fit shared memory.
     """
     tiles = cdiv(next_power_of_2(max(m, 8)), 8)
     choices = [

@@ -25,7 +25,7 @@ def start(device: Any) -> None:
 
 
 def stop() -> dict[str, Any]:
-    """What ran since `start`; on a CPU, operators.
+    """Return the kernels that ran since `start`; on a CPU, the operators.
 
     kernels  {kernel name: launches}; CUDA runtime calls of the host are included under their names
     us       {kernel name: total us}; a kernel that starts early also counts while it waits for the one before it

@@ -252,6 +252,13 @@ def test_gpu_case_is_skipped_on_cpu(tmp_path: Path) -> None:
     assert "need a GPU" in line["error"]
 
 
+def test_case_without_output_is_checked_but_not_timed(tmp_path: Path) -> None:
+    chosen = ("--device", "cpu", "--case", "empty", "--rounds", 3, "--no-cage")  # the baseline dequantizes the weight
+    fk_bench_here("kernels", "linear_int4", *chosen, "--out", tmp_path / "run", "--json")
+    (row,) = cases(read(tmp_path / "run" / "rows.jsonl")[0])
+    assert row.status is Status.OK and "error_max" in row.metrics and "time_us_p50" not in row.metrics
+
+
 @pytest.mark.slow
 def test_damaged_capture_is_reported_rest_is_used(tmp_path: Path) -> None:
     shipped = next(p.parent for p in sorted(SHIPPED.glob("*/capture.json")) if "sampling" in p.read_text())
