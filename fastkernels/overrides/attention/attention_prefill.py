@@ -88,9 +88,8 @@ def _attention_prefill_kernel(
     # the keys. Each key is looked up in the block table on its own, so that any block size works.
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = (tl.program_id(0) % kv_heads).to(tl.int64)
-    block = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    ) // kv_heads  # late queries see the most keys: they go first
+    # Late queries see the most keys: they go first.
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // kv_heads
     # The grid depends on shapes only, so that a CUDA graph serves any lengths: blocks of sequence i begin at number
     # i + (queries before it) // BLOCK_Q.
     before = tl.load(cu_ptr)

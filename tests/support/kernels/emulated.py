@@ -42,12 +42,6 @@ BODIES = {
     " return half(low) | half(high) << 16;",
 }
 MAIN = """
-template <class T> std::vector<T> numbers(FILE* file, size_t count) {
-    std::vector<T> found(count);
-    if (fread(found.data(), sizeof(T), count, file) != count) fail("the file of arguments is short");
-    return found;
-}
-
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
     const auto head = numbers<int>(file, 11);

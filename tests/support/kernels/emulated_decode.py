@@ -67,12 +67,6 @@ void one() {
                      call.scale, call.v_scale, call.early, call.window, call.softcap, sinks.data());
 }
 
-template <class T> std::vector<T> numbers(FILE* file, size_t count) {
-    std::vector<T> found(count);
-    if (fread(found.data(), sizeof(T), count, file) != count) fail("the file of arguments is short");
-    return found;
-}
-
 // A file has a header of 24 integers, three floats, and q, keys, values, lengths, table, sinks, as they lie in memory.
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");

@@ -36,11 +36,6 @@ BODIES = {
     " | ONE, i)) - number(half_of(zero, i)))) * number(half_of(scale, i))) << 16 * i; return v;",
 }
 MAIN = """
-template <class T> std::vector<T> numbers(FILE* file, size_t count) {
-    std::vector<T> found(count);
-    if (fread(found.data(), sizeof(T), count, file) != count) fail("the file of arguments is short");
-    return found;
-}
 static std::vector<u16> x, scales, bias, out;
 static std::vector<uint4> weight;
 static std::vector<unsigned char> zeros;

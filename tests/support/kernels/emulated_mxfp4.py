@@ -34,11 +34,6 @@ BEFORE = """#define CLUSTER 1
 #include "lanes_on_cpu.hpp"
 """
 MAIN = """
-template <class T> std::vector<T> numbers(FILE* file, size_t count) {
-    std::vector<T> found(count);
-    if (fread(found.data(), sizeof(T), count, file) != count) fail("the file of arguments is short");
-    return found;
-}
 static std::vector<uint4> a, weight;
 static std::vector<unsigned char> scales;
 static std::vector<u16> bias, out;

@@ -44,6 +44,13 @@ inline void fail(const char* why) {
     _exit(2);
 }
 
+// Of the file of arguments.
+template <class T> std::vector<T> numbers(FILE* file, size_t count) {
+    std::vector<T> found(count);
+    if (fread(found.data(), sizeof(T), count, file) != count) fail("the file of arguments is short");
+    return found;
+}
+
 inline void count(uint32_t barrier, int arrivals, long bytes) {
     std::lock_guard<std::mutex> guard(barriers_lock);
     Barrier& b = barriers[barrier];

@@ -27,9 +27,8 @@ from fk_bench.e2e.pictures.subjects import Pipeline, Subject
 
 SCRIPT = Path(__file__).with_name("omni_process.py")
 GIB = 2**30
-ACTIVATIONS = (
-    6 * GIB
-)  # least GPU memory next to the weights: an image of 1024 x 1024 pixels and a CUDA context
+# GPU memory next to the weights for an image of 1024 x 1024 pixels and a CUDA context: a guess
+ACTIVATIONS = 6 * GIB
 
 
 @dataclass(frozen=True)
