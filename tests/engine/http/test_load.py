@@ -105,9 +105,12 @@ def nothing_wrong(clients, *more):
     assert not others, "\n".join([str(others), *clients.stories[:3]])
 
 
+@pytest.mark.parametrize(
+    ("number", "different", "killed"), [(64, 24, 2), pytest.param(2000, 250, 8, marks=pytest.mark.slow)]
+)
 @pytest.mark.slow
-def test_answers_under_load_are_right(tiny, tmp_path, reference, objects):
-    number, killed, pool = 600, 4, asks(100)
+def test_answers_under_load_are_right(tiny, tmp_path, reference, objects, number, different, killed):
+    pool = asks(different)
     for ask in pool:
         reference(ask)
     with served(tiny, tmp_path, *TIGHT) as (process, url):

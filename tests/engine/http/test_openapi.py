@@ -82,7 +82,7 @@ def test_every_route(document, server, method, path, mode):
 @pytest.mark.parametrize(("method", "path"), [r for r in ROUTES if r[0] == "POST"])
 def test_every_route_with_many_examples(document, server, method, path, mode):
     skip_what_cannot_be_wrong(method, path, mode)
-    run(document, server, method, path, mode, 400)
+    run(document, server, method, path, mode, 1000)
 
 
 def test_all_routes_are_tested(document):
