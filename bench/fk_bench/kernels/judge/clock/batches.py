@@ -21,7 +21,7 @@ import torch
 
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock.phases import PHASES
-from fk_bench.kernels.judge.clock.timing import Samples, batched, unsteady
+from fk_bench.kernels.judge.clock.timing import Samples, batched, counted_alone, unsteady
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong, same_bits
 from fk_bench.kernels.judge.memory import ipc, layout, producer
 from fk_bench.kernels.judge.memory.arena import Arena
@@ -157,8 +157,11 @@ class Batches:
     @staticmethod
     def _disturbed(timed: Timed) -> bool:
         """Whether more rounds may change the verdict: a busy machine also delays some calls alone."""
+        sides = timed.candidate, timed.baseline
         return bool(
-            unsteady(timed.baseline, timed.again) or batched(timed.candidate, timed.baseline, suspected=True)
+            unsteady(timed.baseline, timed.again)
+            or batched(*sides, suspected=True)
+            or counted_alone(*sides, suspected=True)
         )
 
     # -- a round

@@ -115,7 +115,8 @@ class CaseRun:
             return 2  # in longer batches the cost of starting them matters less
         if timing.unsteady(timed.baseline, timed.again) or not timed.candidate.steady:
             return 0  # more rounds did not help
-        return 1 if timing.invalid(timed.candidate, timed.baseline, 0.0) else 0
+        sides = timed.candidate, timed.baseline
+        return 1 if timing.invalid(*sides, 0.0) or timing.counted_alone(*sides) else 0
 
     def _time(self, checks: Checks, own: float, longer: int) -> Timed:
         fast, slow = sorted((self.evidence.chosen.seconds, own))
