@@ -76,7 +76,9 @@ class CaseRun:
             self.baseline.stop()
             if self.identity and seen.chosen.name:
                 self.candidate.ask("use", baseline=seen.chosen.name)
-                checks.unchecked = seen.chosen.unchecked
+                # Prepared weights are not those of every batch; with itself as the candidate only times matter.
+                every = range(len(slots.outs))
+                checks.unchecked = every if seen.chosen.prepares else seen.chosen.unchecked
             repeats = 2 if self.trial.timed else 0
             seen.checked = checks.first(self.candidate, candidate, slots, repeats, compiled)
             if seen.chosen.seconds and slots.layout.stride + slots.layout.shared <= HARD_BYTES:
@@ -113,7 +115,8 @@ class CaseRun:
             return 2  # in longer batches the cost of starting them matters less
         if timing.unsteady(timed.baseline, timed.again) or not timed.candidate.steady:
             return 0  # more rounds did not help
-        return 1 if timing.invalid(timed.candidate, timed.baseline, 0.0) else 0
+        sides = timed.candidate, timed.baseline
+        return 1 if timing.invalid(*sides, 0.0) or timing.counted_alone(*sides) else 0
 
     def _time(self, checks: Checks, own: float, longer: int) -> Timed:
         fast, slow = sorted((self.evidence.chosen.seconds, own))
@@ -123,7 +126,11 @@ class CaseRun:
         slots, candidate, baseline = self._open(count, 0 if cuda else count)
         round_s = 4.5 * n * (fast + slow)  # six batches
         rounds = max(self.plan.least, min(self.plan.rounds, int(self.plan.seconds / round_s)))
-        lanes = Lane(self.candidate, candidate), Lane(self.baseline, baseline)
+        prepares = self.evidence.chosen.prepares
+        lanes = (
+            Lane(self.candidate, candidate, prepares=prepares and self.identity),
+            Lane(self.baseline, baseline, prepares=prepares),
+        )
         return Batches(slots, n, *lanes, checks, rounds).run()
 
     def _calls(self, fast: float, slow: float, longer: int) -> int:
