@@ -21,8 +21,7 @@ from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerP
 from fk_bench.kernels.judge.rows.verdict import Evidence
 
 CHECKED = 3  # slots of the untimed checks
-HARD = 3  # kinds of extreme values that are also tried on a timed case
-HARD_BYTES = 64 << 20  # if its arguments are not larger
+HARD_BYTES = 64 << 20  # of a timed case's arguments, above which no extreme values are tried
 RANDOM = random.SystemRandom()
 SLOWER = 4  # a batch of the slower side may last so many times the usual length
 
@@ -34,6 +33,7 @@ class Plan:
     rounds, seconds  most rounds, and the target for all of them together; there are at least `least`
     batch_s          target of a batch of N calls; max_calls: the largest N
     memory           bytes of inputs and outputs
+    hard             kinds of extreme values that are also tried
     """
 
     device: str
@@ -43,6 +43,7 @@ class Plan:
     batch_s: float
     max_calls: int
     memory: int
+    hard: int
 
 
 class CaseRun:
@@ -83,7 +84,7 @@ class CaseRun:
             seen.checked = checks.first(self.candidate, candidate, slots, repeats, compiled)
             if seen.chosen.seconds and slots.layout.stride + slots.layout.shared <= HARD_BYTES:
                 hard = self.trial.hard
-                for name in RANDOM.sample(sorted(hard), min(HARD, len(hard))):
+                for name in RANDOM.sample(sorted(hard), min(self.plan.hard, len(hard))):
                     sides, arenas = (self.candidate, self.baseline), (candidate, baseline)
                     checks.hard(sides, arenas, slots, name, hard[name])
             if seen.wants_times and seen.chosen.seconds:
