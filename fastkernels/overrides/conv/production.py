@@ -11,6 +11,7 @@ from fastkernels.core.baseline import Baseline, inductor
 from fastkernels.overrides.conv import grid_sample as places
 from fastkernels.overrides.conv import interpolate as sizes
 from fastkernels.overrides.conv import pool as windows
+from fastkernels.overrides.conv import upsample_conv as upsampled
 from fastkernels.overrides.kit.libraries import T, from_torch
 
 Ints = Sequence[int]
@@ -45,4 +46,5 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "interpolate": (*from_torch(sizes.reference), inductor("interpolate")),
     "patch_embedding": from_torch(_patch_embedding),
     "pool": from_torch(windows.reference),
+    "upsample_conv": from_torch(upsampled.plain),
 }

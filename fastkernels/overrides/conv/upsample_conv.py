@@ -35,7 +35,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 @triton.jit
 def _phases_kernel(
-    w_ptr, out_ptr, O, C, stride_o, stride_c, stride_h, stride_w,
+    w_ptr, out_ptr, made, C, stride_o, stride_c, stride_h, stride_w,
     BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # One program per output channel and block of input channels: the 2x2 weights of all four phases.
@@ -52,13 +52,13 @@ def _phases_kernel(
             seen = ((a == 0) | (i != r)) & ((b == 0) | (j != s)) & (c < C)
             w_at = w_ptr + o * stride_o + c * stride_c + (row + a) * stride_h + (column + b) * stride_w
             total += tl.load(w_at, mask=seen, other=0.0).to(tl.float32)
-    out_at = out_ptr + ((i * 2 + j) * O + o) * 4 * C + (r * 2 + s) * C + c
+    out_at = out_ptr + ((i * 2 + j) * made + o) * 4 * C + (r * 2 + s) * C + c
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=c < C)
 
 
 @triton.jit
 def _interleave_kernel(
-    x_ptr, b_ptr, out_ptr, O, H, W, stride_b, stride_c, stride_h, stride_w, out_b, out_c, out_h, out_w,
+    x_ptr, b_ptr, out_ptr, made, H, W, stride_b, stride_c, stride_h, stride_w, out_b, out_c, out_h, out_w,
     HAS_B: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # One program per row of the result [.., H, W], block of columns, and block of channels. Phase (i, j) of pixel
@@ -67,12 +67,12 @@ def _interleave_kernel(
     image, row = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P).to(tl.int64)[:, None]
     channels = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C).to(tl.int64)[None, :]
-    known = (columns < W) & (channels < O)
-    x_at = x_ptr + image * stride_b + (row + 1) // 2 * stride_h + row % 2 * 2 * O * stride_c
-    x_at += (columns + 1) // 2 * stride_w + columns % 2 * O * stride_c
+    known = (columns < W) & (channels < made)
+    x_at = x_ptr + image * stride_b + (row + 1) // 2 * stride_h + row % 2 * 2 * made * stride_c
+    x_at += (columns + 1) // 2 * stride_w + columns % 2 * made * stride_c
     y = tl.load(x_at + channels * stride_c, mask=known, other=0.0).to(tl.float32)
     if HAS_B:
-        y += tl.load(b_ptr + channels, mask=channels < O, other=0.0).to(tl.float32)
+        y += tl.load(b_ptr + channels, mask=channels < made, other=0.0).to(tl.float32)
     out_at = out_ptr + image * out_b + row * out_h + columns * out_w + channels * out_c
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=known)
 

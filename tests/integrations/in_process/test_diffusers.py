@@ -17,7 +17,7 @@ from fastkernels.patch import PatchError
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models.attention_processor import AttnProcessor2_0  # noqa: E402
 
-DIFFUSION = ["ada_layer_norm", "gated_residual", "geglu", "group_norm", "timestep_embedding"]
+DIFFUSION = ["ada_layer_norm", "gated_residual", "geglu", "group_norm", "timestep_embedding", "upsample_conv"]
 UNET = {
     "sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8,
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "cross_attention_dim": 64,
@@ -128,7 +128,7 @@ def test_pipeline_gives_the_hosts_latents_and_images() -> None:
         ("attention_dense", "AttnProcessor2_0"): 18, ("attention_dense", "CLIPAttention"): 4,
         ("layer_norm", "nn.LayerNorm"): 34, ("geglu", "GEGLU"): 8,
         ("quick_gelu", "QuickGELUActivation"): 4, ("timestep_embedding", "Timesteps"): 2,
-        ("group_norm", "ResnetBlock2D"): 18, ("group_norm", "nn.GroupNorm"): 45,
+        ("group_norm", "ResnetBlock2D"): 18, ("group_norm", "nn.GroupNorm"): 45, ("upsample_conv", "Upsample2D"): 2,
     }  # fmt: skip
     torch.testing.assert_close(image(pipe), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
     calls = {r.op: (r.calls, r.proof) for r in report.refresh().active}
@@ -166,7 +166,7 @@ def test_flux_pipeline_gives_the_hosts_images() -> None:
     assert rows[("timestep_embedding", "Timesteps")] == (1, 4)
     assert {op for op, _ in rows} == {
         "attention_dense", "ada_layer_norm", "gated_residual", "timestep_embedding", "group_norm", "gelu", "quick_gelu",
-        "t5_layer_norm",
+        "t5_layer_norm", "upsample_conv",
     }  # fmt: skip
     after = [
         type(m)

@@ -1,0 +1,109 @@
+"""upsample_conv beyond its cases: memory formats, weights that change, and diffusers' Upsample2D."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.kernels import warm
+
+import fastkernels
+from fastkernels.overrides.conv.diffusers import DiffusersUpsample2D
+from fastkernels.overrides.conv.upsample_conv import upsample_conv
+from fastkernels.patch import PatchError
+
+Upsample2D = pytest.importorskip("diffusers.models.upsampling").Upsample2D
+FORMATS = """
+import itertools, torch
+from fastkernels.overrides.conv import upsample_conv as op
+
+for x_format, w_format in itertools.product((torch.contiguous_format, torch.channels_last), repeat=2):
+    x = torch.randn(2, 5, 3, 70).to(memory_format=x_format)
+    weight, bias = torch.randn(70, 5, 3, 3).to(memory_format=w_format), torch.randn(70)
+    want = op.plain(x, weight, bias)
+    for values in (x, torch.randn(2, 5, 70, 3).transpose(2, 3).copy_(x)):
+        got = op.upsample_conv(values, weight, bias)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        if values is x:
+            assert got.stride() == want.stride(), (got.stride(), want.stride())
+assert op.upsample_conv(x[:0], weight, bias).shape == (0, 70, 6, 140)
+assert not op.upsample_conv.reset() and op.upsample_conv.order("cpu")[0][0].name == "triton"
+weight.mul_(2)  # as an adapter that is merged into it
+torch.testing.assert_close(op.upsample_conv(x, weight), op.plain(x, weight), rtol=1e-4, atol=1e-4)
+"""
+
+
+def test_triton_kernels_keep_the_memory_format_of_pytorch() -> None:
+    done = warm.run(["-c", FORMATS], {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((torch.ones(2, 4, 3), torch.ones(5, 4, 3, 3)), r"got x \(2, 4, 3\), weight \(5, 4, 3, 3\)"),
+        ((torch.ones(2, 4, 3, 3), torch.ones(5, 3, 3, 3)), r"got x \(2, 4, 3, 3\), weight \(5, 3, 3, 3\)"),
+        ((torch.ones(2, 4, 3, 3), torch.ones(5, 4, 1, 1)), r"weight \(5, 4, 1, 1\)"),
+        ((torch.ones(2, 4, 3, 3), torch.ones(5, 4, 3, 3), torch.ones(4)), r"bias \(4,\) is not for weight"),
+    ],
+)
+def test_wrong_arguments_are_refused(args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        upsample_conv(*args)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"name": "op", "bias": False}, {"out_channels": 5, "padding": (1, 1)}]
+)
+def test_layer_equals_the_hosts(options: dict[str, Any]) -> None:
+    theirs, ours = (cls(6, use_conv=True, **options) for cls in (Upsample2D, DiffusersUpsample2D))
+    assert DiffusersUpsample2D.supports(theirs) is None
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 6, 5, 3)
+    upsample_conv.reset()
+    with torch.no_grad():
+        for size in (None, (10, 6), torch.Size((9, 7))):
+            torch.testing.assert_close(ours(x, size), theirs(x, size))
+    assert upsample_conv.calls == 2
+    assert upsample_conv.fallbacks == {"output_size (9, 7) is not twice (5, 3)": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_conv_transpose": True}, "it upsamples with a transposed convolution"),
+        ({"use_conv": False}, "it has no interpolation with a convolution behind it"),
+        ({"interpolate": False}, "it has no interpolation with a convolution behind it"),
+        ({"norm_type": "rms_norm", "eps": 1e-6, "elementwise_affine": True}, "it has a norm, RMSNorm"),
+        ({"kernel_size": 1, "padding": 0}, "its convolution has kernel size, stride, padding, dilation, groups and edges"),
+    ],
+)  # fmt: skip
+def test_other_layers_stay_with_the_host(options: dict[str, Any], reason: str) -> None:
+    model = torch.nn.Sequential(Upsample2D(6, **{"use_conv": True, **options}))
+    with pytest.raises(PatchError, match=re.escape(f"1 unsupported: {reason}")):
+        fastkernels.patch(model, ops="upsample_conv")
+
+
+def test_changed_convolution_runs_its_own_code() -> None:
+    model = torch.nn.Sequential(Upsample2D(6, use_conv=True))
+    x = torch.randn(1, 6, 3, 4)
+    with torch.no_grad(), fastkernels.patch(model, ops="upsample_conv") as report:
+        model(x)
+        hook = model[0].conv.register_forward_hook(lambda module, args, y: y + 1)
+        want = F.interpolate(x, scale_factor=2.0, mode="nearest")
+        want = F.conv2d(want, model[0].conv.weight, model[0].conv.bias, padding=1)
+        torch.testing.assert_close(model(x), want + 1)
+        hook.remove()
+        torch.testing.assert_close(model(x), want)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype == torch.bfloat16
+        (row,) = report.refresh().active
+    assert row.calls == 2
+    assert row.fallbacks == {
+        "its convolution's forward was replaced by other code": 1,
+        "autocast chooses the convolution's dtype": 1,
+    }
