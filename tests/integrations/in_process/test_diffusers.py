@@ -12,6 +12,7 @@ import transformers
 
 import fastkernels
 from fastkernels.core.dispatch import OPS
+from fastkernels.overrides.attention.attention_dense import reference
 from fastkernels.patch import PatchError
 
 diffusers = pytest.importorskip("diffusers")
@@ -260,6 +261,28 @@ def test_resnet_block_equals_the_hosts(options: dict[str, Any]) -> None:
             for given in (temb,) if theirs.time_emb_proj is not None else (None,):
                 torch.testing.assert_close(ours(image, given), theirs(image, given))
     assert DiffusersResnetBlock2D.supports(theirs) is None
+
+
+def test_wide_head_of_a_vae_reaches_the_op() -> None:
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(**{**VAE, "block_out_channels": [16, 288]}).eval()
+    latents, sizes, op = torch.randn(1, 4, 5, 3), [], OPS["attention_dense"]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, *args: Any) -> torch.Tensor:
+        sizes.append((q.shape, k.shape))
+        return reference(q, k, *args)
+
+    with torch.no_grad():
+        for memory in (torch.contiguous_format, torch.channels_last):
+            vae.to(memory_format=memory)
+            before = vae.decode(latents).sample
+            with fastkernels.patch(vae, ops=["attention_dense", *DIFFUSION]) as report:
+                op.set_candidate(attend)
+                torch.testing.assert_close(vae.decode(latents).sample, before, rtol=1e-4, atol=1e-4)
+                op.set_candidate(None)
+                rows = {r.host_class: (r.calls, r.fallbacks) for r in report.refresh().active}
+            assert sizes.pop() == ((1, 15, 1, 288), (1, 15, 1, 288)) and not sizes
+            assert rows["AttnProcessor2_0"] == rows["Upsample2D"] == (1, {})
 
 
 def test_resampling_blocks_stay_with_the_host() -> None:
