@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastkernels.core.dispatch import OPS, ForOthers, Op, Provider, UnsupportedCase, counters, define, installed
+from fastkernels.core.dispatch import (
+    OPS,
+    ForOthers,
+    Op,
+    Provider,
+    UnsupportedCase,
+    counters,
+    define,
+    installed,
+)
 
 
 def _small_only(x: torch.Tensor) -> str | None:
