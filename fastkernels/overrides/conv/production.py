@@ -11,7 +11,6 @@ from fastkernels.core.baseline import Baseline, inductor
 from fastkernels.overrides.conv import grid_sample as places
 from fastkernels.overrides.conv import interpolate as sizes
 from fastkernels.overrides.conv import pool as windows
-from fastkernels.overrides.conv import upsample_conv as upsampled
 from fastkernels.overrides.kit.libraries import T, from_torch
 
 Ints = Sequence[int]
@@ -39,6 +38,10 @@ def _patch_embedding(x: T, weight: T, bias: T | None = None) -> T:
     return F.conv3d(x, weight, bias, stride=weight.shape[2:]).permute(0, 2, 3, 4, 1)
 
 
+def _upsample_conv(x: T, weight: T, bias: T | None = None) -> T:
+    return F.conv2d(F.interpolate(x, scale_factor=2.0), weight, bias, padding=1)
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "batch_norm": (*from_torch(_batch_norm), inductor("batch_norm")),
     "convolution": from_torch(_convolution),
@@ -46,5 +49,5 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "interpolate": (*from_torch(sizes.reference), inductor("interpolate")),
     "patch_embedding": from_torch(_patch_embedding),
     "pool": from_torch(windows.reference),
-    "upsample_conv": from_torch(upsampled.plain),
+    "upsample_conv": from_torch(_upsample_conv),
 }

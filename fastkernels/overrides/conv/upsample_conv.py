@@ -1,11 +1,12 @@
-"""Nearest upsampling to twice the size, then a 3x3 convolution: four 2x2 convolutions of the small image.
+"""Nearest upsampling to twice the size, then a 3x3 convolution, as four 2x2 convolutions of the small image.
 
-The pixels of an upsampled image are equal in blocks of 2x2. At each of the four places in a block, the windows of the
-convolution see 2x2 pixels of the small image: a phase, whose weights are sums of the 3x3 weights.
+Upsampled pixels are equal in blocks of 2x2. At each of the four places (phases) in a block, a window sees 2x2 pixels of
+the small image, with sums of the 3x3 weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from fastkernels.core.assemble import filled, load, make
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Tensor
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
@@ -122,8 +124,8 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     out = _empty(x, weight)
     if out.numel() == 0:
         return out
-    # The sums are made in each call. A stored copy would be 16/9 of the weight, and wrong once an adapter is merged
-    # into the weight in place: the replay of a CUDA graph runs no code that could notice.
+    # Each call makes the sums. A stored copy (16/9 of the weight) would be wrong once an adapter is merged into the
+    # weight in place: the replay of a CUDA graph runs no code that could notice.
     wide = F.conv2d(x.contiguous(memory_format=torch.channels_last), phases(weight), padding=1)
     batch, made, rows, columns = out.shape
     most = 256 if _channels_last(out) else 64  # channels, or columns too, are neighbors in the result
@@ -137,19 +139,9 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return out
 
 
-def _torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     _check(x, weight, bias)
-    return _empty(x, weight).copy_(plain(x, weight, bias))
-
-
-def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The two calls of PyTorch."""
-    return F.conv2d(F.interpolate(x, scale_factor=2.0, mode="nearest"), weight, bias, padding=1)
-
-
-def _reference(*args: Any) -> torch.Tensor:
-    _check(*args)
-    return _empty(*args[:2]).copy_(reference(*args))
+    return _empty(x, weight).copy_(reference(x, weight, bias))
 
 
 upsample_conv = define(
@@ -157,19 +149,22 @@ upsample_conv = define(
     fake=lambda x, weight, bias=None: _empty(x, weight),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
-        Provider("torch", _torch, devices=("cuda", "cpu")),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
 
 
-def _case(name: str, tag: str, batch: int, channels: int, rows: int, columns: int, outer: int | None = None,
-          dtype: str = "bfloat16", weight: float = 1, affine: bool = True) -> Case:  # fmt: skip
-    dims = {
-        "batch": batch, "channels": channels, "rows": rows, "columns": columns, "outer": outer or channels,
-        "affine": affine,
-    }  # fmt: skip
+def _case(name: str, tag: str, sizes: tuple[int, ...], dtype: str = "bfloat16", weight: float = 1,
+          affine: bool = True) -> Case:  # fmt: skip
+    dims = dict(zip(("batch", "channels", "rows", "columns", "outer"), sizes, strict=True), affine=affine)
     return Case(name, dims, dtype, weight, (tag,))
+
+
+def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
+    x, weight, bias = filled(args, 3, None)
+    module = make(cls, x, x.shape[1], use_conv=True, out_channels=len(weight), bias=bias is not None)
+    load(module, {"conv.weight": weight, "conv.bias": bias})
+    return lambda: module(x)
 
 
 SPEC = OpSpec(
@@ -178,18 +173,18 @@ SPEC = OpSpec(
     reference=reference,
     op=upsample_conv,
     cases=(  # SDXL at 1024 px: the UNet on an image and its unconditional twin in 30 steps; the decoder of its VAE
-        _case("unet_32", "model", 2, 1280, 32, 32, weight=30),
-        _case("unet_64", "model", 2, 640, 64, 64, weight=30),
-        _case("vae_128", "model", 1, 512, 128, 128),
-        _case("vae_256", "model", 1, 512, 256, 256),
-        _case("vae_512", "model", 1, 256, 512, 512),
-        _case("one", "odd", 1, 1, 1, 1, dtype="float32"),
-        _case("odd_63", "odd", 2, 15, 9, 7, 17),
-        _case("odd_half", "odd", 1, 33, 5, 6, 40, "float16"),
-        _case("plain", "odd", 2, 6, 3, 11, 5, "float32", affine=False),
-        _case("wide", "odd", 1, 8, 2, 3, 300, "float32"),
-        _case("row", "odd", 3, 4, 1, 70, 3),
-        _case("column", "odd", 1, 260, 5, 1, 2, "float16"),
+        _case("unet_32", "model", (2, 1280, 32, 32, 1280), weight=30),
+        _case("unet_64", "model", (2, 640, 64, 64, 640), weight=30),
+        _case("vae_128", "model", (1, 512, 128, 128, 512)),
+        _case("vae_256", "model", (1, 512, 256, 256, 512)),
+        _case("vae_512", "model", (1, 256, 512, 512, 256)),
+        _case("one", "odd", (1, 1, 1, 1, 1), "float32"),
+        _case("odd_63", "odd", (2, 15, 9, 7, 17)),
+        _case("odd_half", "odd", (1, 33, 5, 6, 40), "float16"),
+        _case("plain", "odd", (2, 6, 3, 11, 5), "float32", affine=False),
+        _case("wide", "odd", (1, 8, 2, 3, 300), "float32"),
+        _case("row", "odd", (3, 4, 1, 70, 3)),
+        _case("column", "odd", (1, 260, 5, 1, 2), "float16"),
     ),
     arguments=(
         Tensor("x", "batch channels rows columns"),
@@ -205,6 +200,6 @@ SPEC = OpSpec(
         "outer": Axis.width(),
         "affine": Axis.option(True, stated=True),
     },
-    constructor={"out_channels": "outer"},
+    build=_build,
     flops="32 * batch * outer * channels * rows * columns",
 )
