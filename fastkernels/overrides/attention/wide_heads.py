@@ -22,52 +22,34 @@ MOST_FUSED = 256  # head sizes up to this are for the fused kernels
 MOST_BATCH = 65535  # along the second axis of a CUDA grid
 SCORES = 64 << 20  # bytes of the scores of some queries, in float32
 WEIGHTS = 256 << 20  # bytes of the weights of more queries, whose product with v is one
-TILE = 16384  # keys that a program of the softmax has in registers
+MOST_KEYS = 32768  # a program of the softmax has a row in its registers
 _SMALL = ForOthers(f"it is for head sizes over {MOST_FUSED}")
 
 
 @triton.jit
 def _softmax_kernel(
     x_ptr, out_ptr, n, x_stride_b, x_stride_r, out_stride_b, out_stride_r, factor,
-    WHOLE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # One program per row. The factor is in units of log2(e), so that the softmax needs exp2 alone.
     follow(OVERLAP)
     row, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    x_at = x_ptr + batch * x_stride_b + row * x_stride_r
-    out_at = out_ptr + batch * out_stride_b + row * out_stride_r
     cols = tl.arange(0, BLOCK)
-    if WHOLE:
-        x = tl.load(x_at + cols, mask=cols < n, other=0.0) * factor
-        x = tl.where(cols < n, x, float("-inf"))
-        p = tl.exp2(x - tl.max(x, 0))
-        p *= 1.0 / tl.sum(p, 0)
-        tl.store(out_at + cols, p.to(out_ptr.dtype.element_ty), mask=cols < n)
-    else:
-        top = tl.full([BLOCK], float("-inf"), tl.float32)  # of each column of the blocks
-        total = tl.zeros([BLOCK], tl.float32)
-        for begin in range(0, n, BLOCK):
-            inside = begin + cols < n
-            x = tl.load(x_at + begin + cols, mask=inside, other=0.0) * factor
-            new = tl.maximum(top, tl.where(inside, x, float("-inf")))
-            total = total * tl.exp2(top - new) + tl.where(inside, tl.exp2(x - new), 0.0)
-            top = new
-        most = tl.max(top, 0)
-        scale = 1.0 / tl.sum(total * tl.exp2(top - most), 0)
-        for begin in range(0, n, BLOCK):
-            inside = begin + cols < n
-            x = tl.load(x_at + begin + cols, mask=inside, other=0.0) * factor
-            p = tl.exp2(x - most) * scale
-            tl.store(out_at + begin + cols, p.to(out_ptr.dtype.element_ty), mask=inside)
+    x_at = x_ptr + batch * x_stride_b + row * x_stride_r + cols
+    x = tl.where(cols < n, tl.load(x_at, mask=cols < n, other=0.0) * factor, float("-inf"))
+    p = tl.exp2(x - tl.max(x, 0))
+    p *= 1.0 / tl.sum(p, 0)
+    out_at = out_ptr + batch * out_stride_b + row * out_stride_r + cols
+    tl.store(out_at, p.to(out_ptr.dtype.element_ty), mask=cols < n)
 
 
-def softmax(x: torch.Tensor, out: torch.Tensor, scale: float, tile: int = TILE) -> None:
+def softmax(x: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """Write softmax(scale * x) over the last dimension to out; x: [B, R, N] in float32, both with contiguous rows."""
     batch, rows, n = x.shape
-    block = min(next_power_of_2(n), tile)  # the first block has no empty column, whose top would stay -inf
+    block = next_power_of_2(n)
     launch_kernel(
         _softmax_kernel, (rows, batch), x, out, n, *x.stride()[:2], *out.stride()[:2], scale * math.log2(math.e),
-        WHOLE=n <= block, BLOCK=block, num_warps=min(max(block // 1024, 1), 16),
+        BLOCK=block, num_warps=min(max(block // 1024, 1), 16),
     )  # fmt: skip
 
 
@@ -77,8 +59,8 @@ def supports(
 ) -> str | None:  # fmt: skip
     if q.shape[3] <= MOST_FUSED:
         return _SMALL
-    if attn_mask is not None or cu_seqlens_q is not None:
-        return ForOthers("it takes no mask and no concatenated sequences")
+    if attn_mask is not None or cu_seqlens_q is not None or k.shape[1] > MOST_KEYS:
+        return ForOthers(f"it takes up to {MOST_KEYS} keys, no mask and no concatenated sequences")
     if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
         return ForOthers(f"dtypes {q.dtype}, {k.dtype}, {v.dtype} are not all float16, bfloat16 or float32")
     if q.shape[0] * q.shape[2] > MOST_BATCH:

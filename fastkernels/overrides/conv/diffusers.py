@@ -19,12 +19,8 @@ def _convolution(module: Any) -> Any:
 
 def _unsupported(module: Any) -> str | None:
     """Why the op does not compute this layer, or None: adapters and quantized weights need their own code."""
-    if module.use_conv_transpose:
-        return "it upsamples with a transposed convolution"
-    if not module.use_conv or not module.interpolate:
-        return "it has no interpolation with a convolution behind it"
-    if module.norm is not None:
-        return f"it has a norm, {type(module.norm).__name__}"
+    if module.use_conv_transpose or not module.use_conv or not module.interpolate or module.norm is not None:
+        return "it has a norm or a transposed convolution, or lacks the interpolation or the convolution behind it"
     conv = _convolution(module)
     if type(conv) is not nn.Conv2d or type(conv.weight) is not nn.Parameter:
         return f"its convolution is {type(conv).__name__} with a weight of {type(conv.weight).__name__}"
@@ -60,7 +56,7 @@ class DiffusersUpsample2D(nn.Module):
         super().__init__()
         if not use_conv or use_conv_transpose or norm_type is not None or not interpolate:
             raise ValueError(
-                "Upsample2D: only interpolation with a convolution (use_conv) and without a norm is supported"
+                "Upsample2D: only interpolation with a convolution and without a norm is supported"
             )
         self.channels = channels
         self.out_channels = out_channels or channels
