@@ -37,6 +37,10 @@ class UnsupportedCase(RuntimeError):
     """No provider supports the call, or FASTKERNELS_STRICT=1 turned a fallback into an error."""
 
 
+class ForOthers(str):
+    """A reason of `supports` that is no fallback: the provider is for other calls, the next ones for these."""
+
+
 @dataclass(frozen=True)
 class Provider:
     """One implementation of an op.
@@ -45,7 +49,8 @@ class Provider:
     devices   device types ('triton' also runs on 'cpu' under TRITON_INTERPRET=1)
     module    an importable module that it needs, e.g. 'flash_attn_interface'; of a tuple, any one
     missing   missing() -> None, or the reason why this machine lacks what it needs, such as a compiler
-    supports  supports(*args) -> None, or the reason why the case is unsupported; must not synchronize
+    supports  supports(*args) -> None, or the reason why the case is unsupported; must not synchronize. A call with the
+              reason ForOthers(...) goes to the next provider without counting as a fallback
     params    sets of keyword arguments that `fn` takes after the op's own (tile sizes, splits). `fk-bench tune` chooses
               among them; without any, the kernel chooses itself
     fits      fits(params, *args) -> whether `fk-bench tune` measures this set for calls like this one
@@ -117,6 +122,7 @@ class Op:
     _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict)
     _faster: dict[str, tuned.Lookup[Provider | None]] = field(default_factory=dict)
     _strict: bool = False
+    _wanted: str | None = None
     _requested: str | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -207,7 +213,8 @@ class Op:
             reason = supports(*args, **kwargs)
             if reason is None:
                 return provider
-            self.note(f"{provider.name}: {reason}")
+            if not isinstance(reason, ForOthers) or provider.name == self._wanted:
+                self.note(f"{provider.name}: {reason}")
         raise UnsupportedCase(f"{self.name}: no provider supports this case on {device}: {self.fallbacks}")
 
     def order(self, device: str) -> list[tuple[Provider, str | None]]:
@@ -262,7 +269,7 @@ class Op:
     def _resolve(self, device: str) -> list[Provider]:
         self._strict = Environment.read().strict
         order = self.order(device)
-        wanted = Environment.read().provider.get(self.name)
+        wanted = self._wanted = Environment.read().provider.get(self.name)
         for provider, reason in order:
             if provider.name == wanted and reason is not None:
                 self.note(reason)

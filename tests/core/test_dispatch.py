@@ -10,10 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastkernels.core.dispatch import OPS, Op, Provider, UnsupportedCase, counters, define, installed
+from fastkernels.core.dispatch import (
+    OPS,
+    ForOthers,
+    Op,
+    Provider,
+    UnsupportedCase,
+    counters,
+    define,
+    installed,
+)
 
 
 def _small_only(x: torch.Tensor) -> str | None:
+    if x.dim() == 0:
+        return ForOthers("it is for vectors")
     return None if x.numel() < 4 else f"{x.numel()} elements are too many"
 
 
@@ -62,6 +73,16 @@ def test_unsupported_case_falls_back_and_logs_once(op: Op, caplog: pytest.LogCap
             assert torch.equal(op(torch.ones(5)), torch.full((5,), 2.0))
     assert op.fallbacks == {"small: 5 elements are too many": 3}
     assert [r.getMessage().count("5 elements are too many") for r in caplog.records] == [1]
+
+
+def test_calls_for_other_providers_are_no_fallbacks(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTKERNELS_STRICT", "1")
+    op.reset()
+    assert op(torch.tensor(1.5)) == 3.0 and op.fallbacks == {}
+    monkeypatch.setenv("FASTKERNELS_PROVIDER", "test_double:small")
+    op.reset()
+    with pytest.raises(UnsupportedCase, match="small: it is for vectors"):
+        op(torch.tensor(1.5))
 
 
 def test_strict_makes_a_fallback_an_error(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -476,6 +476,11 @@ def group_norm(ns: Any) -> list[Any]:
     return [block(randn(2, 8, 5, 3), randn(2, 6))]
 
 
+def upsample_conv(ns: Any) -> list[Any]:
+    layer = filled(ns.Upsample2D(8, use_conv=True, out_channels=12))
+    return [layer(randn(2, 8, 5, 3)), layer(randn(2, 8, 5, 3), (9, 5))]
+
+
 def timestep_embedding(ns: Any) -> list[Any]:
     return [ns.Timesteps(9, True, 0)(torch.tensor([0, 7, 999]))]
 
@@ -488,7 +493,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
         linear_fp8, rms_norm_gated, attention_dense, ada_layer_norm, gated_residual, group_norm, timestep_embedding,
-        mla_decode, linear_gelu, rope_nd,
+        mla_decode, linear_gelu, rope_nd, upsample_conv,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {

@@ -16,7 +16,7 @@ from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.expressions import Expr
 from fastkernels.core.spec import OpSpec
-from fastkernels.overrides.attention import cases, fa3
+from fastkernels.overrides.attention import cases, fa3, wide_heads
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -256,6 +256,11 @@ def _supports_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: An
     return _supports_sdpa(q, k, v, *rest)
 
 
+def _gemm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *_: Any) -> torch.Tensor:
+    _check(q, k, v, None, None, None)
+    return wide_heads.attend(q, k, v, scale)
+
+
 def _cudnn(*args: Any) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return _sdpa(*args)
@@ -265,7 +270,8 @@ attention_dense = define(
     "attention_dense(Tensor q, Tensor k, Tensor v, float scale, Tensor? attn_mask=None, Tensor? cu_seqlens_q=None,"
     " Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
-    providers=(  # first what hosts run: nothing here is measured against it yet
+    providers=(  # then what hosts run
+        Provider("gemm", _gemm, supports=wide_heads.supports),
         Provider("sdpa", _sdpa, devices=("cuda", "cpu"), supports=_supports_sdpa),
         Provider("triton", _triton, supports=_supports_triton),
         Provider("fa3", fa3.attend_dense, module=fa3.MODULES, supports=fa3.supports_dense),
@@ -352,7 +358,7 @@ SPEC = OpSpec(
     reference=reference,
     op=attention_dense,
     cases=(  # SigLIP-2 so400m on 16 images; DINOv3 ViT-7B; FLUX.1 and SDXL at 1024 px; V-JEPA 2 ViT-L, 64 frames;
-        # shifted windows of SwinV2-T on 8 images of 256 px
+        # shifted windows of SwinV2-T on 8 images of 256 px; the decoder of the VAE of FLUX.1 and SDXL
         _case("siglip_16", "model", 27, batch=16, queries=256, keys=256, heads=16, head_size=72),
         _case("dinov3_8", "model", 40, batch=8, queries=261, keys=261, heads=32, head_size=128),
         _case("flux", "model", 57, batch=1, queries=4608, keys=4608, heads=24, head_size=128),
@@ -363,6 +369,7 @@ SPEC = OpSpec(
             "swinv2", "model", batch=512, queries=64, keys=64, heads=3, head_size=32, masked=True, mask_batched=True,
             mask_headed=True, mask_queried=True,
         ),
+        _case("vae", "model", batch=1, queries=16384, keys=16384, heads=1, head_size=512),
         _case("pool", "odd", dtype="float32", batch=3, queries=1, keys=37, heads=2, head_size=33),
         _case("self_63", "odd", batch=2, queries=63, keys=63, **_SMALL),
         _case("head_72", "odd", dtype="float16", batch=1, queries=19, keys=19, heads=2, head_size=72),
@@ -419,7 +426,7 @@ SPEC = OpSpec(
             varies=True,
         ),
     },
-    constraints=("heads % kv_heads == 0", "head_size <= 256"),
+    constraints=("heads % kv_heads == 0", "head_size <= 512"),
     values=_starts,
     flops="4 * pairs * heads * head_size",
     extremes=cases.EXTREMES,

@@ -160,47 +160,16 @@ SPEC = OpSpec(
     reference=reference,
     op=interpolate,
     cases=(  # the decoder of DPT's depth maps; the pyramid of Mask2Former
-        _case(
-            "dpt",
-            "model",
-            weight=3,
-            batch=1,
-            channels=256,
-            rows=96,
-            columns=96,
-            size=(192, 192),
-            align_corners=True,
-        ),
+        _case("dpt", "model", weight=3, batch=1, channels=256, rows=96, columns=96, size=(192, 192),
+              align_corners=True),
         _case("pyramid", "model", batch=1, channels=256, rows=32, columns=32, size=(64, 64), mode="nearest"),
         _case("pyramid_8", "model", batch=1, channels=256, rows=8, columns=8, size=(16, 16), mode="nearest"),
         _case("one", "odd", "float32", batch=1, channels=1, rows=1, columns=1, size=(2, 3)),
         _case("linear", "odd", batch=2, channels=3, rows=5, columns=7, size=(11, 4)),
-        _case(
-            "corners",
-            "odd",
-            "float32",
-            batch=1,
-            channels=2,
-            rows=6,
-            columns=5,
-            size=(9, 13),
-            align_corners=True,
-        ),
-        _case(
-            "nearest", "odd", "float16", batch=1, channels=3, rows=5, columns=7, size=(15, 10), mode="nearest"
-        ),
+        _case("corners", "odd", "float32", batch=1, channels=2, rows=6, columns=5, size=(9, 13), align_corners=True),
+        _case("nearest", "odd", "float16", batch=1, channels=3, rows=5, columns=7, size=(15, 10), mode="nearest"),
         _case("cubic", "odd", "float32", batch=1, channels=2, rows=6, columns=9, size=(13, 5), mode="cubic"),
-        _case(
-            "scaled",
-            "odd",
-            "float32",
-            batch=1,
-            channels=2,
-            rows=5,
-            columns=7,
-            size=(8, 11),
-            scales=(1.7, 1.7),
-        ),
+        _case("scaled", "odd", "float32", batch=1, channels=2, rows=5, columns=7, size=(8, 11), scales=(1.7, 1.7)),
     ),
     arguments=(
         Tensor("x", "batch channels rows columns"),
@@ -222,4 +191,4 @@ SPEC = OpSpec(
         f"(({name}*scales[{i}])//1==size[{i}])if(scales)else(1)" for i, name in enumerate(("rows", "columns"))
     ),
     flops="8 * batch * channels * size[0] * size[1]",
-)
+)  # fmt: skip

@@ -38,6 +38,10 @@ def _patch_embedding(x: T, weight: T, bias: T | None = None) -> T:
     return F.conv3d(x, weight, bias, stride=weight.shape[2:]).permute(0, 2, 3, 4, 1)
 
 
+def _upsample_conv(x: T, weight: T, bias: T | None = None) -> T:
+    return F.conv2d(F.interpolate(x, scale_factor=2.0), weight, bias, padding=1)
+
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "batch_norm": (*from_torch(_batch_norm), inductor("batch_norm")),
     "convolution": from_torch(_convolution),
@@ -45,4 +49,5 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "interpolate": (*from_torch(sizes.reference), inductor("interpolate")),
     "patch_embedding": from_torch(_patch_embedding),
     "pool": from_torch(windows.reference),
+    "upsample_conv": from_torch(_upsample_conv),
 }

@@ -12,12 +12,13 @@ import transformers
 
 import fastkernels
 from fastkernels.core.dispatch import OPS
+from fastkernels.overrides.attention.attention_dense import reference
 from fastkernels.patch import PatchError
 
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models.attention_processor import AttnProcessor2_0  # noqa: E402
 
-DIFFUSION = ["ada_layer_norm", "gated_residual", "geglu", "group_norm", "timestep_embedding"]
+DIFFUSION = ["ada_layer_norm", "gated_residual", "geglu", "group_norm", "timestep_embedding", "upsample_conv"]
 UNET = {
     "sample_size": 16, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8,
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "cross_attention_dim": 64,
@@ -128,7 +129,7 @@ def test_pipeline_gives_the_hosts_latents_and_images() -> None:
         ("attention_dense", "AttnProcessor2_0"): 18, ("attention_dense", "CLIPAttention"): 4,
         ("layer_norm", "nn.LayerNorm"): 34, ("geglu", "GEGLU"): 8,
         ("quick_gelu", "QuickGELUActivation"): 4, ("timestep_embedding", "Timesteps"): 2,
-        ("group_norm", "ResnetBlock2D"): 18, ("group_norm", "nn.GroupNorm"): 45,
+        ("group_norm", "ResnetBlock2D"): 18, ("group_norm", "nn.GroupNorm"): 45, ("upsample_conv", "Upsample2D"): 2,
         ("gated_residual", "BasicTransformerBlock"): 8,
     }  # fmt: skip
     torch.testing.assert_close(image(pipe), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
@@ -167,7 +168,7 @@ def test_flux_pipeline_gives_the_hosts_images() -> None:
     assert rows[("timestep_embedding", "Timesteps")] == (1, 4)
     assert {op for op, _ in rows} == {
         "attention_dense", "ada_layer_norm", "gated_residual", "timestep_embedding", "group_norm", "gelu", "quick_gelu",
-        "t5_layer_norm",
+        "t5_layer_norm", "upsample_conv",
     }  # fmt: skip
     after = [
         type(m)
@@ -304,6 +305,28 @@ def test_transformer_blocks_that_stay_with_the_host() -> None:
         )
         block.set_chunk_feed_forward(3, 1)  # after the patch
         torch.testing.assert_close(block(x, encoder_hidden_states=text), before)
+
+
+def test_wide_head_of_a_vae_reaches_the_op() -> None:
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(**{**VAE, "block_out_channels": [16, 288]}).eval()
+    latents, sizes, op = torch.randn(1, 4, 5, 3), [], OPS["attention_dense"]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, *args: Any) -> torch.Tensor:
+        sizes.append((q.shape, k.shape))
+        return reference(q, k, *args)
+
+    with torch.no_grad():
+        for memory in (torch.contiguous_format, torch.channels_last):
+            vae.to(memory_format=memory)
+            before = vae.decode(latents).sample
+            with fastkernels.patch(vae, ops=["attention_dense", *DIFFUSION]) as report:
+                op.set_candidate(attend)
+                torch.testing.assert_close(vae.decode(latents).sample, before, rtol=1e-4, atol=1e-4)
+                op.set_candidate(None)
+                rows = {r.host_class: (r.calls, r.fallbacks) for r in report.refresh().active}
+            assert sizes.pop() == ((1, 15, 1, 288), (1, 15, 1, 288)) and not sizes
+            assert rows["AttnProcessor2_0"] == rows["Upsample2D"] == (1, {})
 
 
 def test_resampling_blocks_stay_with_the_host() -> None:

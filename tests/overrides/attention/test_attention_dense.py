@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.kernels import warm
 
 from fastkernels.overrides.attention.attention_dense import attention_dense
 
@@ -40,3 +42,46 @@ def test_concatenated_sequences_equal_separate_calls() -> None:
         parts = (t[:, at].transpose(1, 2) for t, at in ((q, at_q), (k, at_k), (v, at_k)))
         want = F.scaled_dot_product_attention(*parts, scale=0.3).transpose(1, 2)
         torch.testing.assert_close(got[:, at_q], want)
+
+
+WIDE = """
+import torch
+from fastkernels.overrides.attention import wide_heads as wide
+from fastkernels.overrides.attention.attention_dense import reference
+
+torch.manual_seed(0)
+for queries, keys, heads, kv_heads, size, dtype, scores, weights in (
+    (37, 37, 1, 1, 512, torch.float32, 2000, 3000),  # bytes for 13 rows of scores, 20 of weights
+    (20, 77, 4, 2, 320, torch.float16, 1 << 20, 1 << 20),
+    (300, 9, 1, 1, 257, torch.float32, 150 * 9 * 8, 280 * 9 * 8),
+):
+    k, v = (torch.randn(2, keys, kv_heads, size).to(dtype) for _ in range(2))
+    q = (100 * torch.randn(2, queries, heads, size)).to(dtype)  # scores of some hundreds
+    got = wide.attend(q, k, v, size**-0.5, scores=scores, weights=weights)
+    want = reference(q.double(), k.double(), v.double(), size**-0.5)
+    error = 1e-4 if dtype == torch.float32 else 5e-3
+    torch.testing.assert_close(got.double(), want, rtol=error, atol=error)
+    assert got.is_contiguous() and got.dtype == dtype
+assert not wide.attend(q, k[:, :0], v[:, :0], 1.0).any()
+rows, out = 1e4 * torch.randn(2, 3, 1000), torch.empty(2, 3, 1000)
+wide.softmax(rows, out, -0.001)
+torch.testing.assert_close(out, torch.softmax(rows * -0.001, -1))
+"""
+
+
+def test_wide_heads_in_chunks_equal_the_reference() -> None:
+    done = warm.run(["-c", WIDE], {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "name"),
+    [(64, (), "sdpa"), (256, (), "sdpa"), (257, (), "gemm"), (512, (None,), "gemm"),
+     (512, (torch.ones(1, 1, 1, 7),), "sdpa")],
+)  # fmt: skip
+def test_gpu_runs_head_sizes_over_256_as_products(size: int, more: tuple[Any, ...], name: str) -> None:
+    args = torch.ones(1, 5, 1, size), *(torch.ones(1, 7, 1, size),) * 2, 1.0, *more
+    attention_dense.reset()
+    assert attention_dense._pick("cuda", args, {}).name == name
+    assert attention_dense.fallbacks == {}
+    attention_dense.reset()
