@@ -126,6 +126,8 @@ def group(**weights: Any) -> dict[str, Any]:
         (group(strategy="attn_head"), "weights.strategy='attn_head' is not supported, only 'tensor', 'channel'"),
         ({**CHANNEL, "ignore": ["re:.*k_proj"]},
          "leaves model.layers.0.self_attn.k_proj unquantized: one weight here has model.layers.0.self_attn.q_proj"),
+        ({**CHANNEL, "config_groups": {"group_0": {**CHANNEL["config_groups"]["group_0"], "targets": ["LlamaMLP"]}}},
+         "group_0.targets='LlamaMLP' is not supported, only 'Linear', 're:PATTERN'"),
         ({**CHANNEL, "ignore": "lm_head"}, "ignore='lm_head' is not a list of module names"),
     ],
 )  # fmt: skip
@@ -288,15 +290,23 @@ def test_layers_that_a_config_leaves_out(names: str, fields: dict[str, Any] | No
     assert scheme.quantizes("model.layers.0.mlp.gate_up_proj", arch)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("gpt_neox", "fp8_static"), ("granitemoe", "gptq_64")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("gpt_neox", "fp8_static"), ("granitemoe", "gptq_64"), ("gemma4_text", "gptq_64")]
+)
 @torch.inference_mode()
 def test_packed_queries_and_experts_in_one_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
 ) -> None:
-    """A scale of the projection of all heads is one value; experts in one tensor are not quantized."""
-    layers = re.compile(f"{formats.LAYER.pattern}|query_key_value$|attention.dense$|dense_.*h$")
+    """A scale of the projection of all heads is one value; experts in one tensor are not quantized.
+
+    Gemma 4 has queries without keys and values.
+    """
+    others = "query_key_value$|attention.dense$|dense_.*h$|per_layer.*(gate|projection)$"
+    layers = re.compile(f"{formats.LAYER.pattern}|{others}")
     monkeypatch.setattr(formats, "LAYER", layers)
-    made = make_tiny(tmp_path / "base", kind, "float32", **{**SIZES, "attention_bias": kind == "gpt_neox"})
+    more = {"global_head_dim": 64, "hidden_size_per_layer_input": 64} if kind == "gemma4_text" else {}
+    fields = {**SIZES, "attention_bias": kind == "gpt_neox", **more}
+    made = make_tiny(tmp_path / "base", kind, "float32", **fields)
     folder, dense = write(tmp_path, name, made)
     ids = torch.tensor([(i * 37) % 500 for i in range(12)])
     expected, found = theirs(dense, ids, FORMATS[name][2]), ours(folder, ids, ((0, 11), (11, 12)))

@@ -243,7 +243,10 @@ def _compressed_tensors(f: _Fields) -> Scheme:
     weights, inputs = group.part("weights"), group.part("input_activations")
     kind = weights.one_of("type", "float", "int", default="int")
     bits = weights.one_of("num_bits", *((8, 4) if kind == "float" else (4,)))
-    targets = tuple(t for t in group.names("targets") if t != "Linear")
+    targets = group.names("targets")
+    if unknown := [t for t in targets if t.isidentifier() and t[0].isupper() and t != "Linear"]:
+        raise _unsupported(f"{group.within}targets", unknown[0], "Linear", "re:PATTERN", "NAME.OF.MODULE")
+    targets = () if "Linear" in targets else targets
     name = "compressed-tensors"
     made = partial(Scheme, name, layout=name, skipped=f.names("ignore"), targets=targets)
     if kind == "int":
