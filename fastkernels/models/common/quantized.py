@@ -148,7 +148,21 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 
 def _row_scale(tensor: torch.Tensor) -> torch.Tensor:
     """A scale per tensor, or per row [N, 1], as [1] or [N]."""
+    if tensor.dim() > 2:
+        raise ValueError("expected one scale, or one for each row")
     return tensor.reshape(-1) if tensor.dim() != 2 or tensor.shape[1] == 1 else tensor
+
+
+def _scale_of_each_row(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 1:
+        raise ValueError("expected a scale for each row (strategy 'channel')")
+    return _row_scale(tensor)
+
+
+def _one(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() != 1:
+        raise ValueError("expected one value")
+    return tensor.reshape(1)
 
 
 def _no_bias(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,7 +174,9 @@ def _no_bias(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nibbles(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """The eight integers of each int32 along `dim` as uint8; order: the place in the word of the first, second, ..."""
-    if words.dtype != torch.int32 or words.dim() != 2:
+    if words.dim() != 2:
+        raise ValueError("expected two dimensions")
+    if words.dtype != torch.int32:
         raise ValueError(f"its dtype is {words.dtype}, not torch.int32 with eight integers in each")
     shifts = 4 * torch.tensor(order, dtype=torch.int32, device=words.device)
     shape = (1, 8, 1) if dim == 0 else (8,)
@@ -174,6 +190,8 @@ def _packed(values: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() != 2:
+        raise ValueError("expected two dimensions")
     return tensor.t()
 
 
@@ -265,9 +283,9 @@ def _ternary_tensors(scheme: Scheme) -> Tensors:
 def _nvfp4_tensors(scheme: Scheme) -> Tensors:
     scale = {"weight_scale": (("weight_scale", same),)}
     if scheme.layout == "modelopt":
-        factor = (("weight_global", lambda t: t.reshape(1)),)
+        factor = (("weight_global", _one),)
         return {"weight": (("weight_packed", same),), **scale, "weight_scale_2": factor, "input_scale": ()}
-    divisor = (("weight_global", lambda t: t.reshape(1).reciprocal()),)
+    divisor = (("weight_global", lambda t: _one(t).reciprocal()),)
     named = {"weight_packed": (("weight_packed", same),), "weight_global_scale": divisor}
     return {**named, **scale, "input_global_scale": ()}
 
@@ -280,7 +298,8 @@ def _tensors(scheme: Scheme) -> Tensors:
     if scheme.kind == "ternary":
         return _ternary_tensors(scheme)
     static = {"input_scale": (("input_scale", same),) if scheme.static else ()}
-    scale = (("weight_scale", same if scheme.kind == "fp8_block" else _row_scale),)
+    by_row = _scale_of_each_row if scheme.by_row else _row_scale
+    scale = (("weight_scale", same if scheme.kind == "fp8_block" else by_row),)
     weight = (("weight", same),)
     if scheme.layout == "fp8":
         names = ("weight_scale_inv", "weight_scale")
