@@ -168,6 +168,8 @@ def edited(base: Path, folder: Path, name: str, change: Callable[[Tensors], Any]
          f"{KEY}weight_scale of shape () does not fit: expected a scale for each row (strategy 'channel')"),
         ("gptq_128", lambda t: t.update({KEY + "qweight": t[KEY + "qweight"].flatten()}),
          f"{KEY}qweight of shape (8192,) does not fit: expected two dimensions"),
+        ("gptq_128", lambda t: t.update({KEY + "g_idx": torch.tensor(0)}),
+         f"{KEY}g_idx of shape () does not fit: expected one dimension"),
         ("modelopt_nvfp4", lambda t: t.update({KEY + "weight_scale_2": torch.ones(3)}),
          f"{KEY}weight_scale_2 of shape (3,) does not fit: expected one value"),
         ("gptq_128", lambda t: t.pop(KEY + "scales"), f"keys missing from it: {KEY}scales"),

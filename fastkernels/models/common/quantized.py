@@ -165,6 +165,11 @@ def _one(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(1)
 
 
+def _check_matrix(tensor: torch.Tensor) -> None:
+    if tensor.dim() != 2:
+        raise ValueError("expected two dimensions")
+
+
 def _no_bias(tensor: torch.Tensor) -> torch.Tensor:
     """AutoGPTQ gives each layer a bias, which is zero where the model has none."""
     if not tensor.is_meta and tensor.any():
@@ -174,8 +179,7 @@ def _no_bias(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nibbles(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """The eight integers of each int32 along `dim` as uint8; order: the place in the word of the first, second, ..."""
-    if words.dim() != 2:
-        raise ValueError("expected two dimensions")
+    _check_matrix(words)
     if words.dtype != torch.int32:
         raise ValueError(f"its dtype is {words.dtype}, not torch.int32 with eight integers in each")
     shifts = 4 * torch.tensor(order, dtype=torch.int32, device=words.device)
@@ -190,8 +194,7 @@ def _packed(values: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dim() != 2:
-        raise ValueError("expected two dimensions")
+    _check_matrix(tensor)
     return tensor.t()
 
 
@@ -199,6 +202,8 @@ def _in_order(group: int) -> Convert:
     """Check that the groups of GPTQ's g_idx are neighbouring columns."""
 
     def check(found: torch.Tensor) -> torch.Tensor:
+        if found.dim() != 1:
+            raise ValueError("expected one dimension")
         size = group if group > 0 else max(len(found), 1)
         if not found.is_meta and not torch.equal(found.long(), torch.arange(len(found)) // size):
             raise ValueError(
@@ -249,6 +254,7 @@ def _int4_tensors(scheme: Scheme) -> Tensors:
 
 def _ternary(values: torch.Tensor) -> torch.Tensor:
     """Pack integers 0 to 2 [N, K]."""
+    _check_matrix(values)
     if values.shape[1] % UNIT:
         raise ValueError(f"{values.shape[1]} columns are not a multiple of {UNIT}")
     if not values.is_meta and values.gt(2).any():

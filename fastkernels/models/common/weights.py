@@ -177,7 +177,7 @@ def _load_one(
         _copy(parameter, loader, converted, shard, key)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except (RuntimeError, ValueError, AssertionError, IndexError) as error:
         raise CheckpointError(
             f"{file}: {key} of shape {tuple(tensor.shape)} does not fit: {error}"
         ) from error
