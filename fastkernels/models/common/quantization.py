@@ -37,7 +37,7 @@ class Scheme:
     layout    names and order of the tensors: 'fp8', 'compressed-tensors', 'gptq', 'gptq_v2', 'awq', 'modelopt',
               'bitlinear', 'autobitlinear' or 'online' (BitNet's weights before quantization)
     static    x has a scale in the checkpoint
-    by_row    each row of an fp8 weight must have a scale; otherwise the tensor may have one
+    by_row    each row of an fp8 weight has a scale
     group     columns that share a scale of int4, -1: all
     zeros     int4 has zero points
     skipped   patterns of modules that are not quantized; targets: of those that are, () for all

@@ -72,9 +72,7 @@ def fill(
                 # Without a shard, the checkpoint has the matrices packed, too: all parts.
                 parts = {shard} if shard is not None else todo.get(name, set())
                 if not parts or not parts <= todo.get(name, set()):
-                    if (
-                        read().numel()
-                    ):  # transformers has the shared experts of n_shared_experts=0 as empty matrices
+                    if read().numel():  # without shared experts, transformers writes empty matrices
                         leftover.append(f"{key} ({file.name})")
                     continue
                 todo[name] -= parts
