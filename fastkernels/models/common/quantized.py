@@ -149,7 +149,7 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 def _row_scale(tensor: torch.Tensor) -> torch.Tensor:
     """A scale per tensor, or per row [N, 1], as [1] or [N]."""
     if tensor.dim() > 2:
-        raise ValueError("expected one scale, or one for each row")
+        raise ValueError("expected one or [N]")
     return tensor.reshape(-1) if tensor.dim() != 2 or tensor.shape[1] == 1 else tensor
 
 

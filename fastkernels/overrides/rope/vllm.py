@@ -407,7 +407,7 @@ def _yarn(
         mscale_all_dim=p.get("mscale_all_dim"), attention_factor=p.get("attention_factor"),
         truncate=p.get("truncate", True),
     )  # fmt: skip
-    if len(made.cos_sin_cache) < max_position:  # vLLM's class ends there, transformers' does not
+    if len(made.cos_sin_cache) < max_position:  # as vLLM's, unlike transformers'
         made.least_rows = max_position
         made._make_cache(dtype)
     return made
