@@ -86,6 +86,9 @@ def test_damaged_weights_are_named(base: Path, tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"{KEY} .* it has a weight other than -1, 0 and 1"):
         build.build(folder, build.load_config(folder), torch.device("cpu"), torch.float32)
+    save_file({**tensors, KEY: tensors[KEY].flatten()}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{KEY} of shape .* expected two dimensions"):
+        build.build(folder, build.load_config(folder), torch.device("cpu"), torch.float32)
     tensors.pop(KEY + "_scale")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"keys missing from it: {KEY}_scale"):

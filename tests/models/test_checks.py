@@ -14,7 +14,7 @@ from support.tiny import make_tiny
 from typer.testing import CliRunner
 
 from fastkernels.models.common import build, checks
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.description import Experts, Unsupported
 
 REMOTE = {
     "AutoConfig": "configuration_novel.NovelConfig",
@@ -93,6 +93,20 @@ def test_unused_window_may_be_zero() -> None:
     checks.check(SimpleNamespace(**sizes, use_sliding_window=False))
     with pytest.raises(Unsupported, match="sliding_window=0 is not supported"):
         checks.check(SimpleNamespace(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"groups": 3}, "config.n_group=3 is not supported with 8 experts, only 1, 2, 4, 8"),
+        ({"groups": 8, "correction": True}, "config.n_group=8 is not supported with 8 experts, only 1, 2, 4"),
+        ({"groups": 4, "top_groups": 5}, "config.topk_group=5 is not supported, only 1 to n_group=4"),
+        ({"groups": 4}, "num_experts_per_tok=3 is not supported, only 1 to 2, the experts in 1 of 4 groups"),
+    ],
+)
+def test_impossible_groups_of_experts_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(Unsupported, match=said):
+        Experts(8, 3, 16, **fields)
 
 
 def test_code_of_a_checkpoint_is_not_run(folders: Path, tmp_path: Path) -> None:

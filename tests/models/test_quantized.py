@@ -126,6 +126,8 @@ def group(**weights: Any) -> dict[str, Any]:
         (group(strategy="attn_head"), "weights.strategy='attn_head' is not supported, only 'tensor', 'channel'"),
         ({**CHANNEL, "ignore": ["re:.*k_proj"]},
          "leaves model.layers.0.self_attn.k_proj unquantized: one weight here has model.layers.0.self_attn.q_proj"),
+        ({**CHANNEL, "config_groups": {"a": {"targets": ["LlamaMLP"], "weights": {"num_bits": 4}}}},
+         "a.targets='LlamaMLP' is not supported, only 'Linear'"),
         ({**CHANNEL, "ignore": "lm_head"}, "ignore='lm_head' is not a list of module names"),
     ],
 )  # fmt: skip
@@ -162,6 +164,10 @@ def edited(base: Path, folder: Path, name: str, change: Callable[[Tensors], Any]
          f"{KEY}weight_scale of shape (255, 1) does not fit"),
         ("compressed_channel", lambda t: t.update({KEY + "weight": t[KEY + "weight"].float()}),
          f"{KEY}weight of shape (256, 256) does not fit: its dtype is torch.float32, not torch.float8_e4m3fn"),
+        ("compressed_channel", lambda t: t.update({KEY + "weight_scale": torch.tensor(0.1)}),
+         f"{KEY}weight_scale of shape () does not fit: expected a scale for each row (strategy 'channel')"),
+        ("gptq_128", lambda t: t.update({KEY + "qweight": t[KEY + "qweight"].flatten()}),
+         f"{KEY}qweight of shape (8192,) does not fit: expected two dimensions"),
         ("gptq_128", lambda t: t.pop(KEY + "scales"), f"keys missing from it: {KEY}scales"),
         ("gptq_128", lambda t: t.update({KEY + "scales": torch.ones(3, 256)}),
          f"{KEY}scales of shape (3, 256) does not fit"),
@@ -288,15 +294,23 @@ def test_layers_that_a_config_leaves_out(names: str, fields: dict[str, Any] | No
     assert scheme.quantizes("model.layers.0.mlp.gate_up_proj", arch)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("gpt_neox", "fp8_static"), ("granitemoe", "gptq_64")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("gpt_neox", "fp8_static"), ("granitemoe", "gptq_64"), ("gemma4_text", "gptq_64")]
+)
 @torch.inference_mode()
 def test_packed_queries_and_experts_in_one_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
 ) -> None:
-    """A scale of the projection of all heads is one value; experts in one tensor are not quantized."""
-    layers = re.compile(f"{formats.LAYER.pattern}|query_key_value$|attention.dense$|dense_.*h$")
+    """A scale of the projection of all heads is one value; experts in one tensor are not quantized.
+
+    Gemma 4 has queries without keys and values.
+    """
+    others = "query_key_value$|attention.dense$|dense_.*h$|per_layer.*(gate|projection)$"
+    layers = re.compile(f"{formats.LAYER.pattern}|{others}")
     monkeypatch.setattr(formats, "LAYER", layers)
-    made = make_tiny(tmp_path / "base", kind, "float32", **{**SIZES, "attention_bias": kind == "gpt_neox"})
+    more = {"global_head_dim": 64, "hidden_size_per_layer_input": 64} if kind == "gemma4_text" else {}
+    fields = {**SIZES, "attention_bias": kind == "gpt_neox", **more}
+    made = make_tiny(tmp_path / "base", kind, "float32", **fields)
     folder, dense = write(tmp_path, name, made)
     ids = torch.tensor([(i * 37) % 500 for i in range(12)])
     expected, found = theirs(dense, ids, FORMATS[name][2]), ours(folder, ids, ((0, 11), (11, 12)))

@@ -216,6 +216,22 @@ class Experts:
     mxfp4: bool = False
     activation: str = "silu"
 
+    def __post_init__(self) -> None:
+        """Raise Unsupported for groups that cannot be formed, or that have too few experts."""
+        count, groups, best = self.count, self.groups, self.top_groups
+        least = 2 if self.correction else 1  # a group's score is then that of its best two
+        if count % groups or count < least * groups:
+            fits = ", ".join(str(n) for n in range(1, count // least + 1) if count % n == 0)
+            raise Unsupported(f"config.n_group={groups} is not supported with {count} experts, only {fits}")
+        if not 1 <= best <= groups:
+            raise Unsupported(f"config.topk_group={best} is not supported, only 1 to n_group={groups}")
+        most = best * (count // groups)
+        if not 1 <= self.top_k <= most:
+            raise Unsupported(
+                f"config.num_experts_per_tok={self.top_k} is not supported, only 1 to {most}, the experts in"
+                f" {best} of {groups} groups"
+            )
+
     @property
     def plain(self) -> bool:
         """Whether the router is a softmax over all experts."""

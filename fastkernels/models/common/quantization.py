@@ -37,6 +37,7 @@ class Scheme:
     layout    names and order of the tensors: 'fp8', 'compressed-tensors', 'gptq', 'gptq_v2', 'awq', 'modelopt',
               'bitlinear', 'autobitlinear' or 'online' (BitNet's weights before quantization)
     static    x has a scale in the checkpoint
+    by_row    each row of an fp8 weight has a scale
     group     columns that share a scale of int4, -1: all
     zeros     int4 has zero points
     skipped   patterns of modules that are not quantized; targets: of those that are, () for all
@@ -46,6 +47,7 @@ class Scheme:
     kind: str
     layout: str
     static: bool = False
+    by_row: bool = False
     group: int = 0
     zeros: bool = False
     skipped: tuple[str, ...] = ()
@@ -243,7 +245,10 @@ def _compressed_tensors(f: _Fields) -> Scheme:
     weights, inputs = group.part("weights"), group.part("input_activations")
     kind = weights.one_of("type", "float", "int", default="int")
     bits = weights.one_of("num_bits", *((8, 4) if kind == "float" else (4,)))
-    targets = tuple(t for t in group.names("targets") if t != "Linear")
+    targets = group.names("targets")
+    if unknown := [t for t in targets if t.isidentifier() and t[0].isupper() and t != "Linear"]:
+        raise _unsupported(f"{group.within}targets", unknown[0], "Linear", "re:PATTERN", "NAME.OF.MODULE")
+    targets = () if "Linear" in targets else targets
     name = "compressed-tensors"
     made = partial(Scheme, name, layout=name, skipped=f.names("ignore"), targets=targets)
     if kind == "int":
@@ -268,7 +273,8 @@ def _compressed_tensors(f: _Fields) -> Scheme:
     inputs.one_of("type", "float")
     dynamic = inputs.one_of("dynamic", *((True,) if strategy == "block" else (True, False)), default=False)
     inputs.one_of("strategy", *(("token", "tensor", "group") if dynamic else ("tensor",)))
-    return made("fp8_block" if strategy == "block" else "fp8", static=not dynamic)
+    kind, by_row = "fp8_block" if strategy == "block" else "fp8", strategy == "channel"
+    return made(kind, static=not dynamic, by_row=by_row)
 
 
 def _gptq(f: _Fields) -> Scheme:

@@ -148,7 +148,26 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 
 def _row_scale(tensor: torch.Tensor) -> torch.Tensor:
     """A scale per tensor, or per row [N, 1], as [1] or [N]."""
+    if tensor.dim() > 2:
+        raise ValueError("expected one or [N]")
     return tensor.reshape(-1) if tensor.dim() != 2 or tensor.shape[1] == 1 else tensor
+
+
+def _scale_of_each_row(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 1:
+        raise ValueError("expected a scale for each row (strategy 'channel')")
+    return _row_scale(tensor)
+
+
+def _one(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() != 1:
+        raise ValueError("expected one value")
+    return tensor.reshape(1)
+
+
+def _check_matrix(tensor: torch.Tensor) -> None:
+    if tensor.dim() != 2:
+        raise ValueError("expected two dimensions")
 
 
 def _no_bias(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,7 +179,8 @@ def _no_bias(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nibbles(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """The eight integers of each int32 along `dim` as uint8; order: the place in the word of the first, second, ..."""
-    if words.dtype != torch.int32 or words.dim() != 2:
+    _check_matrix(words)
+    if words.dtype != torch.int32:
         raise ValueError(f"its dtype is {words.dtype}, not torch.int32 with eight integers in each")
     shifts = 4 * torch.tensor(order, dtype=torch.int32, device=words.device)
     shape = (1, 8, 1) if dim == 0 else (8,)
@@ -174,6 +194,7 @@ def _packed(values: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    _check_matrix(tensor)
     return tensor.t()
 
 
@@ -181,6 +202,8 @@ def _in_order(group: int) -> Convert:
     """Check that the groups of GPTQ's g_idx are neighbouring columns."""
 
     def check(found: torch.Tensor) -> torch.Tensor:
+        if found.dim() != 1:
+            raise ValueError("expected one dimension")
         size = group if group > 0 else max(len(found), 1)
         if not found.is_meta and not torch.equal(found.long(), torch.arange(len(found)) // size):
             raise ValueError(
@@ -231,6 +254,7 @@ def _int4_tensors(scheme: Scheme) -> Tensors:
 
 def _ternary(values: torch.Tensor) -> torch.Tensor:
     """Pack integers 0 to 2 [N, K]."""
+    _check_matrix(values)
     if values.shape[1] % UNIT:
         raise ValueError(f"{values.shape[1]} columns are not a multiple of {UNIT}")
     if not values.is_meta and values.gt(2).any():
@@ -265,9 +289,9 @@ def _ternary_tensors(scheme: Scheme) -> Tensors:
 def _nvfp4_tensors(scheme: Scheme) -> Tensors:
     scale = {"weight_scale": (("weight_scale", same),)}
     if scheme.layout == "modelopt":
-        factor = (("weight_global", lambda t: t.reshape(1)),)
+        factor = (("weight_global", _one),)
         return {"weight": (("weight_packed", same),), **scale, "weight_scale_2": factor, "input_scale": ()}
-    divisor = (("weight_global", lambda t: t.reshape(1).reciprocal()),)
+    divisor = (("weight_global", lambda t: _one(t).reciprocal()),)
     named = {"weight_packed": (("weight_packed", same),), "weight_global_scale": divisor}
     return {**named, **scale, "input_global_scale": ()}
 
@@ -280,7 +304,8 @@ def _tensors(scheme: Scheme) -> Tensors:
     if scheme.kind == "ternary":
         return _ternary_tensors(scheme)
     static = {"input_scale": (("input_scale", same),) if scheme.static else ()}
-    scale = (("weight_scale", same if scheme.kind == "fp8_block" else _row_scale),)
+    by_row = _scale_of_each_row if scheme.by_row else _row_scale
+    scale = (("weight_scale", same if scheme.kind == "fp8_block" else by_row),)
     weight = (("weight", same),)
     if scheme.layout == "fp8":
         names = ("weight_scale_inv", "weight_scale")

@@ -60,17 +60,20 @@ def fill(
     leftover: list[str] = []
     sources: dict[str, str] = {}  # key: the parameter it went into
     reader = quantized.Reader(config, parameters)
+    layers = {name.rpartition(".")[0] for name in parameters}
     for file, key, read in tensors:
         own = arch.own_key(key)
         if own in tied or any(fnmatchcase(own, pattern) for pattern in unused):
             continue
-        renamed, shard = (own, None) if own in parameters else _rename(own, packed)
+        # Gemma 4's layers with the keys of another one have a q_proj of their own.
+        renamed, shard = (own, None) if own.rpartition(".")[0] in layers else _rename(own, packed)
         for name, convert in reader.targets(renamed):
             if name:
                 # Without a shard, the checkpoint has the matrices packed, too: all parts.
                 parts = {shard} if shard is not None else todo.get(name, set())
                 if not parts or not parts <= todo.get(name, set()):
-                    leftover.append(f"{key} ({file.name})")
+                    if read().numel():  # without shared experts, transformers writes empty matrices
+                        leftover.append(f"{key} ({file.name})")
                     continue
                 todo[name] -= parts
                 sources[key] = name
@@ -172,7 +175,7 @@ def _load_one(
         _copy(parameter, loader, converted, shard, key)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except (RuntimeError, ValueError, AssertionError, IndexError) as error:
         raise CheckpointError(
             f"{file}: {key} of shape {tuple(tensor.shape)} does not fit: {error}"
         ) from error

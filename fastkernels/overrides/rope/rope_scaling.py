@@ -80,13 +80,14 @@ class YaRN(RopeModule):
     mscale: float
     truncate = True
     extrapolation_factor = 1.0
+    least_rows = 0  # of the table, whose length follows from the factor otherwise
 
     def _inv_freq(self) -> torch.Tensor:
         how = (self.scaling_factor, self.beta_fast, self.beta_slow, self.max_position_embeddings)
         return yarn_frequencies(self.base, self.rotary_dim, *how, self.truncate, self.extrapolation_factor)
 
     def _spans(self) -> list[Span]:
-        rows = math.ceil(self.max_position_embeddings * self.scaling_factor)
+        rows = max(math.ceil(self.max_position_embeddings * self.scaling_factor), self.least_rows)
         return [Span(self._inv_freq(), rows, magnitude=self.mscale)]
 
 

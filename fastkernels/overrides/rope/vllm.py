@@ -401,17 +401,16 @@ def _yarn(
     """YaRN with transformers' defaults: without a factor, it is max_position over the original length."""
     original = p["original_max_position_embeddings"]
     factor = float(p.get("factor") or max_position / original)
-    if math.ceil(original * factor) < max_position:
-        raise ValueError(
-            f"rope_type 'yarn' with factor {factor:g} extends {original} positions to {math.ceil(original * factor)},"
-            f" and max_position is {max_position}: reduce it"
-        )
-    return VllmYaRNScalingRotaryEmbedding(
+    made = VllmYaRNScalingRotaryEmbedding(
         head_size, rotary_dim, original, base, is_neox_style, factor, dtype,
         beta_fast=p.get("beta_fast") or 32, beta_slow=p.get("beta_slow") or 1, mscale=p.get("mscale"),
         mscale_all_dim=p.get("mscale_all_dim"), attention_factor=p.get("attention_factor"),
         truncate=p.get("truncate", True),
     )  # fmt: skip
+    if len(made.cos_sin_cache) < max_position:  # as vLLM's, unlike transformers'
+        made.least_rows = max_position
+        made._make_cache(dtype)
+    return made
 
 
 def _longrope(
