@@ -6,8 +6,10 @@ benchmark imports those files. `make` imports the library, so it runs in the bas
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +21,73 @@ from fastkernels.core.dispatch import Provider
 
 Function = Callable[..., Any]
 HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A value that a host derives from weights when it loads them, such as weights in another layout.
+
+    weights  positions of the arguments whose values it depends on
+    make     make(*op_args) -> the value; it may synchronize, and copy from the CPU
+    """
+
+    weights: tuple[int, ...]
+    make: Function
+
+
+class Prepared:
+    """A baseline's function with what it needs prepared: a call finds the values by the addresses of its weights.
+
+    Values for other addresses are made by the call itself, which must be neither captured nor timed. They keep their
+    place in memory, because graphs read it, and the weights, so that no address is used twice.
+    """
+
+    def __init__(self, fn: Function, prepares: tuple[Preparation, ...]):
+        self._fn, self._prepares = fn, prepares
+        self._kept: dict[tuple[Any, ...], tuple[list[Any], Any]] = {}
+        self._renewed: set[tuple[Any, ...]] | None = None  # while `renewed` is active
+
+    def __call__(self, *args: Any) -> Any:
+        return self._fn(*args, prepared=[self._value(p, args) for p in self._prepares])
+
+    def _value(self, preparation: Preparation, args: tuple[Any, ...]) -> Any:
+        weights = [args[i] for i in preparation.weights if i < len(args)]
+        key = id(preparation), *(None if w is None else w.data_ptr() for w in weights)
+        if key not in self._kept:
+            self._kept[key] = weights, preparation.make(*args)
+        elif self._renewed is not None and key not in self._renewed:
+            made = preparation.make(*args)
+            for into, value in zip(_tensors(self._kept[key][1]), _tensors(made), strict=True):
+                into.copy_(value)
+        if self._renewed is not None:
+            self._renewed.add(key)
+        return self._kept[key][1]
+
+    @contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Calls in this context prepare their weights again, each set once: the values may be others."""
+        self._renewed = set()
+        try:
+            yield
+        finally:
+            self._renewed = None
+
+    def clear(self) -> None:
+        """Free all prepared values."""
+        self._kept.clear()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a prepared value, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _tensors(v)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif dataclasses.is_dataclass(value):
+        yield from _tensors([getattr(value, f.name) for f in dataclasses.fields(value)])
 
 
 @dataclass(frozen=True)
@@ -35,6 +104,7 @@ class Baseline:
     differs     why its right outputs may be others than the oracle's ('' if they may not): other noise, other order
     unchecked   positions of the outputs for which that is so: these are not compared
     graph       whether calls can be captured in a CUDA graph
+    prepares    what a host makes at load: make()'s function gets the values, in this order, as `prepared`
     """
 
     name: str
@@ -48,11 +118,16 @@ class Baseline:
     unchecked: tuple[int, ...] = ()
     graph: bool = True
     device: str = "cuda"
+    prepares: tuple[Preparation, ...] = ()
+
+    def ready(self) -> Function:
+        """Return `make()`'s result as a function of the op's arguments: a Prepared if it needs anything prepared."""
+        return Prepared(self.make(), self.prepares) if self.prepares else self.make()
 
     @cached_property
     def fn(self) -> Function:
-        """The result of `make`, made once."""
-        return self.make()
+        """The result of `ready`, made once."""
+        return self.ready()
 
     def available(self) -> str | None:
         """Why it cannot run here; None if its modules are there, which are not imported to find out."""

@@ -39,6 +39,7 @@ NEVER = {
     "DiffusersAdaLayerNormZero": "needs embedding_dim",
     "DiffusersAdaLayerNormZeroSingle": "needs embedding_dim",
     "DiffusersAdaLayerNormContinuous": "needs embedding_dim",
+    "DiffusersBasicTransformerBlock": "needs dim",
     "DiffusersFluxTransformerBlock": "needs dim",
     "TimmBlock": "needs dim",
     "TimmEvaBlock": "needs dim",

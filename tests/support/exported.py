@@ -462,7 +462,7 @@ def gated_residual(ns: Any) -> list[Any]:
         found.append(block(image, **({"rope": randn(4, 16)} if name == "EvaBlock" else {})))
     for name in ns.classes if ns.host == "diffusers" else ():
         block = filled(getattr(ns, name)(24, num_attention_heads=3, attention_head_dim=8))
-        found += block(image, text, temb)
+        found += [block(image)] if name == "BasicTransformerBlock" else block(image, text, temb)
     return found
 
 

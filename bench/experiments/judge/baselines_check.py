@@ -120,7 +120,7 @@ def examine(results: Results, op: str, b: Baseline, deadline: float) -> str:
     if missing:
         return f"missing: {missing}"
     begin = time.monotonic()
-    fn = b.make()
+    fn = b.ready()
     made = time.monotonic() - begin
     spec, right, times, worst = registry.get(op), 0, [], 0.0
     said: dict[str, list[str]] = {}  # what: names of cases

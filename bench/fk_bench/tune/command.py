@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from json import dumps, loads
 from pathlib import Path
@@ -143,7 +144,10 @@ def tune_command(
     except (UnknownName, ValueError) as error:
         fail(str(error))
     rounds = rounds or (MODEL_ROUNDS if whole else ROUNDS)
-    options = Options(device=where, against=against, rounds=rounds, seconds=ROUND_S * rounds, timeout=timeout)
+    options = Options(
+        device=where, against=against, rounds=rounds, seconds=ROUND_S * rounds, timeout=timeout,
+        hard=0 if whole else Options.hard,  # those of our own kernels are covered by `fk-bench kernels`
+    )  # fmt: skip
     there = {e.point for e in old.entries} if missing else set()
     points = [
         (name, its, at, low)
@@ -264,6 +268,13 @@ class _State:
     def _phases(self) -> dict[str, float]:
         return {phase: round(seconds, 1) for phase, seconds in self.seconds.items()}
 
+    def _judging(self) -> dict[str, float]:
+        """The seconds of the judge by phase, all rows together, longest first."""
+        found = Counter[str]()
+        for row in self.judged:
+            found.update(row.case.get("seconds", {}))
+        return {phase: round(seconds, 1) for phase, seconds in found.most_common() if seconds >= 0.05}
+
     def show(self, device: str) -> None:
         note = f" ({report.CPU_MARK})" if device == "cpu" else ""
         cells = [
@@ -279,6 +290,10 @@ class _State:
         if self.done:
             each = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in self.seconds.items())
             print(f"{self.done} of {self.points} points: {each}")
+            if parts := self._judging():
+                print(
+                    f"of judging: {', '.join(f'{phase} {seconds:.1f} s' for phase, seconds in parts.items())}"
+                )
         for row in self.judged:
             if row.status in report.FAILED:
                 which = f"{row.subject.op} {row.subject.provider} {row.case['name']}"
@@ -289,7 +304,8 @@ class _State:
             "command": "tune", "ok": self.ok, "device": device, "chip": self.chip,
             "ops": len({e.op for e in self.found}), "points": len(self.found), "left": self.points - self.done,
             "faster": sum(e.faster for e in self.found), "judged": len(self.judged), "failed": self.failed,
-            "seconds": round(time.perf_counter() - start, 1), "phases": self._phases(), "rows": str(self.file),
+            "seconds": round(time.perf_counter() - start, 1), "phases": self._phases(), "judging": self._judging(),
+            "rows": str(self.file),
             "table": str(self.path) if self.found else None,
         }  # fmt: skip
         if not self.found and not self.all_there:

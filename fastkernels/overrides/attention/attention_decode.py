@@ -376,6 +376,7 @@ def _case(
 
 
 _SMALL: dict[str, Any] = {"heads": 3, "kv_heads": 1, "head_size": 64}
+_GPT_OSS: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_size": 64}
 SPEC = OpSpec(
     name="attention_decode",
     level=1,
@@ -385,6 +386,9 @@ SPEC = OpSpec(
         _case("decode_1", [4096], "model", weight=32),
         _case("decode_1_long", [131072], "model"),
         _case("decode_32", [1024] * 32, "model", weight=32),
+        # GPT-OSS-20b: half of its 24 layers have a window
+        _case("sinks_32", [1024] * 32, "model", weight=12, sinks=True, **_GPT_OSS),
+        _case("sinks_window_32", [1024] * 32, "model", weight=12, sinks=True, window_left=127, **_GPT_OSS),
         _case("one", [1], "odd", "float32", heads=1, kv_heads=1, head_size=2, block_size=1),
         _case("smollm2", [5, 17, 131, 1], "odd", **_SMALL),
         _case("head_96", [40, 7], "odd", "float16", heads=6, kv_heads=2, head_size=96, block_size=5),

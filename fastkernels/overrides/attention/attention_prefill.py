@@ -256,6 +256,9 @@ SPEC = OpSpec(
         _case("prefill_8k", [8192], [8192], "model"),
         _case("prefill_32x256", [256] * 32, [256] * 32, "model"),
         _case("chunked", [2048, 512], [8192, 4096], "model"),
+        _case(
+            "sinks_2k", [2048], [2048], "model", sinks=True, heads=64, kv_heads=8, head_size=64
+        ),  # GPT-OSS-20b
         _case("one", [1], [1], "odd", "float32", heads=1, kv_heads=1, head_size=2, block_size=1),
         _case("smollm2", [5, 1, 9], [5, 17, 31], "odd", **_SMALL),
         _case("head_96", [3, 7], [40, 7], "odd", "float16", heads=4, kv_heads=2, head_size=96, block_size=5),

@@ -6,7 +6,7 @@ Axes of a case:
   blocks, max_blocks      of the cache, and columns of the block table; by default a few more than are needed
   window_left, softcap, scale, scales (of keys and values)
   max_seqlen_q, max_seqlen_k, padding (queries past the last sequence)   where a host pads a batch
-  queries                 the dtype of the queries, where the cache is fp8
+  queries                 the dtype of the queries and sinks, where the cache is fp8
   kv_tokens               cached tokens that are read, counted: a prefix that sequences share is read once
 """
 
@@ -82,7 +82,7 @@ SCALARS = (
     Scalar("k_scale", dim="scales", index=0),
     Scalar("v_scale", dim="scales", index=1),
 )
-SINKS = Tensor("sinks", "heads", "float32", when="sinks")
+SINKS = Tensor("sinks", "heads", "queries", when="sinks")  # a weight, in the dtype of the model
 FLOPS = "4 * pairs * heads * head_size"
 
 

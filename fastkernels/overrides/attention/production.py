@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from typing import Any
 
@@ -60,13 +61,14 @@ def _fa3_prefill() -> Function:
 
     def attention_prefill(
         q: T, key_cache: T, value_cache: T, cu_seqlens_q: T, seq_lens: T, block_table: T, max_seqlen_q: int,
-        max_seqlen_k: int, scale: float, window_left: int = -1, softcap: float = 0.0, *_: Any,
+        max_seqlen_k: int, scale: float, window_left: int = -1, softcap: float = 0.0, *rest: Any,
     ) -> T:  # fmt: skip
+        sinks = rest[-1] if rest and isinstance(rest[-1], T) else None
         return flash_attn_varlen_func(
             q, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k=seq_lens,
             softmax_scale=scale, causal=True, window_size=[window_left, 0 if window_left >= 0 else -1],
             softcap=softcap, block_table=block_table, out=torch.empty(q.shape, dtype=q.dtype, device=q.device),
-            fa_version=3,
+            fa_version=3, **({} if sinks is None else {"s_aux": sinks}),
         )  # fmt: skip
 
     return attention_prefill
@@ -77,7 +79,9 @@ def _no_fa3_decode(
 ) -> str | None:
     if any(scale != 1.0 for scale in rest[3:5]):
         return f"FlashAttention-3 is used without scales of the cache, got {rest[3:5]}"
-    return fa3.supports(q, key_cache, value_cache) or filled(q)
+    if isinstance(rest[-1], T):  # sinks: `supports` would load the library without vLLM, and `make` once more
+        importlib.import_module(_FA3[0])
+    return fa3.supports(q, key_cache, value_cache, *rest) or filled(q)
 
 
 def _no_fa3_prefill(
@@ -138,11 +142,11 @@ def _no_decode(q: T, key_cache: T, value_cache: T, seq_lens: T, block_table: T, 
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "attention_decode": (
-        Baseline("fa3", "host", _fa3_decode, _FA3, refuses=no_sinks(_no_fa3_decode)),
+        Baseline("fa3", "host", _fa3_decode, _FA3, refuses=_no_fa3_decode),
         from_flashinfer(_decode, no_sinks(_no_decode)),
     ),
     "attention_prefill": (
-        Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=no_sinks(_no_fa3_prefill)),
+        Baseline("fa3", "host", _fa3_prefill, _FA3, refuses=_no_fa3_prefill),
         from_flashinfer(lambda: flashinfer.prefill, no_sinks(flashinfer.supports_prefill), graph=False),
     ),
     "merge_state": (

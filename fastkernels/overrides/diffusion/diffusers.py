@@ -156,20 +156,32 @@ class DiffusersTimesteps(nn.Module):
         return timestep_embedding(timesteps, *how)
 
 
-def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """SiLU of the group norm of x [B, C, H, W]."""
+def _normed(norm: Any, x: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+    """SiLU of the group norm of x [B, C, H, W] + shift [B, C]."""
     if changed(norm):
         group_norm.note("other code was put around its norm")
-        return nn.functional.silu(norm(x))
+        return nn.functional.silu(norm(x if shift is None else x + shift[:, :, None, None]))
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         x = x.float()
-    return group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, True)
+    return group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps, True, shift)
+
+
+def _conv_normed(norm: Any, conv: Any, x: torch.Tensor, temb: torch.Tensor | None) -> torch.Tensor:
+    """SiLU of the group norm of conv(x) + temb; a plain convolution leaves adding its bias to the norm."""
+    plain = type(conv) is nn.Conv2d and type(conv.weight) is nn.Parameter and not changed(conv)
+    if not plain or (temb is not None and temb.shape[1:] != (conv.out_channels, 1, 1)):
+        x = conv(x)
+        return _normed(norm, x if temb is None else x + temb)
+    x, shift = conv._conv_forward(x, conv.weight, None), conv.bias
+    if temb is not None:
+        shift = temb[:, :, 0, 0] if shift is None else temb[:, :, 0, 0] + shift
+    return _normed(norm, x, None if shift is None else shift.expand(len(x), -1))
 
 
 class DiffusersResnetBlock2D(nn.Module):
     """diffusers' ResnetBlock2D without resampling: input_tensor [B, C, H, W], temb [B, temb_channels].
 
-    Its two group norms run together with the SiLU behind them.
+    Its two group norms run together with the SiLU behind them, the second one with the time embedding before it, too.
     """
 
     def __init__(
@@ -231,13 +243,12 @@ class DiffusersResnetBlock2D(nn.Module):
         return None if isinstance(module.nonlinearity, nn.SiLU) else f"its activation is {found}, not SiLU"
 
     def forward(self, input_tensor: torch.Tensor, temb: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        x = self.conv1(_normed(self.norm1, input_tensor))
+        x = _normed(self.norm1, input_tensor)
         if self.time_emb_proj is not None:
             temb = temb if self.skip_time_act else self.nonlinearity(temb)
             temb = self.time_emb_proj(temb)[:, :, None, None]
-        if temb is not None and self.time_embedding_norm == "default":
-            x = x + temb
-        x = self.conv2(self.dropout(_normed(self.norm2, x)))
+        added = temb if self.time_embedding_norm == "default" else None
+        x = self.conv2(self.dropout(_conv_normed(self.norm2, self.conv1, x, added)))
         if self.conv_shortcut is not None:
             input_tensor = self.conv_shortcut(input_tensor.contiguous() if self.training else input_tensor)
         return (input_tensor + x) / self.output_scale_factor

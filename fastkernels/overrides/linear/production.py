@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from fastkernels.core.baseline import Baseline, Function, dense, filled, first, half, inductor
+from fastkernels.core.baseline import Baseline, Function, Preparation, dense, filled, first, half, inductor
 from fastkernels.overrides.kit.libraries import T, from_blas, from_torch
 from fastkernels.overrides.linear.linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
 from fastkernels.overrides.linear.linear_fp8_libraries import (
@@ -52,51 +53,48 @@ def _linear(x: T, weight: T, bias: T | None = None) -> T:
 
 
 def _marlin() -> Function:
-    """vLLM's Marlin. It repacks each weight at its first call, as vLLM does at load, and keeps it for later calls."""
+    from vllm.model_executor.layers.quantization.utils import marlin_utils as marlin
+
+    def linear_int4(x: T, *_: T | None, prepared: Sequence[Any]) -> T:
+        weights, bias = prepared
+        return marlin.apply_gptq_marlin_linear(x, **weights, bias=bias)
+
+    return linear_int4
+
+
+def _marlin_weights(
+    x: T, weight: T, scale: T, zero: T | None = None, bias: T | None = None
+) -> dict[str, Any]:
+    """Repack a weight as vLLM does at load: the arguments of vLLM's linear layer but x and the bias."""
     from vllm import _custom_ops
     from vllm.model_executor.layers.quantization.utils import marlin_utils as marlin
     from vllm.scalar_type import scalar_types
-
-    # By address and version; the entries keep the weights, so that no address is used twice.
-    known: dict[tuple[int, int], tuple[T, dict[str, Any]]] = {}
 
     def takes(function: Function, **given: Any) -> dict[str, Any]:
         """The arguments that this version of vLLM has."""
         return {name: v for name, v in given.items() if name in inspect.signature(function).parameters}
 
-    def prepared(weight: T, scale: T, zero: T | None, dtype: torch.dtype) -> dict[str, Any]:
-        key = weight.data_ptr(), weight._version
-        if key not in known:
-            n, k, none = (
-                weight.shape[0],
-                2 * weight.shape[1],
-                torch.empty(0, dtype=torch.int, device=weight.device),
-            )
-            columns = unpack_int4(weight).t().int().unflatten(0, (-1, 8))
-            shifts = 4 * torch.arange(8, dtype=torch.int32, device=weight.device)
-            words = (columns << shifts[:, None]).sum(1, dtype=torch.int32).contiguous()
-            repack = _custom_ops.gptq_marlin_repack
-            packed = repack(words, **takes(repack, perm=none, size_k=k, size_n=n, num_bits=4))
-            group = k // scale.shape[1] if scale.shape[1] > 1 else -1
-            scales = marlin.marlin_permute_scales(scale.t().contiguous().to(dtype), k, n, group)
-            zeros = none if zero is None else marlin.marlin_zero_points(zero.t().int(), scale.shape[1], n, 4)
-            wanted = takes(
-                marlin.apply_gptq_marlin_linear, weight=packed, weight_scale=scales, weight_zp=zeros, g_idx=none,
-                g_idx_sort_indices=none, workspace=marlin.marlin_make_workspace_new(weight.device), is_k_full=True,
-                wtype=scalar_types.uint4b8 if zero is None else scalar_types.uint4, output_size_per_partition=n,
-                input_size_per_partition=k,
-            )  # fmt: skip
-            known[key] = weight, wanted
-        return known[key][1]
+    n, k, none = weight.shape[0], 2 * weight.shape[1], torch.empty(0, dtype=torch.int, device=weight.device)
+    columns = unpack_int4(weight).t().int().unflatten(0, (-1, 8))
+    shifts = 4 * torch.arange(8, dtype=torch.int32, device=weight.device)
+    words = (columns << shifts[:, None]).sum(1, dtype=torch.int32).contiguous()
+    repack = _custom_ops.gptq_marlin_repack
+    packed = repack(words, **takes(repack, perm=none, size_k=k, size_n=n, num_bits=4))
+    group = k // scale.shape[1] if scale.shape[1] > 1 else -1
+    scales = marlin.marlin_permute_scales(scale.t().contiguous().to(x.dtype), k, n, group)
+    zeros = none if zero is None else marlin.marlin_zero_points(zero.t().int(), scale.shape[1], n, 4)
+    return takes(
+        marlin.apply_gptq_marlin_linear, weight=packed, weight_scale=scales, weight_zp=zeros, g_idx=none,
+        g_idx_sort_indices=none, workspace=marlin.marlin_make_workspace_new(weight.device), is_k_full=True,
+        wtype=scalar_types.uint4b8 if zero is None else scalar_types.uint4, output_size_per_partition=n,
+        input_size_per_partition=k,
+    )  # fmt: skip
 
-    def linear_int4(
-        x: T, weight: T, weight_scale: T, weight_zero: T | None = None, bias: T | None = None
-    ) -> T:
-        own = None if bias is None else marlin.marlin_permute_bias(bias)
-        arguments = prepared(weight, weight_scale, weight_zero, x.dtype)
-        return marlin.apply_gptq_marlin_linear(x, **arguments, bias=own)
 
-    return linear_int4
+def _marlin_bias(x: T, weight: T, scale: T, zero: T | None = None, bias: T | None = None) -> T | None:
+    from vllm.model_executor.layers.quantization.utils import marlin_utils as marlin
+
+    return None if bias is None else marlin.marlin_permute_bias(bias)
 
 
 def _no_marlin(
@@ -129,7 +127,14 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "linear": (*from_blas(_linear),),
     "linear_gelu": (*from_torch(_linear_gelu), inductor("linear_gelu")),
     "linear_int4": (
-        Baseline("marlin", "host", _marlin, ("vllm",), refuses=_no_marlin),
+        Baseline(
+            "marlin",
+            "host",
+            _marlin,
+            ("vllm",),
+            refuses=_no_marlin,
+            prepares=(Preparation((1, 2, 3), _marlin_weights), Preparation((4,), _marlin_bias)),
+        ),
         Baseline("cublas", "library", lambda: linear_int4_cublas, refuses=supports_int4_cublas),
     ),
     "linear_ternary": (Baseline("unpacked", "library", lambda: _unpacked),),

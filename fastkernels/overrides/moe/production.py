@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fastkernels.core.baseline import Baseline, Function, aligned, dense, filled, first, half, inductor, same
+from fastkernels.core.baseline import (
+    Baseline,
+    Function,
+    Preparation,
+    aligned,
+    dense,
+    filled,
+    first,
+    half,
+    inductor,
+    same,
+)
 from fastkernels.overrides.kit.libraries import from_vllm, vllm_ops
 from fastkernels.overrides.linear.linear_fp8_libraries import DEEP_GEMM
 from fastkernels.overrides.moe.expert_libraries import (
@@ -78,33 +90,16 @@ def _fused_experts() -> Function:
 
 
 def _fused_experts_mxfp4() -> Function:
-    """vLLM's experts on OpenAI's Triton kernels. Weights are swizzled at the first call with them, as at load."""
+    """vLLM's experts on OpenAI's Triton kernels."""
     from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
     from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as kernels
-    from vllm.model_executor.layers.quantization.utils import mxfp4_utils
-
-    if hasattr(kernels, "triton_kernels_version") and kernels.triton_kernels_version == "3.8":
-        from triton_kernels.matmul import FlexCtx, PrecisionConfig
-    else:
-        from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
-    swizzled: dict[tuple[int, int], tuple[Any, Any]] = {}
-
-    def swizzle(w: T, scale: T) -> tuple[Any, Any]:
-        key = w.data_ptr(), scale.data_ptr()
-        if key not in swizzled:
-            if len(swizzled) > 7:
-                swizzled.clear()
-            values, flex, scales = mxfp4_utils._swizzle_mxfp4(w, scale)
-            named = mxfp4_utils.mx_scale_kwargs(scales)
-            swizzled[key] = values, PrecisionConfig(**named, flex_ctx=FlexCtx(rhs_data=flex))
-        return swizzled[key]
 
     def experts(
         x: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T, w2_scale: T,
-        expert_map: T | None = None, alpha: float = 1.702, limit: float = 7.0,
+        expert_map: T | None = None, alpha: float = 1.702, limit: float = 7.0, *, prepared: Sequence[Any],
     ) -> T:  # fmt: skip
-        (first_w, first_scale), (second_w, second_scale) = swizzle(w1, w1_scale), swizzle(w2, w2_scale)
-        config = mxfp4_w4a16_moe_quant_config(first_scale, second_scale, w1_bias.float(), w2_bias.float())
+        (first_w, first_scale), (second_w, second_scale), *biases = prepared
+        config = mxfp4_w4a16_moe_quant_config(first_scale, second_scale, *biases)
         routing = kernels.make_routing_data(topk_ids, topk_weights, w1.shape[0])
         return kernels.triton_kernel_fused_experts(
             torch.empty_like(x), x, first_w, second_w, *routing, topk_ids.shape[1], quant_config=config,
@@ -112,6 +107,29 @@ def _fused_experts_mxfp4() -> Function:
         )  # fmt: skip
 
     return experts
+
+
+def _swizzled(weight: int, scale: int) -> Preparation:
+    """The weights of one layer of experts with their scales, as vLLM swizzles them at load."""
+
+    def swizzle(*args: Any) -> tuple[Any, Any]:
+        from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as kernels
+        from vllm.model_executor.layers.quantization.utils import mxfp4_utils
+
+        if hasattr(kernels, "triton_kernels_version") and kernels.triton_kernels_version == "3.8":
+            from triton_kernels.matmul import FlexCtx, PrecisionConfig
+        else:
+            from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
+        values, flex, scales = mxfp4_utils._swizzle_mxfp4(args[weight], args[scale])
+        named = mxfp4_utils.mx_scale_kwargs(scales)
+        return values, PrecisionConfig(**named, flex_ctx=FlexCtx(rhs_data=flex))
+
+    return Preparation((weight, scale), swizzle)
+
+
+_MXFP4 = (
+    _swizzled(1, 7), _swizzled(2, 8), *(Preparation((i,), lambda *args, i=i: args[i].float()) for i in (3, 4)),
+)  # fmt: skip
 
 
 def _no_mxfp4(
@@ -277,7 +295,14 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     ),
     "fused_experts_gelu": (from_vllm(_fused_experts_gelu, _no_experts),),
     "fused_experts_swigluoai": (
-        Baseline("vllm", "host", _fused_experts_mxfp4, ("vllm", "triton_kernels"), refuses=_no_mxfp4),
+        Baseline(
+            "vllm",
+            "host",
+            _fused_experts_mxfp4,
+            ("vllm", "triton_kernels"),
+            refuses=_no_mxfp4,
+            prepares=_MXFP4,
+        ),
     ),
     "grouped_topk": (
         from_vllm(_grouped_topk, _no_grouped),

@@ -24,6 +24,7 @@ from fastkernels.patch import PatchError, Request
 from fastkernels.verify.cache import add_piece, source_digest
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.heap import Heap, frozen_again
+from fk_integrations.vllm import prompt_sizes
 from fk_integrations.vllm.compile_threads import several
 from fk_integrations.vllm.kept import Address, Kept, addresses, refusal
 
@@ -173,6 +174,7 @@ class Compiled:
 
         self.worker, self.runner = worker, worker.model_runner
         self.seconds: Seconds = {}  # of the phases of `rewarm`
+        self.prompts = False  # whether `rewarm` runs prompts; an undo needs none, since kernels stay compiled
         self.config = worker.vllm_config.compilation_config
         self.models = _compiled(worker.get_model(), Wrapper)
         owners = [getattr(self.runner, name, None) for name in ("drafter", "speculator")]
@@ -269,6 +271,14 @@ class Compiled:
                         self.runner._dummy_run(self.runner.max_num_tokens, is_profile=True, skip_eplb=True)
                     with timed(self.seconds, "capture graphs"):
                         self.worker.compile_or_warm_up_model()
+                    if self.prompts:
+                        with timed(self.seconds, "run prompts"):
+                            self.run_prompts()
+
+    def run_prompts(self) -> None:
+        """Run the sizes of prompts that are larger than the graphs, so that requests compile nothing."""
+        for tokens in prompt_sizes.of(self.worker.vllm_config):
+            self.runner._dummy_run(tokens, is_profile=True, skip_eplb=True)
 
     def release(self, heap: Heap, kept: bool = False) -> None:
         """Free the old code and graphs, after the new ones exist, unless they are kept elsewhere."""
@@ -378,7 +388,7 @@ def _swap(
     seconds: Seconds, before: Kept | None, keep: bool, heap: Heap,
 ) -> Kept | None:  # fmt: skip
     compiled = Compiled(worker)
-    compiled.seconds = seconds
+    compiled.seconds, compiled.prompts = seconds, keep
     back: list[Callable[[], None] | None] = []
 
     def first() -> None:

@@ -30,7 +30,7 @@ NONCE = "0123456789abcdef"
 PLACE = {"nbytes": 64, "stride": [1], "arena": 0}
 VALID: dict[str, dict[str, Any]] = {
     "load": {"import_s": 0.1, "baselines": ["cublas"], "compilers": []},
-    "use": {"unchecked": [0]},
+    "use": {"unchecked": [0]}, "prepare": {},
     "case": {}, "free": {}, "copy": {}, "compiled": {}, "queue": {},
     "call": {"aliases": [], "live": {"rms_norm": 1}, "refused": {"triton": "no GPU"}},
     "estimate": {"seconds": 1e-5},

@@ -12,8 +12,10 @@ from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock import timing
 from fk_bench.kernels.judge.clock.batches import Timed
 from fk_bench.kernels.judge.clock.timing import Samples
+from fk_bench.kernels.judge.correctness.checks import Checked
+from fk_bench.kernels.judge.correctness.errors import Errors
 from fk_bench.kernels.judge.rows import metrics
-from fk_bench.kernels.judge.rows.verdict import Verdict
+from fk_bench.kernels.judge.rows.verdict import Evidence, Verdict, decide
 
 
 def samples(
@@ -211,17 +213,23 @@ def test_call_alone_costs_what_the_slope_explains(
 
 
 @pytest.mark.parametrize(
-    ("own", "produced", "caught"),
+    ("own", "produced", "expected"),
     [
-        (11.2e-6, True, False), (11.9e-6, True, False), (12.2e-6, True, True),
-        (12.2e-6, False, False), (12.8e-6, False, True),
+        (11.2e-6, True, "slope"), (11.9e-6, True, "slope"), (12.2e-6, True, "alone"), (12.8e-6, True, "batched"),
+        (12.2e-6, False, "slope"), (12.8e-6, False, "batched"),
     ],
 )  # fmt: skip
-def test_queued_call_costs_what_the_slope_explains(own: float, produced: bool, caught: bool) -> None:
+def test_queued_call_costs_what_the_slope_explains(own: float, produced: bool, expected: str) -> None:
     """Finer than a request, in which the process starts the call. By the slopes it costs 9 us less here."""
     candidate, baseline = samples(1e-6, 0.0005, 1), samples(1e-5, 0.0005, 2)
     candidate.passed, baseline.passed, candidate.produced = [own] * 10, [20e-6] * 10, produced
-    assert ("batched" in timing.batched(candidate, baseline)) is caught
+    assert counted(candidate, baseline) == expected
+
+
+def counted(candidate: Samples, baseline: Samples) -> str:
+    if timing.batched(candidate, baseline):
+        return "batched"
+    return "slope" if timing.counted_alone(candidate, baseline) is None else "alone"
 
 
 # Rows of an H100, 2026-11-26: microseconds of a call in a batch, and of the same call alone behind a producer.
@@ -248,8 +256,76 @@ def test_recorded_calls_alone(
         caught = 0
         for seed in range(200):
             candidate = queued(batch_us, alone_us, seed, scatter_us, 288)
-            caught += timing.batched(candidate, queued(1.2, 1.2, 1000 + seed, scatter_us, 288)) != ""
+            sides = candidate, queued(1.2, 1.2, 1000 + seed, scatter_us, 288)
+            honest = recorded is HONEST
+            caught += timing.batched(*sides) != "" or (honest and timing.counted_alone(*sides) is not None)
         assert least <= caught <= most
+
+
+# Microseconds in a batch and alone, of candidate and baseline; the true ratio of calls alone
+COUNTED = (
+    ((895, 1169), (1000, 1000), 1000 / 1169),  # decode attention of 64 x 10,240 keys on an H100, 2026-11-27
+    ((895, 1169), (1300, 1300), 1300 / 1169),
+    ((895, 1400), (1300, 1500), 1500 / 1400),  # the baseline's calls overlap, too
+    ((895, 1400), (1000, 1150), 1150 / 1400),
+    ((60, 102), (100, 100), 100 / 102),  # a part of the work of another call
+    ((2.0, 3.5), (3.6, 3.6), 3.6 / 3.5),
+    ((2.0, 3.2), (1.2, 1.2), 1.2 / 3.2),  # slower than the baseline: more time alone must not help
+)
+
+
+@pytest.mark.parametrize(("candidate", "baseline", "true"), COUNTED)
+def test_call_longer_alone_is_counted_alone(
+    candidate: tuple[float, float], baseline: tuple[float, float], true: float
+) -> None:
+    mine, base, again = queued(*candidate, 1, 0.1), queued(*baseline, 2, 0.1), queued(*baseline, 3, 0.1)
+    assert timing.batched(mine, base) == timing.invalid(mine, base, 0.0) == ""
+    alone = timing.counted_alone(mine, base)
+    assert alone is not None and timing.counted_alone(base, base) is None
+    longer = (candidate[1] - candidate[0]) - (baseline[1] - baseline[0])
+    assert alone.extra == pytest.approx(1e-6 * longer, rel=0.1) and (alone.both > 0) is (true > 1)
+    found = timing.speedup(mine, base, again, alone=alone)
+    slopes = timing.speedup(mine, base, again)
+    assert found.value < min(slopes.value, 1.02 * true)  # never more than the truth
+    least = (
+        true if candidate[0] > 100 and baseline[0] == baseline[1] else 0.9 * true
+    )  # the gate counts if it is large
+    assert found.value > 0.97 * least and found.interval[0] < found.value < found.interval[1]
+    charged = timing.speedup(mine, base, again, 1e-3, alone=alone)
+    assert charged.time == pytest.approx(mine.time + 1e-3 + alone.both)
+
+
+@pytest.mark.parametrize(
+    ("batch_us", "alone_us", "produced", "expected"),
+    [
+        (100, 125, True, "slope"),  # 30% are allowed
+        (2.0, 2.9, True, "slope"),  # and 1 us
+        (100, 140, True, "alone"),
+        (100, 190, True, "alone"),
+        (100, 215, True, "batched"),  # no overlap at the ends explains a factor of two
+        (100, 190, False, "slope"),
+        (100, 215, False, "batched"),
+    ],
+)
+def test_only_up_to_twice_the_slope_is_counted_alone(
+    batch_us: float, alone_us: float, produced: bool, expected: str
+) -> None:
+    mine, base = queued(batch_us, alone_us, 1, 0.1), queued(100, 100, 2, 0.1)
+    mine.produced = base.produced = produced
+    assert counted(mine, base) == expected
+
+
+def test_row_counted_alone_has_both_times() -> None:
+    row: Any = SimpleNamespace(metrics={}, case={}, ci95={})
+    timed = Timed(queued(895, 1169, 1, 0.1), queued(1000, 1000, 2, 0.1), queued(1000, 1000, 3, 0.1))
+    verdict = decide(Evidence(checked=Checked(Errors(), 0.1, {}), wants_times=True, timed=timed))
+    assert verdict.status is Status.OK and verdict.speedup
+    assert verdict.reason.startswith("counted: alone, 11") and "895." in verdict.reason
+    metrics._times(row, timed, verdict, 1, 1, 0.0)
+    assert row.case["counted"] == "alone" and row.metrics["batch_us"] == pytest.approx(895, rel=0.01)
+    assert row.metrics["time_us_p50"] == pytest.approx(1169, rel=0.01)
+    assert row.metrics["speedup"] == pytest.approx(1000 / 1169, rel=0.02)
+    assert row.metrics["baseline_us_p50"] == pytest.approx(row.metrics["baseline_batch_us"], rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["alone", "passed"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fk_bench import cli
 from fk_bench.core.rows import Row, Status, Subject, read
-from fk_bench.tune import tuner
+from fk_bench.tune import command, tuner
 from fk_bench.tune.choice import Choice
 from fk_bench.tune.model_shapes import shapes_of_model
 from fk_bench.tune.screen import Screen, Screened
@@ -457,6 +457,18 @@ def test_next_finalist_is_judged_if_the_fastest_is_not_valid(status: Status, ask
     assert entry is not None and entry.faster == (status is not Status.OK)
 
 
+def test_seconds_of_judging_are_added_by_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = command._State(tmp_path / "rows.jsonl", 2, "cpu", Table("cpu", {}, ()), tmp_path / "table.json")
+    for seconds in ({"inputs": 0.5, "start": 2.0}, {"inputs": 0.25, "stop": 0.01}):
+        state.judged.append(row("first", 1.1, 1.02))
+        state.judged[-1].case["seconds"] = seconds
+    state.done, state.seconds = 2, {"judged": 2.76}
+    assert state._judging() == {"start": 2.0, "inputs": 0.8}
+    state.show("cpu")
+    shown = capsys.readouterr().out
+    assert "2 of 2 points: judged 2.8 s\nof judging: start 2.0 s, inputs 0.8 s\n" in shown
+
+
 def test_model_is_tuned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from support.tiny import make_tiny_llama
 
@@ -470,6 +482,9 @@ def test_model_is_tuned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFix
     line = json.loads(capsys.readouterr().out)
     assert end.value.code == 0 and line["left"] == 0 and line["ops"] == 2
     assert {"compiled", "screened"} <= set(line["phases"]) <= {"compiled", "screened", "judged"}
+    judged = sum(line["judging"].values())  # of it, each phase that took at least 50 ms
+    assert judged <= line["phases"].get("judged", 0.0) + 0.1 * len(line["judging"])
+    assert bool(line["judging"]) == bool(line["judged"])
     found = {e.op for e in tuning.read(Path(line["table"])).entries}
     assert found == {"linear", "attention_decode"}
     screened = [r for r in read(Path(line["rows"]))[0] if r.kind == "screened"]

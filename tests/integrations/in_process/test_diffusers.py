@@ -130,6 +130,7 @@ def test_pipeline_gives_the_hosts_latents_and_images() -> None:
         ("layer_norm", "nn.LayerNorm"): 34, ("geglu", "GEGLU"): 8,
         ("quick_gelu", "QuickGELUActivation"): 4, ("timestep_embedding", "Timesteps"): 2,
         ("group_norm", "ResnetBlock2D"): 18, ("group_norm", "nn.GroupNorm"): 45, ("upsample_conv", "Upsample2D"): 2,
+        ("gated_residual", "BasicTransformerBlock"): 8,
     }  # fmt: skip
     torch.testing.assert_close(image(pipe), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
     calls = {r.op: (r.calls, r.proof) for r in report.refresh().active}
@@ -261,6 +262,49 @@ def test_resnet_block_equals_the_hosts(options: dict[str, Any]) -> None:
             for given in (temb,) if theirs.time_emb_proj is not None else (None,):
                 torch.testing.assert_close(ours(image, given), theirs(image, given))
     assert DiffusersResnetBlock2D.supports(theirs) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cross_attention_dim": 40}, {}, {"double_self_attention": True}, {"attention_bias": True, "ff_inner_dim": 50},
+        {"cross_attention_dim": 40, "only_cross_attention": True},
+        {"cross_attention_dim": 40, "norm_elementwise_affine": False},
+    ],
+)  # fmt: skip
+def test_transformer_block_equals_the_hosts(options: dict[str, Any]) -> None:
+    from diffusers.models.attention import BasicTransformerBlock
+
+    from fastkernels.overrides.diffusion.diffusers_unet import DiffusersBasicTransformerBlock
+
+    theirs, ours = (
+        cls(24, 3, 8, **options) for cls in (BasicTransformerBlock, DiffusersBasicTransformerBlock)
+    )
+    ours.load_state_dict(theirs.state_dict())
+    text = torch.randn(2, 4, 40) if "cross_attention_dim" in options else None
+    x, mask = torch.randn(2, 5, 24), torch.zeros(2, 1, 5).index_fill(2, torch.tensor([3]), -1e4)
+    masks = {} if options.get("only_cross_attention") else {"attention_mask": mask}
+    with torch.no_grad():
+        given = {"encoder_hidden_states": text, **masks}
+        torch.testing.assert_close(ours(x, **given), theirs(x, **given))
+    assert DiffusersBasicTransformerBlock.supports(theirs) is None
+
+
+def test_transformer_blocks_that_stay_with_the_host() -> None:
+    from diffusers.models.attention import BasicTransformerBlock
+
+    other = BasicTransformerBlock(24, 3, 8, norm_type="ada_norm_single")
+    block = BasicTransformerBlock(24, 3, 8, cross_attention_dim=40)
+    x, text = torch.randn(2, 6, 24), torch.randn(2, 4, 40)
+    before = block(x, encoder_hidden_states=text)
+    with fastkernels.patch(torch.nn.Sequential(block, other), ops="gated_residual") as report:
+        row = next(r for r in report.rows if r.host_class == "BasicTransformerBlock")
+        assert (row.modules, row.reason) == (
+            1,
+            "1 unsupported: its norms are ada_norm_single, not layer_norm",
+        )
+        block.set_chunk_feed_forward(3, 1)  # after the patch
+        torch.testing.assert_close(block(x, encoder_hidden_states=text), before)
 
 
 def test_wide_head_of_a_vae_reaches_the_op() -> None:

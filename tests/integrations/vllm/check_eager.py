@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from fk_integrations.vllm import compiled, prompt_sizes
 from support.checks import (
     IMPORT_EXIT,
     LEAVES,
@@ -54,6 +55,17 @@ def modules(llm):
     return [
         (name, type(m), vars(m).get("_forward_method")) for name, m in worker(llm).get_model().named_modules()
     ]
+
+
+def test_a_warm_up_runs_each_size_of_prompts(llm):
+    found = []
+    model = worker(llm).get_model()
+    hook = model.register_forward_pre_hook(
+        lambda m, a, k: found.append(len(k["input_ids"])), with_kwargs=True
+    )
+    compiled.Compiled(worker(llm)).run_prompts()
+    hook.remove()
+    assert found == prompt_sizes.of(llm.llm_engine.vllm_config) and {1, 513, 528} <= {*found}
 
 
 def test_asleep_the_plugin_adds_one_method(llm, stock):

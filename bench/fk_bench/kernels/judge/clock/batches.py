@@ -21,7 +21,7 @@ import torch
 
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.clock.phases import PHASES
-from fk_bench.kernels.judge.clock.timing import Samples, batched, unsteady
+from fk_bench.kernels.judge.clock.timing import Samples, batched, counted_alone, unsteady
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong, same_bits
 from fk_bench.kernels.judge.memory import ipc, layout, producer
 from fk_bench.kernels.judge.memory.arena import Arena
@@ -51,11 +51,15 @@ RANDOM = random.SystemRandom()
 
 @dataclass
 class Lane:
-    """One side in a timed case: its process, its memory, and the places of its outputs by slot."""
+    """One side in a timed case: its process, its memory, and the places of its outputs by slot.
+
+    prepares  it runs a baseline that prepares weights
+    """
 
     side: RunnerProcess
     arena: Arena
     outputs: list[list[torch.Tensor]] = field(default_factory=list)
+    prepares: bool = False
 
 
 @dataclass
@@ -116,6 +120,7 @@ class Batches:
         try:
             for lane, mapping in zip((self.candidate, self.baseline), mappings, strict=True):
                 lane.arena.publish()
+                self._prepare_weights(lane, 0, self.slots.count)
                 if self.cuda:
                     places = lane.side.ask("capture", segments=self.segments, alone=2 * self.n).outputs
                     lane.outputs = self._map(lane, places, mapping)
@@ -152,8 +157,11 @@ class Batches:
     @staticmethod
     def _disturbed(timed: Timed) -> bool:
         """Whether more rounds may change the verdict: a busy machine also delays some calls alone."""
+        sides = timed.candidate, timed.baseline
         return bool(
-            unsteady(timed.baseline, timed.again) or batched(timed.candidate, timed.baseline, suspected=True)
+            unsteady(timed.baseline, timed.again)
+            or batched(*sides, suspected=True)
+            or counted_alone(*sides, suspected=True)
         )
 
     # -- a round
@@ -183,6 +191,9 @@ class Batches:
                 self.slots.renew(start)
             else:
                 self.slots.refresh(*self._fresh(start, count))
+            if compared and group == "long":
+                for lane in (self.candidate, self.baseline):
+                    self._prepare_weights(lane, start, count)
             second_set = group.startswith("again")
             ran = {}
             for lane in RANDOM.sample((self.candidate, self.baseline), 2):
@@ -210,6 +221,17 @@ class Batches:
             if sum(t.nbytes for t in self._written(self.candidate, 0)) >= WRITTEN:
                 self._swap(expected_s)
                 self._swap_unseen(expected_s)
+
+    @PHASES.of("prepare")
+    def _prepare_weights(self, lane: Lane, start: int, count: int) -> None:
+        """Let a baseline prepare the weights of these slots, neither captured nor timed, as a host does at load.
+
+        Batches whose outputs are not compared use the weights of an earlier one, which take as long.
+        """
+        if lane.prepares and lane.side.trusted:
+            lane.arena.publish(start, count)
+            lane.side.ask("prepare", start=start, count=count)
+            lane.side.stop()
 
     @PHASES.of("batches")
     def _batch(

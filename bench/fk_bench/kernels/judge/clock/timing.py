@@ -13,8 +13,10 @@ TRACED_S = 1e-6  # a traced call may take so much longer, because its kernels ar
 STARTING_S = 3e-7  # per call: the start of a batch may cost one side so much more than the other
 SCATTER = 0.3  # times are steady up to this standard error, relative
 # A call alone may cost so much more than in a batch, relative and in seconds: until the judge has read its outputs, and
-# until it reports its end. Without a producer, kernels that start early in a batch cost up to 1.5 us more alone.
-ALONE, PASSED, PASSED_BARE = (1.0, 5e-6), (0.3, 1e-6), (1.0, 1.5e-6)
+# until it reports its end. Calls that wait for each other overlap at their ends only, which explains no factor of two.
+# Without a producer, kernels that start early in a batch cost up to 1.5 us more alone.
+ALONE, PASSED = (1.0, 5e-6), (1.0, 1.5e-6)
+COUNTED = 0.3, 1e-6  # behind a producer: from here on the time alone is counted
 # From MANY samples on, each of these quantiles must show it: where times have two modes, a median may be in either.
 QUANTILES, MANY = (0.1, 0.25, 0.5), 48
 SIGMAS = 2.0  # of a quantile, on both sides
@@ -165,32 +167,79 @@ def invalid(
 
 
 def batched(candidate: Samples, baseline: Samples, suspected: bool = False) -> str:
-    """Why the calls of a batch are not independent; '' if a call alone costs what the slope explains.
-
-    Requests and graphs have the same cost for both sides, so only the difference between the sides counts. `passed` is
-    the more precise of the two, but the side itself reports the end.
+    """Why the calls of a batch are not independent; '' if a call alone costs less than twice what the slope explains.
 
     suspected  also if more samples may still explain it by chance
     """
-    of_passed = PASSED if candidate.produced else PASSED_BARE
-    for own, other, (relative, least) in (
-        (candidate.alone, baseline.alone, ALONE), (candidate.passed, baseline.passed, of_passed),
+    for own, other, allowed in (
+        (candidate.alone, baseline.alone, ALONE), (candidate.passed, baseline.passed, PASSED),
     ):  # fmt: skip
-        if min(len(own), len(other)) < 3:
-            continue
-        explained = candidate.time - baseline.time
-        extra = _longer(own, other) - explained
-        mine = min(_error(own), 3 * _error(other))  # its own scatter must not widen the allowance much
-        noise = (mine**2 + _error(other) ** 2 + baseline.spread**2) ** 0.5
-        few = min(len(own), len(other)) < MANY
-        if extra <= max(relative * candidate.time, least, 5 * noise if few else 0.0):
-            continue
-        if suspected or _longer(own, other, SIGMAS) > explained + SIGMAS * baseline.spread:
+        if extra := _exceeds(candidate, baseline, own, other, allowed, suspected):
             return (
                 f"batched: a call alone takes {1e6 * (candidate.time + extra):.1f} us, in a batch "
                 f"{1e6 * candidate.time:.1f} us"
             )
     return ""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Calls alone are counted, on both sides: seconds that are added to the slopes.
+
+    extra  that a call of the candidate takes longer than its slope explains
+    both   added to both sides: where a call alone is faster than the baseline's, what the baseline's takes longer than
+           its slope, the gate included. So a baseline whose calls overlap as well is counted alone, too. Where it is
+           slower, 0: a longer time of both would make it look better
+    error  standard error of the difference between the sides
+    """
+
+    extra: float
+    both: float
+    error: float
+
+    def of(self, charged: float) -> float:
+        """Seconds to add to the candidate's slope, of which so many are charged anyway."""
+        return max(self.extra, charged) + self.both
+
+
+def counted_alone(candidate: Samples, baseline: Samples, suspected: bool = False) -> Alone | None:
+    """How to count calls alone; None if the slope counts, because a call alone costs what it explains.
+
+    Honest calls overlap at their ends: where one leaves multiprocessors idle the next begins. So do those of a kernel
+    that does a part of another call's work; by the time alone neither gains. suspected: as for `batched`.
+    """
+    own, other = candidate.passed, baseline.passed
+    if not candidate.produced or not _exceeds(candidate, baseline, own, other, COUNTED, suspected):
+        return None
+    slower = float(np.median(own) - np.median(other))
+    both = max(float(np.median(other)) - baseline.time, 0.0) if slower < 0 else 0.0
+    error = float(np.hypot(_error(own), _error(other)))
+    return Alone(slower - (candidate.time - baseline.time), both, error)
+
+
+def _exceeds(
+    candidate: Samples, baseline: Samples, own: list[float], other: list[float], allowed: tuple[float, float],
+    suspected: bool,
+) -> float:  # fmt: skip
+    """Seconds by which calls alone take longer than the slope explains, 0 if they are allowed or chance explains them.
+
+    Requests and graphs have the same cost for both sides, so only the difference between the sides counts. `passed` is
+    the more precise of the two, but the side itself reports the end.
+
+    own, other  calls alone of candidate and baseline
+    allowed     (relative, seconds)
+    """
+    if min(len(own), len(other)) < 3:
+        return 0.0
+    explained = candidate.time - baseline.time
+    extra = _longer(own, other) - explained
+    mine = min(_error(own), 3 * _error(other))  # its own scatter must not widen the allowance much
+    noise = (mine**2 + _error(other) ** 2 + baseline.spread**2) ** 0.5
+    few = min(len(own), len(other)) < MANY
+    if extra <= max(allowed[0] * candidate.time, allowed[1], 5 * noise if few else 0.0):
+        return 0.0
+    sure = _longer(own, other, SIGMAS) > explained + SIGMAS * baseline.spread
+    return extra if suspected or sure else 0.0
 
 
 def _longer(own: list[float], other: list[float], sigmas: float = 0.0) -> float:
@@ -253,15 +302,17 @@ class Speedup:
 
 def speedup(
     candidate: Samples, baseline: Samples, again: Samples, charged: float = 0.0, own: Samples | None = None,
-    draws: int = 2000,
+    draws: int = 2000, alone: Alone | None = None,
 ) -> Speedup:  # fmt: skip
     """The speedup over both sets of the baseline's batches, and of the candidate's if it has two (`own`).
 
     The interval has the scatter of both sides (the larger of a bootstrap's, paired by round, and Student's) and the
-    difference between the two sets, which a busy machine causes. charged: seconds added to each time of the candidate.
+    difference between the two sets, which a busy machine causes. charged: seconds added to each time of the candidate;
+    alone: both sides' calls alone are counted.
     """
-    a = (candidate.slopes if own is None else (candidate.slopes + own.slopes) / 2) + charged
-    b = (baseline.slopes + again.slopes) / 2
+    alone = alone or Alone(0.0, 0.0, 0.0)
+    a = (candidate.slopes if own is None else (candidate.slopes + own.slopes) / 2) + alone.of(charged)
+    b = (baseline.slopes + again.slopes) / 2 + alone.both
     spread = candidate.spread if own is None else (candidate.spread + own.spread) / 2
     # A candidate that scatters is counted at its 80th percentile: jitter must not gain.
     counted = float(np.median(a)) if candidate.steady else float(np.percentile(a, 80))
@@ -275,7 +326,9 @@ def speedup(
     between = abs(np.log(again.time / baseline.time)) * 0.75**0.5  # of a side and the mean of two
     if own is not None and own.time > 0 and candidate.steady:  # of two means of two
         between = np.hypot(np.log(again.time / baseline.time), np.log(own.time / candidate.time)) / 2
-    errors = (spread / counted, (baseline.spread + again.spread) / 2 / baseline.time, between)
+    errors = (
+        spread / counted, (baseline.spread + again.spread) / 2 / baseline.time, between, alone.error / counted,
+    )  # fmt: skip
     half = max(t * float(np.sqrt(sum(e**2 for e in errors))), (high - low) / 2)
     return Speedup(
         value,

@@ -32,12 +32,14 @@ class Chosen:
     """The fastest baseline that is correct for the case; `seconds` per call, 0 if none serves it.
 
     unchecked  positions of outputs that it may return in another correct way
+    prepares   it prepares weights before its calls are captured or timed
     """
 
     name: str = ""
     errors: Errors = field(default_factory=Errors)
     seconds: float = 0.0
     unchecked: Sequence[int] = ()
+    prepares: bool = False
 
 
 @dataclass
@@ -92,7 +94,7 @@ class Checks:
                     raise
                 continue
             if best is None or seconds < best.seconds:
-                best = Chosen(name, errors, max(seconds, 1e-9), used.unchecked)
+                best = Chosen(name, errors, max(seconds, 1e-9), used.unchecked, used.prepares)
         if best is None:
             return Chosen()
         side.ask("use", baseline=best.name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fastkernels.core import candidate, registry
+from fastkernels.core.baseline import Prepared
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.spec import OpSpec
 from fk_bench.kernels.judge.processes.answers import Failure, remembered, wrong_signature
@@ -21,6 +23,7 @@ class Implementation:
         self.overload: Any = None  # torch's op, looked up before a candidate can put something else there
         self.baselines: dict[str, Any] = {}
         self.made: dict[str, Callable[..., Any]] = {}
+        self.prepared: list[Prepared] = []  # the baselines among them that prepare weights; never a candidate
         self.changed: set[str] = set()  # ops with a candidate or a baseline installed
         self.device = "cpu"
 
@@ -35,7 +38,7 @@ class Implementation:
         """
         for name in self.changed:  # of the previous op, in a process that serves several
             OPS[name].set_candidate(None)
-        self.cls, self.baselines, self.made, self.changed = None, {}, {}, set()
+        self.cls, self.baselines, self.made, self.prepared, self.changed = None, {}, {}, [], set()
         self.device, self.spec = device, registry.get(op)
         self.overload = self.spec.op.overload if self.spec.op is not None else None
         found = {name: self._candidate(name, path) for name, path in candidates.items()}
@@ -101,7 +104,7 @@ class Implementation:
     def _made(self, op: str, baseline: Any) -> bool:
         """Whether a baseline could be made and installed."""
         try:
-            fn = baseline.make()
+            fn = self._ready(baseline)
         except Exception:  # another version of the library: try the next baseline
             return False
         self._put(op, fn, baseline.name, remembered(baseline.supports))
@@ -111,13 +114,27 @@ class Implementation:
         """Use this baseline from now on; reports why if it does not support the case's arguments `args`."""
         chosen = self.baselines.get(baseline)
         if chosen is None:  # a module on installed baselines, or another candidate
-            return {}
+            return {"prepares": bool(self.prepared)}
         if args is not None and (reason := chosen.supports(*args)) is not None:
             return {"unsupported": reason}
         if baseline not in self.made:
-            self.made[baseline] = chosen.make()
+            self.made[baseline] = self._ready(chosen)
         self._put(self.spec.name, self.made[baseline], baseline)
-        return {"unchecked": chosen.unchecked}
+        return {"unchecked": chosen.unchecked, "prepares": bool(chosen.prepares)}
+
+    def _ready(self, baseline: Any) -> Callable[..., Any]:
+        fn: Callable[..., Any] = baseline.ready()
+        if isinstance(fn, Prepared):
+            self.prepared.append(fn)
+        return fn
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Calls in this context prepare weights, if the baseline does; they are neither captured nor timed."""
+        with ExitStack() as stack:
+            for fn in self.prepared:
+                stack.enter_context(fn.renewed())
+            yield
 
     def _put(
         self, op: str, fn: Callable[..., Any], label: str, supports: Callable[..., str | None] | None = None

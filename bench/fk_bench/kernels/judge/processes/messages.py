@@ -58,6 +58,7 @@ class Loaded(Message):
 class Used(Message):
     unsupported: Text | None = None
     unchecked: list[Count] = []
+    prepares: bool = False
 
 
 class Called(Message):
@@ -98,7 +99,8 @@ class Traced(Message):
 
 
 SCHEMAS: dict[str, type[Message]] = {
-    "load": Loaded, "use": Used, "case": Done, "free": Done, "call": Called, "copy": Done, "estimate": Estimated,
+    "load": Loaded, "use": Used, "case": Done, "free": Done, "call": Called, "copy": Done, "prepare": Done,
+    "estimate": Estimated,
     "capture": Captured, "run": Ran, "queue": Done, "trace": Traced, "compiled": Done,
 }  # fmt: skip
 M = TypeVar("M", bound=Message)

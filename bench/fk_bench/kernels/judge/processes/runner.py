@@ -131,6 +131,8 @@ class RunnerState(Implementation):
         self.graphs: list[Any] = []
         self.kept: list[list[torch.Tensor]] = []
         self.held: dict[int, list[torch.Tensor]] = {}
+        for fn in self.prepared:
+            fn.clear()
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -174,7 +176,8 @@ class RunnerState(Implementation):
         """Make one eager call into an output slot. Counters show which ops ran."""
         before = {name: op.calls for name, op in OPS.items()}
         refused_before = {name: dict(op.fallbacks) for name, op in OPS.items()}
-        result = self._outputs(self.calls[slot]())
+        with self.preparing():
+            result = self._outputs(self.calls[slot]())
         self._sync()
         self.metas(result)
         self.held[out] = result
@@ -210,7 +213,7 @@ class RunnerState(Implementation):
     def do_estimate(self, calls: int) -> dict[str, Any]:
         """Estimate the seconds of a call. The judge derives the size of its batches from them."""
         picked = self.calls[:calls]
-        for call in picked[:2]:
+        for call in picked if self.prepared else picked[:2]:
             call()
         self._sync()
         if self.device == "cuda":
@@ -229,6 +232,15 @@ class RunnerState(Implementation):
         return {"seconds": (_clock() - start) / len(picked)}
 
     # -- timed batches
+
+    def do_prepare(self, start: int, count: int) -> dict[str, Any]:
+        """Prepare the weights of these slots as a host does at load, by a call of each; nothing for other baselines."""
+        if self.prepared:
+            with self.preparing():
+                for call in self.calls[start : start + count]:
+                    call()
+            self._sync()
+        return {}
 
     def do_capture(self, segments: list[list[int]], alone: int) -> dict[str, Any]:
         """GPU: capture a graph of the calls of each segment [start, end). Returns the places of all outputs.

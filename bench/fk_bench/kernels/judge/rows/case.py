@@ -21,8 +21,7 @@ from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerP
 from fk_bench.kernels.judge.rows.verdict import Evidence
 
 CHECKED = 3  # slots of the untimed checks
-HARD = 3  # kinds of extreme values that are also tried on a timed case
-HARD_BYTES = 64 << 20  # if its arguments are not larger
+HARD_BYTES = 64 << 20  # of a timed case's arguments, above which no extreme values are tried
 RANDOM = random.SystemRandom()
 SLOWER = 4  # a batch of the slower side may last so many times the usual length
 
@@ -34,6 +33,7 @@ class Plan:
     rounds, seconds  most rounds, and the target for all of them together; there are at least `least`
     batch_s          target of a batch of N calls; max_calls: the largest N
     memory           bytes of inputs and outputs
+    hard             kinds of extreme values that are also tried
     """
 
     device: str
@@ -43,6 +43,7 @@ class Plan:
     batch_s: float
     max_calls: int
     memory: int
+    hard: int
 
 
 class CaseRun:
@@ -76,12 +77,14 @@ class CaseRun:
             self.baseline.stop()
             if self.identity and seen.chosen.name:
                 self.candidate.ask("use", baseline=seen.chosen.name)
-                checks.unchecked = seen.chosen.unchecked
+                # Prepared weights are not those of every batch; with itself as the candidate only times matter.
+                every = range(len(slots.outs))
+                checks.unchecked = every if seen.chosen.prepares else seen.chosen.unchecked
             repeats = 2 if self.trial.timed else 0
             seen.checked = checks.first(self.candidate, candidate, slots, repeats, compiled)
             if seen.chosen.seconds and slots.layout.stride + slots.layout.shared <= HARD_BYTES:
                 hard = self.trial.hard
-                for name in RANDOM.sample(sorted(hard), min(HARD, len(hard))):
+                for name in RANDOM.sample(sorted(hard), min(self.plan.hard, len(hard))):
                     sides, arenas = (self.candidate, self.baseline), (candidate, baseline)
                     checks.hard(sides, arenas, slots, name, hard[name])
             if seen.wants_times and seen.chosen.seconds:
@@ -113,7 +116,8 @@ class CaseRun:
             return 2  # in longer batches the cost of starting them matters less
         if timing.unsteady(timed.baseline, timed.again) or not timed.candidate.steady:
             return 0  # more rounds did not help
-        return 1 if timing.invalid(timed.candidate, timed.baseline, 0.0) else 0
+        sides = timed.candidate, timed.baseline
+        return 1 if timing.invalid(*sides, 0.0) or timing.counted_alone(*sides) else 0
 
     def _time(self, checks: Checks, own: float, longer: int) -> Timed:
         fast, slow = sorted((self.evidence.chosen.seconds, own))
@@ -123,7 +127,11 @@ class CaseRun:
         slots, candidate, baseline = self._open(count, 0 if cuda else count)
         round_s = 4.5 * n * (fast + slow)  # six batches
         rounds = max(self.plan.least, min(self.plan.rounds, int(self.plan.seconds / round_s)))
-        lanes = Lane(self.candidate, candidate), Lane(self.baseline, baseline)
+        prepares = self.evidence.chosen.prepares
+        lanes = (
+            Lane(self.candidate, candidate, prepares=prepares and self.identity),
+            Lane(self.baseline, baseline, prepares=prepares),
+        )
         return Batches(slots, n, *lanes, checks, rounds).run()
 
     def _calls(self, fast: float, slow: float, longer: int) -> int:

@@ -30,8 +30,16 @@ def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor
     charged = timing.charge(timed.candidate, timed.baseline)
     if charged:
         row.metrics["charged_us"] = 1e6 * charged
-    row.metrics |= {f"time_us_{k}": v + 1e6 * charged for k, v in timed.candidate.percentiles().items()}
-    row.metrics |= {f"baseline_us_{k}": v for k, v in timed.baseline.percentiles().items()}
+    alone = timing.counted_alone(timed.candidate, timed.baseline) if verdict.speedup else None
+    more, both = (charged, 0.0) if alone is None else (alone.of(charged), alone.both)
+    row.metrics |= {f"time_us_{k}": v + 1e6 * more for k, v in timed.candidate.percentiles().items()}
+    row.metrics |= {f"baseline_us_{k}": v + 1e6 * both for k, v in timed.baseline.percentiles().items()}
+    if alone is not None:
+        row.case["counted"] = "alone"
+        row.metrics |= {
+            "batch_us": 1e6 * timed.candidate.time,
+            "baseline_batch_us": 1e6 * timed.baseline.time,
+        }
     row.metrics["calls"] = timed.candidate.n
     row.metrics["rounds"] = len(timed.candidate.single)
     row.metrics["intercept_us"] = 1e6 * timed.candidate.intercept
@@ -51,7 +59,7 @@ def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor
             row.metrics[f"trace_{name}"] = value
     if not verdict.speedup:
         return
-    found = timing.speedup(timed.candidate, timed.baseline, timed.again, charged, timed.own)
+    found = timing.speedup(timed.candidate, timed.baseline, timed.again, charged, timed.own, alone=alone)
     row.metrics |= {"speedup": found.value, "again": found.again, "noise": abs(found.again - 1)}
     row.ci95["speedup"] = found.interval
     row.case["significant"] = found.significant

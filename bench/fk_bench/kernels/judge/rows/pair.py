@@ -110,7 +110,7 @@ class Pair:
         least, most = ROUNDS[device]
         plan = Plan(
             device, min(self.options.rounds, most), min(least, self.options.rounds), self.options.seconds,
-            BATCH_S[device], MAX_CALLS[device], self._all.memory,
+            BATCH_S[device], MAX_CALLS[device], self._all.memory, self.options.hard,
         )  # fmt: skip
         if self.candidates:
             candidate.budgets = (self.budget, Budget(self.options.case_budget, "case"))
