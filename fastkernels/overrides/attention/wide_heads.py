@@ -27,7 +27,7 @@ _SMALL = ForOthers(f"it is for head sizes over {MOST_FUSED}")
 
 
 @triton.jit
-def _softmax_kernel(
+def _attention_softmax_kernel(
     x_ptr, out_ptr, n, x_stride_b, x_stride_r, out_stride_b, out_stride_r, factor,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -48,8 +48,8 @@ def softmax(x: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     batch, rows, n = x.shape
     block = next_power_of_2(n)
     launch_kernel(
-        _softmax_kernel, (rows, batch), x, out, n, *x.stride()[:2], *out.stride()[:2], scale * math.log2(math.e),
-        BLOCK=block, num_warps=min(max(block // 1024, 1), 16),
+        _attention_softmax_kernel, (rows, batch), x, out, n, *x.stride()[:2], *out.stride()[:2],
+        scale * math.log2(math.e), BLOCK=block, num_warps=min(max(block // 1024, 1), 16),
     )  # fmt: skip
 
 

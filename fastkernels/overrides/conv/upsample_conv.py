@@ -36,7 +36,7 @@ def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 
 @triton.jit
-def _phases_kernel(
+def _upsample_conv_phases_kernel(
     w_ptr, out_ptr, made, C, stride_o, stride_c, stride_h, stride_w,
     BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def _phases_kernel(
 
 
 @triton.jit
-def _interleave_kernel(
+def _upsample_conv_kernel(
     x_ptr, b_ptr, out_ptr, made, H, W, stride_b, stride_c, stride_h, stride_w, out_b, out_c, out_h, out_w,
     HAS_B: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def phases(weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty(4 * made, 2, 2, channels, dtype=weight.dtype, device=weight.device)
     block = min(next_power_of_2(channels), TILE // 16)
     launch_kernel(
-        _phases_kernel, (made, cdiv(channels, block)), weight, out, made, channels, *weight.stride(),
+        _upsample_conv_phases_kernel, (made, cdiv(channels, block)), weight, out, made, channels, *weight.stride(),
         BLOCK_C=block, num_warps=4,
     )  # fmt: skip
     return out.permute(0, 3, 1, 2)
@@ -132,7 +132,7 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     block_c = min(next_power_of_2(made), most)
     block_p = min(TILE // block_c, next_power_of_2(columns))
     launch_kernel(
-        _interleave_kernel, (batch * rows, cdiv(columns, block_p), cdiv(made, block_c)),
+        _upsample_conv_kernel, (batch * rows, cdiv(columns, block_p), cdiv(made, block_c)),
         wide, bias, out, made, rows, columns, *wide.stride(), *out.stride(),
         HAS_B=bias is not None, BLOCK_P=block_p, BLOCK_C=block_c, num_warps=4,
     )  # fmt: skip
