@@ -9,6 +9,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.activation.diffusers import DiffusersGELU
+from fastkernels.overrides.activation.torch import TorchGELU
 from fastkernels.overrides.attention.diffusers import DiffusersFluxAttnProcessor
 from fastkernels.overrides.diffusion.diffusers import (
     _NOTE,
@@ -17,6 +18,7 @@ from fastkernels.overrides.diffusion.diffusers import (
 )
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.kit.modules import changed, linear_of_two
+from fastkernels.overrides.linear.linear_gelu import fuses, linear_gelu
 
 
 class _Attention(nn.Module):
@@ -86,6 +88,15 @@ def _gated(
         return y, norm(y) * (1 + scale[:, None]) + shift[:, None]
     affine = () if norm is None else (norm.weight, norm.bias, norm.eps)
     return gated_residual(residual, x, gate, *modulation, *affine)
+
+
+def _gelu_of(linear: Any, act: Any, x: torch.Tensor) -> torch.Tensor:
+    """act(linear(x)), as one op if the layer is a plain one and act is GELU with tanh."""
+    cls = type(act)
+    usual = getattr(cls, "fastkernels", cls) in (nn.GELU, TorchGELU) and not changed(act)
+    if usual and act.approximate == "tanh" and fuses(linear, x):
+        return linear_gelu(x, linear.weight, linear.bias, "tanh")
+    return act(linear(x))
 
 
 def _clipped(x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +177,7 @@ class DiffusersFluxSingleTransformerBlock(nn.Module):
         texts = encoder_hidden_states.shape[1]
         both = torch.cat((encoder_hidden_states, hidden_states), dim=1)
         x, gate = self.norm(both, emb=temb)
-        mlp = self.act_mlp(self.proj_mlp(x))
+        mlp = _gelu_of(self.proj_mlp, self.act_mlp, x)
         found = self.attn(
             hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
         )

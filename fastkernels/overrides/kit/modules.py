@@ -7,19 +7,44 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkernels.core.dispatch import functional
+
 
 def changed(module: Any) -> bool:
     """Whether other code, such as that of CPU offload, has to run around a part of ours."""
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """linear(torch.cat((a, b), -1)), as two products without the concatenation if the layer is a plain one."""
-    # Adapters, quantized and offloaded weights, hooks and autocast need the layer's own code.
+def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:
+    """Whether a layer's own code is a product with its weight, all in one dtype.
+
+    Adapters, quantized and offloaded weights, hooks and autocast need the layer's own code.
+    """
     plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not changed(linear)
-    if not plain or not a.dtype == b.dtype == linear.weight.dtype:
-        return linear(torch.cat((a, b), dim=-1))
-    first, second = linear.weight.split((a.shape[-1], b.shape[-1]), dim=1)
-    out = nn.functional.linear(a, first, linear.bias)
+    return plain and all(
+        x.dtype == linear.weight.dtype and not torch.is_autocast_enabled(x.device.type) for x in inputs
+    )
+
+
+def _of_two(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    first, second = weight.split((a.shape[-1], b.shape[-1]), dim=1)
+    out = nn.functional.linear(a, first, bias)
     out.view(-1, out.shape[-1]).addmm_(b.reshape(-1, b.shape[-1]), second.t())
     return out
+
+
+# One op, since a compiler would copy the first product before it adds the second.
+_linear_of_two = functional(
+    "linear_of_two(Tensor a, Tensor b, Tensor weight, Tensor? bias=None) -> Tensor",
+    _of_two,
+    lambda a, b, weight, bias=None: a.new_empty((*a.shape[:-1], weight.shape[0])),
+)
+
+
+def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """linear(torch.cat((a, b), -1)), as two products without the concatenation if the layer is a plain one."""
+    if not plain_linear(linear, a, b):
+        return linear(torch.cat((a, b), dim=-1))
+    return _linear_of_two(a, b, linear.weight, linear.bias)
