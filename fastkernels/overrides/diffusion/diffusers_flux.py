@@ -9,7 +9,6 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.activation.diffusers import DiffusersGELU
-from fastkernels.overrides.activation.torch import TorchGELU
 from fastkernels.overrides.attention.diffusers import DiffusersFluxAttnProcessor
 from fastkernels.overrides.diffusion.diffusers import (
     _NOTE,
@@ -18,7 +17,7 @@ from fastkernels.overrides.diffusion.diffusers import (
 )
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.kit.modules import changed, linear_of_two
-from fastkernels.overrides.linear.linear_gelu import fuses, linear_gelu
+from fastkernels.overrides.linear.gelu_epilogue import activated
 
 
 class _Attention(nn.Module):
@@ -90,15 +89,6 @@ def _gated(
     return gated_residual(residual, x, gate, *modulation, *affine)
 
 
-def _gelu_of(linear: Any, act: Any, x: torch.Tensor) -> torch.Tensor:
-    """act(linear(x)), as one op if the layer is a plain one and act is GELU with tanh."""
-    cls = type(act)
-    usual = getattr(cls, "fastkernels", cls) in (nn.GELU, TorchGELU) and not changed(act)
-    if usual and act.approximate == "tanh" and fuses(linear, x):
-        return linear_gelu(x, linear.weight, linear.bias, "tanh")
-    return act(linear(x))
-
-
 def _clipped(x: torch.Tensor) -> torch.Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
@@ -154,7 +144,8 @@ class DiffusersFluxTransformerBlock(nn.Module):
 class DiffusersFluxSingleTransformerBlock(nn.Module):
     """diffusers' FluxSingleTransformerBlock, attention and MLP in parallel: takes and returns what a block of two does.
 
-    The projection of both results is two products, without a concatenation.
+    A GELU with tanh is the epilogue of the MLP's product. The projection of both results is two products, without a
+    concatenation.
     """
 
     def __init__(self, dim: int, num_attention_heads: int, attention_head_dim: int, mlp_ratio: float = 4.0):
@@ -177,7 +168,7 @@ class DiffusersFluxSingleTransformerBlock(nn.Module):
         texts = encoder_hidden_states.shape[1]
         both = torch.cat((encoder_hidden_states, hidden_states), dim=1)
         x, gate = self.norm(both, emb=temb)
-        mlp = _gelu_of(self.proj_mlp, self.act_mlp, x)
+        mlp = activated(self.proj_mlp, self.act_mlp, x)
         found = self.attn(
             hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
         )
