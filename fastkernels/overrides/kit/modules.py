@@ -1,4 +1,4 @@
-"""Parts of host modules: whether other code runs around one, and a linear layer of two tensors."""
+"""Parts of host modules: whether other code runs around one, and products without the concatenation beside them."""
 
 from __future__ import annotations
 
@@ -48,3 +48,38 @@ def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
     if not plain_linear(linear, a, b):
         return linear(torch.cat((a, b), dim=-1))
     return _linear_of_two(a, b, linear.weight, linear.bias)
+
+
+def _side_by_side(
+    a: torch.Tensor, b: torch.Tensor, of_a: torch.Tensor, of_b: torch.Tensor, bias_a: torch.Tensor | None,
+    bias_b: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    out = _side_by_side_like(a, b, of_a)
+    for i in range(len(out)):
+        for x, into, weight, bias in (
+            (a[i], out[i, : a.shape[1]], of_a, bias_a), (b[i], out[i, a.shape[1] :], of_b, bias_b),
+        ):  # fmt: skip
+            if bias is None:
+                torch.mm(x, weight.t(), out=into)
+            else:
+                torch.addmm(bias, x, weight.t(), out=into)
+    return out
+
+
+def _side_by_side_like(a: torch.Tensor, b: torch.Tensor, of_a: torch.Tensor, *_: Any) -> torch.Tensor:
+    return a.new_empty((len(a), a.shape[1] + b.shape[1], of_a.shape[0]))
+
+
+_joined_linears = functional(
+    "joined_linears(Tensor a, Tensor b, Tensor of_a, Tensor of_b, Tensor? bias_a, Tensor? bias_b) -> Tensor",
+    _side_by_side,
+    _side_by_side_like,
+)
+FEW = 4  # images, for each of which there is a product
+
+
+def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> torch.Tensor:
+    """torch.cat((of_a(a), of_b(b)), 1) of tokens [B, T, C]; products of plain layers are written into one tensor."""
+    if len(a) > FEW or not (plain_linear(of_a, a) and plain_linear(of_b, b, a)):
+        return torch.cat((of_a(a), of_b(b)), dim=1)
+    return _joined_linears(a, b, of_a.weight, of_b.weight, of_a.bias, of_b.bias)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkernels
 from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS
+from fastkernels.overrides.kit.modules import joined_linears
 
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models.transformers import transformer_flux as host  # noqa: E402
@@ -247,6 +249,28 @@ def test_gelu_is_in_the_product(change: str, fused: int, monkeypatch: pytest.Mon
         torch.testing.assert_close(run(), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
         assert OPS["linear_gelu"].calls == fused and OPS["gelu"].calls == 2 - fused
         assert {r.calls for r in report.refresh().active if r.op == "gelu"} == {2 - fused or fused}
+
+
+@pytest.mark.parametrize("kind", ["plain", "no_bias", "many", "hook", "float64"])
+def test_values_of_text_and_image_are_one_tensor(kind: str) -> None:
+    a, b = (torch.nn.Linear(8, 6, bias=kind != "no_bias") for _ in range(2))
+    texts, image = (draw(5 if kind == "many" else 3, tokens, 8) for tokens in (2, 7))
+    if kind == "hook":
+        b.register_forward_hook(doubled)
+    elif kind == "float64":
+        a, b, texts, image = a.double(), b.double(), texts.double(), image.double()
+    ran: list[str] = []
+
+    class Ran(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        with Ran():
+            found = joined_linears(a, texts, b, image)
+        torch.testing.assert_close(found, torch.cat((a(texts), b(image)), dim=1))
+    assert ("fastkernels.joined_linears.default" in ran) == (kind not in ("many", "hook"))
 
 
 @pytest.mark.parametrize("name", [DOUBLE, SINGLE])
