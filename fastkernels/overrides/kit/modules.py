@@ -1,4 +1,4 @@
-"""Parts of host modules: whether other code runs around one, and products without the concatenation beside them."""
+"""Parts of host modules: whether other code runs around one, and products that save a concatenation."""
 
 from __future__ import annotations
 
