@@ -96,18 +96,20 @@ class DiffusersFluxAttnProcessor:
             return theirs.__call__(self, attn, *given)
         text = None if attn.added_kv_proj_dim is None else encoder_hidden_states
         which = "qkv" if text is None or attn.fused_projections else "qk"
-        q, k, *v = _heads(attn, hidden_states, "to_{}", "to_qkv", which)
+        q, k, *of_image = _heads(attn, hidden_states, "to_{}", "to_qkv", which)
         text_q = text_k = None
-        if text is not None:
-            text_q, text_k, *text_v = _heads(attn, text, "add_{}_proj", "to_added_qkv", which)
-            if text_v:
-                v = [torch.cat((*text_v, *v), dim=1)]
+        if text is None:
+            (v,) = of_image
+        else:
+            text_q, text_k, *of_text = _heads(attn, text, "add_{}_proj", "to_added_qkv", which)
+            if of_text:
+                v = torch.cat((*of_text, *of_image), dim=1)
             else:
                 both = joined_linears(attn.add_v_proj, text, attn.to_v, hidden_states)
-                v = [both.unflatten(-1, (-1, attn.head_dim))]
+                v = both.unflatten(-1, (-1, attn.head_dim))
         q = _positioned(attn, "q", q, text_q, image_rotary_emb)
         k = _positioned(attn, "k", k, text_k, image_rotary_emb)
-        found = attend(q, k, *v, attn.head_dim**-0.5, attention_mask).to(q.dtype)
+        found = attend(q, k, v, attn.head_dim**-0.5, attention_mask).to(q.dtype)
         if encoder_hidden_states is None:
             return found
         texts = encoder_hidden_states.shape[1]
