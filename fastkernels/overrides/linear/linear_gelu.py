@@ -93,9 +93,9 @@ linear_gelu = define(
 
 
 def fuses(linear: Any, x: torch.Tensor) -> bool:
-    """Whether the op runs in place of linear(x) and GELU with tanh: a plain layer, and `gelu` is not requested."""
+    """Whether the op runs in place of linear(x) and GELU with tanh: a plain layer with a bias, `gelu` not requested."""
     named = linear_gelu.requested == "named" or not (linear_gelu.requested or gelu.requested)
-    return named and plain_linear(linear, x)
+    return named and plain_linear(linear, x) and linear.bias is not None
 
 
 def _case(
