@@ -46,3 +46,22 @@ def changed(module: Any) -> bool:
 
 def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return linear(torch.cat((a, b), dim=-1))
+
+
+def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:
+    plain = type(linear) is torch.nn.Linear and type(linear.weight) is torch.nn.Parameter
+    return (
+        plain
+        and not changed(linear)
+        and all(
+            x.dtype == linear.weight.dtype and not torch.is_autocast_enabled(x.device.type) for x in inputs
+        )
+    )
+
+
+def activated(linear: Any, act: Any, x: torch.Tensor) -> torch.Tensor:
+    return act(linear(x))
+
+
+def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> torch.Tensor:
+    return torch.cat((of_a(a), of_b(b)), dim=1)

@@ -8,10 +8,14 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.activation.quick_gelu import quick_gelu
+from fastkernels.overrides.linear.linear_gelu import fuses, linear_gelu
 
 
 class DiffusersGELU(nn.Module):
-    """diffusers' GELU: hidden_states [..., dim_in] to [..., dim_out]; approximate: 'none' (erf) or 'tanh'."""
+    """diffusers' GELU: hidden_states [..., dim_in] to [..., dim_out]; approximate: 'none' (erf) or 'tanh'.
+
+    With tanh, the GELU is the epilogue of the product.
+    """
 
     def __init__(self, dim_in: int, dim_out: int, approximate: str = "none", bias: bool = True):
         super().__init__()
@@ -19,6 +23,8 @@ class DiffusersGELU(nn.Module):
         self.approximate = approximate
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.approximate == "tanh" and fuses(self.proj, hidden_states):
+            return linear_gelu(hidden_states, self.proj.weight, self.proj.bias, "tanh")
         return gelu(self.proj(hidden_states), self.approximate)
 
 

@@ -9,6 +9,7 @@ import torch
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
 from fastkernels.overrides.diffusion.qk_norm_rope import qk_norm_rope
+from fastkernels.overrides.kit.modules import joined_linears
 
 
 class DiffusersAttnProcessor2_0:
@@ -93,11 +94,19 @@ class DiffusersFluxAttnProcessor:
             theirs: Any = type(self).__mro__[1]  # in a live model, the host's class
             given = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
             return theirs.__call__(self, attn, *given)
-        q, k, v = _heads(attn, hidden_states, "to_{}", "to_qkv")
+        text = None if attn.added_kv_proj_dim is None else encoder_hidden_states
+        which = "qkv" if text is None or attn.fused_projections else "qk"
+        q, k, *of_image = _heads(attn, hidden_states, "to_{}", "to_qkv", which)
         text_q = text_k = None
-        if attn.added_kv_proj_dim is not None:
-            text_q, text_k, text_v = _heads(attn, encoder_hidden_states, "add_{}_proj", "to_added_qkv")
-            v = torch.cat((text_v, v), dim=1)
+        if text is None:
+            (v,) = of_image
+        else:
+            text_q, text_k, *of_text = _heads(attn, text, "add_{}_proj", "to_added_qkv", which)
+            if of_text:
+                v = torch.cat((*of_text, *of_image), dim=1)
+            else:
+                both = joined_linears(attn.add_v_proj, text, attn.to_v, hidden_states)
+                v = both.unflatten(-1, (-1, attn.head_dim))
         q = _positioned(attn, "q", q, text_q, image_rotary_emb)
         k = _positioned(attn, "k", k, text_k, image_rotary_emb)
         found = attend(q, k, v, attn.head_dim**-0.5, attention_mask).to(q.dtype)
@@ -116,12 +125,12 @@ def _elsewhere(processor: Any) -> str | None:
     return None if backend in (None, "native") else f"set_attention_backend({backend!r})"
 
 
-def _heads(attn: Any, x: torch.Tensor | None, projection: str, fused: str) -> list[torch.Tensor]:
-    """Queries, keys and values [B, S, H, head_dim] of x [B, S, C], of three projections or of the fused one."""
+def _heads(attn: Any, x: torch.Tensor, projection: str, fused: str, which: str) -> list[torch.Tensor]:
+    """Queries and keys, or values, too, [B, S, H, head_dim] of x [B, S, C]; of projections or of the fused one."""
     if attn.fused_projections:
         parts = getattr(attn, fused)(x).chunk(3, dim=-1)
     else:
-        parts = [getattr(attn, projection.format(part))(x) for part in "qkv"]
+        parts = [getattr(attn, projection.format(part))(x) for part in which]
     return [t.unflatten(-1, (-1, attn.head_dim)) for t in parts]
 
 

@@ -17,6 +17,7 @@ from fastkernels.overrides.diffusion.diffusers import (
 )
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.kit.modules import changed, linear_of_two
+from fastkernels.overrides.linear.gelu_epilogue import activated
 
 
 class _Attention(nn.Module):
@@ -143,7 +144,8 @@ class DiffusersFluxTransformerBlock(nn.Module):
 class DiffusersFluxSingleTransformerBlock(nn.Module):
     """diffusers' FluxSingleTransformerBlock, attention and MLP in parallel: takes and returns what a block of two does.
 
-    The projection of both results is two products, without a concatenation.
+    A GELU with tanh is the epilogue of the MLP's product. The projection of both results is two products, without a
+    concatenation.
     """
 
     def __init__(self, dim: int, num_attention_heads: int, attention_head_dim: int, mlp_ratio: float = 4.0):
@@ -166,7 +168,7 @@ class DiffusersFluxSingleTransformerBlock(nn.Module):
         texts = encoder_hidden_states.shape[1]
         both = torch.cat((encoder_hidden_states, hidden_states), dim=1)
         x, gate = self.norm(both, emb=temb)
-        mlp = self.act_mlp(self.proj_mlp(x))
+        mlp = activated(self.proj_mlp, self.act_mlp, x)
         found = self.attn(
             hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
         )

@@ -1,4 +1,4 @@
-"""Parts of host modules: whether other code runs around one, and a linear layer of two tensors."""
+"""Parts of host modules: whether other code runs around one, and products that save a concatenation."""
 
 from __future__ import annotations
 
@@ -7,19 +7,79 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkernels.core.dispatch import functional
+
 
 def changed(module: Any) -> bool:
     """Whether other code, such as that of CPU offload, has to run around a part of ours."""
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """linear(torch.cat((a, b), -1)), as two products without the concatenation if the layer is a plain one."""
-    # Adapters, quantized and offloaded weights, hooks and autocast need the layer's own code.
+def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:
+    """Whether a layer's own code is a product with its weight, all in one dtype.
+
+    Adapters, quantized and offloaded weights, hooks and autocast need the layer's own code.
+    """
     plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not changed(linear)
-    if not plain or not a.dtype == b.dtype == linear.weight.dtype:
-        return linear(torch.cat((a, b), dim=-1))
-    first, second = linear.weight.split((a.shape[-1], b.shape[-1]), dim=1)
-    out = nn.functional.linear(a, first, linear.bias)
+    return plain and all(
+        x.dtype == linear.weight.dtype and not torch.is_autocast_enabled(x.device.type) for x in inputs
+    )
+
+
+def _of_two(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    first, second = weight.split((a.shape[-1], b.shape[-1]), dim=1)
+    out = nn.functional.linear(a, first, bias)
     out.view(-1, out.shape[-1]).addmm_(b.reshape(-1, b.shape[-1]), second.t())
     return out
+
+
+# One op, since a compiler would copy the first product before it adds the second.
+_linear_of_two = functional(
+    "linear_of_two(Tensor a, Tensor b, Tensor weight, Tensor? bias=None) -> Tensor",
+    _of_two,
+    lambda a, b, weight, bias=None: a.new_empty((*a.shape[:-1], weight.shape[0])),
+)
+
+
+def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """linear(torch.cat((a, b), -1)), as two products without the concatenation if the layer is a plain one."""
+    if not plain_linear(linear, a, b):
+        return linear(torch.cat((a, b), dim=-1))
+    return _linear_of_two(a, b, linear.weight, linear.bias)
+
+
+def _side_by_side(
+    a: torch.Tensor, b: torch.Tensor, of_a: torch.Tensor, of_b: torch.Tensor, bias_a: torch.Tensor | None,
+    bias_b: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    out = _side_by_side_like(a, b, of_a)
+    for i in range(len(out)):
+        for x, into, weight, bias in (
+            (a[i], out[i, : a.shape[1]], of_a, bias_a), (b[i], out[i, a.shape[1] :], of_b, bias_b),
+        ):  # fmt: skip
+            if bias is None:
+                torch.mm(x, weight.t(), out=into)
+            else:
+                torch.addmm(bias, x, weight.t(), out=into)
+    return out
+
+
+def _side_by_side_like(a: torch.Tensor, b: torch.Tensor, of_a: torch.Tensor, *_: Any) -> torch.Tensor:
+    return a.new_empty((len(a), a.shape[1] + b.shape[1], of_a.shape[0]))
+
+
+_joined_linears = functional(
+    "joined_linears(Tensor a, Tensor b, Tensor of_a, Tensor of_b, Tensor? bias_a, Tensor? bias_b) -> Tensor",
+    _side_by_side,
+    _side_by_side_like,
+)
+FEW = 4  # images, for each of which there is a product
+
+
+def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> torch.Tensor:
+    """torch.cat((of_a(a), of_b(b)), 1) of tokens [B, T, C]; products of plain layers are written into one tensor."""
+    if len(a) > FEW or not (plain_linear(of_a, a) and plain_linear(of_b, b, a)):
+        return torch.cat((of_a(a), of_b(b)), dim=1)
+    return _joined_linears(a, b, of_a.weight, of_b.weight, of_a.bias, of_b.bias)

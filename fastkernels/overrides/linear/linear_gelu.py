@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -9,6 +11,8 @@ from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec, fan_in
+from fastkernels.overrides.activation.gelu import gelu
+from fastkernels.overrides.kit.modules import plain_linear
 from fastkernels.overrides.kit.rows import FLOATS
 
 
@@ -86,6 +90,12 @@ linear_gelu = define(
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
+
+
+def fuses(linear: Any, x: torch.Tensor) -> bool:
+    """Whether the op runs in place of linear(x) and GELU with tanh: a plain layer with a bias, `gelu` not requested."""
+    named = linear_gelu.requested == "named" or not (linear_gelu.requested or gelu.requested)
+    return named and plain_linear(linear, x) and linear.bias is not None
 
 
 def _case(

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.registry import lookup_backend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkernels
 from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS
+from fastkernels.overrides.kit.modules import joined_linears
 
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models.transformers import transformer_flux as host  # noqa: E402
@@ -221,15 +224,71 @@ def test_residual_in_another_dtype_is_the_hosts() -> None:
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("change", "fused"), [("", 2), ("hook", 1), ("erf", 1), ("hooked_act", 1), ("named", 0), ("off", 0)]
+)
+def test_gelu_is_in_the_product(change: str, fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two layers with a GELU, unless other code runs around one, it has erf, or `gelu` is explicitly requested."""
+    transformer, run = model()
+    block = transformer.single_transformer_blocks[0]
+    del transformer.transformer_blocks[:]
+    if change == "erf":
+        block.act_mlp = torch.nn.GELU()
+    elif change == "hooked_act":
+        block.act_mlp.register_forward_hook(doubled)
+    elif change == "hook":
+        block.proj_mlp.register_forward_hook(doubled)
+    elif change == "named":
+        monkeypatch.setenv("FASTKERNELS_PROVIDER", "gelu:reference")
+    elif change == "off":
+        monkeypatch.setenv("FASTKERNELS_DISABLE", "linear_gelu")
+    before = run()
+    OPS["gelu"].reset()
+    with fastkernels.patch(transformer, ops=[OP, "gelu"]) as report:
+        OPS["linear_gelu"].reset()
+        torch.testing.assert_close(run(), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+        assert OPS["linear_gelu"].calls == fused and OPS["gelu"].calls == 2 - fused
+        assert {r.calls for r in report.refresh().active if r.op == "gelu"} == {2 - fused or fused}
+
+
+@pytest.mark.parametrize("kind", ["plain", "no_bias", "many", "hook", "float64"])
+def test_values_of_text_and_image_are_one_tensor(kind: str) -> None:
+    a, b = (torch.nn.Linear(8, 6, bias=kind != "no_bias") for _ in range(2))
+    texts, image = (draw(5 if kind == "many" else 3, tokens, 8) for tokens in (2, 7))
+    if kind == "hook":
+        b.register_forward_hook(doubled)
+    elif kind == "float64":
+        a, b, texts, image = a.double(), b.double(), texts.double(), image.double()
+    ran: list[str] = []
+
+    class Ran(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        with Ran():
+            found = joined_linears(a, texts, b, image)
+        torch.testing.assert_close(found, torch.cat((a(texts), b(image)), dim=1))
+    assert ("fastkernels.joined_linears.default" in ran) == (kind not in ("many", "hook"))
+
+
 @pytest.mark.parametrize("name", [DOUBLE, SINGLE])
 def test_blocks_compile_whole(name: str) -> None:
-    block = filled(getattr(host, name)(**SIZES))
+    block, seen = filled(getattr(host, name)(**SIZES)), set()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return lookup_backend("aot_eager")(graph, inputs)
+
     with torch.no_grad():
         before = block(**block_inputs())
         with fastkernels.patch(torch.nn.Sequential(block), ops=OP):
-            compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+            compiled = torch.compile(block, fullgraph=True, backend=backend)
             after = compiled(**block_inputs())
     torch._dynamo.reset()
+    if name == SINGLE:
+        assert {"fastkernels.linear_gelu.default", "fastkernels.linear_of_two.default"} <= seen
     for a, b in zip(after, before, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
