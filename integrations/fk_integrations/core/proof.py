@@ -45,7 +45,7 @@ def stop() -> dict[str, Any]:
     for event in profiler.events():
         counts[event.name] = counts.get(event.name, 0) + 1
         us[event.name] = us.get(event.name, 0.0) + event.time_range.elapsed_us()
-        if event.device_type is torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA:  # events of C++ have objects of their own
             on_gpu.append((event.time_range.start, event.time_range.end))
     return {"kernels": counts, "us": us, "busy_us": covered(on_gpu)}
 
