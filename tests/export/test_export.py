@@ -488,7 +488,9 @@ MOST, OP, CLASS = 150, 50, 10
 
 
 def _check_lines(name: str, text: str) -> None:
-    text = text.replace(" = register(\n", " = guarded(\n")  # an op with another provider for calls without a kernel
+    text = text.replace(
+        " = register(\n", " = guarded(\n"
+    )  # an op with another provider for calls without a kernel
     lines, kernels = text[text.index("from __future__") :].count("\n"), kernel_lines(ast.parse(text))
     ops, classes = text.count(" = guarded(\n"), len(re.findall(r"^class \w+\(Host", text, re.MULTILINE))
     most = MOST + OP * max(ops - 1, 0) + CLASS * max(classes - 1, 0)
