@@ -488,7 +488,9 @@ MOST, OP, CLASS, LAUNCH = 150, 50, 10, 15
 
 
 def _check_lines(name: str, text: str) -> None:
-    text = text.replace(" = register(\n", " = guarded(\n")  # an op with another provider for calls without a kernel
+    text = text.replace(
+        " = register(\n", " = guarded(\n"
+    )  # an op with another provider for calls without a kernel
     lines, kernels = text[text.index("from __future__") :].count("\n"), kernel_lines(ast.parse(text))
     ops, classes = text.count(" = guarded(\n"), len(re.findall(r"^class \w+\(Host", text, re.MULTILINE))
     launches = text.count("    launch_kernel(")
