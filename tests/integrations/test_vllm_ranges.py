@@ -9,6 +9,7 @@ import pytest
 from fk_integrations.core.journal import Journal
 from fk_integrations.vllm import fusions, ranges
 from fk_integrations.vllm.plain_forms import PLAIN
+from fk_integrations.vllm.prompt_sizes import MOST, of, sizes
 
 from fastkernels.core import tuning
 from fastkernels.core.reasons import Kind
@@ -108,3 +109,36 @@ def test_limit_leaves_the_ranges_otherwise(most: int, plain: Any, of: Any) -> No
     found = config(of=of)
     assert not ranges.limit(found, most, plain, Journal())
     assert found.compilation_config.compile_ranges_endpoints == [512, 2048]
+
+
+def _tile(tokens: int) -> tuple[int, bool]:
+    """The power of two below a number of tokens, and whether it is over 3/2 of it, where fused_moe's tiles change."""
+    power = max(n for n in (1 << i for i in range(15)) if n < tokens)
+    return power, tokens > 1.5 * power
+
+
+def test_sizes_hold_one_of_each_kind() -> None:
+    for experts in (False, True):
+        found = sizes(512, 16384, experts)
+        for other in range(513, MOST + 1):
+            alike = [
+                t for t in found if _tile(t)[0] == _tile(other)[0] and (t % 16 == 0) == (other % 16 == 0)
+            ]
+            assert alike, other
+            assert not experts or any(_tile(t) == _tile(other) for t in found), other
+        assert len(found) < 20 and sum(found) < 4 * MOST and found == sizes(512, MOST, experts)
+
+
+def test_dense_models_run_two_sizes_of_each_power_of_two() -> None:
+    assert sizes(512, 2048) == [513, 528, 1025, 1040]
+    assert sizes(512, 512) == sizes(512, 100) == []
+
+
+@pytest.mark.parametrize(("mode", "last"), [("PIECEWISE", 512), (None, 0)])
+def test_sizes_follow_the_configuration(mode: str | None, last: int) -> None:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=512),
+        model_config=SimpleNamespace(get_num_experts=lambda: 32),
+    )
+    assert of(config) == sizes(last, 2048, True) != sizes(last, 2048)

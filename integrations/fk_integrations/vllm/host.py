@@ -207,7 +207,7 @@ def _stage(worker: Any) -> int:
 
 
 def _patch(worker: Any, request: Request, live: bool = True) -> None:
-    from fk_integrations.vllm import compiled, graphs, mxfp4_routing
+    from fk_integrations.vllm import compiled, graphs
 
     if STATE in vars(worker):
         raise PatchError("this engine is patched already: undo that patch first (report.undo())")
@@ -220,7 +220,6 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
         seconds.update(patched.seconds)
         patched.seconds = seconds
         _limit_ranges(worker, adapter.most_tokens, patched)
-        mxfp4_routing.settle(worker.get_model(), patched.journal)
         key = compiled.swapped(compiled.fingerprint(request), worker.get_model())
         compiled.add_key(key)
         removal = weakref.finalize(worker, compiled.remove_key, key)  # a worker can go without an undo
