@@ -16,6 +16,7 @@ from fastkernels.overrides.diffusion.diffusers import (
     DiffusersAdaLayerNormZeroSingle,
 )
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
+from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed, linear_of_two
 from fastkernels.overrides.linear.gelu_epilogue import activated
 
@@ -182,7 +183,8 @@ _FLUX = "diffusers.models.transformers.transformer_flux:"
 TARGETS = {
     "gated_residual": tuple(
         Target(
-            "diffusers", f"{_FLUX}{name}", f"Diffusers{name}", "module", default=False, note=_NOTE, tried=True
+            "diffusers", f"{_FLUX}{name}", f"Diffusers{name}", "module", default=False, note=_NOTE, tried=True,
+            compiled=(H100,),  # 1.10 and 1.05 times as fast as the compiled blocks, 1024 px, bfloat16
         )
         for name in ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     ),

@@ -16,8 +16,7 @@ from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_o
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS, unsupported_vector
 
-TILE = 4096  # elements of a step of a program
-WIDEST = 128  # channels of a tile if they are contiguous
+TILE, WIDEST = 4096, 128  # elements of a program's step; at most so many channels, if they are contiguous
 WAVES = 4  # programs of the first kernel for each multiprocessor
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.block.two_linears import not_linear
+from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
 
 
@@ -75,7 +76,7 @@ TARGETS = {
         Target(
             "timm", "timm.layers.mlp:Mlp", "TimmMlp", "module", default=False, tried=True,
             note="decided at first calls on a GPU, elsewhere replaced on request",
-            compiled=("NVIDIA H100 80GB HBM3", "NVIDIA H200"),
+            compiled=(H100, H200),
         ),
     ),
 }  # fmt: skip
