@@ -342,7 +342,7 @@ def _joined(lines: list[str]) -> list[str]:
 def fold_import(head: str, names: list[str]) -> str:
     names = sorted(names)
     line = f"{head} import {', '.join(names)}"
-    return line if len(line) <= WIDTH else fold(f"{head} import (", names, ")")
+    return line if len(line) <= WIDTH else "\n".join([f"{head} import (", *(f"    {n}," for n in names), ")"])
 
 
 def _docstring(lines: Sequence[str], indent: str) -> str:

@@ -226,7 +226,9 @@ class Experts:
         if not 1 <= best <= groups:
             raise Unsupported(f"config.topk_group={best} is not supported, only 1 to n_group={groups}")
         most = best * (count // groups)
-        if not 1 <= self.top_k <= most:
+        if (
+            isinstance(self.top_k, int) and not 1 <= self.top_k <= most
+        ):  # DeepSeek-V2's default config has none
             raise Unsupported(
                 f"config.num_experts_per_tok={self.top_k} is not supported, only 1 to {most}, the experts in"
                 f" {best} of {groups} groups"

@@ -29,8 +29,10 @@ def _gated_residual(
 
 
 def _group_norm(
-    x: T, num_groups: int, weight: T | None = None, bias: T | None = None, eps: float = 1e-5, silu: bool = False
+    x: T, num_groups: int, weight: T | None = None, bias: T | None = None, eps: float = 1e-5, silu: bool = False,
+    shift: T | None = None,
 ) -> T:  # fmt: skip
+    x = x if shift is None else x + shift.reshape(*shift.shape, *[1] * (x.dim() - 2))
     y = torch.group_norm(x, num_groups, weight, bias, eps)
     return F.silu(y) if silu else y
 

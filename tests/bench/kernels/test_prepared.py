@@ -67,8 +67,10 @@ class Side:
 
 @pytest.fixture
 def files() -> Iterator[tuple[int, int]]:
-    found = memory_file(), memory_file()
+    found, grad, threads = (memory_file(), memory_file()), torch.is_grad_enabled(), torch.get_num_threads()
     yield found
+    torch.set_grad_enabled(grad)  # which a process of the judge turns off
+    torch.set_num_threads(threads)
     for fd in found:
         os.close(fd)
     OPS["linear"].set_candidate(None)

@@ -43,7 +43,7 @@ class Plan:
     batch_s: float
     max_calls: int
     memory: int
-    hard: int
+    hard: int = 3
 
 
 class CaseRun:
