@@ -226,9 +226,8 @@ class Experts:
         if not 1 <= best <= groups:
             raise Unsupported(f"config.topk_group={best} is not supported, only 1 to n_group={groups}")
         most = best * (count // groups)
-        if (
-            isinstance(self.top_k, int) and not 1 <= self.top_k <= most
-        ):  # DeepSeek-V2's default config has none
+        known = isinstance(self.top_k, int)  # DeepSeek-V2's default config has none
+        if known and not 1 <= self.top_k <= most:
             raise Unsupported(
                 f"config.num_experts_per_tok={self.top_k} is not supported, only 1 to {most}, the experts in"
                 f" {best} of {groups} groups"

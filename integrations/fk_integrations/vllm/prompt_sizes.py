@@ -1,7 +1,8 @@
-"""Sizes of batches that a warm-up runs, so that later prompts of any size compile nothing.
+"""Sizes of batches that a warm-up runs, so that later prompts compile nothing.
 
 Triton compiles a kernel again where an integer becomes a multiple of 16, and kernels choose their tiles by size. A few
-batches larger than the CUDA graphs therefore stand for all others.
+batches larger than the CUDA graphs therefore stand for all others. vLLM 0.26's routing of MXFP4 experts is not covered:
+it compiles for each new number of tokens, rounded up to 32.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-MOST = 8192  # larger batches differ in nothing from the largest, which a warm-up runs anyway
+MOST = 8192  # of larger batches only the largest is run, by the warm-up itself
 
 
 def of(config: Any) -> list[int]:
