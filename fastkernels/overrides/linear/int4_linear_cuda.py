@@ -22,10 +22,11 @@ _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 TYPES = (*[_P] * 8, _I, _I, _L)
 
 WARPS = 16  # of a block
-# Parameter sets, the preferred ones first; `plan` gives what they do not name.
+# Parameter sets, the preferred one first; `plan` chooses what is 0.
 PARAMS: tuple[dict[str, int], ...] = (
-    {"height": 1, "ahead": 4},
+    {"height": 0, "ahead": 0},
     {"height": 2, "ahead": 1},
+    {"height": 1, "ahead": 4},
     {"height": 1, "ahead": 2},
 )
 
@@ -36,6 +37,8 @@ class Plan(NamedTuple):
     k: int
     group: int
     tiles: int
+    tokens: int
+    ragged: bool
     zero: bool
     bias: bool
     bf16: bool
@@ -50,7 +53,7 @@ class Plan(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of shared memory: a split of x, and the sums of parts."""
-        return shared_bytes(self.k, self.tiles, self.splits) + sums_bytes(
+        return shared_bytes(self.k, self.tokens, self.splits) + sums_bytes(
             self.tiles, self.warps, self.height, self.parts
         )
 
@@ -60,19 +63,19 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
-            f"-DHAS_ZERO={int(self.zero)}", f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}",
-            f"-DHALF_SCALES={int(self.half_scales)}",
+            f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}", f"-DHAS_BIAS={int(self.bias)}",
+            f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
         )  # fmt: skip
 
 
-def shared_bytes(k: int, tiles: int, splits: int) -> int:
+def shared_bytes(k: int, tokens: int, splits: int) -> int:
     """Return the bytes of a split of x in shared memory."""
-    return 8 * tiles * (2 * STEP * cdiv(k // STEP, splits) + 64)
+    return tokens * (2 * STEP * cdiv(k // STEP, splits) + 64)
 
 
 def sums_bytes(tiles: int, warps: int, height: int, parts: int) -> int:
-    """Return the bytes of the sums that warps with parts of a tile hand over."""
-    return 512 * tiles * height * (warps // parts) * (parts - 1)
+    """Return the bytes of the sums that warps with parts of a tile hand over, and of their barriers."""
+    return 0 if parts == 1 else 512 + 2 * 512 * tiles * height * (warps // parts) * (parts - 1)
 
 
 @lru_cache(maxsize=1024)
@@ -84,15 +87,16 @@ def plan(
     """Return the plan of a product of m tokens with a weight [n, k].
 
     Parameters that are 0 are chosen so that the busiest warp has the least work, with at most twice as many splits as x
-    needs to fit shared memory.
+    needs to fit shared memory. Measured on an H100: few tokens need at least four parts.
     """
     tiles = cdiv(next_power_of_2(max(m, 8)), 8)
+    tokens = next_power_of_2(max(m, 1)) if tiles == 1 else 8 * tiles  # in shared memory
     choices = [
         (h, p, s)
         for h in ([height] if height else [1, 2] if m <= MAX_OF_TWO else [1])
         for s in ([splits] if splits else range(1, k // STEP + 1))
-        for p in ([parts] if parts else [2**i for i in range(warps.bit_length())])
-        if shared_bytes(k, tiles, s) + sums_bytes(tiles, warps, h, p) <= SHARED
+        for p in ([parts] if parts else [2**i for i in range(0 if m > 16 else 2, warps.bit_length())])
+        if shared_bytes(k, tokens, s) + sums_bytes(tiles, warps, h, p) <= SHARED
     ]
 
     def work(choice: tuple[int, int, int]) -> float:
@@ -106,12 +110,15 @@ def plan(
     h, p, s = min((c for c in choices if c[2] <= 2 * fewest), key=lambda c: (work(c), c[2], c[1]))
     blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
     ahead = ahead or (4 if h == 1 else 1)
-    return Plan(k, group, tiles, zero, bias, bf16, half_scales, warps, h, ahead, p, s, s * blocks)
+    ragged = n % (16 * h) != 0
+    return Plan(
+        k, group, tiles, tokens, ragged, zero, bias, bf16, half_scales, warps, h, ahead, p, s, s * blocks
+    )  # fmt: skip
 
 
 def fits(params: dict[str, int], m: int, k: int) -> bool:
     """Return whether these parameters suit m tokens and K = k."""
-    return m <= MAX_TOKENS and k % STEP == 0 and (params["height"] == 1 or m <= MAX_OF_TWO)
+    return m <= MAX_TOKENS and k % STEP == 0 and (params["height"] < 2 or m <= MAX_OF_TWO)
 
 
 def supports_cuda(

@@ -23,6 +23,9 @@ from fastkernels.overrides.linear.linear_int4 import linear_int4, reference
         (13, 50, 384, 32, torch.float16, {"warps": 4, "parts": 2, "splits": 1, "ahead": 2}),
         # tiles of 32 rows, more parts than steps, splits of different lengths, one group
         (19, 90, 640, 640, torch.bfloat16, {"warps": 8, "parts": 4, "splits": 3, "height": 2, "ahead": 2}),
+        # one slot of many tiles: its warps take turns to add, each with a buffer that was used before
+        (3, 200, 1024, 128, torch.bfloat16, {"warps": 8, "parts": 8, "splits": 1, "ahead": 2}),
+        (11, 160, 1024, 256, torch.float16, {"warps": 4, "parts": 2, "splits": 2, "ahead": 1}),
         pytest.param(33, 40, 256, 64, torch.bfloat16, {"warps": 2, "ahead": 1}, marks=pytest.mark.slow),
     ],
 )

@@ -27,13 +27,20 @@ BODIES = {
             "narrow",
         )
     },
-    "load_scale": "_Float16 half; memcpy(&half, at, 2); return (HALF_SCALES ? rounded(half) : *at) * 0x00010001u;",
+    "load_scale": "return *at;",
+    "scale_of": "_Float16 half; memcpy(&half, &bits, 2); return HALF_SCALES ? (float)half : widen(bits);",
+    "scale_in_dtype": "return rounded(scale_of(bits)) * 0x00010001u;",
     "load_zero": "return *at;",
     "add_to": "const u32 old = *ticket; *ticket += value; return old;",
     "load_part": "return *at;",
-    "parts_meet": "static Meeting of[16]; of[slot].size = 32 * PARTS; meets(of[slot]);",
-    "value": "u32 v = 0; for (int i = 0; i < 2; i++) v |= (u32)rounded(number(rounded(number(half_of(two & 0x000F000F"
-    " | ONE, i)) - number(half_of(zero, i)))) * number(half_of(scale, i))) << 16 * i; return v;",
+    "make_barrier": "barriers_of_sums[barrier] = {arrivals};",
+    "arrive": "arrive_at(barriers_of_sums[barrier]);",
+    "wait": "Meeting& m = barriers_of_sums[barrier]; while ((m.held & 1) == (int)parity) wait_past(m, m.held);",
+    "difference": "u32 v = 0; for (int i = 0; i < 2; i++) v |= (u32)rounded(number(half_of(two & 0x000F000F | ONE, i))"
+    " - number(half_of(zero, i))) << 16 * i; return v;",
+    "product": emulated_mxfp4.BODIES["product"],
+    "begin_product": "for (float& sum : c) sum = 0; multiply(c, a0, a1, a2, a3, b0, b1);",
+    "add_product": "multiply(c, a0, a1, a2, a3, b0, b1);",
 }
 MAIN = """
 static std::vector<u16> x, scales, bias, out;
@@ -77,7 +84,8 @@ def program(p: few.Plan) -> str:
     }
     source = ported(text(few.SOURCE), BODIES, written, p.options)
     end = source.index("typedef unsigned int u32;")
-    return source[:end] + emulated_mxfp4.BEFORE + source[end:] + MAIN
+    barriers = "#include <map>\nstatic std::map<unsigned, Meeting> barriers_of_sums;\n"
+    return source[:end] + emulated_mxfp4.BEFORE + barriers + source[end:] + MAIN
 
 
 def product(

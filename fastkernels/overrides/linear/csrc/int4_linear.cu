@@ -6,20 +6,30 @@
 // block multiplies one of SPLITS parts of K, and many tiles of 16 * HEIGHT rows with it. The order of the k axis is free
 // if both operands share it: quad i of a step of 128 columns has columns 32 i to 32 i + 31.
 //
+// Where a step's columns have one scale (EXACT), the tensor cores multiply x by q - z, which no rounding changes, and a
+// step's sums are scaled. Otherwise each weight is (q - z) s, rounded once.
+//
+// PARTS warps have each a part of a tile's steps. They take turns to add what the others leave in shared memory, while
+// those go on with the next tile.
+//
 // W is read before griddepcontrol.wait; x is read, and all results are written, only after it.
 //
 // With SPLITS, a tile's sums go to memory, and the block whose ticket is the last one adds them, always in one order.
 //
 // Compile-time constants: K and GROUP (columns that share a scale), multiples of 128 and 32; TILES (of 8 tokens);
-// WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS (warps that divide the steps of a tile among themselves); SPLITS;
-// AHEAD (steps); HAS_ZERO; HAS_BIAS; BF16; HALF_SCALES (float16 scales of bfloat16 x). Includes no header.
+// WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; AHEAD (steps); RAGGED (the last tile has fewer rows);
+// HAS_ZERO; HAS_BIAS; BF16; HALF_SCALES (float16 scales of bfloat16 x). Includes no header.
 
 constexpr int THREADS = 32 * WARPS, SLOTS = WARPS / PARTS, STEPS = K / 128, GROUPS = K / GROUP, ROWS = 16 * HEIGHT;
 constexpr int MOST = (STEPS + SPLITS - 1) / SPLITS;  // steps of a split
 constexpr int PITCH = 256 * MOST + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
-constexpr int OUTPUTS = HEIGHT * TILES;
+constexpr int OUTPUTS = HEIGHT * TILES, BUFFERS = 2;  // a slot's sums of one tile are added while it has the next one
+constexpr int SUMS = 512 * OUTPUTS * (PARTS - 1);  // bytes of a buffer
+constexpr int BARRIERS = PARTS > 1 ? 512 : 0;  // bytes
+constexpr bool EXACT = GROUP % 128 == 0;
 static_assert(K % 128 == 0 && K % GROUP == 0 && GROUP % 32 == 0, "a step is 128 columns, and a unit has one scale");
 static_assert(WARPS % PARTS == 0 && SPLITS <= STEPS, "warps of a tile, steps of a split");
+static_assert(16 * BUFFERS * SLOTS <= 512, "two barriers for each buffer");
 
 __device__ __forceinline__ uint4 load_once(const uint4* at) {  // 16 bytes that are constant and not needed again
     uint4 v;
@@ -28,16 +38,10 @@ __device__ __forceinline__ uint4 load_once(const uint4* at) {  // 16 bytes that 
     return v;
 }
 
-__device__ __forceinline__ u32 load_scale(const u16* at) {  // twice, in x's dtype
+__device__ __forceinline__ u32 load_scale(const u16* at) {
     u16 v;
     asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(at));
-#if HALF_SCALES
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-    return narrow(f, f);
-#else
-    return v * 0x00010001u;
-#endif
+    return v;
 }
 
 __device__ __forceinline__ u32 load_zero(const unsigned char* at) {
@@ -55,67 +59,123 @@ __device__ __forceinline__ u32 halves(u32 low, u32 high, u32 order) {  // bytes 
 // Integers below 16 are the last bits of 128 (bfloat16) and 1024 (float16).
 constexpr u32 ONE = BF16 ? 0x43004300u : 0x64006400u;
 
-__device__ __forceinline__ u32 value(u32 two, u32 zero, u32 scale) {  // (q - z) s, rounded once
+__device__ __forceinline__ u32 difference(u32 two, u32 zero) {  // q - z of both
     u32 v;
 #if BF16
-    asm("{ .reg .b32 d; sub.rn.bf16x2 d, %1, %2; mul.rn.bf16x2 %0, d, %3; }"
+    asm("sub.rn.bf16x2 %0, %1, %2;"
 #else
-    asm("{ .reg .b32 d; sub.rn.f16x2 d, %1, %2; mul.rn.f16x2 %0, d, %3; }"
+    asm("sub.rn.f16x2 %0, %1, %2;"
 #endif
-        : "=r"(v) : "r"((two & 0x000F000Fu) | ONE), "r"(zero), "r"(scale));
+        : "=r"(v) : "r"((two & 0x000F000Fu) | ONE), "r"(zero));
     return v;
 }
 
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
-
-__device__ __forceinline__ void parts_meet(int slot) {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "n"(32 * PARTS) : "memory");
+__device__ __forceinline__ u32 product(u32 a, u32 b) {
+    u32 v;
+#if BF16
+    asm("mul.rn.bf16x2 %0, %1, %2;"
+#else
+    asm("mul.rn.f16x2 %0, %1, %2;"
+#endif
+        : "=r"(v) : "r"(a), "r"(b));
+    return v;
 }
+
+__device__ __forceinline__ float scale_of(u32 bits) {
+#if HALF_SCALES
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)bits));
+    return f;
+#else
+    return widen((u16)bits);
+#endif
+}
+
+__device__ __forceinline__ u32 scale_in_dtype(u32 bits) {  // of x, twice
+#if HALF_SCALES
+    return narrow(scale_of(bits), scale_of(bits));
+#else
+    return bits * 0x00010001u;
+#endif
+}
+
+#if BF16
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+#endif
+
+// a [16, 16], b [16, 8]; c = a b, and c += a b. The compiler may move them, unlike `multiply`.
+__device__ __forceinline__ void begin_product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm(MMA "{%10, %10, %10, %10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+__device__ __forceinline__ void add_product(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm(MMA "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     const u16* x, const uint4* weight, const u16* scales, const unsigned char* zeros, const u16* bias, u16* out,
     float4* partial, u32* tickets, int M, int N, long long x_stride) {
     extern __shared__ __align__(128) unsigned char memory[];
-    float4* sums = (float4*)(memory + 8 * TILES * PITCH);
+    unsigned char* const x_at = memory + BARRIERS + BUFFERS * SLOTS * SUMS;
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
     const int slot = warp / PARTS, part = warp % PARTS, split = blockIdx.x % SPLITS;
     const int block = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS, tiles = (N + ROWS - 1) / ROWS;
     const int first = (int)((u64)block * tiles / blocks) + slot, last = (int)((u64)(block + 1) * tiles / blocks);
     const int begin = split * STEPS / SPLITS, steps = (split + 1) * STEPS / SPLITS - begin;
-    const int turns = (steps - part + PARTS - 1) / PARTS;  // steps of a tile for this warp, perhaps none
+    const int early = part * steps / PARTS, turns = (part + 1) * steps / PARTS - early;  // steps of a tile, perhaps none
 
     uint4 words[AHEAD][HEIGHT][2];
     u32 scale[AHEAD][HEIGHT][2], zero[AHEAD][HEIGHT][2];
     int next_tile = turns ? first : last, next_turn = 0;
+    const long long row = (long long)next_tile * ROWS + group;
+    const uint4* w_at = weight + row * (K / 32) + 4 * (begin + early) + quad;
+    long long g_at = row * GROUPS;  // scales, zeros
     auto fetch = [&](int at) {
         if (next_tile >= last) return;
-        const int step = begin + next_turn * PARTS + part, column = (128 * step + 32 * quad) / GROUP;
+        const int column = (128 * (begin + early + next_turn) + 32 * quad) / GROUP;
 #pragma unroll
         for (int h = 0; h < HEIGHT; h++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const long long row = min(next_tile * ROWS + 16 * h + 8 * i + group, N - 1);
-                words[at][h][i] = load_once(weight + row * (K / 32) + 4 * step + quad);
-                scale[at][h][i] = load_scale(scales + row * GROUPS + column);
-                zero[at][h][i] = HAS_ZERO ? load_zero(zeros + row * GROUPS + column) : 8;
+                long long down = 16 * h + 8 * i;
+                if (RAGGED) down = min((long long)next_tile * ROWS + group + down, N - 1LL) - next_tile * ROWS - group;
+                words[at][h][i] = load_once(w_at + down * (K / 32));
+                scale[at][h][i] = load_scale(scales + g_at + down * GROUPS + column);
+                zero[at][h][i] = HAS_ZERO ? load_zero(zeros + g_at + down * GROUPS + column) : 8;
             }
-        if (++next_turn == turns) next_turn = 0, next_tile += SLOTS;
+        w_at += 4;
+        if (++next_turn < turns) return;
+        next_turn = 0, next_tile += SLOTS;
+        w_at += (long long)SLOTS * ROWS * (K / 32) - 4 * turns, g_at += (long long)SLOTS * ROWS * GROUPS;
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) fetch(i);
 
+    const u32 barriers = shared_address(memory);
+    if (PARTS > 1 && thread < BUFFERS * SLOTS) {
+        make_barrier(barriers + 16 * thread, PARTS - 1);  // the sums are there
+        make_barrier(barriers + 16 * thread + 8, 1);      // they have been read
+    }
     // x in the order of decoded weights: column c is next to c + 2, then c + 1 and c + 3, and 16 columns later the same.
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #pragma unroll 2
-    for (int i = thread; i < 8 * TILES * steps * 8; i += THREADS) {
+    for (int i = thread; i < (TILES == 1 ? M : 8 * TILES) * steps * 8; i += THREADS) {
         const int token = i / (8 * steps), piece = i % (8 * steps);  // 8 of each half of a unit's columns
         uint4 a = make_uint4(0, 0, 0, 0), b = a;
         if (token < M) {
             const u16* from = x + token * x_stride + 128 * begin + piece / 2 * 32 + piece % 2 * 8;
             a = load_16((const uint4*)from), b = load_16((const uint4*)(from + 16));
         }
-        unsigned char* to = memory + token * PITCH + piece / 8 * 256 + piece % 2 * 128 + piece / 2 % 4 * 16;
+        unsigned char* to = x_at + token * PITCH + piece / 8 * 256 + piece % 2 * 128 + piece / 2 % 4 * 16;
         *(uint4*)to = make_uint4(halves(a.x, a.y, 0x5410), halves(a.x, a.y, 0x7632), halves(b.x, b.y, 0x5410),
                                  halves(b.x, b.y, 0x7632));
         *(uint4*)(to + 64) = make_uint4(halves(a.z, a.w, 0x5410), halves(a.z, a.w, 0x7632), halves(b.z, b.w, 0x5410),
@@ -124,7 +184,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     meet();
 
     float acc[HEIGHT][TILES][4] = {};
-    const unsigned char* tokens = memory + group * PITCH + 16 * quad;
+    // Of less than 8 tokens the last one stands for those that are missing.
+    const unsigned char* tokens = x_at + (TILES == 1 ? min(group, M - 1) : group) * PITCH + 256 * early + 16 * quad;
     auto store = [&](int tile) {
 #pragma unroll
         for (int h = 0; h < HEIGHT; h++)
@@ -142,25 +203,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
                     }
             }
     };
+    int done = 0;  // tiles
     auto finish = [&](int tile) {
         if (PARTS > 1) {
-            parts_meet(slot);  // the previous tile's sums have been read
-            float4* at = sums + slot * (PARTS - 1) * OUTPUTS * 32 + lane;
+            const int buffer = slot * BUFFERS + done % BUFFERS, adds = done % PARTS;
+            const u32 there = barriers + 16 * buffer, parity = done / BUFFERS & 1;
+            float4* at = (float4*)(memory + BARRIERS + buffer * SUMS) + lane;
+            done++;
+            wait(there + 8, parity ^ 1);  // whoever adds, too: it must not take an earlier tile's sums for these
+            if (part != adds) {
 #pragma unroll
-            for (int j = 0; j < OUTPUTS; j++) {
-                const float(&a)[4] = acc[j / TILES][j % TILES];
-                if (part) at[((part - 1) * OUTPUTS + j) * 32] = make_float4(a[0], a[1], a[2], a[3]);
+                for (int j = 0; j < OUTPUTS; j++) {
+                    const float(&a)[4] = acc[j / TILES][j % TILES];
+                    at[((part - (part > adds)) * OUTPUTS + j) * 32] = make_float4(a[0], a[1], a[2], a[3]);
+                }
+                __syncwarp();
+                if (lane == 0) arrive(there);
+                return;
             }
-            parts_meet(slot);
-            if (part) return;
+            wait(there, parity);
 #pragma unroll
             for (int j = 0; j < OUTPUTS; j++)
-#pragma unroll 4
+#pragma unroll
                 for (int p = 0; p < PARTS - 1; p++) {
                     const float4 more = at[(p * OUTPUTS + j) * 32];
                     float(&a)[4] = acc[j / TILES][j % TILES];
                     a[0] += more.x, a[1] += more.y, a[2] += more.z, a[3] += more.w;
                 }
+            __syncwarp();
+            if (lane == 0) arrive(there + 8);
         }
         if (SPLITS > 1) {
             const long long size = (long long)tiles * OUTPUTS * 32;  // of a split
@@ -194,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
         for (int s = 0; s < AHEAD; s++) {
             if (tile >= last) break;
             if (turn < turns) {
-                const unsigned char* x_at = tokens + 256 * (turn * PARTS + part);
+                float sums[HEIGHT][TILES][4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     u32 v[HEIGHT][2][4];
@@ -205,19 +276,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
                             const uint4& of = words[s][h][r];
                             const u32 word = i == 0 ? of.x : i == 1 ? of.y : i == 2 ? of.z : of.w;
 #pragma unroll
-                            for (int n = 0; n < 4; n++)
-                                v[h][r][n] = value(word >> 4 * n, zero[s][h][r] * 0x00010001u | ONE, scale[s][h][r]);
+                            for (int n = 0; n < 4; n++) {
+                                v[h][r][n] = difference(word >> 4 * n, zero[s][h][r] * 0x00010001u | ONE);
+                                if (!EXACT) v[h][r][n] = product(v[h][r][n], scale_in_dtype(scale[s][h][r]));
+                            }
                         }
 #pragma unroll
                     for (int t = 0; t < TILES; t++) {
-                        const uint4 b = *(const uint4*)(x_at + 8 * t * PITCH + 64 * i);
+                        const uint4 b = *(const uint4*)(tokens + 256 * turn + 8 * t * PITCH + 64 * i);
 #pragma unroll
                         for (int h = 0; h < HEIGHT; h++) {
-                            multiply(acc[h][t], v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
-                            multiply(acc[h][t], v[h][0][1], v[h][1][1], v[h][0][3], v[h][1][3], b.z, b.w);
+                            float(&c)[4] = EXACT ? sums[h][t] : acc[h][t];
+                            if (EXACT && i == 0)
+                                begin_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
+                            else
+                                add_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
+                            add_product(c, v[h][0][1], v[h][1][1], v[h][0][3], v[h][1][3], b.z, b.w);
                         }
                     }
                 }
+                if (EXACT)
+#pragma unroll
+                    for (int j = 0; j < 4 * OUTPUTS; j++)
+                        acc[j / 4 / TILES][j / 4 % TILES][j % 4] +=
+                            scale_of(scale[s][j / 4 / TILES][j / 2 % 2]) * sums[j / 4 / TILES][j / 4 % TILES][j % 4];
                 fetch(s);
             }
             if (++turn >= turns) {
