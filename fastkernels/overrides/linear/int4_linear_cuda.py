@@ -22,11 +22,10 @@ _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 TYPES = (*[_P] * 8, _I, _I, _L)
 
 WARPS = 16  # of a block
-# Parameter sets, the preferred one first; `plan` chooses what is 0.
+# Parameter sets, the preferred ones first; `plan` gives what they do not name.
 PARAMS: tuple[dict[str, int], ...] = (
-    {"height": 0, "ahead": 0},
-    {"height": 2, "ahead": 1},
     {"height": 1, "ahead": 4},
+    {"height": 2, "ahead": 1},
     {"height": 1, "ahead": 2},
 )
 
@@ -118,7 +117,7 @@ def plan(
 
 def fits(params: dict[str, int], m: int, k: int) -> bool:
     """Return whether these parameters suit m tokens and K = k."""
-    return m <= MAX_TOKENS and k % STEP == 0 and (params["height"] < 2 or m <= MAX_OF_TWO)
+    return m <= MAX_TOKENS and k % STEP == 0 and (params["height"] == 1 or m <= MAX_OF_TWO)
 
 
 def supports_cuda(
