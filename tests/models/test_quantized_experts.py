@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from fastkernels.models.common import build, quantized, weights
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
+from fastkernels.models.common.quantization import read
 from fastkernels.models.common.registry import find
 
 SHARED = {"hidden_size": 256, "intermediate_size": 256}
@@ -131,6 +134,23 @@ def test_experts_in_another_format_are_refused(bases: Any, tmp_path: Path) -> No
         plan(str(folder))
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_ignored_gate_is_matched_by_names_of_the_checkpoint(kind: str) -> None:
+    """compressed-tensors and vLLM match a regex from the start of a name: re:.*gate is also gate_proj, if there is one."""
+    ignore = {**FORMATS["compressed_channel"][0], "ignore": ["lm_head", "re:.*gate"]}
+    name = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[kind]
+    scheme, arch = read(SimpleNamespace(architectures=[name], quantization_config=ignore)), find(name).arch
+    assert scheme is not None
+    if kind == "mixtral":
+        assert scheme.quantizes("model.layers.0.block_sparse_moe.experts", arch)
+        assert not scheme.quantizes("model.layers.0.block_sparse_moe.gate", arch)
+        return
+    with pytest.raises(Unsupported, match="leaves model.layers.0.mlp.experts.0.gate_proj unquantized: the experts here"):
+        scheme.quantizes("model.layers.0.mlp.experts", arch)
+    scheme = replace(scheme, skipped=("lm_head", "re:.*gate$"))
+    assert scheme.quantizes("model.layers.0.mlp.experts", arch)
+
+
 EXPERT, LATENT = "model.layers.1.mlp.experts.3.", "model.layers.1.self_attn."
 
 
@@ -157,6 +177,8 @@ EXPERT, LATENT = "model.layers.1.mlp.experts.3.", "model.layers.1.self_attn."
          f"{EXPERT}gate_proj.scales of shape (3, 128) does not fit"),
         ("gptq_64", lambda t: t.update({EXPERT + "gate_proj.g_idx": t[EXPERT + "gate_proj.g_idx"].flip(0)}),
          f"{EXPERT}gate_proj.g_idx of shape (256,) does not fit: its columns are not grouped in their order"),
+        ("gptq_64", lambda t: t.update({EXPERT + "down_proj.g_idx": t[EXPERT + "down_proj.g_idx"][1:]}),
+         f"{EXPERT}down_proj.g_idx of shape (127,) does not fit: expected 128 values, one for each column"),
     ],
 )  # fmt: skip
 def test_damaged_tensor_of_experts_is_named(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -31,6 +31,7 @@ from fastkernels.overrides.moe.sparse_moe import Experts
 
 log = logging.getLogger("fastkernels")
 MARK = "weight_scale"  # the parameter that every quantized layer has
+ORDERS = ("g_idx", "weight_g_idx")  # the group of each column
 MATRICES = ("w13", "w2")  # of stacked experts, before the names of their parameters
 # Of a KV cache in 8 bits: ours has the model's dtype.
 NOT_READ = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
@@ -79,7 +80,7 @@ def _method(scheme: Scheme) -> Callable[[], Any]:
     if scheme.kind == "int4":
         # GPTQ and AWQ have scales in float16; in bfloat16 they would lose three bits.
         scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16
-        return lambda: Int4LinearMethod(scheme.group, scheme.zeros, scale_dtype)
+        return lambda: Int4LinearMethod(scheme.group, scheme.zeros, scale_dtype, scheme.act_order)
     if scheme.kind == "nvfp4":
         return Nvfp4AsDenseMethod
     if scheme.kind == "ternary":
@@ -99,9 +100,10 @@ def _experts_method(scheme: Scheme) -> Callable[[], Any]:
 class Reader:
     """The tensors of a checkpoint and the parameters that they become."""
 
-    def __init__(self, config: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-        scheme = read(config)
+    def __init__(self, config: Any, model: nn.Module) -> None:
+        scheme, self.model, parameters = read(config), model, dict(model.named_parameters())
         self.tensors: Tensors = {} if scheme is None else _tensors(scheme)
+        self.group = 0 if scheme is None else scheme.group
         self.parameters = parameters
         self.names = {p: name for name, parts in reversed(list(self.tensors.items())) for p, _ in parts if p}
 
@@ -113,9 +115,20 @@ class Reader:
             return ()
         if own == "bias" and self._quantized(layer) and name not in self.parameters:
             return (("", _no_bias),)
+        if own in ORDERS and self._quantized(layer) and layer + "g_idx" not in self.parameters:
+            return (("", partial(_in_order, self.group, self._columns(layer))),)
         if own in self.tensors and self._quantized(layer):
             return tuple((p and layer + p, convert) for p, convert in self.tensors[own])
         return ((name, same),)
+
+    def _columns(self, layer: str) -> int:
+        """The columns of a weight on all ranks."""
+        path, _, matrix = layer.rpartition(".")
+        owner: Any = self.model.get_submodule(path)
+        if not matrix:
+            return owner.input_size
+        weight = self.parameters[layer + "weight"]
+        return 2 * weight.shape[-1] * (owner.tp_size if matrix.startswith("w2") else 1)
 
     def checkpoint_name(self, parameter: str) -> str:
         """The name of a parameter's tensor, before the layer is renamed."""
@@ -198,20 +211,23 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.t()
 
 
-def _in_order(group: int) -> Convert:
-    """Check that the groups of GPTQ's g_idx are neighbouring columns."""
+def _in_order(group: int, columns: int, found: torch.Tensor) -> torch.Tensor:
+    """Check that the groups of a g_idx are neighbouring columns."""
+    if found.shape != (columns,):
+        raise ValueError(f"expected {columns} values, one for each column")
+    size = group if group > 0 else columns
+    if not found.is_meta and not torch.equal(found.long(), torch.arange(columns, device=found.device) // size):
+        raise ValueError(
+            "its columns are not grouped in their order: act order is supported in linear layers, not in experts,"
+            " and desc_act (GPTQ) or actorder (compressed-tensors) must be in the config"
+        )
+    return found
 
-    def check(found: torch.Tensor) -> torch.Tensor:
-        if found.dim() != 1:
-            raise ValueError("expected one dimension")
-        size = group if group > 0 else max(len(found), 1)
-        if not found.is_meta and not torch.equal(found.long(), torch.arange(len(found)) // size):
-            raise ValueError(
-                "its columns are not grouped in their order: act order (desc_act) is not supported"
-            )
-        return found
 
-    return check
+def _input_scale(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_meta and tensor.le(0).any():
+        raise ValueError(f"an input's scale must be above 0, got {tensor.min().item():g}")
+    return tensor
 
 
 def _zeros(scheme: Scheme, unpack: Convert) -> tuple[tuple[str, Convert], ...]:
@@ -233,6 +249,7 @@ def _int4_tensors(scheme: Scheme) -> Tensors:
             "weight_scale": (("weight_scale", same),),
             "weight_zero_point": _zeros(scheme, lambda t: _nibbles(t, 0)),
             "weight_shape": (),
+            "weight_g_idx": (("g_idx", same),),
         }
     scales = (("weight_scale", _transposed),)
     if scheme.layout == "awq":
@@ -248,7 +265,7 @@ def _int4_tensors(scheme: Scheme) -> Tensors:
         "qweight": (("weight", lambda t: _packed(_nibbles(t, 0).t())),),
         "scales": scales,
         "qzeros": _zeros(scheme, lambda t: _nibbles(t, 1).t() + one),
-        "g_idx": (("", _in_order(scheme.group)),),
+        "g_idx": (("g_idx", same),),
     }
 
 
@@ -303,7 +320,7 @@ def _tensors(scheme: Scheme) -> Tensors:
         return _nvfp4_tensors(scheme)
     if scheme.kind == "ternary":
         return _ternary_tensors(scheme)
-    static = {"input_scale": (("input_scale", same),) if scheme.static else ()}
+    static = {"input_scale": (("input_scale", _input_scale),) if scheme.static else ()}
     by_row = _scale_of_each_row if scheme.by_row else _row_scale
     scale = (("weight_scale", same if scheme.kind == "fp8_block" else by_row),)
     weight = (("weight", same),)

@@ -125,6 +125,32 @@ def gptq(size: int, symmetric: bool, less: int = 1) -> Callable[[T], tuple[Tenso
     return quantize
 
 
+def act_order(quantize: Callable[[T], tuple[Tensors, T]], packed: str, dim: int) -> Callable[[T], tuple[Tensors, T]]:
+    """The format with groups of columns that are far apart: those of a random order, the same for all matrices.
+
+    packed: the name of the tensor of integers, whose columns of the weight are along `dim`
+    """
+
+    def ordered(w: T) -> tuple[Tensors, T]:
+        order = torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(w.shape[1]))
+        parts, plain = quantize(w[:, order])
+        back = order.argsort()
+        values = words(nibbles(parts[packed], dim).index_select(dim, back), dim)
+        index = torch.arange(w.shape[1], dtype=torch.int32) * parts[SCALES[packed]].shape[dim] // w.shape[1]
+        return {**parts, packed: values, ORDERS[packed]: index[back]}, plain[:, back]
+
+    return ordered
+
+
+SCALES = {"qweight": "scales", "weight_packed": "weight_scale"}
+ORDERS = {"qweight": "g_idx", "weight_packed": "weight_g_idx"}
+
+
+def nibbles(packed: T, dim: int) -> T:
+    """The inverse of `words`."""
+    return torch.stack([packed >> 4 * i & 15 for i in range(8)], dim + 1).flatten(dim, dim + 1)
+
+
 def awq(w: T) -> tuple[Tensors, T]:
     q, scale, zero, plain = groups_of(w, 32, False)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -181,6 +207,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[T], tuple[Tensors, T]], Calla
     "compressed_block": (BLOCK, blockwise("weight_scale"), fake_groups),
     "gptq_128": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, gptq(128, True), as_it_is),
     "gptq_64": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False}, gptq(64, False), as_it_is),
+    "gptq_act": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
+        act_order(gptq(32, False), "qweight", 0), as_it_is,
+    ),
     "gptq_v2": (
         {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False, "checkpoint_format": "gptq_v2"},
         gptq(-1, False, 0), as_it_is,
@@ -190,6 +220,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[T], tuple[Tensors, T]], Calla
         compressed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}, None,
                    "pack-quantized"),
         packed(128, True), as_it_is,
+    ),
+    "packed_act": (
+        compressed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True,
+                    "actorder": "group"}, None, "pack-quantized"),
+        act_order(packed(64, True), "weight_packed", 1), as_it_is,
     ),
     "packed_channel": (
         compressed({"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False}, None, "pack-quantized"),
