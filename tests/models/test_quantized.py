@@ -336,7 +336,7 @@ def test_act_order_is_refused_where_ranks_share_columns(base: Path, tmp_path: Pa
     folder, _ = write(tmp_path, "gptq_act", base)
     with (
         parallel.build_as(0, 2),
-        pytest.raises(ValueError, match="o_proj: act order .* not supported with columns on several ranks"),
+        pytest.raises(ValueError, match=r"o_proj: act order .* not supported with columns on several ranks"),
     ):
         build.skeleton(folder, build.load_config(folder), torch.float32)
 

@@ -86,9 +86,7 @@ class Scheme:
     def _quantizes_one(self, name: str, arch: Architecture) -> bool:
         """Whether a layer is, which has several names if the checkpoint may be one with images."""
         longer = [
-            other + name.removeprefix(own)
-            for other, own in arch.prefixes.items()
-            if name.startswith(own)
+            other + name.removeprefix(own) for other, own in arch.prefixes.items() if name.startswith(own)
         ]
 
         def listed(patterns: tuple[str, ...]) -> bool:

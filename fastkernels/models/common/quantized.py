@@ -216,7 +216,9 @@ def _in_order(group: int, columns: int, found: torch.Tensor) -> torch.Tensor:
     if found.shape != (columns,):
         raise ValueError(f"expected {columns} values, one for each column")
     size = group if group > 0 else columns
-    if not found.is_meta and not torch.equal(found.long(), torch.arange(columns, device=found.device) // size):
+    if not found.is_meta and not torch.equal(
+        found.long(), torch.arange(columns, device=found.device) // size
+    ):
         raise ValueError(
             "its columns are not grouped in their order: act order is supported in linear layers, not in experts,"
             " and desc_act (GPTQ) or actorder (compressed-tensors) must be in the config"

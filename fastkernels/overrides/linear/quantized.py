@@ -15,7 +15,13 @@ from fastkernels.overrides.kit.fp8 import FP8, GROUP_EPS, MIN_ABSMAX
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, expanded
-from fastkernels.overrides.linear.linear_int4 import UNIT, dequantize_int4, linear_int4, pack_int4, unpack_int4
+from fastkernels.overrides.linear.linear_int4 import (
+    UNIT,
+    dequantize_int4,
+    linear_int4,
+    pack_int4,
+    unpack_int4,
+)
 from fastkernels.overrides.linear.linear_ternary import UNIT as TERNARY_UNIT
 from fastkernels.overrides.linear.linear_ternary import linear_ternary, unpack_ternary
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
@@ -136,7 +142,9 @@ class Int4LinearMethod:
         if self.act_order:
             if k != input_size:
                 name = getattr(layer, "prefix", "") or type(layer).__name__
-                raise ValueError(f"{name}: act order (desc_act) is not supported with columns on several ranks")
+                raise ValueError(
+                    f"{name}: act order (desc_act) is not supported with columns on several ranks"
+                )
             register(layer, "g_idx", (k,), torch.int32, weight_loader=self._load_order)
             layer.g_idx.data.fill_(-1)  # type: ignore[union-attr, operator]
 

@@ -125,7 +125,9 @@ def gptq(size: int, symmetric: bool, less: int = 1) -> Callable[[T], tuple[Tenso
     return quantize
 
 
-def act_order(quantize: Callable[[T], tuple[Tensors, T]], packed: str, dim: int) -> Callable[[T], tuple[Tensors, T]]:
+def act_order(
+    quantize: Callable[[T], tuple[Tensors, T]], packed: str, dim: int
+) -> Callable[[T], tuple[Tensors, T]]:
     """The format with groups of columns that are far apart: those of a random order, the same for all matrices.
 
     packed: the name of the tensor of integers, whose columns of the weight are along `dim`
