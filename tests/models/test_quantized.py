@@ -119,6 +119,7 @@ def group(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
          "activation_scheme='static' is not supported, only 'dynamic'"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits=3 is not supported, only 4"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "bits=8 is not supported, only 4"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 48},
          "group_size=48 is not supported, only 32, 64, 128, -1"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size=128 is not supported"),

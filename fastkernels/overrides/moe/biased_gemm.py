@@ -136,7 +136,8 @@ def biased_gemm(
     grid = (pairs.blocks * cdiv(n, t.block_n),)
     scales, each = b, 0  # scales are not read where there are none
     if b_scale is not None:
-        scales, b, each = b_scale, b.view(torch.int16), mxfp4.BLOCK if t.joined else out.shape[1]
+        scales, b = b_scale, b.view(torch.int16)
+        each = 0 if glu is None else mxfp4.BLOCK if t.joined else out.shape[1]
     _biased_gemm_kernel[grid](
         a, b, scales, bias, out, scale, pairs.pairs, pairs.experts, pairs.total, n, b.shape[0], pairs.n_pairs,
         pairs.blocks, a.stride(0), *b.stride()[:2], *scales.stride()[:2], bias.stride(0), out.stride(0),
