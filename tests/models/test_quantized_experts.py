@@ -127,10 +127,19 @@ def test_parts_of_two_ranks_add_up(bases: Any, tmp_path: Path, kind: str, name: 
     assert error < (4e-2 if name == "compressed_channel" and experts == 1 else 1e-4)
 
 
-def test_experts_in_another_format_are_refused(bases: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"quant_method": "bitnet"}, "'bitnet' .* experts in ternary"),
+        ({"quant_method": "gptq", "bits": 8}, "in int8"),
+    ],
+)
+def test_experts_in_another_format_are_refused(
+    bases: Any, tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
     folder = shutil.copytree(bases("mixtral"), tmp_path / "copy")
-    set_config(folder, {"quant_method": "bitnet"})
-    with pytest.raises(Unsupported, match="'bitnet' is not supported with experts in ternary, only in fp8"):
+    set_config(folder, fields)
+    with pytest.raises(Unsupported, match=f"{said}, only in fp8"):
         plan(str(folder))
 
 

@@ -24,6 +24,7 @@ GROUPS = (32, 64, 128, -1)  # columns that share an int4 scale; -1: all
 # a config or not
 UNQUANTIZED = ("gate", "router", "shared_expert_gate", "weights_proj")
 EXPERT_KINDS = ("fp8", "fp8_block", "int4", "nvfp4")  # number formats of a mixture's experts
+AS_DENSE = ("int8", "nvfp4")  # number formats that are dequantized at load
 # Layers whose weight is read by more than their own product: they are dequantized at load.
 DENSE = ("kv_b_proj",)
 
@@ -33,14 +34,15 @@ class Scheme:
     """The number format of a checkpoint's linear layers.
 
     method    `quant_method` in the config
-    kind      'fp8' (a scale per tensor or row), 'fp8_block', 'int4', 'ternary', or 'nvfp4' (dequantized at load)
+    kind      'fp8' (a scale per tensor or row), 'fp8_block', 'int4', 'ternary', or one that is dequantized at load:
+              'int8', 'nvfp4'
     layout    names and order of the tensors: 'fp8', 'compressed-tensors', 'gptq', 'gptq_v2', 'awq', 'modelopt',
               'bitlinear', 'autobitlinear' or 'online' (BitNet's weights before quantization)
     static    x has a scale in the checkpoint
     by_row    each row of an fp8 weight has a scale
-    group     columns that share a scale of int4, -1: all
-    zeros     int4 has zero points
-    act_order columns of int4 that share a scale need not be neighbours
+    group     columns that share a scale of int4 and int8, -1: all
+    zeros     they have zero points
+    act_order their columns that share a scale need not be neighbours
     skipped   patterns of modules that are not quantized; targets: of those that are, () for all
     """
 
@@ -102,15 +104,14 @@ class Scheme:
             "fp8_block": rows * columns + 4 * -(-rows // BLOCK) * -(-columns // BLOCK),
             "int4": rows * columns // 2 + (max(dtype_bytes, 2) + self.zeros) * scales,
             "ternary": rows * columns // 4 + 4 * rows,
-            "nvfp4": rows * columns * dtype_bytes,
+            **dict.fromkeys(AS_DENSE, rows * columns * dtype_bytes),
         }
         return sizes[self.kind] + 4 * (self.static and not of_expert)
 
     @property
     def op(self) -> str:
-        return {"int4": "linear_int4", "ternary": "linear_ternary", "nvfp4": "linear"}.get(
-            self.kind, "linear_fp8"
-        )
+        ops = {"int4": "linear_int4", "ternary": "linear_ternary", **dict.fromkeys(AS_DENSE, "linear")}
+        return ops.get(self.kind, "linear_fp8")
 
     @property
     def expert_op(self) -> str:
@@ -281,7 +282,7 @@ def _compressed_tensors(f: _Fields) -> Scheme:
 
 
 def _gptq(f: _Fields) -> Scheme:
-    f.one_of("bits", 4)
+    kind = {4: "int4", 8: "int8"}[f.one_of("bits", 4, 8)]
     size = f.one_of("group_size", *GROUPS, default=128)
     order = f.one_of("desc_act", True, False, default=False)
     f.one_of("lm_head", False, default=False)
@@ -294,7 +295,7 @@ def _gptq(f: _Fields) -> Scheme:
         steps = [name for step in steps for name in (step if isinstance(step, list) else [step])]
     targets = _Fields({inside: steps}).names(inside)
     return Scheme(
-        "gptq", "int4", layout, group=size, zeros=zeros, act_order=order, skipped=skipped, targets=targets
+        "gptq", kind, layout, group=size, zeros=zeros, act_order=order, skipped=skipped, targets=targets
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fastkernels.models.common import registry
-from fastkernels.models.common.quantization import DENSE, Scheme, read
+from fastkernels.models.common.quantization import AS_DENSE, DENSE, Scheme, read
 from fastkernels.overrides.linear.linear_int4 import MIDDLE, pack_int4
 from fastkernels.overrides.linear.linear_ternary import UNIT, pack_ternary
 from fastkernels.overrides.linear.parallel_linear import Methods, ParallelLinear
@@ -23,6 +23,7 @@ from fastkernels.overrides.linear.quantized import (
     DequantizedMethod,
     Fp8LinearMethod,
     Int4LinearMethod,
+    Int8Weight,
     Nvfp4AsDenseMethod,
     TernaryLinearMethod,
 )
@@ -59,7 +60,7 @@ def methods(config: Any) -> Methods | None:
         own = prefix.rpartition(".")[2]
         if own == "experts" and arch.experts:
             return make_experts()
-        return DequantizedMethod(make()) if own in DENSE and scheme.kind != "nvfp4" else make()
+        return DequantizedMethod(make()) if own in DENSE and scheme.kind not in AS_DENSE else make()
 
     return method
 
@@ -67,8 +68,9 @@ def methods(config: Any) -> Methods | None:
 @lru_cache
 def announce(scheme: Scheme) -> None:
     """Log once what is not done in the checkpoint's number format."""
-    if scheme.kind == "nvfp4":
-        log.warning("NVFP4 weights are dequantized while they are loaded: no kernel here multiplies them")
+    if scheme.kind in AS_DENSE:
+        name = {"int8": "8-bit integer", "nvfp4": "NVFP4"}[scheme.kind]
+        log.warning("%s weights are dequantized while they are loaded: no kernel here multiplies them", name)
 
 
 @lru_cache
@@ -81,6 +83,9 @@ def _method(scheme: Scheme) -> Callable[[], Any]:
         # GPTQ and AWQ have scales in float16; in bfloat16 they would lose three bits.
         scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16
         return lambda: Int4LinearMethod(scheme.group, scheme.zeros, scale_dtype, scheme.act_order)
+    if scheme.kind == "int8":
+        parts = scheme.group, scheme.zeros, torch.float16, scheme.act_order
+        return lambda: DequantizedMethod(Int8Weight(*parts))
     if scheme.kind == "nvfp4":
         return Nvfp4AsDenseMethod
     if scheme.kind == "ternary":
@@ -190,14 +195,17 @@ def _no_bias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _nibbles(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """The eight integers of each int32 along `dim` as uint8; order: the place in the word of the first, second, ..."""
+def _integers(
+    words: torch.Tensor, dim: int, bits: int = 4, order: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """The integers of each int32 along `dim` as uint8; order: the place in the word of the first, second, ..."""
     _check_matrix(words)
     if words.dtype != torch.int32:
-        raise ValueError(f"its dtype is {words.dtype}, not torch.int32 with eight integers in each")
-    shifts = 4 * torch.tensor(order, dtype=torch.int32, device=words.device)
-    shape = (1, 8, 1) if dim == 0 else (8,)
-    return (words.unsqueeze(dim + 1) >> shifts.view(shape) & 15).flatten(dim, dim + 1).to(torch.uint8)
+        raise ValueError(f"its dtype is {words.dtype}, not torch.int32 with integers of {bits} bits")
+    places = torch.tensor(order or range(32 // bits), dtype=torch.int32, device=words.device)
+    shifts = bits * (places[:, None] if dim == 0 else places)
+    values = words.unsqueeze(dim + 1) >> shifts & (1 << bits) - 1
+    return values.flatten(dim, dim + 1).to(torch.uint8)
 
 
 def _packed(values: torch.Tensor) -> torch.Tensor:
@@ -237,19 +245,20 @@ def _zeros(scheme: Scheme, unpack: Convert) -> tuple[tuple[str, Convert], ...]:
 
     def check(found: torch.Tensor) -> torch.Tensor:
         values = unpack(found)
-        if not values.is_meta and not values.eq(MIDDLE).all():
-            raise ValueError(f"a symmetric weight has zero points other than {MIDDLE}")
+        middle = MIDDLE if scheme.kind == "int4" else Int8Weight.middle
+        if not values.is_meta and not values.eq(middle).all():
+            raise ValueError(f"a symmetric weight has zero points other than {middle}")
         return values
 
     return (("weight_zero", unpack),) if scheme.zeros else (("", check),)
 
 
-def _int4_tensors(scheme: Scheme) -> Tensors:
+def _integer_tensors(scheme: Scheme) -> Tensors:
     if scheme.layout == "compressed-tensors":
         return {
-            "weight_packed": (("weight", lambda t: _packed(_nibbles(t, 1))),),
+            "weight_packed": (("weight", lambda t: _packed(_integers(t, 1))),),
             "weight_scale": (("weight_scale", same),),
-            "weight_zero_point": _zeros(scheme, lambda t: _nibbles(t, 0)),
+            "weight_zero_point": _zeros(scheme, lambda t: _integers(t, 0)),
             "weight_shape": (),
             "weight_g_idx": (("g_idx", same),),
         }
@@ -258,15 +267,16 @@ def _int4_tensors(scheme: Scheme) -> Tensors:
         # Words hold columns 0, 2, 4, 6, 1, 3, 5, 7.
         order = (0, 4, 1, 5, 2, 6, 3, 7)
         return {
-            "qweight": (("weight", lambda t: _packed(_nibbles(t, 1, order).t())),),
+            "qweight": (("weight", lambda t: _packed(_integers(t, 1, 4, order).t())),),
             "scales": scales,
-            "qzeros": _zeros(scheme, lambda t: _nibbles(t, 1, order).t()),
+            "qzeros": _zeros(scheme, lambda t: _integers(t, 1, 4, order).t()),
         }
     one = int(scheme.layout == "gptq")  # the first version stores zero points less one
+    bits, pack = (4, _packed) if scheme.kind == "int4" else (8, same)
     return {
-        "qweight": (("weight", lambda t: _packed(_nibbles(t, 0).t())),),
+        "qweight": (("weight", lambda t: pack(_integers(t, 0, bits).t())),),
         "scales": scales,
-        "qzeros": _zeros(scheme, lambda t: _nibbles(t, 1).t() + one),
+        "qzeros": _zeros(scheme, lambda t: _integers(t, 1, bits).t() + one),
         "g_idx": (("g_idx", same),),
     }
 
@@ -316,8 +326,8 @@ def _nvfp4_tensors(scheme: Scheme) -> Tensors:
 
 
 def _tensors(scheme: Scheme) -> Tensors:
-    if scheme.kind == "int4":
-        return _int4_tensors(scheme)
+    if scheme.kind in ("int4", "int8"):
+        return _integer_tensors(scheme)
     if scheme.kind == "nvfp4":
         return _nvfp4_tensors(scheme)
     if scheme.kind == "ternary":

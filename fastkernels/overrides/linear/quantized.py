@@ -116,6 +116,8 @@ class Int4LinearMethod:
     Raises ValueError for act_order if ranks share the columns: a rank's columns belong to all groups.
     """
 
+    per_byte = 2
+
     def __init__(
         self, group: int, zeros: bool, scale_dtype: torch.dtype | None = None, act_order: bool = False
     ) -> None:
@@ -133,7 +135,8 @@ class Int4LinearMethod:
             check_multiple(layer, self.group, k, [], "group")
             groups, input_dim = k // self.group, 1
         dtype = params_dtype if params_dtype.itemsize > 2 else self.scale_dtype or params_dtype
-        register(layer, "weight", (n, k // 2), torch.uint8, input_dim=1, output_dim=0, **extra_weight_attrs)
+        columns = k // self.per_byte
+        register(layer, "weight", (n, columns), torch.uint8, input_dim=1, output_dim=0, **extra_weight_attrs)
         shared: dict[str, Any] = {"input_dim": input_dim, "output_dim": 0, **extra_weight_attrs}
         register(layer, "weight_scale", (n, groups), dtype, **shared)
         if self.zeros:
@@ -174,12 +177,18 @@ class Int4LinearMethod:
         order = groups.argsort(stable=True)
         if not torch.equal(order, torch.arange(len(order), device=order.device)):
             layer.columns = order.int()
-            layer.weight.data.copy_(pack_int4(unpack_int4(layer.weight.data)[:, order]))
+            layer.weight.data.copy_(self._sorted(layer.weight.data, order))
+
+    def _sorted(self, weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return pack_int4(unpack_int4(weight)[:, order])
+
+    def _floats(self, layer: Any) -> torch.Tensor:
+        zero = layer.weight_zero if self.zeros else None
+        return dequantize_int4(layer.weight, layer.weight_scale, zero, torch.float32)
 
     def dequantize(self, layer: Any) -> torch.Tensor:
         """Return the weight [N, K] in float32."""
-        zero = layer.weight_zero if self.zeros else None
-        dense = dequantize_int4(layer.weight, layer.weight_scale, zero, torch.float32)
+        dense = self._floats(layer)
         return dense if layer.columns is None else dense[:, layer.columns.argsort()]
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -187,6 +196,20 @@ class Int4LinearMethod:
         if layer.columns is not None:
             x = x.index_select(-1, layer.columns)
         return linear_int4(x, layer.weight, layer.weight_scale, zero, bias)
+
+
+class Int8Weight(Int4LinearMethod):
+    """The same with 8 bits, for DequantizedMethod: no op multiplies such weights with unquantized x."""
+
+    per_byte, middle = 1, 128
+
+    def _sorted(self, weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return weight[:, order]
+
+    def _floats(self, layer: Any) -> torch.Tensor:
+        zero = layer.weight_zero.float().unsqueeze(-1) if self.zeros else self.middle
+        q = layer.weight.float().unflatten(-1, (layer.weight_scale.shape[1], -1))
+        return ((q - zero) * layer.weight_scale.float().unsqueeze(-1)).flatten(-2)
 
 
 class TernaryLinearMethod:

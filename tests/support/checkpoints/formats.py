@@ -88,38 +88,42 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str
     }
 
 
-def groups_of(w: T, size: int, symmetric: bool) -> tuple[T, T, T, T]:
-    """Integers 0 to 15 [N, K], scales [N, G], zero points [N, G], and the dequantized matrix."""
+def groups_of(w: T, size: int, symmetric: bool, bits: int = 4) -> tuple[T, T, T, T]:
+    """Integers of so many bits [N, K], scales [N, G], zero points [N, G], and the dequantized matrix."""
     parts = w.unflatten(1, (-1, size if size > 0 else w.shape[1]))
+    middle, most = 1 << bits - 1, (1 << bits) - 1
     if symmetric:
-        scale = (parts.abs().amax(-1) / 7).half().float()
-        zero = torch.full_like(scale, 8)
+        scale = (parts.abs().amax(-1) / (middle - 1)).half().float()
+        zero = torch.full_like(scale, middle)
     else:
         low, high = parts.amin(-1), parts.amax(-1)
-        scale = ((high - low) / 15).half().float()
-        zero = (-low / scale).round().clamp(0, 15)
-    q = (parts / scale[..., None] + zero[..., None]).round().clamp(0, 15)
+        scale = ((high - low) / most).half().float()
+        zero = (-low / scale).round().clamp(0, most)
+    q = (parts / scale[..., None] + zero[..., None]).round().clamp(0, most)
     plain = ((q - zero[..., None]) * scale[..., None]).flatten(1)
     return q.flatten(1).int(), scale, zero.int(), plain
 
 
-def words(values: T, dim: int, order: tuple[int, ...] = tuple(range(8))) -> T:
-    """Eight integers of 4 bits in each int32; order[i]: which of eight is the i-th from the lowest bit."""
-    parts = values.unflatten(dim, (-1, 8)).long()
-    shifted = [parts.select(dim + 1, column) << 4 * i for i, column in enumerate(order)]
+def words(values: T, dim: int, order: tuple[int, ...] | None = None, bits: int = 4) -> T:
+    """Integers in each int32, eight of 4 bits; order[i]: which of them is the i-th from the lowest bit."""
+    parts = values.unflatten(dim, (-1, 32 // bits)).long()
+    shifted = [
+        parts.select(dim + 1, column) << bits * i for i, column in enumerate(order or range(32 // bits))
+    ]
     return torch.stack(shifted).sum(0).to(torch.int32)
 
 
-def gptq(size: int, symmetric: bool, less: int = 1) -> Callable[[T], tuple[Tensors, T]]:
+def gptq(size: int, symmetric: bool, less: int = 1, bits: int = 4) -> Callable[[T], tuple[Tensors, T]]:
     def quantize(w: T) -> tuple[Tensors, T]:
-        q, scale, zero, plain = groups_of(w, size, symmetric)
+        q, scale, zero, plain = groups_of(w, size, symmetric, bits)
         if less:
             zero = zero.clamp(min=1)  # the format has no zero point 0
             step = size if size > 0 else w.shape[1]
             wide = (t.repeat_interleave(step, 1) for t in (zero, scale))
             plain = (q - next(wide)) * next(wide)
         index = torch.arange(w.shape[1], dtype=torch.int32) // (size if size > 0 else w.shape[1])
-        parts = {"qweight": words(q.t(), 0), "qzeros": words(zero.t() - less, 1), "scales": scale.t().half()}
+        packed = {"qweight": words(q.t(), 0, None, bits), "qzeros": words(zero.t() - less, 1, None, bits)}
+        parts = {**packed, "scales": scale.t().half()}
         return {**parts, "g_idx": index}, plain
 
     return quantize
@@ -212,6 +216,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[T], tuple[Tensors, T]], Calla
     "gptq_act": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
         act_order(gptq(32, False), "qweight", 0), as_it_is,
+    ),
+    "gptq_8_bits": ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, gptq(32, True, 1, 8), as_it_is),
+    "gptq_8_bits_zeros": (
+        {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(128, False, 0, 8), as_it_is,
     ),
     "gptq_v2": (
         {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False, "checkpoint_format": "gptq_v2"},
