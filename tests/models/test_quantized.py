@@ -343,12 +343,11 @@ def test_act_order_is_refused_where_ranks_share_columns(base: Path, tmp_path: Pa
 
 def test_act_order_is_undone_where_a_weight_is_dequantized() -> None:
     w = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-    parts, plain = FORMATS["packed_act"][1](w)
+    q, scale, _, plain = formats.groups_of(w, 64, True, ordered=True)
     with weights_as(lambda _: DequantizedMethod(Int4LinearMethod(64, False, None, True))):
         layer: Any = VllmReplicatedLinear(128, 64, bias=False)
-    layer.weight.data = pack_int4(formats.nibbles(parts["weight_packed"], 1).to(torch.uint8))
-    layer.weight_scale.data.copy_(parts["weight_scale"])
-    layer.g_idx.weight_loader(layer.g_idx, parts["weight_g_idx"])
+    layer.weight.data, layer.weight_scale.data = pack_int4(q.to(torch.uint8)), scale
+    layer.g_idx.weight_loader(layer.g_idx, formats.index_of(128, 64, True))
     layer.quant_method.process_weights_after_loading(layer)
     torch.testing.assert_close(layer.weight.data, plain)
 

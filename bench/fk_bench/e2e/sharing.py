@@ -106,28 +106,24 @@ def _of_gpu(kind: str) -> int:
     return min(int(line) for line in out.stdout.splitlines() if line.strip()) << 20
 
 
-def wanted(needs: Iterable[Need], copies: int, total: int) -> int:
-    """The bytes that the largest engines need side by side, of those that fit into a GPU with `total` bytes."""
-    sizes = [copies * size for n in needs for size in (n.total, n.weights + n.kv)]
-    return max((size for size in sizes if size <= 0.95 * total), default=0)
-
-
 def room(needs: Sequence[Need], copies: int, gpu: bool, seconds: float = WAIT_SECONDS) -> int:
-    """The bytes that engines may share, after a wait of at most `seconds` for the memory that these need.
+    """The bytes that engines may share, after a wait of at most `seconds` for those that the largest of these need.
 
-    A process that has ended returns a GPU's memory only when the driver has taken its context down.
+    A process that has ended returns a GPU's memory only when the driver has taken its context down. Engines that never
+    fit are not waited for.
     """
-    least = wanted(needs, copies, _of_gpu("total")) if gpu else 0
+    sizes = [copies * size for n in needs for size in (n.total, n.weights + n.kv)] if gpu else []
+    least = max((size for size in sizes if size <= 0.95 * _of_gpu("total")), default=0)
     began, before = time.monotonic(), capacity(gpu)
     free = before
     while free < least and time.monotonic() - began < seconds:
         time.sleep(1.0)
         free = capacity(gpu)
-    waited = time.monotonic() - began
     if before < least:
+        waited, rest = time.monotonic() - began, "" if free >= least else ": another process may hold it"
         print(
             f"waited {waited:.0f} s for the GPU's memory: {before / GIB:.1f} GiB were free, {free / GIB:.1f} GiB are"
-            f" now, and {least / GIB:.1f} GiB are needed{'' if free >= least else ': another process may hold it'}",
+            f" now, and {least / GIB:.1f} GiB are needed{rest}",
             file=sys.stderr,
         )
     return free

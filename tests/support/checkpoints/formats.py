@@ -88,9 +88,20 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str
     }
 
 
-def groups_of(w: T, size: int, symmetric: bool, bits: int = 4) -> tuple[T, T, T, T]:
+def index_of(columns: int, size: int, ordered: bool = False) -> T:
+    """The group of each column; ordered: with act order, here a random one that is the same for all matrices."""
+    groups = torch.arange(columns, dtype=torch.int32) // (size if size > 0 else columns)
+    return (
+        groups[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        if ordered
+        else groups
+    )
+
+
+def groups_of(w: T, size: int, symmetric: bool, bits: int = 4, ordered: bool = False) -> tuple[T, T, T, T]:
     """Integers of so many bits [N, K], scales [N, G], zero points [N, G], and the dequantized matrix."""
-    parts = w.unflatten(1, (-1, size if size > 0 else w.shape[1]))
+    index = index_of(w.shape[1], size, ordered).long()
+    parts = w[:, index.argsort(stable=True)].unflatten(1, (int(index.max()) + 1, -1))
     middle, most = 1 << bits - 1, (1 << bits) - 1
     if symmetric:
         scale = (parts.abs().amax(-1) / (middle - 1)).half().float()
@@ -99,9 +110,8 @@ def groups_of(w: T, size: int, symmetric: bool, bits: int = 4) -> tuple[T, T, T,
         low, high = parts.amin(-1), parts.amax(-1)
         scale = ((high - low) / most).half().float()
         zero = (-low / scale).round().clamp(0, most)
-    q = (parts / scale[..., None] + zero[..., None]).round().clamp(0, most)
-    plain = ((q - zero[..., None]) * scale[..., None]).flatten(1)
-    return q.flatten(1).int(), scale, zero.int(), plain
+    q = (w / scale[:, index] + zero[:, index]).round().clamp(0, most)
+    return q.int(), scale, zero.int(), (q - zero[:, index]) * scale[:, index]
 
 
 def words(values: T, dim: int, order: tuple[int, ...] | None = None, bits: int = 4) -> T:
@@ -113,48 +123,19 @@ def words(values: T, dim: int, order: tuple[int, ...] | None = None, bits: int =
     return torch.stack(shifted).sum(0).to(torch.int32)
 
 
-def gptq(size: int, symmetric: bool, less: int = 1, bits: int = 4) -> Callable[[T], tuple[Tensors, T]]:
+def gptq(
+    size: int, symmetric: bool, less: int = 1, bits: int = 4, ordered: bool = False
+) -> Callable[[T], tuple[Tensors, T]]:
     def quantize(w: T) -> tuple[Tensors, T]:
-        q, scale, zero, plain = groups_of(w, size, symmetric, bits)
+        q, scale, zero, plain = groups_of(w, size, symmetric, bits, ordered)
+        index = index_of(w.shape[1], size, ordered)
         if less:
             zero = zero.clamp(min=1)  # the format has no zero point 0
-            step = size if size > 0 else w.shape[1]
-            wide = (t.repeat_interleave(step, 1) for t in (zero, scale))
-            plain = (q - next(wide)) * next(wide)
-        index = torch.arange(w.shape[1], dtype=torch.int32) // (size if size > 0 else w.shape[1])
+            plain = (q - zero[:, index]) * scale[:, index]
         packed = {"qweight": words(q.t(), 0, None, bits), "qzeros": words(zero.t() - less, 1, None, bits)}
-        parts = {**packed, "scales": scale.t().half()}
-        return {**parts, "g_idx": index}, plain
+        return {**packed, "scales": scale.t().half(), "g_idx": index}, plain
 
     return quantize
-
-
-def act_order(
-    quantize: Callable[[T], tuple[Tensors, T]], packed: str, dim: int
-) -> Callable[[T], tuple[Tensors, T]]:
-    """The format with groups of columns that are far apart: those of a random order, the same for all matrices.
-
-    packed: the name of the tensor of integers, whose columns of the weight are along `dim`
-    """
-
-    def ordered(w: T) -> tuple[Tensors, T]:
-        order = torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(w.shape[1]))
-        parts, plain = quantize(w[:, order])
-        back = order.argsort()
-        values = words(nibbles(parts[packed], dim).index_select(dim, back), dim)
-        index = torch.arange(w.shape[1], dtype=torch.int32) * parts[SCALES[packed]].shape[dim] // w.shape[1]
-        return {**parts, packed: values, ORDERS[packed]: index[back]}, plain[:, back]
-
-    return ordered
-
-
-SCALES = {"qweight": "scales", "weight_packed": "weight_scale"}
-ORDERS = {"qweight": "g_idx", "weight_packed": "weight_g_idx"}
-
-
-def nibbles(packed: T, dim: int) -> T:
-    """The inverse of `words`."""
-    return torch.stack([packed >> 4 * i & 15 for i in range(8)], dim + 1).flatten(dim, dim + 1)
 
 
 def awq(w: T) -> tuple[Tensors, T]:
@@ -168,10 +149,12 @@ def awq(w: T) -> tuple[Tensors, T]:
     return parts, plain
 
 
-def packed(size: int, symmetric: bool) -> Callable[[T], tuple[Tensors, T]]:
+def packed(size: int, symmetric: bool, ordered: bool = False) -> Callable[[T], tuple[Tensors, T]]:
     def quantize(w: T) -> tuple[Tensors, T]:
-        q, scale, zero, plain = groups_of(w, size, symmetric)
+        q, scale, zero, plain = groups_of(w, size, symmetric, 4, ordered)
         parts = {"weight_packed": words(q, 1), "weight_scale": scale, "weight_shape": torch.tensor(w.shape)}
+        if ordered:
+            parts["weight_g_idx"] = index_of(w.shape[1], size, True)
         return parts | ({} if symmetric else {"weight_zero_point": words(zero, 0)}), plain
 
     return quantize
@@ -215,7 +198,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[T], tuple[Tensors, T]], Calla
     "gptq_64": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False}, gptq(64, False), as_it_is),
     "gptq_act": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
-        act_order(gptq(32, False), "qweight", 0), as_it_is,
+        gptq(32, False, ordered=True), as_it_is,
     ),
     "gptq_8_bits": ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, gptq(32, True, 1, 8), as_it_is),
     "gptq_8_bits_zeros": (
@@ -235,7 +218,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[T], tuple[Tensors, T]], Calla
     "packed_act": (
         compressed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True,
                     "actorder": "group"}, None, "pack-quantized"),
-        act_order(packed(64, True), "weight_packed", 1), as_it_is,
+        packed(64, True, True), as_it_is,
     ),
     "packed_channel": (
         compressed({"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False}, None, "pack-quantized"),
