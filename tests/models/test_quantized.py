@@ -38,7 +38,10 @@ from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
 from fastkernels.models.common.quantization import read
 from fastkernels.models.common.registry import find
-from fastkernels.overrides.linear.linear_int4 import dequantize_int4
+from fastkernels.overrides.linear.linear_int4 import dequantize_int4, pack_int4
+from fastkernels.overrides.linear.parallel_linear import weights_as
+from fastkernels.overrides.linear.quantized import DequantizedMethod, Int4LinearMethod
+from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ def test_plan_counts_the_bytes(made: Any) -> None:
     quantized.finish(model)
     kept = sum(p.numel() * p.element_size() for p in model.parameters())
     assert plan(str(folder)).weight_bytes == kept
-    assert kept < plan(str(dense)).weight_bytes or "nvfp4" in name
+    assert kept < plan(str(dense)).weight_bytes or "nvfp4" in name or "8_bits" in name
 
 
 def test_engine_serves_quantized_checkpoints(made: Any) -> None:
@@ -115,7 +118,7 @@ def group(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size=[64, 64] is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
          "activation_scheme='static' is not supported, only 'dynamic'"),
-        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits=3 is not supported, only 4"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits=3 is not supported, only 4, 8"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 48},
          "group_size=48 is not supported, only 32, 64, 128, -1"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size=128 is not supported"),
@@ -175,6 +178,18 @@ def edited(base: Path, folder: Path, name: str, change: Callable[[Tensors], Any]
          f"{KEY}qzeros of shape (2, 32) does not fit: a symmetric weight has zero points other than 8"),
         ("gptq_128", lambda t: t.update({KEY + "g_idx": t[KEY + "g_idx"].flip(0)}),
          f"{KEY}g_idx of shape (256,) does not fit: its columns are not grouped in their order: act order"),
+        ("gptq_128", lambda t: t.update({KEY + "g_idx": t[KEY + "g_idx"][:-1]}),
+         f"{KEY}g_idx of shape (255,) does not fit: expected 256 values, one for each column"),
+        ("gptq_act", lambda t: t.update({KEY + "g_idx": t[KEY + "g_idx"][:-1]}),
+         f"{KEY}g_idx of shape (255,) does not fit: expected shape (256,)"),
+        ("gptq_act", lambda t: t.pop(KEY + "g_idx"), f"keys missing from it: {KEY}g_idx"),
+        ("gptq_act", lambda t: t[KEY + "g_idx"].fill_(0),
+         f"{KEY}g_idx of shape (256,) does not fit: expected 32 columns of each group"),
+        ("gptq_act", lambda t: t.update({KEY + "g_idx": t[KEY + "g_idx"].roll(1)}),
+         f"{KEY}g_idx of shape (256,) does not fit: matrices that are one weight here must have the same order"),
+        ("packed_act", lambda t: t.pop(KEY + "weight_g_idx"), f"keys missing from it: {KEY}weight_g_idx"),
+        ("fp8_static", lambda t: t.update({KEY + "input_scale": torch.tensor(0.0)}),
+         f"{KEY}input_scale of shape () does not fit: an input's scale must be above 0, got 0"),
         ("awq", lambda t: t.update({KEY + "qweight": t[KEY + "qweight"].float()}),
          f"{KEY}qweight of shape (256, 32) does not fit: its dtype is torch.float32, not torch.int32"),
         ("fp8_dynamic", lambda t: t[KEY + "weight"].view(torch.uint8)[3, 3].fill_(0x7F),
@@ -315,6 +330,26 @@ def test_packed_queries_and_experts_in_one_tensor(
     ids = torch.tensor([(i * 37) % 500 for i in range(12)])
     expected, found = theirs(dense, ids, FORMATS[name][2]), ours(folder, ids, ((0, 11), (11, 12)))
     assert (found - expected).square().mean().sqrt() < 1e-2 * expected.std()
+
+
+def test_act_order_is_refused_where_ranks_share_columns(base: Path, tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, "gptq_act", base)
+    with (
+        parallel.build_as(0, 2),
+        pytest.raises(ValueError, match=r"o_proj: act order .* not supported with columns on several ranks"),
+    ):
+        build.skeleton(folder, build.load_config(folder), torch.float32)
+
+
+def test_act_order_is_undone_where_a_weight_is_dequantized() -> None:
+    w = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    q, scale, _, plain = formats.groups_of(w, 64, True, ordered=True)
+    with weights_as(lambda _: DequantizedMethod(Int4LinearMethod(64, False, None, True))):
+        layer: Any = VllmReplicatedLinear(128, 64, bias=False)
+    layer.weight.data, layer.weight_scale.data = pack_int4(q.to(torch.uint8)), scale
+    layer.g_idx.weight_loader(layer.g_idx, formats.index_of(128, 64, True))
+    layer.quant_method.process_weights_after_loading(layer)
+    torch.testing.assert_close(layer.weight.data, plain)
 
 
 @pytest.mark.parametrize(

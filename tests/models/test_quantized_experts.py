@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from fastkernels.models.common import build, quantized, weights
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
+from fastkernels.models.common.quantization import read
 from fastkernels.models.common.registry import find
 
 SHARED = {"hidden_size": 256, "intermediate_size": 256}
@@ -124,11 +127,39 @@ def test_parts_of_two_ranks_add_up(bases: Any, tmp_path: Path, kind: str, name: 
     assert error < (4e-2 if name == "compressed_channel" and experts == 1 else 1e-4)
 
 
-def test_experts_in_another_format_are_refused(bases: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"quant_method": "bitnet"}, "'bitnet' .* experts in ternary"),
+        ({"quant_method": "gptq", "bits": 8}, "in int8"),
+    ],
+)
+def test_experts_in_another_format_are_refused(
+    bases: Any, tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
     folder = shutil.copytree(bases("mixtral"), tmp_path / "copy")
-    set_config(folder, {"quant_method": "bitnet"})
-    with pytest.raises(Unsupported, match="'bitnet' is not supported with experts in ternary, only in fp8"):
+    set_config(folder, fields)
+    with pytest.raises(Unsupported, match=f"{said}, only in fp8"):
         plan(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_ignored_gate_is_matched_by_names_of_the_checkpoint(kind: str) -> None:
+    """compressed-tensors and vLLM match a regex with the start of a name: re:.*gate is gate_proj, too."""
+    ignore = {**FORMATS["compressed_channel"][0], "ignore": ["lm_head", "re:.*gate"]}
+    name = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[kind]
+    scheme, arch = read(SimpleNamespace(architectures=[name], quantization_config=ignore)), find(name).arch
+    assert scheme is not None
+    if kind == "mixtral":
+        assert scheme.quantizes("model.layers.0.block_sparse_moe.experts", arch)
+        assert not scheme.quantizes("model.layers.0.block_sparse_moe.gate", arch)
+        return
+    with pytest.raises(
+        Unsupported, match=r"leaves model.layers.0.mlp.experts.0.gate_proj unquantized: the experts"
+    ):
+        scheme.quantizes("model.layers.0.mlp.experts", arch)
+    scheme = replace(scheme, skipped=("lm_head", "re:.*gate$"))
+    assert scheme.quantizes("model.layers.0.mlp.experts", arch)
 
 
 EXPERT, LATENT = "model.layers.1.mlp.experts.3.", "model.layers.1.self_attn."
@@ -157,6 +188,8 @@ EXPERT, LATENT = "model.layers.1.mlp.experts.3.", "model.layers.1.self_attn."
          f"{EXPERT}gate_proj.scales of shape (3, 128) does not fit"),
         ("gptq_64", lambda t: t.update({EXPERT + "gate_proj.g_idx": t[EXPERT + "gate_proj.g_idx"].flip(0)}),
          f"{EXPERT}gate_proj.g_idx of shape (256,) does not fit: its columns are not grouped in their order"),
+        ("gptq_64", lambda t: t.update({EXPERT + "down_proj.g_idx": t[EXPERT + "down_proj.g_idx"][1:]}),
+         f"{EXPERT}down_proj.g_idx of shape (127,) does not fit: expected 128 values, one for each column"),
     ],
 )  # fmt: skip
 def test_damaged_tensor_of_experts_is_named(

@@ -11,6 +11,7 @@ from typing import Any
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.checks import check_file
 from fastkernels.models.common.config import from_transformers, text_model
+from fastkernels.models.common.quantization import with_own_file
 from fastkernels.models.common.registry import architectures, by_architecture, models
 
 # {short name: (model type, fields)}: sizes that the model files list, for machines without access to the hub.
@@ -45,9 +46,13 @@ def hub_name(model: str) -> str:
     return _HUB_NAMES.get(model, model)
 
 
-def load_config(model: str) -> tuple[str, Any]:
+def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
     """(name, transformers config) of a public model, an architecture's short name (default sizes), a folder or file
-    with a config.json, or a hub id, of which only the config is fetched. Raises ModelError.
+    with a config.json, or a hub id, of which only the config is fetched.
+
+    quantized  allow quantized weights
+
+    Raises ModelError, and Unsupported for a quantization in a file of its own that cannot be read.
     """
     from transformers import AutoConfig
 
@@ -61,7 +66,10 @@ def load_config(model: str) -> tuple[str, Any]:
         _check_generates(model, models()[model].arch.names[0])
         return model, _typed(AutoConfig.for_model(kind), kind)
     config = text_model(_read(model, path))
-    if getattr(config, "quantization_config", None):
+    folder = path.parent if path.is_file() else path
+    if folder.is_dir():
+        with_own_file(config, folder)
+    if not quantized and getattr(config, "quantization_config", None):
         raise ModelError(f"{model} has quantized weights; only unquantized models are supported here")
     names = getattr(config, "architectures", None) or []
     if not names or names[0] not in by_architecture():

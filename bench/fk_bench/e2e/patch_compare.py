@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -294,7 +296,8 @@ class _Asked:
                 print(f"{model}: {error}", file=sys.stderr)
         if at_once == 1 and not self.with_engine:
             return [{model: (path, None)} for model, path in paths.items()]
-        room, copies = sharing.capacity(self.gpu), 1 + self.with_engine
+        copies = 1 + self.with_engine
+        room = sharing.room(needs, copies, self.gpu)
         for one in [n for n in needs if copies * (n.weights + n.kv) > room]:
             failed[one.model] = sharing.too_large(one, room, copies)
             print(f"{one.model}: {failed[one.model]}", file=sys.stderr)
@@ -318,6 +321,8 @@ class _Asked:
         started: list[Comparison] = []
         ready: list[Comparison] = []
         try:
+            if needs := [need for _, need in group.values() if need is not None]:
+                sharing.room([reduce(add, needs)], 1 + self.with_engine, self.gpu)
             began = time.monotonic()
             for model, (path, need) in group.items():
                 started.append(self._comparison(model, path, need))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ BATCHED_TOKENS = 16384  # vLLM's step on an H200: the largest of the hosts'
 SAMPLED = 256  # sequences of which a step keeps logits
 FIXED = 6 * GIB  # context, graphs of both states, workspaces, and the buffers of a patch's measurement
 FIXED_CPU = 2 * GIB
+WAIT_SECONDS = 120.0  # for a GPU's memory after the process that held it has ended
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class Need:
     @property
     def total(self) -> int:
         return self.weights + self.kv + self.rest
+
+    def __add__(self, other: Need) -> Need:
+        sums = (getattr(self, name) + getattr(other, name) for name in ("weights", "tokens", "kv", "rest"))
+        return Need(f"{self.model}, {other.model}", *sums)
 
     def __str__(self) -> str:
         parts = ("weights", self.weights), ("KV cache", self.kv), ("the rest", self.rest)
@@ -90,6 +97,33 @@ def capacity(gpu: bool) -> int:
     """Bytes that engines may share now: on a GPU all that is free, on a CPU half of it."""
     if not gpu:
         return psutil.virtual_memory().available // 2
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    return _of_gpu("free")
+
+
+def _of_gpu(kind: str) -> int:
+    command = ["nvidia-smi", f"--query-gpu=memory.{kind}", "--format=csv,noheader,nounits"]
     out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return min(int(line) for line in out.stdout.splitlines() if line.strip()) << 20
+
+
+def room(needs: Sequence[Need], copies: int, gpu: bool, seconds: float = WAIT_SECONDS) -> int:
+    """The bytes that engines may share, after a wait of at most `seconds` for those that the largest of these need.
+
+    A process that has ended returns a GPU's memory only when the driver has taken its context down. Engines that never
+    fit are not waited for.
+    """
+    sizes = [copies * size for n in needs for size in (n.total, n.weights + n.kv)] if gpu else []
+    least = max((size for size in sizes if size <= 0.95 * _of_gpu("total")), default=0)
+    began, before = time.monotonic(), capacity(gpu)
+    free = before
+    while free < least and time.monotonic() - began < seconds:
+        time.sleep(1.0)
+        free = capacity(gpu)
+    if before < least:
+        waited, rest = time.monotonic() - began, "" if free >= least else ": another process may hold it"
+        print(
+            f"waited {waited:.0f} s for the GPU's memory: {before / GIB:.1f} GiB were free, {free / GIB:.1f} GiB are"
+            f" now, and {least / GIB:.1f} GiB are needed{rest}",
+            file=sys.stderr,
+        )
+    return free

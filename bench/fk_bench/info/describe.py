@@ -92,7 +92,7 @@ def describe_command(
     if roofline.peaks(gpu) is None:
         fail(f"--gpu {gpu!r}: its peaks are not known")
     try:
-        name, config = load_config(model)
+        name, config = load_config(model, quantized=True)
         made = plan(config, dtype)
     except (ModelError, Unsupported, registry.UnknownName) as error:
         fail(str(error))

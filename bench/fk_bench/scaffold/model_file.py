@@ -13,7 +13,7 @@ from fk_integrations.transformers.tiny_models import fields
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import PACKED
 from fastkernels.models.common.checks import REQUIRED
-from fastkernels.models.common.decoder import EXPERT_MAPPINGS, EXPERTS
+from fastkernels.models.common.decoder import EXPERTS
 from fk_bench.info.stub_source import WIDTH, fold
 from fk_bench.scaffold.expressions import NoExpression, Search, literal
 from fk_bench.scaffold.samples import Samples, equal, expert_names, normal
@@ -382,7 +382,7 @@ def _architecture(samples: Samples, category: str, body: str) -> str:
     if each and not any(hasattr(config, name) for name in EXPERTS):
         raise NoExpression("the number of experts, which names their weights in checkpoints,", set())
     if each:
-        function = EXPERT_MAPPINGS.get(expert_names(names))
+        function = d.EXPERT_MAPPINGS.get(expert_names(names))
         if function is None:
             raise NoExpression(
                 f"the names {', '.join(expert_names(names))} of an expert's projections", set()

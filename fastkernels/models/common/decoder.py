@@ -13,6 +13,7 @@ from fastkernels.core.dispatch import Op
 from fastkernels.models.common import description
 from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.description import (
+    NUMBERED,
     Attention,
     Experts,
     LatentAttention,
@@ -390,13 +391,7 @@ def expert_mapping(config: Any, names: Sequence[str] = Experts.names) -> list[tu
 
 def numbered_expert_mapping(config: Any) -> list[tuple[str, str, int, str]]:
     """The same for checkpoints that name them w1, w3 and w2, as Mixtral's do."""
-    return expert_mapping(config, ("w1", "w3", "w2"))
-
-
-EXPERT_MAPPINGS = {  # {names of an expert's gate, up and down projection: the function for Architecture.experts}
-    Experts.names: "expert_mapping",
-    ("w1", "w3", "w2"): "numbered_expert_mapping",
-}
+    return expert_mapping(config, NUMBERED)
 
 
 def _attention(

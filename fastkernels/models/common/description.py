@@ -239,6 +239,11 @@ class Experts:
         return (self.scoring, self.correction, self.groups, self.scale) == ("softmax", False, 1, 1.0)
 
 
+NUMBERED = ("w1", "w3", "w2")
+# {names of an expert's gate, up and down projection: the function in decoder.py for Architecture.experts}
+EXPERT_MAPPINGS = {Experts.names: "expert_mapping", NUMBERED: "numbered_expert_mapping"}
+
+
 @dataclass(frozen=True)
 class ParallelExperts:
     """Experts next to a layer's MLP, which read the same x (Gemma 4):

@@ -16,7 +16,7 @@ from typing import Any
 
 from fastkernels.models.common import registry
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.description import EXPERT_MAPPINGS, Unsupported
 
 BLOCK = 128  # rows and columns that share a float8 scale
 GROUPS = (32, 64, 128, -1)  # columns that share an int4 scale; -1: all
@@ -24,6 +24,7 @@ GROUPS = (32, 64, 128, -1)  # columns that share an int4 scale; -1: all
 # a config or not
 UNQUANTIZED = ("gate", "router", "shared_expert_gate", "weights_proj")
 EXPERT_KINDS = ("fp8", "fp8_block", "int4", "nvfp4")  # number formats of a mixture's experts
+AS_DENSE = ("int8", "nvfp4")  # number formats that are dequantized at load
 # Layers whose weight is read by more than their own product: they are dequantized at load.
 DENSE = ("kv_b_proj",)
 
@@ -33,13 +34,15 @@ class Scheme:
     """The number format of a checkpoint's linear layers.
 
     method    `quant_method` in the config
-    kind      'fp8' (a scale per tensor or row), 'fp8_block', 'int4', 'ternary', or 'nvfp4' (dequantized at load)
+    kind      'fp8' (a scale per tensor or row), 'fp8_block', 'int4', 'ternary', or one that is dequantized at load:
+              'int8', 'nvfp4'
     layout    names and order of the tensors: 'fp8', 'compressed-tensors', 'gptq', 'gptq_v2', 'awq', 'modelopt',
               'bitlinear', 'autobitlinear' or 'online' (BitNet's weights before quantization)
     static    x has a scale in the checkpoint
     by_row    each row of an fp8 weight has a scale
-    group     columns that share a scale of int4, -1: all
-    zeros     int4 has zero points
+    group     columns that share a scale of int4 and int8, -1: all
+    zeros     they have zero points
+    act_order their columns that share a scale need not be neighbours
     skipped   patterns of modules that are not quantized; targets: of those that are, () for all
     """
 
@@ -50,6 +53,7 @@ class Scheme:
     by_row: bool = False
     group: int = 0
     zeros: bool = False
+    act_order: bool = False
     skipped: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
 
@@ -64,30 +68,31 @@ class Scheme:
             return False
         if own == "experts":
             # The first stands for all: a checkpoint that differs lacks scales. Experts in one tensor are no layers.
-            first = [f"{key}.0.{part}" for part in ("gate_proj", "w1")]
-            return bool(arch.experts) and self._quantizes_one(first, arch)
-        parts = arch.packed.get(own, (own,))
-        names = [arch.checkpoint_key(".".join(filter(None, (above, part)))) for part in parts]
-        found = {name: self._quantizes_one([name], arch) for name in names}
+            if not arch.experts:
+                return False
+            mapping = arch.experts.rpartition(":")[2]
+            parts = next(parts for parts, function in EXPERT_MAPPINGS.items() if function == mapping)
+            names, one = [f"{key}.0.{part}" for part in parts], "the experts here have one number format, of"
+        else:
+            keys = (".".join(filter(None, (above, part))) for part in arch.packed.get(own, (own,)))
+            names, one = [arch.checkpoint_key(part) for part in keys], "one weight here has"
+        found = {name: self._quantizes_one(name, arch) for name in names}
         if len(set(found.values())) > 1:
             left = ", ".join(name for name, quantized in found.items() if not quantized)
             raise Unsupported(
-                f"config.quantization_config leaves {left} unquantized: one weight here has {', '.join(names)}, which"
-                " must be quantized together"
+                f"config.quantization_config leaves {left} unquantized: {one} {', '.join(names)}, which must"
+                " be quantized together"
             )
         return all(found.values())
 
-    def _quantizes_one(self, names: list[str], arch: Architecture) -> bool:
+    def _quantizes_one(self, name: str, arch: Architecture) -> bool:
         """Whether a layer is, which has several names if the checkpoint may be one with images."""
         longer = [
-            other + name.removeprefix(own)
-            for other, own in arch.prefixes.items()
-            for name in names
-            if name.startswith(own)
+            other + name.removeprefix(own) for other, own in arch.prefixes.items() if name.startswith(own)
         ]
 
         def listed(patterns: tuple[str, ...]) -> bool:
-            return any(_matches(name, pattern) for name in (*names, *longer) for pattern in patterns)
+            return any(_matches(one, pattern) for one in (name, *longer) for pattern in patterns)
 
         return (not self.targets or listed(self.targets)) and not listed(self.skipped)
 
@@ -99,15 +104,14 @@ class Scheme:
             "fp8_block": rows * columns + 4 * -(-rows // BLOCK) * -(-columns // BLOCK),
             "int4": rows * columns // 2 + (max(dtype_bytes, 2) + self.zeros) * scales,
             "ternary": rows * columns // 4 + 4 * rows,
-            "nvfp4": rows * columns * dtype_bytes,
+            **dict.fromkeys(AS_DENSE, rows * columns * dtype_bytes),
         }
         return sizes[self.kind] + 4 * (self.static and not of_expert)
 
     @property
     def op(self) -> str:
-        return {"int4": "linear_int4", "ternary": "linear_ternary", "nvfp4": "linear"}.get(
-            self.kind, "linear_fp8"
-        )
+        ops = {"int4": "linear_int4", "ternary": "linear_ternary", **dict.fromkeys(AS_DENSE, "linear")}
+        return ops.get(self.kind, "linear_fp8")
 
     @property
     def expert_op(self) -> str:
@@ -256,9 +260,9 @@ def _compressed_tensors(f: _Fields) -> Scheme:
         f.one_of("format", "pack-quantized", default="pack-quantized")
         per_group = weights.one_of("strategy", "group", "channel") == "group"
         size = weights.one_of("group_size", *GROUPS, default=-1) if per_group else -1
-        weights.one_of("actorder", "weight", "static", default="static")
+        order = weights.one_of("actorder", "weight", "static", "group", "dynamic", default="static")
         zeros = not weights.one_of("symmetric", True, False, default=True)
-        return made("int4", group=size, zeros=zeros)
+        return made("int4", group=size, zeros=zeros, act_order=order in ("group", "dynamic"))
     weights.one_of("symmetric", True, default=True)
     if bits == 4:
         f.one_of("format", "nvfp4-pack-quantized")
@@ -278,9 +282,9 @@ def _compressed_tensors(f: _Fields) -> Scheme:
 
 
 def _gptq(f: _Fields) -> Scheme:
-    f.one_of("bits", 4)
+    kind = {4: "int4", 8: "int8"}[f.one_of("bits", 4, 8)]
     size = f.one_of("group_size", *GROUPS, default=128)
-    f.one_of("desc_act", True, False, default=False)  # without effect if g_idx is in order, which is checked
+    order = f.one_of("desc_act", True, False, default=False)
     f.one_of("lm_head", False, default=False)
     f.absent("dynamic")
     layout = f.one_of("checkpoint_format", "gptq", "gptq_v2", default="gptq")
@@ -290,7 +294,9 @@ def _gptq(f: _Fields) -> Scheme:
     if isinstance(steps, list):  # of names, or of lists of names
         steps = [name for step in steps for name in (step if isinstance(step, list) else [step])]
     targets = _Fields({inside: steps}).names(inside)
-    return Scheme("gptq", "int4", layout, group=size, zeros=zeros, skipped=skipped, targets=targets)
+    return Scheme(
+        "gptq", kind, layout, group=size, zeros=zeros, act_order=order, skipped=skipped, targets=targets
+    )
 
 
 AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}  # of fields in quant_config.json

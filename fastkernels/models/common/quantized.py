@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from fastkernels.models.common import registry
-from fastkernels.models.common.quantization import DENSE, Scheme, read
+from fastkernels.models.common.quantization import AS_DENSE, DENSE, Scheme, read
 from fastkernels.overrides.linear.linear_int4 import MIDDLE, pack_int4
 from fastkernels.overrides.linear.linear_ternary import UNIT, pack_ternary
 from fastkernels.overrides.linear.parallel_linear import Methods, ParallelLinear
@@ -23,6 +23,7 @@ from fastkernels.overrides.linear.quantized import (
     DequantizedMethod,
     Fp8LinearMethod,
     Int4LinearMethod,
+    Int8Weight,
     Nvfp4AsDenseMethod,
     TernaryLinearMethod,
 )
@@ -31,6 +32,7 @@ from fastkernels.overrides.moe.sparse_moe import Experts
 
 log = logging.getLogger("fastkernels")
 MARK = "weight_scale"  # the parameter that every quantized layer has
+ORDERS = ("g_idx", "weight_g_idx")  # the group of each column
 MATRICES = ("w13", "w2")  # of stacked experts, before the names of their parameters
 # Of a KV cache in 8 bits: ours has the model's dtype.
 NOT_READ = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
@@ -58,7 +60,7 @@ def methods(config: Any) -> Methods | None:
         own = prefix.rpartition(".")[2]
         if own == "experts" and arch.experts:
             return make_experts()
-        return DequantizedMethod(make()) if own in DENSE and scheme.kind != "nvfp4" else make()
+        return DequantizedMethod(make()) if own in DENSE and scheme.kind not in AS_DENSE else make()
 
     return method
 
@@ -66,8 +68,9 @@ def methods(config: Any) -> Methods | None:
 @lru_cache
 def announce(scheme: Scheme) -> None:
     """Log once what is not done in the checkpoint's number format."""
-    if scheme.kind == "nvfp4":
-        log.warning("NVFP4 weights are dequantized while they are loaded: no kernel here multiplies them")
+    if scheme.kind in AS_DENSE:
+        name = {"int8": "8-bit integer", "nvfp4": "NVFP4"}[scheme.kind]
+        log.warning("%s weights are dequantized while they are loaded: no kernel here multiplies them", name)
 
 
 @lru_cache
@@ -79,7 +82,10 @@ def _method(scheme: Scheme) -> Callable[[], Any]:
     if scheme.kind == "int4":
         # GPTQ and AWQ have scales in float16; in bfloat16 they would lose three bits.
         scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16
-        return lambda: Int4LinearMethod(scheme.group, scheme.zeros, scale_dtype)
+        return lambda: Int4LinearMethod(scheme.group, scheme.zeros, scale_dtype, scheme.act_order)
+    if scheme.kind == "int8":
+        parts = scheme.group, scheme.zeros, torch.float16, scheme.act_order
+        return lambda: DequantizedMethod(Int8Weight(*parts))
     if scheme.kind == "nvfp4":
         return Nvfp4AsDenseMethod
     if scheme.kind == "ternary":
@@ -99,9 +105,10 @@ def _experts_method(scheme: Scheme) -> Callable[[], Any]:
 class Reader:
     """The tensors of a checkpoint and the parameters that they become."""
 
-    def __init__(self, config: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-        scheme = read(config)
+    def __init__(self, config: Any, model: nn.Module) -> None:
+        scheme, self.model, parameters = read(config), model, dict(model.named_parameters())
         self.tensors: Tensors = {} if scheme is None else _tensors(scheme)
+        self.group = 0 if scheme is None else scheme.group
         self.parameters = parameters
         self.names = {p: name for name, parts in reversed(list(self.tensors.items())) for p, _ in parts if p}
 
@@ -113,9 +120,20 @@ class Reader:
             return ()
         if own == "bias" and self._quantized(layer) and name not in self.parameters:
             return (("", _no_bias),)
+        if own in ORDERS and self._quantized(layer) and layer + "g_idx" not in self.parameters:
+            return (("", partial(_in_order, self.group, self._columns(layer))),)
         if own in self.tensors and self._quantized(layer):
             return tuple((p and layer + p, convert) for p, convert in self.tensors[own])
         return ((name, same),)
+
+    def _columns(self, layer: str) -> int:
+        """The columns of a weight on all ranks."""
+        path, _, matrix = layer.rpartition(".")
+        owner: Any = self.model.get_submodule(path)
+        if not matrix:
+            return owner.input_size
+        weight = self.parameters[layer + "weight"]
+        return 2 * weight.shape[-1] * (owner.tp_size if matrix.startswith("w2") else 1)
 
     def checkpoint_name(self, parameter: str) -> str:
         """The name of a parameter's tensor, before the layer is renamed."""
@@ -177,14 +195,17 @@ def _no_bias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _nibbles(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """The eight integers of each int32 along `dim` as uint8; order: the place in the word of the first, second, ..."""
+def _integers(
+    words: torch.Tensor, dim: int, bits: int = 4, order: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """The integers of each int32 along `dim` as uint8; order: the place in the word of the first, second, ..."""
     _check_matrix(words)
     if words.dtype != torch.int32:
-        raise ValueError(f"its dtype is {words.dtype}, not torch.int32 with eight integers in each")
-    shifts = 4 * torch.tensor(order, dtype=torch.int32, device=words.device)
-    shape = (1, 8, 1) if dim == 0 else (8,)
-    return (words.unsqueeze(dim + 1) >> shifts.view(shape) & 15).flatten(dim, dim + 1).to(torch.uint8)
+        raise ValueError(f"its dtype is {words.dtype}, not torch.int32 with integers of {bits} bits")
+    places = torch.tensor(order or range(32 // bits), dtype=torch.int32, device=words.device)
+    shifts = bits * (places[:, None] if dim == 0 else places)
+    values = words.unsqueeze(dim + 1) >> shifts & (1 << bits) - 1
+    return values.flatten(dim, dim + 1).to(torch.uint8)
 
 
 def _packed(values: torch.Tensor) -> torch.Tensor:
@@ -198,20 +219,25 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.t()
 
 
-def _in_order(group: int) -> Convert:
-    """Check that the groups of GPTQ's g_idx are neighbouring columns."""
+def _in_order(group: int, columns: int, found: torch.Tensor) -> torch.Tensor:
+    """Check that the groups of a g_idx are neighbouring columns."""
+    if found.shape != (columns,):
+        raise ValueError(f"expected {columns} values, one for each column")
+    size = group if group > 0 else columns
+    if not found.is_meta and not torch.equal(
+        found.long(), torch.arange(columns, device=found.device) // size
+    ):
+        raise ValueError(
+            "its columns are not grouped in their order: act order is supported in linear layers, not in experts,"
+            " and desc_act (GPTQ) or actorder (compressed-tensors) must be in the config"
+        )
+    return found
 
-    def check(found: torch.Tensor) -> torch.Tensor:
-        if found.dim() != 1:
-            raise ValueError("expected one dimension")
-        size = group if group > 0 else max(len(found), 1)
-        if not found.is_meta and not torch.equal(found.long(), torch.arange(len(found)) // size):
-            raise ValueError(
-                "its columns are not grouped in their order: act order (desc_act) is not supported"
-            )
-        return found
 
-    return check
+def _input_scale(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_meta and tensor.le(0).any():
+        raise ValueError(f"an input's scale must be above 0, got {tensor.min().item():g}")
+    return tensor
 
 
 def _zeros(scheme: Scheme, unpack: Convert) -> tuple[tuple[str, Convert], ...]:
@@ -219,36 +245,39 @@ def _zeros(scheme: Scheme, unpack: Convert) -> tuple[tuple[str, Convert], ...]:
 
     def check(found: torch.Tensor) -> torch.Tensor:
         values = unpack(found)
-        if not values.is_meta and not values.eq(MIDDLE).all():
-            raise ValueError(f"a symmetric weight has zero points other than {MIDDLE}")
+        middle = MIDDLE if scheme.kind == "int4" else Int8Weight.middle
+        if not values.is_meta and not values.eq(middle).all():
+            raise ValueError(f"a symmetric weight has zero points other than {middle}")
         return values
 
     return (("weight_zero", unpack),) if scheme.zeros else (("", check),)
 
 
-def _int4_tensors(scheme: Scheme) -> Tensors:
+def _integer_tensors(scheme: Scheme) -> Tensors:
     if scheme.layout == "compressed-tensors":
         return {
-            "weight_packed": (("weight", lambda t: _packed(_nibbles(t, 1))),),
+            "weight_packed": (("weight", lambda t: _packed(_integers(t, 1))),),
             "weight_scale": (("weight_scale", same),),
-            "weight_zero_point": _zeros(scheme, lambda t: _nibbles(t, 0)),
+            "weight_zero_point": _zeros(scheme, lambda t: _integers(t, 0)),
             "weight_shape": (),
+            "weight_g_idx": (("g_idx", same),),
         }
     scales = (("weight_scale", _transposed),)
     if scheme.layout == "awq":
         # Words hold columns 0, 2, 4, 6, 1, 3, 5, 7.
         order = (0, 4, 1, 5, 2, 6, 3, 7)
         return {
-            "qweight": (("weight", lambda t: _packed(_nibbles(t, 1, order).t())),),
+            "qweight": (("weight", lambda t: _packed(_integers(t, 1, 4, order).t())),),
             "scales": scales,
-            "qzeros": _zeros(scheme, lambda t: _nibbles(t, 1, order).t()),
+            "qzeros": _zeros(scheme, lambda t: _integers(t, 1, 4, order).t()),
         }
     one = int(scheme.layout == "gptq")  # the first version stores zero points less one
+    bits, pack = (4, _packed) if scheme.kind == "int4" else (8, same)
     return {
-        "qweight": (("weight", lambda t: _packed(_nibbles(t, 0).t())),),
+        "qweight": (("weight", lambda t: pack(_integers(t, 0, bits).t())),),
         "scales": scales,
-        "qzeros": _zeros(scheme, lambda t: _nibbles(t, 1).t() + one),
-        "g_idx": (("", _in_order(scheme.group)),),
+        "qzeros": _zeros(scheme, lambda t: _integers(t, 1, bits).t() + one),
+        "g_idx": (("g_idx", same),),
     }
 
 
@@ -297,13 +326,13 @@ def _nvfp4_tensors(scheme: Scheme) -> Tensors:
 
 
 def _tensors(scheme: Scheme) -> Tensors:
-    if scheme.kind == "int4":
-        return _int4_tensors(scheme)
+    if scheme.kind in ("int4", "int8"):
+        return _integer_tensors(scheme)
     if scheme.kind == "nvfp4":
         return _nvfp4_tensors(scheme)
     if scheme.kind == "ternary":
         return _ternary_tensors(scheme)
-    static = {"input_scale": (("input_scale", same),) if scheme.static else ()}
+    static = {"input_scale": (("input_scale", _input_scale),) if scheme.static else ()}
     by_row = _scale_of_each_row if scheme.by_row else _row_scale
     scale = (("weight_scale", same if scheme.kind == "fp8_block" else by_row),)
     weight = (("weight", same),)

@@ -59,7 +59,7 @@ def fill(
         unused += tuple(registry.load(arch.unneeded)(config))
     leftover: list[str] = []
     sources: dict[str, str] = {}  # key: the parameter it went into
-    reader = quantized.Reader(config, parameters)
+    reader = quantized.Reader(config, model)
     layers = {name.rpartition(".")[0] for name in parameters}
     for file, key, read in tensors:
         own = arch.own_key(key)
@@ -257,6 +257,10 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
             continue
         if name.endswith("_scale"):  # of quantized weights
             parameter.data.fill_(0.02)
+            continue
+        if name.endswith(".g_idx"):
+            groups: int = model.get_parameter(f"{name.removesuffix('g_idx')}weight_scale").shape[1]
+            parameter.data.copy_(torch.arange(len(parameter)) * groups // len(parameter))
             continue
         if parameter.dim() < 2:
             parameter.data.fill_(1.0)

@@ -25,16 +25,21 @@ def reference(x: torch.Tensor, alpha: float = ALPHA, limit: float = LIMIT) -> to
     return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(x.dtype)
 
 
+@triton.jit
+def gated(gate, up, alpha, limit):
+    """The result of float32 values, for kernels that have both of a pair."""
+    gate = tl.where(gate > limit, limit, gate)  # not tl.minimum, which may drop a NaN
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+
+
 @triton.jit(do_not_specialize=["n"])
 def _swigluoai_and_mul_kernel(x_ptr, out_ptr, n, alpha, limit, TILE: tl.constexpr, OVERLAP: tl.constexpr):
     follow(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     gate = tl.load(x_ptr + 2 * at, mask=at < n, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + 2 * at + 1, mask=at < n, other=0.0).to(tl.float32)
-    gate = tl.where(gate > limit, limit, gate)  # not tl.minimum, which may drop a NaN
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    y = gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
-    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=at < n)
+    tl.store(out_ptr + at, gated(gate, up, alpha, limit).to(out_ptr.dtype.element_ty), mask=at < n)
 
 
 def _check(x: torch.Tensor) -> None:

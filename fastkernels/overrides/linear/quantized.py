@@ -15,7 +15,13 @@ from fastkernels.overrides.kit.fp8 import FP8, GROUP_EPS, MIN_ABSMAX
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, expanded
-from fastkernels.overrides.linear.linear_int4 import UNIT, dequantize_int4, linear_int4
+from fastkernels.overrides.linear.linear_int4 import (
+    UNIT,
+    dequantize_int4,
+    linear_int4,
+    pack_int4,
+    unpack_int4,
+)
 from fastkernels.overrides.linear.linear_ternary import UNIT as TERNARY_UNIT
 from fastkernels.overrides.linear.linear_ternary import linear_ternary, unpack_ternary
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
@@ -104,10 +110,19 @@ class Int4LinearMethod:
     group        columns that share a scale, -1: all
     zeros        each group has a zero point
     scale_dtype  of the scales in a model of 16 bits; None: the model's
+    act_order    the columns of a group may be anywhere: g_idx [K] has the group of each. Columns are sorted by group
+                 after loading, and x's with each call
+
+    Raises ValueError for act_order if ranks share the columns: a rank's columns belong to all groups.
     """
 
-    def __init__(self, group: int, zeros: bool, scale_dtype: torch.dtype | None = None) -> None:
+    per_byte = 2
+
+    def __init__(
+        self, group: int, zeros: bool, scale_dtype: torch.dtype | None = None, act_order: bool = False
+    ) -> None:
         self.group, self.zeros, self.scale_dtype = group, zeros, scale_dtype
+        self.act_order = act_order and group > 0
 
     def create_weights(
         self, layer: nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
@@ -120,23 +135,81 @@ class Int4LinearMethod:
             check_multiple(layer, self.group, k, [], "group")
             groups, input_dim = k // self.group, 1
         dtype = params_dtype if params_dtype.itemsize > 2 else self.scale_dtype or params_dtype
-        register(layer, "weight", (n, k // 2), torch.uint8, input_dim=1, output_dim=0, **extra_weight_attrs)
+        columns = k // self.per_byte
+        register(layer, "weight", (n, columns), torch.uint8, input_dim=1, output_dim=0, **extra_weight_attrs)
         shared: dict[str, Any] = {"input_dim": input_dim, "output_dim": 0, **extra_weight_attrs}
         register(layer, "weight_scale", (n, groups), dtype, **shared)
         if self.zeros:
             register(layer, "weight_zero", (n, groups), torch.uint8, **shared)
+        layer.register_buffer("columns", None, persistent=False)
+        if self.act_order:
+            if k != input_size:
+                name = getattr(layer, "prefix", "") or type(layer).__name__
+                raise ValueError(
+                    f"{name}: act order (desc_act) is not supported with columns on several ranks"
+                )
+            register(layer, "g_idx", (k,), torch.int32, weight_loader=self._load_order)
+            layer.g_idx.data.fill_(-1)  # type: ignore[union-attr, operator]
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Do nothing: the tensors were packed while they were read."""
+    def _load_order(self, parameter: nn.Parameter, loaded: torch.Tensor, *shard: Any) -> None:
+        """Copy the groups of the columns; matrices that are packed into one weight have the same."""
+        if loaded.shape != parameter.shape:
+            raise ValueError(f"expected shape {tuple(parameter.shape)}")
+        if loaded.is_meta:
+            return
+        groups = torch.arange(len(loaded), device=loaded.device) // self.group
+        if not torch.equal(loaded.long().sort().values, groups):
+            raise ValueError(f"expected {self.group} columns of each group")
+        loaded = loaded.to(parameter)
+        if parameter.data[0] >= 0 and not torch.equal(parameter.data, loaded):
+            raise ValueError("matrices that are one weight here must have the same order of columns")
+        parameter.data.copy_(loaded)
 
-    def dequantize(self, layer: Any) -> torch.Tensor:
-        """Return the weight [N, K] in float32."""
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Sort the columns of a weight with act order: `layer.columns` [K] has their places in x."""
+        if not self.act_order:
+            return
+        groups = layer.g_idx.data
+        del layer.g_idx
+        if groups.is_meta:
+            layer.columns = groups
+            return
+        order = groups.argsort(stable=True)
+        if not torch.equal(order, torch.arange(len(order), device=order.device)):
+            layer.columns = order.int()
+            layer.weight.data.copy_(self._sorted(layer.weight.data, order))
+
+    def _sorted(self, weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return pack_int4(unpack_int4(weight)[:, order])
+
+    def _floats(self, layer: Any) -> torch.Tensor:
         zero = layer.weight_zero if self.zeros else None
         return dequantize_int4(layer.weight, layer.weight_scale, zero, torch.float32)
 
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        """Return the weight [N, K] in float32."""
+        dense = self._floats(layer)
+        return dense if layer.columns is None else dense[:, layer.columns.argsort()]
+
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         zero = layer.weight_zero if self.zeros else None
+        if layer.columns is not None:
+            x = x.index_select(-1, layer.columns)
         return linear_int4(x, layer.weight, layer.weight_scale, zero, bias)
+
+
+class Int8Weight(Int4LinearMethod):
+    """The same with 8 bits, for DequantizedMethod: no op multiplies such weights with unquantized x."""
+
+    per_byte, middle = 1, 128
+
+    def _sorted(self, weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        return weight[:, order]
+
+    def _floats(self, layer: Any) -> torch.Tensor:
+        zero = layer.weight_zero.float().unsqueeze(-1) if self.zeros else self.middle
+        q = layer.weight.float().unflatten(-1, (layer.weight_scale.shape[1], -1))
+        return ((q - zero) * layer.weight_scale.float().unsqueeze(-1)).flatten(-2)
 
 
 class TernaryLinearMethod:
@@ -233,6 +306,7 @@ class DequantizedMethod:
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Replace the loaded parameters by the weight."""
+        self.stored.process_weights_after_loading(layer)
         dense = self.stored.dequantize(layer).to(self.dtype)
         for name in [name for name in layer._parameters if name != "bias"]:
             delattr(layer, name)

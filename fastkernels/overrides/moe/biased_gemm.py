@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.overrides.activation.swigluoai_and_mul import gated
 from fastkernels.overrides.kit import mxfp4
 from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import follow, overlap
@@ -17,10 +18,10 @@ from fastkernels.overrides.moe.sorted_pairs import Sorted
 @triton.jit(do_not_specialize=["E", "n_pairs", "n_blocks"])
 def _biased_gemm_kernel(
     a_ptr, b_ptr, s_ptr, bias_ptr, c_ptr, scale_ptr, pairs_ptr, experts_ptr, total_ptr, N, E, n_pairs, n_blocks,
-    a_stride, b_expert, b_stride, s_expert, s_stride, bias_stride,
+    a_stride, b_expert, b_stride, s_expert, s_stride, bias_stride, c_stride, alpha, limit,
     K: tl.constexpr, TOPK: tl.constexpr, HAS_SCALE: tl.constexpr, SORTED: tl.constexpr, MXFP4: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    OVERLAP: tl.constexpr, JOINED: tl.constexpr = False,
+    GLU: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr, JOINED: tl.constexpr = False,
 ):  # fmt: skip
     follow(OVERLAP)
     # GROUP_M blocks of rows run next to each other, column by column, and share an expert's matrix through L2.
@@ -41,7 +42,16 @@ def _biased_gemm_kernel(
         pairs = tl.where(tl.arange(0, BLOCK_M) == 0, block, n_pairs)
     there = pairs < n_pairs
     rows = (tl.where(there, pairs, 0) // TOPK).to(tl.int64)
-    cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = tl.arange(0, BLOCK_N)
+    if GLU:
+        # A tile may have any rows of the matrix, in any order. An up value is 8 rows below its gate, where Hopper's
+        # tensor cores hold both in one lane, and results are in the order in which the next product reads them.
+        place = col * (BLOCK_N // 2) + tile // 16 * 8 + tile % 8
+        if EACH:
+            place = place // EACH * EACH + place % (EACH // 4) * 4 + place % EACH // (EACH // 4)
+        cols = 2 * place + tile % 16 // 8
+    else:
+        cols = col * BLOCK_N + tile
     ks = tl.arange(0, BLOCK_K)
     # The weight is the left operand [cols, K]: Hopper's tensor cores read it from registers, where it is decoded.
     a_at = a_ptr + rows[None, :] * a_stride
@@ -90,34 +100,51 @@ def _biased_gemm_kernel(
                 a, b = a.to(tl.float32), b.to(tl.float32)
             acc = tl.dot(b, a, acc, input_precision="ieee")
     bias = tl.load(bias_ptr + expert * bias_stride + cols, mask=cols < N, other=0.0).to(tl.float32)
-    out = tl.trans(acc + bias[:, None])
+    acc += bias[:, None]
+    if GLU:
+        pair = tl.permute(tl.reshape(acc, (BLOCK_N // 16, 2, 8, BLOCK_M)), (0, 2, 3, 1))
+        gate, up = tl.split(tl.reshape(pair, (BLOCK_N // 2, BLOCK_M, 2)))
+        acc = gated(gate, up, alpha, limit)
+        cols = col * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    out = tl.trans(acc)
     if HAS_SCALE:
         out *= tl.load(scale_ptr + pairs, mask=there, other=0.0).to(tl.float32)[:, None]
-    to = c_ptr + pairs.to(tl.int64)[:, None] * N + cols[None, :]
-    tl.store(to, out.to(c_ptr.dtype.element_ty), mask=there[:, None] & (cols < N)[None, :])
+    to = c_ptr + pairs.to(tl.int64)[:, None] * c_stride + cols[None, :]
+    inside = ((2 if GLU else 1) * cols < N)[None, :]
+    tl.store(to, out.to(c_ptr.dtype.element_ty), mask=there[:, None] & inside)
+
+
+def in_words(a: torch.Tensor, t: Tiles) -> torch.Tensor:
+    """Return a [R, K] as `biased_gemm` reads it with MXFP4 weights: columns in the order of decoded weights."""
+    return mxfp4.by_words(a, mxfp4.BLOCK if t.joined else a.shape[1])
 
 
 def biased_gemm(
     a: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor | None, bias: torch.Tensor, pairs: Sorted, topk: int,
-    scale: torch.Tensor | None, t: Tiles,
+    scale: torch.Tensor | None, t: Tiles, glu: tuple[float, float] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """a: [pairs / topk, K]; b: [E, N, K], or with b_scale MXFP4 [E, N, K / 2]; bias: [E, N]; scale: of pairs, or None.
 
+    With b_scale, a is a result of `in_words`.
+    glu  alpha and limit of the swigluoai_and_mul that follows
+
     Returns [pairs, N] in a's dtype: row i is scale[i] * (b[e] @ a[i / topk] + bias[e]), e the expert of pair i. Rows
-    without a local expert are not written.
+    without a local expert are not written. With glu, it is [pairs, N / 2], and with b_scale `in_words` of it.
     """
     n, k = b.shape[1], a.shape[1]
-    out = torch.empty((pairs.n_pairs, n), dtype=a.dtype, device=a.device)
+    out = torch.empty((pairs.n_pairs, n if glu is None else n // 2), dtype=a.dtype, device=a.device)
     grid = (pairs.blocks * cdiv(n, t.block_n),)
-    scales = b if b_scale is None else b_scale  # not read where there are none
+    scales, each = b, 0  # scales are not read where there are none
     if b_scale is not None:
-        a, b = mxfp4.by_words(a, mxfp4.BLOCK if t.joined else k), b.view(torch.int16)
+        scales, b = b_scale, b.view(torch.int16)
+        each = 0 if glu is None else mxfp4.BLOCK if t.joined else out.shape[1]
     _biased_gemm_kernel[grid](
         a, b, scales, bias, out, scale, pairs.pairs, pairs.experts, pairs.total, n, b.shape[0], pairs.n_pairs,
-        pairs.blocks, a.stride(0), *b.stride()[:2], *scales.stride()[:2], bias.stride(0), K=k, TOPK=topk,
+        pairs.blocks, a.stride(0), *b.stride()[:2], *scales.stride()[:2], bias.stride(0), out.stride(0),
+        *(glu or (0.0, 0.0)), K=k, TOPK=topk,
         HAS_SCALE=scale is not None, SORTED=pairs.pairs is not None, MXFP4=b_scale is not None,
         UPCAST=a.device.type == "cpu", BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, GROUP_M=t.group_m,
-        JOINED=t.joined, num_warps=t.num_warps, num_stages=t.num_stages,
+        GLU=glu is not None, EACH=each, JOINED=t.joined, num_warps=t.num_warps, num_stages=t.num_stages,
         **(overlap(a.device, grid) if t.early else {"OVERLAP": False}),
     )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
 from fastkernels.overrides.activation.swigluoai_and_mul import ALPHA, LIMIT, swigluoai_and_mul
 from fastkernels.overrides.kit import mxfp4
 from fastkernels.overrides.moe import mxfp4_gemm as few
-from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles
+from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles, in_words
 from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
 from fastkernels.overrides.moe.fused_experts import local_ids
 from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
@@ -106,10 +106,14 @@ def _triton(
     own = biased_tiles(ids.numel() // experts, x.dtype, w1_scale is not None)
     chosen = own if tiles is None else parsed(tiles)
     pairs = sort_pairs(ids, experts, expert_map, chosen.block_m)
-    both = biased_gemm(x, w1, w1_scale, w1_bias, pairs, pairs.topk, None, chosen)
-    out = biased_gemm(
-        swigluoai_and_mul.run(both, alpha, limit), w2, w2_scale, w2_bias, pairs, 1, weights, chosen
-    )
+    packed, fused = w1_scale is not None, not swigluoai_and_mul.requested
+    x = in_words(x, chosen) if packed else x
+    glu = (alpha, limit) if fused else None
+    inner = biased_gemm(x, w1, w1_scale, w1_bias, pairs, pairs.topk, None, chosen, glu)
+    if not fused:
+        inner = swigluoai_and_mul.run(inner, alpha, limit)
+        inner = in_words(inner, chosen) if packed else inner
+    out = biased_gemm(inner, w2, w2_scale, w2_bias, pairs, 1, weights, chosen)
     return sum_over_experts(out, ids, experts, expert_map)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fk_bench.e2e import sharing
 from fk_bench.e2e.command import sizes_of
 from fk_bench.e2e.patch_compare import DENSE, WITH_ENGINE
-from fk_bench.e2e.sharing import GIB, Need, kv_tokens, need, waves
+from fk_bench.e2e.sharing import GIB, Need, kv_tokens, need, room, waves
 
 H200 = 139 * GIB
 
@@ -43,3 +44,31 @@ def test_default_models_have_sizes_and_fit_on_one_gpu(models: tuple[str, ...], t
     groups = waves(needs, H200, at_once=4, copies=copies)
     assert sorted(n.model for group in groups for n in group) == sorted(models)
     assert len(groups) < len(models)
+
+
+def gpu_of_80_gib(monkeypatch: pytest.MonkeyPatch, *free: float) -> list[float]:
+    """A GPU whose free GiB are one after another; returns the seconds that are slept, which pass at once."""
+    values, slept = iter(free), list[float]()
+    monkeypatch.setattr(sharing, "_of_gpu", lambda kind: int((80 if kind == "total" else next(values)) * GIB))
+    monkeypatch.setattr(sharing.time, "sleep", slept.append)
+    monkeypatch.setattr(sharing.time, "monotonic", lambda: sum(slept))
+    return slept
+
+
+def test_engines_wait_for_memory_that_an_ended_process_held(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept = gpu_of_80_gib(monkeypatch, 0.3, 0.3, 30, 79)
+    assert room([engine(30), engine(300)], 2, True) == 79 * GIB and len(slept) == 3
+    said = "waited 3 s for the GPU's memory: 0.3 GiB were free, 79.0 GiB are now, and 60.0 GiB are needed"
+    assert capsys.readouterr().err.strip() == said
+    slept = gpu_of_80_gib(monkeypatch, 70)
+    assert room([engine(10) + engine(20)], 2, True) == 70 * GIB and not slept and not capsys.readouterr().err
+
+
+def test_wait_for_memory_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept = gpu_of_80_gib(monkeypatch, *[8] * 100)
+    assert room([engine(30)], 2, True, seconds=20) == 8 * GIB and sum(slept) == 20
+    assert "60.0 GiB are needed: another process may hold it" in capsys.readouterr().err

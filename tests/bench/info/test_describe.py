@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from fk_bench.explain.cost_model import step
 from fk_bench.info.describe import costs, grouped
+from support.checkpoints import formats
 from support.commands import fk_bench_here
 from support.tiny import make_tiny
 from transformers import AutoConfig
 
 from fastkernels import plan
+from fastkernels.models.common import build
 from fastkernels.models.common.description import Unsupported
 
 
@@ -30,6 +33,25 @@ def test_command_prints_costs_of_a_checkpoint(tmp_path: Path) -> None:
     # keys and values of 2 layers, 2 KV heads of 32 channels, in float32
     assert found["kv_bytes_per_token"] == 2 * 2 * 2 * 32 * 4 and found["dtype"] == "float32"
     assert "gemma_rms_norm" in found["patched"]["vllm"] and "model.layers.{0-1}.mlp.down_proj" in done.stdout
+
+
+def test_command_describes_quantized_projections_that_are_packed(tmp_path: Path) -> None:
+    """Phi-3's checkpoints have one matrix for queries, keys and values, and one for gate and up."""
+    base = make_tiny(tmp_path / "base", "phi3", "float32", **{**formats.SIZES, "pad_token_id": 0})
+    folder, _ = formats.write(tmp_path, "gptq_64", base)
+    model = build.build(folder, build.load_config(folder), torch.device("cpu"), torch.float32)
+    kept = sum(p.numel() * p.element_size() for p in model.parameters())
+    for own_file in (False, True):
+        if own_file:
+            fields = json.loads((folder / "config.json").read_text())
+            (folder / "quantize_config.json").write_text(json.dumps(fields.pop("quantization_config")))
+            (folder / "config.json").write_text(json.dumps(fields))
+        done = fk_bench_here("describe", folder, "--context", "64")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1])["weight_bytes"] == kept
+        for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
+            line = next(line for line in done.stdout.splitlines() if name in line)
+            assert "linear_int4" in line and "format=gptq" in line
 
 
 @pytest.mark.parametrize(

@@ -107,20 +107,37 @@ def test_calls_with_many_rows_per_expert_are_refused() -> None:
 
 
 TILES = """
+import sys
 import torch
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
+from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
 from fastkernels.overrides.moe import fused_experts_swigluoai as of
-dims = {"tokens": 19, "experts": 5, "topk": 2, "hidden": 96, "intermediate": 160, "mxfp4": True}
+mxfp4, alone = "mxfp4" in sys.argv, "alone" in sys.argv
+dims = {"tokens": 19, "experts": 5, "topk": 2, "hidden": 96, "intermediate": 160, "mxfp4": mxfp4}
+if not mxfp4:
+    dims.update(hidden=72, intermediate=75)
 spec = registry.get("fused_experts_swigluoai")
-args = spec.inputs(Case("case", dims, "float32"), "cpu", torch.Generator().manual_seed(0))
-want = of.reference(args[0].double(), *args[1:])
-for tiles in ("16/64/64/1/4/2", "16/64/64/1/4/2/j", "64/32/128/8/4/2/j"):
-    got = of._triton(*args, tiles=tiles).double()
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+if not alone:
+    swiglu.swigluoai_and_mul.run = None  # a call would fail
+for dtype, rtol in (("float32", 1e-4), ("float16", 4e-3), ("bfloat16", 3e-2)):
+    args = spec.inputs(Case("case", dims, dtype), "cpu", torch.Generator().manual_seed(0))
+    more = (*args[7:10], *[None] * (10 - len(args)), 1.3, 0.7)[:5]
+    double = [a.double() if a.is_floating_point() else a for a in args[:7]]
+    want = of.reference(*double, *more)
+    assert not torch.allclose(want, of.reference(*double, *more[:3], 1.3, 70.0))
+    for tiles in ("16/64/64/1/4/2", "16/64/64/1/4/2/j", "64/32/128/8/4/2/j"):
+        got = of._triton(*args[:7], *more, tiles=tiles)
+        assert got.dtype == args[0].dtype
+        torch.testing.assert_close(got.double(), want, rtol=rtol, atol=rtol * float(want.abs().max()))
 """
 
 
-def test_triton_tiles_match_float64() -> None:
-    done = warm.run(["-c", TILES], {**os.environ, "TRITON_INTERPRET": "1"})
+@pytest.mark.parametrize("more", [("mxfp4",), ("floats",), ("mxfp4", "alone")])
+def test_triton_experts_match_float64(more: tuple[str, ...]) -> None:
+    """SwiGLU is in the first product, unless a provider is named for it."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    if "alone" in more:
+        env["FASTKERNELS_PROVIDER"] = "swigluoai_and_mul:triton"
+    done = warm.run(["-c", TILES, *more], env)
     assert done.returncode == 0, done.stderr

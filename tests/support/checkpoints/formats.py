@@ -88,39 +88,52 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str
     }
 
 
-def groups_of(w: T, size: int, symmetric: bool) -> tuple[T, T, T, T]:
-    """Integers 0 to 15 [N, K], scales [N, G], zero points [N, G], and the dequantized matrix."""
-    parts = w.unflatten(1, (-1, size if size > 0 else w.shape[1]))
+def index_of(columns: int, size: int, ordered: bool = False) -> T:
+    """The group of each column; ordered: with act order, here a random one that is the same for all matrices."""
+    groups = torch.arange(columns, dtype=torch.int32) // (size if size > 0 else columns)
+    return (
+        groups[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        if ordered
+        else groups
+    )
+
+
+def groups_of(w: T, size: int, symmetric: bool, bits: int = 4, ordered: bool = False) -> tuple[T, T, T, T]:
+    """Integers of so many bits [N, K], scales [N, G], zero points [N, G], and the dequantized matrix."""
+    index = index_of(w.shape[1], size, ordered).long()
+    parts = w[:, index.argsort(stable=True)].unflatten(1, (int(index.max()) + 1, -1))
+    middle, most = 1 << bits - 1, (1 << bits) - 1
     if symmetric:
-        scale = (parts.abs().amax(-1) / 7).half().float()
-        zero = torch.full_like(scale, 8)
+        scale = (parts.abs().amax(-1) / (middle - 1)).half().float()
+        zero = torch.full_like(scale, middle)
     else:
         low, high = parts.amin(-1), parts.amax(-1)
-        scale = ((high - low) / 15).half().float()
-        zero = (-low / scale).round().clamp(0, 15)
-    q = (parts / scale[..., None] + zero[..., None]).round().clamp(0, 15)
-    plain = ((q - zero[..., None]) * scale[..., None]).flatten(1)
-    return q.flatten(1).int(), scale, zero.int(), plain
+        scale = ((high - low) / most).half().float()
+        zero = (-low / scale).round().clamp(0, most)
+    q = (w / scale[:, index] + zero[:, index]).round().clamp(0, most)
+    return q.int(), scale, zero.int(), (q - zero[:, index]) * scale[:, index]
 
 
-def words(values: T, dim: int, order: tuple[int, ...] = tuple(range(8))) -> T:
-    """Eight integers of 4 bits in each int32; order[i]: which of eight is the i-th from the lowest bit."""
-    parts = values.unflatten(dim, (-1, 8)).long()
-    shifted = [parts.select(dim + 1, column) << 4 * i for i, column in enumerate(order)]
+def words(values: T, dim: int, order: tuple[int, ...] | None = None, bits: int = 4) -> T:
+    """Integers in each int32, eight of 4 bits; order[i]: which of them is the i-th from the lowest bit."""
+    parts = values.unflatten(dim, (-1, 32 // bits)).long()
+    shifted = [
+        parts.select(dim + 1, column) << bits * i for i, column in enumerate(order or range(32 // bits))
+    ]
     return torch.stack(shifted).sum(0).to(torch.int32)
 
 
-def gptq(size: int, symmetric: bool, less: int = 1) -> Callable[[T], tuple[Tensors, T]]:
+def gptq(
+    size: int, symmetric: bool, less: int = 1, bits: int = 4, ordered: bool = False
+) -> Callable[[T], tuple[Tensors, T]]:
     def quantize(w: T) -> tuple[Tensors, T]:
-        q, scale, zero, plain = groups_of(w, size, symmetric)
+        q, scale, zero, plain = groups_of(w, size, symmetric, bits, ordered)
+        index = index_of(w.shape[1], size, ordered)
         if less:
             zero = zero.clamp(min=1)  # the format has no zero point 0
-            step = size if size > 0 else w.shape[1]
-            wide = (t.repeat_interleave(step, 1) for t in (zero, scale))
-            plain = (q - next(wide)) * next(wide)
-        index = torch.arange(w.shape[1], dtype=torch.int32) // (size if size > 0 else w.shape[1])
-        parts = {"qweight": words(q.t(), 0), "qzeros": words(zero.t() - less, 1), "scales": scale.t().half()}
-        return {**parts, "g_idx": index}, plain
+            plain = (q - zero[:, index]) * scale[:, index]
+        packed = {"qweight": words(q.t(), 0, None, bits), "qzeros": words(zero.t() - less, 1, None, bits)}
+        return {**packed, "scales": scale.t().half(), "g_idx": index}, plain
 
     return quantize
 
@@ -136,10 +149,12 @@ def awq(w: T) -> tuple[Tensors, T]:
     return parts, plain
 
 
-def packed(size: int, symmetric: bool) -> Callable[[T], tuple[Tensors, T]]:
+def packed(size: int, symmetric: bool, ordered: bool = False) -> Callable[[T], tuple[Tensors, T]]:
     def quantize(w: T) -> tuple[Tensors, T]:
-        q, scale, zero, plain = groups_of(w, size, symmetric)
+        q, scale, zero, plain = groups_of(w, size, symmetric, 4, ordered)
         parts = {"weight_packed": words(q, 1), "weight_scale": scale, "weight_shape": torch.tensor(w.shape)}
+        if ordered:
+            parts["weight_g_idx"] = index_of(w.shape[1], size, True)
         return parts | ({} if symmetric else {"weight_zero_point": words(zero, 0)}), plain
 
     return quantize
@@ -181,6 +196,15 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[T], tuple[Tensors, T]], Calla
     "compressed_block": (BLOCK, blockwise("weight_scale"), fake_groups),
     "gptq_128": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, gptq(128, True), as_it_is),
     "gptq_64": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False}, gptq(64, False), as_it_is),
+    "gptq_act": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
+        gptq(32, False, ordered=True), as_it_is,
+    ),
+    "gptq_8_bits": ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, gptq(32, True, 1, 8), as_it_is),
+    "gptq_8_bits_zeros": (
+        {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(128, False, 0, 8), as_it_is,
+    ),
     "gptq_v2": (
         {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False, "checkpoint_format": "gptq_v2"},
         gptq(-1, False, 0), as_it_is,
@@ -190,6 +214,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[T], tuple[Tensors, T]], Calla
         compressed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}, None,
                    "pack-quantized"),
         packed(128, True), as_it_is,
+    ),
+    "packed_act": (
+        compressed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True,
+                    "actorder": "group"}, None, "pack-quantized"),
+        packed(64, True, True), as_it_is,
     ),
     "packed_channel": (
         compressed({"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False}, None, "pack-quantized"),
