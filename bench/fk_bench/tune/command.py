@@ -29,6 +29,7 @@ from fk_bench.e2e.model_configs import ModelError, load_config, public_name
 from fk_bench.kernels import report
 from fk_bench.tune import tuner
 from fk_bench.tune.choice import Choice
+from fk_bench.tune.compile import Ready
 from fk_bench.tune.model_shapes import longest_context, shapes_of_model
 from fk_bench.tune.screen import Screen
 
@@ -117,15 +118,17 @@ def tune_command(
     The last line of output is JSON; the exit status is 1 if a kernel was wrong or a process was lost.
     """
     from fk_bench.kernels.judge import Options
+    from fk_bench.kernels.judge.processes.sides import memory_of
     from fk_bench.kernels.judge.processes.zygote import ZygoteError
 
     start, where = time.perf_counter(), torch_device(device)
-    chip = tuning.chip_of(where)
+    chip, memory = tuning.chip_of(where), memory_of(where)
     if against not in ("production", "host"):
         fail(f"--against {against!r} is not production or host")
     if 0 < rounds < 3 or rounds < 0 or finalists < 1 or not timeout > 0:
         fail("--rounds must be at least 3, --finalists at least 1, --timeout above 0 seconds")
     try:
+        ready = _ready(tuple(ops or ()), where)
         names, whole = _split(tuple(ops or ()), model, quantization)
         if whole and where == "cpu" and not device:
             fail(
@@ -147,6 +150,7 @@ def tune_command(
     options = Options(
         device=where, against=against, rounds=rounds, seconds=ROUND_S * rounds, timeout=timeout,
         hard=0 if whole else Options.hard,  # those of our own kernels are covered by `fk-bench kernels`
+        memory=memory,
     )  # fmt: skip
     there = {e.point for e in old.entries} if missing else set()
     points = [
@@ -158,11 +162,12 @@ def tune_command(
         points.sort(key=lambda point: batches.index(next(iter(point[2].values()))))
     state = _State(folder / "rows.jsonl", len(points), chip, old, path)
     state.all_there = missing and bool(there) and not points
-    screen = Screen(where, state.run) if whole else None
+    screen = Screen(where, state.run, ready=ready) if whole else None
     stopped = ""
     try:
         with tuner.Tuner(options, finalists, state.run, state.on_row, screen, state.on_screen) as tuning_run:
             state.seconds = tuning_run.seconds
+            state.seconds["planned"] = time.perf_counter() - start
             if screen is not None and points:
                 with timed(state.seconds, "compiled"), screen.compiling(_to_compile(points, several)):
                     tuning_run.warm()
@@ -208,7 +213,7 @@ class _State:
         self.screened: Row | None = None
         self.done = 0
         self.all_there = False  # with --missing: no entry is missing
-        self.seconds: Seconds = {}  # compiled, screened, judged
+        self.seconds: Seconds = {}  # planned, compiled, screened, judged
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -359,6 +364,16 @@ def _to_compile(points: Sequence[Any], several: Mapping[str, list[Choice]]) -> l
         case = tuner.trial_of(spec, key, its, at, "tune").case
         found.append((name, its, at, tuner.fitting(several[name], spec, case)))
     return found
+
+
+def _ready(words: Sequence[str], device: str) -> Ready | None:
+    """For a model on a GPU: processes that import while its config is read and its points are listed."""
+    names = registry.op_names()
+    if device != "cuda" or not any(word not in names and _is_model(word) for word in words):
+        return None
+    ready = Ready(device)
+    atexit.register(ready.close)
+    return ready
 
 
 def _split(given: tuple[str, ...], model: str, quantization: str) -> tuple[tuple[str, ...], str]:

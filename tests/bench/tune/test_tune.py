@@ -22,6 +22,7 @@ from support.commands import fk_bench, last_json
 from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import Key, Op, Provider
 from fastkernels.core.tuning import REACH, Entry, Table
+from fastkernels.verify.measure import Ratio
 
 SHAPE = {"N": 17, "K": 63, "dtype": "float32"}
 TEXT = "N=17,K=63,dtype=float32"
@@ -396,11 +397,24 @@ def test_screen_ranks_correct_choices_against_production(linear: Op) -> None:
     assert "no such kernel" in row.case["rejected"]["broken"]
 
 
+@pytest.mark.parametrize(
+    ("ratio", "worth"),
+    [
+        (Ratio(1.02, 1.01, 1.03), True),
+        (Ratio(1.01, 1.005, 1.015), False),
+        (Ratio(1.1, 0.99, 1.2), False),
+        (None, True),
+    ],
+)
+def test_gains_that_no_judge_confirms_are_not_judged(ratio: Ratio | None, worth: bool) -> None:
+    assert Screened(Choice("half"), 1.0, ratio).faster == worth
+
+
 def test_processes_compile_only_kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, list[str]] = {}
 
     class Apart:
-        def __init__(self, points: Any, device: str, end: float) -> None:
+        def __init__(self, points: Any, device: str, end: float, ready: Any) -> None:
             asked["apart"] = [str(choice) for (choice,) in points.values()]
 
         def wait(self) -> dict[Any, str]:
@@ -481,7 +495,8 @@ def test_model_is_tuned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFix
         cli.main(words)
     line = json.loads(capsys.readouterr().out)
     assert end.value.code == 0 and line["left"] == 0 and line["ops"] == 2
-    assert {"compiled", "screened"} <= set(line["phases"]) <= {"compiled", "screened", "judged"}
+    phases = set(line["phases"])
+    assert {"planned", "compiled", "screened"} <= phases <= {"planned", "compiled", "screened", "judged"}
     judged = sum(line["judging"].values())  # of it, each phase that took at least 50 ms
     assert judged <= line["phases"].get("judged", 0.0) + 0.1 * len(line["judging"])
     assert bool(line["judging"]) == bool(line["judged"])

@@ -1,4 +1,4 @@
-"""Script for TRITON_INTERPRET=1: the kernel that fills slots against PyTorch; prints [case, number of wrong tensors]."""
+"""Script for TRITON_INTERPRET=1: the kernel that fills slots against PyTorch; prints [case, wrong tensors]."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Sides:
         self, device: str, python: Mapping[str, str], cage: bool, timeout: float, memory: int | None
     ) -> None:
         self.device, self.python, self.caged, self.timeout = device, python, cage, timeout
-        self.memory = memory or _memory_of(device)
+        self.memory = memory or memory_of(device)
         self.cage: dict[str, str] = {}  # the report of the last candidate's cage
         self._zygotes: dict[str, Zygote] = {}
         self._trusted: dict[str, RunnerProcess] = {}
@@ -133,7 +133,8 @@ def _toolchain() -> list[str]:
     return sorted(str(p) for p in found if p != Path("/") and not p.is_relative_to("/usr"))
 
 
-def _memory_of(device: str) -> int:
+def memory_of(device: str) -> int:
+    """Bytes of inputs and outputs of one case, by the memory that is free now."""
     if device == "cpu":
         return 2 << 30
     return min(torch.cuda.mem_get_info()[0] // 2, 64 << 30)
