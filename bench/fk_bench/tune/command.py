@@ -167,10 +167,11 @@ def tune_command(
     try:
         with tuner.Tuner(options, finalists, state.run, state.on_row, screen, state.on_screen) as tuning_run:
             state.seconds = tuning_run.seconds
-            state.seconds["planned"] = time.perf_counter() - start
             if screen is not None and points:
-                with timed(state.seconds, "compiled"), screen.compiling(_to_compile(points, several)):
-                    tuning_run.warm()
+                to_compile = _to_compile(points, several)
+                state.seconds["planned"] = time.perf_counter() - start
+                with timed(state.seconds, "compiled"), screen.compiling(to_compile):
+                    tuning_run.warm(to_compile)
                 state.say(f"kernels compiled after {time.perf_counter() - start:.0f} s")
             for name, its, at, low in points:
                 if seconds and time.perf_counter() - start > seconds:

@@ -180,10 +180,13 @@ class Tuner:
     def __exit__(self, *problem: object) -> None:
         self.judge.__exit__(*problem)
 
-    def warm(self) -> None:
-        """Start the judge's processes, which import for seconds."""
+    def warm(self, points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, int], Sequence[Choice]]]) -> None:
+        """Start the judge's processes, and let them import and compile what the first point of each op needs."""
         for who in ("candidate", "baseline"):
             self.judge.sides.trusted(who)
+        for name, (shape, sizes, several) in {p[0]: p[1:] for p in reversed(points) if p[3]}.items():
+            spec, _, key = key_of(name)
+            self.judge.prepare(name, trial_of(spec, key, shape, sizes, "tune"), several[0].provider)
 
     def _row(self, row: Row) -> None:
         row.command, row.case = "tune", {**row.case, **self._about}

@@ -574,7 +574,7 @@ def test_most_important_sizes_come_first(
         seen.append((name, next(iter(sizes.values()))))
 
     monkeypatch.setattr(tuner.Tuner, "point", point)
-    monkeypatch.setattr(tuner.Tuner, "warm", lambda self: None)
+    monkeypatch.setattr(tuner.Tuner, "warm", lambda self, points: None)
     monkeypatch.setattr(Screen, "compiling", lambda self, points: contextlib.nullcontext())
     with pytest.raises(SystemExit):
         cli.main(["tune", "qwen3-8b", "--device", "cpu", "--batch", "8,1", "--run", str(tmp_path), "--json"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -118,6 +119,18 @@ class Judge:
         choice = (provider, dict(params))
         self._judge_cases(Pair(self.sides, self.options, registry.get(name), {}, choice, self._gpu()), found)
         return self.rows[before:]
+
+    def prepare(self, name: str, trial: Trial, provider: str) -> None:
+        """Let both sides import and compile what a case needs, by a check without times and without a row.
+
+        A failure shows again when cases are judged.
+        """
+        options, choice = replace(self.options, timed=False, hard=0), (provider, dict[str, Any]())
+        pair = Pair(self.sides, options, registry.get(name), {}, choice, self._gpu())
+        try:
+            pair.run(trial)
+        finally:
+            pair.close()
 
     def _judge_cases(self, pair: Pair, found: Sequence[Trial]) -> None:
         try:
