@@ -36,6 +36,7 @@ from fk_bench.tune.screen import Screen
 MODEL_BATCHES, LEAST_CONTEXT = "1,8,32,16,64", 1024  # the most important first
 ROUNDS, MODEL_ROUNDS = 20, 8
 BATCHES = "1,2,4,8,16,32,64,128,256"
+EARLY = True  # on a GPU processes start before a model's config is read
 ROUND_S = 0.1  # approximate seconds of the timed batches of a round
 CONTEXTS = "512,2048,8192,32768"
 QUANTIZED: dict[str, dict[str, Any]] = {
@@ -118,17 +119,23 @@ def tune_command(
     The last line of output is JSON; the exit status is 1 if a kernel was wrong or a process was lost.
     """
     from fk_bench.kernels.judge import Options
-    from fk_bench.kernels.judge.processes.sides import memory_of
+    from fk_bench.kernels.judge.processes.sides import Sides
     from fk_bench.kernels.judge.processes.zygote import ZygoteError
 
     start, where = time.perf_counter(), torch_device(device)
-    chip, memory = tuning.chip_of(where), memory_of(where)
+    chip = tuning.chip_of(where)
     if against not in ("production", "host"):
         fail(f"--against {against!r} is not production or host")
     if 0 < rounds < 3 or rounds < 0 or finalists < 1 or not timeout > 0:
         fail("--rounds must be at least 3, --finalists at least 1, --timeout above 0 seconds")
+    sides, ready = Sides(where, {}, Options.cage, timeout, None), None
+    atexit.register(sides.close)
     try:
-        ready = _ready(tuple(ops or ()), where)
+        if EARLY and where == "cuda" and _has_model(ops or ()):
+            # All that imports for seconds starts before the model's config is read and its points are listed.
+            sides.begin()
+            ready = Ready(where)
+            atexit.register(ready.close)
         names, whole = _split(tuple(ops or ()), model, quantization)
         if whole and where == "cpu" and not device:
             fail(
@@ -150,7 +157,6 @@ def tune_command(
     options = Options(
         device=where, against=against, rounds=rounds, seconds=ROUND_S * rounds, timeout=timeout,
         hard=0 if whole else Options.hard,  # those of our own kernels are covered by `fk-bench kernels`
-        memory=memory,
     )  # fmt: skip
     there = {e.point for e in old.entries} if missing else set()
     points = [
@@ -165,7 +171,9 @@ def tune_command(
     screen = Screen(where, state.run, ready=ready) if whole else None
     stopped = ""
     try:
-        with tuner.Tuner(options, finalists, state.run, state.on_row, screen, state.on_screen) as tuning_run:
+        with tuner.Tuner(
+            options, finalists, state.run, state.on_row, screen, state.on_screen, sides
+        ) as tuning_run:
             state.seconds = tuning_run.seconds
             if screen is not None and points:
                 to_compile = _to_compile(points, several)
@@ -367,14 +375,9 @@ def _to_compile(points: Sequence[Any], several: Mapping[str, list[Choice]]) -> l
     return found
 
 
-def _ready(words: Sequence[str], device: str) -> Ready | None:
-    """For a model on a GPU: processes that import while its config is read and its points are listed."""
+def _has_model(words: Sequence[str]) -> bool:
     names = registry.op_names()
-    if device != "cuda" or not any(word not in names and _is_model(word) for word in words):
-        return None
-    ready = Ready(device)
-    atexit.register(ready.close)
-    return ready
+    return any(word not in names and _is_model(word) for word in words)
 
 
 def _split(given: tuple[str, ...], model: str, quantization: str) -> tuple[tuple[str, ...], str]:

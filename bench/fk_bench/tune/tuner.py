@@ -20,10 +20,12 @@ from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.baselines import baselines
 from fk_bench.kernels.judge.correctness.cases import Trial
+from fk_bench.kernels.judge.processes.sides import Sides
 from fk_bench.tune.choice import NOTHING, Choice
 from fk_bench.tune.model_shapes import distinct, named
 from fk_bench.tune.screen import Screen
 
+PREPARES = True  # the judge's processes import and compile baselines while kernels compile
 SCREEN_ROUNDS, SCREEN_S = 3, 0.1  # to rank the choices; entries are judged in full
 STAGES = ("screen", "final", "control", "low end")
 
@@ -159,17 +161,18 @@ class Tuner:
 
     on_row  called with each judged row; row.case has the `stage` (one of STAGES), shape and sizes
     screen  times the choices in this process, so that only those which are faster there are judged, at one size
+    sides    processes for the judge that have been started
     seconds  {'screened', 'judged'}: what points took so far
     """
 
     def __init__(
         self, options: Options, finalists: int, run: str, on_row: Callable[[Row], None],
-        screen: Screen | None = None, on_screen: Callable[[Row], None] = lambda row: None,
+        screen: Screen | None = None, on_screen: Callable[[Row], None] = lambda row: None, sides: Sides | None = None,
     ) -> None:  # fmt: skip
         self._screen, self._on_screen = screen, on_screen
         self.final, self.finalists, self.run, self._on_row = options, finalists, run, on_row
         self.screen = dataclasses.replace(options, rounds=SCREEN_ROUNDS, seconds=SCREEN_S)
-        self.judge = Judge({}, options, self._row)
+        self.judge = Judge({}, options, self._row, sides=sides)
         self._about: dict[str, Any] = {}
         self.seconds: Seconds = {}
 
@@ -180,10 +183,14 @@ class Tuner:
     def __exit__(self, *problem: object) -> None:
         self.judge.__exit__(*problem)
 
-    def warm(self, points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, int], Sequence[Choice]]]) -> None:
+    def warm(
+        self, points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, int], Sequence[Choice]]]
+    ) -> None:
         """Start the judge's processes, and let them import and compile what the first point of each op needs."""
         for who in ("candidate", "baseline"):
             self.judge.sides.trusted(who)
+        if not PREPARES:
+            return
         for name, (shape, sizes, several) in {p[0]: p[1:] for p in reversed(points) if p[3]}.items():
             spec, _, key = key_of(name)
             self.judge.prepare(name, trial_of(spec, key, shape, sizes, "tune"), several[0].provider)

@@ -97,6 +97,7 @@ class Implementation:
 
         if self.cls is None:
             key = self.spec.name, against, self.device
+            known: tuple[dict[str, Any], dict[str, Callable[..., Any]], list[Prepared]]
             known = self._known.pop(key, None) or ({b.name: b for b in there(self.spec.name)}, {}, [])
             self._known[key] = self.baselines, self.made, self.prepared = known
             for old in list(self._known)[:-OPS_KEPT]:

@@ -56,7 +56,7 @@ def judge_ops(
 
 
 class Judge:
-    """The rows of one run; a context manager, because it owns processes."""
+    """The rows of one run; a context manager, because it owns processes: those of `sides`, if they are given."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class Judge:
         options: Options,
         on_row: Callable[[Row], None] | None = None,
         run_id: str = "",
+        sides: Sides | None = None,
     ) -> None:
         self.candidates, self.options = dict(candidates), options
         self.rows: list[Row] = []
@@ -71,7 +72,9 @@ class Judge:
         self._on_row = on_row or (lambda row: None)
         self._run_id = run_id or uuid4().hex[:12]
         self._warnings: list[str] = []  # of the static scan, for the current op's candidates
-        self.sides = Sides(options.device, options.python, options.cage, options.timeout, options.memory)
+        self.sides = sides or Sides(
+            options.device, options.python, options.cage, options.timeout, options.memory
+        )
 
     def __enter__(self) -> Judge:
         self._threads = torch.get_num_threads()
