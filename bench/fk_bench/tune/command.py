@@ -38,6 +38,7 @@ ROUNDS, MODEL_ROUNDS = 20, 8
 BATCHES = "1,2,4,8,16,32,64,128,256"
 EARLY = True  # on a GPU processes start before a model's config is read
 ROUND_S = 0.1  # approximate seconds of the timed batches of a round
+TRUTH = {"True": True, "False": False}  # in a shape, as hints print them
 CONTEXTS = "512,2048,8192,32768"
 QUANTIZED: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
@@ -452,6 +453,9 @@ def _shape(text: str, name: str, key: tuning.Key) -> dict[str, Any]:
         raise ValueError(f"--shape {text!r}: the shape of {name} is {', '.join(f'{n}=' for n in key.shape)}")
     found: dict[str, Any] = {}
     for n in key.shape:
+        if parts[n] in TRUTH:
+            found[n] = TRUTH[parts[n]]
+            continue
         is_dtype = n.endswith("dtype")
         if not (tuner.is_dtype(parts[n]) if is_dtype else parts[n].isdigit()):
             raise ValueError(

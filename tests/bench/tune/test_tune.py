@@ -97,6 +97,16 @@ def test_interrupted_run_is_continued(
     assert path.read_text() == text
 
 
+@pytest.mark.parametrize("name", tuner.tunable())
+def test_printed_shapes_are_accepted(name: str) -> None:
+    """The command that `doctor` and `describe` print for shapes without an entry."""
+    spec, _, key = tuner.key_of(name)
+    for shape in tuner.distinct(tuner._shape_of_case(spec, key, case) for case in spec.cases):
+        words = shlex.split(tuning._command(name, key, shape))
+        assert words[:4] == ["fk-bench", "tune", name, "--shape"]
+        assert [command._shape(text, name, key) for text in words[4:]] == [shape]
+
+
 def test_dispatch_follows_the_table(tuned_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     line, _, table = tuned_run
     monkeypatch.setenv("FASTKERNELS_TUNED", line["table"])
