@@ -243,15 +243,22 @@ class Tuner:
         with timed(self.seconds, "screened"):
             found, row = screen.time(name, shape, sizes, several)
         self._on_screen(row)
-        best = [one.choice for one in found if one.faster][: self.finalists]
+        faster = [one.choice for one in found if one.faster]
+        firsts = {choice.provider: choice for choice in reversed(faster)}
+        best = [c for i, c in enumerate(faster) if i < self.finalists or c is firsts[c.provider]]
         if best and low is not None:
             with timed(self.seconds, "screened"):
                 at_low, row = screen.time(name, shape, low, best)
             self._on_screen(row)
             kept = {str(one.choice) for one in at_low if one.faster}
             best = [choice for choice in best if str(choice) in kept]
-        judged = []
+        judged: list[Row] = []
         for choice in best:
+            # Times are invalid because of how a kernel works, such as calls that overlap: with other parameters, too.
+            if any(r.status is Status.INVALID and r.subject.provider == choice.provider for r in judged):
+                continue
+            if len(judged) == self.finalists:
+                break
             judged.append(self._judged(name, choice, shape, sizes, "final"))
             if beats(judged[-1]):
                 return self._won(name, shape, sizes, choice, judged[-1])

@@ -463,7 +463,14 @@ def test_only_choices_faster_in_the_screen_are_judged(linear: Op) -> None:
     assert len(script.requested) == 1 and script.seconds["screened"] > 0
 
 
-@pytest.mark.parametrize(("status", "asked"), [(Status.OK, ["first"]), (Status.INVALID, ["first", "second"])])
+@pytest.mark.parametrize(
+    ("status", "asked"),
+    [
+        (Status.OK, ["first"]),
+        (Status.INVALID, ["first", "second"]),  # other parameters of the same kernel are invalid as well
+        (Status.WRONG, ["first", "first"]),
+    ],
+)
 def test_next_finalist_is_judged_if_the_fastest_is_not_valid(status: Status, asked: list[str]) -> None:
     said = {
         ("final", "first"): row("first", 1.05, 0.98, status=status),
@@ -471,14 +478,17 @@ def test_next_finalist_is_judged_if_the_fastest_is_not_valid(status: Status, ask
     }
     script = Script(said)
     script._on_screen = lambda row: None
-    found = [Screened(Choice(name), 1.0, None) for name in ("first", "second")]
+    found = [
+        Screened(Choice(name, p), 1.0, None)
+        for name, p in (("first", {}), ("first", {"rows": 8}), ("second", {}))
+    ]
 
     class Both:
         time = staticmethod(lambda *_: (found, row("first", 1.0, 0.9)))
 
     entry = script._screened(Both, "linear", SHAPE, {"M": 8}, None, [])  # type: ignore[arg-type]
     assert [provider for _, provider in script.requested] == asked
-    assert entry is not None and entry.faster == (status is not Status.OK)
+    assert entry is not None and entry.faster == (status is Status.INVALID)
 
 
 def test_seconds_of_judging_are_added_by_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
