@@ -29,13 +29,16 @@ from fk_bench.e2e.model_configs import ModelError, load_config, public_name
 from fk_bench.kernels import report
 from fk_bench.tune import tuner
 from fk_bench.tune.choice import Choice
+from fk_bench.tune.compile import Ready
 from fk_bench.tune.model_shapes import longest_context, shapes_of_model
 from fk_bench.tune.screen import Screen
 
 MODEL_BATCHES, LEAST_CONTEXT = "1,8,32,16,64", 1024  # the most important first
 ROUNDS, MODEL_ROUNDS = 20, 8
 BATCHES = "1,2,4,8,16,32,64,128,256"
+EARLY = True  # on a GPU processes start before a model's config is read
 ROUND_S = 0.1  # approximate seconds of the timed batches of a round
+TRUTH = {"True": True, "False": False}  # in a shape, as hints print them
 CONTEXTS = "512,2048,8192,32768"
 QUANTIZED: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
@@ -117,6 +120,7 @@ def tune_command(
     The last line of output is JSON; the exit status is 1 if a kernel was wrong or a process was lost.
     """
     from fk_bench.kernels.judge import Options
+    from fk_bench.kernels.judge.processes.sides import Sides
     from fk_bench.kernels.judge.processes.zygote import ZygoteError
 
     start, where = time.perf_counter(), torch_device(device)
@@ -125,7 +129,14 @@ def tune_command(
         fail(f"--against {against!r} is not production or host")
     if 0 < rounds < 3 or rounds < 0 or finalists < 1 or not timeout > 0:
         fail("--rounds must be at least 3, --finalists at least 1, --timeout above 0 seconds")
+    sides, ready = Sides(where, {}, Options.cage, timeout, None), None
+    atexit.register(sides.close)
     try:
+        if EARLY and where == "cuda" and _has_model(ops or ()):
+            # All that imports for seconds starts before the model's config is read and its points are listed.
+            sides.begin()
+            ready = Ready(where)
+            atexit.register(ready.close)
         names, whole = _split(tuple(ops or ()), model, quantization)
         if whole and where == "cpu" and not device:
             fail(
@@ -158,14 +169,18 @@ def tune_command(
         points.sort(key=lambda point: batches.index(next(iter(point[2].values()))))
     state = _State(folder / "rows.jsonl", len(points), chip, old, path)
     state.all_there = missing and bool(there) and not points
-    screen = Screen(where, state.run) if whole else None
+    screen = Screen(where, state.run, ready=ready) if whole else None
     stopped = ""
     try:
-        with tuner.Tuner(options, finalists, state.run, state.on_row, screen, state.on_screen) as tuning_run:
+        with tuner.Tuner(
+            options, finalists, state.run, state.on_row, screen, state.on_screen, sides
+        ) as tuning_run:
             state.seconds = tuning_run.seconds
             if screen is not None and points:
-                with timed(state.seconds, "compiled"), screen.compiling(_to_compile(points, several)):
-                    tuning_run.warm()
+                to_compile = _to_compile(points, several)
+                state.seconds["planned"] = time.perf_counter() - start
+                with timed(state.seconds, "compiled"), screen.compiling(to_compile):
+                    tuning_run.warm(to_compile)
                 state.say(f"kernels compiled after {time.perf_counter() - start:.0f} s")
             for name, its, at, low in points:
                 if seconds and time.perf_counter() - start > seconds:
@@ -208,7 +223,7 @@ class _State:
         self.screened: Row | None = None
         self.done = 0
         self.all_there = False  # with --missing: no entry is missing
-        self.seconds: Seconds = {}  # compiled, screened, judged
+        self.seconds: Seconds = {}  # planned, compiled, screened, judged
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -361,6 +376,11 @@ def _to_compile(points: Sequence[Any], several: Mapping[str, list[Choice]]) -> l
     return found
 
 
+def _has_model(words: Sequence[str]) -> bool:
+    names = registry.op_names()
+    return any(word not in names and _is_model(word) for word in words)
+
+
 def _split(given: tuple[str, ...], model: str, quantization: str) -> tuple[tuple[str, ...], str]:
     """The ops among the words, and the model: a folder, or a name, which then is a folder with its config.
 
@@ -433,6 +453,9 @@ def _shape(text: str, name: str, key: tuning.Key) -> dict[str, Any]:
         raise ValueError(f"--shape {text!r}: the shape of {name} is {', '.join(f'{n}=' for n in key.shape)}")
     found: dict[str, Any] = {}
     for n in key.shape:
+        if parts[n] in TRUTH:
+            found[n] = TRUTH[parts[n]]
+            continue
         is_dtype = n.endswith("dtype")
         if not (tuner.is_dtype(parts[n]) if is_dtype else parts[n].isdigit()):
             raise ValueError(

@@ -37,18 +37,49 @@ def tasks_of(points: Mapping[Point, Sequence[Choice]]) -> list[Task]:
     ]
 
 
-class Compiling:
-    """Processes that compile the choices of these points on a device until the time `end`."""
+class Ready:
+    """Processes that import, which takes seconds, while the points are not yet known."""
 
-    def __init__(self, points: Mapping[Point, Sequence[Choice]], device: str, end: float, processes: int = 0):
+    def __init__(self, device: str, processes: int = 0):
+        self._workers = [_Worker(device) for _ in range(processes or usual_processes())]
+
+    def take(self) -> list[_Worker]:
+        """Hand the processes over to the caller."""
+        taken, self._workers = self._workers, []
+        return taken
+
+    def close(self) -> None:
+        """End the processes that were not taken."""
+        for worker in self.take():
+            worker.close()
+
+
+def usual_processes() -> int:
+    return min((os.cpu_count() or 2) - 1, MOST) or 1
+
+
+class Compiling:
+    """Processes that compile the choices of these points on a device until the time `end`.
+
+    processes  0: as many as is usual; ready: some that have been started
+    """
+
+    def __init__(
+        self, points: Mapping[Point, Sequence[Choice]], device: str, end: float, processes: int = 0,
+        ready: Ready | None = None,
+    ):  # fmt: skip
         self.device, self.end = device, end
         self.failed: dict[tuple[Point, str], str] = {}
         self._todo: queue.SimpleQueue[Task] = queue.SimpleQueue()
         tasks = tasks_of(points)
         for task in tasks:
             self._todo.put(task)
-        count = min(processes or min((os.cpu_count() or 2) - 1, MOST) or 1, len(tasks))
-        self._threads = [threading.Thread(target=self._feed, daemon=True) for _ in range(count)]
+        count = min(processes or usual_processes(), len(tasks))
+        started = ready.take() if ready is not None else []
+        for worker in started[count:]:
+            worker.close()
+        firsts = [*started[:count], *[None] * (count - len(started))]
+        self._threads = [threading.Thread(target=self._feed, args=(one,), daemon=True) for one in firsts]
         for thread in self._threads:
             thread.start()
 
@@ -60,10 +91,11 @@ class Compiling:
             self._fail(self._todo.get(), measure.LATE)
         return self.failed
 
-    def _feed(self) -> None:
-        """Give tasks to one process at a time until none is left."""
-        while time.monotonic() < self.end:
-            worker = _Worker(self.device, self.end)
+    def _feed(self, worker: _Worker | None) -> None:
+        """Give tasks to one process at a time until none is left. worker: the first one."""
+        while time.monotonic() < self.end or worker is not None:
+            worker = worker or _Worker(self.device)
+            worker.until(self.end)
             try:
                 while True:
                     try:
@@ -81,15 +113,16 @@ class Compiling:
                         break  # nothing can run in that process any more
             finally:
                 worker.close()
+                worker = None
 
     def _fail(self, task: Task, reason: str) -> None:
         self.failed |= {(task[0], str(choice)): reason for choice in task[1]}
 
 
 class _Worker:
-    """A process that compiles one task after the other; it is killed at the time `end`."""
+    """A process that compiles one task after the other."""
 
-    def __init__(self, device: str, end: float):
+    def __init__(self, device: str):
         command = [sys.executable, "-m", "fk_bench.tune.compile", device]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -100,6 +133,10 @@ class _Worker:
             text=True,
             env=env,
         )
+        self._timer: threading.Timer | None = None
+
+    def until(self, end: float) -> None:
+        """Kill it at the time `end`."""
         self._timer = threading.Timer(max(end - time.monotonic(), 0.0), self._process.kill)
         self._timer.daemon = True
         self._timer.start()
@@ -118,7 +155,8 @@ class _Worker:
         return json.loads(line) if line else None
 
     def close(self) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

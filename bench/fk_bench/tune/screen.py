@@ -19,9 +19,10 @@ from fastkernels.verify.measure import Point, Ratio
 from fk_bench.core import machine, rows
 from fk_bench.core.rows import Row, Subject
 from fk_bench.tune.choice import Choice, point_of, subject_of
-from fk_bench.tune.compile import Compiling
+from fk_bench.tune.compile import Compiling, Ready
 
 ROUNDS, FIRST_ROUNDS = 15, 4  # clear losers run in the first ones only
+WORTH = 1.02  # the interval of the judge is wider than a smaller gain: it would not confirm one
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,19 @@ class Screened:
 
     @property
     def faster(self) -> bool:
-        return self.ratio is None or self.ratio.low > 1
+        """Whether it is worth the judge's time."""
+        return self.ratio is None or (self.ratio.low > 1 and self.ratio.value >= WORTH)
 
 
 class Screen:
-    """Times choices on one device. compile_s: the limit for compiling the kernels of all points."""
+    """Times choices on one device.
 
-    def __init__(self, device: str, run_id: str, compile_s: float = 120.0):
+    compile_s  the limit for compiling the kernels of all points; ready: processes for it that have been started
+    """
+
+    def __init__(self, device: str, run_id: str, compile_s: float = 120.0, ready: Ready | None = None):
         self.device, self.run_id, self.compile_s = torch.device(device), run_id, compile_s
-        self.chip = Chip.of(device)
+        self.chip, self._ready = Chip.of(device), ready
         self._failed: dict[tuple[Point, str], str] = {}
         self._versions = machine.interpreter(sys.executable).versions
 
@@ -58,7 +63,8 @@ class Screen:
         end, apart = time.monotonic() + self.compile_s, None
         if self.device.type == "cuda":
             of_triton = {point: [c for c in own if "triton" in c.provider] for point, own in several.items()}
-            apart = Compiling({p: own for p, own in of_triton.items() if own}, self.device.type, end)
+            asked = {p: own for p, own in of_triton.items() if own}
+            apart = Compiling(asked, self.device.type, end, ready=self._ready)
             several = {p: [c for c in own if c not in of_triton[p]] for p, own in several.items()}
         subjects = {point: [subject_of(point.op, c) for c in choices] for point, choices in several.items()}
 

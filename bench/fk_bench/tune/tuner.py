@@ -20,10 +20,12 @@ from fk_bench.core.rows import Row, Status
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.baselines import baselines
 from fk_bench.kernels.judge.correctness.cases import Trial
+from fk_bench.kernels.judge.processes.sides import Sides
 from fk_bench.tune.choice import NOTHING, Choice
 from fk_bench.tune.model_shapes import distinct, named
 from fk_bench.tune.screen import Screen
 
+PREPARES = True  # the judge's processes import and compile baselines while kernels compile
 SCREEN_ROUNDS, SCREEN_S = 3, 0.1  # to rank the choices; entries are judged in full
 STAGES = ("screen", "final", "control", "low end")
 
@@ -159,17 +161,18 @@ class Tuner:
 
     on_row  called with each judged row; row.case has the `stage` (one of STAGES), shape and sizes
     screen  times the choices in this process, so that only those which are faster there are judged, at one size
+    sides    processes for the judge that have been started
     seconds  {'screened', 'judged'}: what points took so far
     """
 
     def __init__(
         self, options: Options, finalists: int, run: str, on_row: Callable[[Row], None],
-        screen: Screen | None = None, on_screen: Callable[[Row], None] = lambda row: None,
+        screen: Screen | None = None, on_screen: Callable[[Row], None] = lambda row: None, sides: Sides | None = None,
     ) -> None:  # fmt: skip
         self._screen, self._on_screen = screen, on_screen
         self.final, self.finalists, self.run, self._on_row = options, finalists, run, on_row
         self.screen = dataclasses.replace(options, rounds=SCREEN_ROUNDS, seconds=SCREEN_S)
-        self.judge = Judge({}, options, self._row)
+        self.judge = Judge({}, options, self._row, sides=sides)
         self._about: dict[str, Any] = {}
         self.seconds: Seconds = {}
 
@@ -180,10 +183,17 @@ class Tuner:
     def __exit__(self, *problem: object) -> None:
         self.judge.__exit__(*problem)
 
-    def warm(self) -> None:
-        """Start the judge's processes, which import for seconds."""
+    def warm(
+        self, points: Sequence[tuple[str, Mapping[str, Any], Mapping[str, int], Sequence[Choice]]]
+    ) -> None:
+        """Start the judge's processes, and let them import and compile what the first point of each op needs."""
         for who in ("candidate", "baseline"):
             self.judge.sides.trusted(who)
+        if not PREPARES:
+            return
+        for name, (shape, sizes, several) in {p[0]: p[1:] for p in reversed(points) if p[3]}.items():
+            spec, _, key = key_of(name)
+            self.judge.prepare(name, trial_of(spec, key, shape, sizes, "tune"), several[0].provider)
 
     def _row(self, row: Row) -> None:
         row.command, row.case = "tune", {**row.case, **self._about}
@@ -233,15 +243,22 @@ class Tuner:
         with timed(self.seconds, "screened"):
             found, row = screen.time(name, shape, sizes, several)
         self._on_screen(row)
-        best = [one.choice for one in found if one.faster][: self.finalists]
+        faster = [one.choice for one in found if one.faster]
+        firsts = {choice.provider: choice for choice in reversed(faster)}
+        best = [c for i, c in enumerate(faster) if i < self.finalists or c is firsts[c.provider]]
         if best and low is not None:
             with timed(self.seconds, "screened"):
                 at_low, row = screen.time(name, shape, low, best)
             self._on_screen(row)
             kept = {str(one.choice) for one in at_low if one.faster}
             best = [choice for choice in best if str(choice) in kept]
-        judged = []
+        judged: list[Row] = []
         for choice in best:
+            # Times are invalid because of how a kernel works, such as calls that overlap: with other parameters, too.
+            if any(r.status is Status.INVALID and r.subject.provider == choice.provider for r in judged):
+                continue
+            if len(judged) == self.finalists:
+                break
             judged.append(self._judged(name, choice, shape, sizes, "final"))
             if beats(judged[-1]):
                 return self._won(name, shape, sizes, choice, judged[-1])

@@ -57,13 +57,13 @@ def reference(
     blocks = torch.where(seen[:, ::block_size], block_table[:, :n_blocks], 0).long()
     if window_left >= 0:
         seen = seen & (at >= seq_lens[:, None] - 1 - window_left)
-    absent = ~seen[:, :, None, None]  # past the end of a sequence the cache may hold NaN
-    keys = (
-        take_blocks(key_cache, blocks).view(batch, -1, kv_heads, d).to(acc).masked_fill(absent, 0) * k_scale
+    # Past the end of a sequence the cache may hold NaN: scores are replaced there, and values have the weight 0.
+    keys, values = (
+        take_blocks(cache, blocks).view(batch, -1, kv_heads, d).to(acc) for cache in (key_cache, value_cache)
     )
-    values = (
-        take_blocks(value_cache, blocks).view(batch, -1, kv_heads, d).to(acc).masked_fill(absent, 0) * v_scale
-    )
+    values = values.masked_fill(~seen[:, :, None, None], 0)
+    if k_scale != 1 or v_scale != 1:
+        keys, values = keys * k_scale, values * v_scale
     grouped = q.to(acc).view(batch, kv_heads, -1, d)
     scores = torch.einsum("bhgd,bkhd->bhgk", grouped, keys) * scale
     if softcap > 0:

@@ -160,12 +160,14 @@ def block_tables(
     lens, n_blocks = d["seq_lens"], _blocks_of(d)
     blocks = d.get("blocks", sum(n_blocks) + 2)
     order = torch.randperm(blocks, generator=generator, device=device).to(torch.int32)
-    table = torch.zeros(len(lens), d.get("max_blocks", _max_blocks(d)), dtype=torch.int32, device=device)
-    at = torch.arange(sum(n_blocks), device=device) % max(
-        blocks, 1
-    )  # with fewer blocks, sequences share some
-    for i, n in enumerate(n_blocks):
-        table[i, :n] = order[at[sum(n_blocks[:i]) : sum(n_blocks[: i + 1])]]
+    count = torch.tensor(n_blocks, dtype=torch.int64, device=device)[:, None]
+    column = torch.arange(d.get("max_blocks", _max_blocks(d)), device=device)
+    at = count.cumsum(0) - count + column  # [B, max_blocks]; with fewer blocks, sequences share some
+    table = (
+        torch.where(column < count, order[at % blocks], 0)
+        if blocks
+        else torch.zeros_like(at, dtype=torch.int32)
+    )
     return torch.tensor(lens, dtype=torch.int32, device=device), table
 
 

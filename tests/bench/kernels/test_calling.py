@@ -10,6 +10,8 @@ from fk_bench.kernels.judge.processes.calling import Calling, calling, offered
 from fk_bench.kernels.judge.processes.implementation import Implementation
 
 from fastkernels.core import registry
+from fastkernels.core.baseline import Baseline
+from fastkernels.core.dispatch import OPS
 from fastkernels.core.spec import OpSpec
 
 
@@ -128,3 +130,22 @@ def test_replaced_op_is_not_called(tmp_path: Path) -> None:
     finally:
         op.overload = real
         op.set_candidate(None)
+
+
+def test_baselines_of_the_last_ops_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def baseline(op: str) -> Baseline:
+        return Baseline(f"of {op}", "host", lambda: made.append(op) or len, devices=("cpu",))
+
+    monkeypatch.setattr(registry, "baselines", lambda op: [baseline(op)])
+    runner = Implementation()
+    try:
+        for op in ("silu_and_mul", "rms_norm", "silu_and_mul", "gelu", "linear", "rotary_emb", "rms_norm"):
+            runner.load_implementation(op, "cpu", {}, "host", None, None)
+            runner.use(f"of {op}", None)
+            runner.use(f"of {op}", None)
+    finally:
+        for op in runner.changed:
+            OPS[op].set_candidate(None)
+    assert made == ["silu_and_mul", "rms_norm", "gelu", "linear", "rotary_emb", "rms_norm"]

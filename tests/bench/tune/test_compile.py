@@ -9,7 +9,7 @@ import time
 import pytest
 from fk_bench.tune import compile
 from fk_bench.tune.choice import Choice, point_of
-from fk_bench.tune.compile import Compiling, tasks_of
+from fk_bench.tune.compile import Compiling, Ready, tasks_of
 
 POINT = point_of("linear", {"N": 8, "K": 16, "dtype": "float32"}, {"M": 2})
 
@@ -19,6 +19,19 @@ def test_failures_of_a_process_are_reported() -> None:
     failed = Compiling({POINT: several}, "cpu", time.monotonic() + 120, processes=1).wait()
     assert list(failed) == [(POINT, "reference tiles=16")]
     assert "unexpected keyword argument 'tiles'" in failed[POINT, "reference tiles=16"]
+
+
+def test_started_processes_are_used_and_the_others_end() -> None:
+    ready = Ready("cpu", 2)
+    processes = [worker._process for worker in ready._workers]
+    several = [Choice("reference"), Choice("reference", {"tiles": 16})]
+    failed = Compiling({POINT: several}, "cpu", time.monotonic() + 120, ready=ready).wait()
+    assert list(failed) == [(POINT, "reference tiles=16")]
+    assert not ready.take() and all(process.poll() is not None for process in processes)
+    ready = Ready("cpu", 1)
+    (process,) = [worker._process for worker in ready._workers]
+    ready.close()
+    assert process.poll() is not None
 
 
 def test_nothing_starts_after_the_time() -> None:
@@ -31,8 +44,11 @@ def test_a_process_that_ends_loses_only_its_task(monkeypatch: pytest.MonkeyPatch
     asked = []
 
     class Worker:
-        def __init__(self, device: str, end: float) -> None:
+        def __init__(self, device: str) -> None:
             self.number = len(asked)
+
+        def until(self, end: float) -> None:
+            pass
 
         def run(self, task: compile.Task) -> dict[str, str] | None:
             asked.append([str(choice) for choice in task[1]])

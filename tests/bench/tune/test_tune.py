@@ -22,6 +22,7 @@ from support.commands import fk_bench, last_json
 from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import Key, Op, Provider
 from fastkernels.core.tuning import REACH, Entry, Table
+from fastkernels.verify.measure import Ratio
 
 SHAPE = {"N": 17, "K": 63, "dtype": "float32"}
 TEXT = "N=17,K=63,dtype=float32"
@@ -94,6 +95,16 @@ def test_interrupted_run_is_continued(
         assert (line["points"], line["left"], line["ok"]) == (0, left, not left)
         assert "nothing was judged: no time" in line.get("error", "") if left else "error" not in line
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("name", tuner.tunable())
+def test_printed_shapes_are_accepted(name: str) -> None:
+    """The command that `doctor` and `describe` print for shapes without an entry."""
+    spec, _, key = tuner.key_of(name)
+    for shape in tuner.distinct(tuner._shape_of_case(spec, key, case) for case in spec.cases):
+        words = shlex.split(tuning._command(name, key, shape))
+        assert words[:4] == ["fk-bench", "tune", name, "--shape"]
+        assert [command._shape(text, name, key) for text in words[4:]] == [shape]
 
 
 def test_dispatch_follows_the_table(tuned_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,11 +407,24 @@ def test_screen_ranks_correct_choices_against_production(linear: Op) -> None:
     assert "no such kernel" in row.case["rejected"]["broken"]
 
 
+@pytest.mark.parametrize(
+    ("ratio", "worth"),
+    [
+        (Ratio(1.02, 1.01, 1.03), True),
+        (Ratio(1.01, 1.005, 1.015), False),
+        (Ratio(1.1, 0.99, 1.2), False),
+        (None, True),
+    ],
+)
+def test_gains_that_no_judge_confirms_are_not_judged(ratio: Ratio | None, worth: bool) -> None:
+    assert Screened(Choice("half"), 1.0, ratio).faster == worth
+
+
 def test_processes_compile_only_kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, list[str]] = {}
 
     class Apart:
-        def __init__(self, points: Any, device: str, end: float) -> None:
+        def __init__(self, points: Any, device: str, end: float, ready: Any) -> None:
             asked["apart"] = [str(choice) for (choice,) in points.values()]
 
         def wait(self) -> dict[Any, str]:
@@ -439,7 +463,14 @@ def test_only_choices_faster_in_the_screen_are_judged(linear: Op) -> None:
     assert len(script.requested) == 1 and script.seconds["screened"] > 0
 
 
-@pytest.mark.parametrize(("status", "asked"), [(Status.OK, ["first"]), (Status.INVALID, ["first", "second"])])
+@pytest.mark.parametrize(
+    ("status", "asked"),
+    [
+        (Status.OK, ["first"]),
+        (Status.INVALID, ["first", "second"]),  # other parameters of the same kernel are invalid as well
+        (Status.WRONG, ["first", "first"]),
+    ],
+)
 def test_next_finalist_is_judged_if_the_fastest_is_not_valid(status: Status, asked: list[str]) -> None:
     said = {
         ("final", "first"): row("first", 1.05, 0.98, status=status),
@@ -447,14 +478,17 @@ def test_next_finalist_is_judged_if_the_fastest_is_not_valid(status: Status, ask
     }
     script = Script(said)
     script._on_screen = lambda row: None
-    found = [Screened(Choice(name), 1.0, None) for name in ("first", "second")]
+    found = [
+        Screened(Choice(name, p), 1.0, None)
+        for name, p in (("first", {}), ("first", {"rows": 8}), ("second", {}))
+    ]
 
     class Both:
         time = staticmethod(lambda *_: (found, row("first", 1.0, 0.9)))
 
     entry = script._screened(Both, "linear", SHAPE, {"M": 8}, None, [])  # type: ignore[arg-type]
     assert [provider for _, provider in script.requested] == asked
-    assert entry is not None and entry.faster == (status is not Status.OK)
+    assert entry is not None and entry.faster == (status is Status.INVALID)
 
 
 def test_seconds_of_judging_are_added_by_phase(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -481,7 +515,8 @@ def test_model_is_tuned_in_one_command(tmp_path: Path, capsys: pytest.CaptureFix
         cli.main(words)
     line = json.loads(capsys.readouterr().out)
     assert end.value.code == 0 and line["left"] == 0 and line["ops"] == 2
-    assert {"compiled", "screened"} <= set(line["phases"]) <= {"compiled", "screened", "judged"}
+    phases = set(line["phases"])
+    assert {"planned", "compiled", "screened"} <= phases <= {"planned", "compiled", "screened", "judged"}
     judged = sum(line["judging"].values())  # of it, each phase that took at least 50 ms
     assert judged <= line["phases"].get("judged", 0.0) + 0.1 * len(line["judging"])
     assert bool(line["judging"]) == bool(line["judged"])
@@ -559,7 +594,7 @@ def test_most_important_sizes_come_first(
         seen.append((name, next(iter(sizes.values()))))
 
     monkeypatch.setattr(tuner.Tuner, "point", point)
-    monkeypatch.setattr(tuner.Tuner, "warm", lambda self: None)
+    monkeypatch.setattr(tuner.Tuner, "warm", lambda self, points: None)
     monkeypatch.setattr(Screen, "compiling", lambda self, points: contextlib.nullcontext())
     with pytest.raises(SystemExit):
         cli.main(["tune", "qwen3-8b", "--device", "cpu", "--batch", "8,1", "--run", str(tmp_path), "--json"])

@@ -263,6 +263,18 @@ def test_lost_zygote_is_restarted_and_reported(zygote: Zygote) -> None:
     assert zygote.notes[notes:] == ["the zygote was lost (SIGKILL) and started again"]
 
 
+def test_zygote_that_was_begun_is_used() -> None:
+    with Zygote(entry="caged:main", preload=("json",), env={"PYTHONPATH": str(SUPPORT)}) as zygote:
+        zygote.begin()
+        assert zygote._process is not None and not zygote.info
+        pid = zygote._process.pid
+        assert run(zygote, "say(1)")[0] == [1] and zygote.info["pid"] == pid and zygote.notes == []
+    with Zygote(preload=("no_such_module",)) as lost:
+        lost.begin()
+        with pytest.raises(ZygoteError, match="no_such_module"):
+            lost.spawn({})
+
+
 def test_interpreter_without_module_is_an_error() -> None:
     with (
         Zygote(preload=("torch", "no_such_module")) as zygote,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from fk_bench.kernels.judge.correctness.cases import trials
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.permutations import Permuter
 from fk_bench.kernels.judge.memory.slots import Slots, scalable
+from support.kernels import warm
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Permutable
@@ -43,6 +48,15 @@ def test_slot_holds_expected_values(op: str, case: str, rolls: bool, monkeypatch
         for s in range(slots.count):
             for t, want in zip(layout.tensors(slots.args_of(s)), slots.expected(s), strict=True):
                 assert torch.equal(t, want)
+
+
+def test_kernel_fills_as_pytorch_does() -> None:
+    """The script runs in its own process because Triton interprets kernels from import on."""
+    script = Path(__file__).with_name("filling_cases.py")
+    done = warm.run([script], {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    found = dict(map(json.loads, done.stdout.splitlines()))
+    assert {case: wrong for case, wrong in found.items() if wrong} == {} and len(found) == 18
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "topk_softmax"])
@@ -151,7 +165,7 @@ def test_permuted_router_makes_same_choices(case: str) -> None:
     assert slots._permuter is not None
     orders = set()
     for s in range(slots.count):
-        weights, ids = slots.spec.reference(*slots.private_args(s))
+        weights, ids = slots.spec.reference(*slots.args_of(s))
         before, _ = slots.spec.reference(*slots.masters[slots.origin[s]])
         torch.testing.assert_close(weights, before.roll(-(slots.codes[s] % len(before)), 0))
         orders.add(tuple(ids[0].tolist()))
@@ -200,7 +214,6 @@ def test_partial_renewal_changes_one_part_of_one_tensor(op: str, case: str) -> N
             now = layout.tensors(slots.args_of(s))
             assert s == 3 or all(map(torch.equal, now, before[s]))
             assert all(map(torch.equal, now, slots.expected(s)))
-            assert all(map(torch.equal, now, layout.tensors(slots.private_args(s))))
     assert min(sizes - {0}) < 10 < max(sizes), "one element and many must both occur"
     slots.refresh()
     assert all(map(torch.equal, layout.tensors(slots.args_of(3)), slots.expected(3)))

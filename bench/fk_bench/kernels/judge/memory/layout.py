@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,12 +119,6 @@ def mapped(args: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(args, (list, tuple)):
         return type(args)(mapped(a, change) for a in args)
     return args
-
-
-def replaced(args: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """The same arguments with their tensors replaced by these, in the order of `tensors(args)`."""
-    values = iter(tensors)
-    return mapped(args, lambda _: next(values))
 
 
 def _encode(value: Any, tensor: Callable[[torch.Tensor], dict[str, Any]]) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from fastkernels.core.spec import OpSpec
 from fk_bench.kernels.judge.clock.phases import PHASES
-from fk_bench.kernels.judge.memory import layout
+from fk_bench.kernels.judge.memory import filling, layout
 from fk_bench.kernels.judge.memory.permutations import Permuter
 
 # Numbers of value sets for the slots of a batch: if slots are scaled, and if they are only permuted.
@@ -118,6 +118,7 @@ class Slots:
             free = [a and not r["shared"] for a, r in zip(self._alone, self._regions(), strict=True)]
             self._permuter = Permuter(first, self.spec.permutable(*first), free)
         self._numel = [t.numel() for t in layout.tensors(first)]
+        self.by_kernel = self.device == "cuda" and filling.ON
 
     def args_of(self, slot: int) -> list[Any]:
         """A slot's arguments in private memory."""
@@ -191,10 +192,11 @@ class Slots:
         span = 0.2 if self.scales else 0.0
         self.factors[slot] = 1.0 - span * secrets.randbelow(1 << 16) / (1 << 16)
         shared = [r["shared"] for r in self._regions()]
-        values = zip(layout.tensors(self.args_of(slot)), self.expected(slot), shared, strict=True)
-        for into, value, everywhere in values:
-            if not everywhere:  # memory of all slots keeps the values of slot 0
-                into.copy_(value)
+        masters = layout.tensors(self.masters[self.origin[slot]])
+        for i, (into, value) in enumerate(zip(layout.tensors(self.args_of(slot)), masters, strict=True)):
+            # Memory of all slots keeps the values of slot 0.
+            if not shared[i] and not self._filled(into, i, slot, [value]):
+                into.copy_(self._value(slot, i, value))
 
     def _parts(self) -> list[int]:
         """The tensors of which a part may be renewed: any value may stand at any place."""
@@ -226,8 +228,11 @@ class Slots:
         for i, first in enumerate(layout.tensors(self.args_of(start))):
             if not first.numel():
                 continue
+            sources = [per_slot[m][i] for m in ([self.origin[0]] if shared[i] else origin)]
+            if self._filled(first, i, 0 if shared[i] else start, sources):
+                continue
             if shared[i]:
-                first.copy_(self._value(0, i, per_slot[self.origin[0]][i]))
+                first.copy_(self._value(0, i, sources[0]))
                 continue
             step = self.layout.stride // first.element_size()
             pool = first.as_strided((count, *first.shape), (step, *first.stride()), first.storage_offset())
@@ -251,6 +256,18 @@ class Slots:
                     pool[part] = made
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+    def _filled(self, first: torch.Tensor, i: int, start: int, sources: list[torch.Tensor]) -> bool:
+        """Let one kernel write tensor i of the slots from `start`, one for each source; False if it cannot."""
+        scales = scalable(first)
+        permuted = self._permuter is not None and self._permuter.permutes(i)
+        if not self.by_kernel or permuted or not filling.fits(first, scales):
+            return False
+        slots = range(start, start + len(sources))
+        shifts = [self._shift(s, i) if scales and self._rolled(i) else 0 for s in slots]
+        factors = [self.factors[s] for s in slots] if scales else None
+        filling.fill(first, self.layout.stride // first.element_size(), sources, shifts, factors)
+        return True
 
     def expected(self, slot: int) -> list[torch.Tensor]:
         """The tensors that a slot was filled with, from memory that no other process sees."""
@@ -316,10 +333,6 @@ class Slots:
 
     def _tensor(self, slot: int, i: int) -> torch.Tensor:
         return layout.tensors(self.masters[self.origin[slot]])[i]
-
-    def private_args(self, slot: int) -> list[Any]:
-        """A private copy of a slot's arguments as they were before the call, for the oracle."""
-        return layout.replaced(self.masters[self.origin[slot]], [t.clone() for t in self.expected(slot)])
 
     def scaled(self, value: torch.Tensor, factor: float) -> torch.Tensor:
         return value * torch.tensor(factor, dtype=torch.float32).to(value) if scalable(value) else value

@@ -13,6 +13,8 @@ from fastkernels.core.dispatch import OPS
 from fastkernels.core.spec import OpSpec
 from fk_bench.kernels.judge.processes.answers import Failure, remembered, wrong_signature
 
+OPS_KEPT = 4  # whose baselines stay in memory
+
 
 class Implementation:
     """spec: the op; cls: the class whose module is called, or None for the op's function."""
@@ -26,6 +28,7 @@ class Implementation:
         self.prepared: list[Prepared] = []  # the baselines among them that prepare weights; never a candidate
         self.changed: set[str] = set()  # ops with a candidate or a baseline installed
         self.device = "cpu"
+        self._known: dict[tuple[str, str, str], Any] = {}  # baselines of ops that were loaded before
 
     def load_implementation(
         self, op: str, device: str, candidates: dict[str, str], against: str | None, cls: str | None,
@@ -79,7 +82,10 @@ class Implementation:
         self._put(op, fn, name)
 
     def _find_baselines(self, against: str) -> None:
-        """Find the op's baselines; for a module, install the first available one of each op that it calls."""
+        """Find the op's baselines; for a module, install the first available one of each op that it calls.
+
+        Those of the last ops are kept, workspaces included: `fk-bench tune` judges a model's ops in turn.
+        """
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # libraries that autotune do so once per shape
         from fk_bench.kernels.judge.baselines import baselines
 
@@ -90,7 +96,12 @@ class Implementation:
             ]  # fmt: skip
 
         if self.cls is None:
-            self.baselines = {b.name: b for b in there(self.spec.name)}
+            key = self.spec.name, against, self.device
+            known: tuple[dict[str, Any], dict[str, Callable[..., Any]], list[Prepared]]
+            known = self._known.pop(key, None) or ({b.name: b for b in there(self.spec.name)}, {}, [])
+            self._known[key] = self.baselines, self.made, self.prepared = known
+            for old in list(self._known)[:-OPS_KEPT]:
+                del self._known[old]
             return
         names = []
         own = self.spec.op is not None

@@ -75,13 +75,24 @@ class Sides:
         """The memfds of candidate and baseline; -1 on a GPU."""
         return self._files["candidate"], self._files["baseline"]
 
-    @PHASES.of("start")
-    def spawn(self, who: str, files: Sequence[Path] = ()) -> RunnerProcess:
-        """A process for one side, caged if it runs files of a user."""
+    def begin(self) -> None:
+        """Start the fork servers, which import for seconds, without waiting for them. Raises ZygoteError."""
+        for who in WHO:
+            self._zygote(who, begin=True)
+
+    def _zygote(self, who: str, begin: bool = False) -> Zygote:
         python = self.python.get(who, sys.executable)
         if python not in self._zygotes:
             more = CPU_PRELOAD if self.device == "cpu" else ()
             self._zygotes[python] = Zygote(python, preload=(*PRELOAD, *more))
+            if begin:
+                self._zygotes[python].begin()
+        return self._zygotes[python]
+
+    @PHASES.of("start")
+    def spawn(self, who: str, files: Sequence[Path] = ()) -> RunnerProcess:
+        """A process for one side, caged if it runs files of a user."""
+        zygote = self._zygote(who)
         if files and self.caged:
             own = Environment.read().tuned  # ops that call others need the tables in the cage, too
             tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
@@ -94,7 +105,7 @@ class Sides:
             home = None if files else own_home()
             cage = CageOptions(**off, memory=None, home=home, core=self.core)
         fds = {"arena": self._files[who]} if self.device == "cpu" else {"gate": self._gates[who]}
-        side = RunnerProcess(self._zygotes[python].spawn({}, cage, fds), who, self.timeout, not files)
+        side = RunnerProcess(zygote.spawn({}, cage, fds), who, self.timeout, not files)
         side.greet()
         if cage.mounts:
             self.cage = side.cage
@@ -123,6 +134,8 @@ class Sides:
         for fd in (*self._files.values(), *self._gates.values()):
             if fd >= 0:
                 os.close(fd)
+        for owned in (self._trusted, self._zygotes, self._files, self._gates):
+            owned.clear()
 
 
 def _toolchain() -> list[str]:

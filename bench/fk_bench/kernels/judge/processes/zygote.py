@@ -224,6 +224,7 @@ class Zygote:
         self._count = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._begun = False  # but not yet ready
         self._lock = threading.Lock()
 
     def _environment(self) -> dict[str, str]:
@@ -244,8 +245,8 @@ class Zygote:
         kept["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
         return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/", "OPENBLAS_NUM_THREADS": "1"}
 
-    def start(self) -> None:
-        """Raises ZygoteError if a module of `preload` does not import, or takes too long."""
+    def begin(self) -> None:
+        """Start the interpreter, which imports for seconds; `start` waits for it. Raises ZygoteError."""
         self._stop()
         python = shutil.which(self.python)
         if python is None:
@@ -259,19 +260,26 @@ class Zygote:
                 env=self._environment(), cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
-        self._control = ours
+        self._control, self._begun = ours, True
         ours.settimeout(self.start_timeout_s)
+
+    def start(self) -> None:
+        """Raises ZygoteError if a module of `preload` does not import, or takes too long."""
+        if not self._begun:
+            self.begin()
+        assert self._control is not None
+        self._begun = False
         try:
-            self.info, _ = forkserver.receive(ours)
+            self.info, _ = forkserver.receive(self._control)
         except (OSError, EOFError) as error:
-            self.info = {
-                "error": f"{type(error).__name__}: {error}\n{name.read_text(errors='replace')[-4000:]}"
-            }
+            said = (self.dir / "zygote.log").read_text(errors="replace")[-4000:]
+            self.info = {"error": f"{type(error).__name__}: {error}\n{said}"}
         if "error" in self.info:
             self._stop()
             raise ZygoteError(f"{self.python} cannot serve as a runner: {self.info['error'].strip()}")
 
     def _stop(self) -> None:
+        self._begun = False
         if self._process is not None:
             self._process.kill()  # its supervisors and their cages die with it
             self._process.wait()
@@ -288,11 +296,11 @@ class Zygote:
         `config` is JSON. `fds` stay open here; the runner gets copies with their names. Raises ZygoteError.
         """
         with self._lock:
-            if self._process is not None and self._process.poll() is not None:
+            if self._process is not None and not self._begun and self._process.poll() is not None:
                 self.notes.append(f"the zygote was lost ({_how(self._process.returncode)}) and started again")
                 log.warning("%s", self.notes[-1])
                 self._stop()
-            if self._process is None:
+            if self._process is None or self._begun:
                 self.start()
             self._count += 1
             return self._spawn(dict(config), cage or CageOptions(), dict(fds or {}))

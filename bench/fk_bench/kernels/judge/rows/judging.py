@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -55,7 +56,7 @@ def judge_ops(
 
 
 class Judge:
-    """The rows of one run; a context manager, because it owns processes."""
+    """The rows of one run; a context manager, because it owns processes: those of `sides`, if they are given."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class Judge:
         options: Options,
         on_row: Callable[[Row], None] | None = None,
         run_id: str = "",
+        sides: Sides | None = None,
     ) -> None:
         self.candidates, self.options = dict(candidates), options
         self.rows: list[Row] = []
@@ -70,7 +72,9 @@ class Judge:
         self._on_row = on_row or (lambda row: None)
         self._run_id = run_id or uuid4().hex[:12]
         self._warnings: list[str] = []  # of the static scan, for the current op's candidates
-        self.sides = Sides(options.device, options.python, options.cage, options.timeout, options.memory)
+        self.sides = sides or Sides(
+            options.device, options.python, options.cage, options.timeout, options.memory
+        )
 
     def __enter__(self) -> Judge:
         self._threads = torch.get_num_threads()
@@ -118,6 +122,18 @@ class Judge:
         choice = (provider, dict(params))
         self._judge_cases(Pair(self.sides, self.options, registry.get(name), {}, choice, self._gpu()), found)
         return self.rows[before:]
+
+    def prepare(self, name: str, trial: Trial, provider: str) -> None:
+        """Let both sides import and compile what a case needs, by a check without times and without a row.
+
+        A failure shows again when cases are judged.
+        """
+        options, choice = replace(self.options, timed=False, hard=0), (provider, dict[str, Any]())
+        pair = Pair(self.sides, options, registry.get(name), {}, choice, self._gpu())
+        try:
+            pair.run(trial)
+        finally:
+            pair.close()
 
     def _judge_cases(self, pair: Pair, found: Sequence[Trial]) -> None:
         try:
