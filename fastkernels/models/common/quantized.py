@@ -24,7 +24,7 @@ from fastkernels.overrides.linear.quantized import (
     Fp8LinearMethod,
     Int4LinearMethod,
     Int8Weight,
-    Nvfp4AsDenseMethod,
+    Nvfp4Weight,
     TernaryLinearMethod,
 )
 from fastkernels.overrides.moe.quantized import Fp8ExpertsMethod, Int4ExpertsMethod, Nvfp4ExpertsAsDenseMethod
@@ -60,7 +60,7 @@ def methods(config: Any) -> Methods | None:
         own = prefix.rpartition(".")[2]
         if own == "experts" and arch.experts:
             return make_experts()
-        return DequantizedMethod(make()) if own in DENSE and scheme.kind not in AS_DENSE else make()
+        return DequantizedMethod(make()) if own in DENSE or scheme.kind in AS_DENSE else make()
 
     return method
 
@@ -79,15 +79,13 @@ def announce_cache() -> None:
 
 
 def _method(scheme: Scheme) -> Callable[[], Any]:
-    if scheme.kind == "int4":
+    if scheme.kind in ("int4", "int8"):
         # GPTQ and AWQ have scales in float16; in bfloat16 they would lose three bits.
         scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16
-        return lambda: Int4LinearMethod(scheme.group, scheme.zeros, scale_dtype, scheme.act_order)
-    if scheme.kind == "int8":
-        parts = scheme.group, scheme.zeros, torch.float16, scheme.act_order
-        return lambda: DequantizedMethod(Int8Weight(*parts))
+        method = Int4LinearMethod if scheme.kind == "int4" else Int8Weight
+        return lambda: method(scheme.group, scheme.zeros, scale_dtype, scheme.act_order)
     if scheme.kind == "nvfp4":
-        return Nvfp4AsDenseMethod
+        return Nvfp4Weight
     if scheme.kind == "ternary":
         return TernaryLinearMethod
     return lambda: Fp8LinearMethod(scheme.kind == "fp8_block", scheme.static)

@@ -254,8 +254,8 @@ def dequantize_nvfp4(
     return (q.unflatten(-1, (-1, NVFP4_GROUP)) * wide.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-class Nvfp4AsDenseMethod:
-    """Weight in NVFP4, dequantized once after loading: then the layer is an unquantized one.
+class Nvfp4Weight:
+    """Weight in NVFP4, for DequantizedMethod.
 
     Loaded are weight_packed [N, K / 2] (even columns in the low half of a byte), weight_scale [N, K / 16] in float8,
     and weight_global [N], a factor for each matrix that is repeated for its rows.
@@ -273,19 +273,13 @@ class Nvfp4AsDenseMethod:
         register(
             layer, "weight_global", (n,), torch.float32, output_dim=0, per_matrix=True, **extra_weight_attrs
         )
-        self.dtype = params_dtype
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Replace the loaded parameters by the weight."""
-        names = ("weight_packed", "weight_scale", "weight_global")
-        packed, scale, factor = (layer.get_parameter(name).data for name in names)
-        dense = dequantize_nvfp4(packed, scale, factor, self.dtype)
-        for name in names:
-            delattr(layer, name)
-        layer.weight = nn.Parameter(dense, requires_grad=False)
+        """Do nothing: the tensors are as they were loaded."""
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return linear(x, layer.weight, bias)
+    def dequantize(self, layer: Any) -> torch.Tensor:
+        """Return the weight [N, K] in float32."""
+        return dequantize_nvfp4(layer.weight_packed, layer.weight_scale, layer.weight_global, torch.float32)
 
 
 class DequantizedMethod:

@@ -96,7 +96,7 @@ class Int4ExpertsMethod:
 class Nvfp4ExpertsAsDenseMethod:
     """Weights in NVFP4, dequantized once after loading: then the experts are unquantized ones.
 
-    The loaded parameters are those of Nvfp4AsDenseMethod, for both matrices.
+    The loaded parameters are those of Nvfp4Weight, for both matrices.
     """
 
     op = "fused_experts"
