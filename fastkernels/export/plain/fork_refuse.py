@@ -72,3 +72,8 @@ def linears(pairs: Any, joined: bool = False) -> list[torch.Tensor]:
 
 def mlps(first: Any, x: torch.Tensor, second: Any, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return first(x), second(y)
+
+
+def modulated_pair(norm: Any, text: torch.Tensor, image: torch.Tensor, emb: torch.Tensor) -> tuple[Any, ...]:
+    both = torch.cat((text, image), dim=1)
+    return None, both, *norm(both, emb=emb)
