@@ -32,6 +32,7 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.overrides.attention.attention_decode_cuda": "fork_decode.py",
     f"{PACKAGE}.overrides.kit.modules": "fork_refuse.py",
     f"{PACKAGE}.overrides.linear.gelu_epilogue": "fork_refuse.py",
+    f"{PACKAGE}.overrides.diffusion.modulated_pair": "fork_refuse.py",
     LAYER: "fork_layer.py",
 }
 Key = tuple[str, str]  # (module, name at its top level)

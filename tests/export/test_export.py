@@ -310,7 +310,9 @@ def test_flux_gives_the_same_with_fork_files(tmp_path: Path) -> None:
         text = export(op, "diffusers", version, only=module if kernel else "")
         (tmp_path / f"pasted_{kernel or op}.py").write_text(text)
         assert "_attention_dense_kernel" not in text
-        assert text[text.index("from __future__") :].count("\n") - kernel_lines(ast.parse(text)) <= MOST
+        classes = len(re.findall(r"^class \w+\(Host", text, re.MULTILINE))
+        most = MOST + CLASS * max(classes - 1, 0)  # as in _check_lines
+        assert text[text.index("from __future__") :].count("\n") - kernel_lines(ast.parse(text)) <= most
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = warm.run(["-c", FLUX, tmp_path], env)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -16,8 +16,9 @@ from fastkernels.overrides.diffusion.diffusers import (
     DiffusersAdaLayerNormZeroSingle,
 )
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
+from fastkernels.overrides.diffusion.modulated_pair import modulated_pair
 from fastkernels.overrides.kit.chips import H100
-from fastkernels.overrides.kit.modules import changed, linear_of_two
+from fastkernels.overrides.kit.modules import changed, linear_of_two, mlps
 from fastkernels.overrides.linear.gelu_epilogue import activated
 
 
@@ -74,20 +75,24 @@ def _unsupported(norm: Any, residual: torch.Tensor, others: list[torch.Tensor]) 
 
 def _gated(
     residual: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, norm: Any = None,
-    modulation: tuple[torch.Tensor, ...] = (),
+    modulation: tuple[torch.Tensor, ...] = (), front: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """y = residual + gate * x and norm(y) * (1 + scale) + shift; gate, and the modulation's scale and shift: [B, H]."""
+    """y = residual + gate * x and norm(y) * (1 + scale) + shift; gate, and the modulation's scale and shift: [B, H].
+
+    front: tokens of the residual before those in `residual`, or None.
+    """
     others = [x, gate, *modulation]
     reason = _unsupported(norm, residual, others)
     if reason is not None:
         gated_residual.note(reason)
+        residual = residual if front is None else torch.cat((front, residual), dim=1)
         y = residual + gate[:, None] * x
         if norm is None:
             return y, y
         scale, shift = modulation
         return y, norm(y) * (1 + scale[:, None]) + shift[:, None]
-    affine = () if norm is None else (norm.weight, norm.bias, norm.eps)
-    return gated_residual(residual, x, gate, *modulation, *affine)
+    affine = (None,) * 4 if norm is None else (*modulation, norm.weight, norm.bias)
+    return gated_residual(residual, x, gate, *affine, 1e-6 if norm is None else norm.eps, front)
 
 
 def _clipped(x: torch.Tensor) -> torch.Tensor:
@@ -135,18 +140,19 @@ class DiffusersFluxTransformerBlock(nn.Module):
             **(joint_attention_kwargs or {}),
         )
         image, x = _gated(hidden_states, found, gate, self.norm2, (scale, shift))
-        image, _ = _gated(image, self.ff(x), gate_mlp)
+        text, c_x = _gated(encoder_hidden_states, c_found, c_gate, self.norm2_context, (c_scale, c_shift))
+        found, c_found = mlps(self.ff, x, self.ff_context, c_x)
+        image, _ = _gated(image, found, gate_mlp)
         image = sum(adapters, image)  # of images (IP-Adapter)
-        text, x = _gated(encoder_hidden_states, c_found, c_gate, self.norm2_context, (c_scale, c_shift))
-        text, _ = _gated(text, self.ff_context(x), c_gate_mlp)
+        text, _ = _gated(text, c_found, c_gate_mlp)
         return _clipped(text), image
 
 
 class DiffusersFluxSingleTransformerBlock(nn.Module):
     """diffusers' FluxSingleTransformerBlock, attention and MLP in parallel: takes and returns what a block of two does.
 
-    A GELU with tanh is the epilogue of the MLP's product. The projection of both results is two products, without a
-    concatenation.
+    A GELU with tanh is the epilogue of the MLP's product. The projection of both results is two products, and text and
+    image are read where they are: nothing is concatenated.
     """
 
     def __init__(self, dim: int, num_attention_heads: int, attention_head_dim: int, mlp_ratio: float = 4.0):
@@ -167,13 +173,12 @@ class DiffusersFluxSingleTransformerBlock(nn.Module):
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         texts = encoder_hidden_states.shape[1]
-        both = torch.cat((encoder_hidden_states, hidden_states), dim=1)
-        x, gate = self.norm(both, emb=temb)
+        front, residual, x, gate = modulated_pair(self.norm, encoder_hidden_states, hidden_states, temb)
         mlp = activated(self.proj_mlp, self.act_mlp, x)
         found = self.attn(
             hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
         )
-        both, _ = _gated(both, linear_of_two(self.proj_out, found, mlp), gate)
+        both, _ = _gated(residual, linear_of_two(self.proj_out, found, mlp), gate, front=front)
         both = _clipped(both)
         return both[:, :texts], both[:, texts:]
 

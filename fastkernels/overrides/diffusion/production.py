@@ -12,15 +12,17 @@ from fastkernels.overrides.kit.libraries import T, from_torch
 
 
 def _ada_layer_norm(
-    x: T, scale: T, shift: T, weight: T | None = None, bias: T | None = None, eps: float = 1e-6
+    x: T, scale: T, shift: T, weight: T | None = None, bias: T | None = None, eps: float = 1e-6, front: T | None = None
 ) -> T:  # fmt: skip
+    x = x if front is None else torch.cat((front, x), dim=1)
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps) * (1 + scale[:, None]) + shift[:, None]
 
 
 def _gated_residual(
     residual: T, x: T, gate: T | None, scale: T | None = None, shift: T | None = None, weight: T | None = None,
-    bias: T | None = None, eps: float = 1e-6,
+    bias: T | None = None, eps: float = 1e-6, front: T | None = None,
 ) -> tuple[T, T]:  # fmt: skip
+    residual = residual if front is None else torch.cat((front, residual), dim=1)
     y = residual + (x if gate is None else gate[:, None] * x)
     if scale is None or shift is None:
         normed = y.new_empty(y.shape[0], 0, y.shape[2])

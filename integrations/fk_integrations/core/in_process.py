@@ -8,6 +8,7 @@ from typing import Any
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
+from fk_integrations.core.journal import Journal
 
 STATE = "_fastkernels_patched"
 
@@ -30,6 +31,9 @@ class InProcessHost:
         """The torch module that holds all modules of the object that the user has passed."""
         return target
 
+    def around(self, target: Any, journal: Journal) -> None:
+        """Change what the host does around the modules of an object that is patched now."""
+
     def before_construction(self, request: Request) -> list[dict[str, Any]]:
         """Carry out a request for `fastkernels.patch('NAME')`."""
         raise PatchError(f"{self.name} models are patched live: pass the model, not the host's name")
@@ -45,6 +49,7 @@ class InProcessHost:
             model = self.model(target)
             _check_parts(model)
             patched = apply(self.adapter(), model, request)
+            self.around(target, patched.journal)
             vars(target)[STATE] = patched
             forget_compiled(model)
         elif request.action == "undo" and patched is not None:

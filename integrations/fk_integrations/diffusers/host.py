@@ -19,6 +19,7 @@ from fk_integrations.core.in_process import InProcessHost
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.later import Later
 from fk_integrations.core.lookalikes import PACKAGES, first_package, lookalikes, uncovered
+from fk_integrations.diffusers.offload import search_quickly
 from fk_integrations.transformers.host import TransformersAdapter
 
 # {op: parts of the names of classes that may compute it}
@@ -108,6 +109,12 @@ class DiffusersHost(InProcessHost):
         if not parts:
             raise PatchError(f"{type(target).__name__} has no models to patch")
         return nn.ModuleDict(parts)
+
+    def around(self, target: Any, journal: Journal) -> None:
+        from torch import nn
+
+        models = [target] if isinstance(target, nn.Module) else vars(target).values()
+        search_quickly([m for m in models if isinstance(m, nn.Module)], journal)
 
     def before_construction(self, request: Request) -> list[dict[str, Any]]:
         return self.later.call(request)

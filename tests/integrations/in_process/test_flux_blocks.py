@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastkernels
 from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS
-from fastkernels.overrides.kit.modules import joined_linears
+from fastkernels.overrides.kit.modules import linears
 
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models.transformers import transformer_flux as host  # noqa: E402
@@ -124,7 +124,7 @@ def test_single_block_runs_without_a_concatenation() -> None:
         widths.clear()
         with Widths():
             run()
-    assert widths and hidden not in widths
+    assert not widths
 
 
 def lora(transformer: Any) -> None:
@@ -194,6 +194,23 @@ def test_changed_norm_is_called(change: str, ops: list[str]) -> None:
         )
         assert all(why in text for text in reasons[0])
     torch.testing.assert_close(after, run(), rtol=1e-4, atol=1e-4)
+
+
+def test_changed_modulation_of_text_and_image_is_called() -> None:
+    """The norm of a block of one stream reads both where they are, unless a hook has to see them."""
+    transformer, run = model()
+    del transformer.transformer_blocks[:]
+    hooked = transformer.single_transformer_blocks[0].norm
+    hooked.register_forward_hook(lambda m, args, out: (2 * out[0], 3 * out[1]))
+    before = run()
+    with fastkernels.patch(transformer, ops=[OP, "ada_layer_norm"]) as report:
+        OPS["ada_layer_norm"].reset()
+        shapes: list[tuple[int, ...]] = []
+        hooked.register_forward_hook(lambda m, args, out: shapes.append(tuple(args[0].shape)))
+        torch.testing.assert_close(run(), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+        # of the two blocks, and of the norm behind them
+        assert shapes == [(2, 22, 32)] and OPS["ada_layer_norm"].calls == 3
+        assert not any(r.fallbacks for r in report.refresh().active)
 
 
 def test_adapter_of_images_is_added() -> None:
@@ -268,9 +285,9 @@ def test_values_of_text_and_image_are_one_tensor(kind: str) -> None:
 
     with torch.no_grad():
         with Ran():
-            found = joined_linears(a, texts, b, image)
+            (found,) = linears([(a, texts), (b, image)], joined=True)
         torch.testing.assert_close(found, torch.cat((a(texts), b(image)), dim=1))
-    assert ("fastkernels.joined_linears.default" in ran) == (kind not in ("many", "hook"))
+    assert ("fastkernels.linears.default" in ran) == (kind not in ("many", "hook"))
 
 
 @pytest.mark.parametrize("name", [DOUBLE, SINGLE])
@@ -308,6 +325,14 @@ def test_without_ops_first_calls_decide(monkeypatch: pytest.MonkeyPatch) -> None
 def test_op_names_wrong_arguments() -> None:
     op, x, gate = OPS[OP], torch.ones(2, 3, 8), torch.ones(2, 8)
     for args, text in (
+        (
+            (x, x, gate, None, None, None, None, 1e-6, x),
+            r"x \(2, 3, 8\) must be .* but for 3 tokens in front",
+        ),
+        (
+            (x[:1], x[:1].repeat(1, 2, 1), gate[:1], None, None, None, None, 1e-6, x),
+            r"front \(2, 3, 8\) is not",
+        ),
         ((x, x[:, :2], gate), r"residual \(2, 3, 8\) and x \(2, 2, 8\)"),
         ((x, x, gate[:1]), r"gate \(1, 8\) is not \[B, H\]"),
         ((x, x, gate, gate), "pass both scale and shift, or neither"),
