@@ -44,6 +44,10 @@ def changed(module: Any) -> bool:
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def autocasts(x: torch.Tensor) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return linear(torch.cat((a, b), dim=-1))
 
@@ -53,9 +57,7 @@ def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:
     return (
         plain
         and not changed(linear)
-        and all(
-            x.dtype == linear.weight.dtype and not torch.is_autocast_enabled(x.device.type) for x in inputs
-        )
+        and all(x.dtype == linear.weight.dtype and not autocasts(x) for x in inputs)
     )
 
 

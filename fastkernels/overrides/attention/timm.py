@@ -12,6 +12,7 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend
 from fastkernels.overrides.attention.windows import attend_in_windows, relative_positions
+from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
 
@@ -67,6 +68,14 @@ def _with_rope(module: Any, x: torch.Tensor, rope: torch.Tensor | None, dtype: t
 
 class _Parts(nn.Module):
     """Submodules that only some configurations have."""
+
+    @staticmethod
+    def needs_host(module: Any) -> str | None:
+        """Return why a part that ours does not call has to run, or None: hooks of these read the attention weights."""
+        found = [
+            n for n in ("attn_drop", "softmax") if (p := getattr(module, n, None)) is not None and changed(p)
+        ]
+        return f"other code was put around its {found[0]}" if found else None
 
     qkv: Any
     q: Any

@@ -58,6 +58,11 @@ class TimmGluMlp(nn.Module):
             return "its gate is the second half of fc1"
         return not_linear(module, "fc1") or not_silu(module, "act")
 
+    @staticmethod
+    def needs_host(module: Any) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        return not_silu(module, "act")
+
     def forward(self, x):
         return _finish(self, silu_and_mul(self.fc1(x)))
 
@@ -95,6 +100,11 @@ class TimmSwiGLU(nn.Module):
     def supports(module: Any) -> str | None:
         """Return why our forward does not support this module (ours or the host's), or None."""
         return not_linear(module, "fc1_g", "fc1_x") or not_silu(module, "act")
+
+    @staticmethod
+    def needs_host(module: Any) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        return not_silu(module, "act")
 
     def forward(self, x):
         return _finish(self, silu_and_mul(side_by_side(x, self.fc1_g, self.fc1_x)))

@@ -13,6 +13,7 @@ from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.block.gated_gelu_mlp import ERF, TANH, GatedGeluMLP
 from fastkernels.overrides.block.gated_mlp import check_activation
 from fastkernels.overrides.block.two_linears import not_linear, not_silu, side_by_side
+from fastkernels.overrides.kit.modules import changed
 
 
 class TransformersLlamaMLP(nn.Module):
@@ -42,6 +43,11 @@ class TransformersLlamaMLP(nn.Module):
         """Return why our forward does not support this module (ours or the host's), or None."""
         return not_linear(module, "gate_proj", "up_proj", "down_proj") or not_silu(module, "act_fn")
 
+    @staticmethod
+    def needs_host(module: nn.Module) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        return not_silu(module, "act_fn")
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(silu_and_mul(side_by_side(x, self.gate_proj, self.up_proj)))
 
@@ -59,6 +65,7 @@ class TransformersIdefics2MLP(nn.Module):
 
     is_for = staticmethod(TransformersLlamaMLP.is_for)
     supports = staticmethod(TransformersLlamaMLP.supports)
+    needs_host = staticmethod(TransformersLlamaMLP.needs_host)
 
     def forward(self, x):
         return self.down_proj(silu_and_mul(side_by_side(x, self.gate_proj, self.up_proj)))
@@ -96,6 +103,11 @@ class TransformersPhi3MLP(nn.Module):
         """Return why our forward does not support this module (ours or the host's), or None."""
         return not_linear(module, "gate_up_proj", "down_proj") or not_silu(module, "activation_fn")
 
+    @staticmethod
+    def needs_host(module: nn.Module) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        return not_silu(module, "activation_fn")
+
     def forward(self, hidden_states: torch.FloatTensor) -> torch.FloatTensor:
         return self.down_proj(silu_and_mul(self.gate_up_proj(hidden_states)))
 
@@ -118,6 +130,11 @@ class TransformersGraniteMoeSharedMLP(nn.Module):
     def supports(module: nn.Module) -> str | None:
         """Return why our forward does not support this module (ours or the host's), or None."""
         return not_linear(module, "input_linear", "output_linear") or not_silu(module, "activation")
+
+    @staticmethod
+    def needs_host(module: nn.Module) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        return not_silu(module, "activation")
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self.output_linear(silu_and_mul(self.input_linear(hidden_states)))
@@ -147,6 +164,12 @@ class TransformersGemmaMLP(GatedGeluMLP):
         """Return why our forward does not support this module (ours or the host's), or None."""
         return not_linear(module, "gate_proj", "up_proj", "down_proj")
 
+    @staticmethod
+    def needs_host(module: nn.Module) -> str | None:
+        """Return why the activation, which ours does not call, has to run, or None."""
+        act = module.act_fn
+        return "act_fn is not GELU, or has hooks" if changed(act) or not _is_gelu(act) else None
+
     def forward(self, x):
         approximate = getattr(
             self.act_fn, "approximate", "none" if type(self.act_fn).__name__ in ERF else "tanh"
@@ -158,7 +181,7 @@ _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 
 
 def _is_gelu(act: object) -> bool:
-    return type(act).__name__ in (*ERF, *TANH) or type(act) is nn.GELU
+    return type(act).__name__ in (*ERF, *TANH) or isinstance(act, nn.GELU)
 
 
 _MODELS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.kit.modules import changed, plain_linear
 
 
 def not_linear(module: nn.Module, *names: str) -> str | None:
@@ -21,15 +21,18 @@ def not_linear(module: nn.Module, *names: str) -> str | None:
 
 def not_silu(module: nn.Module, name: str) -> str | None:
     """Why this part of a module is not SiLU, or None."""
-    act = type(getattr(module, name, None)).__name__
-    return None if act in ("SiLU", "SiLUActivation") else f"{name} is {act}, not SiLU"
+    part = getattr(module, name, None)
+    act = type(part).__name__
+    if act not in ("SiLU", "SiLUActivation"):
+        return f"{name} is {act}, not SiLU"
+    return f"{name} has hooks or a replaced forward" if changed(part) else None
 
 
 def side_by_side(x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:
     """Return gate(x) and up(x), concatenated along the last dimension."""
-    plain = gate.bias is None and up.bias is None and x.dtype == gate.weight.dtype == up.weight.dtype
     eager = not (torch.compiler.is_compiling() or torch.is_grad_enabled())
-    if not plain or not eager or torch.is_autocast_enabled(x.device.type):
+    plain = plain_linear(gate, x) and plain_linear(up, x) and gate.bias is None and up.bias is None
+    if not eager or not plain:
         return torch.cat((gate(x), up(x)), dim=-1)
     # Write the products into the halves of one tensor: a concatenation would cost what the fused activation saves.
     # Dynamo cannot trace this, and a compiler avoids the copies of a concatenation itself.

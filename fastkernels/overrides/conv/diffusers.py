@@ -11,7 +11,7 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.conv.upsample_conv import upsample_conv
 from fastkernels.overrides.kit.chips import H100
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.kit.modules import autocasts, changed
 
 
 def _convolution(module: Any) -> Any:
@@ -79,7 +79,7 @@ class DiffusersUpsample2D(nn.Module):
         reason = _unsupported(self)
         if size != double:
             reason = f"output_size {tuple(size)} is not twice {tuple(hidden_states.shape[2:])}"
-        elif torch.is_autocast_enabled(hidden_states.device.type):
+        elif autocasts(hidden_states):
             reason = "autocast chooses the convolution's dtype"
         if reason is None:
             return upsample_conv(hidden_states, conv.weight, conv.bias)

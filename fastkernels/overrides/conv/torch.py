@@ -10,6 +10,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.conv.patch_embedding import patch_embedding
+from fastkernels.overrides.kit.modules import autocasts
 
 
 def _without_overlap(module: Any) -> bool:
@@ -31,7 +32,7 @@ def _embedded(module: Any, x: torch.Tensor) -> torch.Tensor:
         return _embedded(module, x[None])[0]
     if x.dim() != dims:
         raise ValueError(f"expected an input of {dims - 1} or {dims} dimensions, got {tuple(x.shape)}")
-    if torch.is_autocast_enabled(x.device.type):
+    if autocasts(x):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if dims == 4:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
+from fastkernels.overrides.block.two_linears import not_silu
 from fastkernels.overrides.diffusion.ada_layer_norm import ada_layer_norm
 from fastkernels.overrides.diffusion.geglu import geglu
 from fastkernels.overrides.diffusion.group_norm import group_norm
@@ -240,8 +241,12 @@ class DiffusersResnetBlock2D(nn.Module):
                 return f"its norm is {type(norm).__name__}, not GroupNorm"
             if changed(norm):
                 return "its norm's forward was replaced by other code"
-        found = type(module.nonlinearity).__name__
-        return None if isinstance(module.nonlinearity, nn.SiLU) else f"its activation is {found}, not SiLU"
+        return DiffusersResnetBlock2D.needs_host(module)
+
+    @staticmethod
+    def needs_host(module: Any) -> str | None:
+        """Return why the activation, which ours calls only for the time embedding, has to run, or None."""
+        return not_silu(module, "nonlinearity")
 
     def forward(self, input_tensor: torch.Tensor, temb: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         x = _normed(self.norm1, input_tensor)

@@ -13,7 +13,7 @@ from torch import nn
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.kit.modules import autocasts, changed
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS
 
@@ -200,7 +200,7 @@ def _fuses(norm: Any, x: torch.Tensor) -> bool:
     theirs = cls.__mro__[1] if hasattr(cls, "fastkernels") else cls
     if not isinstance(norm, nn.LayerNorm) or theirs.__name__ != "LayerNorm" or changed(norm):
         return False
-    if getattr(norm, "_fast_norm", False) or torch.is_autocast_enabled(x.device.type):
+    if getattr(norm, "_fast_norm", False) or autocasts(x):
         return False
     return norm.weight is not None and norm.normalized_shape == x.shape[-1:] and norm.weight.dtype == x.dtype
 

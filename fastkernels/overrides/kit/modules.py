@@ -18,15 +18,18 @@ def changed(module: Any) -> bool:
     return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def autocasts(x: torch.Tensor) -> bool:
+    """Whether autocast chooses dtypes of operations on x; meta tensors have none."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:
     """Whether a layer's own code is a product with its weight, all in one dtype.
 
     Adapters, quantized and offloaded weights, hooks and autocast need the layer's own code.
     """
     plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not changed(linear)
-    return plain and all(
-        x.dtype == linear.weight.dtype and not torch.is_autocast_enabled(x.device.type) for x in inputs
-    )
+    return plain and all(x.dtype == linear.weight.dtype and not autocasts(x) for x in inputs)
 
 
 def _of_two(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.block.two_linears import not_linear
 from fastkernels.overrides.kit.chips import H100, H200
+from fastkernels.overrides.kit.modules import autocasts
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
 
 
@@ -62,7 +62,7 @@ class TimmMlp(nn.Module):
     def forward(self, x):
         fc1 = self.fc1
         # An adapter or a hook may have come since the patch.
-        if not_linear(self, "fc1") or fc1.weight.dtype != x.dtype or torch.is_autocast_enabled(x.device.type):
+        if not_linear(self, "fc1") or fc1.weight.dtype != x.dtype or autocasts(x):
             x = self.act(fc1(x))
         else:
             approximate = "tanh" if _tanh(self.act) else "none"

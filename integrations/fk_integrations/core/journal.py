@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 
@@ -17,9 +16,15 @@ class Journal:
         self.steps.append(step)
 
     def set_class(self, instance: Any, cls: type) -> None:
-        """Set `__class__` of an instance, and note the way back."""
-        self.add(partial(setattr, instance, "__class__", type(instance)))
+        """Set `__class__` of an instance, and note the way back, from this class alone."""
+        before: Any = type(instance)
         instance.__class__ = cls
+
+        def back() -> None:
+            if type(instance) is cls:  # else changed since, e.g. for a parametrization
+                instance.__class__ = before
+
+        self.add(back)
 
     def undo(self) -> None:
         while self.steps:

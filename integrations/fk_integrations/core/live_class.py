@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from fastkernels.core.dispatch import proving
@@ -18,6 +19,7 @@ from fk_integrations.core.journal import Journal
 from fk_integrations.verify.trials import Trial, choosing, sizes_of
 
 _LIVE: dict[tuple[type, type, bool, str, bool, bool], type] = {}
+_CLASS: Any = vars(object)["__class__"]
 
 
 def live_class(
@@ -42,10 +44,12 @@ def live_class(
         if trial is not None:
             methods = {n: choosing(getattr(host_class, n), own, op, compiled) for n, own in methods.items()}
         if op:
-            methods = {n: inference_only(getattr(host_class, n), own, op) for n, own in methods.items()}
+            needs = getattr(ours, "needs_host", None)
+            methods = {n: inference_only(getattr(host_class, n), m, op, needs) for n, m in methods.items()}
         body = {
             **methods,
             **_copies(host_class),
+            **({"__class__": _shown_as(host_class)} if op else {}),
             "__module__": host_class.__module__,
             "__qualname__": host_class.__qualname__,
             "fastkernels": ours,
@@ -53,6 +57,11 @@ def live_class(
         }
         _LIVE[key] = type(host_class.__name__, (host_class,), body)
     return _LIVE[key]
+
+
+def _shown_as(host_class: type) -> property:
+    """`__class__` of an object: the host's class, by which hosts and PyTorch look objects up or derive classes."""
+    return property(lambda self: host_class, lambda self, cls: _CLASS.__set__(self, cls))
 
 
 def copied(self: Any, memo: dict[int, Any] | None = None) -> Any:
@@ -115,17 +124,26 @@ def replace_attribute(
 
 
 @cache
-def inference_only(theirs: Callable[..., Any], ours: Callable[..., Any], op: str) -> Callable[..., Any]:
+def inference_only(
+    theirs: Callable[..., Any], ours: Callable[..., Any], op: str, needs: Callable[[Any], str | None] | None = None
+) -> Callable[..., Any]:  # fmt: skip
     """Make a function that runs `ours`, but `theirs` in a call that needs gradients: our kernels compute none.
 
     A call needs gradients if one of its tensors, or a parameter of a module among its arguments, requires them; in
-    forward mode every call does.
+    forward mode every call does. `theirs` also runs in torch.func.vmap, and if needs(self) is a reason: why the
+    parts that ours does not call have to run, as they are now.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         backward = torch.is_grad_enabled() and (_requires_grad(args) or _requires_grad(kwargs.values()))
         if backward or forward_ad._current_level >= 0:
-            _note_gradients(op)
+            _note(op, "the call needs gradients; inference runs ours in torch.no_grad()")
+            return theirs(*args, **kwargs)
+        if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
+            _note(op, "torch.func transforms the call")
+            return theirs(*args, **kwargs)
+        if needs is not None and (reason := needs(args[0])) is not None:
+            _note(op, reason)
             return theirs(*args, **kwargs)
         return ours(*args, **kwargs)
 
@@ -148,10 +166,10 @@ def _requires_grad(values: Any) -> bool:
 
 
 @torch._dynamo.assume_constant_result
-def _note_gradients(op: str) -> None:
-    """Count a call that needs gradients; in compiled code once, while it is traced."""
+def _note(op: str, reason: str) -> None:
+    """Count a call that runs the host's code; in compiled code once, while it is traced."""
     for found in proving(op)[:1]:
-        found.note("the call needs gradients; inference runs ours in torch.no_grad()")
+        found.note(reason)
 
 
 def called(cls: type, method: str = "forward") -> dict[str, FunctionType]:
