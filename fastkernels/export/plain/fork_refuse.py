@@ -65,15 +65,8 @@ def activated(linear: Any, act: Any, x: torch.Tensor) -> torch.Tensor:
     return act(linear(x))
 
 
-def linears(pairs: Any, joined: bool = False) -> list[torch.Tensor]:
-    found = [layer(x) for layer, x in pairs]
-    if joined:
-        found[-2:] = [torch.cat(found[-2:], dim=1)]
-    return found
-
-
-def mlps(first: Any, x: torch.Tensor, second: Any, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return first(x), second(y)
+def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> torch.Tensor:
+    return torch.cat((of_a(a), of_b(b)), dim=1)
 
 
 def modulated_pair(norm: Any, text: torch.Tensor, image: torch.Tensor, emb: torch.Tensor) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
 from fastkernels.overrides.diffusion.qk_norm_rope import qk_norm_rope
 from fastkernels.overrides.kit.chips import H100, H200
-from fastkernels.overrides.kit.modules import linears
+from fastkernels.overrides.kit.modules import joined_linears
 
 
 class DiffusersAttnProcessor2_0:
@@ -48,7 +48,7 @@ class DiffusersAttnProcessor2_0:
             attention_mask = mask.view(batch, attn.heads, -1, mask.shape[-1])
         if encoder_hidden_states is not None and attn.norm_cross:
             context = attn.norm_encoder_hidden_states(context)
-        projected = linears([(attn.to_q, x), (attn.to_k, context), (attn.to_v, context)])
+        projected = attn.to_q(x), attn.to_k(context), attn.to_v(context)
         q, k, v = (t.unflatten(-1, (attn.heads, -1)) for t in projected)
         q = q if attn.norm_q is None else attn.norm_q(q)
         k = k if attn.norm_k is None else attn.norm_k(k)
@@ -96,16 +96,21 @@ class DiffusersFluxAttnProcessor:
             given = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
             return theirs.__call__(self, attn, *given)
         text = None if attn.added_kv_proj_dim is None else encoder_hidden_states
-        q, k, v, text_q, text_k = _projected(attn, hidden_states, text)
+        which = "qkv" if text is None or attn.fused_projections else "qk"
+        q, k, *of_image = _heads(attn, hidden_states, "to_{}", "to_qkv", which)
+        text_q, text_k, *of_text = _heads(attn, text, "add_{}_proj", "to_added_qkv", which)
+        if text is not None and not of_image:
+            both = joined_linears(attn.add_v_proj, text, attn.to_v, hidden_states)
+            of_image = [both.unflatten(-1, (-1, attn.head_dim))]
+        v = torch.cat((*of_text, *of_image), dim=1) if of_text else of_image[0]
         q = _positioned(attn, "q", q, text_q, image_rotary_emb)
         k = _positioned(attn, "k", k, text_k, image_rotary_emb)
         found = attend(q, k, v, attn.head_dim**-0.5, attention_mask).to(q.dtype)
         if encoder_hidden_states is None:
             return found
         texts = encoder_hidden_states.shape[1]
-        of_text, of_image = (t.contiguous() for t in found.split((texts, found.shape[1] - texts), dim=1))
-        image, of_text = linears([(attn.to_out[0], of_image), (attn.to_add_out, of_text)])
-        return attn.to_out[1](image), of_text  # type: ignore[return-value]
+        image = attn.to_out[1](attn.to_out[0](found[:, texts:].contiguous()))
+        return image, attn.to_add_out(found[:, :texts].contiguous())  # type: ignore[return-value]
 
 
 def _elsewhere(processor: Any) -> str | None:
@@ -116,24 +121,13 @@ def _elsewhere(processor: Any) -> str | None:
     return None if backend in (None, "native") else f"set_attention_backend({backend!r})"
 
 
-def _projected(attn: Any, x: torch.Tensor, text: torch.Tensor | None) -> tuple[Any, ...]:
-    """Queries, keys and values [B, S, H, head_dim] of x [B, S, C], and queries and keys of the text, or None.
-
-    The values are those of the text, too, in front. Of projections, or of the fused ones.
-    """
-    found: list[torch.Tensor]
+def _heads(attn: Any, x: torch.Tensor | None, projection: str, fused: str, which: str) -> list[Any]:
+    """Queries and keys, or values, too, [B, S, H, head_dim] of x [B, S, C]; of projections or of the fused one."""
+    if x is None:
+        return [None, None]
     if attn.fused_projections:
-        found = list(attn.to_qkv(x).chunk(3, dim=-1))
-        if text is not None:
-            text_q, text_k, v = attn.to_added_qkv(text).chunk(3, dim=-1)
-            found = [*found[:2], text_q, text_k, torch.cat((v, found[2]), dim=1)]
-    elif text is None:
-        found = linears([(attn.to_q, x), (attn.to_k, x), (attn.to_v, x)])
-    else:
-        of_text = (attn.add_q_proj, text), (attn.add_k_proj, text), (attn.add_v_proj, text)
-        found = linears([(attn.to_q, x), (attn.to_k, x), *of_text, (attn.to_v, x)], joined=True)
-    q, k, *texts, v = (t.unflatten(-1, (-1, attn.head_dim)) for t in found)
-    return q, k, v, *(texts or (None, None))
+        return [t.unflatten(-1, (-1, attn.head_dim)) for t in getattr(attn, fused)(x).chunk(3, dim=-1)]
+    return [getattr(attn, projection.format(part))(x).unflatten(-1, (-1, attn.head_dim)) for part in which]
 
 
 def _positioned(

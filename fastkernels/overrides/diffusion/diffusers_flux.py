@@ -18,7 +18,7 @@ from fastkernels.overrides.diffusion.diffusers import (
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.diffusion.modulated_pair import modulated_pair
 from fastkernels.overrides.kit.chips import H100
-from fastkernels.overrides.kit.modules import changed, linear_of_two, mlps
+from fastkernels.overrides.kit.modules import changed, linear_of_two
 from fastkernels.overrides.linear.gelu_epilogue import activated
 
 
@@ -140,11 +140,10 @@ class DiffusersFluxTransformerBlock(nn.Module):
             **(joint_attention_kwargs or {}),
         )
         image, x = _gated(hidden_states, found, gate, self.norm2, (scale, shift))
-        text, c_x = _gated(encoder_hidden_states, c_found, c_gate, self.norm2_context, (c_scale, c_shift))
-        found, c_found = mlps(self.ff, x, self.ff_context, c_x)
-        image, _ = _gated(image, found, gate_mlp)
+        image, _ = _gated(image, self.ff(x), gate_mlp)
         image = sum(adapters, image)  # of images (IP-Adapter)
-        text, _ = _gated(text, c_found, c_gate_mlp)
+        text, x = _gated(encoder_hidden_states, c_found, c_gate, self.norm2_context, (c_scale, c_shift))
+        text, _ = _gated(text, self.ff_context(x), c_gate_mlp)
         return _clipped(text), image
 
 

@@ -1,16 +1,13 @@
-"""Parts of host modules: whether other code runs around one, and products together or without a concatenation."""
+"""Parts of host modules: whether other code runs around one, and products that save a concatenation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastkernels.core.dispatch import functional
-from fastkernels.overrides.kit.streams import at_once
 
 
 def changed(module: Any) -> bool:
@@ -56,71 +53,36 @@ def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
     return _linear_of_two(a, b, linear.weight, linear.bias)
 
 
-def _write(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    x, out = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
+def _side_by_side(
+    a: torch.Tensor, b: torch.Tensor, of_a: torch.Tensor, of_b: torch.Tensor, bias_a: torch.Tensor | None,
+    bias_b: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    out = _side_by_side_like(a, b, of_a)
+    for i in range(len(out)):
+        for x, into, weight, bias in (
+            (a[i], out[i, : a.shape[1]], of_a, bias_a), (b[i], out[i, a.shape[1] :], of_b, bias_b),
+        ):  # fmt: skip
+            if bias is None:
+                torch.mm(x, weight.t(), out=into)
+            else:
+                torch.addmm(bias, x, weight.t(), out=into)
+    return out
 
 
-def _products(
-    xs: list[torch.Tensor], weights: list[torch.Tensor], biases: list[torch.Tensor | None], joined: bool
-) -> list[torch.Tensor]:
-    found = _products_like(xs, weights, biases, joined)
-    outs: list[tuple[torch.Tensor, ...]] = [(out,) for out in found]
-    ins: list[tuple[torch.Tensor, ...]] = [(x,) for x in xs]
-    if joined:  # a product for each image: the rows of one image alone are in one piece of memory
-        ins[-2:] = xs[-2].unbind(), xs[-1].unbind()
-        outs[-1:] = [out.unbind() for out in found[-1].split((xs[-2].shape[1], xs[-1].shape[1]), dim=1)]
-    work = [
-        (x.numel() * len(weight), partial(_write, x, weight, bias, out))
-        for x_parts, weight, bias, out_parts in zip(ins, weights, biases, outs, strict=True)
-        for x, out in zip(x_parts, out_parts, strict=True)
-    ]
-    at_once(work, xs[0].device)
-    return found
+def _side_by_side_like(a: torch.Tensor, b: torch.Tensor, of_a: torch.Tensor, *_: Any) -> torch.Tensor:
+    return a.new_empty((len(a), a.shape[1] + b.shape[1], of_a.shape[0]))
 
 
-def _products_like(
-    xs: list[torch.Tensor], weights: list[torch.Tensor], biases: list[torch.Tensor | None], joined: bool
-) -> list[torch.Tensor]:
-    shapes = [[*x.shape[:-1], weight.shape[0]] for x, weight in zip(xs, weights, strict=True)]
-    if joined:
-        shapes[-1][1] += shapes.pop(-2)[1]
-    return [xs[0].new_empty(shape) for shape in shapes]
-
-
-_linears = functional(
-    "linears(Tensor[] x, Tensor[] weight, Tensor?[] bias, bool joined) -> Tensor[]", _products, _products_like
+_joined_linears = functional(
+    "joined_linears(Tensor a, Tensor b, Tensor of_a, Tensor of_b, Tensor? bias_a, Tensor? bias_b) -> Tensor",
+    _side_by_side,
+    _side_by_side_like,
 )
 FEW = 4  # images, for each of which there is a product
 
 
-def linears(pairs: Sequence[tuple[Any, torch.Tensor]], joined: bool = False) -> list[torch.Tensor]:
-    """[layer(x) for layer, x in pairs]; a CUDA graph runs the products of plain layers at the same time.
-
-    joined  the last two results are one, torch.cat((a, b), 1) of tokens [B, T, C], into which the products are written
-    """
-    plain = all(plain_linear(layer, x) and x.dtype == pairs[0][1].dtype for layer, x in pairs)
-    if not plain or (joined and len(pairs[-1][1]) > FEW):
-        found = [layer(x) for layer, x in pairs]
-        if joined:
-            found[-2:] = [torch.cat(found[-2:], dim=1)]
-        return found
-    layers = [layer for layer, _ in pairs]
-    return _linears([x for _, x in pairs], [m.weight for m in layers], [m.bias for m in layers], joined)
-
-
-def _is_mlp(mlp: Any) -> bool:
-    """Whether this is diffusers' MLP, or ours, of two products, and no other code runs around it."""
-    named = type(mlp).__name__ in ("FeedForward", "_FeedForward")
-    return named and len(mlp.net) == 3 and not changed(mlp)
-
-
-def mlps(first: Any, x: torch.Tensor, second: Any, y: torch.Tensor) -> list[torch.Tensor]:
-    """[first(x), second(y)] of MLPs whose parts are `net`: an activated product, a dropout and a product."""
-    if not (_is_mlp(first) and _is_mlp(second)):
-        return [first(x), second(y)]
-    x, y = (mlp.net[1](mlp.net[0](t)) for mlp, t in ((first, x), (second, y)))
-    return linears([(first.net[2], x), (second.net[2], y)])
+def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> torch.Tensor:
+    """torch.cat((of_a(a), of_b(b)), 1) of tokens [B, T, C]; products of plain layers are written into one tensor."""
+    if len(a) > FEW or not (plain_linear(of_a, a) and plain_linear(of_b, b, a)):
+        return torch.cat((of_a(a), of_b(b)), dim=1)
+    return _joined_linears(a, b, of_a.weight, of_b.weight, of_a.bias, of_b.bias)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastkernels
 from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS
-from fastkernels.overrides.kit.modules import linears
+from fastkernels.overrides.kit.modules import joined_linears
 
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models.transformers import transformer_flux as host  # noqa: E402
@@ -285,9 +285,9 @@ def test_values_of_text_and_image_are_one_tensor(kind: str) -> None:
 
     with torch.no_grad():
         with Ran():
-            (found,) = linears([(a, texts), (b, image)], joined=True)
+            found = joined_linears(a, texts, b, image)
         torch.testing.assert_close(found, torch.cat((a(texts), b(image)), dim=1))
-    assert ("fastkernels.linears.default" in ran) == (kind not in ("many", "hook"))
+    assert ("fastkernels.joined_linears.default" in ran) == (kind not in ("many", "hook"))
 
 
 @pytest.mark.parametrize("name", [DOUBLE, SINGLE])
