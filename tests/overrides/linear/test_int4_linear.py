@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fk_bench.core.rows import Status, read
 from support.kernels import emulated_int4
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.linear import int4_linear_cuda as few
 from fastkernels.overrides.linear.linear_int4 import linear_int4, reference
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -98,3 +104,19 @@ def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(RuntimeError, match=reason):
             raise RuntimeError(few.supports_cuda(*call))
     assert [p.name for p in linear_int4.providers][:2] == ["cuda", "triton"]
+
+
+@pytest.mark.slow
+def test_experiment_runs_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(ROOT / "bench/experiments/linear/linear_int4.py"), "--device", "cpu", "--quick",
+               "--tokens", "1,5", "--groups", "128,64", "--zeros", "--out", str(out)]  # fmt: skip
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, warnings = read(out)
+    assert not warnings and {(r.case["tokens"], r.case["group"]) for r in rows} == {
+        (m, group) for m in (1, 5) for group in (128, 64)
+    }
+    for r in rows:
+        assert (r.subject.provider, r.status) == ("triton", Status.OK) and 0 < r.metrics["error"] < 6e-3

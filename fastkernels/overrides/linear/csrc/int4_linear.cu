@@ -6,8 +6,8 @@
 // block multiplies one of SPLITS parts of K, and many tiles of 16 * HEIGHT rows with it. The order of the k axis is free
 // if both operands share it: quad i of a step of 128 columns has columns 32 i to 32 i + 31.
 //
-// Where a step's columns have one scale (EXACT), the tensor cores multiply x by q - z, which no rounding changes, and a
-// step's sums are scaled. Otherwise each weight is (q - z) s, rounded once.
+// Where a step's columns have one scale and tokens are few (EXACT), the tensor cores multiply x by q - z, which no
+// rounding changes, and a step's sums are scaled. Otherwise each weight is (q - z) s, rounded once.
 //
 // PARTS warps have each a part of a tile's steps. They take turns to add what the others leave in shared memory, while
 // those go on with the next tile.
@@ -26,7 +26,7 @@ constexpr int PITCH = 256 * MOST + 64;  // bytes of a token in shared memory: tw
 constexpr int OUTPUTS = HEIGHT * TILES, BUFFERS = 2;  // a slot's sums of one tile are added while it has the next one
 constexpr int SUMS = 512 * OUTPUTS * (PARTS - 1);  // bytes of a buffer
 constexpr int BARRIERS = PARTS > 1 ? 512 : 0;  // bytes
-constexpr bool EXACT = GROUP % 128 == 0;
+constexpr bool EXACT = GROUP % 128 == 0 && TILES < 8;  // with more, sums need too many registers
 static_assert(K % 128 == 0 && K % GROUP == 0 && GROUP % 32 == 0, "a step is 128 columns, and a unit has one scale");
 static_assert(WARPS % PARTS == 0 && SPLITS <= STEPS, "warps of a tile, steps of a split");
 static_assert(16 * BUFFERS * SLOTS <= 512, "two barriers for each buffer");

@@ -1,0 +1,110 @@
+"""Check our CUDA kernel for 4-bit weights on this GPU, then time it against vLLM's Marlin.
+
+    linear_int4.py --out rows.jsonl [--seconds 300] [--tokens 1,4,8,16,32] [--layers 28672x4096,4096x14336]
+        [--groups 128,64] [--zeros] [--dtype bfloat16]
+
+Times are microseconds a call: a CUDA graph has two passes over copies of a weight that together are larger than L2, and
+kernels take turns. Marlin is left out where vLLM is not installed. --device cpu --quick times the Triton kernel on tiny
+shapes in Triton's interpreter, which means nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
+
+import torch
+from experiments.common.graph_clock import Run, against, poisoned, rounds
+
+from fastkernels.overrides.linear import linear_int4 as int4
+from fastkernels.overrides.linear.int4_linear_cuda import linear_int4_cuda
+from fastkernels.overrides.linear.production import _marlin, _marlin_weights
+
+# Llama-3.1-8B, Qwen2.5-7B, a square one of Qwen2.5-32B and its MLP, Llama-3.3-70B's output projection, Gemma-3-4B
+LAYERS = (
+    "6144x4096,4096x4096,28672x4096,4096x14336,37888x3584,3584x18944,5120x5120,27648x5120,8192x8192,2560x9728"
+)
+COPIES = 160 << 20  # bytes of a weight's copies: three times the L2 of an H100
+LIMIT = 6e-3  # relative error: both kernels round weights or sums to 16 bits
+Call = Callable[..., torch.Tensor]
+
+
+def kernels(run: Run, x: torch.Tensor, weights: list[torch.Tensor], scale: torch.Tensor, zero: torch.Tensor | None,
+            ) -> dict[str, list[Callable[[], torch.Tensor]]]:  # fmt: skip
+    """{kernel: a call for each weight}"""
+    ours: Call = linear_int4_cuda if run.cuda else int4.linear_int4_triton
+    found = {"cuda" if run.cuda else "triton": [partial(ours, x, w, scale, zero) for w in weights]}
+    if find_spec("vllm") is not None:
+        marlin: Call = _marlin()
+        packed = [_marlin_weights(x, w, scale, zero) for w in weights]
+        found["marlin"] = [partial(marlin, x, prepared=(p, None)) for p in packed]
+    return found
+
+
+def measure(run: Run, case: dict[str, Any]) -> None:
+    n, k, group = case["n"], case["k"], case["group"]
+    dtype = getattr(torch, case["dtype"])
+    bytes_ = partial(torch.randint, dtype=torch.uint8, device=run.device, generator=run.generator)
+    copies = min(24, COPIES // (n * k // 2) + 1) if run.cuda else 2
+    weights = [bytes_(0, 256, (n, k // 2)) for _ in range(copies)]
+    scale = (torch.rand(n, k // group, device=run.device, generator=run.generator) * k**-0.5).to(dtype)
+    zero = bytes_(0, 16, (n, k // group)) if case["zeros"] else None
+    x = run.randn(case["tokens"], k, dtype=dtype)
+    want = int4.reference(x.float(), weights[0], scale.float(), zero)
+    calls, errors = kernels(run, x, weights, scale, zero), {}
+    for name, each in list(calls.items()):
+        with poisoned():
+            error = ((each[0]().float() - want).norm() / want.norm()).item()
+        errors[name] = error
+        if not error < LIMIT:
+            run.row("check", name, case, f"its relative error is {error:.3g}, over {LIMIT}")
+            del calls[name]
+    times = rounds(run, {name: each * 2 for name, each in calls.items()})
+    for name, samples in times.items():
+        us = sorted(samples)[len(samples) // 2] / len(calls[name]) / 2
+        gain = (
+            {"speedup": against(samples, times["marlin"])} if "marlin" in times and name != "marlin" else {}
+        )
+        run.row(
+            "time", name, case, us=us, error=errors[name], **{m: mean for m, (mean, _) in gain.items()},
+            ci95={m: interval for m, (_, interval) in gain.items()},
+        )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", required=True, help="file of rows (JSONL), which are appended")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit")
+    parser.add_argument("--tokens", default="1,4,8,16,32")
+    parser.add_argument("--layers", default=LAYERS, help="NxK: outputs and inputs")
+    parser.add_argument("--groups", default="128", help="columns that share a scale")
+    parser.add_argument("--zeros", action="store_true", help="with zero points, as AWQ")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="one tiny layer")
+    options = parser.parse_args()
+    run = Run("linear_int4", "linear_int4", options)
+    run.common["baseline"] = "marlin"
+    if find_spec("vllm") is None:
+        print("Marlin is left out: vLLM is not installed")
+    for tokens in options.tokens.split(","):
+        for layer in ["48x256"] if options.quick else options.layers.split(","):
+            for group in options.groups.split(","):
+                if run.left() < 0:
+                    print(f"the time is up before {tokens} tokens of {layer}", file=sys.stderr)
+                    return 1
+                n, k = map(int, layer.split("x"))
+                case = {"tokens": int(tokens), "n": n, "k": k, "group": int(group)}
+                measure(run, {**case, "zeros": options.zeros, "dtype": options.dtype})
+    return bool(run.wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
