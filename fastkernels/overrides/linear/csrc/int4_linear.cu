@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
             const u32 there = barriers + 16 * buffer, parity = done / BUFFERS & 1;
             float4* at = (float4*)(memory + BARRIERS + buffer * SUMS) + lane;
             done++;
-            wait(there + 8, parity ^ 1);  // whoever adds, too: it must not take an earlier tile's sums for these
+            wait(there + 8, parity ^ 1);  // also the warp that adds: an earlier tile may have the same parity
             if (part != adds) {
 #pragma unroll
                 for (int j = 0; j < OUTPUTS; j++) {
