@@ -157,13 +157,12 @@ def _gain(rows: list[Row], honest: list[Row]) -> str:
             return f"it gains: {found:.2f} (at least {least:.2f}), but its honest twin at most {best:.2f}"
         if found > best * (1 + NOISE):
             return f"it may gain: {found:.2f} (at least {least:.2f}), and its honest twin at most {best:.2f}"
-        most, its = (
-            row.metrics["time_us_p80"],
-            twin.metrics.get("time_us_p20", 0.0) if twin is not None else 0.0,
-        )
+        most, its = row.metrics["time_us_p80"], row.metrics["baseline_us_p20"]
+        its = min(its, twin.metrics.get("time_us_p20", 0.0) if twin is not None else 0.0)
         if most * (1 + NOISE) < its:
             return (
-                f"it gains: its calls take at most {most:.2f} us, those of its honest twin at least {its:.2f}"
+                f"it gains: its calls take at most {most:.2f} us, those of its honest twin and of the baseline "
+                f"at least {its:.2f}"
             )
     return ""
 

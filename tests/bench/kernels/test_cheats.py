@@ -38,15 +38,19 @@ def ids(cheat: Cheat) -> str:
 
 
 @pytest.mark.parametrize(
-    ("speedup", "least", "p80", "said"),
+    ("speedup", "least", "p80", "baseline", "said"),
     [
-        (1.1, 1.0, 9.0, ""),
-        (2.0, 1.9, 9.0, "it gains: 2.00"),
-        (2.0, 0.9, 9.0, "it may gain"),
-        (1.1, 1.0, 5.0, "it gains: its"),
+        (1.1, 1.0, 9.0, 9.0, ""),
+        (2.0, 1.9, 9.0, 9.0, "it gains: 2.00"),
+        (2.0, 0.9, 9.0, 9.0, "it may gain"),
+        (1.1, 1.0, 5.0, 9.0, "it gains: its"),
+        (1.1, 1.0, 5.0, 5.0, ""),  # as fast as the baseline, with a slower twin
+        (1.1, 1.0, 5.0, 6.5, "it gains: its"),
     ],
 )
-def test_gain_needs_no_certainty(speedup: float, least: float, p80: float, said: str) -> None:
+def test_gain_needs_no_certainty(
+    speedup: float, least: float, p80: float, baseline: float, said: str
+) -> None:
     """Times that scatter prove nothing, and the baseline's do not hide a gain."""
 
     def row(speedup: float, ends: list[float], times: list[float]) -> Any:
@@ -54,7 +58,7 @@ def test_gain_needs_no_certainty(speedup: float, least: float, p80: float, said:
             "speedup": speedup,
             "time_us_p20": times[0],
             "time_us_p80": times[1],
-            "baseline_us_p20": 9.0,
+            "baseline_us_p20": baseline,
         }
         return SimpleNamespace(case={"name": "a"}, metrics=metrics, ci95={"speedup": ends})
 
