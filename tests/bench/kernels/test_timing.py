@@ -315,6 +315,42 @@ def test_only_up_to_twice_the_slope_is_counted_alone(
     assert counted(mine, base) == expected
 
 
+@pytest.mark.parametrize(
+    ("candidate", "baseline", "busy_us", "valid"),
+    [
+        ((895, 1169), (1000, 1000), 1169, True),  # honest: under CUPTI calls do not overlap
+        ((895, 1400), (1300, 1500), 1400, True),  # so do the baseline's
+        ((4.1, 5.8), (6.0, 6.0), 5.9, True),
+        ((895, 1169), (1000, 1000), 1300, False),  # more than is counted: work outside of both clocks
+        ((2.0, 3.2), (1.2, 1.2), 4.6, False),
+        (
+            (4.1, 5.8),
+            (6.0, 6.0),
+            10.5,
+            False,
+        ),  # the gate is in the time that is counted; twice the slope ends it
+        (
+            (895, 930),
+            (1000, 1000),
+            1169,
+            False,
+        ),  # side by side in a batch and alone no slower: the slope is counted
+    ],
+)
+def test_trace_shows_no_more_than_is_counted(
+    candidate: tuple[float, float], baseline: tuple[float, float], busy_us: float, valid: bool
+) -> None:
+    mine, base = queued(*candidate, 1, 0.1), queued(*baseline, 2, 0.1)
+    alone, said = timing.counted_alone(mine, base), timing.invalid(mine, base, 0.0, 1e-6 * busy_us)
+    assert (said == "") is valid and said.startswith("" if valid else "CUPTI saw kernels")
+    assert ("of calls alone" in said) is (alone is not None and not valid)
+    found = timing.speedup(mine, base, base, alone=alone)
+    if valid:  # the score has at least the time that the trace shows
+        assert alone is not None and found.time > 1e-6 * busy_us / 1.05 - timing.TRACED_S
+    mine.produced = False  # nothing is counted alone, so the slope must explain the trace
+    assert "the judge's clock " in timing.invalid(mine, base, 0.0, 1e-6 * busy_us)
+
+
 def test_row_counted_alone_has_both_times() -> None:
     row: Any = SimpleNamespace(metrics={}, case={}, ci95={})
     timed = Timed(queued(895, 1169, 1, 0.1), queued(1000, 1000, 2, 0.1), queued(1000, 1000, 3, 0.1))
