@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.candidate import from_directory
+from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.patch import PatchError
 from fk_bench.core import machine
 from fk_bench.core.output import last_line, table
@@ -49,9 +50,13 @@ def run(
     A folder of an interrupted run with the same settings is continued. Raises ConfigError.
     """
     names = comma_list("--lanes", lanes or "stock,compiled,patched", str)
-    unknown = [n for n in names if n not in LANES]
-    if unknown or names[0] != "stock":
-        raise ConfigError(f"--lanes {lanes!r}: begin with stock, then any of {', '.join(LANES[1:])}")
+    if names[:1] != ("stock",) or len({*names}) < len(names) or not {*names} <= {*LANES}:
+        raise ConfigError(
+            f"--lanes {lanes!r}: begin with stock, then any of {', '.join(LANES[1:])}, each once;"
+            " they are compared with stock"
+        )
+    if steps < 1 or image_size < 0:
+        raise ConfigError("--steps must be at least 1, and --image-size at least 0")
     if compiler.graphs and not compiler.blocks:
         raise ConfigError(
             "--cuda-graphs needs --compile-blocks: for whole models, choose a mode that has graphs"
@@ -70,7 +75,10 @@ def run(
         )
     if dtype == "auto":
         dtype = machine.fast_dtype()
-    chosen = tuple(comma_list("--ops", ops, str)) if ops else None
+    try:
+        chosen = check_names(comma_list("--ops", ops, str)) if ops else None
+    except UnknownName as error:
+        raise ConfigError(f"--ops: {error}") from None
     files = {op: str(file) for op, file in from_directory(candidate).items()} if candidate else None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     made_with = {
