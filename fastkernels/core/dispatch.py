@@ -28,6 +28,9 @@ from fastkernels.core.tuning import Key
 
 log = logging.getLogger("fastkernels")
 LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
+only_overload = (
+    False  # True: compiled code calls `Op.overload` alone, by which a host's compiler passes find our ops
+)
 OPS: dict[str, Op] = {}
 _around: Callable[[Op, Provider], Provider] | None = None
 _direct: set[int] = set()  # threads; see direct_calls
@@ -106,6 +109,8 @@ class Op:
 
     key         how to look a call up in a tuned table; None for an op without a table
     functional  for an op that mutates arguments: the torch op that returns their new values instead
+    unchanging  for an op that mutates only arguments that may be None: (their positions, the torch op of compiled calls
+                in which all of them are). Inductor of torch 2.13 cannot compile `overload` for these
     left        {reason: calls} that a seam left to the host because of the op's table; these are not fallbacks
     """
 
@@ -118,6 +123,7 @@ class Op:
     left: dict[str, int] = field(default_factory=dict)
     candidate: Provider | None = None
     functional: Callable[..., Any] | None = None
+    unchanging: tuple[tuple[int, ...], Any] | None = None
     _order: dict[str, list[Provider]] = field(default_factory=dict)
     _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict)
     _faster: dict[str, tuned.Lookup[Provider | None]] = field(default_factory=dict)
@@ -126,7 +132,13 @@ class Op:
     _requested: str | None = None
 
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args) if _direct and get_ident() in _direct else self.overload(*args)
+        if _direct and get_ident() in _direct:
+            return self.run(*args)
+        if self.unchanging is not None and not only_overload and torch.compiler.is_dynamo_compiling():
+            positions, overload = self.unchanging
+            if all(i >= len(args) or args[i] is None for i in positions):
+                return overload(*args)
+        return self.overload(*args)
 
     def body(self, device: str) -> Callable[..., Any]:
         """Make the implementation of torch.ops.fastkernels.NAME for a device type: pick the provider, run it."""
@@ -370,6 +382,14 @@ def define(
         LIBRARY.impl(name, op.body(device.lower()), device)
     torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
     op.overload = getattr(torch.ops.fastkernels, name).default
+    mutated = [(i, a) for i, a in enumerate(op.overload._schema.arguments) if a.is_write]
+    if mutated and all(isinstance(a.type, torch.OptionalType) for _, a in mutated):
+        pure = f"{name}.unchanging"
+        LIBRARY.define(schema.replace(name, pure, 1).replace("(a!)", "").replace("(b!)", ""))
+        for device in ("CPU", "CUDA"):
+            LIBRARY.impl(pure, op.body(device.lower()), device)
+        torch.library.register_fake(f"fastkernels::{pure}", fake, lib=LIBRARY)
+        op.unchanging = tuple(i for i, _ in mutated), getattr(torch.ops.fastkernels, name).unchanging
     OPS[name] = op
     return op
 

@@ -40,6 +40,17 @@ DOUBLE = define(
 )
 
 
+def _total(x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    return x.clone() if total is None else total.add_(x).clone()
+
+
+TOTAL = define(
+    "test_total(Tensor x, Tensor(a!)? total=None) -> Tensor",
+    fake=lambda x, total=None: torch.empty_like(x),
+    providers=(Provider("reference", _total, devices=("cuda", "cpu")),),
+)
+
+
 @pytest.fixture(autouse=True)
 def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     for variable in ("FASTKERNELS_PROVIDER", "FASTKERNELS_STRICT", "TRITON_INTERPRET"):
@@ -48,6 +59,26 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     yield DOUBLE
     DOUBLE.set_candidate(None)
     DOUBLE.reset()
+
+
+def test_compiled_code_does_not_change_an_argument_of_none() -> None:
+    def run(x: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+        return TOTAL(x, total) + 1
+
+    x, total, nodes = torch.ones(3), torch.full((3,), 4.0), list[str]()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        nodes.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend=backend)
+    assert torch.equal(compiled(x), torch.full((3,), 2.0)) and TOTAL.calls == 1
+    assert torch.equal(compiled(x, total), torch.full((3,), 6.0)) and total.tolist() == [5.0] * 3
+    assert [n for n in nodes if "test_total" in n] == [
+        "fastkernels.test_total.unchanging", "fastkernels.test_total.default",
+    ]  # fmt: skip
+    assert DOUBLE.unchanging is None
 
 
 def test_op_is_a_torch_op_and_counts_calls(op: Op) -> None:

@@ -11,6 +11,7 @@ from fk_integrations.vllm.fx_fusions import fuse_quantization
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fastkernels.core import dispatch
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.linear.linear_fp8 import linear_fp8
 from fastkernels.overrides.norm.rms_norm import rms_norm
@@ -20,6 +21,12 @@ from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
 
 OPS = (rms_norm, silu_and_mul, quantize_fp8, rms_norm_quant_fp8, silu_mul_quant_fp8, linear_fp8)
 HIDDEN, INNER = 64, 48
+
+
+@pytest.fixture(autouse=True)
+def as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """compiler_pass.py, which imports vLLM, does the same."""
+    monkeypatch.setattr(dispatch, "only_overload", True)
 
 
 class Pass(CustomGraphPass):

@@ -12,7 +12,7 @@ from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
-from fastkernels.core import registry
+from fastkernels.core import dispatch, registry
 from fastkernels.core.spec import Case
 from fastkernels.overrides.linear.linear import linear
 
@@ -53,7 +53,8 @@ class Pass:
 
 
 @pytest.fixture(autouse=True)
-def as_in_vllm() -> Iterator[None]:
+def as_in_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(dispatch, "only_overload", True)  # as compiler_pass.py, which imports vLLM
     with torch._inductor.config.patch(enable_auto_functionalized_v2=False), torch.no_grad():
         yield
 

@@ -241,7 +241,8 @@ class DiffusersResnetBlock2D(nn.Module):
                 return f"its norm is {type(norm).__name__}, not GroupNorm"
             if changed(norm):
                 return "its norm's forward was replaced by other code"
-        return DiffusersResnetBlock2D.needs_host(module)
+        found = type(module.nonlinearity).__name__
+        return None if isinstance(module.nonlinearity, nn.SiLU) else f"its activation is {found}, not SiLU"
 
     @staticmethod
     def needs_host(module: Any) -> str | None:
