@@ -28,9 +28,8 @@ from fastkernels.core.tuning import Key
 
 log = logging.getLogger("fastkernels")
 LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
-only_overload = (
-    False  # True: compiled code calls `Op.overload` alone, by which a host's compiler passes find our ops
-)
+# True: compiled code calls `Op.overload` alone, by which a host's compiler passes find our ops.
+only_overload = False
 OPS: dict[str, Op] = {}
 _around: Callable[[Op, Provider], Provider] | None = None
 _direct: set[int] = set()  # threads; see direct_calls
