@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -376,18 +377,12 @@ def define(
     """
     name = schema.partition("(")[0].strip()
     op = Op(name, tuple(providers), key)
-    LIBRARY.define(schema)
-    for device in ("CPU", "CUDA"):
-        LIBRARY.impl(name, op.body(device.lower()), device)
-    torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
+    bodies = {device: op.body(device.lower()) for device in ("CPU", "CUDA")}
+    _register(schema, bodies, fake)
     op.overload = getattr(torch.ops.fastkernels, name).default
     mutated = [(i, a) for i, a in enumerate(op.overload._schema.arguments) if a.is_write]
     if mutated and all(isinstance(a.type, torch.OptionalType) for _, a in mutated):
-        pure = f"{name}.unchanging"
-        LIBRARY.define(schema.replace(name, pure, 1).replace("(a!)", "").replace("(b!)", ""))
-        for device in ("CPU", "CUDA"):
-            LIBRARY.impl(pure, op.body(device.lower()), device)
-        torch.library.register_fake(f"fastkernels::{pure}", fake, lib=LIBRARY)
+        _register(re.sub(r"\(\w!\)", "", schema).replace("(", ".unchanging(", 1), bodies, fake)
         op.unchanging = tuple(i for i, _ in mutated), getattr(torch.ops.fastkernels, name).unchanging
     OPS[name] = op
     return op
@@ -395,12 +390,17 @@ def define(
 
 def functional(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define torch.ops.fastkernels.NAME without providers: a second form of an op (see `Op.onto`)."""
-    name = schema.partition("(")[0]
+    _register(schema, dict.fromkeys(("CPU", "CUDA"), fn), fake)
+    return getattr(torch.ops.fastkernels, schema.partition("(")[0]).default
+
+
+def _register(schema: str, bodies: dict[str, Callable[..., Any]], fake: Callable[..., Any]) -> None:
+    """Define an op, or an overload 'NAME.OVERLOAD(...)', for the devices of `bodies`."""
+    name = schema.partition("(")[0].strip()
     LIBRARY.define(schema)
-    for device in ("CPU", "CUDA"):
-        LIBRARY.impl(name, fn, device)
+    for device, body in bodies.items():
+        LIBRARY.impl(name, body, device)
     torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.fastkernels, name).default
 
 
 @contextmanager

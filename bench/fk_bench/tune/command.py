@@ -36,7 +36,6 @@ from fk_bench.tune.screen import Screen
 MODEL_BATCHES, LEAST_CONTEXT = "1,8,32,16,64", 1024  # the most important first
 ROUNDS, MODEL_ROUNDS = 20, 8
 BATCHES = "1,2,4,8,16,32,64,128,256"
-EARLY = True  # on a GPU processes start before a model's config is read
 ROUND_S = 0.1  # approximate seconds of the timed batches of a round
 TRUTH = {"True": True, "False": False}  # in a shape, as hints print them
 CONTEXTS = "512,2048,8192,32768"
@@ -132,7 +131,7 @@ def tune_command(
     sides, ready = Sides(where, {}, Options.cage, timeout, None), None
     atexit.register(sides.close)
     try:
-        if EARLY and where == "cuda" and _has_model(ops or ()):
+        if where == "cuda" and _has_model(ops or ()):
             # All that imports for seconds starts before the model's config is read and its points are listed.
             sides.begin()
             ready = Ready(where)

@@ -25,7 +25,6 @@ from fk_bench.tune.choice import NOTHING, Choice
 from fk_bench.tune.model_shapes import distinct, named
 from fk_bench.tune.screen import Screen
 
-PREPARES = True  # the judge's processes import and compile baselines while kernels compile
 SCREEN_ROUNDS, SCREEN_S = 3, 0.1  # to rank the choices; entries are judged in full
 STAGES = ("screen", "final", "control", "low end")
 
@@ -189,8 +188,6 @@ class Tuner:
         """Start the judge's processes, and let them import and compile what the first point of each op needs."""
         for who in ("candidate", "baseline"):
             self.judge.sides.trusted(who)
-        if not PREPARES:
-            return
         for name, (shape, sizes, several) in {p[0]: p[1:] for p in reversed(points) if p[3]}.items():
             spec, _, key = key_of(name)
             self.judge.prepare(name, trial_of(spec, key, shape, sizes, "tune"), several[0].provider)

@@ -20,7 +20,6 @@ from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerP
 
 REFERENCE = "reference"
 AT_ONCE = 1 << 24  # values of outputs that are compared at once
-ROUNDING_FIRST = True  # False: the reference runs in the outputs' dtypes for each call that is checked
 SUSPECTS = 4  # calls whose outputs differ most from the baseline's are compared with the oracle
 
 
@@ -279,7 +278,7 @@ class Checks:
 
     def _expect(self, slots: Slots, slot: int) -> Expected:
         """The oracle's result for a slot, from memory that no other process sees."""
-        dtypes = None if self._natively or not ROUNDING_FIRST else [out.dtype for out in slots.outs]
+        dtypes = None if self._natively else [out.dtype for out in slots.outs]
         return expect(self.spec, self.case, slots.args_of(slot), self.mode, dtypes)
 
     def _compare(

@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-ON = True  # False: Slots fills with PyTorch, as on a CPU
 BLOCK = 4096
 SCALED = torch.float16, torch.bfloat16, torch.float32
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -118,7 +118,7 @@ class Slots:
             free = [a and not r["shared"] for a, r in zip(self._alone, self._regions(), strict=True)]
             self._permuter = Permuter(first, self.spec.permutable(*first), free)
         self._numel = [t.numel() for t in layout.tensors(first)]
-        self.by_kernel = self.device == "cuda" and filling.ON
+        self.by_kernel = self.device == "cuda"
 
     def args_of(self, slot: int) -> list[Any]:
         """A slot's arguments in private memory."""
