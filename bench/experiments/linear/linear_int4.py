@@ -27,7 +27,7 @@ from fastkernels.overrides.linear import linear_int4 as int4
 from fastkernels.overrides.linear.int4_linear_cuda import linear_int4_cuda
 from fastkernels.overrides.linear.production import _marlin, _marlin_weights
 
-# Llama-3.1-8B, Qwen2.5-7B, a square one of Qwen2.5-32B and its MLP, Llama-3.3-70B's output projection, Gemma-3-4B
+# Four of Llama-3.1-8B, two of Qwen2.5-7B, two of Qwen2.5-32B, one of Llama-3.3-70B and one of Qwen3-4B
 LAYERS = (
     "6144x4096,4096x4096,28672x4096,4096x14336,37888x3584,3584x18944,5120x5120,27648x5120,8192x8192,2560x9728"
 )
