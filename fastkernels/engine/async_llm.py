@@ -210,12 +210,16 @@ class AsyncLLM:
             while not self._stopped:
                 try:
                     self._take(block=not self.engine.has_unfinished_requests())
+                    outputs: list[Any] = []
                     if not self._stopped and self.engine.has_unfinished_requests():
-                        self._send([(o.request_id, o) for o in self.engine.step()])
+                        outputs = self.engine.step()
                         self._failed_in_a_row = 0
-                    stats = self.engine.take_stats()
-                    if self.on_step is not None:
-                        self.on_step(stats)
+                    try:  # before the outputs: a client that has its answer finds it counted in /metrics
+                        stats = self.engine.take_stats()
+                        if self.on_step is not None:
+                            self.on_step(stats)
+                    finally:
+                        self._send([(o.request_id, o) for o in outputs])
                 except Exception as error:
                     self._step_failed(error)
         finally:

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -111,6 +112,18 @@ async def test_batch_is_queued_completely_or_not_at_all(llm):
     few = [llm.make_request(f"b{i}", [5], params(3)) for i in range(4)]
     stream = await llm.open(few)
     assert [i for i, _ in sorted(await stream.rest())] == [0, 1, 2, 3]
+
+
+async def test_an_answer_is_counted_before_it_arrives(llm):
+    counted = []
+
+    def slow(stats):
+        time.sleep(0.05)  # an answer that is sent first arrives in this time
+        counted.append(stats.generation_tokens)
+
+    llm.on_step = slow
+    await collect(llm, "a", max_tokens=3, kind=RequestOutputKind.FINAL_ONLY)
+    assert sum(counted) == 3
 
 
 async def test_stats_do_not_accumulate_without_on_step(llm):
