@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +123,7 @@ def parts(settings: Settings) -> list[Part]:
         *_models(settings),
         *_kernels(settings),
         *_experiments(settings),
+        *_pictures(settings),
         *_servers(settings),
         *_hosts(settings),
     ]
@@ -177,8 +179,11 @@ def _kernels(a: Settings) -> list[Part]:
     sizes = ("--batch", "1,8,32,256", "--context", "576", "--compilers", "--out", a.file("explain"))
     models = [fk("explain", m, *sizes) for m in ("llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")]
     truth = experiment("judge/judge_check", "--out", a.file("judge-truth"))
+    cheats = fk("kernels", "--cheats", "--device", "cuda", "--out", a.file("cheats"))
+    tune = fk("tune", "qwen3-8b", "--run", a.file("tune"), "--out", a.file("tune.json"))
     return [
         *made, Part("agreement", twice, 100), Part("judge-truth", (truth,), 60), Part("explain", tuple(models), 260),
+        Part("cheats", (cheats,), 200), Part("tune", (tune,), 130),
     ]  # fmt: skip
 
 
@@ -203,7 +208,43 @@ def _experiments(a: Settings) -> list[Part]:
             a.file("skinny-linear.jsonl"), after=("linear",)),
         one("moe-tiles", 140, "moe/moe_tiles", "moe-tiles", "--table", a.file("moe-tiles-table.json")),
     ]  # fmt: skip
+    if "vllm" in a.hosts:  # beside vLLM's Marlin
+        int4 = experiment("linear/linear_int4", "--out", a.file("linear-int4.jsonl"), python=a.hosts["vllm"])
+        made.append(Part("linear-int4", (int4,), 300))
     return made
+
+
+def not_installed() -> list[str]:
+    """Return the packages of image models that this Python lacks."""
+    return [name for name in ("diffusers", "timm") if find_spec(name) is None]
+
+
+def _pictures(a: Settings) -> list[Part]:
+    """Image models: the host, the compiled host, and both with the patch."""
+    if not_installed():
+        return []
+    compiled = ("--compile-mode", "default", "--compile-blocks", "--cuda-graphs", "--dtype", "bfloat16")
+    lanes = "stock,compiled,patched-compiled"
+
+    def one(part: str, seconds: float, model: str, host: str, *more: str) -> Part:
+        host_and_lanes = ("--hosts", host, "--lanes", lanes, *compiled)
+        return Part(part, (fk("e2e", model, *host_and_lanes, *more, "--out", a.file(part)),), seconds)
+
+    made: list[Part] = []
+    for name, model, steps in (("flux", "flux.1", "28"), ("sdxl", "sdxl", "50")):
+        sizes = ("--image-size", "1024", "--channels-last")
+        made += [
+            one(f"pictures-{name}{suffix}", seconds, model, "diffusers", *sizes, *more)
+            for suffix, seconds, more in (
+                ("", 190, ("--requests", "1", "--steps", "4", "--rounds", "3", "--costs")),
+                ("-4", 200, ("--requests", "4", "--steps", "4", "--rounds", "2")),
+                ("-steps", 210, ("--requests", "1", "--steps", steps, "--rounds", "2")),
+            )
+        ]
+    batches = ("--requests", "1,8,32", "--rounds", "3", "--load-format", "dummy")
+    return made + [
+        one(f"pictures-{m}", 120, m, "timm", *batches) for m in ("siglip2", "dinov3", "swinv2", "vjepa2")
+    ]
 
 
 def _servers(a: Settings) -> list[Part]:
@@ -298,7 +339,7 @@ def _many_models(python: str, a: Settings) -> list[Part]:
         "models": (1300, ("--no-table", "--loads", "all", "--again", "0.98", "--side-by-side", "5")),
         "engine": (900, ("--with-engine", "--side-by-side", "4")),
     }
-    return [
+    made = [
         Part(
             f"patch-{name}",
             (fk("patch-compare", "all", *way, *more, "--out", a.file(f"patch-{name}")),),
@@ -306,6 +347,11 @@ def _many_models(python: str, a: Settings) -> list[Part]:
         )
         for name, (seconds, more) in tables.items()
     ]
+    sparse = fk("patch-compare", "gpt-oss-20b", *way, "--with-engine", "--out", a.file("patch-gpt-oss"))
+    formats = experiment(
+        "checkpoints/formats", "--vllm", python, "--formats", "awq,gptq", "--layers", "0", "--out", a.file("formats")
+    )  # fmt: skip
+    return [*made, Part("patch-gpt-oss", (sparse,), 300), Part("formats", (formats,), 260)]
 
 
 def _works(a: Settings, host: str, letter: str, features: str) -> Part:
@@ -365,7 +411,11 @@ def main() -> int:
     os.chdir(ROOT)
     settings, plan = Settings.read(env), env.get("RUN") == "echo"
     not_set = [name for name in ("VLLM", "SGLANG", "TEXT_MODEL") if not env.get(name)]
-    without = f"parts that need {', '.join(not_set)} are left out: not set" if not_set else ""
+    without = "; ".join(
+        f"parts that need {', '.join(names)} are left out: not {what}"
+        for names, what in ((not_set, "set"), (not_installed(), "installed"))
+        if names
+    )
     try:
         if env.get("RUN") and not plan:
             raise ConfigError(f"RUN={env['RUN']}: RUN=echo prints the plan; leave RUN out to run it")

@@ -14,6 +14,7 @@ import pytest
 import typer
 from fk_bench.cli import app
 from fk_bench.core.rows import read
+from fk_bench.e2e.pictures.measure import LANES
 from fk_bench.serving.config import CompareConfig
 from fk_bench.tables.results import GROUPS
 from support.h200_plan import ROOT, commands, given, planned
@@ -54,10 +55,10 @@ def test_parts_use_existing_commands_and_options(tmp_path: Path) -> None:
                 scripts.add(Path(line[1]).stem)
                 text = (ROOT / line[1]).read_text()
                 assert all(f'"{option}"' in text for option in options), line
-    assert seen == {"kernels", "diff", "explain", "e2e", "patch-compare", "serve-compare", "tables"}
+    assert seen == {"kernels", "diff", "explain", "e2e", "patch-compare", "serve-compare", "tables", "tune"}
     assert {
         "make_checkpoint", "ragged_prompts", "skinny_linear", "linear_fp8", "decode_attention", "decode_step",
-        "moe_tiles", "quality", "works_with",
+        "moe_tiles", "quality", "works_with", "formats", "linear_int4",
     } <= scripts  # fmt: skip
 
 
@@ -92,6 +93,18 @@ def test_every_server_load_has_a_part(tmp_path: Path) -> None:
     assert after(lines["servers-vllm"], "--rounds") == ["5"]
     quick = commands(planned(tmp_path, QUICK="1"))
     assert all(after(quick[name][0], "--rounds") == ["3"] for name in SERVERS)
+
+
+def test_image_models_are_measured_with_their_hosts(tmp_path: Path) -> None:
+    found = commands(planned(tmp_path, ONLY="pictures*"))
+    assert len(found) == 1 + 6 + 4  # and the tables
+    for name, (line, *_) in found.items():
+        if name:
+            host = "diffusers" if {"flux.1", "sdxl"} & set(line) else "timm"
+            lanes = after(line, "--lanes")[0].split(",")
+            assert lanes[0] == "stock" and {*lanes} <= {*LANES}
+            assert after(line, "--hosts") == [host] and after(line, "--out") == [str(tmp_path / name)]
+    assert h200.not_installed() == []
 
 
 def test_two_gpu_parts_have_two_after_prerequisites(tmp_path: Path) -> None:
