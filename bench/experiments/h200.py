@@ -208,7 +208,7 @@ def _experiments(a: Settings) -> list[Part]:
             a.file("skinny-linear.jsonl"), after=("linear",)),
         one("moe-tiles", 140, "moe/moe_tiles", "moe-tiles", "--table", a.file("moe-tiles-table.json")),
     ]  # fmt: skip
-    if "vllm" in a.hosts:  # beside vLLM's Marlin
+    if "vllm" in a.hosts:  # next to vLLM's Marlin
         int4 = experiment("linear/linear_int4", "--out", a.file("linear-int4.jsonl"), python=a.hosts["vllm"])
         made.append(Part("linear-int4", (int4,), 300))
     return made
