@@ -48,8 +48,8 @@ def hub_name(model: str) -> str:
 
 
 def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
-    """(name, config as transformers has it) of a public model, an architecture's short name (default sizes), a folder or file
-    with a config.json, or a hub id, of which only the config is fetched.
+    """(name, config as transformers has it) of a public model, an architecture's short name (default sizes), a folder
+    or file with a config.json, or a hub id, of which only the config is fetched.
 
     quantized  allow quantized weights
 
