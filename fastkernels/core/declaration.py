@@ -411,6 +411,16 @@ class Declaration:
                 made.append(tensor)
         return made
 
+    def blank(self, case: Any) -> list[Any]:
+        """The arguments of a case on the device 'meta': without values and, where an op's values need them, strides."""
+        sizes = self.sizes(case.dims, case.dtype)
+        return [
+            a.of(sizes) if isinstance(a, Scalar)
+            else torch.empty(a.shape(sizes), dtype=a.torch_dtype(sizes), device="meta") if a.there(sizes)
+            else None
+            for a in self.arguments
+        ]  # fmt: skip
+
     def bytes_moved(self, case: Any) -> int:
         """Compulsory reads and writes of device memory."""
         sizes = self.sizes(case.dims, case.dtype)

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ FIRST_ROUNDS, SLOWER = 8, 1.1
 COLD = 2  # the weights of a graph's calls are this many times as large as L2
 SPARE = 512 << 20  # bytes of memory that a measurement leaves free
 LATE = "not compiled in time"
+T = TypeVar("T")
 
 
 class NoRoom(RuntimeError):
@@ -294,6 +295,22 @@ def close(got: torch.Tensor, want: torch.Tensor, limit: Tolerance) -> bool:
 # -- compiling
 
 
+def first_and_others(
+    points: Mapping[Point, Sequence[T]], name: Callable[[T], str]
+) -> tuple[list[tuple[Point, list[T]]], list[tuple[Point, list[T]]]]:
+    """The first point of each proposal of an op, and its other points, which mostly need the same kernels.
+
+    Kernels are compiled in this order, so that processes or threads neither compile a kernel twice nor wait for it.
+    """
+    first, others, seen = [], [], set[tuple[str, str]]()
+    for point, found in points.items():
+        new = [one for one in found if (point.op, name(one)) not in seen]
+        seen |= {(point.op, name(one)) for one in new}
+        first.append((point, new))
+        others.append((point, [one for one in found if one not in new]))
+    return [part for part in first if part[1]], [part for part in others if part[1]]
+
+
 def compiled(
     subjects: Mapping[Point, list[Subject]], device: torch.device, generator: torch.Generator, end: float
 ) -> dict[tuple[Point, str], str]:
@@ -328,9 +345,10 @@ def compiled(
             torch.cuda.mem_get_info(current)
 
     with ThreadPoolExecutor(threads if device.type == "cuda" else 1, initializer=start) as pool:
-        for point, found in subjects.items():
+        first, others = first_and_others(subjects, lambda subject: subject.name)
+        for point, found in (*first, *others):
             try:
-                inputs = _inputs(point, device, generator, futures) if found else []
+                inputs = _inputs(point, device, generator, futures)
             except NoRoom:  # the measurement needs more, and says so
                 continue
             for subject in found:

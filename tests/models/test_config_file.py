@@ -93,6 +93,19 @@ def test_fields_with_defaults_may_be_missing(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["eos_token_id", "hidden_act", "rms_norm_eps", "rope_parameters"])
+def test_missing_field_has_transformers_default(tmp_path: Path, kind: str, name: str) -> None:
+    from transformers import AutoConfig
+
+    folder = written(tmp_path, plain(kind, **{name: None}))
+    found = config.read(folder)
+    assert found is not None
+    assert seen(found) == seen(AutoConfig.from_pretrained(folder))
+    folder = written(tmp_path, found.to_dict())
+    assert seen(found) == seen(AutoConfig.from_pretrained(folder)) == seen(config.read(folder))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
 def test_config_without_end_token(tmp_path: Path, kind: str) -> None:
     from transformers import AutoConfig
 
@@ -113,10 +126,10 @@ def test_config_saved_by_transformers_is_plain(tiny: Path) -> None:
     "fields",
     [
         {"model_type": "gemma2"}, {"vocab_size": None}, {"vocab_size": "512"}, {"num_hidden_layers": True},
-        {"hidden_size": 0}, {"num_attention_heads": 6}, {"rms_norm_eps": 1}, {"eos_token_id": None},
-        {"architectures": None}, {"dtype": "int8"}, {"quantization_config": {}}, {"use_sliding_window": True},
-        {"rope_theta": "many"}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-        {"partial_rotary_factor": 0.5}, {"tie_word_embeddings": None}, {"layer_types": ["sliding_attention"] * 2},
+        {"hidden_size": 0}, {"num_attention_heads": 6}, {"rms_norm_eps": 1}, {"architectures": None},
+        {"dtype": "int8"}, {"quantization_config": {}}, {"use_sliding_window": True}, {"rope_theta": "many"},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, {"partial_rotary_factor": 0.5},
+        {"tie_word_embeddings": None}, {"layer_types": ["sliding_attention"] * 2},
     ],
 )  # fmt: skip
 def test_other_configs_are_left_to_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:

@@ -234,7 +234,8 @@ def sizes_of(model: str, folder: Path) -> str:
     if public_name(model) is None:
         return model
     name, config = load_config(model)
-    config.save_pretrained(folder / name)
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / name / "config.json").write_text(json.dumps(config.to_dict()))
     return str(folder / name)
 
 

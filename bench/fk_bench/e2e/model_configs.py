@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.checks import check_file
-from fastkernels.models.common.config import from_transformers, text_model
+from fastkernels.models.common.config import from_transformers, plain, text_model
 from fastkernels.models.common.quantization import with_own_file
 from fastkernels.models.common.registry import architectures, by_architecture, models
 
@@ -47,24 +48,21 @@ def hub_name(model: str) -> str:
 
 
 def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
-    """(name, transformers config) of a public model, an architecture's short name (default sizes), a folder or file
-    with a config.json, or a hub id, of which only the config is fetched.
+    """(name, config as transformers has it) of a public model, an architecture's short name (default sizes), a folder
+    or file with a config.json, or a hub id, of which only the config is fetched.
 
     quantized  allow quantized weights
 
     Raises ModelError, and Unsupported for a quantization in a file of its own that cannot be read.
     """
-    from transformers import AutoConfig
-
     path, public = Path(model).expanduser(), public_name(model)
     if public is not None:
         kind, sizes = PUBLIC[public]
-        fields = {"tie_word_embeddings": False, "dtype": "bfloat16", **sizes}
-        return public, _typed(AutoConfig.for_model(kind, **fields), kind)
+        return public, _of_type(kind, {"tie_word_embeddings": False, "dtype": "bfloat16", **sizes})
     if model in models() and not path.exists():
         kind = models()[model].arch.model_type
         _check_generates(model, models()[model].arch.names[0])
-        return model, _typed(AutoConfig.for_model(kind), kind)
+        return model, _of_type(kind, {})
     config = text_model(_read(model, path))
     folder = path.parent if path.is_file() else path
     if folder.is_dir():
@@ -89,8 +87,16 @@ def _check_generates(model: str, architecture: str) -> None:
         )
 
 
-def _typed(config: Any, kind: str) -> Any:
-    config.architectures = [next(m.arch.names[0] for m in models().values() if m.arch.model_type == kind)]
+def _of_type(kind: str, fields: Mapping[str, Any]) -> Any:
+    """The config with these fields; others have transformers' defaults."""
+    names = [next(m.arch.names[0] for m in models().values() if m.arch.model_type == kind)]
+    found = plain({**fields, "model_type": kind, "architectures": names})
+    if found is not None:  # importing transformers takes seconds
+        return found
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind, **fields)
+    config.architectures = names
     return config
 
 

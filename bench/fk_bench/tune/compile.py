@@ -29,11 +29,11 @@ Task = tuple[Point, list[Choice]]
 
 
 def tasks_of(points: Mapping[Point, Sequence[Choice]]) -> list[Task]:
-    """Few choices each, in the order of the points."""
-    return [
-        (point, list(several[i : i + EACH]))
-        for point, several in points.items()
-        for i in range(0, len(several), EACH)
+    """Choices one by one at their first points, then few at a time at the others."""
+    first, others = measure.first_and_others(points, str)
+    found: list[Task] = [(point, [choice]) for point, several in first for choice in several]
+    return found + [
+        (point, several[i : i + EACH]) for point, several in others for i in range(0, len(several), EACH)
     ]
 
 

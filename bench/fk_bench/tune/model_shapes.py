@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,15 @@ def distinct(shapes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _plan_of(model: str, dtype: str = "") -> tuple[Plan | None, Scheme | None]:
     """The plan of a folder's model, and its quantization; None for a short name, which has no config."""
+    file = Path(model) / "config.json"
+    return _planned(model, dtype, file.stat().st_mtime_ns) if file.is_file() else (None, None)
+
+
+@lru_cache(maxsize=8)  # several ops have shapes of the same model
+def _planned(model: str, dtype: str, changed: int) -> tuple[Plan, Scheme | None]:
     import fastkernels
     from fastkernels.models.common import build
 
-    if not (Path(model) / "config.json").is_file():
-        return None, None
     config = build.load_config(Path(model))
     return fastkernels.plan(config, dtype), read(config)
 

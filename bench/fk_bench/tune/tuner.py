@@ -60,15 +60,7 @@ def shapes_of_cases(spec: OpSpec, key: Key, device: str) -> list[dict[str, Any]]
 
 
 def _shape_of_case(spec: OpSpec, key: Key, case: Case) -> dict[str, Any]:
-    return named(key, key.of(*_arguments(spec, case))[0])
-
-
-def _arguments(spec: OpSpec, case: Case) -> list[Any]:
-    """The arguments of a case, without memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return spec.inputs(case, "cpu", torch.Generator())
+    return named(key, key.of(*spec.declaration.blank(case))[0])
 
 
 def grid(key: Key, sizes: Sequence[Sequence[int]]) -> list[tuple[dict[str, int], dict[str, int] | None]]:
@@ -112,7 +104,7 @@ def choices(op: Op, device: str, only: Sequence[str] = ()) -> list[Choice]:
 
 def fitting(several: Sequence[Choice], spec: OpSpec, case: Case) -> list[Choice]:
     """The choices whose parameters are meant for calls like this case."""
-    args, fits = _arguments(spec, case), {p.name: p.fits for p in spec.op.providers}
+    args, fits = spec.declaration.blank(case), {p.name: p.fits for p in spec.op.providers}
 
     def meant(choice: Choice) -> bool:
         asked = fits.get(choice.provider)

@@ -23,24 +23,38 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 NOT_PLAIN = ("auto_map", "quantization_config", "partial_rotary_factor", "text_config")
 
 
-def read(folder: Path) -> SimpleNamespace | None:
-    """The fields of a plain config.json as transformers' config has them, including `dtype`, `head_dim`,
-    `rope_parameters` and `layer_types`.
+class PlainConfig(SimpleNamespace):
+    """The fields of a plain config.json as transformers' config has them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of a config.json."""
+        older = ("rope_theta", "rope_scaling", "torch_dtype")  # which others replace
+        made = {name: value for name, value in vars(self).items() if name not in older}
+        return {**made, "dtype": str(self.dtype).removeprefix("torch.")}
+
+
+def read(folder: Path) -> PlainConfig | None:
+    """The config of a folder if its config.json is plain, else None."""
+    try:
+        return plain(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def plain(raw: Any) -> PlainConfig | None:
+    """The fields of a config.json as transformers' config has them, including `dtype`, `head_dim`, `rope_parameters`
+    and `layer_types`.
 
     None unless a model file declares `config_fields` for the model type, every field without a default is given with
     a value of its type, and no field requests a feature that our models lack. transformers handles those cases.
     """
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
     arch = _arch_of(raw)
     if arch is None:
         return None
     raw = {"attention_bias": False, "mlp_bias": False, **arch.config_defaults, **raw}
     if not _is_plain(raw, arch):
         return None
-    config = SimpleNamespace(**raw)
+    config = PlainConfig(**raw)
     config.dtype = DTYPES[raw["dtype"] if "dtype" in raw else raw["torch_dtype"]]
     config.rope_parameters = _rope_parameters(raw)
     config.head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]

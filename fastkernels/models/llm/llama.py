@@ -89,6 +89,7 @@ ARCH = Architecture(
 
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     config_fields=(),
+    config_defaults={"eos_token_id": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4},
     fast_tokenizer=True,
     public={
         "meta-llama/Llama-3.1-8B": {

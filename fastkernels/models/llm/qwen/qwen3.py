@@ -35,7 +35,10 @@ ARCH = Architecture(
 
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     config_fields=("head_dim",),
-    config_defaults={"use_sliding_window": False},
+    config_defaults={
+        "eos_token_id": None, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+        "use_sliding_window": False,
+    },
     fast_tokenizer=True,
     public={
         "Qwen/Qwen3-0.6B": {
