@@ -31,6 +31,11 @@ class InProcessHost:
         """The torch module that holds all modules of the object that the user has passed."""
         return target
 
+    def parts(self, target: Any) -> dict[str, Any]:
+        """{name: module} of the models of a pipeline; any other object is one model."""
+        model = self.model(target)
+        return {"": model} if model is target else dict(model.named_children())
+
     def around(self, target: Any, journal: Journal) -> None:
         """Change what the host does around the modules of an object that is patched now."""
 

@@ -12,6 +12,7 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import absent_rows, plan
 from fk_integrations.core.in_process import STATE, InProcessHost
 from fk_integrations.core.journal import Journal
+from fk_integrations.core.live_class import restore
 
 log = logging.getLogger("fastkernels")
 
@@ -19,7 +20,10 @@ log = logging.getLogger("fastkernels")
 class Later:
     """A request that waits for models.
 
-    hook  hook(built, journal) changes the host so that built(model) is called for each new model
+    hook   hook(built, journal) changes the host so that built(model) is called for each new model
+    built  the models and pipelines that were patched
+    rest   {pipeline: its other modules}, of one with modules that were patched before, in another pipeline
+    parts  all modules that were patched; a pipeline that is gone may have left some of them to another one
     """
 
     def __init__(self, host: InProcessHost, hook: Callable[[Callable[[Any], None], Journal], None]):
@@ -27,6 +31,8 @@ class Later:
         self.request: Request | None = None
         self.journal = Journal()
         self.built: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.rest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.parts: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def call(self, request: Request) -> list[dict[str, Any]]:
         """Carry out 'patch', 'undo', 'report' or 'reset'. Raises PatchError."""
@@ -41,12 +47,15 @@ class Later:
             self.hook(self.patch, self.journal)
             self.request = request
             return [self.host.reply([vars(row) for row in rows])]
-        alive = [model for model in self.built if STATE in vars(model)]
+        alive = [model for model in (*self.built, *self.rest.values()) if STATE in vars(model)]
         if request.action == "undo":
             for model in alive:
                 self.host.call(model, request)
+            for part in self.parts:
+                restore(part)
             self.journal.undo()
-            self.built.clear()
+            for made in (self.built, self.rest, self.parts):
+                made.clear()
             self.request = None
             return [self.host.reply([])]
         if request.action not in ("report", "reset"):
@@ -57,16 +66,24 @@ class Later:
     def patch(self, model: Any) -> None:
         """Patch a new model. A model without anything to replace stays as it is, unless the request is strict."""
         assert self.request is not None
+        before = self.rest.pop(model, model)
         try:
-            if STATE in vars(model):  # built in two steps
-                self.host.call(model, Request("undo"))
-            self.host.call(model, self.request)
+            if STATE in vars(before):  # built in two steps
+                self.host.call(before, Request("undo"))
+                self.parts.difference_update(self.host.parts(before).values())
+            parts = self.host.parts(model)
+            new = {name: part for name, part in parts.items() if part not in self.parts}
+            if len(new) == len(parts):
+                self.host.call(model, self.request)
+                self.built.add(model)
+            elif new:
+                self.rest[model] = type(self.host.model(model))(new)
+                self.host.call(self.rest[model], self.request)
+            self.parts.update(new.values())
         except PatchError as error:
             if self.request.strict:
                 raise
             log.warning("%s: %s stays as it is: %s", self.host.name, type(model).__name__, error)
-        else:
-            self.built.add(model)
 
     def _planned(self, request: Request) -> list[Row]:
         adapter: Adapter = self.host.adapter()

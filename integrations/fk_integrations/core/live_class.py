@@ -16,10 +16,11 @@ from torch.autograd import forward_ad
 from fastkernels.core.dispatch import proving
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.journal import Journal
-from fk_integrations.verify.trials import Trial, choosing, sizes_of
+from fk_integrations.verify.trials import Trial, choosing, sizes_of, wrapper
 
 _LIVE: dict[tuple[type, type, bool, str, bool, bool], type] = {}
 _CLASS: Any = vars(object)["__class__"]
+_CALLS = "fastkernels_calls"  # of classes that call a function of ours
 
 
 def live_class(
@@ -111,10 +112,16 @@ def replace_attribute(
     new: Any = object.__new__(live_class(type(old), ours, by_table, trial, differentiable))
     vars(new).update(vars(old))
     setattr(holder, name, new)
+    live = type(new)
 
     def back() -> None:
+        # The user may hold ours, to put it back later: unfuse_qkv_projections does.
+        _CLASS.__set__(new, type(old))
+        kept = {key: value for key, value in vars(new).items() if not key.startswith("_fastkernels")}
+        same = kept.keys() == vars(old).keys() and all(kept[key] is vars(old)[key] for key in kept)
+        found = getattr(holder, name)
         # Of another class: set since, e.g. an adapter's. Of ours: diffusers makes objects of the same class again.
-        if type(getattr(holder, name)) is type(new):
+        if type(found) is live or (found is new and same):
             setattr(holder, name, old)
 
     journal.add(back)
@@ -147,7 +154,7 @@ def inference_only(
             return theirs(*args, **kwargs)
         return ours(*args, **kwargs)
 
-    return update_wrapper(run, ours)
+    return wrapper(run, ours)
 
 
 def _requires_grad(values: Any) -> bool:
@@ -206,5 +213,13 @@ def calling_class(cls: Any, theirs: FunctionType, ours: Any, method: str = "forw
     forward.__kwdefaults__ = old.__kwdefaults__
     update_wrapper(forward, old)
     del forward.__wrapped__  # type: ignore[attr-defined]
-    body = {**_copies(cls), "__module__": cls.__module__, "__qualname__": cls.__qualname__, method: forward}
-    return type(cls.__name__, (cls,), body)
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, method: forward, _CALLS: ours}
+    return type(cls.__name__, (cls,), {**_copies(cls), **body})
+
+
+def restore(model: Any) -> None:
+    """Give the modules of a model and their processors the host's classes, without the journal of their patch."""
+    for module in model.modules():
+        for found in (module, vars(module).get("processor")):
+            while hasattr(type(found), "fastkernels") or _CALLS in vars(type(found)):
+                _CLASS.__set__(found, type(found).__mro__[1])

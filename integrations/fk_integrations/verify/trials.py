@@ -106,7 +106,17 @@ def choosing(
             use = _decide(self, own, call, theirs, ours, args, kwargs)
         return (ours if use else theirs)(self, *args, **kwargs)
 
-    return update_wrapper(method, theirs)
+    return wrapper(method, theirs)
+
+
+def wrapper(run: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """`functools.update_wrapper` for code that torch.compile traces.
+
+    diffusers reads the signature of a processor's __call__ in forward. torch 2.13 then guards on the defaults of `run`,
+    with the length of those of `inner`. A function of *args and **kwargs does not use its own.
+    """
+    run.__defaults__ = getattr(inner, "__defaults__", None)
+    return update_wrapper(run, inner)
 
 
 @torch._dynamo.assume_constant_result

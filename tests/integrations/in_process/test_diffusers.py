@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -406,6 +407,31 @@ def test_processors_set_later_stay_and_those_of_our_class_go() -> None:
         assert type(processor) is AttnProcessor2_0 if "attn1" in name else processor is adapter
 
 
+def test_processors_put_back_after_undo_are_the_hosts() -> None:
+    model = diffusers.UNet2DConditionModel(**UNET)
+    report = fastkernels.patch(model, ops=["attention_dense"])
+    model.fuse_qkv_projections()  # keeps the processors
+    report.undo()
+    model.unfuse_qkv_projections()
+    assert {type(p) for p in model.attn_processors.values()} == {AttnProcessor2_0}
+    with fastkernels.patch(model, ops=["attention_dense"]):
+        for processor in model.attn_processors.values():
+            processor.chosen = "later"
+    assert {(type(p), p.chosen) for p in model.attn_processors.values()} == {(AttnProcessor2_0, "later")}
+
+
+@pytest.mark.parametrize("first_calls", [False, True])
+def test_layers_with_our_processor_compile_whole(first_calls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """diffusers' layers read the signature of their processor's __call__, also while they are traced."""
+    monkeypatch.setenv("FASTKERNELS_VERIFY", str(int(first_calls)))
+    layer = diffusers.models.attention_processor.Attention(query_dim=8, heads=2, dim_head=4)
+    x = torch.randn(1, 5, 8)
+    with torch.no_grad(), fastkernels.patch(layer, ops=None if first_calls else ["attention_dense"]):
+        assert type(layer.processor) is not AttnProcessor2_0
+        expected = AttnProcessor2_0()(layer, x)
+        torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), expected)
+
+
 def test_parts_of_a_patched_pipeline_are_refused() -> None:
     pipe = sdxl()
     with fastkernels.patch(pipe, ops="layer_norm"):
@@ -424,3 +450,22 @@ def test_pipelines_built_later_are_patched_until_undo() -> None:
     assert diffusers.DiffusionPipeline.register_modules is theirs
     assert torch.allclose(image(pipe), inside, rtol=1e-4, atol=0.1)
     assert not any(hasattr(type(p), "fastkernels") for p in pipe.unet.attn_processors.values())
+
+
+def test_models_of_two_pipelines_are_patched_once_and_undone(caplog: pytest.LogCaptureFixture) -> None:
+    """The second pipeline has a model of its own, and outlives the first."""
+
+    def ours(model: Any) -> bool:
+        return any(hasattr(type(p), "fastkernels") for p in model.attn_processors.values())
+
+    with fastkernels.patch("diffusers", ops="attention_dense") as report:
+        first = sdxl()
+        second = diffusers.StableDiffusionXLPipeline.from_pipe(first)
+        unet = diffusers.UNet2DConditionModel(**UNET)
+        third = diffusers.StableDiffusionXLPipeline(**{**first.components, "unet": unet})
+        assert ours(second.unet) and ours(third.unet) and "stays as it is" not in caplog.text
+        del first
+        gc.collect()
+        assert [r.modules for r in report.refresh().active] == [16]  # the first one's rows are gone
+    assert not ours(second.unet) and not ours(third.unet) and not ours(second.vae)
+    assert not any(hasattr(type(m), "fastkernels") for m in second.text_encoder.modules())
