@@ -19,28 +19,9 @@ __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"
 
 __device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-__device__ __forceinline__ uint4 load_once(const uint4* at) {  // 16 bytes that are constant and not needed again
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
-
 __device__ __forceinline__ u32 load_scale(const unsigned char* at) {
     u32 v;
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(at));
-    return v;
-}
-
-__device__ __forceinline__ u32 product(u32 a, u32 b) {  // of pairs of bfloat16
-    u32 v;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-    return v;
-}
-
-__device__ __forceinline__ u32 halves(u32 low, u32 high, u32 order) {  // bytes of both, by order's digits
-    u32 v;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "r"(order));
     return v;
 }
 
