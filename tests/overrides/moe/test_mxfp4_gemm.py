@@ -42,6 +42,7 @@ def _data(tokens: int, topk: int, experts: int, n: int, k: int) -> tuple[torch.T
         (7, 2, 5, 34, 1184, 2, True, {"rows": 1, "parts": 2, "ahead": 3}),  # steps end within a turn
         (1, 3, 16, 80, 288, 1, True, {}),  # pairs are not sorted
         (1, 4, 16, 40, 160, 1, False, {}),
+        (9, 2, 5, 48, 416, 2, False, {"rows": 2, "parts": 2, "ahead": 3, "late": 1}),
     ],
 )
 def test_emulated_mxfp4_product_matches_float64(
@@ -60,6 +61,22 @@ def test_emulated_mxfp4_product_matches_float64(
         want = matrix @ x[pair // p.topk].double() + bias[expert].double()
         want = swiglu.reference(want, ALPHA, LIMIT) if glu else want * weights[pair].double()
         torch.testing.assert_close(got[pair].double(), want, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_every_code_is_exact_with_scales_of_any_size(tmp_path: Path) -> None:
+    n, k = 32, 64
+    w = torch.arange(256, dtype=torch.uint8).repeat(4).view(1, n, k // 2)
+    scales = torch.linspace(72, 192, n).int().to(torch.uint8)[:, None].repeat(1, k // 32)[None].contiguous()
+    bias, ids = torch.zeros(1, n).bfloat16(), torch.zeros(8, 1, dtype=torch.int32)
+    p = few.plan(k, 1, 1, True, False, rows=2)
+    pairs = sort_pairs(ids, 1, None, 8)
+    for start in range(0, k, 8):
+        x = torch.zeros(8, k).bfloat16()
+        x[:, start : start + 8] = torch.eye(8)
+        got = emulated_mxfp4.product(x, w, scales, bias, pairs, p, torch.ones(8), ALPHA, LIMIT, tmp_path)
+        want = mxfp4.dequantize(w[0], scales[0], torch.float64)[:, start : start + 8].t()
+        assert torch.equal(got.double(), want)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")

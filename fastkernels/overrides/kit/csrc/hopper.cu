@@ -55,6 +55,31 @@ __device__ __forceinline__ uint4 load_16(const uint4* at) {  // 16 bytes, not be
     return v;
 }
 
+__device__ __forceinline__ uint4 load_once(const uint4* at) {  // 16 bytes that are constant and not needed again
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ u32 halves(u32 low, u32 high, u32 order) {  // bytes of both, by order's digits
+    u32 v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "r"(order));
+    return v;
+}
+
+__device__ __forceinline__ u32 product(u32 a, u32 b) {  // of pairs
+    u32 v;
+    asm(
+#if BF16
+        "mul.rn.bf16x2 %0, %1, %2;"
+#else
+        "mul.rn.f16x2 %0, %1, %2;"
+#endif
+        : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+
 // a [16, 16], b [16, 8].
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile(

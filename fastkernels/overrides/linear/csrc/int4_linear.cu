@@ -31,13 +31,6 @@ static_assert(K % 128 == 0 && K % GROUP == 0 && GROUP % 32 == 0, "a step is 128 
 static_assert(WARPS % PARTS == 0 && SPLITS <= STEPS, "warps of a tile, steps of a split");
 static_assert(16 * BUFFERS * SLOTS <= 512, "two barriers for each buffer");
 
-__device__ __forceinline__ uint4 load_once(const uint4* at) {  // 16 bytes that are constant and not needed again
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
-
 __device__ __forceinline__ u32 load_scale(const u16* at) {
     u16 v;
     asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(at));
@@ -47,12 +40,6 @@ __device__ __forceinline__ u32 load_scale(const u16* at) {
 __device__ __forceinline__ u32 load_zero(const unsigned char* at) {
     u32 v;
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(at));
-    return v;
-}
-
-__device__ __forceinline__ u32 halves(u32 low, u32 high, u32 order) {  // bytes of both, by order's digits
-    u32 v;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "r"(order));
     return v;
 }
 
@@ -67,17 +54,6 @@ __device__ __forceinline__ u32 difference(u32 two, u32 zero) {  // q - z of both
     asm("sub.rn.f16x2 %0, %1, %2;"
 #endif
         : "=r"(v) : "r"((two & 0x000F000Fu) | ONE), "r"(zero));
-    return v;
-}
-
-__device__ __forceinline__ u32 product(u32 a, u32 b) {
-    u32 v;
-#if BF16
-    asm("mul.rn.bf16x2 %0, %1, %2;"
-#else
-    asm("mul.rn.f16x2 %0, %1, %2;"
-#endif
-        : "=r"(v) : "r"(a), "r"(b));
     return v;
 }
 

@@ -8,7 +8,7 @@
 //
 // Compile-time constants: K (a multiple of 32), TOPK (pairs of one row of a), ROWS (tiles of 16 rows of a block), PARTS
 // (warps that divide the steps of a tile among themselves), TILES (of 8 tokens), AHEAD (steps), RESIDENT (blocks per SM),
-// GLU (rows 2 i and 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU), WEIGHTED (rows of the
+// LATE (a step's registers are loaded again behind its product), GLU (rows 2 i and 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU), WEIGHTED (rows of the
 // result are multiplied by the pairs' weights), SORTED (pairs are sorted; otherwise block i has pair i alone).
 
 constexpr int THREADS = 32 * ROWS * PARTS, STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS;
@@ -19,28 +19,9 @@ __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"
 
 __device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-__device__ __forceinline__ uint4 load_once(const uint4* at) {  // 16 bytes that are constant and not needed again
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
-
 __device__ __forceinline__ u32 load_scale(const unsigned char* at) {
     u32 v;
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(at));
-    return v;
-}
-
-__device__ __forceinline__ u32 product(u32 a, u32 b) {  // of pairs of bfloat16
-    u32 v;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-    return v;
-}
-
-__device__ __forceinline__ u32 halves(u32 low, u32 high, u32 order) {  // bytes of both, by order's digits
-    u32 v;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(low), "r"(high), "r"(order));
     return v;
 }
 
@@ -54,13 +35,16 @@ __device__ __forceinline__ float power(float x) {  // e^x
 // is 2^62 times the scale, so that it is a bfloat16 for scales up to 2^65 and infinite above; the rest is RESTORE.
 constexpr float RESTORE = 18446744073709551616.f;  // 2^64
 
-__device__ __forceinline__ u32 factor(u32 scale) { return (scale + 62 < 255 ? scale + 62 : 255) * 0x00800080u; }
+__device__ __forceinline__ u32 factor(u32 scale) { return (u32)min((int)scale + 62, 255) * 0x00800080u; }
 
+// One multiplication is two shifts: of the sign and of the other bits. It is not executed by the unit for masks and
+// shifts, which has the most to do.
 __device__ __forceinline__ void decode(u32 (&to)[4], u32 word, u32 by) {  // weights i and i + 4 of eight
-    to[0] = product(word << 6 & 0x01C001C0 | word << 12 & 0x80008000, by);
-    to[1] = product(word << 2 & 0x01C001C0 | word << 8 & 0x80008000, by);
-    to[2] = product(word >> 2 & 0x01C001C0 | word << 4 & 0x80008000, by);
-    to[3] = product(word >> 6 & 0x01C001C0 | word & 0x80008000, by);
+    const u32 rest = word >> 8;
+    to[0] = product((word & 0x000F000F) * 0x1040 & 0x81C081C0, by);
+    to[1] = product((word & 0x00F000F0) * 0x0104 & 0x81C081C0, by);
+    to[2] = product((rest & 0x000F000F) * 0x1040 & 0x81C081C0, by);
+    to[3] = product((rest & 0x00F000F0) * 0x0104 & 0x81C081C0, by);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
@@ -83,17 +67,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const long long at = (long long)expert * n + min(row[i], n - 1);
-        from[i] = weight + at * (K / 32) + quad, scale_of[i] = scales + at * (K / 32) + quad;
+        from[i] = weight + at * (K / 32) + 4 * part + quad, scale_of[i] = scales + at * (K / 32) + 4 * part + quad;
     }
     uint4 words[AHEAD][2];
     u32 scale[AHEAD][2];
+    int left = (K / 32 - quad - 4 * part + 4 * PARTS - 1) / (4 * PARTS);  // turns of this lane
     auto fetch = [&](int slot, int turn) {
-        const int step = turn * PARTS + part;
-        const bool there = 4 * step + quad < K / 32;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             words[slot][i] = make_uint4(0, 0, 0, 0), scale[slot][i] = 0;
-            if (there) words[slot][i] = load_once(from[i] + 4 * step), scale[slot][i] = load_scale(scale_of[i] + 4 * step);
+            if (turn >= left) continue;
+            words[slot][i] = load_once(from[i] + 4 * PARTS * turn);
+            scale[slot][i] = load_scale(scale_of[i] + 4 * PARTS * turn);
         }
     };
 #pragma unroll
@@ -112,30 +97,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     meet();
 
     float acc[TILES][4] = {};
-    const unsigned char* tokens = memory + group * PITCH + 16 * quad;
+    const unsigned char* tokens = memory + group * PITCH + 16 * quad + 256 * part;
 #pragma unroll 1
-    for (int turn = 0; turn < TURNS; turn += AHEAD)
+    for (int turn = 0; turn < TURNS; turn += AHEAD) {
 #pragma unroll
         for (int slot = 0; slot < AHEAD; slot++) {
             if (turn + slot >= TURNS) break;
-            const int step = (turn + slot) * PARTS + part;
             const u32 by[2] = {factor(scale[slot][0]), factor(scale[slot][1])};
             const u32 low[4] = {words[slot][0].x, words[slot][0].y, words[slot][0].z, words[slot][0].w};
             const u32 high[4] = {words[slot][1].x, words[slot][1].y, words[slot][1].z, words[slot][1].w};
-            fetch(slot, turn + slot + AHEAD);
-            if (step >= STEPS) break;  // the last turn of some parts
+            if (!LATE) fetch(slot, slot + AHEAD);
+            if ((turn + slot) * PARTS + part >= STEPS) break;  // the last turn of some parts
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 u32 v[2][4];
                 decode(v[0], low[i], by[0]), decode(v[1], high[i], by[1]);
 #pragma unroll
                 for (int t = 0; t < TILES; t++) {
-                    const uint4 b = *(const uint4*)(tokens + 8 * t * PITCH + 256 * step + 64 * i);
+                    const uint4 b = *(const uint4*)(tokens + 8 * t * PITCH + 256 * PARTS * slot + 64 * i);
                     multiply(acc[t], v[0][0], v[1][0], v[0][1], v[1][1], b.x, b.y);
                     multiply(acc[t], v[0][2], v[1][2], v[0][3], v[1][3], b.z, b.w);
                 }
             }
+            if (LATE) fetch(slot, slot + AHEAD);
         }
+        left -= AHEAD, tokens += 256 * PARTS * AHEAD;
+#pragma unroll
+        for (int i = 0; i < 2; i++) from[i] += 4 * PARTS * AHEAD, scale_of[i] += 4 * PARTS * AHEAD;
+    }
 
     if (PARTS > 1) {
         meet();  // the activations have been read

@@ -1,0 +1,97 @@
+"""Time plans of the CUDA kernel for GPT-OSS's MXFP4 experts against our Triton kernel and vLLM's kernel.
+
+    mxfp4_experts.py --out rows.jsonl [--tokens 32,64,1] [--plans "late=1;late=1 ahead=3"]
+
+A plan names the fields of both products' plans that differ from the default ones. Times are microseconds of an MLP: a
+CUDA graph has calls with several routings, and kernels take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
+
+import torch
+from experiments.common.graph_clock import Run, against, poisoned, rounds
+
+from fastkernels.core.spec import Case
+from fastkernels.overrides.moe import fused_experts_swigluoai as op
+from fastkernels.overrides.moe import mxfp4_gemm as few
+from fastkernels.overrides.moe.production import _MXFP4, _fused_experts_mxfp4
+
+TURNS = 4  # routings of a graph
+LIMIT = 1e-2  # relative error: results of both products are rounded to bfloat16
+SIZES = {"experts": 32, "topk": 4, "hidden": 2880, "intermediate": 2880, "mxfp4": True}
+DEFAULT = few.plan
+
+
+def planned(params: dict[str, Any], *args: Any) -> torch.Tensor:
+    few.plan = partial(DEFAULT, **params)
+    try:
+        return op._cuda(*args)
+    finally:
+        few.plan = DEFAULT
+
+
+def measure(run: Run, tokens: int, plans: list[str]) -> None:
+    sizes = {**SIZES, "hidden": 64, "intermediate": 96} if run.quick else SIZES
+    case = Case("experts", {**sizes, "tokens": tokens}, "bfloat16")
+    args = list(op.SPEC.inputs(case, run.device, run.generator))[:9]
+    several = []
+    for _ in range(TURNS):
+        weights, ids = run.randn(tokens, 32, dtype=torch.float32).softmax(-1).topk(4)
+        several.append([*args[:5], weights, ids.int(), *args[7:]])
+    calls: dict[str, Callable[..., torch.Tensor]] = {"torch": op._torch}
+    if run.cuda:
+        calls = {"triton": op._triton, "cuda": partial(planned, {})}
+        for text in plans:
+            calls[text] = partial(planned, {k: int(v) for k, v in (f.split("=") for f in text.split())})
+        if find_spec("vllm") is not None:
+            calls["vllm"] = partial(_fused_experts_mxfp4(), prepared=[p.make(*args) for p in _MXFP4])
+    want = op.reference(several[0][0].float(), *several[0][1:])
+    for name, call in list(calls.items()):
+        with poisoned():
+            error = ((call(*several[0]).float() - want).norm() / want.norm()).item()
+        if not error < LIMIT:
+            run.row("check", name, {"tokens": tokens}, f"its relative error is {error:.3g}, over {LIMIT}")
+            del calls[name]
+    times = rounds(run, {name: [partial(call, *a) for a in several] for name, call in calls.items()})
+    for name, us in times.items():
+        gains: dict[str, Any] = {
+            f"speedup_{o}": against(us, times[o]) for o in ("cuda", "vllm") if o in times and o != name
+        }
+        run.row(
+            "time", name, {"tokens": tokens}, us=statistics.median(us) / TURNS,
+            **{m: gain[0] for m, gain in gains.items()}, ci95={m: gain[1] for m, gain in gains.items()},
+        )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", required=True, help="file of rows (JSONL), which are appended")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit")
+    parser.add_argument("--tokens", default="32,64,1,4,8,16,96")
+    parser.add_argument("--plans", default="late=1;late=1 ahead=3", help="separated by ;")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    options = parser.parse_args()
+    run = Run("mxfp4_experts", "fused_experts_swigluoai", options)
+    run.common["baseline"] = "vllm"
+    for tokens in options.tokens.split(","):
+        if run.left() < 0:
+            print(f"the time is up before {tokens} tokens", file=sys.stderr)
+            return 1
+        measure(run, int(tokens), options.plans.split(";"))
+    return bool(run.wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
