@@ -16,10 +16,10 @@ import psutil
 import pytest
 from fk_bench.core.rows import Row, read
 from fk_bench.serving.commands import PANELS
+from fk_bench.serving.process import free_port
 from support.commands import BIN, fk_bench, last_json
 from support.live import wait_for
 from support.serving.attached import wait_for_port
-from support.serving.ports import free_port
 
 SMALL = (
     "--rounds",
