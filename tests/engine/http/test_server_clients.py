@@ -186,7 +186,8 @@ def test_pipelined_requests(live):
         sock.sendall((head + data) * 2)
         received = b""
         while received.count(b"HTTP/1.1 200") < 2 or received.count(b'"usage"') < 2:
-            assert (more := sock.recv(1 << 16))
+            more = sock.recv(1 << 16)
+            assert more
             received += more
 
 
