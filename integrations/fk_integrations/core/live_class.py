@@ -6,6 +6,7 @@ import copy
 import dis
 from collections.abc import Callable
 from functools import cache, update_wrapper
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
@@ -147,6 +148,8 @@ def inference_only(
             return theirs(*args, **kwargs)
         return ours(*args, **kwargs)
 
+    # Dynamo of torch 2.13 traces inspect.signature through __wrapped__, but guards on the defaults of this function.
+    run.__defaults__ = getattr(unwrap(ours), "__defaults__", None)
     return update_wrapper(run, ours)
 
 
