@@ -65,6 +65,7 @@ async def test_slow_reader_gets_joined_outputs(llm):
     stream = await llm.open([request])
     while "a" in llm._streams:
         await asyncio.sleep(0.01)
+    await asyncio.wrap_future(llm.call(lambda: None))  # after the last output
     items = await stream.get()
     assert len(items) == 1 and stream.finished
     out = items[0][1].outputs[0]
@@ -143,8 +144,11 @@ async def test_closing_a_stream_aborts_its_request(llm):
 
 
 async def test_shutdown_ends_requests_with_an_error(llm):
+    step = llm.engine.step
+    llm.engine.step = lambda: time.sleep(0.05) or step()  # the request is not over at once
     task = asyncio.create_task(collect(llm, "a", max_tokens=400))
-    await asyncio.sleep(0.2)
+    while "a" not in llm._streams:
+        await asyncio.sleep(0.01)
     await asyncio.to_thread(llm.shutdown)
     with pytest.raises(EngineError, match="stopped"):
         await asyncio.wait_for(task, 10)

@@ -8,8 +8,8 @@ import sys
 import time
 import urllib.request
 
+from fk_bench.serving.process import free_port
 from support.checks import candidate
-from support.serving.ports import free_port
 
 __all__ = ["candidate"]  # a fixture
 HOST = os.environ["CHECKED_HOST"]
@@ -41,6 +41,16 @@ def post(url, body):
     return json.load(urllib.request.urlopen(request, timeout=60))
 
 
+def written_after_calls(file):
+    """A report, which the worker writes every second, when it holds the calls of 8 tokens."""
+    for _ in range(300):
+        report = json.loads(file.read_text())
+        if all(r["calls"] >= 8 * r["modules"] for r in report["rows"] if r["state"] == "active"):
+            break
+        time.sleep(0.2)
+    return report
+
+
 def wait_until_ready(server, url):
     for _ in range(300):
         try:
@@ -60,9 +70,8 @@ def test_server_patched_by_environment(tmp_path):
         wait_until_ready(server, url)
         body = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         assert post(url + "/v1/completions", body)["usage"]["completion_tokens"] == 8
-        time.sleep(2.5)
         (file,) = reports.glob(f"{HOST}-0-*.json")
-        worker = json.loads(file.read_text())
+        worker = written_after_calls(file)
         os.kill(worker["pid"], signal.SIGKILL)  # the report file must survive
     finally:
         server.send_signal(signal.SIGINT if HOST == "vllm" else signal.SIGTERM)
@@ -88,7 +97,7 @@ def test_server_patched_by_environment(tmp_path):
 
 def test_an_unknown_op_ends_the_start_with_the_reason(tmp_path):
     server, _ = serve(tmp_path, FASTKERNELS_OPS="rms_nrom")
-    assert server.wait(timeout=100) != 0
+    assert server.wait(timeout=200) != 0
     reason = f"FASTKERNELS=1, but {TITLE} cannot be patched: unknown op 'rms_nrom'. Did you mean 'rms_norm'?"
     assert reason in (tmp_path / "log").read_text()
 

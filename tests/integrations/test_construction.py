@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
@@ -84,3 +87,25 @@ def test_report_of_a_dropped_worker_ends(tmp_path: Path, monkeypatch: pytest.Mon
     for _ in range(4):
         assert reports.read(str(tmp_path), "dropped") == [kept]
     assert 1 <= called.count(False) <= 2  # the thread may have called it, too
+
+
+BUSY = """
+import os, sys, time
+from fk_integrations.core import reports
+counted, seconds = {"rank": 0, "pid": os.getpid(), "calls": 0}, [0]
+reports.start("busy", 0, lambda: time.sleep(seconds[0]) or dict(counted))
+counted["calls"], seconds[0] = 5, 1
+print("counted", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_report_waits_for_a_busy_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {**os.environ, "FASTKERNELS_REPORT": str(tmp_path)}
+    command = [sys.executable, "-c", BUSY]
+    with Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "counted\n"
+        assert [reply["calls"] for reply in reports.read(str(tmp_path), "busy")] == [5]
+        process.kill()
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("a wait for a process that has ended"))
+    assert [reply["calls"] for reply in reports.read(str(tmp_path), "busy")] == [5]

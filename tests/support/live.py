@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import socket
 import threading
 import time
@@ -20,6 +22,8 @@ from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.server import Server
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+# httpx's 5 s are too short for an answer on a busy machine.
+inspect.signature(httpx.get).parameters["timeout"].default.read = 60.0
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]  # on a GPU with CUDA graphs
 
 
@@ -60,14 +64,47 @@ def live_server(
     assert left() == [], left()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+@contextlib.contextmanager
+def before_steps(server: Server, wait: Callable[[], None]) -> Iterator[None]:
+    """Call wait() before each step of the server's engine."""
+    engine, step = server.llm.engine, server.llm.engine.step
+
+    def late() -> Any:
+        wait()
+        return step()
+
+    engine.step = late
+    try:
+        yield
+    finally:
+        engine.step = step
+
+
+def unmerged(server: Server) -> contextlib.AbstractContextManager[None]:
+    """Outputs are not merged: each step waits until the previous outputs have been taken. For streamed requests."""
+    streams = server.llm._streams
+
+    async def pending() -> bool:  # after the event loop has delivered the outputs
+        return any(stream._pending for stream in streams.values())
+
+    def read() -> None:
+        for loop in {stream.loop for stream in streams.values()}:
+            wait_for(
+                lambda loop=loop: not asyncio.run_coroutine_threadsafe(pending(), loop).result(60),
+                pause=0.001,
+            )
+
+    return before_steps(server, read)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0, pause: float = 0.02) -> None:
     """Wait until the condition holds. Connection errors count as false."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(httpx.TransportError):
             if condition():
                 return
-        time.sleep(0.02)
+        time.sleep(pause)
     raise AssertionError(f"not within {seconds} s")
 
 

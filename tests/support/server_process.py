@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import httpx
 import psutil
-from support.serving.ports import free_port
+from fk_bench.serving.process import free_port
 
 FK_BENCH = [sys.executable, "-m", "fk_bench.cli", "serve"]
 

@@ -26,7 +26,7 @@ def test_a_process_alone_asks_itself() -> None:
 
 def _rank(rank: int, folder: str) -> None:
     torch.distributed.init_process_group(
-        "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+        "gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=120)
     )
     group = torch.distributed.group.WORLD
     found: list[Any] = [
@@ -38,7 +38,7 @@ def _rank(rank: int, folder: str) -> None:
         raise ValueError("no kernel")
 
     def late() -> str:
-        time.sleep(2.0)
+        _wait_for_file(folder, 1)
         return "late"
 
     for make, seconds in ((fail, 20.0), (late, 0.3)):
@@ -46,8 +46,15 @@ def _rank(rank: int, folder: str) -> None:
             found.append(agree(group, make, seconds if rank else 20.0))
         except (RuntimeError, ValueError) as error:
             found.append(f"{type(error).__name__}: {error}")
-    Path(folder, f"{rank}.txt").write_text("\n".join(found))
-    time.sleep(2.5 if rank else 0)  # the peer's last message arrives
+    Path(folder, f"{rank}.new").write_text("\n".join(found))
+    Path(folder, f"{rank}.new").rename(Path(folder, f"{rank}.txt"))
+
+
+def _wait_for_file(folder: str, rank: int) -> None:
+    """Wait until that rank has written what it found."""
+    until = time.monotonic() + 60
+    while not Path(folder, f"{rank}.txt").exists() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def _patching_rank(rank: int, folder: str) -> None:
@@ -87,7 +94,7 @@ def test_two_ranks_never_disagree(tmp_path: Path) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(120)
     first, second = ((tmp_path / f"{rank}.txt").read_text().split("\n") for rank in range(2))
     assert first[:2] == second[:2] == ["choice of 0 \u00b5", ""]
     assert first[2] == "ValueError: no kernel"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ import httpx
 import psutil
 
 _PR_SET_PDEATHSIG = 1
+# Below the range of ports that Linux gives to connections and port 0: a host binds its port after half a minute.
+PORTS = range(18_000, 32_000)
 NOISE = ("GET /health", "GET /v1/models")
 
 
@@ -29,9 +32,13 @@ class ServerError(RuntimeError):
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A free port of 127.0.0.1, which no other process gets by chance before a server binds it."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def check_port(port: int) -> None:

@@ -16,10 +16,10 @@ import psutil
 import pytest
 from fk_bench.core.rows import Row, read
 from fk_bench.serving.commands import PANELS
+from fk_bench.serving.process import free_port
 from support.commands import BIN, fk_bench, last_json
 from support.live import wait_for
 from support.serving.attached import wait_for_port
-from support.serving.ports import free_port
 
 SMALL = (
     "--rounds",
@@ -192,7 +192,7 @@ def test_resume_measures_missing_rounds(compare, tmp_path: Path) -> None:
 def test_signals_end_every_child_process(
     words_model: Path, stub_python: Path, tmp_path: Path, number: int
 ) -> None:
-    child = tmp_path / "child"
+    child, requests = tmp_path / "child", tmp_path / "requests"
     command = [
         str(BIN),
         "serve-compare",
@@ -209,6 +209,8 @@ def test_signals_end_every_child_process(
         "500",
         "--env",
         f"sglang:STUB_CHILD={child}",
+        "--env",
+        f"vllm:STUB_LOG={requests}",
         "--out",
         str(tmp_path / "run"),
     ]
@@ -218,7 +220,7 @@ def test_signals_end_every_child_process(
         wait_for(lambda: child.exists() and child.read_text() and rows.exists(), 120)
         mine = psutil.Process(process.pid).children(recursive=True)
         assert len(mine) >= 3 and int(child.read_text()) in {p.pid for p in mine}
-        time.sleep(1.0)  # after the start of the load
+        wait_for(lambda: requests.exists() and "/v1/completions" in requests.read_text(), 120)
         process.send_signal(number)
         out, err = process.communicate(timeout=120)
     finally:

@@ -49,7 +49,9 @@ def test_connection_without_a_request_is_closed(url, sent, first):
             sock.sendall(first)
             answer = b""
             while not answer.endswith(b"}"):
-                answer += sock.recv(1 << 16)
+                received = sock.recv(1 << 16)
+                assert received
+                answer += received
             if not sent:
                 return  # an idle connection after an answer has timeout_keep_alive
         with contextlib.suppress(ConnectionError):  # closed between two bytes

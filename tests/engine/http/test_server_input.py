@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 
 import httpx
 import pytest
-from support.live import live_server, metric, wait_for
+from support.live import before_steps, live_server, metric, wait_for
 
 from fastkernels.engine.http.config import ServerConfig
 
 
 @pytest.fixture(scope="module")
-def url(tiny):
-    config = ServerConfig("tiny", max_body_size=1 << 20)
-    with live_server(tiny, config, max_waiting=4, max_num_seqs=4, num_blocks=60, max_model_len=512) as (
-        url,
-        _,
-    ):
-        yield url
+def live(tiny):
+    config, settings = ServerConfig("tiny", max_body_size=1 << 20), {"max_num_seqs": 4, "num_blocks": 60}
+    with live_server(tiny, config, max_waiting=4, max_model_len=512, **settings) as (url, server):
+        yield url, server
+
+
+@pytest.fixture(scope="module")
+def url(live):
+    return live[0]
 
 
 def send(url, path="/v1/completions", content=None, **body):
@@ -198,10 +201,12 @@ def test_body_over_the_limit_is_413(url):
         assert "1048576" in error(answer, 413)["message"] and answer.headers["connection"] == "close"
 
 
-def test_full_queue_is_429_and_runs_nothing(url):
+def test_full_queue_is_429_and_runs_nothing(live):
+    url, server = live
     refused = metric(url, "fastkernels:requests_refused_total")
     four = {"prompt": [[5], [6], [7], [8]], "ignore_eos": True}
     with ExitStack() as stack:
+        stack.enter_context(before_steps(server, lambda: time.sleep(0.05)))  # the requests last until the end
         for running, waiting in ((4, 0), (4, 4)):  # both what may run and what may wait
             body = {**four, "max_tokens": 480, "stream": True}
             stack.enter_context(httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60))

@@ -15,7 +15,7 @@ import pytest
 import typer
 from fk_bench.serving.serve import serve
 from support.commands import fk_bench_here
-from support.live import wait_for
+from support.live import metric, wait_for
 from support.server_process import FK_BENCH, ended, start
 
 LONG = {"prompt": [5], "ignore_eos": True, "stream": True}
@@ -48,7 +48,7 @@ class Reader(threading.Thread):
 def test_sigterm_finishes_running_requests(tiny, tmp_path):
     report = tmp_path / "report"
     process, url = start(tiny, env={"FASTKERNELS_REPORT": str(report)})
-    reader = Reader(url, 300)
+    reader = Reader(url, 1000)  # longer than the requests below
     process.send_signal(signal.SIGTERM)
     wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
@@ -122,7 +122,7 @@ def test_dead_engine_ends_the_server(tiny):
     waiting.start()
     workers = [c for c in psutil.Process(process.pid).children() if "worker" in " ".join(c.cmdline())]
     assert len(workers) == 1
-    time.sleep(0.5)
+    wait_for(lambda: metric(url, "vllm:num_requests_running") == 2)
     workers[0].kill()
     assert reader.last["error"]["code"] == 503 and "rank 1" in reader.last["error"]["message"]
     waiting.join(120)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import time
 
 import pytest
 from support.checks import (
@@ -168,13 +167,16 @@ def test_a_busy_engine_is_not_changed(engine, stock):
     import threading
 
     sampling = {"temperature": 0, "max_new_tokens": 250, "ignore_eos": True}
-    running = threading.Thread(target=lambda: list(engine.generate("ab", sampling, stream=True)))
+    begun = threading.Event()
+    running = threading.Thread(
+        target=lambda: [begun.set() for _ in engine.generate("ab", sampling, stream=True)]
+    )
     from fk_integrations.sglang import host
 
     wait, host.IDLE_WAIT_S = host.IDLE_WAIT_S, 0.2
     try:
         running.start()
-        time.sleep(0.3)
+        assert begun.wait(60)
         with pytest.raises(PatchError, match="unfinished requests"):
             fastkernels.patch(engine)
     finally:

@@ -23,7 +23,7 @@ async def run():
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = AsyncEngineArgs(
-        os.environ["TINY_LLAMA"], max_model_len=256, max_num_seqs=4, enforce_eager=True
+        os.environ["TINY_LLAMA"], max_model_len=512, max_num_seqs=4, enforce_eager=True
     )
     engine = AsyncLLM.from_engine_args(arguments)
     try:
@@ -55,7 +55,7 @@ async def cancelled(engine, stock, number, delay):
 
     from fastkernels.patch import Request
 
-    running = asyncio.create_task(tokens(engine, f"long {number}", 192))
+    running = asyncio.create_task(tokens(engine, f"long {number}", 480))
     await asyncio.sleep(0.05)
     patch = asyncio.create_task(fastkernels.patch_async(engine, ops=["rms_norm"]))
     await asyncio.sleep(delay)

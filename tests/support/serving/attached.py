@@ -14,9 +14,9 @@ from typing import Any
 from fk_bench.core.rows import Row, read
 from fk_bench.serving.config import CompareConfig
 from fk_bench.serving.lanes import parse_lanes
+from fk_bench.serving.process import free_port
 from fk_bench.serving.serve_compare import Compare, prepare
 from rich.console import Console
-from support.serving.ports import free_port
 
 
 def wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
