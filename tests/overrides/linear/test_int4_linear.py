@@ -32,6 +32,13 @@ ROOT = Path(__file__).resolve().parents[3]
         # one slot of many tiles: its warps take turns to add, each with a buffer that was used before
         (3, 200, 1024, 128, torch.bfloat16, {"warps": 8, "parts": 8, "splits": 1, "ahead": 2}),
         (11, 160, 1024, 256, torch.float16, {"warps": 4, "parts": 2, "splits": 2, "ahead": 1}),
+        # warps that begin within tiles, fewer steps than warps, tiles of several warps and warps of several tiles
+        (3, 200, 640, 128, torch.bfloat16, {"warps": 4, "stream": 1, "ahead": 3}),
+        (5, 72, 640, 128, torch.bfloat16, {"warps": 8, "stream": 1, "ahead": 2, "splits": 2}),
+        (13, 50, 384, 32, torch.float16, {"warps": 4, "stream": 2, "ahead": 2, "height": 2}),
+        # tiles of three blocks, and of two splits
+        (7, 20, 1152, 128, torch.bfloat16, {"warps": 2, "stream": 2, "ahead": 2}),
+        (11, 160, 1152, 384, torch.float16, {"warps": 2, "stream": 2, "ahead": 1, "splits": 2}),
         pytest.param(33, 40, 256, 64, torch.bfloat16, {"warps": 2, "ahead": 1}, marks=pytest.mark.slow),
     ],
 )
