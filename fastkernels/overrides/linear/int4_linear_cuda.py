@@ -28,6 +28,14 @@ PARAMS: tuple[dict[str, int], ...] = (
     {"height": 2, "ahead": 1},
     {"height": 1, "ahead": 2},
 )
+# Measured on no GPU yet: bench/experiments/linear/linear_int4.py --plans
+STREAMS: tuple[dict[str, int], ...] = (
+    {"stream": 1},
+    {"stream": 2},
+    {"stream": 2, "ahead": 2},
+    {"stream": 1, "height": 2},
+    {"stream": 2, "height": 2},
+)
 
 
 class Plan(NamedTuple):
@@ -68,8 +76,8 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
-            f"-DSTREAM={self.stream}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}", f"-DHAS_BIAS={int(self.bias)}",
-            f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
+            f"-DSTREAM={self.stream}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
+            f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
         )  # fmt: skip
 
 
@@ -100,8 +108,8 @@ def plan(
             2: of all tiles
 
     Parameters that are 0 are chosen so that the busiest warp has the least work, with at most twice as many splits as x
-    needs to fit shared memory. Measured on an H100: few tokens need at least four parts. With `stream`, the fewest splits
-    and the most steps ahead, up to four, that fit.
+    needs to fit shared memory. Measured on an H100: few tokens need at least four parts. With `stream`, they are the
+    fewest splits and the most steps ahead, up to `ahead` or four, that fit.
     """
     tiles = cdiv(next_power_of_2(max(m, 8)), 8)
     tokens = next_power_of_2(max(m, 1)) if tiles == 1 else 8 * tiles  # in shared memory
@@ -111,7 +119,7 @@ def plan(
         s, ahead = next(
             (s, a)
             for s in ([splits] if splits else range(1, k // STEP + 1))
-            for a in ([ahead] if ahead else (4, 3, 2))
+            for a in range(ahead or 4, min(ahead or 2, 2) - 1, -1)
             if shared_bytes(k, tokens, s) + stream_bytes(tiles, warps, h, a, zero) <= SHARED
         )
         all_tiles = cdiv(n, 16 * h)
@@ -205,9 +213,7 @@ def linear_int4_cuda(
     partial = taken = None
     if p.splits > 1 or p.stream == 2:
         tiles = cdiv(n, 16 * p.height)
-        partial = torch.empty(
-            p.pieces(n) * p.height * p.tiles * 128, dtype=torch.float32, device=x.device
-        )
+        partial = torch.empty(p.pieces(n) * p.height * p.tiles * 128, dtype=torch.float32, device=x.device)
         taken = tickets.get(x.device, tiles)
     tensors = (rows, weight, weight_scale, weight_zero, bias, out, partial, taken)
     args = (*(None if t is None else t.data_ptr() for t in tensors), m, n, rows.stride(0))

@@ -72,8 +72,8 @@ def test_emulated_int4_product_matches_float64(
 @pytest.mark.parametrize("k", [128, 896, 4096, 14336, 18944, 28672])
 def test_plans_fit_shared_memory(n: int, k: int) -> None:
     for m in (1, 8, 9, 32, 64):
-        for params in few.PARAMS:
-            if not few.fits(params, m, k):
+        for params in (*few.PARAMS, *few.STREAMS):
+            if not few.fits({"height": 1, **params}, m, k):
                 continue
             p = few.plan(m, n, k, 128, **params)
             assert p.shared <= few.SHARED and p.warps % p.parts == 0 and p.splits <= k // few.STEP
@@ -81,9 +81,9 @@ def test_plans_fit_shared_memory(n: int, k: int) -> None:
 
 
 @pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
-@pytest.mark.parametrize("m", [1, 32, 64])
-def test_int4_kernels_compile_for_hopper(m: int) -> None:
-    p = few.plan(m, 4096, 4096, 128, True)
+@pytest.mark.parametrize(("m", "stream"), [(1, 0), (32, 0), (64, 0), (16, 2)])
+def test_int4_kernels_compile_for_hopper(m: int, stream: int) -> None:
+    p = few.plan(m, 4096, 4096, 128, True, stream=stream)
     assert (
         cuda_rtc.nvrtc_compile(text(few.SOURCE), (*p.options, "--gpu-architecture=sm_90a"))[:4] == b"\x7fELF"
     )

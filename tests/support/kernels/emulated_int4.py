@@ -33,7 +33,6 @@ BODIES = {
     "load_zero": "return *at;",
     "add_to": "const u32 old = *ticket; *ticket += value; return old;",
     "load_part": "return *at;",
-    "lowest": "return 0x000F000F;",
     "copy_16": "begin_copy(to, from, true);",
     "copy_4": "begin_copy(to, (const void*)from, true, 4);",
     "commit_copies": "close_copies();",

@@ -68,12 +68,6 @@ __device__ __forceinline__ u32 halves(u32 low, u32 high, u32 order) {  // bytes 
 // Integers below 16 are the last bits of 128 (bfloat16) and 1024 (float16).
 constexpr u32 ONE = BF16 ? 0x43004300u : 0x64006400u;
 
-__device__ __forceinline__ u32 lowest() {  // the bits of two integers; a constant would be loaded for each use
-    u32 v;
-    asm volatile("mov.b32 %0, 0x000F000F;" : "=r"(v));
-    return v;
-}
-
 __device__ __forceinline__ u32 difference(u32 two, u32 mask, u32 zero) {  // q - z of both
     u32 v;
 #if BF16
@@ -267,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
                     }
             }
     };
-    const u32 mask = lowest();
+    const u32 mask = 0x000F000Fu | ((u32)M & 0x80000000u);  // ptxas would load a constant for each use
     auto step = [&](const uint4(&words)[HEIGHT][2], const u32(&scale)[HEIGHT][2], const u32(&zero)[HEIGHT][2],
                     const unsigned char* at) {
         float sums[HEIGHT][TILES][4];
