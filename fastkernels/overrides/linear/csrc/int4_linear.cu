@@ -12,11 +12,10 @@
 // PARTS warps have each a part of a tile's steps. They take turns to add what the others leave in shared memory, while
 // those go on with the next tile.
 //
-// With STREAM, each warp has as many steps as the others, one after the other through the tiles of its block: it may
-// begin and end within a tile. Words and scales pass through a ring in shared memory, since a step that waits for loads
-// into registers waits for all loads of its warp (ptxas gives them one scoreboard), and so for the last one of AHEAD.
-// The warp with a tile's first step in this block adds the sums of the warps behind it. Those write them first of all
-// and never wait. With STREAM == 2 the steps of all tiles are divided among the blocks, which share tiles at their ends.
+// With STREAM, each warp has an equal share of its block's steps and may begin and end within a tile. The weight passes
+// through a ring in shared memory: ptxas gives all loads into registers one scoreboard, so that a step waits for the last
+// of AHEAD. The warp with a tile's first step in this block adds the sums of later warps, which never wait before they
+// write them. With STREAM == 2 the steps of all tiles are divided among the blocks, which share tiles at their ends.
 //
 // W is read before griddepcontrol.wait; x is read, and all results are written, only after it.
 //
