@@ -260,7 +260,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
                     }
             }
     };
-    const u32 mask = 0x000F000Fu | ((u32)M & 0x80000000u);  // ptxas would load a constant for each use
+    // ptxas loads a constant again for each use. With more outputs there is no register for it.
+    const u32 mask = 0x000F000Fu | (OUTPUTS < 8 ? (u32)M & 0x80000000u : 0);
     auto step = [&](const uint4(&words)[HEIGHT][2], const u32(&scale)[HEIGHT][2], const u32(&zero)[HEIGHT][2],
                     const unsigned char* at) {
         float sums[HEIGHT][TILES][4];
