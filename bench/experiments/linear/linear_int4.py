@@ -1,11 +1,11 @@
 """Check our CUDA kernel for 4-bit weights on this GPU, then time it against vLLM's Marlin.
 
     linear_int4.py --out rows.jsonl [--seconds 300] [--tokens 1,4,8,16,32] [--layers 28672x4096,4096x14336]
-        [--groups 128,64] [--zeros] [--dtype bfloat16]
+        [--groups 128,64] [--zeros] [--dtype bfloat16] [--plans]
 
 Times are microseconds a call: a CUDA graph has two passes over copies of a weight that together are larger than L2, and
-kernels take turns. Marlin is left out where vLLM is not installed. --device cpu --quick times the Triton kernel on tiny
-shapes in Triton's interpreter, which means nothing.
+kernels take turns. --plans also times other plans of our kernel, compiled in parallel. Marlin is left out where vLLM is
+not installed. --device cpu --quick times the Triton kernel on tiny shapes in Triton's interpreter, which means nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # bench/
 import torch
 from experiments.common.graph_clock import Run, against, poisoned, rounds
 
+from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit.hopper import text
+from fastkernels.overrides.linear import int4_linear_cuda as few
 from fastkernels.overrides.linear import linear_int4 as int4
-from fastkernels.overrides.linear.int4_linear_cuda import linear_int4_cuda
 from fastkernels.overrides.linear.production import _marlin, _marlin_weights
 
 # Four of Llama-3.1-8B, two of Qwen2.5-7B, two of Qwen2.5-32B, one of Llama-3.3-70B and one of Qwen3-4B
@@ -37,10 +40,13 @@ Call = Callable[..., torch.Tensor]
 
 
 def kernels(run: Run, x: torch.Tensor, weights: list[torch.Tensor], scale: torch.Tensor, zero: torch.Tensor | None,
-            ) -> dict[str, list[Callable[[], torch.Tensor]]]:  # fmt: skip
+            params: list[dict[str, int]]) -> dict[str, list[Callable[[], torch.Tensor]]]:  # fmt: skip
     """{kernel: a call for each weight}"""
-    ours: Call = linear_int4_cuda if run.cuda else int4.linear_int4_triton
+    ours: Call = few.linear_int4_cuda if run.cuda else int4.linear_int4_triton
     found = {"cuda" if run.cuda else "triton": [partial(ours, x, w, scale, zero) for w in weights]}
+    for p in params:
+        name = "cuda " + ",".join(f"{key}={value}" for key, value in p.items())
+        found[name] = [partial(ours, x, w, scale, zero, **p) for w in weights]
     if find_spec("vllm") is not None:
         marlin: Call = _marlin()
         packed = [_marlin_weights(x, w, scale, zero) for w in weights]
@@ -48,7 +54,25 @@ def kernels(run: Run, x: torch.Tensor, weights: list[torch.Tensor], scale: torch
     return found
 
 
-def measure(run: Run, case: dict[str, Any]) -> None:
+def plans(tokens: int) -> list[dict[str, int]]:
+    """Return parameters of our kernel that suit this many tokens."""
+    return [p for p in (*few.PARAMS, *few.STREAMS) if p.get("height", 1) == 1 or tokens <= few.MAX_OF_TWO]
+
+
+def compile_plans(cases: list[dict[str, Any]]) -> None:
+    """Fill the cache of compiled kernels."""
+    wanted = {
+        few.plan(
+            c["tokens"], c["n"], c["k"], c["group"], c["zeros"], bf16=c["dtype"] == "bfloat16", **p
+        ).options
+        for c in cases
+        for p in ({}, *plans(c["tokens"]))
+    }
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda o: cuda_rtc.cubin(text(few.SOURCE), ("--gpu-architecture=sm_90a", *o)), wanted))
+
+
+def measure(run: Run, case: dict[str, Any], params: list[dict[str, int]]) -> None:
     n, k, group = case["n"], case["k"], case["group"]
     dtype = getattr(torch, case["dtype"])
     bytes_ = partial(torch.randint, dtype=torch.uint8, device=run.device, generator=run.generator)
@@ -58,7 +82,7 @@ def measure(run: Run, case: dict[str, Any]) -> None:
     zero = bytes_(0, 16, (n, k // group)) if case["zeros"] else None
     x = run.randn(case["tokens"], k, dtype=dtype)
     want = int4.reference(x.float(), weights[0], scale.float(), zero)
-    calls, errors = kernels(run, x, weights, scale, zero), {}
+    calls, errors = kernels(run, x, weights, scale, zero, params), {}
     for name, each in list(calls.items()):
         with poisoned():
             error = ((each[0]().float() - want).norm() / want.norm()).item()
@@ -87,6 +111,7 @@ def main() -> int:
     parser.add_argument("--groups", default="128", help="columns that share a scale")
     parser.add_argument("--zeros", action="store_true", help="with zero points, as AWQ")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--plans", action="store_true", help="time all plans of our kernel")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="one tiny layer")
     options = parser.parse_args()
@@ -94,15 +119,23 @@ def main() -> int:
     run.common["baseline"] = "marlin"
     if find_spec("vllm") is None:
         print("Marlin is left out: vLLM is not installed")
-    for tokens in options.tokens.split(","):
-        for layer in ["48x256"] if options.quick else options.layers.split(","):
-            for group in options.groups.split(","):
-                if run.left() < 0:
-                    print(f"the time is up before {tokens} tokens of {layer}", file=sys.stderr)
-                    return 1
-                n, k = map(int, layer.split("x"))
-                case = {"tokens": int(tokens), "n": n, "k": k, "group": int(group)}
-                measure(run, {**case, "zeros": options.zeros, "dtype": options.dtype})
+    cases = [
+        {
+            "tokens": int(tokens), "n": int(layer.split("x")[0]), "k": int(layer.split("x")[1]), "group": int(group),
+            "zeros": options.zeros, "dtype": options.dtype,
+        }
+        for tokens in options.tokens.split(",")
+        for layer in (["48x256"] if options.quick else options.layers.split(","))
+        for group in options.groups.split(",")
+    ]  # fmt: skip
+    every = options.plans and run.cuda
+    if every:
+        compile_plans(cases)
+    for case in cases:
+        if run.left() < 0:
+            print(f"the time is up before {case}", file=sys.stderr)
+            return 1
+        measure(run, case, plans(case["tokens"]) if every else [])
     return bool(run.wrong)
 
 

@@ -28,6 +28,14 @@ PARAMS: tuple[dict[str, int], ...] = (
     {"height": 2, "ahead": 1},
     {"height": 1, "ahead": 2},
 )
+# Measured on no GPU yet: bench/experiments/linear/linear_int4.py --plans
+STREAMS: tuple[dict[str, int], ...] = (
+    {"stream": 1},
+    {"stream": 2},
+    {"stream": 2, "ahead": 2},
+    {"stream": 1, "height": 2},
+    {"stream": 2, "height": 2},
+)
 
 
 class Plan(NamedTuple):
@@ -47,14 +55,20 @@ class Plan(NamedTuple):
     ahead: int
     parts: int
     splits: int
+    stream: int
     grid: int
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: a split of x, and the sums of parts."""
-        return shared_bytes(self.k, self.tokens, self.splits) + sums_bytes(
-            self.tiles, self.warps, self.height, self.parts
+        """Bytes of shared memory: a split of x, the sums that warps hand over, and the ring of STREAM."""
+        rest = (self.tiles, self.warps, self.height)
+        return shared_bytes(self.k, self.tokens, self.splits) + (
+            stream_bytes(*rest, self.ahead, self.zero) if self.stream else sums_bytes(*rest, self.parts)
         )
+
+    def pieces(self, n: int) -> int:
+        """Return the tiles of sums in memory: of each split and, with STREAM == 2, of each block."""
+        return self.splits * cdiv(n, 16 * self.height) + (self.grid if self.stream == 2 else 0)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -62,8 +76,8 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
-            f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}", f"-DHAS_BIAS={int(self.bias)}",
-            f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
+            f"-DSTREAM={self.stream}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
+            f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
         )  # fmt: skip
 
 
@@ -77,19 +91,42 @@ def sums_bytes(tiles: int, warps: int, height: int, parts: int) -> int:
     return 0 if parts == 1 else 512 + 2 * 512 * tiles * height * (warps // parts) * (parts - 1)
 
 
+def stream_bytes(tiles: int, warps: int, height: int, ahead: int, zero: bool) -> int:
+    """Return the bytes of barriers, sums and ring with STREAM."""
+    return 512 + warps * height * (512 * tiles + ahead * (1536 if zero else 1280))
+
+
 @lru_cache(maxsize=1024)
 def plan(
     m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True,
     half_scales: bool = False, sms: int = 132, height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0,
-    splits: int = 0,
+    splits: int = 0, stream: int = 0,
 ) -> Plan:  # fmt: skip
     """Return the plan of a product of m tokens with a weight [n, k].
 
+    stream  0: warps have parts of a tile, 1: each warp has as many steps of its block's tiles as the others,
+            2: of all tiles
+
     Parameters that are 0 are chosen so that the busiest warp has the least work, with at most twice as many splits as x
-    needs to fit shared memory. Measured on an H100: few tokens need at least four parts.
+    needs to fit shared memory. Measured on an H100: few tokens need at least four parts. With `stream`, they are the
+    fewest splits and the most steps ahead, up to `ahead` or four, that fit.
     """
     tiles = cdiv(next_power_of_2(max(m, 8)), 8)
     tokens = next_power_of_2(max(m, 1)) if tiles == 1 else 8 * tiles  # in shared memory
+    flags = (zero, bias, bf16, half_scales)
+    if stream:
+        h = height or 1
+        s, ahead = next(
+            (s, a)
+            for s in ([splits] if splits else range(1, k // STEP + 1))
+            for a in range(ahead or 4, min(ahead or 2, 2) - 1, -1)
+            if shared_bytes(k, tokens, s) + stream_bytes(tiles, warps, h, a, zero) <= SHARED
+        )
+        all_tiles = cdiv(n, 16 * h)
+        blocks = min(max(sms // s, 1), all_tiles * (k // STEP // s if stream == 2 else 1))
+        return Plan(
+            k, group, tiles, tokens, n % (16 * h) != 0, *flags, warps, h, ahead, 1, s, stream, s * blocks
+        )  # fmt: skip
     choices = [
         (h, p, s)
         for h in ([height] if height else [1, 2] if m <= MAX_OF_TWO else [1])
@@ -111,7 +148,7 @@ def plan(
     ahead = ahead or (4 if h == 1 else 1)
     ragged = n % (16 * h) != 0
     return Plan(
-        k, group, tiles, tokens, ragged, zero, bias, bf16, half_scales, warps, h, ahead, p, s, s * blocks
+        k, group, tiles, tokens, ragged, *flags, warps, h, ahead, p, s, 0, s * blocks
     )  # fmt: skip
 
 
@@ -174,11 +211,9 @@ def linear_int4_cuda(
         weight_scale.dtype != x.dtype, multiprocessors(x.device), **params,
     )  # fmt: skip
     partial = taken = None
-    if p.splits > 1:
+    if p.splits > 1 or p.stream == 2:
         tiles = cdiv(n, 16 * p.height)
-        partial = torch.empty(
-            p.splits * tiles * p.height * p.tiles * 128, dtype=torch.float32, device=x.device
-        )
+        partial = torch.empty(p.pieces(n) * p.height * p.tiles * 128, dtype=torch.float32, device=x.device)
         taken = tickets.get(x.device, tiles)
     tensors = (rows, weight, weight_scale, weight_zero, bias, out, partial, taken)
     args = (*(None if t is None else t.data_ptr() for t in tensors), m, n, rows.stride(0))

@@ -32,6 +32,13 @@ ROOT = Path(__file__).resolve().parents[3]
         # one slot of many tiles: its warps take turns to add, each with a buffer that was used before
         (3, 200, 1024, 128, torch.bfloat16, {"warps": 8, "parts": 8, "splits": 1, "ahead": 2}),
         (11, 160, 1024, 256, torch.float16, {"warps": 4, "parts": 2, "splits": 2, "ahead": 1}),
+        # warps that begin within tiles, fewer steps than warps, tiles of several warps and warps of several tiles
+        (3, 200, 640, 128, torch.bfloat16, {"warps": 4, "stream": 1, "ahead": 3}),
+        (5, 72, 640, 128, torch.bfloat16, {"warps": 8, "stream": 1, "ahead": 2, "splits": 2}),
+        (13, 50, 384, 32, torch.float16, {"warps": 4, "stream": 2, "ahead": 2, "height": 2}),
+        # tiles of three blocks, and of two splits
+        (7, 20, 1152, 128, torch.bfloat16, {"warps": 2, "stream": 2, "ahead": 2}),
+        (11, 160, 1152, 384, torch.float16, {"warps": 2, "stream": 2, "ahead": 1, "splits": 2}),
         pytest.param(33, 40, 256, 64, torch.bfloat16, {"warps": 2, "ahead": 1}, marks=pytest.mark.slow),
     ],
 )
@@ -65,8 +72,8 @@ def test_emulated_int4_product_matches_float64(
 @pytest.mark.parametrize("k", [128, 896, 4096, 14336, 18944, 28672])
 def test_plans_fit_shared_memory(n: int, k: int) -> None:
     for m in (1, 8, 9, 32, 64):
-        for params in few.PARAMS:
-            if not few.fits(params, m, k):
+        for params in (*few.PARAMS, *few.STREAMS):
+            if not few.fits({"height": 1, **params}, m, k):
                 continue
             p = few.plan(m, n, k, 128, **params)
             assert p.shared <= few.SHARED and p.warps % p.parts == 0 and p.splits <= k // few.STEP
@@ -74,9 +81,9 @@ def test_plans_fit_shared_memory(n: int, k: int) -> None:
 
 
 @pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
-@pytest.mark.parametrize("m", [1, 32, 64])
-def test_int4_kernels_compile_for_hopper(m: int) -> None:
-    p = few.plan(m, 4096, 4096, 128, True)
+@pytest.mark.parametrize(("m", "stream"), [(1, 0), (32, 0), (64, 0), (16, 2)])
+def test_int4_kernels_compile_for_hopper(m: int, stream: int) -> None:
+    p = few.plan(m, 4096, 4096, 128, True, stream=stream)
     assert (
         cuda_rtc.nvrtc_compile(text(few.SOURCE), (*p.options, "--gpu-architecture=sm_90a"))[:4] == b"\x7fELF"
     )

@@ -14,7 +14,7 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 struct Meeting { int size = 0, here = 0, held = 0; };
-struct Copy { unsigned char* to; const void* from; bool there; };
+struct Copy { unsigned char* to; const void* from; bool there; int bytes; };
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
@@ -182,11 +182,11 @@ inline void multiply_tiles(float (&c)[4], const Operands& mine) {  // m16n8k16
     for (int i = 0; i < 4; i++) c[i] = found.of[i];
 }
 
-inline void begin_copy(uint32_t to, const void* from, bool there) {
+inline void begin_copy(uint32_t to, const void* from, bool there, int bytes = 16) {
     auto& copies = fibers[running].copies;
     if (copies.empty()) copies.emplace_back();
-    memset(at(to), 0xff, 16);
-    copies.back().push_back({at(to), from, there});
+    memset(at(to), 0xff, bytes);
+    copies.back().push_back({at(to), from, there, bytes});
 }
 
 inline void close_copies() {
@@ -199,7 +199,7 @@ inline void finish_copies(int but) {
     auto& copies = fibers[running].copies;
     while ((int)copies.size() > but + 1) {
         for (const Copy& c : copies.front())
-            if (c.there) memcpy(c.to, c.from, 16); else memset(c.to, 0, 16);
+            if (c.there) memcpy(c.to, c.from, c.bytes); else memset(c.to, 0, c.bytes);
         copies.pop_front();
     }
 }

@@ -12,23 +12,31 @@
 // PARTS warps have each a part of a tile's steps. They take turns to add what the others leave in shared memory, while
 // those go on with the next tile.
 //
+// With STREAM, each warp has an equal share of its block's steps and may begin and end within a tile. The weight passes
+// through a ring in shared memory: ptxas gives all loads into registers one scoreboard, so that a step waits for the last
+// of AHEAD. The warp with a tile's first step in this block adds the sums of later warps, which never wait before they
+// write them. With STREAM == 2 the steps of all tiles are divided among the blocks, which share tiles at their ends.
+//
 // W is read before griddepcontrol.wait; x is read, and all results are written, only after it.
 //
-// With SPLITS, a tile's sums go to memory, and the block whose ticket is the last one adds them, always in one order.
+// With SPLITS, and for a tile that two blocks share, sums go to memory, and the block whose ticket is the last one adds
+// them, always in one order.
 //
 // Compile-time constants: K and GROUP (columns that share a scale), multiples of 128 and 32; TILES (of 8 tokens);
-// WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; AHEAD (steps); RAGGED (the last tile has fewer rows);
+// WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; STREAM; AHEAD (steps); RAGGED (the last tile has fewer rows);
 // HAS_ZERO; HAS_BIAS; BF16; HALF_SCALES (float16 scales of bfloat16 x). Includes no header.
 
 constexpr int THREADS = 32 * WARPS, SLOTS = WARPS / PARTS, STEPS = K / 128, GROUPS = K / GROUP, ROWS = 16 * HEIGHT;
 constexpr int MOST = (STEPS + SPLITS - 1) / SPLITS;  // steps of a split
 constexpr int PITCH = 256 * MOST + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
 constexpr int OUTPUTS = HEIGHT * TILES, BUFFERS = 2;  // a slot's sums of one tile are added while it has the next one
-constexpr int SUMS = 512 * OUTPUTS * (PARTS - 1);  // bytes of a buffer
-constexpr int BARRIERS = PARTS > 1 ? 512 : 0;  // bytes
+constexpr int SUMS = 512 * OUTPUTS * (STREAM ? 1 : PARTS - 1);  // bytes of a buffer
+constexpr int BARRIERS = STREAM || PARTS > 1 ? 512 : 0;  // bytes
+constexpr int STAGE = HEIGHT * (HAS_ZERO ? 1536 : 1280);  // bytes of a warp's step in the ring: words, scales, zeros
+constexpr int X_AT = BARRIERS + (STREAM ? WARPS * (SUMS + AHEAD * STAGE) : BUFFERS * SLOTS * SUMS);
 constexpr bool EXACT = GROUP % 128 == 0 && TILES < 8;  // with more, sums need too many registers
 static_assert(K % 128 == 0 && K % GROUP == 0 && GROUP % 32 == 0, "a step is 128 columns, and a unit has one scale");
-static_assert(WARPS % PARTS == 0 && SPLITS <= STEPS, "warps of a tile, steps of a split");
+static_assert(WARPS % PARTS == 0 && SPLITS <= STEPS && (!STREAM || PARTS == 1), "warps of a tile, steps of a split");
 static_assert(16 * BUFFERS * SLOTS <= 512, "two barriers for each buffer");
 
 __device__ __forceinline__ u32 load_scale(const u16* at) {
@@ -46,14 +54,14 @@ __device__ __forceinline__ u32 load_zero(const unsigned char* at) {
 // Integers below 16 are the last bits of 128 (bfloat16) and 1024 (float16).
 constexpr u32 ONE = BF16 ? 0x43004300u : 0x64006400u;
 
-__device__ __forceinline__ u32 difference(u32 two, u32 zero) {  // q - z of both
+__device__ __forceinline__ u32 difference(u32 two, u32 mask, u32 zero) {  // q - z of both
     u32 v;
 #if BF16
     asm("sub.rn.bf16x2 %0, %1, %2;"
 #else
     asm("sub.rn.f16x2 %0, %1, %2;"
 #endif
-        : "=r"(v) : "r"((two & 0x000F000Fu) | ONE), "r"(zero));
+        : "=r"(v) : "r"((two & mask) | ONE), "r"(zero));
     return v;
 }
 
@@ -94,19 +102,66 @@ __device__ __forceinline__ void add_product(float (&c)[4], u32 a0, u32 a1, u32 a
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ void copy_16(u32 to, const void* from) {  // bytes
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_4(u32 to, u64 from) {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void await_copies() {  // all groups but the last AHEAD - 1
+    asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+}
+
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     const u16* x, const uint4* weight, const u16* scales, const unsigned char* zeros, const u16* bias, u16* out,
     float4* partial, u32* tickets, int M, int N, long long x_stride) {
     extern __shared__ __align__(128) unsigned char memory[];
-    unsigned char* const x_at = memory + BARRIERS + BUFFERS * SLOTS * SUMS;
+    unsigned char* const x_at = memory + X_AT;
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
-    const int slot = warp / PARTS, part = warp % PARTS, split = blockIdx.x % SPLITS;
-    const int block = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS, tiles = (N + ROWS - 1) / ROWS;
-    const int first = (int)((u64)block * tiles / blocks) + slot, last = (int)((u64)(block + 1) * tiles / blocks);
+    const int split = blockIdx.x % SPLITS, block = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS;
+    const int tiles = (N + ROWS - 1) / ROWS;
     const int begin = split * STEPS / SPLITS, steps = (split + 1) * STEPS / SPLITS - begin;
+
+#if STREAM
+    auto step_of = [&](int block) {  // where a block begins
+        const int unit = STREAM == 2 ? 1 : steps;
+        return (int)((u64)block * (tiles * (steps / unit)) / blocks) * unit;
+    };
+    const int of_block = step_of(block), of_next = step_of(block + 1);
+    auto start = [&](int warp) { return of_block + (int)((u32)warp * (of_next - of_block) / WARPS); };
+    const int mine = start(warp), count = start(warp + 1) - mine;
+    const u32 ring = shared_address(memory) + BARRIERS + WARPS * SUMS + warp * AHEAD * STAGE;
+    const unsigned char* const ring_at = memory + BARRIERS + WARPS * SUMS + warp * AHEAD * STAGE;
+    int next = mine % steps, next_row = mine / steps * ROWS + group, to_fetch = count;
+    const uint4* w_at = weight + (long long)next_row * (K / 32) + 4 * (begin + next) + quad;
+    // A scale is copied with the aligned word that contains it.
+    auto place = [&](int row, int turn) { return (long long)row * GROUPS + (128 * (begin + turn) + 32 * quad) / GROUP; };
+    auto fetch = [&](int stage) {
+        if (to_fetch > 0) {
+            const u32 to = ring + stage * STAGE;
+#pragma unroll
+            for (int j = 0; j < 2 * HEIGHT; j++) {
+                const int row = RAGGED ? min(next_row + 8 * j, N - 1) : next_row + 8 * j;
+                copy_16(to + 512 * j + 16 * lane, w_at + (long long)(row - next_row) * (K / 32));
+                const u32 below = to + 1024 * HEIGHT + 128 * j + 4 * lane;
+                copy_4(below, (u64)(scales + place(row, next)) & ~3ull);
+                if (HAS_ZERO) copy_4(below + 256 * HEIGHT, (u64)(zeros + place(row, next)) & ~3ull);
+            }
+            w_at += 4, to_fetch--;
+            if (++next == steps) next = 0, next_row += ROWS, w_at += (long long)ROWS * (K / 32) - 4 * steps;
+        }
+        commit_copies();
+    };
+#else
+    const int slot = warp / PARTS, part = warp % PARTS;
+    const int first = (int)((u64)block * tiles / blocks) + slot, last = (int)((u64)(block + 1) * tiles / blocks);
     const int early = part * steps / PARTS, turns = (part + 1) * steps / PARTS - early;  // steps of a tile, perhaps none
 
     uint4 words[AHEAD][HEIGHT][2];
@@ -133,11 +188,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
         next_turn = 0, next_tile += SLOTS;
         w_at += (long long)SLOTS * ROWS * (K / 32) - 4 * turns, g_at += (long long)SLOTS * ROWS * GROUPS;
     };
+#endif
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) fetch(i);
 
     const u32 barriers = shared_address(memory);
-    if (PARTS > 1 && thread < BUFFERS * SLOTS) {
+    if (STREAM && thread < WARPS) make_barrier(barriers + 8 * thread, 1);  // the warp's sums are there
+    if (!STREAM && PARTS > 1 && thread < BUFFERS * SLOTS) {
         make_barrier(barriers + 16 * thread, PARTS - 1);  // the sums are there
         make_barrier(barriers + 16 * thread + 8, 1);      // they have been read
     }
@@ -161,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
 
     float acc[HEIGHT][TILES][4] = {};
     // Of less than 8 tokens the last one stands for those that are missing.
-    const unsigned char* tokens = x_at + (TILES == 1 ? min(group, M - 1) : group) * PITCH + 256 * early + 16 * quad;
+    const unsigned char* tokens = x_at + (TILES == 1 ? min(group, M - 1) : group) * PITCH + 16 * quad;
     auto store = [&](int tile) {
 #pragma unroll
         for (int h = 0; h < HEIGHT; h++)
@@ -179,8 +236,80 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
                     }
             }
     };
+    // ptxas loads a constant again for each use. With more outputs there is no register for it.
+    const u32 mask = 0x000F000Fu | (OUTPUTS < 8 ? (u32)M & 0x80000000u : 0);
+    auto step = [&](const uint4(&words)[HEIGHT][2], const u32(&scale)[HEIGHT][2], const u32(&zero)[HEIGHT][2],
+                    const unsigned char* at) {
+        float sums[HEIGHT][TILES][4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 v[HEIGHT][2][4];
+#pragma unroll
+            for (int h = 0; h < HEIGHT; h++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const uint4& of = words[h][r];
+                    const u32 word = i == 0 ? of.x : i == 1 ? of.y : i == 2 ? of.z : of.w;
+#pragma unroll
+                    for (int n = 0; n < 4; n++) {
+                        v[h][r][n] = difference(word >> 4 * n, mask, zero[h][r] * 0x00010001u | ONE);
+                        if (!EXACT) v[h][r][n] = product(v[h][r][n], scale_in_dtype(scale[h][r]));
+                    }
+                }
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                const uint4 b = *(const uint4*)(at + 8 * t * PITCH + 64 * i);
+#pragma unroll
+                for (int h = 0; h < HEIGHT; h++) {
+                    float(&c)[4] = EXACT ? sums[h][t] : acc[h][t];
+                    if (EXACT && i == 0)
+                        begin_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
+                    else
+                        add_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
+                    add_product(c, v[h][0][1], v[h][1][1], v[h][0][3], v[h][1][3], b.z, b.w);
+                }
+            }
+        }
+        if (EXACT)
+#pragma unroll
+            for (int j = 0; j < 4 * OUTPUTS; j++)
+                acc[j / 4 / TILES][j / 4 % TILES][j % 4] +=
+                    scale_of(scale[j / 4 / TILES][j / 2 % 2]) * sums[j / 4 / TILES][j / 4 % TILES][j % 4];
+    };
+    auto clear = [&]() {
+#pragma unroll
+        for (int j = 0; j < 4 * OUTPUTS; j++) acc[j / 4 / TILES][j / 4 % TILES][j % 4] = 0;
+    };
+#if !STREAM
     int done = 0;  // tiles
+#endif
     auto finish = [&](int tile) {
+#if STREAM
+        const int low = tile * steps, high = min(low + steps, of_next);
+        const bool begun = low < of_block, shared = begun || of_next < low + steps;  // with other blocks
+        float4* at = (float4*)(memory + BARRIERS) + lane;
+        if (mine > max(low, of_block)) {  // an earlier warp has the first step
+#pragma unroll
+            for (int j = 0; j < OUTPUTS; j++) {
+                const float(&a)[4] = acc[j / TILES][j % TILES];
+                at[(warp * OUTPUTS + j) * 32] = make_float4(a[0], a[1], a[2], a[3]);
+            }
+            __syncwarp();
+            if (lane == 0) arrive(barriers + 8 * warp);
+            return;
+        }
+        for (int w = warp + 1; w < WARPS && start(w) < high; w++) {
+            if (start(w + 1) == start(w)) continue;
+            wait(barriers + 8 * w, 0);
+#pragma unroll
+            for (int j = 0; j < OUTPUTS; j++) {
+                const float4 more = at[(w * OUTPUTS + j) * 32];
+                float(&a)[4] = acc[j / TILES][j % TILES];
+                a[0] += more.x, a[1] += more.y, a[2] += more.z, a[3] += more.w;
+            }
+        }
+#else
+        constexpr bool begun = false, shared = false;
         if (PARTS > 1) {
             const int buffer = slot * BUFFERS + done % BUFFERS, adds = done % PARTS;
             const u32 there = barriers + 16 * buffer, parity = done / BUFFERS & 1;
@@ -209,18 +338,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
             __syncwarp();
             if (lane == 0) arrive(there + 8);
         }
-        if (SPLITS > 1) {
+#endif
+        if (SPLITS > 1 || (STREAM == 2 && shared)) {
             const long long size = (long long)tiles * OUTPUTS * 32;  // of a split
             float4* at = partial + (long long)tile * OUTPUTS * 32 + lane;
+            float4* extra = partial + SPLITS * size + lane;  // of blocks that begin within a tile
+            auto holder = [&](int s, bool last) {  // the block with the first or last step of the tile
+                const u32 of_tile = (s + 1) * STEPS / SPLITS - s * STEPS / SPLITS;
+                return (int)(((tile * of_tile + (last ? of_tile : 1)) * blocks - 1) / (tiles * of_tile));
+            };
 #pragma unroll
             for (int j = 0; j < OUTPUTS; j++) {
                 const float(&a)[4] = acc[j / TILES][j % TILES];
-                at[split * size + j * 32] = make_float4(a[0], a[1], a[2], a[3]);
+                float4* to = STREAM == 2 && begun ? extra + blockIdx.x * OUTPUTS * 32 : at + split * size;
+                to[j * 32] = make_float4(a[0], a[1], a[2], a[3]);
             }
             __syncwarp();
+            int pieces = SPLITS;
+#pragma unroll
+            for (int s = 0; s < SPLITS && STREAM == 2; s++) pieces += holder(s, true) - holder(s, false);
             u32 ticket = 0;
             if (lane == 0) ticket = add_to(tickets + tile, 1);
-            if (__shfl_sync(0xffffffffu, ticket, 0) != SPLITS - 1) return;
+            if (__shfl_sync(0xffffffffu, ticket, 0) != pieces - 1) return;
             if (lane == 0) tickets[tile] = 0;  // for the next launch
 #pragma unroll
             for (int j = 0; j < OUTPUTS; j++) {
@@ -232,59 +371,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
 #pragma unroll
                 for (int s = 1; s < SPLITS; s++) a[0] += v[s].x, a[1] += v[s].y, a[2] += v[s].z, a[3] += v[s].w;
             }
+            if (STREAM == 2)
+                for (int s = 0; s < SPLITS; s++)
+                    for (int other = holder(s, false) + 1; other <= holder(s, true); other++)
+#pragma unroll
+                        for (int j = 0; j < OUTPUTS; j++) {
+                            float(&a)[4] = acc[j / TILES][j % TILES];
+                            const float4 more = load_part(extra + ((other * SPLITS + s) * OUTPUTS + j) * 32);
+                            a[0] += more.x, a[1] += more.y, a[2] += more.z, a[3] += more.w;
+                        }
         }
         store(tile);
     };
 
+#if STREAM
+    int tile = mine / steps, turn = mine % steps, stage = 0;
+    for (int left = count; left > 0; left--) {
+        await_copies();
+        const unsigned char* from = ring_at + stage * STAGE;
+        uint4 words[HEIGHT][2];
+        u32 scale[HEIGHT][2], zero[HEIGHT][2];
+#pragma unroll
+        for (int j = 0; j < 2 * HEIGHT; j++) {
+            const int row = tile * ROWS + 8 * j + group, at = (int)place(RAGGED ? min(row, N - 1) : row, turn);
+            const u32* below = (const u32*)(from + 1024 * HEIGHT) + 32 * j + lane;
+            words[j / 2][j % 2] = ((const uint4*)from)[32 * j + lane];
+            scale[j / 2][j % 2] = below[0] >> 8 * ((u32)((u64)scales + 2 * at) & 2) & 0xffff;
+            zero[j / 2][j % 2] = HAS_ZERO ? below[64 * HEIGHT] >> 8 * ((u32)((u64)zeros + at) & 3) & 0xff : 8;
+        }
+        fetch(stage);
+        stage = stage + 1 == AHEAD ? 0 : stage + 1;
+        step(words, scale, zero, tokens + 256 * turn);
+        if (++turn == steps || left == 1) {
+            finish(tile);
+            turn = 0, tile++;
+            clear();
+        }
+    }
+#else
     for (int tile = first, turn = 0; tile < last;)
 #pragma unroll
         for (int s = 0; s < AHEAD; s++) {
             if (tile >= last) break;
             if (turn < turns) {
-                float sums[HEIGHT][TILES][4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    u32 v[HEIGHT][2][4];
-#pragma unroll
-                    for (int h = 0; h < HEIGHT; h++)
-#pragma unroll
-                        for (int r = 0; r < 2; r++) {
-                            const uint4& of = words[s][h][r];
-                            const u32 word = i == 0 ? of.x : i == 1 ? of.y : i == 2 ? of.z : of.w;
-#pragma unroll
-                            for (int n = 0; n < 4; n++) {
-                                v[h][r][n] = difference(word >> 4 * n, zero[s][h][r] * 0x00010001u | ONE);
-                                if (!EXACT) v[h][r][n] = product(v[h][r][n], scale_in_dtype(scale[s][h][r]));
-                            }
-                        }
-#pragma unroll
-                    for (int t = 0; t < TILES; t++) {
-                        const uint4 b = *(const uint4*)(tokens + 256 * turn + 8 * t * PITCH + 64 * i);
-#pragma unroll
-                        for (int h = 0; h < HEIGHT; h++) {
-                            float(&c)[4] = EXACT ? sums[h][t] : acc[h][t];
-                            if (EXACT && i == 0)
-                                begin_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
-                            else
-                                add_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
-                            add_product(c, v[h][0][1], v[h][1][1], v[h][0][3], v[h][1][3], b.z, b.w);
-                        }
-                    }
-                }
-                if (EXACT)
-#pragma unroll
-                    for (int j = 0; j < 4 * OUTPUTS; j++)
-                        acc[j / 4 / TILES][j / 4 % TILES][j % 4] +=
-                            scale_of(scale[s][j / 4 / TILES][j / 2 % 2]) * sums[j / 4 / TILES][j / 4 % TILES][j % 4];
+                step(words[s], scale[s], zero[s], tokens + 256 * (early + turn));
                 fetch(s);
             }
             if (++turn >= turns) {
                 finish(tile);
                 turn = 0, tile += SLOTS;
-#pragma unroll
-                for (int j = 0; j < OUTPUTS; j++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) acc[j / TILES][j % TILES][i] = 0;
+                clear();
             }
         }
+#endif
 }
