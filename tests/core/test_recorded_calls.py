@@ -1,9 +1,9 @@
-"""Compare derived calls with those that hand-written functions made of the same cases (recorded_calls.json.gz)."""
+"""Compare derived calls with those that hand-written functions made of the same cases (recorded_calls.json.xz)."""
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from support.kernels.recorded_calls import call_of
 from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec
 
-RECORDED = json.loads(gzip.decompress((Path(__file__).parent / "recorded_calls.json.gz").read_bytes()))
+RECORDED = json.loads(lzma.decompress((Path(__file__).parent / "recorded_calls.json.xz").read_bytes()))
 
 
 def comparable(spec: OpSpec, call: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Describe the call that an op makes of a case: arguments, dims, bytes and operations, as compact JSON.
 
-tests/core/recorded_calls.json.gz has the calls of all ops from before they had declarations. As a script: print those
+tests/core/recorded_calls.json.xz has the calls of all ops from before they had declarations. As a script: print those
 of today, `python tests/support/kernels/recorded_calls.py [OP...]`, for an op whose calls change on purpose.
 """
 
