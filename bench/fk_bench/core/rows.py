@@ -127,7 +127,8 @@ def replace(path: Path, rows: Iterable[Row]) -> None:
 
 def write_compressed(path: Path, text: str) -> None:
     """Write a published file. It has no time stamp: the same text gives the same bytes."""
-    path.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+    best = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "pb": 0}  # for text
+    path.write_bytes(lzma.compress(text.encode(), filters=[best]))
 
 
 def read_text(path: Path) -> str:

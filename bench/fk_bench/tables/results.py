@@ -125,13 +125,13 @@ class Results:
 def take(folder: Path, results: Path, models: Mapping[str, str] | None = None) -> list[str]:
     """Copy the row files of a `make bench-h200` run to `results`; return their names, made of date, chip and part.
 
-    A group whose files are all in the run is made of them from then on. No file is overwritten, and paths of the
-    machine are replaced by '...'. Raises ConfigError if the run has no rows.
+    A group whose files are all in the run is made of them from then on. No file is overwritten, paths of the
+    machine are replaced by '...', and numbers have six significant digits. Raises ConfigError if the run has no rows.
     """
     source, taken = Results(folder, True, models or {}), dict[str, str]()
     for name in source.names():
         if read := source.read(source.find(name)):
-            text = "".join(json.dumps(_without_paths(json.loads(row.to_json()))) + "\n" for row in read)
+            text = "".join(json.dumps(published(json.loads(row.to_json()))) + "\n" for row in read)
             taken[name] = _kept(results, name, read[-1], text)
     if not taken:
         raise ConfigError(f"--take {folder}: no rows there; give the folder of a run (OUT=)")
@@ -158,9 +158,12 @@ def _kept(results: Path, name: str, last: Row, text: str) -> str:
     return stem
 
 
-def _without_paths(value: Any) -> Any:
+def published(value: Any) -> Any:
+    """Return a row's value without paths of the machine, and with numbers of six significant digits."""
     if isinstance(value, dict):
-        return {k: _without_paths(v) for k, v in value.items()}
+        return {k: published(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_without_paths(v) for v in value]
+        return [published(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
     return "..." if isinstance(value, str) and value.startswith(("/", "~/")) else value

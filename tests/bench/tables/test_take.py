@@ -24,6 +24,7 @@ def test_taken_rows_have_no_machine_paths(tmp_path: Path) -> None:
         *served("vllm+fk", [1.0], model="/home/me/model"),
     ]
     found[-2].case["server_command"] = ["/home/me/python", "serve", "--port", "1"]
+    found[-2].metrics["ttft_ms"] = 12.3456789
     append(run_folder / "servers-vllm/rows.jsonl", found)
     (results / "tables.json").write_text('{"hosts": ["old"], "kernels": ["old"], "steps": ["servers-vllm"]}')
     name, models = "2026-11-22-h200-servers-vllm", {"model": "A model"}
@@ -32,6 +33,7 @@ def test_taken_rows_have_no_machine_paths(tmp_path: Path) -> None:
     assert (
         "/home" not in taken and '"model": "A model"' in taken and '["...", "serve", "--port", "1"]' in taken
     )
+    assert '"ttft_ms": 12.3457' in taken
     mapping = {"hosts": ["old"], "kernels": ["old"], "steps": ["servers-vllm"]}  # no group is complete
     assert json.loads((results / "tables.json").read_text()) == mapping
     assert "| A model | vLLM | 1 |" in text("hosts servers-vllm", Results(results))
