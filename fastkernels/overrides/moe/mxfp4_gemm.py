@@ -35,7 +35,6 @@ class Plan(NamedTuple):
     parts: int = 1
     ahead: int = 4
     resident: int = 2
-    late: int = 0
 
     @property
     def threads(self) -> int:
@@ -55,7 +54,6 @@ class Plan(NamedTuple):
             "--std=c++17", "-DBF16=1", f"-DK={self.k}", f"-DTOPK={self.topk}", f"-DGLU={int(self.glu)}",
             f"-DWEIGHTED={int(self.weighted)}", f"-DSORTED={int(self.sorted)}", f"-DTILES={self.tiles}",
             f"-DROWS={self.rows}", f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
-            f"-DLATE={self.late}",
         )  # fmt: skip
 
 
@@ -65,7 +63,7 @@ def tiles_of(pairs: int, experts: int) -> int:
 
 
 def plan(k: int, topk: int, tiles: int, is_sorted: bool, glu: bool, **params: int) -> Plan:
-    """Return the plan of a product, with SwiGLU (glu) or weighted by the pairs; params: the last five fields."""
+    """Return the plan of a product, with SwiGLU (glu) or weighted by the pairs; params: the last four fields."""
     # The fastest of eight to sixteen sets for GPT-OSS-20B's matrices: of one tile on an H100 (2026-11-27, 181 us an MLP
     # of 32 tokens, before 199), the others on an H200 (bench/results, 2026-11-24).
     if not is_sorted:  # one token's experts: few blocks, whose warps divide the k axis

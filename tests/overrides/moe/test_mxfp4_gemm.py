@@ -42,7 +42,6 @@ def _data(tokens: int, topk: int, experts: int, n: int, k: int) -> tuple[torch.T
         (7, 2, 5, 34, 1184, 2, True, {"rows": 1, "parts": 2, "ahead": 3}),  # steps end within a turn
         (1, 3, 16, 80, 288, 1, True, {}),  # pairs are not sorted
         (1, 4, 16, 40, 160, 1, False, {}),
-        (9, 2, 5, 48, 416, 2, False, {"rows": 2, "parts": 2, "ahead": 3, "late": 1}),
     ],
 )
 def test_emulated_mxfp4_product_matches_float64(

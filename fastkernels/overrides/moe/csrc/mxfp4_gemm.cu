@@ -8,7 +8,7 @@
 //
 // Compile-time constants: K (a multiple of 32), TOPK (pairs of one row of a), ROWS (tiles of 16 rows of a block), PARTS
 // (warps that divide the steps of a tile among themselves), TILES (of 8 tokens), AHEAD (steps), RESIDENT (blocks per SM),
-// LATE (a step's registers are loaded again behind its product), GLU (rows 2 i and 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU), WEIGHTED (rows of the
+// GLU (rows 2 i and 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU), WEIGHTED (rows of the
 // result are multiplied by the pairs' weights), SORTED (pairs are sorted; otherwise block i has pair i alone).
 
 constexpr int THREADS = 32 * ROWS * PARTS, STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS;
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
             const u32 by[2] = {factor(scale[slot][0]), factor(scale[slot][1])};
             const u32 low[4] = {words[slot][0].x, words[slot][0].y, words[slot][0].z, words[slot][0].w};
             const u32 high[4] = {words[slot][1].x, words[slot][1].y, words[slot][1].z, words[slot][1].w};
-            if (!LATE) fetch(slot, slot + AHEAD);
+            fetch(slot, slot + AHEAD);
             if ((turn + slot) * PARTS + part >= STEPS) break;  // the last turn of some parts
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -119,7 +119,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
                     multiply(acc[t], v[0][2], v[1][2], v[0][3], v[1][3], b.z, b.w);
                 }
             }
-            if (LATE) fetch(slot, slot + AHEAD);
         }
         left -= AHEAD, tokens += 256 * PARTS * AHEAD;
 #pragma unroll
