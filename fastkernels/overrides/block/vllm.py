@@ -35,7 +35,7 @@ from fastkernels.overrides.norm.rms_norm import rms_norm
 from fastkernels.overrides.norm.vllm import VllmRMSNorm
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
-from fastkernels.overrides.rope.vllm import VllmLlama3RotaryEmbedding, VllmRotaryEmbedding, get_rope
+from fastkernels.overrides.rope.vllm import OF_TABLES, get_rope
 
 
 class VllmLlamaMLP(PackedMLP):
@@ -123,7 +123,7 @@ class LlamaAttention(SelfAttention):
             rope_store_kvcache.requested != "off"
             and (qkv.is_cuda or rope_store_kvcache.requested == "named")
             and not any(op.requested for op in ((*apart, rms_norm) if norms else apart))
-            and type(self.rotary_emb) in (VllmRotaryEmbedding, VllmLlama3RotaryEmbedding)
+            and type(self.rotary_emb) in OF_TABLES
             and type(self.attn) is VllmAttention
             and self.attn.kv_cache is not None
             and all(type(norm) is VllmRMSNorm and norm.variance_size_override is None for norm in norms)

@@ -312,6 +312,13 @@ class ChosenLongRoPE(VllmRotaryEmbedding):
         return [Span(self._inv_freq() / factors, self.max_position_embeddings, magnitude=self.magnitude)]
 
 
+# Classes whose forward is `rotary_emb` with their cos_sin_cache
+OF_TABLES = (
+    VllmRotaryEmbedding, VllmLlama3RotaryEmbedding, VllmLinearScalingRotaryEmbedding, VllmYaRNScalingRotaryEmbedding,
+    ChosenLongRoPE,
+)  # fmt: skip
+
+
 class VllmApplyRotaryEmb(nn.Module):
     """vllm.model_executor.layers.rotary_embedding.common.ApplyRotaryEmb: the rotation, with given cosines and sines.
 
