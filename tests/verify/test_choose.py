@@ -13,6 +13,7 @@ import pytest
 import torch
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
+from fk_integrations.fastkernels.host import FastKernelsAdapter
 from fk_integrations.verify import choose
 from fk_integrations.vllm import compiled
 from torch import nn
@@ -22,6 +23,7 @@ from fastkernels import LLM
 from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import Provider
 from fastkernels.core.reasons import Kind
+from fastkernels.models.common.ops import one_layer
 from fastkernels.overrides.linear.vllm import VllmUnquantizedLinearMethod
 from fastkernels.patch import Report, Request
 from fastkernels.verify import cache, measure
@@ -282,3 +284,13 @@ def test_our_engine_measures_while_it_is_built(
     monkeypatch.setattr(measure, "measure", lambda *args, **kwargs: pytest.fail("it measures again"))
     with LLM(str(tiny), device="cpu", dtype="float32", num_blocks=16, skip_tokenizer_init=True):
         assert tuning.verified("cpu")
+
+
+def test_our_engine_measures_the_lm_head_last() -> None:
+    model = one_layer("gpt_oss")
+    adapter = FastKernelsAdapter(LLM)  # sinks are not measured, so that nothing of a runner is read
+    points = choose.points_of(adapter, model, Request("patch"), "cpu")
+    linears = [point for point in points if point.op == "linear"]
+    assert [point.modules for point in linears[-2:]] == [(model.lm_head,)] * 2
+    assert points[-2:] == linears[-2:] and linears[-1].shape[:2] == (201088, 2880)
+    assert sum(model.lm_head in point.modules for point in points) == 2

@@ -107,6 +107,10 @@ class Adapter:
         found = self.shape(op, module)
         return None if found is None or isinstance(found, Reason) or None in found else found
 
+    def heads(self, model: Any) -> Sequence[Any]:
+        """Return the LM heads whose product is the op `linear`: measured as its modules are, and not replaced."""
+        return ()
+
     def points(self, op: Op) -> Sequence[tuple[int, ...]]:
         """Sizes at which a patch measures an op, values of op.key.sizes; the most important ones first."""
         return op.key.points if op.key is not None else ()

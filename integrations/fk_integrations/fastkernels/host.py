@@ -55,6 +55,12 @@ class FastKernelsAdapter(Adapter):
         heads = module.num_heads, module.num_kv_heads, module.head_size
         return *heads, runner.config.block_size, max(module.window_left + 1, 0), runner.cache_dtype
 
+    def heads(self, model: Any) -> Sequence[Any]:
+        from fastkernels.overrides.embedding.vocab_parallel import UnquantizedEmbedding
+
+        head = getattr(model, "lm_head", None)
+        return [head] if isinstance(getattr(head, "quant_method", None), UnquantizedEmbedding) else []
+
     def points(self, op: Any) -> Sequence[tuple[int, ...]]:
         if op.name != "attention_decode":
             return super().points(op)

@@ -88,9 +88,10 @@ def use(
 def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list[Point]:
     """Shapes of the modules that ours may replace and that no table lists for this chip, with the key's sizes.
 
-    Most important sizes come first, for all shapes.
+    Most important sizes come first, for all shapes. LM heads come last: their weights may not leave enough memory.
     """
     found: dict[tuple[str, tuple[Any, ...]], list[Any]] = {}
+    heads: dict[tuple[str, tuple[Any, ...]], list[Any]] = {}
     for name in registry.op_names():
         spec = registry.get(name)
         op = spec.tuned_by
@@ -99,15 +100,22 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
         if op.name not in TRIED and not Environment.read().verify:
             continue
         listed = {e.place for e in tuning.entries(op.name, chip)}
-        for module, shape in modules_of(adapter, model, spec):
-            if Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place not in listed:
-                found.setdefault((op.name, shape), []).append(module)
+        own = modules_of(adapter, model, spec)
+        more = [(m, adapter.whole_shape(op, m)) for m in adapter.heads(model)] if name == "linear" else []
+        for into, several in ((found, own), (heads, more)):
+            for module, shape in several:
+                if shape is None:
+                    continue
+                if Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place not in listed:
+                    into.setdefault((op.name, shape), []).append(module)
+    last = {place: modules for place, modules in heads.items() if place not in found}
     points = [
-        (i, Point(op, shape, sizes, tuple(modules)))
-        for (op, shape), modules in found.items()
+        (part is last, i, Point(op, shape, sizes, tuple(modules)))
+        for part in (found, last)
+        for (op, shape), modules in part.items()
         for i, sizes in enumerate(adapter.points(registry.get(op).op))
     ]
-    return [point for _, point in sorted(points, key=lambda pair: pair[0])]
+    return [point for *_, point in sorted(points, key=lambda each: each[:2])]
 
 
 def _settled(adapter: Adapter, request: Request, spec: OpSpec) -> bool:
