@@ -136,7 +136,7 @@ class _Tree:
         return [getattr(module, _HOOKS) for module in compress(modules, marks)]
 
 
-def _links(own: list[dict[str, Any]]) -> tuple[list[Any], list[int]]:
+def _links(own: list[Any]) -> tuple[list[Any], list[int]]:
     """The children of modules with these attributes, and the number of each module's."""
     children = [*map(_CHILDREN, own)]
     return gc.get_referents(*children), [*map(len, children)]
