@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import threading
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from itertools import compress, repeat
@@ -22,6 +23,15 @@ from fk_integrations.core.journal import Journal
 
 _HOOKS = "_diffusers_hook"  # an attribute of modules
 _GROUPS, _CASTING = "group_offloading", "layerwise_casting"  # names of hooks
+
+
+class _Found(threading.local):
+    """The hooks of models while the host answers one question."""
+
+    by_model: dict[nn.Module, list[Any]] | None = None
+
+
+_found = _Found()
 _CHILDREN = itemgetter("_modules")
 _models: WeakKeyDictionary[nn.Module, _Tree | None] = WeakKeyDictionary()  # that are patched
 _replaced: list[Callable[[], None]] = []  # the ways back
@@ -37,6 +47,7 @@ def search_quickly(models: Iterable[nn.Module], journal: Journal) -> None:
         _replace(hooks.group_offloading, "_get_top_level_group_offload_hook", _group_hook)
         _replace(hooks.HookRegistry, "reset_stateful_hooks", _reset)
         _replace(importlib.import_module("diffusers.models.modeling_utils"), "get_parameter_dtype", _dtype)
+        _search_once(importlib.import_module("diffusers.pipelines.pipeline_utils").DiffusionPipeline)
     _models.update(dict.fromkeys(new))
 
     def back() -> None:
@@ -64,6 +75,29 @@ def _replace(home: Any, name: str, quick: Callable[..., Any]) -> None:
             setattr(home, name, theirs)
 
     setattr(home, name, ours)
+    _replaced.append(back)
+
+
+def _search_once(pipelines: Any) -> None:
+    """Search each model once for the device of a pipeline: the host does so up to three times, and changes nothing."""
+    theirs = vars(pipelines).get("_execution_device")
+    if not isinstance(theirs, property):
+        return
+
+    def ours(self: Any) -> Any:
+        before, _found.by_model = _found.by_model, {}
+        try:
+            return theirs.__get__(self)
+        finally:
+            _found.by_model = before
+
+    shown = property(ours, doc=theirs.__doc__)
+
+    def back() -> None:
+        if pipelines._execution_device is shown:
+            pipelines._execution_device = theirs
+
+    pipelines._execution_device = shown
     _replaced.append(back)
 
 
@@ -95,11 +129,15 @@ def _reset(self: Any, recurse: bool = True) -> Any:
 
 def _registries(root: nn.Module) -> list[Any]:
     """The hooks of all modules, in the order of root.modules()."""
+    if _found.by_model is not None and root in _found.by_model:
+        return _found.by_model[root]
     tree = _models[root]
     found = tree.registries() if tree is not None else None
     if found is None:  # the first question, or other modules than at the last one
         _models[root] = _Tree(root)
         found = [getattr(module, _HOOKS) for module in root.modules() if hasattr(module, _HOOKS)]
+    if _found.by_model is not None:
+        _found.by_model[root] = found
     return found
 
 

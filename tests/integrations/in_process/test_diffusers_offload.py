@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fk_integrations.diffusers import offload
 
 import fastkernels
 
@@ -95,6 +96,7 @@ def test_patched_models_alone_are_searched_quickly(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(group_offloading, "_get_top_level_group_offload_hook", counted)
     dtype, reset = modeling_utils.get_parameter_dtype, diffusers.hooks.HookRegistry.reset_stateful_hooks
+    device = diffusers.DiffusionPipeline._execution_device
     one, two, other = pipeline(), pipeline(), pipeline()
     reports = [fastkernels.patch(pipe, ops="attention_dense") for pipe in (one, two)]
     answers(one), answers(two)
@@ -108,6 +110,7 @@ def test_patched_models_alone_are_searched_quickly(monkeypatch: pytest.MonkeyPat
     reports[1].undo()
     assert group_offloading._get_top_level_group_offload_hook is counted
     assert modeling_utils.get_parameter_dtype is dtype
+    assert diffusers.DiffusionPipeline._execution_device is device
     assert diffusers.hooks.HookRegistry.reset_stateful_hooks is reset
 
 
@@ -191,6 +194,28 @@ def test_searches_take_no_python_for_each_module(ask: Callable[[Any], Any]) -> N
             counts.append(lines(lambda: ask(pipe.transformer)))  # noqa: B023
         assert lines(lambda: ask(pipe.transformer)) > counts[-1]  # noqa: B023
     assert counts[0] == counts[1]
+
+
+def test_one_question_searches_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Any] = []
+    search = offload._Tree.registries
+
+    def counted(tree: Any) -> Any:
+        searched.append(tree)
+        return search(tree)
+
+    monkeypatch.setattr(offload._Tree, "registries", counted)
+    pipe = pipeline()
+    with fastkernels.patch(pipe, ops="attention_dense"):
+        assert pipe._execution_device == CPU
+        searched.clear()
+        assert pipe._execution_device == CPU
+        assert len(searched) == len(set(searched)) == 2
+        monkeypatch.setattr(type(pipe), "device", property(lambda self: 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            _ = pipe._execution_device
+        offloaded_in_part(pipe.transformer)
+        assert group_offloading._get_top_level_group_offload_hook(pipe.transformer) is not None
 
 
 class Stateful(ModelHook):
