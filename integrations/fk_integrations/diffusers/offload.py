@@ -42,7 +42,7 @@ def search_quickly(models: Iterable[nn.Module], journal: Journal) -> None:
     new = [m for m in models if m not in _models]
     if not new:
         return
-    if not _models:
+    if not _replaced:
         hooks = importlib.import_module("diffusers.hooks")
         _replace(hooks.group_offloading, "_get_top_level_group_offload_hook", _group_hook)
         _replace(hooks.HookRegistry, "reset_stateful_hooks", _reset)
@@ -131,7 +131,7 @@ def _registries(root: nn.Module) -> list[Any]:
     """The hooks of all modules, in the order of root.modules()."""
     if _found.by_model is not None and root in _found.by_model:
         return _found.by_model[root]
-    tree = _models[root]
+    tree = _models.get(root)
     found = tree.registries() if tree is not None else None
     if found is None:  # the first question, or other modules than at the last one
         _models[root] = _Tree(root)
@@ -151,7 +151,7 @@ class _Tree:
             return
         place = {id(module): i for i, module in enumerate([*modules, None])}
         links, self.counts = _links([*map(vars, modules)])
-        self.links = [place[id(child)] for child in links]  # of each module's children in `modules`
+        self.links = [place.get(id(child), -1) for child in links]  # of each module's children in `modules`
         self.refs = [*map(ref, modules)]
         self.classes = [*map(type, modules)]
         self.unusual = [i for i, cls in enumerate(self.classes) if _unusual(cls)]

@@ -344,7 +344,7 @@ def test_op_names_wrong_arguments() -> None:
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_classes_of_blocks_do_not_share_a_limit_of_recompilations(patched: bool) -> None:
+def test_classes_of_blocks_share_no_limit_of_recompilations(patched: bool) -> None:
     made, run = model()
     report = fastkernels.patch(made, ops=OP) if patched else None
     expected = run()
