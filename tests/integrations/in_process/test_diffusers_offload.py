@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fk_integrations.diffusers import offload
 
 import fastkernels
 
 diffusers = pytest.importorskip("diffusers")
-from diffusers.hooks import group_offloading  # noqa: E402
+from diffusers.hooks import ModelHook, group_offloading  # noqa: E402
 from diffusers.models import modeling_utils  # noqa: E402
 
 CPU = torch.device("cpu")
 
 
-def pipeline() -> Any:
+def pipeline(layers: int = 1) -> Any:
     transformer = diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=layers, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
     vae = diffusers.AutoencoderKL(block_out_channels=(4,), norm_num_groups=2, latent_channels=1).bfloat16()
     names = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
@@ -67,13 +71,15 @@ def answers(pipe: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "change", [plain, offloaded, offloaded_in_part, cast, with_norms_in_float32, with_integers_first]
 )
-@pytest.mark.parametrize("first", ["change", "patch"])
+@pytest.mark.parametrize("first", ["change", "patch", "questions"])
 def test_answers_are_the_hosts(change: Callable[[Any], None], first: str) -> None:
     pipe = pipeline()
     if first == "change":
         change(pipe.transformer)
     with fastkernels.patch(pipe, ops="attention_dense"):
-        if first == "patch":
+        if first == "questions":
+            answers(pipe)
+        if first != "change":
             change(pipe.transformer)
         found = answers(pipe)
     assert found == answers(pipe)
@@ -89,7 +95,8 @@ def test_patched_models_alone_are_searched_quickly(monkeypatch: pytest.MonkeyPat
         return theirs(module)
 
     monkeypatch.setattr(group_offloading, "_get_top_level_group_offload_hook", counted)
-    dtype = modeling_utils.get_parameter_dtype
+    dtype, reset = modeling_utils.get_parameter_dtype, diffusers.hooks.HookRegistry.reset_stateful_hooks
+    device = diffusers.DiffusionPipeline._execution_device
     one, two, other = pipeline(), pipeline(), pipeline()
     reports = [fastkernels.patch(pipe, ops="attention_dense") for pipe in (one, two)]
     answers(one), answers(two)
@@ -103,3 +110,153 @@ def test_patched_models_alone_are_searched_quickly(monkeypatch: pytest.MonkeyPat
     reports[1].undo()
     assert group_offloading._get_top_level_group_offload_hook is counted
     assert modeling_utils.get_parameter_dtype is dtype
+    assert diffusers.DiffusionPipeline._execution_device is device
+    assert diffusers.hooks.HookRegistry.reset_stateful_hooks is reset
+
+
+def exchanged(blocks: Any, hooked: Any) -> None:
+    blocks[0] = hooked
+
+
+def added(blocks: Any, hooked: Any) -> None:
+    blocks[0].attn.more = hooked
+
+
+def added_to_a_leaf(blocks: Any, hooked: Any) -> None:
+    blocks[0].proj_mlp._modules["more"] = hooked
+
+
+def with_other_children(blocks: Any, hooked: Any) -> None:
+    blocks[0]._modules = {**blocks[0]._modules, "proj_mlp": hooked}
+
+
+def with_another_state(blocks: Any, hooked: Any) -> None:
+    state = {**vars(blocks[0]), "_modules": {"proj_mlp": hooked}}
+    blocks[0].__dict__ = state
+
+
+@pytest.mark.parametrize(
+    "change", [exchanged, added, added_to_a_leaf, with_other_children, with_another_state]
+)
+def test_modules_may_change_between_questions(change: Callable[[Any, Any], None]) -> None:
+    pipe = pipeline()
+    hooked: Any = torch.nn.Linear(2, 2)
+    diffusers.hooks.apply_group_offloading(hooked, onload_device=CPU, offload_type="leaf_level")
+    with fastkernels.patch(pipe, ops="attention_dense"):
+        assert answers(pipe)[-2:] == [None, None]
+        change(pipe.transformer.single_transformer_blocks, hooked)
+        assert answers(pipe)[-2:] == [hooked._diffusers_hook.get_hook("group_offloading"), None]
+
+
+def test_searches_keep_no_module_alive() -> None:
+    pipe = pipeline()
+    with fastkernels.patch(pipe, ops="attention_dense"):
+        answers(pipe)
+        removed = weakref.ref(pipe.transformer.transformer_blocks[0].ff)
+        del pipe.transformer.transformer_blocks[0].ff
+        gc.collect()
+        assert removed() is None
+
+
+def lines(run: Callable[[], Any]) -> int:
+    """How many lines of Python a call executes."""
+    count, before = 0, sys.gettrace()
+
+    def step(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return step
+
+    sys.settrace(step)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model: group_offloading._get_top_level_group_offload_hook(model),
+        lambda model: model.dtype,
+        lambda model: model._reset_stateful_cache(),
+    ],
+    ids=["hook", "dtype", "reset"],
+)
+def test_searches_take_no_python_for_each_module(ask: Callable[[Any], Any]) -> None:
+    counts = []
+    for layers in (1, 4):
+        pipe = pipeline(layers)
+        with fastkernels.patch(pipe, ops="attention_dense"):
+            ask(pipe.transformer)
+            ask(pipe.transformer)  # resetting makes a registry
+            counts.append(lines(lambda: ask(pipe.transformer)))  # noqa: B023
+        assert lines(lambda: ask(pipe.transformer)) > counts[-1]  # noqa: B023
+    assert counts[0] == counts[1]
+
+
+def test_one_question_searches_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Any] = []
+    search = offload._Tree.registries
+
+    def counted(tree: Any) -> Any:
+        searched.append(tree)
+        return search(tree)
+
+    monkeypatch.setattr(offload._Tree, "registries", counted)
+    pipe = pipeline()
+    with fastkernels.patch(pipe, ops="attention_dense"):
+        assert pipe._execution_device == CPU
+        searched.clear()
+        assert pipe._execution_device == CPU
+        assert len(searched) == len(set(searched)) == 2
+        monkeypatch.setattr(type(pipe), "device", property(lambda self: 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            _ = pipe._execution_device
+        offloaded_in_part(pipe.transformer)
+        assert group_offloading._get_top_level_group_offload_hook(pipe.transformer) is not None
+
+
+class Stateful(ModelHook):
+    _is_stateful = True
+    resets = 0
+
+    def reset_state(self, module: Any) -> Any:
+        self.resets += 1
+        return module
+
+
+def test_hooks_with_a_state_are_reset() -> None:
+    pipe, hook, later = pipeline(), Stateful(), Stateful()
+    registry = diffusers.hooks.HookRegistry.check_if_exists_or_initialize
+    registry(pipe.transformer.transformer_blocks[0]).register_hook(hook, "state")
+    with fastkernels.patch(pipe, ops="attention_dense"):
+        pipe.maybe_free_model_hooks()
+        assert hook.resets == 1
+        registry(pipe.transformer.proj_out).register_hook(later, "state")
+        pipe.transformer._reset_stateful_cache(recurse=False)
+        assert (hook.resets, later.resets) == (1, 0)
+        pipe.maybe_free_model_hooks()
+        assert (hook.resets, later.resets) == (2, 1)
+
+
+def test_compiled_code_may_ask_a_patched_model() -> None:
+    pipe = pipeline()
+    with fastkernels.patch(pipe, ops="attention_dense"):
+        assert pipe.transformer.dtype == torch.float32
+        ask = torch.compile(
+            lambda x: x.to(pipe.transformer.dtype).to(pipe.transformer.device),
+            backend="eager",
+            fullgraph=True,
+        )
+        assert ask(torch.ones(2).bfloat16()).dtype == torch.float32
+
+
+def test_modules_of_torchscript_are_searched() -> None:
+    pipe = pipeline()
+    pipe.vae.decoder.conv_out = torch.jit.trace(pipe.vae.decoder.conv_out, torch.zeros(1, 4, 8, 8).bfloat16())
+    with fastkernels.patch(pipe, ops="attention_dense"):
+        found = answers(pipe)
+        assert found == answers(pipe)
+    assert found == answers(pipe)

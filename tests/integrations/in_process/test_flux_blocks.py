@@ -341,3 +341,17 @@ def test_op_names_wrong_arguments() -> None:
         with pytest.raises(ValueError, match=text):
             op(*args)
     assert registry.get(OP).op is op
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_classes_of_blocks_share_no_limit_of_recompilations(patched: bool) -> None:
+    made, run = model()
+    report = fastkernels.patch(made, ops=OP) if patched else None
+    expected = run()
+    for block in (*made.transformer_blocks, *made.single_transformer_blocks):
+        block.compile(backend="eager", fullgraph=True, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        torch.testing.assert_close(run(), expected)
+    if report is not None:
+        report.undo()
+    torch.compiler.reset()
