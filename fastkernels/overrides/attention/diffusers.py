@@ -147,10 +147,9 @@ def _positioned(
 def _is_plain(norm: Any, x: torch.Tensor) -> bool:
     """Whether this is torch's RMS norm over the heads, which no other patch, hook or offload has changed."""
     cls = type(norm)
-    # Where first calls decide, this op stands for the norm as well; a compiler fuses the host's norm and rotation.
-    tried = getattr(cls, "fastkernels_tried", False) and not torch.compiler.is_compiling()
-    usual = cls is torch.nn.RMSNorm or (tried and cls.__bases__ == (torch.nn.RMSNorm,))
-    if not usual or norm.eps is None or len(norm.normalized_shape) != 1:
+    # Where first calls decide, and where code is compiled, this op stands for the norm as well.
+    tried = getattr(cls, "fastkernels_tried", False) and cls.__mro__[1] is torch.nn.RMSNorm
+    if not (cls is torch.nn.RMSNorm or tried) or norm.eps is None or len(norm.normalized_shape) != 1:
         return False
     own = "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks
     return not own and (norm.weight is None or norm.weight.dtype == x.dtype)

@@ -11,8 +11,9 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkernels
-from fastkernels.core import registry
+from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import OPS
+from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import joined_linears
 
 diffusers = pytest.importorskip("diffusers")
@@ -308,6 +309,69 @@ def test_blocks_compile_whole(name: str) -> None:
         assert {"fastkernels.linear_gelu.default", "fastkernels.linear_of_two.default"} <= seen
     for a, b in zip(after, before, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+OF_BLOCKS = {
+    DOUBLE: {"ada_layer_norm", "joined_linears", "qk_norm_rope", "attention_dense", "gated_residual", "linear_gelu"},
+    SINGLE: {
+        "ada_layer_norm", "qk_norm_rope", "attention_dense", "gated_residual", "linear_gelu", "linear_of_two",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("chip", "kept"), [(H100, True), ("NVIDIA A100", False)])
+@pytest.mark.parametrize("name", [DOUBLE, SINGLE])
+def test_without_ops_compiled_blocks_are_ours_on_hopper(
+    name: str, chip: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    monkeypatch.setattr(tuning, "chip_of", lambda device: chip)
+    block, seen = filled(getattr(host, name)(**SIZES)), set()
+    whole = torch.nn.Sequential(block)
+    classes = [type(m) for m in whole.modules()]
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    with torch.no_grad():
+        before = block(**block_inputs())
+        with fastkernels.patch(whole):
+            block.compile(fullgraph=True, backend=backend)
+            after = block(**block_inputs())
+        torch.compiler.reset()
+        block._compiled_call_impl = None
+        assert all(map(torch.equal, block(**block_inputs()), before))
+    ops = {n.removeprefix("fastkernels.").partition(".")[0] for n in seen if n.startswith("fastkernels.")}
+    assert ops == (OF_BLOCKS[name] if kept else set())
+    assert not kept or not any(
+        "gelu" in n or "rms_norm" in n for n in seen if not n.startswith("fastkernels.")
+    )
+    for a, b in zip(after, before, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert [type(m) for m in whole.modules()] == classes
+
+
+@pytest.mark.parametrize(("approximate", "asked", "found"), [
+    ("tanh", None, "linear_gelu"), ("none", None, ""), ("none", ["gelu"], "gelu"),
+])  # fmt: skip
+def test_compiled_gelu(
+    approximate: str, asked: list[str] | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    monkeypatch.setattr(tuning, "chip_of", lambda device: H100)
+    layer, seen, x = filled(diffusers.models.activations.GELU(16, 24, approximate)), set(), draw(3, 16)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    with torch.no_grad(), fastkernels.patch(torch.nn.Sequential(layer), ops=asked):
+        expected = torch.nn.functional.gelu(layer.proj(x), approximate=approximate)
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend=backend)(x), expected)
+    torch.compiler.reset()
+    ours = {name for name in seen if name.startswith("fastkernels.")}
+    assert ours == ({f"fastkernels.{found}.default"} if found else set())
 
 
 def test_without_ops_first_calls_decide(monkeypatch: pytest.MonkeyPatch) -> None:
