@@ -65,6 +65,10 @@ def activated(linear: Any, act: Any, x: torch.Tensor) -> torch.Tensor:
     return act(linear(x))
 
 
+def modulation(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    return linear(x)
+
+
 def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> torch.Tensor:
     return torch.cat((of_a(a), of_b(b)), dim=1)
 

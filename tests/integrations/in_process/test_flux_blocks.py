@@ -312,9 +312,13 @@ def test_blocks_compile_whole(name: str) -> None:
 
 
 OF_BLOCKS = {
-    DOUBLE: {"ada_layer_norm", "joined_linears", "qk_norm_rope", "attention_dense", "gated_residual", "linear_gelu"},
+    DOUBLE: {
+        "ada_layer_norm", "linear_of_few_rows", "joined_linears", "qk_norm_rope", "attention_dense", "gated_residual",
+        "linear_gelu",
+    },
     SINGLE: {
-        "ada_layer_norm", "qk_norm_rope", "attention_dense", "gated_residual", "linear_gelu", "linear_of_two",
+        "ada_layer_norm", "linear_of_few_rows", "linear_of_two", "qk_norm_rope", "attention_dense", "gated_residual",
+        "linear_gelu",
     },
 }  # fmt: skip
 
