@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -313,12 +316,12 @@ def test_blocks_compile_whole(name: str) -> None:
 
 OF_BLOCKS = {
     DOUBLE: {
-        "ada_layer_norm", "linear_of_few_rows", "joined_linears", "qk_norm_rope", "attention_dense", "gated_residual",
-        "linear_gelu",
+        "ada_layer_norm", "linear_of_few_rows", "joined_linears", "qk_norm_rope_pair", "attention_dense",
+        "gated_residual", "linear_gelu",
     },
     SINGLE: {
-        "ada_layer_norm", "linear_of_few_rows", "linear_of_two", "qk_norm_rope", "attention_dense", "gated_residual",
-        "linear_gelu",
+        "ada_layer_norm", "linear_of_few_rows", "linear_of_two", "qk_norm_rope_pair", "attention_dense",
+        "gated_residual", "linear_gelu",
     },
 }  # fmt: skip
 
@@ -354,6 +357,48 @@ def test_without_ops_compiled_blocks_are_ours_on_hopper(
     for a, b in zip(after, before, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert [type(m) for m in whole.modules()] == classes
+
+
+PAIRS = """
+import torch
+from fastkernels.core.dispatch import OPS
+from fastkernels.overrides.diffusion import qk_norm_rope_pair as pair
+from fastkernels.overrides.diffusion.qk_norm_rope import reference
+
+ran, launched = [], pair._launched
+pair._launched = lambda *calls: ran.append(1) or launched(*calls)
+torch.manual_seed(0)
+for batch, tokens, texts, heads, size, dtype, weights, launches in (
+    (1, 9, 4, 3, 16, torch.float32, True, 1), (2, 7, 0, 5, 40, torch.bfloat16, True, 1),
+    (2, 3, 5, 40, 128, torch.float16, True, 1), (1, 4, 2, 3, 6, torch.float32, False, 0),
+):
+    def heads_of(n):  # every third of a fused projection
+        return [t.unflatten(-1, (heads, size)) for t in torch.randn(batch, n, 3 * heads * size).to(dtype).chunk(3, -1)]
+
+    q, k, _ = heads_of(tokens)
+    text_q, text_k, _ = heads_of(texts) if texts else (None,) * 3
+    q_w, k_w, text_q_w, text_k_w = (1 + 0.1 * torch.randn(size).to(dtype) if weights else None for _ in range(4))
+    angles = torch.randn(tokens + texts, size)
+    of_q = q, q_w, angles.cos(), angles.sin(), 1e-6, text_q, text_q_w if texts else None
+    of_k = k, k_w, angles.cos(), angles.sin(), 1e-6, text_k, text_k_w if texts else None
+    ran.clear()
+    before = OPS["qk_norm_rope"].calls
+    for found, args in zip(pair.norm_rope_pair(of_q, of_k), (of_q, of_k)):
+        error = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found, reference(*args), rtol=error, atol=error)
+        assert found.is_contiguous()
+    assert len(ran) == launches and OPS["qk_norm_rope"].calls == before + 2
+k = k.transpose(1, 2).contiguous().transpose(1, 2)  # of other strides: two launches
+weighted = [(x, torch.ones(size), *of[2:6], torch.ones(size)) for x, of in ((q, of_q), (k, of_k))]
+pair.norm_rope_pair(*weighted)
+assert not ran
+"""
+
+
+def test_queries_and_keys_in_one_launch() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PAIRS], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("approximate", "asked", "found"), [
