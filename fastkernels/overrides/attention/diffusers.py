@@ -130,16 +130,18 @@ def _heads(attn: Any, x: torch.Tensor | None, projection: str, fused: str, which
     return [getattr(attn, projection.format(part))(x).unflatten(-1, (-1, attn.head_dim)) for part in which]
 
 
-def _positioned(attn: Any, q: Any, k: Any, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalize queries and keys, each of the image and of the text, put the text in front, and rotate both."""
-    of_q, of_k = _arguments(attn, "q", *q, rotary), _arguments(attn, "k", *k, rotary)
+Parts = tuple[torch.Tensor, torch.Tensor | None]  # queries or keys of the image, and of the text
+
+
+def _positioned(attn: Any, q: Parts, k: Parts, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalize queries and keys of image and text, put the text in front, and rotate both."""
+    of_q, of_k = _arguments(attn, "q", q, rotary), _arguments(attn, "k", k, rotary)
     if of_q is not None and of_k is not None and of_q[4] == of_k[4]:
         return norm_rope_pair(of_q, of_k)
-    found = (
-        _in_parts(attn, part, *x, rotary) if given is None else qk_norm_rope(*given)
-        for part, x, given in (("q", q, of_q), ("k", k, of_k))
+    return (
+        _in_parts(attn, "q", q, rotary) if of_q is None else qk_norm_rope(*of_q),
+        _in_parts(attn, "k", k, rotary) if of_k is None else qk_norm_rope(*of_k),
     )
-    return tuple(found)  # type: ignore[return-value]
 
 
 def _norms(attn: Any, part: str, text: torch.Tensor | None) -> list[Any]:
@@ -148,10 +150,9 @@ def _norms(attn: Any, part: str, text: torch.Tensor | None) -> list[Any]:
     return [getattr(attn, name) for name in names]
 
 
-def _arguments(
-    attn: Any, part: str, x: torch.Tensor, text: torch.Tensor | None, rotary: Any
-) -> tuple[Any, ...] | None:
+def _arguments(attn: Any, part: str, given: Parts, rotary: Any) -> tuple[Any, ...] | None:
     """Arguments of `qk_norm_rope` for queries or keys; None if it does not compute what their norms compute."""
+    x, text = given
     norm, *of_text = _norms(attn, part, text)
     if rotary is None or not all(_is_plain(n, x) and n.eps == norm.eps for n in (norm, *of_text)):
         qk_norm_rope.leave("no rotation, or norms that are not plain RMS norms of one eps")
@@ -160,7 +161,9 @@ def _arguments(
     return x, norm.weight, cos, sin, norm.eps, text, of_text[0].weight if of_text else None
 
 
-def _in_parts(attn: Any, part: str, x: torch.Tensor, text: torch.Tensor | None, rotary: Any) -> torch.Tensor:
+def _in_parts(attn: Any, part: str, given: Parts, rotary: Any) -> torch.Tensor:
+    """The same with the layer's own norms."""
+    x, text = given
     norm, *of_text = _norms(attn, part, text)
     x = norm(x) if text is None else torch.cat((of_text[0](text), norm(x)), dim=1)
     return x if rotary is None else _rotate(x, *rotary)
