@@ -74,7 +74,7 @@ def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> to
     return torch.cat((of_a(a), of_b(b)), dim=1)
 
 
-def norm_rope_pair(of_q: tuple[Any, ...], of_k: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_rope_pair(of_q: Any, of_k: Any) -> tuple[Any, Any]:
     return qk_norm_rope(*of_q), qk_norm_rope(*of_k)
 
 

@@ -13,6 +13,7 @@ from fastkernels.overrides.diffusion.qk_norm_rope import _check, _fake, _triton,
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
+Call = tuple[Any, ...]  # arguments of qk_norm_rope
 AT_ONCE = 4096  # elements of each tensor that a program computes
 
 
@@ -62,7 +63,7 @@ def _pair_kernel(
     tl.store(k_out_ptr + out_at, _rotated(k, k_w, cos, sin, D, eps, HEADS, BLOCK), mask=inside)
 
 
-def _launched(of_q: tuple[Any, ...], of_k: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _launched(of_q: Call, of_k: Call) -> tuple[torch.Tensor, torch.Tensor]:
     q, q_weight, cos, sin, eps, *text_q = of_q
     k, k_weight, _, _, _, *text_k = of_k
     outs = _fake(*of_q[:6]), _fake(*of_k[:6])
@@ -80,7 +81,7 @@ def _launched(of_q: tuple[Any, ...], of_k: tuple[Any, ...]) -> tuple[torch.Tenso
     return outs
 
 
-def _alike(of_q: tuple[Any, ...], of_k: tuple[Any, ...]) -> bool:
+def _alike(of_q: Call, of_k: Call) -> bool:
     """Whether one launch computes both: tensors of the same shapes and strides, and weights, all of one dtype."""
     pairs = [(of_q[i], of_k[i]) for i in ((0, 1) if of_q[5] is of_k[5] is None else (0, 1, 5, 6))]
     return of_q[0].numel() > 0 and all(
@@ -117,7 +118,7 @@ _qk_norm_rope_pair = functional(
 )  # fmt: skip
 
 
-def norm_rope_pair(of_q: tuple[Any, ...], of_k: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_rope_pair(of_q: Call, of_k: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """qk_norm_rope(*of_q), qk_norm_rope(*of_k), of the same cosines, sines and eps."""
     q, q_weight, cos, sin, eps, text_q, text_q_weight = of_q
     k, k_weight, _, _, _, text_k, text_k_weight = of_k
