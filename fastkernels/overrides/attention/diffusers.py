@@ -145,7 +145,7 @@ def _positioned(attn: Any, q: Parts, k: Parts, rotary: Any) -> tuple[torch.Tenso
 
 
 def _norms(attn: Any, part: str, text: torch.Tensor | None) -> list[Any]:
-    """The norm of the image's queries or keys, and that of the text's, if there is any."""
+    """Norms of the image and of the text."""
     names = (f"norm_{part}",) if text is None else (f"norm_{part}", f"norm_added_{part}")
     return [getattr(attn, name) for name in names]
 

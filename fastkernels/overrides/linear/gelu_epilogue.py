@@ -35,7 +35,7 @@ _linear_of_few_rows = functional(
 
 
 def modulation(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """linear(x) of one row an image: it takes the time in which the weight is read, which our kernel reads faster."""
+    """linear(x) of one row an image: the time is that of reading the weight."""
     if not plain_linear(linear, x):
         return linear(x)
     return _linear_of_few_rows(x, linear.weight, linear.bias)

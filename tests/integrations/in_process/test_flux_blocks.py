@@ -370,7 +370,7 @@ for batch, tokens, texts, heads, size, dtype, launches in (
     for part in (0, 1):
         x, text = (torch.randn(batch, n, 3 * heads * size).to(dtype).chunk(3, -1)[part] for n in (tokens, texts))
         x, text = (t.unflatten(-1, (heads, size)) for t in (x, text))
-        x = x if launches else x.flatten().view_as(x) if part else x  # of other strides
+        x = x.contiguous() if part and not launches else x
         w, text_w = (1 + 0.1 * torch.randn(size).to(dtype) for _ in range(2))
         more = (text, text_w) if texts else (None, None)
         calls.append((x, w, angles.cos(), angles.sin(), 1e-6, *more))
