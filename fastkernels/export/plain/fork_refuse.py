@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.dispatch import Unsupported  # type: ignore[attr-defined]  # of fork.py
+from fastkernels.overrides.diffusion.qk_norm_rope import qk_norm_rope
 
 
 def refuse(function: str, **given: Any) -> None:
@@ -65,8 +66,16 @@ def activated(linear: Any, act: Any, x: torch.Tensor) -> torch.Tensor:
     return act(linear(x))
 
 
+def modulation(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    return linear(x)
+
+
 def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> torch.Tensor:
     return torch.cat((of_a(a), of_b(b)), dim=1)
+
+
+def norm_rope_pair(of_q: Any, of_k: Any) -> tuple[Any, Any]:
+    return qk_norm_rope(*of_q), qk_norm_rope(*of_k)
 
 
 def modulated_pair(norm: Any, text: torch.Tensor, image: torch.Tensor, emb: torch.Tensor) -> tuple[Any, ...]:

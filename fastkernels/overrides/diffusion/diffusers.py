@@ -15,6 +15,7 @@ from fastkernels.overrides.diffusion.group_norm import group_norm
 from fastkernels.overrides.diffusion.timestep_embedding import timestep_embedding
 from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.gelu_epilogue import modulation
 
 
 def _not_layer_norm(norm: Any) -> str | None:
@@ -86,7 +87,7 @@ class DiffusersAdaLayerNormZero(_Modulated):
     ) -> tuple[torch.Tensor, ...]:
         if self.emb is not None:
             emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
-        shift, scale, gate, *mlp = self.linear(self.silu(emb)).chunk(6, dim=1)
+        shift, scale, gate, *mlp = modulation(self.linear, self.silu(emb)).chunk(6, dim=1)
         return _modulated(self.norm, x, scale, shift), gate, *mlp
 
 
@@ -100,7 +101,7 @@ class DiffusersAdaLayerNormZeroSingle(_Modulated):
         self.norm = _plain_norm(embedding_dim, norm_type)
 
     def forward(self, x: torch.Tensor, emb: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
+        shift, scale, gate = modulation(self.linear, self.silu(emb)).chunk(3, dim=1)
         return _modulated(self.norm, x, scale, shift), gate
 
 
@@ -273,9 +274,11 @@ def _target(module: str, name: str, seam: str, compiled: tuple[str, ...] = ()) -
 
 
 TARGETS = {
-    "ada_layer_norm": tuple(
-        _target("normalization", name, "module")
-        for name in ("AdaLayerNormZero", "AdaLayerNormZeroSingle", "AdaLayerNormContinuous")
+    "ada_layer_norm": (
+        # FLUX.1, compiled, a block's norm of the image: 34 us in Inductor's kernel, ours of more tokens 25
+        _target("normalization", "AdaLayerNormZero", "module", (H100,)),
+        _target("normalization", "AdaLayerNormZeroSingle", "module"),
+        _target("normalization", "AdaLayerNormContinuous", "module"),
     ),
     "geglu": (_target("activations", "GEGLU", "module"),),
     "timestep_embedding": (_target("embeddings", "Timesteps", "leaf"),),

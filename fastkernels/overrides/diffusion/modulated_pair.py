@@ -9,6 +9,7 @@ import torch
 from fastkernels.overrides.diffusion.ada_layer_norm import ada_layer_norm
 from fastkernels.overrides.diffusion.diffusers import _unsupported
 from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.linear.gelu_epilogue import modulation
 
 Opened = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -20,7 +21,7 @@ def modulated_pair(norm: Any, text: torch.Tensor, image: torch.Tensor, emb: torc
     front, residual  text and image; None and the concatenation if that was needed
     """
     if _opens(norm) and text.dtype == image.dtype:
-        shift, scale, gate = norm.linear(norm.silu(emb)).chunk(3, dim=1)
+        shift, scale, gate = modulation(norm.linear, norm.silu(emb)).chunk(3, dim=1)
         if _unsupported(norm.norm, image, scale) is None:
             affine = norm.norm.weight, norm.norm.bias, norm.norm.eps
             return text, image, ada_layer_norm(image, scale, shift, *affine, text), gate

@@ -18,7 +18,7 @@ from fk_bench.e2e.pictures.graphs import Graphed, compile_blocks
 from fk_bench.e2e.pictures.measure import cosine, psnr
 from fk_bench.e2e.pictures.named import build
 from fk_bench.e2e.pictures.omni import too_large
-from fk_bench.e2e.pictures.subjects import Encoder, Pipeline
+from fk_bench.e2e.pictures.subjects import Encoder, Pipeline, open_subject
 from support.commands import fk_bench_here, last_json
 from support.tiny import make_tiny_encoder, make_tiny_pipeline
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -202,6 +202,9 @@ def test_folder_without_weights_gives_a_random_pipeline(tmp_path: Path) -> None:
     more = ("--load-format", "dummy", "--image-size", "32", "--steps", "1", "--lanes", "stock")
     status, last, _ = run(tmp_path / "run", pipe, "--hosts", "diffusers", "--requests", "1", *more, rounds=1)
     assert status == 0, last
+    subject = open_subject("diffusers", str(pipe), torch.float32, "cpu", "dummy", 32, 1, {})
+    assert isinstance(subject, Pipeline)
+    assert not any(module.training for part in subject.copy().parts().values() for module in part.modules())
 
 
 @pytest.fixture

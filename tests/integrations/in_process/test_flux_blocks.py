@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +14,9 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkernels
-from fastkernels.core import registry
+from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import OPS
+from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import joined_linears
 
 diffusers = pytest.importorskip("diffusers")
@@ -308,6 +312,103 @@ def test_blocks_compile_whole(name: str) -> None:
         assert {"fastkernels.linear_gelu.default", "fastkernels.linear_of_two.default"} <= seen
     for a, b in zip(after, before, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+OF_BOTH = {
+    "ada_layer_norm", "linear_of_few_rows", "qk_norm_rope_pair", "attention_dense", "gated_residual", "linear_gelu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("chip", "kept"), [(H100, True), ("NVIDIA A100", False)])
+@pytest.mark.parametrize("name", [DOUBLE, SINGLE])
+def test_without_ops_compiled_blocks_are_ours_on_hopper(
+    name: str, chip: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    monkeypatch.setattr(tuning, "chip_of", lambda device: chip)
+    block, seen = filled(getattr(host, name)(**SIZES)), set()
+    whole = torch.nn.Sequential(block)
+    classes = [type(m) for m in whole.modules()]
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    with torch.no_grad():
+        before = block(**block_inputs())
+        with fastkernels.patch(whole):
+            block.compile(fullgraph=True, backend=backend)
+            after = block(**block_inputs())
+        torch.compiler.reset()
+        block._compiled_call_impl = None
+        assert all(map(torch.equal, block(**block_inputs()), before))
+    ops = {n.removeprefix("fastkernels.").partition(".")[0] for n in seen if n.startswith("fastkernels.")}
+    own = "joined_linears" if name == DOUBLE else "linear_of_two"
+    assert ops == (OF_BOTH | {own} if kept else set())
+    assert not kept or not any(
+        "gelu" in n or "rms_norm" in n for n in seen if not n.startswith("fastkernels.")
+    )
+    for a, b in zip(after, before, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert [type(m) for m in whole.modules()] == classes
+
+
+PAIRS = """
+import torch
+from fastkernels.core.dispatch import OPS
+from fastkernels.overrides.diffusion import qk_norm_rope_pair as pair
+from fastkernels.overrides.diffusion.qk_norm_rope import reference
+
+ran, launched = [], pair._launched
+pair._launched = lambda *calls: ran.append(1) or launched(*calls)
+torch.manual_seed(0)
+for batch, tokens, texts, heads, size, dtype, launches in (
+    (1, 9, 4, 3, 16, torch.float32, 1), (2, 7, 0, 5, 40, torch.bfloat16, 1), (2, 3, 5, 40, 128, torch.float16, 1),
+    (1, 4, 2, 3, 6, torch.float32, 0),
+):
+    calls, angles = [], torch.randn(tokens + texts, size)
+    for part in (0, 1):
+        x, text = (torch.randn(batch, n, 3 * heads * size).to(dtype).chunk(3, -1)[part] for n in (tokens, texts))
+        x, text = (t.unflatten(-1, (heads, size)) for t in (x, text))
+        x = x.contiguous() if part and not launches else x
+        w, text_w = (1 + 0.1 * torch.randn(size).to(dtype) for _ in range(2))
+        more = (text, text_w) if texts else (None, None)
+        calls.append((x, w, angles.cos(), angles.sin(), 1e-6, *more))
+    ran.clear()
+    before = OPS["qk_norm_rope"].calls
+    for found, args in zip(pair.norm_rope_pair(*calls), calls):
+        error = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found, reference(*args), rtol=error, atol=error)
+    assert len(ran) == launches and OPS["qk_norm_rope"].calls == before + 2
+"""
+
+
+def test_queries_and_keys_in_one_launch() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PAIRS], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("approximate", "asked", "found"), [
+    ("tanh", None, "linear_gelu"), ("none", None, ""), ("none", ["gelu"], "gelu"),
+])  # fmt: skip
+def test_compiled_gelu(
+    approximate: str, asked: list[str] | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    monkeypatch.setattr(tuning, "chip_of", lambda device: H100)
+    layer, seen, x = filled(diffusers.models.activations.GELU(16, 24, approximate)), set(), draw(3, 16)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    with torch.no_grad(), fastkernels.patch(torch.nn.Sequential(layer), ops=asked):
+        expected = torch.nn.functional.gelu(layer.proj(x), approximate=approximate)
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend=backend)(x), expected)
+    torch.compiler.reset()
+    ours = {name for name in seen if name.startswith("fastkernels.")}
+    assert ours == ({f"fastkernels.{found}.default"} if found else set())
 
 
 def test_without_ops_first_calls_decide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,7 +256,10 @@ def open_subject(
     if host == "diffusers":
         target.set_progress_bar_config(disable=True)
         target.to(device, dtype)
-        return Pipeline(target, image_size, steps)
+        made = Pipeline(target, image_size, steps)
+        for part in made.parts().values():
+            part.eval()  # as of from_pretrained: in training, residual blocks copy images
+        return made
     if load_format == "dummy" or model in NAMED:
         _randomize(target)
     target = target.to(device, dtype).eval().requires_grad_(False)
