@@ -183,7 +183,7 @@ def _kernels(a: Settings) -> list[Part]:
     tune = fk("tune", "qwen3-8b", "--run", a.file("tune"), "--out", a.file("tune.json"))
     return [
         *made, Part("agreement", twice, 100), Part("judge-truth", (truth,), 60), Part("explain", tuple(models), 260),
-        Part("cheats", (cheats,), 200), Part("tune", (tune,), 130),
+        Part("cheats", (cheats,), 360), Part("tune", (tune,), 105),
     ]  # fmt: skip
 
 
