@@ -3,14 +3,17 @@
     linear_int4.py --out rows.jsonl [--seconds 300] [--tokens 1,4,8,16,32] [--layers 28672x4096,4096x14336]
         [--groups 128,64] [--zeros] [--dtype bfloat16] [--plans]
 
-Times are microseconds a call: a CUDA graph has two passes over copies of a weight that together are larger than L2, and
-kernels take turns. --plans also times other plans of our kernel, compiled in parallel. Marlin is left out where vLLM is
-not installed. --device cpu --quick times the Triton kernel on tiny shapes in Triton's interpreter, which means nothing.
+Times are microseconds a call: a CUDA graph calls a kernel with many copies of x, a weight and its scales, together
+larger than L2, and kernels take turns. `us` is without anything between calls; `us_after` has a small kernel before
+each call, which writes x, as in an engine, and whose own time is the row `producer`. --plans also times other plans of
+our kernel, compiled in parallel. Marlin is left out where vLLM is not installed. --device cpu --quick times the Triton
+kernel on tiny shapes in Triton's interpreter, which means nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,29 +37,54 @@ from fastkernels.overrides.linear.production import _marlin, _marlin_weights
 LAYERS = (
     "6144x4096,4096x4096,28672x4096,4096x14336,37888x3584,3584x18944,5120x5120,27648x5120,8192x8192,2560x9728"
 )
-COPIES = 160 << 20  # bytes of a weight's copies: three times the L2 of an H100
+COPIES = 300 << 20  # bytes of a weight's copies: six times the L2 of an H100
 LIMIT = 6e-3  # relative error: both kernels round weights or sums to 16 bits
 Call = Callable[..., torch.Tensor]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-def kernels(run: Run, x: torch.Tensor, weights: list[torch.Tensor], scale: torch.Tensor, zero: torch.Tensor | None,
-            params: list[dict[str, int]]) -> dict[str, list[Callable[[], torch.Tensor]]]:  # fmt: skip
-    """{kernel: a call for each weight}"""
+def inputs(run: Run, case: dict[str, Any]) -> list[Inputs]:
+    """Return copies of x, weight, scales and zero points with different values."""
+    n, k, group = case["n"], case["k"], case["group"]
+    dtype = getattr(torch, case["dtype"])
+    bytes_ = partial(torch.randint, dtype=torch.uint8, device=run.device, generator=run.generator)
+
+    def one() -> Inputs:
+        scale = torch.rand(n, k // group, device=run.device, generator=run.generator) * k**-0.5
+        zero = bytes_(0, 16, (n, k // group)) if case["zeros"] else None
+        return run.randn(case["tokens"], k, dtype=dtype), bytes_(0, 256, (n, k // 2)), scale.to(dtype), zero
+
+    return [one() for _ in range(COPIES // (n * k // 2) + 1 if run.cuda else 2)]
+
+
+def kernels(
+    run: Run, copies: list[Inputs], params: list[dict[str, int]]
+) -> dict[str, list[Callable[[], Any]]]:
+    """{kernel: a call for each copy}"""
     ours: Call = few.linear_int4_cuda if run.cuda else int4.linear_int4_triton
-    found = {"cuda" if run.cuda else "triton": [partial(ours, x, w, scale, zero) for w in weights]}
+    found = {"cuda" if run.cuda else "triton": [partial(ours, *c) for c in copies]}
     for p in params:
         name = "cuda " + ",".join(f"{key}={value}" for key, value in p.items())
-        found[name] = [partial(ours, x, w, scale, zero, **p) for w in weights]
+        found[name] = [partial(ours, *c, **p) for c in copies]
     if find_spec("vllm") is not None:
         marlin: Call = _marlin()
-        packed = [_marlin_weights(x, w, scale, zero) for w in weights]
-        found["marlin"] = [partial(marlin, x, prepared=(p, None)) for p in packed]
+        found["marlin"] = [partial(marlin, c[0], prepared=(_marlin_weights(*c), None)) for c in copies]
     return found
 
 
-def plans(tokens: int) -> list[dict[str, int]]:
-    """Return parameters of our kernel that suit this many tokens."""
-    return [p for p in (*few.PARAMS, *few.STREAMS) if p.get("height", 1) == 1 or tokens <= few.MAX_OF_TWO]
+def after(producer: Callable[[], Any], call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a call of both."""
+
+    def both() -> None:
+        producer()
+        call()
+
+    return both
+
+
+def plans(case: dict[str, Any]) -> list[dict[str, int]]:
+    """Return parameters of our kernel that suit this case, apart from those that it chooses."""
+    return [p for p in few.PARAMS if few.fits(p, case["tokens"], case["n"], case["k"])]
 
 
 def compile_plans(cases: list[dict[str, Any]]) -> None:
@@ -66,23 +94,17 @@ def compile_plans(cases: list[dict[str, Any]]) -> None:
             c["tokens"], c["n"], c["k"], c["group"], c["zeros"], bf16=c["dtype"] == "bfloat16", **p
         ).options
         for c in cases
-        for p in ({}, *plans(c["tokens"]))
+        for p in ({}, *plans(c))
     }
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda o: cuda_rtc.cubin(text(few.SOURCE), ("--gpu-architecture=sm_90a", *o)), wanted))
 
 
 def measure(run: Run, case: dict[str, Any], params: list[dict[str, int]]) -> None:
-    n, k, group = case["n"], case["k"], case["group"]
-    dtype = getattr(torch, case["dtype"])
-    bytes_ = partial(torch.randint, dtype=torch.uint8, device=run.device, generator=run.generator)
-    copies = min(24, COPIES // (n * k // 2) + 1) if run.cuda else 2
-    weights = [bytes_(0, 256, (n, k // 2)) for _ in range(copies)]
-    scale = (torch.rand(n, k // group, device=run.device, generator=run.generator) * k**-0.5).to(dtype)
-    zero = bytes_(0, 16, (n, k // group)) if case["zeros"] else None
-    x = run.randn(case["tokens"], k, dtype=dtype)
-    want = int4.reference(x.float(), weights[0], scale.float(), zero)
-    calls, errors = kernels(run, x, weights, scale, zero, params), {}
+    copies = inputs(run, case)
+    x, weight, scale, zero = copies[0]
+    want = int4.reference(x.float(), weight, scale.float(), zero)
+    calls, errors = kernels(run, copies, params), {}
     for name, each in list(calls.items()):
         with poisoned():
             error = ((each[0]().float() - want).norm() / want.norm()).item()
@@ -90,16 +112,22 @@ def measure(run: Run, case: dict[str, Any], params: list[dict[str, int]]) -> Non
         if not error < LIMIT:
             run.row("check", name, case, f"its relative error is {error:.3g}, over {LIMIT}")
             del calls[name]
-    times = rounds(run, {name: each * 2 for name, each in calls.items()})
-    for name, samples in times.items():
-        us = sorted(samples)[len(samples) // 2] / len(calls[name]) / 2
-        gain = (
-            {"speedup": against(samples, times["marlin"])} if "marlin" in times and name != "marlin" else {}
-        )
-        run.row(
-            "time", name, case, us=us, error=errors[name], **{m: mean for m, (mean, _) in gain.items()},
-            ci95={m: interval for m, (_, interval) in gain.items()},
-        )  # fmt: skip
+    times = rounds(run, calls)
+    source = x.clone()
+    producers = [partial(torch.mul, source, 1.0, out=c[0]) for c in copies]
+    behind = {name: list(map(after, producers, each)) for name, each in calls.items()}
+    later = rounds(run, {"producer": producers, **behind})
+    run.row("time", "producer", case, us=statistics.median(later["producer"]) / len(copies))
+    for name in (name for name in times if name in later):
+        samples = times[name]
+        both, gains, ci95 = {"us": samples, "us_after": later[name]}, {}, {}
+        if "marlin" in times and "marlin" in later and name != "marlin":
+            for metric, mine, theirs in (
+                ("speedup", samples, times["marlin"]), ("speedup_after", later[name], later["marlin"])
+            ):  # fmt: skip
+                gains[metric], ci95[metric] = against(mine, theirs)
+        us = {metric: statistics.median(each) / len(copies) for metric, each in both.items()}
+        run.row("time", name, case, ci95=ci95, error=errors[name], **us, **gains)
 
 
 def main() -> int:
@@ -135,7 +163,7 @@ def main() -> int:
         if run.left() < 0:
             print(f"the time is up before {case}", file=sys.stderr)
             return 1
-        measure(run, case, plans(case["tokens"]) if every else [])
+        measure(run, case, plans(case) if every else [])
     return bool(run.wrong)
 
 

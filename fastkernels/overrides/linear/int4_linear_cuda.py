@@ -16,26 +16,15 @@ from fastkernels.overrides.kit.overlap import overlaps
 
 SOURCE = Path(__file__).parent / "csrc" / "int4_linear.cu"
 MAX_TOKENS, MAX_OF_TWO = 64, 32  # tokens; with tiles of 32 rows, for which more have too few registers
+MAX_OF_STREAM = 32  # tokens; with more, STREAM was slower on an H100
 SHARED = 227 * 1024  # bytes of shared memory of a block
 STEP = 128  # columns
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 TYPES = (*[_P] * 8, _I, _I, _L)
 
 WARPS = 16  # of a block
-# Parameter sets, the preferred ones first; `plan` gives what they do not name.
-PARAMS: tuple[dict[str, int], ...] = (
-    {"height": 1, "ahead": 4},
-    {"height": 2, "ahead": 1},
-    {"height": 1, "ahead": 2},
-)
-# Measured on no GPU yet: bench/experiments/linear/linear_int4.py --plans
-STREAMS: tuple[dict[str, int], ...] = (
-    {"stream": 1},
-    {"stream": 2},
-    {"stream": 2, "ahead": 2},
-    {"stream": 1, "height": 2},
-    {"stream": 2, "height": 2},
-)
+# Parameter sets; `plan` gives what they do not name, and does not choose those that `fits` allows.
+PARAMS: tuple[dict[str, int], ...] = ({"stream": 0}, {"stream": 1})
 
 
 class Plan(NamedTuple):
@@ -66,10 +55,6 @@ class Plan(NamedTuple):
             stream_bytes(*rest, self.ahead, self.zero) if self.stream else sums_bytes(*rest, self.parts)
         )
 
-    def pieces(self, n: int) -> int:
-        """Return the tiles of sums in memory: of each split and, with STREAM == 2, of each block."""
-        return self.splits * cdiv(n, 16 * self.height) + (self.grid if self.stream == 2 else 0)
-
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
@@ -96,21 +81,34 @@ def stream_bytes(tiles: int, warps: int, height: int, ahead: int, zero: bool) ->
     return 512 + warps * height * (512 * tiles + ahead * (1536 if zero else 1280))
 
 
+def streams(m: int, n: int, k: int, sms: int = 132, warps: int = WARPS) -> bool:
+    """Return whether `plan` chooses stream=1.
+
+    A measured rule, of 13 layers with groups of 128 and no zero points on an H100: with more than 10 steps for each
+    warp stream=1 is 1.04 to 1.5 times as fast as stream=0 at 1 to 16 tokens and 0.95 to 1.2 times at 32. Where rows
+    are a multiple of 4 KiB apart (K = 8192) both are slow, and stream=1 is 0.93 to 1.0 times as fast.
+    """
+    steps = cdiv(n, 16) * (k // STEP) / (sms * warps)
+    return m <= MAX_OF_STREAM and steps > 10 and k // 2 % 4096 != 0
+
+
 @lru_cache(maxsize=1024)
 def plan(
     m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True,
     half_scales: bool = False, sms: int = 132, height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0,
-    splits: int = 0, stream: int = 0,
+    splits: int = 0, stream: int | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan of a product of m tokens with a weight [n, k].
 
-    stream  0: warps have parts of a tile, 1: each warp has as many steps of its block's tiles as the others,
-            2: of all tiles
+    stream  0: warps have parts of a tile, 1: each warp has as many steps of its block's tiles as the others. None:
+            what `streams` says, 0 if height, ahead, parts or splits are given
 
     Parameters that are 0 are chosen so that the busiest warp has the least work, with at most twice as many splits as x
-    needs to fit shared memory. Measured on an H100: few tokens need at least four parts. With `stream`, they are the
+    needs to fit shared memory. Measured on an H100: few tokens need at least four parts. With stream=1, they are the
     fewest splits and the most steps ahead, up to `ahead` or four, that fit.
     """
+    if stream is None:
+        stream = int(not (height or ahead or parts or splits) and streams(m, n, k, sms, warps))
     tiles = cdiv(next_power_of_2(max(m, 8)), 8)
     tokens = next_power_of_2(max(m, 1)) if tiles == 1 else 8 * tiles  # in shared memory
     flags = (zero, bias, bf16, half_scales)
@@ -122,11 +120,8 @@ def plan(
             for a in range(ahead or 4, min(ahead or 2, 2) - 1, -1)
             if shared_bytes(k, tokens, s) + stream_bytes(tiles, warps, h, a, zero) <= SHARED
         )
-        all_tiles = cdiv(n, 16 * h)
-        blocks = min(max(sms // s, 1), all_tiles * (k // STEP // s if stream == 2 else 1))
-        return Plan(
-            k, group, tiles, tokens, n % (16 * h) != 0, *flags, warps, h, ahead, 1, s, stream, s * blocks
-        )  # fmt: skip
+        blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
+        return Plan(k, group, tiles, tokens, n % (16 * h) != 0, *flags, warps, h, ahead, 1, s, 1, s * blocks)
     choices = [
         (h, p, s)
         for h in ([height] if height else [1, 2] if m <= MAX_OF_TWO else [1])
@@ -152,9 +147,11 @@ def plan(
     )  # fmt: skip
 
 
-def fits(params: dict[str, int], m: int, k: int) -> bool:
-    """Return whether these parameters suit m tokens and K = k."""
-    return m <= MAX_TOKENS and k % STEP == 0 and (params["height"] == 1 or m <= MAX_OF_TWO)
+def fits(params: dict[str, int], m: int, n: int, k: int, sms: int = 132) -> bool:
+    """Return whether these parameters suit m tokens and a weight [n, k] and are not what `plan` chooses."""
+    stream = params["stream"]
+    suited = m <= (MAX_OF_STREAM if stream else MAX_TOKENS) and k % STEP == 0
+    return suited and bool(stream) != streams(m, n, k, sms)
 
 
 def supports_cuda(
@@ -211,9 +208,11 @@ def linear_int4_cuda(
         weight_scale.dtype != x.dtype, multiprocessors(x.device), **params,
     )  # fmt: skip
     partial = taken = None
-    if p.splits > 1 or p.stream == 2:
+    if p.splits > 1:
         tiles = cdiv(n, 16 * p.height)
-        partial = torch.empty(p.pieces(n) * p.height * p.tiles * 128, dtype=torch.float32, device=x.device)
+        partial = torch.empty(
+            p.splits * tiles * p.height * p.tiles * 128, dtype=torch.float32, device=x.device
+        )
         taken = tickets.get(x.device, tiles)
     tensors = (rows, weight, weight_scale, weight_zero, bias, out, partial, taken)
     args = (*(None if t is None else t.data_ptr() for t in tensors), m, n, rows.stride(0))

@@ -308,8 +308,13 @@ def _fits(params: dict[str, Any], x: torch.Tensor, *rest: torch.Tensor | None) -
     return fits(params, x.shape[-1])
 
 
-def _fits_cuda(params: dict[str, Any], x: torch.Tensor, *rest: torch.Tensor | None) -> bool:
-    return int4_linear_cuda.fits(params, x.numel() // max(x.shape[-1], 1), x.shape[-1])
+def _fits_cuda(
+    params: dict[str, Any], x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | None
+) -> bool:
+    k = x.shape[-1]
+    return int4_linear_cuda.fits(
+        params, x.numel() // max(k, 1), weight.shape[0], k, multiprocessors(x.device)
+    )
 
 
 linear_int4 = define(

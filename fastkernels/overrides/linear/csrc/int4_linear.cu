@@ -14,13 +14,11 @@
 //
 // With STREAM, each warp has an equal share of its block's steps and may begin and end within a tile. The weight passes
 // through a ring in shared memory: ptxas gives all loads into registers one scoreboard, so that a step waits for the last
-// of AHEAD. The warp with a tile's first step in this block adds the sums of later warps, which never wait before they
-// write them. With STREAM == 2 the steps of all tiles are divided among the blocks, which share tiles at their ends.
+// of AHEAD. The warp with a tile's first step adds the sums of later warps, which never wait before they write them.
 //
 // W is read before griddepcontrol.wait; x is read, and all results are written, only after it.
 //
-// With SPLITS, and for a tile that two blocks share, sums go to memory, and the block whose ticket is the last one adds
-// them, always in one order.
+// With SPLITS, sums go to memory, and the block whose ticket is the last one adds them, always in one order.
 //
 // Compile-time constants: K and GROUP (columns that share a scale), multiples of 128 and 32; TILES (of 8 tokens);
 // WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; STREAM; AHEAD (steps); RAGGED (the last tile has fewer rows);
@@ -130,11 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     const int begin = split * STEPS / SPLITS, steps = (split + 1) * STEPS / SPLITS - begin;
 
 #if STREAM
-    auto step_of = [&](int block) {  // where a block begins
-        const int unit = STREAM == 2 ? 1 : steps;
-        return (int)((u64)block * (tiles * (steps / unit)) / blocks) * unit;
-    };
-    const int of_block = step_of(block), of_next = step_of(block + 1);
+    const int of_block = (int)((u64)block * tiles / blocks) * steps;
+    const int of_next = (int)((u64)(block + 1) * tiles / blocks) * steps;
     auto start = [&](int warp) { return of_block + (int)((u32)warp * (of_next - of_block) / WARPS); };
     const int mine = start(warp), count = start(warp + 1) - mine;
     const u32 ring = shared_address(memory) + BARRIERS + WARPS * SUMS + warp * AHEAD * STAGE;
@@ -285,10 +280,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
 #endif
     auto finish = [&](int tile) {
 #if STREAM
-        const int low = tile * steps, high = min(low + steps, of_next);
-        const bool begun = low < of_block, shared = begun || of_next < low + steps;  // with other blocks
+        const int low = tile * steps;
         float4* at = (float4*)(memory + BARRIERS) + lane;
-        if (mine > max(low, of_block)) {  // an earlier warp has the first step
+        if (mine > low) {  // an earlier warp has the first step
 #pragma unroll
             for (int j = 0; j < OUTPUTS; j++) {
                 const float(&a)[4] = acc[j / TILES][j % TILES];
@@ -298,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
             if (lane == 0) arrive(barriers + 8 * warp);
             return;
         }
-        for (int w = warp + 1; w < WARPS && start(w) < high; w++) {
+        for (int w = warp + 1; w < WARPS && start(w) < low + steps; w++) {
             if (start(w + 1) == start(w)) continue;
             wait(barriers + 8 * w, 0);
 #pragma unroll
@@ -309,7 +303,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
             }
         }
 #else
-        constexpr bool begun = false, shared = false;
         if (PARTS > 1) {
             const int buffer = slot * BUFFERS + done % BUFFERS, adds = done % PARTS;
             const u32 there = barriers + 16 * buffer, parity = done / BUFFERS & 1;
@@ -339,27 +332,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
             if (lane == 0) arrive(there + 8);
         }
 #endif
-        if (SPLITS > 1 || (STREAM == 2 && shared)) {
+        if (SPLITS > 1) {
             const long long size = (long long)tiles * OUTPUTS * 32;  // of a split
             float4* at = partial + (long long)tile * OUTPUTS * 32 + lane;
-            float4* extra = partial + SPLITS * size + lane;  // of blocks that begin within a tile
-            auto holder = [&](int s, bool last) {  // the block with the first or last step of the tile
-                const u32 of_tile = (s + 1) * STEPS / SPLITS - s * STEPS / SPLITS;
-                return (int)(((tile * of_tile + (last ? of_tile : 1)) * blocks - 1) / (tiles * of_tile));
-            };
 #pragma unroll
             for (int j = 0; j < OUTPUTS; j++) {
                 const float(&a)[4] = acc[j / TILES][j % TILES];
-                float4* to = STREAM == 2 && begun ? extra + blockIdx.x * OUTPUTS * 32 : at + split * size;
-                to[j * 32] = make_float4(a[0], a[1], a[2], a[3]);
+                at[split * size + j * 32] = make_float4(a[0], a[1], a[2], a[3]);
             }
             __syncwarp();
-            int pieces = SPLITS;
-#pragma unroll
-            for (int s = 0; s < SPLITS && STREAM == 2; s++) pieces += holder(s, true) - holder(s, false);
             u32 ticket = 0;
             if (lane == 0) ticket = add_to(tickets + tile, 1);
-            if (__shfl_sync(0xffffffffu, ticket, 0) != pieces - 1) return;
+            if (__shfl_sync(0xffffffffu, ticket, 0) != SPLITS - 1) return;
             if (lane == 0) tickets[tile] = 0;  // for the next launch
 #pragma unroll
             for (int j = 0; j < OUTPUTS; j++) {
@@ -371,15 +355,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
 #pragma unroll
                 for (int s = 1; s < SPLITS; s++) a[0] += v[s].x, a[1] += v[s].y, a[2] += v[s].z, a[3] += v[s].w;
             }
-            if (STREAM == 2)
-                for (int s = 0; s < SPLITS; s++)
-                    for (int other = holder(s, false) + 1; other <= holder(s, true); other++)
-#pragma unroll
-                        for (int j = 0; j < OUTPUTS; j++) {
-                            float(&a)[4] = acc[j / TILES][j % TILES];
-                            const float4 more = load_part(extra + ((other * SPLITS + s) * OUTPUTS + j) * 32);
-                            a[0] += more.x, a[1] += more.y, a[2] += more.z, a[3] += more.w;
-                        }
         }
         store(tile);
     };
