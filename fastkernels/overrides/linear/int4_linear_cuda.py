@@ -63,6 +63,8 @@ class Plan(NamedTuple):
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
             f"-DSTREAM={self.stream}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
             f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
+            # 1 to 5% faster at 1 token on an H100; not at 16
+            f"-DEVICTED={int(self.tokens == 1)}",
         )  # fmt: skip
 
 

@@ -22,7 +22,8 @@
 //
 // Compile-time constants: K and GROUP (columns that share a scale), multiples of 128 and 32; TILES (of 8 tokens);
 // WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; STREAM; AHEAD (steps); RAGGED (the last tile has fewer rows);
-// HAS_ZERO; HAS_BIAS; BF16; HALF_SCALES (float16 scales of bfloat16 x). Includes no header.
+// HAS_ZERO; HAS_BIAS; BF16; HALF_SCALES (float16 scales of bfloat16 x); EVICTED (L2 gives up W before anything else).
+// Includes no header.
 
 constexpr int THREADS = 32 * WARPS, SLOTS = WARPS / PARTS, STEPS = K / 128, GROUPS = K / GROUP, ROWS = 16 * HEIGHT;
 constexpr int MOST = (STEPS + SPLITS - 1) / SPLITS;  // steps of a split
@@ -100,8 +101,32 @@ __device__ __forceinline__ void add_product(float (&c)[4], u32 a0, u32 a1, u32 a
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void copy_16(u32 to, const void* from) {  // bytes
+#if EVICTED
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+#endif
+
+__device__ __forceinline__ uint4 load_weight(const uint4* at) {
+#if EVICTED
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "l"(evict_first()));
+    return v;
+#else
+    return load_once(at);
+#endif
+}
+
+__device__ __forceinline__ void copy_weight(u32 to, const void* from) {  // 16 bytes
+#if EVICTED
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
+                 ::"r"(to), "l"(from), "l"(evict_first()) : "memory");
+#else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#endif
 }
 
 __device__ __forceinline__ void copy_4(u32 to, u64 from) {
@@ -144,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
 #pragma unroll
             for (int j = 0; j < 2 * HEIGHT; j++) {
                 const int row = RAGGED ? min(next_row + 8 * j, N - 1) : next_row + 8 * j;
-                copy_16(to + 512 * j + 16 * lane, w_at + (long long)(row - next_row) * (K / 32));
+                copy_weight(to + 512 * j + 16 * lane, w_at + (long long)(row - next_row) * (K / 32));
                 const u32 below = to + 1024 * HEIGHT + 128 * j + 4 * lane;
                 copy_4(below, (u64)(scales + place(row, next)) & ~3ull);
                 if (HAS_ZERO) copy_4(below + 256 * HEIGHT, (u64)(zeros + place(row, next)) & ~3ull);
@@ -174,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
             for (int i = 0; i < 2; i++) {
                 long long down = 16 * h + 8 * i;
                 if (RAGGED) down = min((long long)next_tile * ROWS + group + down, N - 1LL) - next_tile * ROWS - group;
-                words[at][h][i] = load_once(w_at + down * (K / 32));
+                words[at][h][i] = load_weight(w_at + down * (K / 32));
                 scale[at][h][i] = load_scale(scales + g_at + down * GROUPS + column);
                 zero[at][h][i] = HAS_ZERO ? load_zero(zeros + g_at + down * GROUPS + column) : 8;
             }
