@@ -20,7 +20,6 @@ PLAIN = {  # modules whose short version goes into an exported file
     f"{PACKAGE}.overrides.kit.launch": "launch.py",
     f"{PACKAGE}.overrides.kit.rows": "rows.py",
     f"{PACKAGE}.overrides.rope.rope_rounding": "rope_rounding.py",
-    f"{PACKAGE}.overrides.diffusion.qk_norm_rope_pair": "fork_refuse.py",
 }
 LAYER = f"{PACKAGE}.overrides.block.decoder_layer"  # each of its norms has a fallback of its own
 FORK = {  # in a file for a fork, in addition: calls that no kernel supports run the host's code
@@ -34,6 +33,7 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.overrides.kit.modules": "fork_refuse.py",
     f"{PACKAGE}.overrides.linear.gelu_epilogue": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.modulated_pair": "fork_refuse.py",
+    f"{PACKAGE}.overrides.diffusion.qk_norm_rope_pair": "fork_refuse.py",
     LAYER: "fork_layer.py",
 }
 Key = tuple[str, str]  # (module, name at its top level)

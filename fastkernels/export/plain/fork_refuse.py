@@ -74,8 +74,20 @@ def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> to
     return torch.cat((of_a(a), of_b(b)), dim=1)
 
 
-def norm_rope_pair(of_q: Any, of_k: Any) -> tuple[Any, Any]:
-    return qk_norm_rope(*of_q), qk_norm_rope(*of_k)
+def positioned(attn: Any, q: Any, k: Any, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _positioned(attn, "q", q, rotary), _positioned(attn, "k", k, rotary)
+
+
+def _positioned(attn: Any, part: str, given: Any, rotary: Any) -> torch.Tensor:
+    x, text = given
+    norm = getattr(attn, f"norm_{part}")
+    of_text = norm if text is None else getattr(attn, f"norm_added_{part}")
+    plain = all(type(n) is torch.nn.RMSNorm and n.eps is not None for n in (norm, of_text))
+    if rotary is None or not plain or norm.eps != of_text.eps:
+        raise Unsupported("no rotation, or norms that are not plain RMS norms of one eps")
+    cos, sin = (t.to(x.device) for t in rotary)
+    weight = None if text is None else of_text.weight
+    return qk_norm_rope(x, norm.weight, cos, sin, norm.eps, text, weight)
 
 
 def modulated_pair(norm: Any, text: torch.Tensor, image: torch.Tensor, emb: torch.Tensor) -> tuple[Any, ...]:

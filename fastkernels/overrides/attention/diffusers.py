@@ -8,8 +8,7 @@ import torch
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
-from fastkernels.overrides.diffusion.qk_norm_rope import qk_norm_rope
-from fastkernels.overrides.diffusion.qk_norm_rope_pair import norm_rope_pair
+from fastkernels.overrides.diffusion.qk_norm_rope_pair import positioned
 from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import joined_linears
 
@@ -104,7 +103,7 @@ class DiffusersFluxAttnProcessor:
             both = joined_linears(attn.add_v_proj, text, attn.to_v, hidden_states)
             of_image = [both.unflatten(-1, (-1, attn.head_dim))]
         v = torch.cat((*of_text, *of_image), dim=1) if of_text else of_image[0]
-        q, k = _positioned(attn, (q, text_q), (k, text_k), image_rotary_emb)
+        q, k = positioned(attn, (q, text_q), (k, text_k), image_rotary_emb)
         found = attend(q, k, v, attn.head_dim**-0.5, attention_mask).to(q.dtype)
         if encoder_hidden_states is None:
             return found
@@ -128,64 +127,6 @@ def _heads(attn: Any, x: torch.Tensor | None, projection: str, fused: str, which
     if attn.fused_projections:
         return [t.unflatten(-1, (-1, attn.head_dim)) for t in getattr(attn, fused)(x).chunk(3, dim=-1)]
     return [getattr(attn, projection.format(part))(x).unflatten(-1, (-1, attn.head_dim)) for part in which]
-
-
-Parts = tuple[torch.Tensor, torch.Tensor | None]  # queries or keys of the image, and of the text
-
-
-def _positioned(attn: Any, q: Parts, k: Parts, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalize queries and keys of image and text, put the text in front, and rotate both."""
-    of_q, of_k = _arguments(attn, "q", q, rotary), _arguments(attn, "k", k, rotary)
-    if of_q is not None and of_k is not None and of_q[4] == of_k[4]:
-        return norm_rope_pair(of_q, of_k)
-    return (
-        _in_parts(attn, "q", q, rotary) if of_q is None else qk_norm_rope(*of_q),
-        _in_parts(attn, "k", k, rotary) if of_k is None else qk_norm_rope(*of_k),
-    )
-
-
-def _norms(attn: Any, part: str, text: torch.Tensor | None) -> list[Any]:
-    """Norms of the image and of the text."""
-    names = (f"norm_{part}",) if text is None else (f"norm_{part}", f"norm_added_{part}")
-    return [getattr(attn, name) for name in names]
-
-
-def _arguments(attn: Any, part: str, given: Parts, rotary: Any) -> tuple[Any, ...] | None:
-    """Arguments of `qk_norm_rope` for queries or keys; None if it does not compute what their norms compute."""
-    x, text = given
-    norm, *of_text = _norms(attn, part, text)
-    if rotary is None or not all(_is_plain(n, x) and n.eps == norm.eps for n in (norm, *of_text)):
-        qk_norm_rope.leave("no rotation, or norms that are not plain RMS norms of one eps")
-        return None
-    cos, sin = (t.to(x.device) for t in rotary)
-    return x, norm.weight, cos, sin, norm.eps, text, of_text[0].weight if of_text else None
-
-
-def _in_parts(attn: Any, part: str, given: Parts, rotary: Any) -> torch.Tensor:
-    """The same with the layer's own norms."""
-    x, text = given
-    norm, *of_text = _norms(attn, part, text)
-    x = norm(x) if text is None else torch.cat((of_text[0](text), norm(x)), dim=1)
-    return x if rotary is None else _rotate(x, *rotary)
-
-
-def _is_plain(norm: Any, x: torch.Tensor) -> bool:
-    """Whether this is torch's RMS norm over the heads, which no other patch, hook or offload has changed."""
-    cls = type(norm)
-    # Where first calls decide, and where code is compiled, this op stands for the norm as well.
-    tried = getattr(cls, "fastkernels_tried", False) and cls.__mro__[1] is torch.nn.RMSNorm
-    if not (cls is torch.nn.RMSNorm or tried) or norm.eps is None or len(norm.normalized_shape) != 1:
-        return False
-    own = "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks
-    return not own and (norm.weight is None or norm.weight.dtype == x.dtype)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate neighboring pairs of x [B, S, H, D] by angles whose cosines and sines are [S, D]."""
-    cos, sin = (t.to(x.device)[:, None] for t in (cos, sin))
-    h = x.float()
-    turned = torch.stack((-h[..., 1::2], h[..., ::2]), dim=-1).flatten(-2)
-    return (h * cos + turned * sin).to(x.dtype)
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"

@@ -135,8 +135,7 @@ class DiffusersBasicTransformerBlock(nn.Module):
         if grounded is None:
             hidden_states, x = add_residual(hidden_states, found, None, (), behind)
         else:
-            fuser: Any = self.fuser  # of the host's block
-            hidden_states = fuser(found + hidden_states, grounded["objs"])
+            hidden_states = self.fuser(found + hidden_states, grounded["objs"])  # type: ignore[operator]  # the host's
             x = behind(hidden_states)
         if self.attn2 is not None:
             found = self.attn2(

@@ -198,9 +198,8 @@ def _fuses(norm: Any, x: torch.Tensor) -> bool:
     """Whether the op computes this norm of x."""
     cls: Any = type(norm)
     theirs = cls.__mro__[1] if hasattr(cls, "fastkernels") else cls
-    if not isinstance(norm, nn.LayerNorm) or theirs.__name__ != "LayerNorm" or changed(norm):
-        return False
-    if getattr(norm, "_fast_norm", False) or autocasts(x):
+    usual = isinstance(norm, nn.LayerNorm) and theirs.__name__ == "LayerNorm" and not changed(norm)
+    if not usual or getattr(norm, "_fast_norm", False) or autocasts(x):
         return False
     return norm.weight is not None and norm.normalized_shape == x.shape[-1:] and norm.weight.dtype == x.dtype
 
@@ -212,9 +211,7 @@ def add_residual(
 
     between: modules that take x before it is added, which do nothing in inference.
     """
-    idle = all(not m.training or isinstance(m, nn.Identity) for m in between) and not any(
-        map(changed, between)
-    )
+    idle = all((not m.training or isinstance(m, nn.Identity)) and not changed(m) for m in between)
     alike = x.dtype == residual.dtype and (gamma is None or gamma.dtype == x.dtype) and x.dim() == 3
     if not idle or not alike:
         gated_residual.note("its dtypes differ" if idle else "dropped paths or a hook")
