@@ -15,7 +15,7 @@ from fastkernels.overrides.linear.linear_gelu import fuses, linear_gelu
 class DiffusersGELU(nn.Module):
     """diffusers' GELU: hidden_states [..., dim_in] to [..., dim_out]; approximate: 'none' (erf) or 'tanh'.
 
-    With tanh, the GELU is the epilogue of the product. Where first calls decide, a compiler gets any other one.
+    With tanh, the GELU is the epilogue of the product. A patch without a list of ops leaves others to a compiler.
     """
 
     def __init__(self, dim_in: int, dim_out: int, approximate: str = "none", bias: bool = True):

@@ -55,6 +55,16 @@ def _normed(x_ptr, w_ptr, cols, heads, H, D, stride_h, eps, HAS_W: tl.constexpr)
 
 
 @triton.jit
+def _rotated(h, cos, sin, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    # Both numbers of a pair are in one thread: loads of single neighbors would take a memory instruction each.
+    first, second = tl.split(tl.reshape(h, (HEADS, BLOCK // 2, 2)))
+    cos_first, cos_second = tl.split(tl.reshape(cos, (1, BLOCK // 2, 2)))
+    sin_first, sin_second = tl.split(tl.reshape(sin, (1, BLOCK // 2, 2)))
+    y = tl.join(first * cos_first - second * sin_first, second * cos_second + first * sin_second)
+    return tl.reshape(y, (HEADS, BLOCK))
+
+
+@triton.jit
 def _qk_norm_rope_kernel(
     x_ptr, text_ptr, w_ptr, text_w_ptr, cos_ptr, sin_ptr, out_ptr, S, St, H, D, x_b, x_t, x_h, text_b, text_t, text_h,
     eps, HAS_W: tl.constexpr, HAS_TEXT_W: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -72,12 +82,7 @@ def _qk_norm_rope_kernel(
         )
     else:
         h = _normed(x_ptr + batch * x_b + (token - St) * x_t, w_ptr, cols, heads, H, D, x_h, eps, HAS_W)
-    # Both numbers of a pair are in one thread: loads of single neighbors would take a memory instruction each.
-    first, second = tl.split(tl.reshape(h, (HEADS, BLOCK // 2, 2)))
-    cos_first, cos_second = tl.split(tl.reshape(cos, (1, BLOCK // 2, 2)))
-    sin_first, sin_second = tl.split(tl.reshape(sin, (1, BLOCK // 2, 2)))
-    y = tl.join(first * cos_first - second * sin_first, second * cos_second + first * sin_second)
-    y = tl.reshape(y, (HEADS, BLOCK))
+    y = _rotated(h, cos, sin, HEADS, BLOCK)
     out_at = out_ptr + (row * H + heads) * D + cols
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=(heads < H) & (cols < D))
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.core.dispatch import functional
-from fastkernels.overrides.diffusion.qk_norm_rope import _check, _fake, _triton, qk_norm_rope
+from fastkernels.overrides.diffusion.qk_norm_rope import _check, _fake, _rotated, _triton, qk_norm_rope
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -18,15 +18,11 @@ AT_ONCE = 4096  # elements of each tensor that a program computes
 
 
 @triton.jit
-def _rotated(x, w, cos, sin, D, eps, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def _positioned(x, w, cos, sin, D, eps, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     h = x.to(tl.float32)
     h *= tl.rsqrt(tl.sum(h * h, axis=1) / D + eps)[:, None]
     h = (h * w.to(tl.float32)).to(x.dtype).to(tl.float32)
-    first, second = tl.split(tl.reshape(h, (HEADS, BLOCK // 2, 2)))
-    cos_first, cos_second = tl.split(tl.reshape(cos, (1, BLOCK // 2, 2)))
-    sin_first, sin_second = tl.split(tl.reshape(sin, (1, BLOCK // 2, 2)))
-    y = tl.join(first * cos_first - second * sin_first, second * cos_second + first * sin_second)
-    return tl.reshape(y, (HEADS, BLOCK)).to(x.dtype)
+    return _rotated(h, cos, sin, HEADS, BLOCK).to(x.dtype)
 
 
 @triton.jit
@@ -59,8 +55,8 @@ def _pair_kernel(
         q, q_w = tl.load(q_ptr + at, mask=inside, other=0.0), tl.load(q_w_ptr + cols, mask=known, other=0.0)
         k, k_w = tl.load(k_ptr + at, mask=inside, other=0.0), tl.load(k_w_ptr + cols, mask=known, other=0.0)
     out_at = (row * H + heads) * D + cols
-    tl.store(q_out_ptr + out_at, _rotated(q, q_w, cos, sin, D, eps, HEADS, BLOCK), mask=inside)
-    tl.store(k_out_ptr + out_at, _rotated(k, k_w, cos, sin, D, eps, HEADS, BLOCK), mask=inside)
+    tl.store(q_out_ptr + out_at, _positioned(q, q_w, cos, sin, D, eps, HEADS, BLOCK), mask=inside)
+    tl.store(k_out_ptr + out_at, _positioned(k, k_w, cos, sin, D, eps, HEADS, BLOCK), mask=inside)
 
 
 def _launched(of_q: Call, of_k: Call) -> tuple[torch.Tensor, torch.Tensor]:

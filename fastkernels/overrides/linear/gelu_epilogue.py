@@ -1,4 +1,4 @@
-"""Linear layers: with the activation behind it as one op where that is GELU with tanh, and of a few rows."""
+"""A linear layer and the activation module behind it, as one op where the activation is GELU with tanh."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.core.dispatch import functional
-from fastkernels.overrides.kit.modules import changed, plain_linear
+from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.linear.linear_gelu import fuses, linear_gelu
-from fastkernels.overrides.linear.skinny_linear_cuda import linear_cuda, supports_cuda
 
 
 def activated(linear: Any, act: Any, x: torch.Tensor) -> torch.Tensor:
@@ -20,22 +18,3 @@ def activated(linear: Any, act: Any, x: torch.Tensor) -> torch.Tensor:
     if theirs is nn.GELU and act.approximate == "tanh" and not changed(act) and fuses(linear, x):
         return linear_gelu(x, linear.weight, linear.bias, "tanh")
     return act(linear(x))
-
-
-def _few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    product = linear_cuda if supports_cuda(x, weight, bias) is None else nn.functional.linear
-    return product(x, weight, bias)
-
-
-_linear_of_few_rows = functional(
-    "linear_of_few_rows(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor",
-    _few_rows,
-    lambda x, weight, bias=None: x.new_empty((*x.shape[:-1], weight.shape[0])),
-)
-
-
-def modulation(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """linear(x) of one row an image: the time is that of reading the weight."""
-    if not plain_linear(linear, x):
-        return linear(x)
-    return _linear_of_few_rows(x, linear.weight, linear.bias)

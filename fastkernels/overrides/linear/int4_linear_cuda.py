@@ -23,7 +23,7 @@ _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 TYPES = (*[_P] * 8, _I, _I, _L)
 
 WARPS = 16  # of a block
-# Parameter sets; `plan` gives what they do not name, and does not choose those that `fits` allows.
+# Parameter sets for the tuner: `fits` leaves the one that `plan` does not choose itself.
 PARAMS: tuple[dict[str, int], ...] = ({"stream": 0}, {"stream": 1})
 
 

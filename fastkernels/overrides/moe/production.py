@@ -121,7 +121,7 @@ def _swizzled(weight: int, scale: int) -> Preparation:
         else:
             from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
         values, flex, scales = mxfp4_utils._swizzle_mxfp4(args[weight], args[scale])
-        # vLLM 0.26 has no such function, and triton_kernels before 3.8
+        # vLLM 0.26, with triton_kernels before 3.8, has no such function
         of_scales = getattr(mxfp4_utils, "mx_scale_kwargs", lambda s: {"weight_scale": s})
         return values, PrecisionConfig(**of_scales(scales), flex_ctx=FlexCtx(rhs_data=flex))
 

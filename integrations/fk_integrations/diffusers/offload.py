@@ -177,6 +177,7 @@ class _Tree:
 def _links(own: list[Any]) -> tuple[list[Any], list[int]]:
     """The children of modules with these attributes, and the number of each module's."""
     children = [*map(_CHILDREN, own)]
+    # The values of the dicts, in order. With anything else in them, the links differ, and a visit follows.
     return gc.get_referents(*children), [*map(len, children)]
 
 

@@ -113,8 +113,8 @@ def wrapper(run: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
     """`functools.update_wrapper` for code that torch.compile traces.
 
     diffusers reads the signature of a processor's __call__ in forward. torch 2.13 then guards on the defaults of `run`,
-    with the length of those of `inner`. A function of *args and **kwargs does not use its own. Its limit of
-    recompilations is for all functions with the same code object: each gets one of its own.
+    with the length of those of `inner`. A function of *args and **kwargs does not use its own.
+    torch.compile limits the recompilations of a code object, so each function gets one that no other has.
     """
     run.__code__ = run.__code__.replace()
     run.__defaults__ = getattr(inner, "__defaults__", None)

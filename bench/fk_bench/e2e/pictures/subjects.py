@@ -258,7 +258,7 @@ def open_subject(
         target.to(device, dtype)
         made = Pipeline(target, image_size, steps)
         for part in made.parts().values():
-            part.eval()  # as of from_pretrained: in training, residual blocks copy images
+            part.eval()  # like models of from_pretrained; in training mode, residual blocks copy images
         return made
     if load_format == "dummy" or model in NAMED:
         _randomize(target)
