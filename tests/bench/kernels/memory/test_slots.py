@@ -194,7 +194,8 @@ def test_captured_values_are_rolled_too() -> None:
     slots.fill([0] * slots.count)
     x = torch.stack([layout.tensors(slots.args_of(s))[0].flatten().double() for s in range(6)])
     x = x / x.norm(dim=1, keepdim=True)
-    assert (x @ x.t()).fill_diagonal_(0).abs().max() < 0.2
+    alike = ((x @ x.t()).abs() >= 0.2).triu(1).sum()  # of 15 pairs; one may have the same shift by chance
+    assert alike <= 1
 
 
 @pytest.mark.parametrize(("op", "case"), [("silu_and_mul", "batched"), ("linear", "odd_63")])
