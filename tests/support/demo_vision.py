@@ -45,7 +45,7 @@ def demo(out: Path, rounds: int = 3) -> bool:
 
 
 def summary(name: str, host: str, made: list[Row]) -> str:
-    """What was replaced in a model, and how close its results are to those in float32, by the last rows."""
+    """One line about a model: the modules replaced, and how close its results are to float32, by the last rows."""
     last = {row.subject.lane: row for row in made}
     if failed := [f"{lane}: {row.reason}" for lane, row in last.items() if row.status is not Status.OK]:
         return f"{name} in {host}: {'; '.join(failed)}"
