@@ -51,7 +51,9 @@ def summary(name: str, host: str, made: list[Row]) -> str:
         return f"{name} in {host}: {'; '.join(failed)}"
     replaced = ", ".join(f"{n} {op}" for op, n in last["patched"].case["modules"].items())
     patched, stock = (last[lane].metrics["cosine_to_float32"] for lane in ("patched", "stock"))
-    return f"{name} in {host}: replaced {replaced}; cosine to float32 {patched:.6f} patched, {stock:.6f} stock"
+    return (
+        f"{name} in {host}: replaced {replaced}; cosine to float32 {patched:.6f} patched, {stock:.6f} stock"
+    )
 
 
 if __name__ == "__main__":
