@@ -36,7 +36,9 @@ def demo(out: Path, rounds: int = 3) -> bool:
             subject = open_subject(host, model, torch.bfloat16, "cpu", load_format, size, 4, arguments)
             name = Path(model).name
             settings = Settings(host, name, "bfloat16", (batch,), rounds, 0, ("stock", "patched"), OPS, None)
-            made, lanes = measure(subject, settings, lambda line: print(f"{name}, {line}", file=sys.stderr))
+            made, lanes = measure(
+                subject, settings, lambda line, name=name: print(f"{name}, {line}", file=sys.stderr)
+            )
             print(summary(name, host, made))
             rows.append(out / "rows.jsonl", made)
             runs.append((made, report.section(made, lanes)))
