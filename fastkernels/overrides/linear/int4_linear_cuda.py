@@ -46,12 +46,17 @@ class Plan(NamedTuple):
     splits: int
     stream: int
     grid: int
+    tiled: int = 0
+    rotate: int = 0
+    loads: int = 1
+    cluster: int = 1
+    sent: int = 0
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: a split of x, the sums that warps hand over, and the ring of STREAM."""
         rest = (self.tiles, self.warps, self.height)
-        return shared_bytes(self.k, self.tokens, self.splits) + (
+        return 512 * self.tiles * self.height * self.sent + shared_bytes(self.k, self.tokens, self.splits) + (
             stream_bytes(*rest, self.ahead, self.zero) if self.stream else sums_bytes(*rest, self.parts)
         )
 
@@ -61,7 +66,8 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
-            f"-DSTREAM={self.stream}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
+            f"-DSTREAM={self.stream}", f"-DTILED={self.tiled}", f"-DROTATE={self.rotate}", f"-DLOADS={self.loads}",
+            f"-DCLUSTER={self.cluster}", f"-DSENT={self.sent}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
             f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
             # 1 to 5% faster at 1 token on an H100; not at 16
             f"-DEVICTED={int(self.tokens == 1)}",
@@ -98,7 +104,7 @@ def streams(m: int, n: int, k: int, sms: int = 132, warps: int = WARPS) -> bool:
 def plan(
     m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True,
     half_scales: bool = False, sms: int = 132, height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0,
-    splits: int = 0, stream: int | None = None,
+    splits: int = 0, stream: int | None = None, tiled: int = 0, rotate: int = 0, loads: int = 1, cluster: int = 0, sms_used: int = 0,
 ) -> Plan:  # fmt: skip
     """Return the plan of a product of m tokens with a weight [n, k].
 
@@ -114,22 +120,32 @@ def plan(
     tiles = cdiv(next_power_of_2(max(m, 8)), 8)
     tokens = next_power_of_2(max(m, 1)) if tiles == 1 else 8 * tiles  # in shared memory
     flags = (zero, bias, bf16, half_scales)
+    sms = sms_used or sms
+
+    def more(s: int, h: int, blocks: int) -> tuple[int, int, int, int, int]:
+        one = s if cluster else 1
+        return tiled, rotate, loads, one, one * cdiv(cdiv(cdiv(n, 16 * h), blocks), one) if one > 1 else 0
+
+    def sent(s: int, h: int) -> int:
+        blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
+        return 512 * tiles * h * more(s, h, blocks)[-1]
+
     if stream:
         h = height or 1
         s, ahead = next(
             (s, a)
             for s in ([splits] if splits else range(1, k // STEP + 1))
             for a in range(ahead or 4, min(ahead or 2, 2) - 1, -1)
-            if shared_bytes(k, tokens, s) + stream_bytes(tiles, warps, h, a, zero) <= SHARED
+            if shared_bytes(k, tokens, s) + stream_bytes(tiles, warps, h, a, zero) <= SHARED - sent(s, h)
         )
         blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
-        return Plan(k, group, tiles, tokens, n % (16 * h) != 0, *flags, warps, h, ahead, 1, s, 1, s * blocks)
+        return Plan(k, group, tiles, tokens, n % (16 * h) != 0, *flags, warps, h, ahead, 1, s, 1, s * blocks, *more(s, h, blocks))
     choices = [
         (h, p, s)
         for h in ([height] if height else [1, 2] if m <= MAX_OF_TWO else [1])
         for s in ([splits] if splits else range(1, k // STEP + 1))
         for p in ([parts] if parts else [2**i for i in range(0 if m > 16 else 2, warps.bit_length())])
-        if shared_bytes(k, tokens, s) + sums_bytes(tiles, warps, h, p) <= SHARED
+        if shared_bytes(k, tokens, s) + sums_bytes(tiles, warps, h, p) <= SHARED - sent(s, h)
     ]
 
     def work(choice: tuple[int, int, int]) -> float:
@@ -145,7 +161,7 @@ def plan(
     ahead = ahead or (4 if h == 1 else 1)
     ragged = n % (16 * h) != 0
     return Plan(
-        k, group, tiles, tokens, ragged, *flags, warps, h, ahead, p, s, 0, s * blocks
+        k, group, tiles, tokens, ragged, *flags, warps, h, ahead, p, s, 0, s * blocks, *more(s, h, blocks)
     )  # fmt: skip
 
 
@@ -210,7 +226,7 @@ def linear_int4_cuda(
         weight_scale.dtype != x.dtype, multiprocessors(x.device), **params,
     )  # fmt: skip
     partial = taken = None
-    if p.splits > 1:
+    if p.splits > 1 and p.cluster == 1:
         tiles = cdiv(n, 16 * p.height)
         partial = torch.empty(
             p.splits * tiles * p.height * p.tiles * 128, dtype=torch.float32, device=x.device

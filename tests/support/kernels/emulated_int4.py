@@ -35,6 +35,7 @@ BODIES = {
     "evict_first": "return 0;",
     "load_weight": "return *at;",
     "copy_weight": "begin_copy(to, from, true);",
+    "copy_16": "begin_copy(to, from, true);",
     "copy_4": "begin_copy(to, (const void*)from, true, 4);",
     "commit_copies": "close_copies();",
     "await_copies": "finish_copies(AHEAD - 1);",
@@ -71,9 +72,9 @@ int main(int, char** names) {
     out.assign(M * N, 0x7fff), tickets.assign(N, 0);
     partial.assign((size_t)SPLITS * ((N + ROWS - 1) / ROWS) * OUTPUTS * 32, {NAN, NAN, NAN, NAN});
     gridDim.x = head[3];
-    for (int block = 0; block < gridDim.x; block++) {
+    for (int block = 0; block < gridDim.x; block += CLUSTER) {
         memset(shared_memory, 0xff, sizeof shared_memory);
-        run_cluster(1, block, THREADS, one);
+        run_cluster(CLUSTER, block, THREADS, one);
     }
     for (u32 ticket : tickets) if (ticket) fail("a ticket is not as it was");
     fwrite(out.data(), 2, out.size(), fopen(names[2], "wb"));
@@ -86,12 +87,24 @@ def program(p: few.Plan) -> str:
     """Return C++ of the kernel and its launcher."""
     written = {
         "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
+        'extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1)': "void",
     }
-    source = ported(text(few.SOURCE), BODIES, written, p.options)
+    bodies = {
+        **BODIES,
+        **(
+            {
+                "cluster_arrives": "arrive_at_cluster();",
+                "cluster_waits": "wait_for_cluster();",
+                "of_rank": "return in_block(address, rank);",
+                "send": "memcpy(at(to), &v, 16);",
+            }
+        ),
+    }
+    source = ported(text(few.SOURCE), bodies, written, p.options)
     end = source.index("typedef unsigned int u32;")
     barriers = "#include <map>\nstatic std::map<unsigned, Meeting> barriers_of_sums;\n"
-    return source[:end] + emulated_mxfp4.BEFORE + barriers + source[end:] + MAIN
+    before = emulated_mxfp4.BEFORE.removeprefix("#define CLUSTER 1\n")
+    return source[:end] + before + barriers + source[end:] + MAIN
 
 
 def product(
@@ -101,6 +114,9 @@ def product(
     """Return the result of linear_int4_cuda; what it does not write is NaN. x may have rows that are apart."""
     memory = x if x._base is None else x._base
     m, n = x.shape[0], weight.shape[0]
+    if p.tiled:
+        weight = weight.view(n // 16, 16, -1, 64).transpose(1, 2)
+        scale, zero = (t.view(n // 16, 16, -1).transpose(1, 2) for t in (scale, zero))
     given = struct.pack("5i", m, n, x.stride(0), p.grid, memory.numel()) + b"".join(
         t.contiguous().view(torch.uint8).numpy().tobytes() for t in (memory, weight, scale, zero, bias)
     )

@@ -32,7 +32,10 @@ constexpr int OUTPUTS = HEIGHT * TILES, BUFFERS = 2;  // a slot's sums of one ti
 constexpr int SUMS = 512 * OUTPUTS * (STREAM ? 1 : PARTS - 1);  // bytes of a buffer
 constexpr int BARRIERS = STREAM || PARTS > 1 ? 512 : 0;  // bytes
 constexpr int STAGE = HEIGHT * (HAS_ZERO ? 1536 : 1280);  // bytes of a warp's step in the ring: words, scales, zeros
-constexpr int X_AT = BARRIERS + (STREAM ? WARPS * (SUMS + AHEAD * STAGE) : BUFFERS * SLOTS * SUMS);
+constexpr int SENT_AT = BARRIERS + (STREAM ? WARPS * (SUMS + AHEAD * STAGE) : BUFFERS * SLOTS * SUMS);
+constexpr int X_AT = SENT_AT + 512 * OUTPUTS * SENT;
+constexpr int STEP_AT = TILED ? 64 : 4;  // pieces of 16 bytes from a step to the next one
+constexpr int SCALED = GROUP < 128 ? 128 / GROUP : 1;  // groups of a step
 constexpr bool EXACT = GROUP % 128 == 0 && TILES < 8;  // with more, sums need too many registers
 static_assert(K % 128 == 0 && K % GROUP == 0 && GROUP % 32 == 0, "a step is 128 columns, and a unit has one scale");
 static_assert(WARPS % PARTS == 0 && SPLITS <= STEPS && (!STREAM || PARTS == 1), "warps of a tile, steps of a split");
@@ -133,6 +136,10 @@ __device__ __forceinline__ void copy_4(u32 to, u64 from) {
     asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ void copy_16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 __device__ __forceinline__ void await_copies() {  // all groups but the last AHEAD - 1
@@ -141,16 +148,50 @@ __device__ __forceinline__ void await_copies() {  // all groups but the last AHE
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
+#if CLUSTER > 1
+__device__ __forceinline__ void cluster_arrives() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_waits() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ u32 of_rank(u32 address, int rank) {  // the same address in another block's shared memory
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+__device__ __forceinline__ void send(u32 to, float4 v) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+#define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define TOGETHER
+#endif
+
+extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
     const u16* x, const uint4* weight, const u16* scales, const unsigned char* zeros, const u16* bias, u16* out,
     float4* partial, u32* tickets, int M, int N, long long x_stride) {
     extern __shared__ __align__(128) unsigned char memory[];
     unsigned char* const x_at = memory + X_AT;
+#if CLUSTER > 1
+    cluster_arrives();  // its blocks have begun
+#endif
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
     const int split = blockIdx.x % SPLITS, block = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS;
     const int tiles = (N + ROWS - 1) / ROWS;
     const int begin = split * STEPS / SPLITS, steps = (split + 1) * STEPS / SPLITS - begin;
+    // The piece of a lane in the first step of a row, and the scale of a row and a group
+    auto piece_of = [&](long long row) {
+        return TILED ? row / 16 * (K / 2) + row % 16 * 4 + quad : row * (K / 32) + quad;
+    };
+    auto scale_at = [&](long long row, int g) {
+        return TILED ? (row / 16 * GROUPS + g) * 16 + row % 16 : row * GROUPS + g;
+    };
+    auto rotation = [&](int tile, int turns) { return ROTATE ? (int)((u32)tile * ROTATE % (u32)max(turns, 1)) : 0; };
+    auto rotated = [&](int turn, int by, int turns) { return ROTATE && turn + by >= turns ? turn + by - turns : turn + by; };
 
 #if STREAM
     const int of_block = (int)((u64)block * tiles / blocks) * steps;
@@ -160,22 +201,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     const u32 ring = shared_address(memory) + BARRIERS + WARPS * SUMS + warp * AHEAD * STAGE;
     const unsigned char* const ring_at = memory + BARRIERS + WARPS * SUMS + warp * AHEAD * STAGE;
     int next = mine % steps, next_row = mine / steps * ROWS + group, to_fetch = count;
-    const uint4* w_at = weight + (long long)next_row * (K / 32) + 4 * (begin + next) + quad;
+    int next_by = rotation(mine / steps, steps);
+    const uint4* w_at = weight + piece_of(next_row) + STEP_AT * begin;
     // A scale is copied with the aligned word that contains it.
-    auto place = [&](int row, int turn) { return (long long)row * GROUPS + (128 * (begin + turn) + 32 * quad) / GROUP; };
+    auto place = [&](int row, int turn) { return scale_at(row, (128 * (begin + turn) + 32 * quad) / GROUP); };
     auto fetch = [&](int stage) {
         if (to_fetch > 0) {
             const u32 to = ring + stage * STAGE;
+            const int turn = rotated(next, next_by, steps);
 #pragma unroll
             for (int j = 0; j < 2 * HEIGHT; j++) {
                 const int row = RAGGED ? min(next_row + 8 * j, N - 1) : next_row + 8 * j;
-                copy_weight(to + 512 * j + 16 * lane, w_at + (long long)(row - next_row) * (K / 32));
+                const long long down = RAGGED ? piece_of(row) - piece_of(next_row)
+                                       : TILED ? j / 2 * (K / 2) + j % 2 * 32 : 8 * j * (K / 32);
+                copy_weight(to + 512 * j + 16 * lane, w_at + down + STEP_AT * turn);
+                if (TILED) continue;
                 const u32 below = to + 1024 * HEIGHT + 128 * j + 4 * lane;
-                copy_4(below, (u64)(scales + place(row, next)) & ~3ull);
-                if (HAS_ZERO) copy_4(below + 256 * HEIGHT, (u64)(zeros + place(row, next)) & ~3ull);
+                copy_4(below, (u64)(scales + place(row, turn)) & ~3ull);
+                if (HAS_ZERO) copy_4(below + 256 * HEIGHT, (u64)(zeros + place(row, turn)) & ~3ull);
             }
-            w_at += 4, to_fetch--;
-            if (++next == steps) next = 0, next_row += ROWS, w_at += (long long)ROWS * (K / 32) - 4 * steps;
+            if (TILED)
+#pragma unroll
+                for (int h = 0; h < HEIGHT; h++) {
+                    const int row = next_row - group + 16 * h, from = (int)scale_at(RAGGED && row >= N ? 0 : row, 128 * (begin + turn) / GROUP);
+                    const u32 below = to + 1024 * HEIGHT + 256 * h + 16 * lane;
+                    if (lane < 2 * SCALED) copy_16(below, scales + from + 8 * lane);
+                    if (HAS_ZERO && lane < SCALED) copy_16(below + 256 * HEIGHT, zeros + from + 16 * lane);
+                }
+            to_fetch--;
+            if (++next == steps)
+                next = 0, next_row += ROWS, w_at += (long long)ROWS * (K / 32), next_by = rotation(next_row / ROWS, steps);
         }
         commit_copies();
     };
@@ -187,26 +242,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     uint4 words[AHEAD][HEIGHT][2];
     u32 scale[AHEAD][HEIGHT][2], zero[AHEAD][HEIGHT][2];
     int next_tile = turns ? first : last, next_turn = 0;
-    const long long row = (long long)next_tile * ROWS + group;
-    const uint4* w_at = weight + row * (K / 32) + 4 * (begin + early) + quad;
-    long long g_at = row * GROUPS;  // scales, zeros
+    int next_by = rotation(next_tile, turns);
+    long long row = (long long)next_tile * ROWS + group;
+    const uint4* w_at = weight + piece_of(row) + STEP_AT * (begin + early);
     auto fetch = [&](int at) {
         if (next_tile >= last) return;
-        const int column = (128 * (begin + early + next_turn) + 32 * quad) / GROUP;
+        const int turn = rotated(next_turn, next_by, turns), column = (128 * (begin + early + turn) + 32 * quad) / GROUP;
 #pragma unroll
         for (int h = 0; h < HEIGHT; h++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                long long down = 16 * h + 8 * i;
-                if (RAGGED) down = min((long long)next_tile * ROWS + group + down, N - 1LL) - next_tile * ROWS - group;
-                words[at][h][i] = load_weight(w_at + down * (K / 32));
-                scale[at][h][i] = load_scale(scales + g_at + down * GROUPS + column);
-                zero[at][h][i] = HAS_ZERO ? load_zero(zeros + g_at + down * GROUPS + column) : 8;
+                const long long mine = RAGGED ? min(row + 16 * h + 8 * i, N - 1LL) : row + 16 * h + 8 * i;
+                const long long down = RAGGED ? piece_of(mine) - piece_of(row)
+                                       : TILED ? h * (K / 2) + 32 * i : (16 * h + 8 * i) * (K / 32);
+                words[at][h][i] = load_weight(w_at + down + STEP_AT * turn);
+                scale[at][h][i] = load_scale(scales + scale_at(mine, column));
+                zero[at][h][i] = HAS_ZERO ? load_zero(zeros + scale_at(mine, column)) : 8;
             }
-        w_at += 4;
         if (++next_turn < turns) return;
-        next_turn = 0, next_tile += SLOTS;
-        w_at += (long long)SLOTS * ROWS * (K / 32) - 4 * turns, g_at += (long long)SLOTS * ROWS * GROUPS;
+        next_turn = 0, next_tile += SLOTS, row += SLOTS * ROWS;
+        w_at += (long long)SLOTS * ROWS * (K / 32), next_by = rotation(next_tile, turns);
     };
 #endif
 #pragma unroll
@@ -220,21 +275,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     }
     // x in the order of decoded weights: column c is next to c + 2, then c + 1 and c + 3, and 16 columns later the same.
     asm volatile("griddepcontrol.wait;" ::: "memory");
-#pragma unroll 2
-    for (int i = thread; i < (TILES == 1 ? M : 8 * TILES) * steps * 8; i += THREADS) {
-        const int token = i / (8 * steps), piece = i % (8 * steps);  // 8 of each half of a unit's columns
-        uint4 a = make_uint4(0, 0, 0, 0), b = a;
-        if (token < M) {
-            const u16* from = x + token * x_stride + 128 * begin + piece / 2 * 32 + piece % 2 * 8;
-            a = load_16((const uint4*)from), b = load_16((const uint4*)(from + 16));
+    const int pieces = (TILES == 1 ? M : 8 * TILES) * steps * 8;
+    for (int first = thread; first < pieces; first += THREADS * LOADS) {
+        uint4 a[LOADS], b[LOADS];
+#pragma unroll
+        for (int u = 0; u < LOADS; u++) {  // all loads before the first store
+            const int i = first + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
+            a[u] = b[u] = make_uint4(0, 0, 0, 0);
+            if (i < pieces && token < M) {
+                const u16* from = x + token * x_stride + 128 * begin + piece / 2 * 32 + piece % 2 * 8;
+                a[u] = load_16((const uint4*)from), b[u] = load_16((const uint4*)(from + 16));
+            }
         }
-        unsigned char* to = x_at + token * PITCH + piece / 8 * 256 + piece % 2 * 128 + piece / 2 % 4 * 16;
-        *(uint4*)to = make_uint4(halves(a.x, a.y, 0x5410), halves(a.x, a.y, 0x7632), halves(b.x, b.y, 0x5410),
-                                 halves(b.x, b.y, 0x7632));
-        *(uint4*)(to + 64) = make_uint4(halves(a.z, a.w, 0x5410), halves(a.z, a.w, 0x7632), halves(b.z, b.w, 0x5410),
-                                        halves(b.z, b.w, 0x7632));
+#pragma unroll
+        for (int u = 0; u < LOADS; u++) {
+            const int i = first + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
+            if (i >= pieces) break;
+            unsigned char* to = x_at + token * PITCH + piece / 8 * 256 + piece % 2 * 128 + piece / 2 % 4 * 16;
+            *(uint4*)to = make_uint4(halves(a[u].x, a[u].y, 0x5410), halves(a[u].x, a[u].y, 0x7632),
+                                     halves(b[u].x, b[u].y, 0x5410), halves(b[u].x, b[u].y, 0x7632));
+            *(uint4*)(to + 64) = make_uint4(halves(a[u].z, a[u].w, 0x5410), halves(a[u].z, a[u].w, 0x7632),
+                                            halves(b[u].z, b[u].w, 0x5410), halves(b[u].z, b[u].w, 0x7632));
+        }
     }
     meet();
+#if CLUSTER > 1
+    cluster_waits();
+#endif
 
     float acc[HEIGHT][TILES][4] = {};
     // Of less than 8 tokens the last one stands for those that are missing.
@@ -357,6 +424,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
             if (lane == 0) arrive(there + 8);
         }
 #endif
+#if CLUSTER > 1
+        const int i = tile - (int)((u64)block * tiles / blocks);
+        const u32 slot_at = SENT_AT + 512 * OUTPUTS * (i / CLUSTER * CLUSTER + split) + 16 * lane;
+        const u32 to = of_rank(shared_address(memory) + slot_at, i % CLUSTER);
+#pragma unroll
+        for (int j = 0; j < OUTPUTS; j++) {
+            const float(&a)[4] = acc[j / TILES][j % TILES];
+            send(to + 512 * j, make_float4(a[0], a[1], a[2], a[3]));
+        }
+        return;
+#endif
         if (SPLITS > 1) {
             const long long size = (long long)tiles * OUTPUTS * 32;  // of a split
             float4* at = partial + (long long)tile * OUTPUTS * 32 + lane;
@@ -385,43 +463,74 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     };
 
 #if STREAM
-    int tile = mine / steps, turn = mine % steps, stage = 0;
+    int tile = mine / steps, turn = mine % steps, stage = 0, by = rotation(tile, steps);
     for (int left = count; left > 0; left--) {
         await_copies();
+        if (TILED) __syncwarp();  // scales, which other lanes copied
         const unsigned char* from = ring_at + stage * STAGE;
+        const int now = rotated(turn, by, steps);
         uint4 words[HEIGHT][2];
         u32 scale[HEIGHT][2], zero[HEIGHT][2];
 #pragma unroll
         for (int j = 0; j < 2 * HEIGHT; j++) {
-            const int row = tile * ROWS + 8 * j + group, at = (int)place(RAGGED ? min(row, N - 1) : row, turn);
+            const int row = tile * ROWS + 8 * j + group, at = (int)place(RAGGED ? min(row, N - 1) : row, now);
             const u32* below = (const u32*)(from + 1024 * HEIGHT) + 32 * j + lane;
             words[j / 2][j % 2] = ((const uint4*)from)[32 * j + lane];
+            if (TILED) {
+                const int in = (SCALED > 1 ? 32 * quad / GROUP * 16 : 0) + group + j % 2 * 8;
+                const unsigned char* held = from + 1024 * HEIGHT + j / 2 * 256;
+                scale[j / 2][j % 2] = ((const u16*)held)[in];
+                zero[j / 2][j % 2] = HAS_ZERO ? held[256 * HEIGHT + in] : 8;
+                continue;
+            }
             scale[j / 2][j % 2] = below[0] >> 8 * ((u32)((u64)scales + 2 * at) & 2) & 0xffff;
             zero[j / 2][j % 2] = HAS_ZERO ? below[64 * HEIGHT] >> 8 * ((u32)((u64)zeros + at) & 3) & 0xff : 8;
         }
+        if (TILED) __syncwarp();
         fetch(stage);
         stage = stage + 1 == AHEAD ? 0 : stage + 1;
-        step(words, scale, zero, tokens + 256 * turn);
+        step(words, scale, zero, tokens + 256 * now);
         if (++turn == steps || left == 1) {
             finish(tile);
-            turn = 0, tile++;
+            turn = 0, tile++, by = rotation(tile, steps);
             clear();
         }
     }
 #else
+    int by = rotation(first, turns);
     for (int tile = first, turn = 0; tile < last;)
 #pragma unroll
         for (int s = 0; s < AHEAD; s++) {
             if (tile >= last) break;
             if (turn < turns) {
-                step(words[s], scale[s], zero[s], tokens + 256 * (early + turn));
+                step(words[s], scale[s], zero[s], tokens + 256 * (early + rotated(turn, by, turns)));
                 fetch(s);
             }
             if (++turn >= turns) {
                 finish(tile);
-                turn = 0, tile += SLOTS;
+                turn = 0, tile += SLOTS, by = rotation(tile, turns);
                 clear();
             }
         }
+#endif
+#if CLUSTER > 1
+    __syncwarp();
+    cluster_arrives();
+    cluster_waits();
+    const int tile_0 = (int)((u64)block * tiles / blocks), mine_too = (int)((u64)(block + 1) * tiles / blocks) - tile_0;
+    for (int i = split + CLUSTER * warp; i < mine_too; i += CLUSTER * WARPS) {
+        const float4* at = (const float4*)(memory + SENT_AT) + (i / CLUSTER * CLUSTER) * OUTPUTS * 32 + lane;
+#pragma unroll
+        for (int j = 0; j < OUTPUTS; j++) {
+            float(&a)[4] = acc[j / TILES][j % TILES];
+            a[0] = a[1] = a[2] = a[3] = 0;
+#pragma unroll
+            for (int s = 0; s < CLUSTER; s++) {
+                const float4 v = at[(s * OUTPUTS + j) * 32];
+                a[0] += v.x, a[1] += v.y, a[2] += v.z, a[3] += v.w;
+            }
+        }
+        store(tile_0 + i);
+    }
 #endif
 }
