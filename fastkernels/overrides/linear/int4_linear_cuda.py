@@ -51,12 +51,13 @@ class Plan(NamedTuple):
     loads: int = 1
     cluster: int = 1
     sent: int = 0
+    bulk: int = 0
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: a split of x, the sums that warps hand over, and the ring of STREAM."""
         rest = (self.tiles, self.warps, self.height)
-        return 512 * self.tiles * self.height * self.sent + shared_bytes(self.k, self.tokens, self.splits) + (
+        return 1536 * self.bulk + 512 * self.tiles * self.height * self.sent + shared_bytes(self.k, self.tokens, self.splits) + (
             stream_bytes(*rest, self.ahead, self.zero) if self.stream else sums_bytes(*rest, self.parts)
         )
 
@@ -67,7 +68,7 @@ class Plan(NamedTuple):
             "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
             f"-DSTREAM={self.stream}", f"-DTILED={self.tiled}", f"-DROTATE={self.rotate}", f"-DLOADS={self.loads}",
-            f"-DCLUSTER={self.cluster}", f"-DSENT={self.sent}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
+            f"-DCLUSTER={self.cluster}", f"-DSENT={self.sent}", f"-DBULK={self.bulk}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
             f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
             # 1 to 5% faster at 1 token on an H100; not at 16
             f"-DEVICTED={int(self.tokens == 1)}",
@@ -104,7 +105,7 @@ def streams(m: int, n: int, k: int, sms: int = 132, warps: int = WARPS) -> bool:
 def plan(
     m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True,
     half_scales: bool = False, sms: int = 132, height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0,
-    splits: int = 0, stream: int | None = None, tiled: int = 0, rotate: int = 0, loads: int = 1, cluster: int = 0, sms_used: int = 0,
+    splits: int = 0, stream: int | None = None, tiled: int = 0, rotate: int = 0, loads: int = 1, cluster: int = 0, sms_used: int = 0, bulk: int = 0,
 ) -> Plan:  # fmt: skip
     """Return the plan of a product of m tokens with a weight [n, k].
 
@@ -122,13 +123,13 @@ def plan(
     flags = (zero, bias, bf16, half_scales)
     sms = sms_used or sms
 
-    def more(s: int, h: int, blocks: int) -> tuple[int, int, int, int, int]:
+    def more(s: int, h: int, blocks: int) -> tuple[int, int, int, int, int, int]:
         one = s if cluster else 1
-        return tiled, rotate, loads, one, one * cdiv(cdiv(cdiv(n, 16 * h), blocks), one) if one > 1 else 0
+        return tiled, rotate, loads, one, one * cdiv(cdiv(cdiv(n, 16 * h), blocks), one) if one > 1 else 0, bulk
 
     def sent(s: int, h: int) -> int:
         blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
-        return 512 * tiles * h * more(s, h, blocks)[-1]
+        return 512 * tiles * h * more(s, h, blocks)[-2] + 1536 * bulk
 
     if stream:
         h = height or 1

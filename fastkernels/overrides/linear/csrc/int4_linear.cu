@@ -30,7 +30,7 @@ constexpr int MOST = (STEPS + SPLITS - 1) / SPLITS;  // steps of a split
 constexpr int PITCH = 256 * MOST + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
 constexpr int OUTPUTS = HEIGHT * TILES, BUFFERS = 2;  // a slot's sums of one tile are added while it has the next one
 constexpr int SUMS = 512 * OUTPUTS * (STREAM ? 1 : PARTS - 1);  // bytes of a buffer
-constexpr int BARRIERS = STREAM || PARTS > 1 ? 512 : 0;  // bytes
+constexpr int BARRIERS = STREAM && BULK ? 2048 : STREAM || PARTS > 1 ? 512 : 0;  // bytes
 constexpr int STAGE = HEIGHT * (HAS_ZERO ? 1536 : 1280);  // bytes of a warp's step in the ring: words, scales, zeros
 constexpr int SENT_AT = BARRIERS + (STREAM ? WARPS * (SUMS + AHEAD * STAGE) : BUFFERS * SLOTS * SUMS);
 constexpr int X_AT = SENT_AT + 512 * OUTPUTS * SENT;
@@ -140,6 +140,18 @@ __device__ __forceinline__ void copy_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, int bytes, u32 barrier) {
+#if EVICTED
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(evict_first()) : "memory");
+#else
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+#endif
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 __device__ __forceinline__ void await_copies() {  // all groups but the last AHEAD - 1
@@ -205,10 +217,31 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
     const uint4* w_at = weight + piece_of(next_row) + STEP_AT * begin;
     // A scale is copied with the aligned word that contains it.
     auto place = [&](int row, int turn) { return scale_at(row, (128 * (begin + turn) + 32 * quad) / GROUP); };
+    const u32 full = shared_address(memory) + 8 * (WARPS + warp * AHEAD);
+    if (BULK) {
+        if (lane == 0) {
+            for (int i = 0; i < AHEAD; i++) make_barrier(full + 8 * i, 1);
+            barriers_are_made();
+        }
+        __syncwarp();
+    }
     auto fetch = [&](int stage) {
         if (to_fetch > 0) {
             const u32 to = ring + stage * STAGE;
             const int turn = rotated(next, next_by, steps);
+            if (BULK && lane == 0) {
+                expect(full + 8 * stage, HEIGHT * (1024 + SCALED * (HAS_ZERO ? 48 : 32)));
+#pragma unroll
+                for (int h = 0; h < HEIGHT; h++) {
+                    const int row = RAGGED && next_row + 16 * h >= N ? 0 : next_row + 16 * h;
+                    const int from = (int)scale_at(row, 128 * (begin + turn) / GROUP);
+                    const u32 below = to + 1024 * HEIGHT + 256 * h;
+                    copy_bulk(to + 1024 * h, weight + piece_of(row) + STEP_AT * (begin + turn), 1024, full + 8 * stage);
+                    copy_bulk(below, scales + from, 32 * SCALED, full + 8 * stage);
+                    if (HAS_ZERO) copy_bulk(below + 256 * HEIGHT, zeros + from, 16 * SCALED, full + 8 * stage);
+                }
+            }
+            if (!BULK)
 #pragma unroll
             for (int j = 0; j < 2 * HEIGHT; j++) {
                 const int row = RAGGED ? min(next_row + 8 * j, N - 1) : next_row + 8 * j;
@@ -220,7 +253,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
                 copy_4(below, (u64)(scales + place(row, turn)) & ~3ull);
                 if (HAS_ZERO) copy_4(below + 256 * HEIGHT, (u64)(zeros + place(row, turn)) & ~3ull);
             }
-            if (TILED)
+            if (TILED && !BULK)
 #pragma unroll
                 for (int h = 0; h < HEIGHT; h++) {
                     const int row = next_row - group + 16 * h, from = (int)scale_at(RAGGED && row >= N ? 0 : row, 128 * (begin + turn) / GROUP);
@@ -232,7 +265,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
             if (++next == steps)
                 next = 0, next_row += ROWS, w_at += (long long)ROWS * (K / 32), next_by = rotation(next_row / ROWS, steps);
         }
-        commit_copies();
+        if (!BULK) commit_copies();
     };
 #else
     const int slot = warp / PARTS, part = warp % PARTS;
@@ -464,9 +497,11 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
 
 #if STREAM
     int tile = mine / steps, turn = mine % steps, stage = 0, by = rotation(tile, steps);
+    u32 phase = 0;
     for (int left = count; left > 0; left--) {
-        await_copies();
-        if (TILED) __syncwarp();  // scales, which other lanes copied
+        if (BULK) wait(full + 8 * stage, phase);
+        else await_copies();
+        if (TILED && !BULK) __syncwarp();  // scales, which other lanes copied
         const unsigned char* from = ring_at + stage * STAGE;
         const int now = rotated(turn, by, steps);
         uint4 words[HEIGHT][2];
@@ -488,7 +523,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
         }
         if (TILED) __syncwarp();
         fetch(stage);
-        stage = stage + 1 == AHEAD ? 0 : stage + 1;
+        if (++stage == AHEAD) stage = 0, phase ^= 1;
         step(words, scale, zero, tokens + 256 * now);
         if (++turn == steps || left == 1) {
             finish(tile);
