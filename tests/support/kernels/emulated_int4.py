@@ -35,11 +35,9 @@ BODIES = {
     "evict_first": "return 0;",
     "load_weight": "return *at;",
     "copy_weight": "begin_copy(to, from, true);",
-    "barriers_are_made": "",
-    "expect": "arrive_at(barriers_of_sums[barrier]);",
-    "copy_bulk": "memcpy(at(to), from, bytes);",
     "copy_16": "begin_copy(to, from, true);",
-    "copy_4": "begin_copy(to, (const void*)from, true, 4);",
+    "copy_or_zero": "begin_copy(to, from, there);",
+    "await_all_copies": "close_copies(); finish_copies(0);",
     "commit_copies": "close_copies();",
     "await_copies": "finish_copies(AHEAD - 1);",
     "make_barrier": "barriers_of_sums[barrier] = {arrivals};",
@@ -70,14 +68,13 @@ int main(int, char** names) {
     const int M = head[0], N = head[1];
     x = numbers<u16>(file, head[4]), weight = numbers<uint4>(file, N * K / 32);
     scales = numbers<u16>(file, N * GROUPS), zeros = numbers<unsigned char>(file, N * GROUPS);
-    scales.resize(N * GROUPS + 1), zeros.resize(N * GROUPS + 3);  // whole words are read
     bias = numbers<u16>(file, N);
     out.assign(M * N, 0x7fff), tickets.assign(N, 0);
     partial.assign((size_t)SPLITS * ((N + ROWS - 1) / ROWS) * OUTPUTS * 32, {NAN, NAN, NAN, NAN});
     gridDim.x = head[3];
-    for (int block = 0; block < gridDim.x; block += CLUSTER) {
+    for (int block = 0; block < gridDim.x; block++) {
         memset(shared_memory, 0xff, sizeof shared_memory);
-        run_cluster(CLUSTER, block, THREADS, one);
+        run_cluster(1, block, THREADS, one);
     }
     for (u32 ticket : tickets) if (ticket) fail("a ticket is not as it was");
     fwrite(out.data(), 2, out.size(), fopen(names[2], "wb"));
@@ -90,24 +87,12 @@ def program(p: few.Plan) -> str:
     """Return C++ of the kernel and its launcher."""
     written = {
         "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1)': "void",
+        'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
     }
-    bodies = {
-        **BODIES,
-        **(
-            {
-                "cluster_arrives": "arrive_at_cluster();",
-                "cluster_waits": "wait_for_cluster();",
-                "of_rank": "return in_block(address, rank);",
-                "send": "memcpy(at(to), &v, 16);",
-            }
-        ),
-    }
-    source = ported(text(few.SOURCE), bodies, written, p.options)
+    source = ported(text(few.SOURCE), BODIES, written, p.options)
     end = source.index("typedef unsigned int u32;")
     barriers = "#include <map>\nstatic std::map<unsigned, Meeting> barriers_of_sums;\n"
-    before = emulated_mxfp4.BEFORE.removeprefix("#define CLUSTER 1\n")
-    return source[:end] + before + barriers + source[end:] + MAIN
+    return source[:end] + emulated_mxfp4.BEFORE + barriers + source[end:] + MAIN
 
 
 def product(
@@ -117,9 +102,8 @@ def product(
     """Return the result of linear_int4_cuda; what it does not write is NaN. x may have rows that are apart."""
     memory = x if x._base is None else x._base
     m, n = x.shape[0], weight.shape[0]
-    if p.tiled:
-        weight = weight.view(n // 16, 16, -1, 64).transpose(1, 2)
-        scale, zero = (t.view(n // 16, 16, -1).transpose(1, 2) for t in (scale, zero))
+    weight = weight.view(n // 16, 16, -1, 64).transpose(1, 2)
+    scale, zero = (t.view(n // 16, 16, -1).transpose(1, 2) for t in (scale, zero))
     given = struct.pack("5i", m, n, x.stride(0), p.grid, memory.numel()) + b"".join(
         t.contiguous().view(torch.uint8).numpy().tobytes() for t in (memory, weight, scale, zero, bias)
     )

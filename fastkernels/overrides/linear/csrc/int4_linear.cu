@@ -1,4 +1,5 @@
-// y = x W^T + b for M <= 64 tokens on Hopper with 4-bit weights: x [M, K], 16-bit; W packed as linear_int4.py describes.
+// y = x W^T + b for M <= 64 tokens on Hopper with 4-bit weights: x [M, K], 16-bit; W, its scales and zero points in tiles,
+// as linear_int4.py describes. A step, 128 columns of 16 rows, is 1 KiB of adjacent memory.
 //
 // The weight is the left operand of the tensor cores (m16), tokens are their n8. A lane reads the 32 columns of a unit,
 // 16 bytes, of each of its rows from memory into registers, AHEAD steps early and beyond the end of a tile, and turns
@@ -21,23 +22,24 @@
 // With SPLITS, sums go to memory, and the block whose ticket is the last one adds them, always in one order.
 //
 // Compile-time constants: K and GROUP (columns that share a scale), multiples of 128 and 32; TILES (of 8 tokens);
-// WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; STREAM; AHEAD (steps); RAGGED (the last tile has fewer rows);
+// WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; STREAM; AHEAD (steps); RAGGED (the last warp has one tile less);
 // HAS_ZERO; HAS_BIAS; BF16; HALF_SCALES (float16 scales of bfloat16 x); EVICTED (L2 gives up W before anything else).
 // Includes no header.
 
 constexpr int THREADS = 32 * WARPS, SLOTS = WARPS / PARTS, STEPS = K / 128, GROUPS = K / GROUP, ROWS = 16 * HEIGHT;
+constexpr int SCALED = GROUP < 128 ? 128 / GROUP : 1;  // groups of a step
+constexpr int LOADS = 4;  // of x, in flight for each thread
 constexpr int MOST = (STEPS + SPLITS - 1) / SPLITS;  // steps of a split
 constexpr int PITCH = 256 * MOST + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
 constexpr int OUTPUTS = HEIGHT * TILES, BUFFERS = 2;  // a slot's sums of one tile are added while it has the next one
 constexpr int SUMS = 512 * OUTPUTS * (STREAM ? 1 : PARTS - 1);  // bytes of a buffer
-constexpr int BARRIERS = STREAM && BULK ? 2048 : STREAM || PARTS > 1 ? 512 : 0;  // bytes
-constexpr int STAGE = HEIGHT * (HAS_ZERO ? 1536 : 1280);  // bytes of a warp's step in the ring: words, scales, zeros
-constexpr int SENT_AT = BARRIERS + (STREAM ? WARPS * (SUMS + AHEAD * STAGE) : BUFFERS * SLOTS * SUMS);
-constexpr int X_AT = SENT_AT + 512 * OUTPUTS * SENT;
-constexpr int STEP_AT = TILED ? 64 : 4;  // pieces of 16 bytes from a step to the next one
-constexpr int SCALED = GROUP < 128 ? 128 / GROUP : 1;  // groups of a step
+constexpr int BARRIERS = STREAM || PARTS > 1 ? 512 : 0;  // bytes
+constexpr int SCALES_AT = 1024 * HEIGHT, ZEROS_AT = SCALES_AT + 32 * SCALED * HEIGHT;  // in a warp's step in the ring
+constexpr int STAGE = ZEROS_AT + (HAS_ZERO ? 16 * SCALED * HEIGHT : 0);                // bytes
+constexpr int X_AT = BARRIERS + (STREAM ? WARPS * (SUMS + AHEAD * STAGE) : BUFFERS * SLOTS * SUMS);
 constexpr bool EXACT = GROUP % 128 == 0 && TILES < 8;  // with more, sums need too many registers
-static_assert(K % 128 == 0 && K % GROUP == 0 && GROUP % 32 == 0, "a step is 128 columns, and a unit has one scale");
+static_assert(K % 128 == 0 && K % GROUP == 0 && GROUP % 32 == 0 && (128 % GROUP == 0 || GROUP % 128 == 0),
+              "a step is 128 columns, in which whole units have one scale");
 static_assert(WARPS % PARTS == 0 && SPLITS <= STEPS && (!STREAM || PARTS == 1), "warps of a tile, steps of a split");
 static_assert(16 * BUFFERS * SLOTS <= 512, "two barriers for each buffer");
 
@@ -132,24 +134,12 @@ __device__ __forceinline__ void copy_weight(u32 to, const void* from) {  // 16 b
 #endif
 }
 
-__device__ __forceinline__ void copy_4(u32 to, u64 from) {
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
 __device__ __forceinline__ void copy_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ __forceinline__ void copy_bulk(u32 to, const void* from, int bytes, u32 barrier) {
-#if EVICTED
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(evict_first()) : "memory");
-#else
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-#endif
+__device__ __forceinline__ void copy_or_zero(u32 to, const void* from, bool there) {  // 16 bytes
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -158,143 +148,72 @@ __device__ __forceinline__ void await_copies() {  // all groups but the last AHE
     asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
 }
 
+__device__ __forceinline__ void await_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
-#if CLUSTER > 1
-__device__ __forceinline__ void cluster_arrives() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_waits() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ u32 of_rank(u32 address, int rank) {  // the same address in another block's shared memory
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-
-__device__ __forceinline__ void send(u32 to, float4 v) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
-                 ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-#define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define TOGETHER
-#endif
-
-extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     const u16* x, const uint4* weight, const u16* scales, const unsigned char* zeros, const u16* bias, u16* out,
     float4* partial, u32* tickets, int M, int N, long long x_stride) {
     extern __shared__ __align__(128) unsigned char memory[];
     unsigned char* const x_at = memory + X_AT;
-#if CLUSTER > 1
-    cluster_arrives();  // its blocks have begun
-#endif
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
     const int split = blockIdx.x % SPLITS, block = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS;
     const int tiles = (N + ROWS - 1) / ROWS;
     const int begin = split * STEPS / SPLITS, steps = (split + 1) * STEPS / SPLITS - begin;
-    // The piece of a lane in the first step of a row, and the scale of a row and a group
-    auto piece_of = [&](long long row) {
-        return TILED ? row / 16 * (K / 2) + row % 16 * 4 + quad : row * (K / 32) + quad;
-    };
-    auto scale_at = [&](long long row, int g) {
-        return TILED ? (row / 16 * GROUPS + g) * 16 + row % 16 : row * GROUPS + g;
-    };
-    auto rotation = [&](int tile, int turns) { return ROTATE ? (int)((u32)tile * ROTATE % (u32)max(turns, 1)) : 0; };
-    auto rotated = [&](int turn, int by, int turns) { return ROTATE && turn + by >= turns ? turn + by - turns : turn + by; };
+    const int first_tile = (int)((u32)block * tiles / blocks), end_tile = (int)((u32)(block + 1) * tiles / blocks);
+    // Tile h of 16 rows of a warp's tile; what is missing at the end is read again.
+    auto rows_of = [&](int tile, int h) { return RAGGED ? min(tile * HEIGHT + h, N / 16 - 1) : tile * HEIGHT + h; };
+    auto words_of = [&](int tile, int h, int step) { return weight + ((long long)rows_of(tile, h) * STEPS + step) * 64; };
+    auto scales_of = [&](int tile, int h, int column) { return (rows_of(tile, h) * GROUPS + column / GROUP) * 16; };
 
 #if STREAM
-    const int of_block = (int)((u64)block * tiles / blocks) * steps;
-    const int of_next = (int)((u64)(block + 1) * tiles / blocks) * steps;
+    const int of_block = first_tile * steps, of_next = end_tile * steps;
     auto start = [&](int warp) { return of_block + (int)((u32)warp * (of_next - of_block) / WARPS); };
     const int mine = start(warp), count = start(warp + 1) - mine;
     const u32 ring = shared_address(memory) + BARRIERS + WARPS * SUMS + warp * AHEAD * STAGE;
     const unsigned char* const ring_at = memory + BARRIERS + WARPS * SUMS + warp * AHEAD * STAGE;
-    int next = mine % steps, next_row = mine / steps * ROWS + group, to_fetch = count;
-    int next_by = rotation(mine / steps, steps);
-    const uint4* w_at = weight + piece_of(next_row) + STEP_AT * begin;
-    // A scale is copied with the aligned word that contains it.
-    auto place = [&](int row, int turn) { return scale_at(row, (128 * (begin + turn) + 32 * quad) / GROUP); };
-    const u32 full = shared_address(memory) + 8 * (WARPS + warp * AHEAD);
-    if (BULK) {
-        if (lane == 0) {
-            for (int i = 0; i < AHEAD; i++) make_barrier(full + 8 * i, 1);
-            barriers_are_made();
-        }
-        __syncwarp();
-    }
+    int next = mine % steps, next_tile = mine / steps, to_fetch = count;
     auto fetch = [&](int stage) {
         if (to_fetch > 0) {
             const u32 to = ring + stage * STAGE;
-            const int turn = rotated(next, next_by, steps);
-            if (BULK && lane == 0) {
-                expect(full + 8 * stage, HEIGHT * (1024 + SCALED * (HAS_ZERO ? 48 : 32)));
 #pragma unroll
-                for (int h = 0; h < HEIGHT; h++) {
-                    const int row = RAGGED && next_row + 16 * h >= N ? 0 : next_row + 16 * h;
-                    const int from = (int)scale_at(row, 128 * (begin + turn) / GROUP);
-                    const u32 below = to + 1024 * HEIGHT + 256 * h;
-                    copy_bulk(to + 1024 * h, weight + piece_of(row) + STEP_AT * (begin + turn), 1024, full + 8 * stage);
-                    copy_bulk(below, scales + from, 32 * SCALED, full + 8 * stage);
-                    if (HAS_ZERO) copy_bulk(below + 256 * HEIGHT, zeros + from, 16 * SCALED, full + 8 * stage);
-                }
+            for (int h = 0; h < HEIGHT; h++) {
+                const uint4* from = words_of(next_tile, h, begin + next) + lane;
+                copy_weight(to + 1024 * h + 16 * lane, from), copy_weight(to + 1024 * h + 512 + 16 * lane, from + 32);
+                const int at = scales_of(next_tile, h, 128 * (begin + next));
+                if (lane < 2 * SCALED) copy_16(to + SCALES_AT + 32 * SCALED * h + 16 * lane, scales + at + 8 * lane);
+                if (HAS_ZERO && lane < SCALED) copy_16(to + ZEROS_AT + 16 * SCALED * h + 16 * lane, zeros + at + 16 * lane);
             }
-            if (!BULK)
-#pragma unroll
-            for (int j = 0; j < 2 * HEIGHT; j++) {
-                const int row = RAGGED ? min(next_row + 8 * j, N - 1) : next_row + 8 * j;
-                const long long down = RAGGED ? piece_of(row) - piece_of(next_row)
-                                       : TILED ? j / 2 * (K / 2) + j % 2 * 32 : 8 * j * (K / 32);
-                copy_weight(to + 512 * j + 16 * lane, w_at + down + STEP_AT * turn);
-                if (TILED) continue;
-                const u32 below = to + 1024 * HEIGHT + 128 * j + 4 * lane;
-                copy_4(below, (u64)(scales + place(row, turn)) & ~3ull);
-                if (HAS_ZERO) copy_4(below + 256 * HEIGHT, (u64)(zeros + place(row, turn)) & ~3ull);
-            }
-            if (TILED && !BULK)
-#pragma unroll
-                for (int h = 0; h < HEIGHT; h++) {
-                    const int row = next_row - group + 16 * h, from = (int)scale_at(RAGGED && row >= N ? 0 : row, 128 * (begin + turn) / GROUP);
-                    const u32 below = to + 1024 * HEIGHT + 256 * h + 16 * lane;
-                    if (lane < 2 * SCALED) copy_16(below, scales + from + 8 * lane);
-                    if (HAS_ZERO && lane < SCALED) copy_16(below + 256 * HEIGHT, zeros + from + 16 * lane);
-                }
             to_fetch--;
-            if (++next == steps)
-                next = 0, next_row += ROWS, w_at += (long long)ROWS * (K / 32), next_by = rotation(next_row / ROWS, steps);
+            if (++next == steps) next = 0, next_tile++;
         }
-        if (!BULK) commit_copies();
+        commit_copies();
     };
 #else
     const int slot = warp / PARTS, part = warp % PARTS;
-    const int first = (int)((u64)block * tiles / blocks) + slot, last = (int)((u64)(block + 1) * tiles / blocks);
+    const int first = first_tile + slot, last = end_tile;
     const int early = part * steps / PARTS, turns = (part + 1) * steps / PARTS - early;  // steps of a tile, perhaps none
 
     uint4 words[AHEAD][HEIGHT][2];
     u32 scale[AHEAD][HEIGHT][2], zero[AHEAD][HEIGHT][2];
     int next_tile = turns ? first : last, next_turn = 0;
-    int next_by = rotation(next_tile, turns);
-    long long row = (long long)next_tile * ROWS + group;
-    const uint4* w_at = weight + piece_of(row) + STEP_AT * (begin + early);
     auto fetch = [&](int at) {
         if (next_tile >= last) return;
-        const int turn = rotated(next_turn, next_by, turns), column = (128 * (begin + early + turn) + 32 * quad) / GROUP;
+        const int now = begin + early + next_turn;
 #pragma unroll
-        for (int h = 0; h < HEIGHT; h++)
+        for (int h = 0; h < HEIGHT; h++) {
+            const uint4* from = words_of(next_tile, h, now) + lane;
+            const int g = scales_of(next_tile, h, 128 * now + 32 * quad) + group;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const long long mine = RAGGED ? min(row + 16 * h + 8 * i, N - 1LL) : row + 16 * h + 8 * i;
-                const long long down = RAGGED ? piece_of(mine) - piece_of(row)
-                                       : TILED ? h * (K / 2) + 32 * i : (16 * h + 8 * i) * (K / 32);
-                words[at][h][i] = load_weight(w_at + down + STEP_AT * turn);
-                scale[at][h][i] = load_scale(scales + scale_at(mine, column));
-                zero[at][h][i] = HAS_ZERO ? load_zero(zeros + scale_at(mine, column)) : 8;
+                words[at][h][i] = load_weight(from + 32 * i);
+                scale[at][h][i] = load_scale(scales + g + 8 * i);
+                zero[at][h][i] = HAS_ZERO ? load_zero(zeros + g + 8 * i) : 8;
             }
-        if (++next_turn < turns) return;
-        next_turn = 0, next_tile += SLOTS, row += SLOTS * ROWS;
-        w_at += (long long)SLOTS * ROWS * (K / 32), next_by = rotation(next_tile, turns);
+        }
+        if (++next_turn == turns) next_turn = 0, next_tile += SLOTS;
     };
 #endif
 #pragma unroll
@@ -306,23 +225,33 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
         make_barrier(barriers + 16 * thread, PARTS - 1);  // the sums are there
         make_barrier(barriers + 16 * thread + 8, 1);      // they have been read
     }
-    // x in the order of decoded weights: column c is next to c + 2, then c + 1 and c + 3, and 16 columns later the same.
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int pieces = (TILES == 1 ? M : 8 * TILES) * steps * 8;
-    for (int first = thread; first < pieces; first += THREADS * LOADS) {
+    const int tokens_here = TILES == 1 ? M : 8 * TILES;
+#if ASYNC
+    // Pieces of 8 columns, so placed that the four quads of two tokens read different banks
+    for (int i = thread; i < tokens_here * steps * 16; i += THREADS) {
+        const int token = i / (16 * steps), piece = i % (16 * steps);
+        copy_or_zero(shared_address(x_at) + token * PITCH + piece / 16 * 256 + piece % 4 * 64 + piece / 4 % 4 * 16,
+                     x + (token < M ? token : 0) * x_stride + 128 * begin + 8 * piece, token < M);
+    }
+    await_all_copies();
+#else
+    // x in the order of decoded weights: column c is next to c + 2, then c + 1 and c + 3, and 16 columns later the same.
+    const int pieces = tokens_here * steps * 8;  // 8 of each half of a unit's columns
+    for (int from = thread; from < pieces; from += THREADS * LOADS) {
         uint4 a[LOADS], b[LOADS];
 #pragma unroll
-        for (int u = 0; u < LOADS; u++) {  // all loads before the first store
-            const int i = first + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
+        for (int u = 0; u < LOADS; u++) {
+            const int i = from + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
             a[u] = b[u] = make_uint4(0, 0, 0, 0);
             if (i < pieces && token < M) {
-                const u16* from = x + token * x_stride + 128 * begin + piece / 2 * 32 + piece % 2 * 8;
-                a[u] = load_16((const uint4*)from), b[u] = load_16((const uint4*)(from + 16));
+                const u16* at = x + token * x_stride + 128 * begin + piece / 2 * 32 + piece % 2 * 8;
+                a[u] = load_16((const uint4*)at), b[u] = load_16((const uint4*)(at + 16));
             }
         }
 #pragma unroll
         for (int u = 0; u < LOADS; u++) {
-            const int i = first + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
+            const int i = from + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
             if (i >= pieces) break;
             unsigned char* to = x_at + token * PITCH + piece / 8 * 256 + piece % 2 * 128 + piece / 2 % 4 * 16;
             *(uint4*)to = make_uint4(halves(a[u].x, a[u].y, 0x5410), halves(a[u].x, a[u].y, 0x7632),
@@ -331,10 +260,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
                                             halves(b[u].z, b[u].w, 0x5410), halves(b[u].z, b[u].w, 0x7632));
         }
     }
-    meet();
-#if CLUSTER > 1
-    cluster_waits();
 #endif
+    meet();
 
     float acc[HEIGHT][TILES][4] = {};
     // Of less than 8 tokens the last one stands for those that are missing.
@@ -361,33 +288,46 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
     auto step = [&](const uint4(&words)[HEIGHT][2], const u32(&scale)[HEIGHT][2], const u32(&zero)[HEIGHT][2],
                     const unsigned char* at) {
         float sums[HEIGHT][TILES][4];
+        constexpr int WORDS = ASYNC ? 2 : 1;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 v[HEIGHT][2][4];
+        for (int i = 0; i < 4; i += WORDS) {
+            u32 v[WORDS][HEIGHT][2][4];
 #pragma unroll
-            for (int h = 0; h < HEIGHT; h++)
+            for (int e = 0; e < WORDS; e++)
 #pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const uint4& of = words[h][r];
-                    const u32 word = i == 0 ? of.x : i == 1 ? of.y : i == 2 ? of.z : of.w;
+                for (int h = 0; h < HEIGHT; h++)
 #pragma unroll
-                    for (int n = 0; n < 4; n++) {
-                        v[h][r][n] = difference(word >> 4 * n, mask, zero[h][r] * 0x00010001u | ONE);
-                        if (!EXACT) v[h][r][n] = product(v[h][r][n], scale_in_dtype(scale[h][r]));
+                    for (int r = 0; r < 2; r++) {
+                        const uint4& of = words[h][r];
+                        u32 word = i + e == 0 ? of.x : i + e == 1 ? of.y : i + e == 2 ? of.z : of.w;
+                        if (ASYNC) word = halves(word, 0, 0x3120);  // adjacent columns are then 16 bits apart
+#pragma unroll
+                        for (int n = 0; n < 4; n++) {
+                            v[e][h][r][n] = difference(word >> 4 * n, mask, zero[h][r] * 0x00010001u | ONE);
+                            if (!EXACT) v[e][h][r][n] = product(v[e][h][r][n], scale_in_dtype(scale[h][r]));
+                        }
                     }
-                }
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
-                const uint4 b = *(const uint4*)(at + 8 * t * PITCH + 64 * i);
-#pragma unroll
-                for (int h = 0; h < HEIGHT; h++) {
-                    float(&c)[4] = EXACT ? sums[h][t] : acc[h][t];
-                    if (EXACT && i == 0)
-                        begin_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
-                    else
-                        add_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
-                    add_product(c, v[h][0][1], v[h][1][1], v[h][0][3], v[h][1][3], b.z, b.w);
+                const unsigned char* from = at + 8 * t * PITCH + (ASYNC ? 32 : 64) * i;
+                uint4 b[2];  // of each word: the columns of lower halves of bytes, then of upper ones
+                b[0] = *(const uint4*)from;
+                if (ASYNC) {
+                    const uint4 low = b[0], high = *(const uint4*)(from + 128);
+                    b[0] = make_uint4(low.x, low.y, high.x, high.y), b[1] = make_uint4(low.z, low.w, high.z, high.w);
                 }
+#pragma unroll
+                for (int e = 0; e < WORDS; e++)
+#pragma unroll
+                    for (int h = 0; h < HEIGHT; h++) {
+                        float(&c)[4] = EXACT ? sums[h][t] : acc[h][t];
+                        const auto& a = v[e][h];
+                        if (EXACT && i + e == 0)
+                            begin_product(c, a[0][0], a[1][0], a[0][2], a[1][2], b[e].x, b[e].y);
+                        else
+                            add_product(c, a[0][0], a[1][0], a[0][2], a[1][2], b[e].x, b[e].y);
+                        add_product(c, a[0][1], a[1][1], a[0][3], a[1][3], b[e].z, b[e].w);
+                    }
             }
         }
         if (EXACT)
@@ -457,17 +397,6 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
             if (lane == 0) arrive(there + 8);
         }
 #endif
-#if CLUSTER > 1
-        const int i = tile - (int)((u64)block * tiles / blocks);
-        const u32 slot_at = SENT_AT + 512 * OUTPUTS * (i / CLUSTER * CLUSTER + split) + 16 * lane;
-        const u32 to = of_rank(shared_address(memory) + slot_at, i % CLUSTER);
-#pragma unroll
-        for (int j = 0; j < OUTPUTS; j++) {
-            const float(&a)[4] = acc[j / TILES][j % TILES];
-            send(to + 512 * j, make_float4(a[0], a[1], a[2], a[3]));
-        }
-        return;
-#endif
         if (SPLITS > 1) {
             const long long size = (long long)tiles * OUTPUTS * 32;  // of a split
             float4* at = partial + (long long)tile * OUTPUTS * 32 + lane;
@@ -496,76 +425,45 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
     };
 
 #if STREAM
-    int tile = mine / steps, turn = mine % steps, stage = 0, by = rotation(tile, steps);
-    u32 phase = 0;
+    int tile = mine / steps, turn = mine % steps, stage = 0;
     for (int left = count; left > 0; left--) {
-        if (BULK) wait(full + 8 * stage, phase);
-        else await_copies();
-        if (TILED && !BULK) __syncwarp();  // scales, which other lanes copied
+        await_copies();
+        __syncwarp();  // other lanes have copied scales
         const unsigned char* from = ring_at + stage * STAGE;
-        const int now = rotated(turn, by, steps);
+        const int g = 32 * quad / GROUP * 16 + group;
         uint4 words[HEIGHT][2];
         u32 scale[HEIGHT][2], zero[HEIGHT][2];
 #pragma unroll
         for (int j = 0; j < 2 * HEIGHT; j++) {
-            const int row = tile * ROWS + 8 * j + group, at = (int)place(RAGGED ? min(row, N - 1) : row, now);
-            const u32* below = (const u32*)(from + 1024 * HEIGHT) + 32 * j + lane;
+            const int at = j / 2 * 16 * SCALED + g + j % 2 * 8;
             words[j / 2][j % 2] = ((const uint4*)from)[32 * j + lane];
-            if (TILED) {
-                const int in = (SCALED > 1 ? 32 * quad / GROUP * 16 : 0) + group + j % 2 * 8;
-                const unsigned char* held = from + 1024 * HEIGHT + j / 2 * 256;
-                scale[j / 2][j % 2] = ((const u16*)held)[in];
-                zero[j / 2][j % 2] = HAS_ZERO ? held[256 * HEIGHT + in] : 8;
-                continue;
-            }
-            scale[j / 2][j % 2] = below[0] >> 8 * ((u32)((u64)scales + 2 * at) & 2) & 0xffff;
-            zero[j / 2][j % 2] = HAS_ZERO ? below[64 * HEIGHT] >> 8 * ((u32)((u64)zeros + at) & 3) & 0xff : 8;
+            scale[j / 2][j % 2] = ((const u16*)(from + SCALES_AT))[at];
+            zero[j / 2][j % 2] = HAS_ZERO ? from[ZEROS_AT + at] : 8;
         }
-        if (TILED) __syncwarp();
+        __syncwarp();  // they have been read
         fetch(stage);
-        if (++stage == AHEAD) stage = 0, phase ^= 1;
-        step(words, scale, zero, tokens + 256 * now);
+        stage = stage + 1 == AHEAD ? 0 : stage + 1;
+        step(words, scale, zero, tokens + 256 * turn);
         if (++turn == steps || left == 1) {
             finish(tile);
-            turn = 0, tile++, by = rotation(tile, steps);
+            turn = 0, tile++;
             clear();
         }
     }
 #else
-    int by = rotation(first, turns);
     for (int tile = first, turn = 0; tile < last;)
 #pragma unroll
         for (int s = 0; s < AHEAD; s++) {
             if (tile >= last) break;
             if (turn < turns) {
-                step(words[s], scale[s], zero[s], tokens + 256 * (early + rotated(turn, by, turns)));
+                step(words[s], scale[s], zero[s], tokens + 256 * (early + turn));
                 fetch(s);
             }
             if (++turn >= turns) {
                 finish(tile);
-                turn = 0, tile += SLOTS, by = rotation(tile, turns);
+                turn = 0, tile += SLOTS;
                 clear();
             }
         }
-#endif
-#if CLUSTER > 1
-    __syncwarp();
-    cluster_arrives();
-    cluster_waits();
-    const int tile_0 = (int)((u64)block * tiles / blocks), mine_too = (int)((u64)(block + 1) * tiles / blocks) - tile_0;
-    for (int i = split + CLUSTER * warp; i < mine_too; i += CLUSTER * WARPS) {
-        const float4* at = (const float4*)(memory + SENT_AT) + (i / CLUSTER * CLUSTER) * OUTPUTS * 32 + lane;
-#pragma unroll
-        for (int j = 0; j < OUTPUTS; j++) {
-            float(&a)[4] = acc[j / TILES][j % TILES];
-            a[0] = a[1] = a[2] = a[3] = 0;
-#pragma unroll
-            for (int s = 0; s < CLUSTER; s++) {
-                const float4 v = at[(s * OUTPUTS + j) * 32];
-                a[0] += v.x, a[1] += v.y, a[2] += v.z, a[3] += v.w;
-            }
-        }
-        store(tile_0 + i);
-    }
 #endif
 }
