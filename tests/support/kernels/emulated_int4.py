@@ -102,8 +102,6 @@ def product(
     """Return the result of linear_int4_cuda; what it does not write is NaN. x may have rows that are apart."""
     memory = x if x._base is None else x._base
     m, n = x.shape[0], weight.shape[0]
-    weight = weight.view(n // 16, 16, -1, 64).transpose(1, 2)
-    scale, zero = (t.view(n // 16, 16, -1).transpose(1, 2) for t in (scale, zero))
     given = struct.pack("5i", m, n, x.stride(0), p.grid, memory.numel()) + b"".join(
         t.contiguous().view(torch.uint8).numpy().tobytes() for t in (memory, weight, scale, zero, bias)
     )
