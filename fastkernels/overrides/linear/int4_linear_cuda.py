@@ -50,6 +50,7 @@ class Plan(NamedTuple):
     stream: int
     grid: int
     copied: int = 0
+    cluster: int = 1
 
     @property
     def shared(self) -> int:
@@ -66,7 +67,7 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
-            f"-DSTREAM={self.stream}", f"-DASYNC={self.copied}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
+            f"-DSTREAM={self.stream}", f"-DASYNC={int(self.copied > 0)}", f"-DCLUSTER={self.cluster}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
             f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
             # 1 to 5% faster at 1 token on an H100; not at 16
             f"-DEVICTED={int(self.tokens == 1)}",
@@ -80,13 +81,13 @@ def shared_bytes(k: int, tokens: int, splits: int) -> int:
 
 def sums_bytes(tiles: int, warps: int, height: int, parts: int) -> int:
     """Return the bytes of the sums that warps with parts of a tile hand over, and of their barriers."""
-    return 0 if parts == 1 else 512 + 2 * 512 * tiles * height * (warps // parts) * (parts - 1)
+    return 640 if parts == 1 else 640 + 2 * 512 * tiles * height * (warps // parts) * (parts - 1)
 
 
 def stream_bytes(tiles: int, warps: int, height: int, ahead: int, group: int, zero: bool) -> int:
     """Return the bytes of barriers, sums and ring with STREAM."""
     stage = 1024 + max(STEP // group, 1) * (48 if zero else 32)
-    return 512 + warps * height * (512 * tiles + ahead * stage)
+    return 640 + warps * height * (512 * tiles + ahead * stage)
 
 
 def streams(m: int, n: int, k: int, sms: int = 132, warps: int = WARPS) -> bool:
@@ -96,6 +97,14 @@ def streams(m: int, n: int, k: int, sms: int = 132, warps: int = WARPS) -> bool:
     warp stream=1 is 0.99 to 1.17 times as fast as stream=0 at 1 to 16 tokens, with fewer 0.8 to 1.0 times.
     """
     return m <= MAX_OF_STREAM and cdiv(n, 16) * (k // STEP) > 10 * sms * warps
+
+
+def shared_out(n: int, height: int, splits: int, sms: int, copied: int) -> tuple[int, int]:
+    """Return the blocks of a split, and how many of them copy x together."""
+    most = max(sms // splits, 1)
+    if copied < 2 or most % 2 and most < 25:
+        return min(most, cdiv(n, 16 * height)), 1
+    return min(most // 2 * 2, cdiv(n, 32 * height) * 2), 2
 
 
 @lru_cache(maxsize=1024)
@@ -126,8 +135,8 @@ def plan(
             for a in range(ahead or 4, min(ahead or 2, 2) - 1, -1)
             if shared_bytes(k, tokens, s) + stream_bytes(tiles, warps, h, a, group, zero) <= SHARED
         )
-        blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
-        return Plan(k, group, tiles, tokens, n % (16 * h) != 0, *flags, warps, h, ahead, 1, s, 1, s * blocks, copied)
+        blocks, cluster = shared_out(n, h, s, sms, copied)
+        return Plan(k, group, tiles, tokens, n % (16 * h) != 0, *flags, warps, h, ahead, 1, s, 1, s * blocks, copied, cluster)
     choices = [
         (h, p, s)
         for h in ([height] if height else [1, 2] if m <= MAX_OF_TWO else [1])
@@ -145,11 +154,11 @@ def plan(
 
     fewest = min(s for _, _, s in choices)
     h, p, s = min((c for c in choices if c[2] <= 2 * fewest), key=lambda c: (work(c), c[2], c[1]))
-    blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
+    blocks, cluster = shared_out(n, h, s, sms, copied)
     ahead = ahead or (4 if h == 1 else 1)
     ragged = n % (16 * h) != 0
     return Plan(
-        k, group, tiles, tokens, ragged, *flags, warps, h, ahead, p, s, 0, s * blocks, copied
+        k, group, tiles, tokens, ragged, *flags, warps, h, ahead, p, s, 0, s * blocks, copied, cluster
     )  # fmt: skip
 
 
