@@ -35,6 +35,8 @@ class Plan(NamedTuple):
     parts: int = 1
     ahead: int = 4
     resident: int = 2
+    fill: int = 6
+    early: bool = False
 
     @property
     def threads(self) -> int:
@@ -54,6 +56,7 @@ class Plan(NamedTuple):
             "--std=c++17", "-DBF16=1", f"-DK={self.k}", f"-DTOPK={self.topk}", f"-DGLU={int(self.glu)}",
             f"-DWEIGHTED={int(self.weighted)}", f"-DSORTED={int(self.sorted)}", f"-DTILES={self.tiles}",
             f"-DROWS={self.rows}", f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
+            f"-DFILL={self.fill}", f"-DEARLY={int(self.early)}",
         )  # fmt: skip
 
 

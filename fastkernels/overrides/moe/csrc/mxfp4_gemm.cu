@@ -13,7 +13,11 @@
 
 constexpr int THREADS = 32 * ROWS * PARTS, STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS;
 constexpr int PITCH = 256 * STEPS + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
-static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1, "what lanes hold");
+constexpr int PIECES = (STEPS + 1) / 2;  // of a token: 16 bytes of each lane of a warp
+static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1 && TILES <= 4, "what lanes hold");
+
+template <int N>
+struct Number { static constexpr int value = N; };
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
@@ -22,6 +26,13 @@ __device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcont
 __device__ __forceinline__ u32 load_scale(const unsigned char* at) {
     u32 v;
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ uint4 load_early(const uint4* at) {  // as load_once, but not moved behind a wait
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
     return v;
 }
 
@@ -51,12 +62,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     const uint4* a, const uint4* weight, const unsigned char* scales, const u16* bias, u16* out, const float* weights,
     const int* pairs, const int* experts, const int* total, int n, int count, int n_pairs, float alpha, float limit) {
     extern __shared__ __align__(128) unsigned char memory[];
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
     const int columns = (n + 16 * ROWS - 1) / (16 * ROWS), block = blockIdx.x / columns, part = warp % PARTS;
-    kernels_before_end();
-    if (SORTED && block * 8 * TILES >= *total) return;
+    // The next kernel starts behind this wait: pairs, experts and total, which were complete then, can be read before its own.
+    if (!EARLY) kernels_before_end();
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int mine = lane >= (SORTED ? 8 * TILES : 1) ? n_pairs : SORTED ? pairs[block * 8 * TILES + lane] : block;
     const int expert = experts[block];
+    if (SORTED && block * 8 * TILES >= *total) return;
     if (expert < 0 || expert >= count) return;
 
     // Rows of the matrix: both values of a pair in one lane.
@@ -72,58 +85,79 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     uint4 words[AHEAD][2];
     u32 scale[AHEAD][2];
     int left = (K / 32 - quad - 4 * part + 4 * PARTS - 1) / (4 * PARTS);  // turns of this lane
-    auto fetch = [&](int slot, int turn) {
+    auto fetch = [&](int slot, int turn, bool early = false) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             words[slot][i] = make_uint4(0, 0, 0, 0), scale[slot][i] = 0;
             if (turn >= left) continue;
-            words[slot][i] = load_once(from[i] + 4 * PARTS * turn);
+            words[slot][i] = early ? load_early(from[i] + 4 * PARTS * turn) : load_once(from[i] + 4 * PARTS * turn);
             scale[slot][i] = load_scale(scale_of[i] + 4 * PARTS * turn);
         }
     };
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) fetch(i, i);
+    for (int i = 0; i < AHEAD; i++) fetch(i, i, EARLY);
 
-    // Activations. Of eight in 16 bytes, i is next to i + 4, as weights are after decoding.
-    for (int i = thread; i < 8 * TILES * STEPS * 16; i += THREADS) {
-        const int token = i / (STEPS * 16), piece = i % (STEPS * 16);
-        const int pair = SORTED ? pairs[block * 8 * TILES + token] : token ? n_pairs : block;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (pair < n_pairs && piece < K / 8) v = load_16(a + (long long)(pair / TOPK) * (K / 8) + piece);
-        *(uint4*)(memory + token * PITCH + piece / 16 * 256 + piece % 4 * 64 + piece / 4 % 4 * 16) =
-            make_uint4(halves(v.x, v.z, 0x5410), halves(v.x, v.z, 0x7632), halves(v.y, v.w, 0x5410),
-                       halves(v.y, v.w, 0x7632));
+    if (EARLY) kernels_before_end();
+
+    // Activations of the pairs, which stand before padding. Of eight in 16 bytes, i is next to i + 4, as weights are after
+    // decoding. Sums of padding are not stored, so that it can be anything.
+    const int filled = __popc(__ballot_sync(~0u, mine < n_pairs));
+    for (int begin = warp; begin < filled * PIECES; begin += THREADS / 32 * FILL) {
+        uint4 v[FILL];
+#pragma unroll
+        for (int i = 0; i < FILL; i++) {  // all are on their way at once
+            const int piece = begin + THREADS / 32 * i, token = piece / PIECES, at = piece % PIECES * 32 + lane;
+            const int pair = __shfl_sync(~0u, mine, token % 32);
+            v[i] = make_uint4(0, 0, 0, 0);
+            if (token < filled && at < K / 8) v[i] = load_16(a + (long long)(pair / TOPK) * (K / 8) + at);
+        }
+#pragma unroll
+        for (int i = 0; i < FILL; i++) {
+            const int piece = begin + THREADS / 32 * i, token = piece / PIECES, at = piece % PIECES * 32 + lane;
+            if (token >= filled || at >= 16 * STEPS) continue;
+            *(uint4*)(memory + token * PITCH + at / 16 * 256 + at % 4 * 64 + at / 4 % 4 * 16) =
+                make_uint4(halves(v[i].x, v[i].z, 0x5410), halves(v[i].x, v[i].z, 0x7632),
+                           halves(v[i].y, v[i].w, 0x5410), halves(v[i].y, v[i].w, 0x7632));
+        }
     }
+    const float share = WEIGHTED && mine < n_pairs ? weights[mine] : 1;
+    u16 add[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) add[i] = bias[(long long)expert * n + min(row[i], n - 1)];
     meet();
 
     float acc[TILES][4] = {};
     const unsigned char* tokens = memory + group * PITCH + 16 * quad + 256 * part;
+    auto multiply_all = [&](auto used) {  // tiles that have pairs
 #pragma unroll 1
-    for (int turn = 0; turn < TURNS; turn += AHEAD) {
+        for (int turn = 0; turn < TURNS; turn += AHEAD) {
 #pragma unroll
-        for (int slot = 0; slot < AHEAD; slot++) {
-            if (turn + slot >= TURNS) break;
-            const u32 by[2] = {factor(scale[slot][0]), factor(scale[slot][1])};
-            const u32 low[4] = {words[slot][0].x, words[slot][0].y, words[slot][0].z, words[slot][0].w};
-            const u32 high[4] = {words[slot][1].x, words[slot][1].y, words[slot][1].z, words[slot][1].w};
-            fetch(slot, slot + AHEAD);
-            if ((turn + slot) * PARTS + part >= STEPS) break;  // the last turn of some parts
+            for (int slot = 0; slot < AHEAD; slot++) {
+                if (turn + slot >= TURNS) break;
+                const u32 by[2] = {factor(scale[slot][0]), factor(scale[slot][1])};
+                const u32 low[4] = {words[slot][0].x, words[slot][0].y, words[slot][0].z, words[slot][0].w};
+                const u32 high[4] = {words[slot][1].x, words[slot][1].y, words[slot][1].z, words[slot][1].w};
+                fetch(slot, slot + AHEAD);
+                if ((turn + slot) * PARTS + part >= STEPS) break;  // the last turn of some parts
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 v[2][4];
-                decode(v[0], low[i], by[0]), decode(v[1], high[i], by[1]);
+                for (int i = 0; i < 4; i++) {
+                    u32 v[2][4];
+                    decode(v[0], low[i], by[0]), decode(v[1], high[i], by[1]);
 #pragma unroll
-                for (int t = 0; t < TILES; t++) {
-                    const uint4 b = *(const uint4*)(tokens + 8 * t * PITCH + 256 * PARTS * slot + 64 * i);
-                    multiply(acc[t], v[0][0], v[1][0], v[0][1], v[1][1], b.x, b.y);
-                    multiply(acc[t], v[0][2], v[1][2], v[0][3], v[1][3], b.z, b.w);
+                    for (int t = 0; t < decltype(used)::value; t++) {
+                        const uint4 b = *(const uint4*)(tokens + 8 * t * PITCH + 256 * PARTS * slot + 64 * i);
+                        multiply(acc[t], v[0][0], v[1][0], v[0][1], v[1][1], b.x, b.y);
+                        multiply(acc[t], v[0][2], v[1][2], v[0][3], v[1][3], b.z, b.w);
+                    }
                 }
             }
-        }
-        left -= AHEAD, tokens += 256 * PARTS * AHEAD;
+            left -= AHEAD, tokens += 256 * PARTS * AHEAD;
 #pragma unroll
-        for (int i = 0; i < 2; i++) from[i] += 4 * PARTS * AHEAD, scale_of[i] += 4 * PARTS * AHEAD;
-    }
+            for (int i = 0; i < 2; i++) from[i] += 4 * PARTS * AHEAD, scale_of[i] += 4 * PARTS * AHEAD;
+        }
+    };
+    if (TILES == 2 && filled <= 8) multiply_all(Number<1>());
+    else multiply_all(Number<TILES>());
 
     if (PARTS > 1) {
         meet();  // the activations have been read
@@ -141,17 +175,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
             }
     }
 
-    float add[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) add[i] = widen(bias[(long long)expert * n + min(row[i], n - 1)]);
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int token = 8 * t + 2 * quad + i;
-            const int pair = SORTED ? pairs[block * 8 * TILES + token] : token ? n_pairs : block;
+            const int token = 8 * t + 2 * quad + i, pair = __shfl_sync(~0u, mine, token);
+            const float by = __shfl_sync(~0u, share, token);
+            float y[2] = {acc[t][i] * RESTORE + widen(add[0]), acc[t][i + 2] * RESTORE + widen(add[1])};
             if (pair >= n_pairs) continue;
-            float y[2] = {acc[t][i] * RESTORE + add[0], acc[t][i + 2] * RESTORE + add[1]};
             if (GLU) {
                 const float gate = y[0] > limit ? limit : y[0];  // not fminf, which drops a NaN
                 const float up = y[1] > limit ? limit : y[1] < -limit ? -limit : y[1];
@@ -160,7 +191,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
                         (u16)narrow(gate / (1 + power(-alpha * gate)) * (up + 1), 0);
                 continue;
             }
-            const float by = WEIGHTED ? weights[pair] : 1;
 #pragma unroll
             for (int r = 0; r < 2; r++)
                 if (row[r] < n) out[(long long)pair * n + row[r]] = (u16)narrow(y[r] * by, 0);
