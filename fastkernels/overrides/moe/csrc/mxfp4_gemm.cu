@@ -69,8 +69,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int mine = lane >= (SORTED ? 8 * TILES : 1) ? n_pairs : SORTED ? pairs[block * 8 * TILES + lane] : block;
     const int expert = experts[block];
-    if (SORTED && block * 8 * TILES >= *total) return;
-    if (expert < 0 || expert >= count) return;
+    if ((SORTED && block * 8 * TILES >= *total) || expert < 0 || expert >= count) {
+        if (EARLY) kernels_before_end();  // no kernel ends before those in front of it
+        return;
+    }
 
     // Rows of the matrix: both values of a pair in one lane.
     const int first = blockIdx.x % columns * 16 * ROWS + warp / PARTS * 16;
