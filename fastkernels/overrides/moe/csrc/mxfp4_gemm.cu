@@ -16,6 +16,8 @@ constexpr int PITCH = 256 * STEPS + 64;  // bytes of a token in shared memory: t
 constexpr int PIECES = (STEPS + 1) / 2;  // of a token: 16 bytes of each lane of a warp
 static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1 && TILES <= 4, "what lanes hold");
 
+constexpr int SLOTS = AHEAD + 1;  // steps in registers: none is copied, since one is loaded while another is multiplied
+
 template <int N>
 struct Number { static constexpr int value = N; };
 
@@ -58,6 +60,8 @@ __device__ __forceinline__ void decode(u32 (&to)[4], u32 word, u32 by) {  // wei
     to[3] = product((rest & 0x00F000F0) * 0x0104 & 0x81C081C0, by);
 }
 
+__device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     const uint4* a, const uint4* weight, const unsigned char* scales, const u16* bias, u16* out, const float* weights,
     const int* pairs, const int* experts, const int* total, int n, int count, int n_pairs, float alpha, float limit) {
@@ -84,14 +88,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
         const long long at = (long long)expert * n + min(row[i], n - 1);
         from[i] = weight + at * (K / 32) + 4 * part + quad, scale_of[i] = scales + at * (K / 32) + 4 * part + quad;
     }
-    uint4 words[AHEAD][2];
-    u32 scale[AHEAD][2];
+    uint4 words[SLOTS][2] = {};
+    u32 scale[SLOTS][2];
     int left = (K / 32 - quad - 4 * part + 4 * PARTS - 1) / (4 * PARTS);  // turns of this lane
     auto fetch = [&](int slot, int turn, bool early = false) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            words[slot][i] = make_uint4(0, 0, 0, 0), scale[slot][i] = 0;
-            if (turn >= left) continue;
+            scale[slot][i] = 0;
+            if (turn >= left) continue;  // earlier weights, which are multiplied by zeros
             words[slot][i] = early ? load_early(from[i] + 4 * PARTS * turn) : load_once(from[i] + 4 * PARTS * turn);
             scale[slot][i] = load_scale(scale_of[i] + 4 * PARTS * turn);
         }
@@ -132,19 +136,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     const unsigned char* tokens = memory + group * PITCH + 16 * quad + 256 * part;
     auto multiply_all = [&](auto used) {  // tiles that have pairs
 #pragma unroll 1
-        for (int turn = 0; turn < TURNS; turn += AHEAD) {
+        for (int turn = 0; turn < TURNS; turn += SLOTS) {
 #pragma unroll
-            for (int slot = 0; slot < AHEAD; slot++) {
+            for (int slot = 0; slot < SLOTS; slot++) {
                 if (turn + slot >= TURNS) break;
-                const u32 by[2] = {factor(scale[slot][0]), factor(scale[slot][1])};
-                const u32 low[4] = {words[slot][0].x, words[slot][0].y, words[slot][0].z, words[slot][0].w};
-                const u32 high[4] = {words[slot][1].x, words[slot][1].y, words[slot][1].z, words[slot][1].w};
-                fetch(slot, slot + AHEAD);
+                fetch((slot + AHEAD) % SLOTS, slot + AHEAD);
                 if ((turn + slot) * PARTS + part >= STEPS) break;  // the last turn of some parts
+                const u32 by[2] = {factor(scale[slot][0]), factor(scale[slot][1])};
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     u32 v[2][4];
-                    decode(v[0], low[i], by[0]), decode(v[1], high[i], by[1]);
+                    decode(v[0], word_of(words[slot][0], i), by[0]), decode(v[1], word_of(words[slot][1], i), by[1]);
 #pragma unroll
                     for (int t = 0; t < decltype(used)::value; t++) {
                         const uint4 b = *(const uint4*)(tokens + 8 * t * PITCH + 256 * PARTS * slot + 64 * i);
@@ -153,9 +155,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
                     }
                 }
             }
-            left -= AHEAD, tokens += 256 * PARTS * AHEAD;
+            left -= SLOTS, tokens += 256 * PARTS * SLOTS;
 #pragma unroll
-            for (int i = 0; i < 2; i++) from[i] += 4 * PARTS * AHEAD, scale_of[i] += 4 * PARTS * AHEAD;
+            for (int i = 0; i < 2; i++) {
+                from[i] += 4 * PARTS * SLOTS, scale_of[i] += 4 * PARTS * SLOTS;
+                asm volatile("" : "+l"(from[i]), "+l"(scale_of[i]));  // otherwise every load's address is computed again
+            }
         }
     };
     if (TILES == 2 && filled <= 8) multiply_all(Number<1>());
