@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     parts: int = 1
     ahead: int = 4
     resident: int = 2
-    fill: int = 6
+    fill: int = 2
     early: bool = False
 
     @property

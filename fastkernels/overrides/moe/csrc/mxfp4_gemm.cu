@@ -13,7 +13,8 @@
 
 constexpr int THREADS = 32 * ROWS * PARTS, STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS;
 constexpr int PITCH = 256 * STEPS + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
-constexpr int PIECES = (STEPS + 1) / 2;  // of a token: 16 bytes of each lane of a warp
+constexpr int WARPS = THREADS / 32, TOGETHER = WARPS % 4 == 0 ? 4 : WARPS % 3 == 0 ? 3 : WARPS % 2 == 0 ? 2 : 1;
+constexpr int EACH = ((STEPS + 1) / 2 + TOGETHER - 1) / TOGETHER;  // TOGETHER warps load a token, a lane of each these 16 bytes
 static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1 && TILES <= 4, "what lanes hold");
 
 constexpr int SLOTS = AHEAD + 1;  // steps in registers: none is copied, since one is loaded while another is multiplied
@@ -108,22 +109,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     // Activations of the pairs, which stand before padding. Of eight in 16 bytes, i is next to i + 4, as weights are after
     // decoding. Sums of padding are not stored, so that it can be anything.
     const int filled = __popc(__ballot_sync(~0u, mine < n_pairs));
-    for (int begin = warp; begin < filled * PIECES; begin += THREADS / 32 * FILL) {
-        uint4 v[FILL];
+    const int at = warp % TOGETHER * 32 + lane;
+    const uint4* source = a + at;
+    unsigned char* target = memory + at / 16 * 256 + at % 4 * 64 + at / 4 % 4 * 16;
+#pragma unroll 1
+    for (int token = warp / TOGETHER; token < filled; token += WARPS / TOGETHER * FILL) {
+        uint4 v[FILL][EACH];  // all are on their way at once
 #pragma unroll
-        for (int i = 0; i < FILL; i++) {  // all are on their way at once
-            const int piece = begin + THREADS / 32 * i, token = piece / PIECES, at = piece % PIECES * 32 + lane;
-            const int pair = __shfl_sync(~0u, mine, token % 32);
-            v[i] = make_uint4(0, 0, 0, 0);
-            if (token < filled && at < K / 8) v[i] = load_16(a + (long long)(pair / TOPK) * (K / 8) + at);
+        for (int f = 0; f < FILL; f++) {
+            const int other = token + WARPS / TOGETHER * f, pair = __shfl_sync(~0u, mine, other % 32);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                v[f][i] = make_uint4(0, 0, 0, 0);
+                if (other < filled && at + 32 * TOGETHER * i < K / 8)
+                    v[f][i] = load_16(source + (long long)(pair / TOPK) * (K / 8) + 32 * TOGETHER * i);
+            }
         }
 #pragma unroll
-        for (int i = 0; i < FILL; i++) {
-            const int piece = begin + THREADS / 32 * i, token = piece / PIECES, at = piece % PIECES * 32 + lane;
-            if (token >= filled || at >= 16 * STEPS) continue;
-            *(uint4*)(memory + token * PITCH + at / 16 * 256 + at % 4 * 64 + at / 4 % 4 * 16) =
-                make_uint4(halves(v[i].x, v[i].z, 0x5410), halves(v[i].x, v[i].z, 0x7632),
-                           halves(v[i].y, v[i].w, 0x5410), halves(v[i].y, v[i].w, 0x7632));
+        for (int f = 0; f < FILL; f++) {
+            const int other = token + WARPS / TOGETHER * f;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                const uint4 w = v[f][i];
+                if (other < filled && at + 32 * TOGETHER * i < 16 * STEPS)
+                    *(uint4*)(target + other * PITCH + 512 * TOGETHER * i) = make_uint4(
+                        halves(w.x, w.z, 0x5410), halves(w.x, w.z, 0x7632), halves(w.y, w.w, 0x5410), halves(w.y, w.w, 0x7632));
+            }
         }
     }
     const float share = WEIGHTED && mine < n_pairs ? weights[mine] : 1;
