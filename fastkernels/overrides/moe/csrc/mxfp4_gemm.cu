@@ -19,16 +19,13 @@ static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1 && TILES <= 4, "what lanes
 
 constexpr int SLOTS = AHEAD + 1;  // steps in registers: none is copied, since one is loaded while another is multiplied
 
-template <int N>
-struct Number { static constexpr int value = N; };
-
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 __device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ u32 load_scale(const unsigned char* at) {
     u32 v;
-    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(at));
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
 }
 
@@ -97,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
         for (int i = 0; i < 2; i++) {
             scale[slot][i] = 0;
             if (turn >= left) continue;  // earlier weights, which are multiplied by zeros
-            words[slot][i] = early ? load_early(from[i] + 4 * PARTS * turn) : load_once(from[i] + 4 * PARTS * turn);
+            words[slot][i] = load_early(from[i] + 4 * PARTS * turn);
             scale[slot][i] = load_scale(scale_of[i] + 4 * PARTS * turn);
         }
     };
@@ -145,13 +142,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
 
     float acc[TILES][4] = {};
     const unsigned char* tokens = memory + group * PITCH + 16 * quad + 256 * part;
-    auto multiply_all = [&](auto used) {  // tiles that have pairs
+    auto multiply_all = [&](int used) {  // tiles that have pairs: a constant
 #pragma unroll 1
         for (int turn = 0; turn < TURNS; turn += SLOTS) {
 #pragma unroll
             for (int slot = 0; slot < SLOTS; slot++) {
                 if (turn + slot >= TURNS) break;
                 fetch((slot + AHEAD) % SLOTS, slot + AHEAD);
+                __syncwarp();
                 if ((turn + slot) * PARTS + part >= STEPS) break;  // the last turn of some parts
                 const u32 by[2] = {factor(scale[slot][0]), factor(scale[slot][1])};
 #pragma unroll
@@ -159,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
                     u32 v[2][4];
                     decode(v[0], word_of(words[slot][0], i), by[0]), decode(v[1], word_of(words[slot][1], i), by[1]);
 #pragma unroll
-                    for (int t = 0; t < decltype(used)::value; t++) {
+                    for (int t = 0; t < TILES; t++) {
+                        if (t >= used) continue;
                         const uint4 b = *(const uint4*)(tokens + 8 * t * PITCH + 256 * PARTS * slot + 64 * i);
                         multiply(acc[t], v[0][0], v[1][0], v[0][1], v[1][1], b.x, b.y);
                         multiply(acc[t], v[0][2], v[1][2], v[0][3], v[1][3], b.z, b.w);
@@ -174,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
             }
         }
     };
-    if (TILES == 2 && filled <= 8) multiply_all(Number<1>());
-    else multiply_all(Number<TILES>());
+    if (TILES == 2 && filled <= 8) multiply_all(1);
+    else multiply_all(TILES);
 
     if (PARTS > 1) {
         meet();  // the activations have been read
