@@ -37,17 +37,19 @@ class Plan(NamedTuple):
     resident: int = 2
     fill: int = 2
     early: bool = False
+    wide: int = 1
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * self.rows * self.parts
+        return 32 * self.rows // self.wide * self.parts
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: activations, later the sums of parts."""
         activations = 8 * self.tiles * (256 * cdiv(self.k, 128) + 64)
-        return max(activations, 512 * self.rows * (self.parts - 1) * self.tiles)
+        scales = 16 * cdiv(self.rows * self.k // 2 + 30, 16)
+        return max(activations + scales, 512 * self.rows * (self.parts - 1) * self.tiles)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -56,7 +58,7 @@ class Plan(NamedTuple):
             "--std=c++17", "-DBF16=1", f"-DK={self.k}", f"-DTOPK={self.topk}", f"-DGLU={int(self.glu)}",
             f"-DWEIGHTED={int(self.weighted)}", f"-DSORTED={int(self.sorted)}", f"-DTILES={self.tiles}",
             f"-DROWS={self.rows}", f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
-            f"-DFILL={self.fill}", f"-DEARLY={int(self.early)}",
+            f"-DFILL={self.fill}", f"-DEARLY={int(self.early)}", f"-DWIDE={self.wide}",
         )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ def _data(tokens: int, topk: int, experts: int, n: int, k: int) -> tuple[torch.T
         pytest.param(11, 2, 3, 72, 96, 2, False, {"rows": 1, "parts": 2}, marks=pytest.mark.slow),
         pytest.param(5, 3, 4, 64, 416, 1, False, {"rows": 2, "parts": 3, "ahead": 1}, marks=pytest.mark.slow),
         (7, 2, 5, 34, 1184, 2, True, {"rows": 1, "parts": 2, "ahead": 3}),  # steps end within a turn
+        (7, 2, 5, 72, 1184, 2, False, {"rows": 4, "parts": 2, "ahead": 2, "wide": 2, "early": 1}),
         (1, 3, 16, 80, 288, 1, True, {}),  # pairs are not sorted
         (1, 4, 16, 40, 160, 1, False, {}),
     ],

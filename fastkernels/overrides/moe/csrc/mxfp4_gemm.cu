@@ -11,25 +11,21 @@
 // GLU (rows 2 i and 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU), WEIGHTED (rows of the
 // result are multiplied by the pairs' weights), SORTED (pairs are sorted; otherwise block i has pair i alone).
 
-constexpr int THREADS = 32 * ROWS * PARTS, STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS;
+constexpr int WARPS = ROWS / WIDE * PARTS, THREADS = 32 * WARPS;
+constexpr int STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS, BLOCKS = K / 32;  // of the format, in a row
 constexpr int PITCH = 256 * STEPS + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
-constexpr int WARPS = THREADS / 32, TOGETHER = WARPS % 4 == 0 ? 4 : WARPS % 3 == 0 ? 3 : WARPS % 2 == 0 ? 2 : 1;
-constexpr int EACH = ((STEPS + 1) / 2 + TOGETHER - 1) / TOGETHER;  // TOGETHER warps load a token, a lane of each these 16 bytes
-static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1 && TILES <= 4, "what lanes hold");
-
 constexpr int SLOTS = AHEAD + 1;  // steps in registers: none is copied, since one is loaded while another is multiplied
+constexpr int SCALES = (16 * ROWS * BLOCKS + 30) / 16;  // 16-byte words with the scales of a block's rows
+constexpr int TOGETHER = WARPS % 4 == 0 ? 4 : WARPS % 3 == 0 ? 3 : WARPS % 2 == 0 ? 2 : 1;  // warps that load a token
+constexpr int EACH = ((STEPS + 1) / 2 + TOGETHER - 1) / TOGETHER;  // 16-byte words of it for each of their lanes
+constexpr int BELOW = (GLU ? 1 : 8) * BLOCKS;  // 16-byte words from a lane's row to its other row in the same tile
+static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1 && TILES <= 4 && ROWS % WIDE == 0, "what lanes hold");
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 __device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-__device__ __forceinline__ u32 load_scale(const unsigned char* at) {
-    u32 v;
-    asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ uint4 load_early(const uint4* at) {  // as load_once, but not moved behind a wait
+__device__ __forceinline__ uint4 load_weights(const uint4* at) {  // as load_once, but it stays in front of a wait or __syncwarp
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
@@ -76,30 +72,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
         return;
     }
 
-    // Rows of the matrix: both values of a pair in one lane.
-    const int first = blockIdx.x % columns * 16 * ROWS + warp / PARTS * 16;
-    const int row[2] = {first + (GLU ? 2 * group : group), first + (GLU ? 2 * group + 1 : group + 8)};
-    const uint4* from[2];
-    const unsigned char* scale_of[2];
+    // Rows of the matrix: both values of a pair in one lane. A tile that would end behind the matrix is the last 16 rows.
+    const int begin = min(blockIdx.x % columns * 16 * ROWS, n - 16);
+    int row[WIDE];
+    const uint4* from[WIDE];
+    const unsigned char* scale_of[WIDE];
+    const long long matrix = (long long)expert * n;
+    const uint4* scales_from = (const uint4*)((u64)(scales + (matrix + begin) * BLOCKS) & ~15ull);
+    const int shift = (int)((u64)(scales + (matrix + begin) * BLOCKS) & 15);
+    unsigned char* const scale_memory = memory + 8 * TILES * PITCH;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const long long at = (long long)expert * n + min(row[i], n - 1);
-        from[i] = weight + at * (K / 32) + 4 * part + quad, scale_of[i] = scales + at * (K / 32) + 4 * part + quad;
+    for (int i = 0; i < WIDE; i++) {
+        row[i] = min(begin + (warp / PARTS * WIDE + i) * 16, n - 16) + (GLU ? 2 * group : group);
+        from[i] = weight + (matrix + row[i]) * BLOCKS + 4 * part + quad;
+        scale_of[i] = scale_memory + shift + (row[i] - begin) * BLOCKS;
     }
-    uint4 words[SLOTS][2] = {};
-    u32 scale[SLOTS][2];
-    int left = (K / 32 - quad - 4 * part + 4 * PARTS - 1) / (4 * PARTS);  // turns of this lane
-    auto fetch = [&](int slot, int turn, bool early = false) {
+    uint4 words[SLOTS][WIDE][2] = {};
+    int left = (BLOCKS - quad - 4 * part + 4 * PARTS - 1) / (4 * PARTS);  // turns of this lane
+    auto fetch = [&](int slot, int turn) {
+        if (turn >= left) return;  // earlier weights, which are multiplied by zeros
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            scale[slot][i] = 0;
-            if (turn >= left) continue;  // earlier weights, which are multiplied by zeros
-            words[slot][i] = load_early(from[i] + 4 * PARTS * turn);
-            scale[slot][i] = load_scale(scale_of[i] + 4 * PARTS * turn);
-        }
+        for (int i = 0; i < WIDE; i++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) words[slot][i][j] = load_weights(from[i] + j * BELOW + 4 * PARTS * turn);
     };
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) fetch(i, i, EARLY);
+    for (int i = 0; i < AHEAD; i++) fetch(i, i);
+    uint4 scale_words[(SCALES + THREADS - 1) / THREADS];
+    const int scale_count = (min(16 * ROWS, n - begin) * BLOCKS + shift + 15) / 16;
+#pragma unroll
+    for (int i = 0; i * THREADS < SCALES; i++)
+        if (i * THREADS + thread < scale_count) scale_words[i] = load_16(scales_from + i * THREADS + thread);
 
     if (EARLY) kernels_before_end();
 
@@ -134,42 +137,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
             }
         }
     }
-    const float share = WEIGHTED && mine < n_pairs ? weights[mine] : 1;
-    u16 add[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) add[i] = bias[(long long)expert * n + min(row[i], n - 1)];
+    for (int i = 0; i * THREADS < SCALES; i++)
+        if (i * THREADS + thread < scale_count) ((uint4*)scale_memory)[i * THREADS + thread] = scale_words[i];
+    const float share = WEIGHTED && mine < n_pairs ? weights[mine] : 1;
+    u16 add[WIDE][2];
+#pragma unroll
+    for (int i = 0; i < WIDE; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) add[i][j] = bias[matrix + row[i] + j * (GLU ? 1 : 8)];
     meet();
 
-    float acc[TILES][4] = {};
+    float acc[WIDE][TILES][4] = {};
     const unsigned char* tokens = memory + group * PITCH + 16 * quad + 256 * part;
     auto multiply_all = [&](int used) {  // tiles that have pairs: a constant
+        int scale_at = 4 * part + quad;
 #pragma unroll 1
         for (int turn = 0; turn < TURNS; turn += SLOTS) {
 #pragma unroll
             for (int slot = 0; slot < SLOTS; slot++) {
                 if (turn + slot >= TURNS) break;
                 fetch((slot + AHEAD) % SLOTS, slot + AHEAD);
-                __syncwarp();
+                __syncwarp();  // otherwise the loads are moved behind the multiplications
                 if ((turn + slot) * PARTS + part >= STEPS) break;  // the last turn of some parts
-                const u32 by[2] = {factor(scale[slot][0]), factor(scale[slot][1])};
+                u32 by[WIDE][2];
+                const int block_of_row = min(scale_at + 4 * PARTS * slot, BLOCKS - 1);
+#pragma unroll
+                for (int i = 0; i < WIDE; i++)
+#pragma unroll
+                    for (int j = 0; j < 2; j++) by[i][j] = factor(scale_of[i][block_of_row + j * BELOW]);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    u32 v[2][4];
-                    decode(v[0], word_of(words[slot][0], i), by[0]), decode(v[1], word_of(words[slot][1], i), by[1]);
+                    uint4 b[TILES];
 #pragma unroll
-                    for (int t = 0; t < TILES; t++) {
-                        if (t >= used) continue;
-                        const uint4 b = *(const uint4*)(tokens + 8 * t * PITCH + 256 * PARTS * slot + 64 * i);
-                        multiply(acc[t], v[0][0], v[1][0], v[0][1], v[1][1], b.x, b.y);
-                        multiply(acc[t], v[0][2], v[1][2], v[0][3], v[1][3], b.z, b.w);
+                    for (int t = 0; t < TILES; t++)
+                        if (t < used) b[t] = *(const uint4*)(tokens + 8 * t * PITCH + 256 * PARTS * slot + 64 * i);
+#pragma unroll
+                    for (int m = 0; m < WIDE; m++) {
+                        u32 v[2][4];
+                        decode(v[0], word_of(words[slot][m][0], i), by[m][0]);
+                        decode(v[1], word_of(words[slot][m][1], i), by[m][1]);
+#pragma unroll
+                        for (int t = 0; t < TILES; t++) {
+                            if (t >= used) continue;
+                            multiply(acc[m][t], v[0][0], v[1][0], v[0][1], v[1][1], b[t].x, b[t].y);
+                            multiply(acc[m][t], v[0][2], v[1][2], v[0][3], v[1][3], b[t].z, b[t].w);
+                        }
                     }
                 }
             }
-            left -= SLOTS, tokens += 256 * PARTS * SLOTS;
+            left -= SLOTS, tokens += 256 * PARTS * SLOTS, scale_at += 4 * PARTS * SLOTS;
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                from[i] += 4 * PARTS * SLOTS, scale_of[i] += 4 * PARTS * SLOTS;
-                asm volatile("" : "+l"(from[i]), "+l"(scale_of[i]));  // otherwise every load's address is computed again
+            for (int i = 0; i < WIDE; i++) {
+                from[i] += 4 * PARTS * SLOTS;
+                asm volatile("" : "+l"(from[i]));  // otherwise every load's address is computed again
             }
         }
     };
@@ -178,17 +199,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
 
     if (PARTS > 1) {
         meet();  // the activations have been read
-        float4* sums = (float4*)memory + (warp / PARTS * (PARTS - 1) * TILES * 32) + lane;
+        float4* sums = (float4*)memory + (warp / PARTS * (PARTS - 1) * WIDE * TILES * 32) + lane;
+        float4* const own = sums + (part - 1) * WIDE * TILES * 32;
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
-            if (part) sums[((part - 1) * TILES + t) * 32] = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
+        for (int e = 0; e < WIDE * TILES; e++) {
+            const float(&c)[4] = acc[e / TILES][e % TILES];
+            if (part) own[32 * e] = make_float4(c[0], c[1], c[2], c[3]);
+        }
         meet();
         if (part) return;
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int e = 0; e < WIDE * TILES; e++)
             for (int p = 0; p < PARTS - 1; p++) {
-                const float4 more = sums[(p * TILES + t) * 32];
-                acc[t][0] += more.x, acc[t][1] += more.y, acc[t][2] += more.z, acc[t][3] += more.w;
+                float(&c)[4] = acc[e / TILES][e % TILES];
+                const float4 more = sums[(p * WIDE * TILES + e) * 32];
+                c[0] += more.x, c[1] += more.y, c[2] += more.z, c[3] += more.w;
             }
     }
 
@@ -198,18 +223,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
         for (int i = 0; i < 2; i++) {
             const int token = 8 * t + 2 * quad + i, pair = __shfl_sync(~0u, mine, token);
             const float by = __shfl_sync(~0u, share, token);
-            float y[2] = {acc[t][i] * RESTORE + widen(add[0]), acc[t][i + 2] * RESTORE + widen(add[1])};
             if (pair >= n_pairs) continue;
-            if (GLU) {
-                const float gate = y[0] > limit ? limit : y[0];  // not fminf, which drops a NaN
-                const float up = y[1] > limit ? limit : y[1] < -limit ? -limit : y[1];
-                if (row[1] < n)
-                    out[(long long)pair * (n / 2) + row[0] / 2] =
-                        (u16)narrow(gate / (1 + power(-alpha * gate)) * (up + 1), 0);
-                continue;
-            }
 #pragma unroll
-            for (int r = 0; r < 2; r++)
-                if (row[r] < n) out[(long long)pair * n + row[r]] = (u16)narrow(y[r] * by, 0);
+            for (int m = 0; m < WIDE; m++) {
+                const float(&c)[4] = acc[m][t];
+                const float y[2] = {c[i] * RESTORE + widen(add[m][0]), c[i + 2] * RESTORE + widen(add[m][1])};
+                if (GLU) {
+                    const float gate = y[0] > limit ? limit : y[0];  // not fminf, which drops a NaN
+                    const float up = y[1] > limit ? limit : y[1] < -limit ? -limit : y[1];
+                    out[(long long)pair * (n / 2) + row[m] / 2] =
+                        (u16)narrow(gate / (1 + power(-alpha * gate)) * (up + 1), 0);
+                    continue;
+                }
+#pragma unroll
+                for (int r = 0; r < 2; r++) out[(long long)pair * n + row[m] + 8 * r] = (u16)narrow(y[r] * by, 0);
+            }
         }
 }
