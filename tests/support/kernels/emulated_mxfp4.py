@@ -25,6 +25,7 @@ BODIES = {
     "halves": "u64 both = (u64)high << 32 | low; u32 v = 0; for (int i = 0; i < 4; i++)"
     " v |= (u32)(both >> 8 * (order >> 4 * i & 7) & 255) << 8 * i; return v;",
     "power": "return expf(x);",
+    "inverse": "return 1 / x;",
     "multiply": "multiply_tiles(c, {{a0, a1, a2, a3}, {b0, b1}});",
     "narrow": "return rounded(low) | (u32)rounded(high) << 16;",
 }

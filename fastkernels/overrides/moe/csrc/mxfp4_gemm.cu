@@ -38,6 +38,12 @@ __device__ __forceinline__ float power(float x) {  // e^x
     return y;
 }
 
+__device__ __forceinline__ float inverse(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // The three low bits of e2m1 are a bfloat16 when they follow its sign by six zeros: 2^-126 times the value. The factor
 // is 2^62 times the scale, so that it is a bfloat16 for scales up to 2^65 and infinite above; the rest is RESTORE.
 constexpr float RESTORE = 18446744073709551616.f;  // 2^64
@@ -232,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
                     const float gate = y[0] > limit ? limit : y[0];  // not fminf, which drops a NaN
                     const float up = y[1] > limit ? limit : y[1] < -limit ? -limit : y[1];
                     out[(long long)pair * (n / 2) + row[m] / 2] =
-                        (u16)narrow(gate / (1 + power(-alpha * gate)) * (up + 1), 0);
+                        (u16)narrow(gate * inverse(1 + power(-alpha * gate)) * (up + 1), 0);
                     continue;
                 }
 #pragma unroll
