@@ -32,6 +32,8 @@ __device__ __forceinline__ uint4 load_weights(const uint4* at) {  // as load_onc
     return v;
 }
 
+__device__ __forceinline__ void bring_to_l2(const uint4* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 __device__ __forceinline__ float power(float x) {  // e^x
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
@@ -104,6 +106,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) fetch(i, i);
+#pragma unroll
+    for (int i = 0; i < NEXT; i++)  // the steps behind those come to L2 while activations are loaded: 256 bytes of 16 rows
+#pragma unroll
+        for (int m = 0; m < WIDE; m++) {
+            const int column = AHEAD * PARTS * 4 + (i * PARTS + part) * 16 + lane % 2 * 8;
+            const int tile_row = row[m] - (GLU ? 2 * group : group) + lane / 2;
+            if (column < BLOCKS) bring_to_l2(weight + (matrix + tile_row) * BLOCKS + column);
+        }
     uint4 scale_words[(SCALES + THREADS - 1) / THREADS];
     const int scale_count = (min(16 * ROWS, n - begin) * BLOCKS + shift + 15) / 16;
 #pragma unroll
