@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     early: bool = False
     wide: int = 1
     next: int = 0
+    guess: int = 0
 
     @property
     def threads(self) -> int:
@@ -59,7 +60,7 @@ class Plan(NamedTuple):
             "--std=c++17", "-DBF16=1", f"-DK={self.k}", f"-DTOPK={self.topk}", f"-DGLU={int(self.glu)}",
             f"-DWEIGHTED={int(self.weighted)}", f"-DSORTED={int(self.sorted)}", f"-DTILES={self.tiles}",
             f"-DROWS={self.rows}", f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
-            f"-DFILL={self.fill}", f"-DEARLY={int(self.early)}", f"-DWIDE={self.wide}", f"-DNEXT={self.next}",
+            f"-DFILL={self.fill}", f"-DEARLY={int(self.early)}", f"-DWIDE={self.wide}", f"-DNEXT={self.next}", f"-DGUESS={self.guess}",
         )  # fmt: skip
 
 

@@ -70,6 +70,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     extern __shared__ __align__(128) unsigned char memory[];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
     const int columns = (n + 16 * ROWS - 1) / (16 * ROWS), block = blockIdx.x / columns, part = warp % PARTS;
+    const int begin = min(blockIdx.x % columns * 16 * ROWS, n - 16);
+    auto bring = [&](int from_expert, int column, int count) {  // 16-byte words of the block's rows, to L2
+#pragma unroll
+        for (int i = 0; i < count; i++)
+#pragma unroll
+            for (int m = 0; m < WIDE; m++) {
+                const int at = column + (i * PARTS + part) * 16 + lane % 2 * 8;
+                const int tile_row = min(begin + (warp / PARTS * WIDE + m) * 16, n - 16) + lane / 2;
+                if (at < BLOCKS) bring_to_l2(weight + ((long long)from_expert * n + tile_row) * BLOCKS + at);
+            }
+    };
+    if (SORTED && !EARLY && block < count) bring(block, 0, GUESS);  // mostly, block i has expert i
     // The next kernel starts behind this wait: pairs, experts and total, which were complete then, can be read before its own.
     if (!EARLY) kernels_before_end();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -81,7 +93,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     }
 
     // Rows of the matrix: both values of a pair in one lane. A tile that would end behind the matrix is the last 16 rows.
-    const int begin = min(blockIdx.x % columns * 16 * ROWS, n - 16);
     int row[WIDE];
     const uint4* from[WIDE];
     const unsigned char* scale_of[WIDE];
@@ -106,14 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) fetch(i, i);
-#pragma unroll
-    for (int i = 0; i < NEXT; i++)  // the steps behind those come to L2 while activations are loaded: 256 bytes of 16 rows
-#pragma unroll
-        for (int m = 0; m < WIDE; m++) {
-            const int column = AHEAD * PARTS * 4 + (i * PARTS + part) * 16 + lane % 2 * 8;
-            const int tile_row = row[m] - (GLU ? 2 * group : group) + lane / 2;
-            if (column < BLOCKS) bring_to_l2(weight + (matrix + tile_row) * BLOCKS + column);
-        }
+    bring(expert, AHEAD * PARTS * 4, NEXT);  // while activations are loaded
     uint4 scale_words[(SCALES + THREADS - 1) / THREADS];
     const int scale_count = (min(16 * ROWS, n - begin) * BLOCKS + shift + 15) / 16;
 #pragma unroll
