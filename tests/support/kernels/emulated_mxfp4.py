@@ -20,6 +20,7 @@ BODIES = {
     "kernels_before_end": "",
     "load_16": "return *at;",
     "load_weights": "return *at;",
+    "load_from_l2": "return *at;",
     "product": "u32 v = 0; for (int i = 0; i < 2; i++) v |= (u32)rounded(number(half_of(a, i)) * number(half_of(b, i)))"
     " << 16 * i; return v;",
     "halves": "u64 both = (u64)high << 32 | low; u32 v = 0; for (int i = 0; i < 4; i++)"

@@ -32,6 +32,12 @@ __device__ __forceinline__ uint4 load_weights(const uint4* at) {  // as load_onc
     return v;
 }
 
+__device__ __forceinline__ int load_from_l2(const int* at) {  // not an earlier value in L1, which only a wait discards
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void bring_to_l2(const uint4* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 __device__ __forceinline__ float power(float x) {  // e^x
@@ -85,9 +91,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     // The next kernel starts behind this wait: pairs, experts and total, which were complete then, can be read before its own.
     if (!EARLY) kernels_before_end();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    const int mine = lane >= (SORTED ? 8 * TILES : 1) ? n_pairs : SORTED ? pairs[block * 8 * TILES + lane] : block;
-    const int expert = experts[block];
-    if ((SORTED && block * 8 * TILES >= *total) || expert < 0 || expert >= count) {
+    int mine = lane ? n_pairs : block;
+    if (SORTED) mine = lane < 8 * TILES ? load_from_l2(pairs + block * 8 * TILES + lane) : n_pairs;
+    const int expert = load_from_l2(experts + block), end = SORTED ? load_from_l2(total) : 0;
+    if ((SORTED && block * 8 * TILES >= end) || expert < 0 || expert >= count) {
         if (EARLY) kernels_before_end();  // no kernel ends before those in front of it
         return;
     }
