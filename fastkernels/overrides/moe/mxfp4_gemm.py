@@ -91,6 +91,8 @@ def refused(
     for of, t in ((name, w), (f"the scales of {name}", scales), (f"the bias of {name}", bias)):
         if not t.is_contiguous():
             return f"{of} has strides {tuple(t.stride())}: it must be contiguous"
+    if w.shape[1] < 16:
+        return f"{name} has {w.shape[1]} rows, fewer than a tile's 16"
     if w.data_ptr() % 16:
         return f"{name} must begin at a multiple of 16 bytes"
     if plan(2 * w.shape[2], 1, 2, True, True).shared > SHARED:

@@ -111,8 +111,9 @@ def test_unsupported_matrices_name_the_reason() -> None:
     assert "not MXFP4" in str(few.refused(x, w, None, bias, "w1"))
     assert "float16" in str(few.refused(x.half(), w, scales, bias, "w1"))
     assert "strides" in str(few.refused(x, w.transpose(0, 1), scales, bias, "w1"))
-    wide = torch.empty(1, 1, 16384, dtype=torch.uint8)
-    assert "shared memory" in str(few.refused(x, wide, wide[..., :1024], bias[:1, :1], "w1"))
+    assert "12 rows" in str(few.refused(x, w[:1, :12], scales[:1, :12], bias[:1, :12], "w1"))
+    wide = torch.empty(1, 16, 16384, dtype=torch.uint8)
+    assert "shared memory" in str(few.refused(x, wide, wide[0, :, :1024].clone()[None], bias[:1, :16], "w1"))
 
 
 def test_calls_with_many_rows_per_expert_are_refused() -> None:
