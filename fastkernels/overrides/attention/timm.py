@@ -11,7 +11,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend
-from fastkernels.overrides.attention.windows import attend_in_windows, relative_positions
+from fastkernels.overrides.attention.windows import attend_in_windows, position_bias, relative_positions
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
@@ -401,9 +401,8 @@ class TimmWindowAttention(_Parts):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = _packed(self, x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        rows = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
-        index, dropout = self.relative_position_index, _dropout(self)
-        attended = attend_in_windows((q, k, v), self.logit_scale, rows, index, mask, dropout)
+        bias = position_bias(self.cpb_mlp, self.relative_coords_table, self.relative_position_index)
+        attended = attend_in_windows((q, k, v), self.logit_scale, bias, mask, _dropout(self))
         return self.proj_drop(self.proj(attended))
 
 
@@ -420,6 +419,6 @@ TARGETS = {
         _target("timm.layers.attention", "AttentionRope"),
         _target("timm.models.eva", "EvaAttention"),
         _target("timm.layers.attention_pool", "AttentionPoolLatent"),
-        _target("timm.models.swin_transformer_v2", "WindowAttention"),
-    )
+    ),
+    "window_attention": (_target("timm.models.swin_transformer_v2", "WindowAttention"),),
 }

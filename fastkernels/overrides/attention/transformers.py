@@ -15,7 +15,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
-from fastkernels.overrides.attention.windows import attend_in_windows, relative_positions
+from fastkernels.overrides.attention.windows import attend_in_windows, position_bias, relative_positions
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.rope_nd import rope_nd
 from fastkernels.overrides.rope.transformers import transformers_dinov3_vit_apply_rotary_pos_emb
@@ -302,11 +302,12 @@ class TransformersSwinv2SelfAttention(nn.Module):
         heads = self.num_attention_heads
         projected = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
         q, k, v = (t.unflatten(-1, (heads, -1)) for t in projected)
-        rows = self.continuous_position_bias_mlp(self.relative_coords_table).view(-1, heads)
+        bias = position_bias(
+            self.continuous_position_bias_mlp, self.relative_coords_table, self.relative_position_index
+        )
         mask = None if attention_mask is None else 2 * attention_mask  # the host adds it twice
         dropout = self.dropout.p * self.training
-        index = self.relative_position_index
-        return (attend_in_windows((q, k, v), self.logit_scale, rows, index, mask, dropout),)
+        return (attend_in_windows((q, k, v), self.logit_scale, bias, mask, dropout),)
 
 
 class _Mlp(nn.Module):
@@ -399,8 +400,8 @@ TARGETS = {
         _target("yolos", "YolosSelfAttention"),
         _target("dinov3_vit", "DINOv3ViTAttention"),
         _target("vjepa2", "VJEPA2RopeAttention"),
-        _target("swinv2", "Swinv2SelfAttention"),
         _target("siglip", "SiglipMultiheadAttentionPoolingHead"),
         _target("siglip2", "Siglip2MultiheadAttentionPoolingHead"),
-    )
+    ),
+    "window_attention": (_target("swinv2", "Swinv2SelfAttention"),),
 }

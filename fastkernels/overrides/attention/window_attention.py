@@ -1,0 +1,212 @@
+"""Cosine attention within windows, with a position bias and a mask of each window: SwinV2 (arXiv 2111.09883)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from fastkernels.core.case import Case
+from fastkernels.core.declaration import Axis, Tensor
+from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.spec import OpSpec
+from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.rows import FLOATS
+
+MOST_TOKENS = 256  # of a window: all scores of a block of queries are in registers
+MOST_PROGRAMS = 65535  # along the second and third axis of a CUDA grid
+SHORTEST = 1e-12  # length by which a query or key is divided, as in F.normalize
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """q, k, v: [B, N, H, D], a window of N tokens each; scale: [H]; bias: [H, N, N]; mask: [W, N, N] or None.
+
+    Queries and keys are divided by their lengths; scale multiplies the scores, bias and mask are added. Window i has
+    mask i % W. Computed in at least float32, rounded once; returns [B, N, H, D] in q's dtype.
+    """
+    acc = torch.promote_types(q.dtype, torch.float32)
+    long_q, long_k = (F.normalize(t.to(acc), dim=-1, eps=SHORTEST) for t in (q, k))
+    scores = torch.einsum("bqhd,bkhd->bhqk", long_q, long_k) * scale.to(acc)[:, None, None] + bias.to(acc)
+    if mask is not None:
+        scores = scores + mask.to(acc)[:, None].repeat(len(q) // len(mask), 1, 1, 1)
+    return torch.einsum("bhqk,bkhd->bqhd", torch.softmax(scores, dim=-1), v.to(acc)).to(q.dtype)
+
+
+@triton.jit(do_not_specialize=["images"])
+def _window_attention_kernel(
+    q_ptr, k_ptr, v_ptr, scale_ptr, bias_ptr, mask_ptr, out_ptr, images, W, N, H, D, q_b, q_t, q_h, k_b, k_t, k_h,
+    v_b, v_t, v_h, MASK: tl.constexpr, EACH: tl.constexpr, SHORTEST: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # A program per (head, window and block of queries, EACH images): bias and mask are loaded once for all of these.
+    follow(OVERLAP)
+    LOG2E: tl.constexpr = 1.4426950408889634
+    head = tl.program_id(0)
+    blocks = tl.cdiv(N, BLOCK_M)
+    window = tl.program_id(1) // blocks
+    rows = (tl.program_id(1) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    inside = (rows < N)[:, None] & (cols < N)[None, :]
+    at = rows[:, None] * N + cols[None, :]
+    added = tl.load(bias_ptr + head * N * N + at, mask=inside, other=0.0).to(tl.float32)
+    if MASK:
+        added += tl.load(mask_ptr + window * N * N + at, mask=inside, other=0.0).to(tl.float32)
+    added = tl.where((cols < N)[None, :], added * LOG2E, float("-inf"))
+    scale = tl.load(scale_ptr + head).to(tl.float32) * LOG2E
+    of_rows = (rows < N)[:, None] & (dims < D)[None, :]
+    of_cols = (cols < N)[:, None] & (dims < D)[None, :]
+    first = tl.program_id(2) * EACH
+    for image in range(first, tl.minimum(first + EACH, images)):
+        batch = (image * W + window).to(tl.int64)
+        q_at = q_ptr + batch * q_b + head * q_h + rows[:, None] * q_t + dims[None, :]
+        k_at = k_ptr + batch * k_b + head * k_h + cols[:, None] * k_t + dims[None, :]
+        v_at = v_ptr + batch * v_b + head * v_h + cols[:, None] * v_t + dims[None, :]
+        q = tl.load(q_at, mask=of_rows, other=0.0)
+        k = tl.load(k_at, mask=of_cols, other=0.0)
+        v = tl.load(v_at, mask=of_cols, other=0.0)
+        # The products are of q and k as they are; their lengths divide the scores.
+        wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
+        of_q = scale / tl.maximum(tl.sqrt(tl.sum(wide_q * wide_q, 1)), SHORTEST)
+        of_k = 1.0 / tl.maximum(tl.sqrt(tl.sum(wide_k * wide_k, 1)), SHORTEST)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * of_q[:, None] * of_k[None, :] + added
+        p = tl.exp2(scores - tl.max(scores, 1)[:, None])
+        out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) / tl.sum(p, 1)[:, None]
+        out_at = out_ptr + ((batch * N + rows[:, None]) * H + head) * D + dims[None, :]
+        tl.store(out_at, out.to(q.dtype), mask=of_rows)
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:  # fmt: skip
+    if q.dim() != 4 or q.shape != k.shape or q.shape != v.shape:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"window_attention: q, k and v must be [B, N, H, D], all alike, got {shapes}")
+    batch, tokens, heads, _ = q.shape
+    if scale.shape != (heads,) or bias.shape != (heads, tokens, tokens):
+        raise ValueError(
+            f"window_attention: scale {tuple(scale.shape)} and bias {tuple(bias.shape)} are not [H] and [H, N, N] of q"
+            f" {tuple(q.shape)}"
+        )
+    if mask is not None and (mask.shape[1:] != (tokens, tokens) or len(mask) == 0 or batch % len(mask)):
+        raise ValueError(
+            f"window_attention: mask {tuple(mask.shape)} is not [W, N, N] of q {tuple(q.shape)}, B a multiple of W"
+        )
+
+
+def _supports_triton(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> str | None:  # fmt: skip
+    if q.dtype not in FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} are not one of float16, bfloat16 and float32"
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 matrices as integers"
+    if q.shape[1] > MOST_TOKENS or q.shape[3] > 128:
+        return f"windows of {q.shape[1]} tokens or heads of {q.shape[3]} are over {MOST_TOKENS} or 128"
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.stride(-1) != 1:
+            return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    other = [name for name, t in (("bias", bias), ("mask", mask)) if t is not None and not t.is_contiguous()]
+    if other:
+        return f"{other[0]} is not contiguous"
+    if mask is not None and len(mask) * cdiv(q.shape[1], 64) > MOST_PROGRAMS:
+        return f"{len(mask)} windows are over {MOST_PROGRAMS}"
+    return None
+
+
+def _triton(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    _check(q, k, v, scale, bias, mask)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    batch, tokens, heads, size = q.shape
+    windows = 1 if mask is None else len(mask)
+    images = batch // windows
+    block_n = max(next_power_of_2(tokens), 16)
+    block_m = min(block_n, 64)
+    columns = windows * cdiv(tokens, block_m)
+    # As many images for a program as leave each SM several programs
+    most = heads * columns * images // (8 * multiprocessors(q.device))
+    each = next(n for n in (8, 4, 2, 1) if n <= max(most, 1))
+    each = max(each, next_power_of_2(cdiv(images, MOST_PROGRAMS)))
+    exact = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    launch_kernel(
+        _window_attention_kernel, (heads, columns, cdiv(images, each)),
+        q, k, v, scale, bias, mask, out, images, windows, tokens, heads, size, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], MASK=mask is not None, EACH=each, SHORTEST=SHORTEST,
+        PRECISION=exact if q.dtype == torch.float32 else "tf32", BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_D=max(next_power_of_2(size), 16), num_warps=8 if block_n > 64 else 4,
+    )  # fmt: skip
+    return out
+
+
+def _reference(*args: Any) -> torch.Tensor:
+    _check(*args[:5], args[5] if len(args) > 5 else None)
+    return reference(*args).contiguous()
+
+
+window_attention = define(
+    "window_attention(Tensor q, Tensor k, Tensor v, Tensor scale, Tensor bias, Tensor? mask=None) -> Tensor",
+    fake=lambda q, *_: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    providers=(
+        Provider("triton", _triton, supports=_supports_triton),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def _case(name: str, tag: str, images: int, windows: int, tokens: int, heads: int, head_size: int,
+          dtype: str = "bfloat16", often: float = 1, masked: bool = True) -> Case:  # fmt: skip
+    dims = {"batch": images * windows, "windows": windows, "tokens": tokens, "heads": heads, "head_size": head_size}
+    return Case(name, {**dims, "masked": masked}, dtype, often, (tag,))
+
+
+SPEC = OpSpec(
+    name="window_attention",
+    level=1,
+    reference=reference,
+    op=window_attention,
+    cases=(  # SwinV2-B with windows of 8 x 8 on 8 images of 256 px; SwinV2-L with 12 x 12 on 192 px
+        _case("swinv2_b_1", "model", 8, 64, 64, 4, 32),
+        _case("swinv2_b_1_plain", "model", 8, 64, 64, 4, 32, masked=False),
+        _case("swinv2_b_3", "model", 8, 4, 64, 16, 32, often=9),
+        _case("swinv2_b_3_plain", "model", 8, 4, 64, 16, 32, often=9, masked=False),
+        _case("swinv2_l_12", "model", 8, 1, 144, 24, 32, often=18, masked=False),
+        _case("one", "odd", 1, 1, 1, 1, 1, "float32"),
+        _case("plain_9", "odd", 3, 1, 9, 2, 33, "float32", masked=False),
+        _case("odd_49", "odd", 2, 3, 49, 3, 16, "float16"),
+        _case("images_9", "odd", 9, 2, 16, 1, 8, "float32"),
+        _case("tokens_130", "odd", 1, 2, 130, 2, 24, "float32"),
+        _case("half", "odd", 5, 1, 25, 2, 40, masked=False),
+    ),
+    arguments=(
+        Tensor("q", "batch tokens heads head_size"),
+        Tensor("k", "batch tokens heads head_size"),
+        Tensor("v", "batch tokens heads head_size"),
+        Tensor("scale", "heads", mean=10, std=2),
+        Tensor("bias", "heads tokens tokens", mean=8, std=2),
+        Tensor("mask", "windows tokens tokens", when="masked", std=3),
+    ),
+    outputs=(Tensor("out", "batch tokens heads head_size"),),
+    axes={
+        "batch": Axis.per_call(),
+        "windows": Axis.count(),
+        "tokens": Axis.count(),
+        "heads": Axis.count(),
+        "head_size": Axis.width(),
+    },
+    constraints=("batch % windows == 0", "tokens <= 1024"),
+    flops="4 * batch * tokens * tokens * heads * head_size",
+    activations=("v",),  # the result is linear in the values
+)  # fmt: skip
