@@ -399,10 +399,14 @@ class TimmWindowAttention(_Parts):
         self.register_buffer("relative_coords_table", table.to(self.proj.weight), persistent=False)
         self.register_buffer("relative_position_index", index.to(device), persistent=False)
 
+    @staticmethod
+    def needs_host(module: Any) -> str | None:
+        return _Parts.needs_host(module) or ("dropout" if _dropout(module) else None)
+
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = _packed(self, x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         bias = position_bias(self.cpb_mlp, self.relative_coords_table, self.relative_position_index)
-        attended = attend_in_windows((q, k, v), self.logit_scale, bias, mask, _dropout(self))
+        attended = attend_in_windows((q, k, v), self.logit_scale, bias, mask)
         return self.proj_drop(self.proj(attended))
 
 

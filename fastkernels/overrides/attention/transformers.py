@@ -15,6 +15,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
+from fastkernels.overrides.attention.window_attention import window_attention
 from fastkernels.overrides.attention.windows import attend_in_windows, position_bias, relative_positions
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.rope_nd import rope_nd
@@ -43,6 +44,10 @@ def _extra(given: dict[str, Any], *names: str) -> str | None:
 def _theirs(module: Any, reason: str) -> Any:
     """The host's forward of a live module, for a call that ours does not support."""
     attention_dense.note(reason)
+    return _hosts(module)
+
+
+def _hosts(module: Any) -> Any:
     host: Any = type(module).__mro__[1]
     return host.forward.__get__(module)
 
@@ -296,18 +301,16 @@ class TransformersSwinv2SelfAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         output_attentions: bool | None = False,
     ):
-        reason = "weights as a result" if output_attentions else None
-        if (reason := reason or _hooked(self)) is not None:
-            return _theirs(self, reason)(hidden_states, attention_mask, output_attentions)
+        if output_attentions or self.dropout.p * self.training or _hooked(self):
+            window_attention.note("weights as a result, dropout or a hook")
+            return _hosts(self)(hidden_states, attention_mask, output_attentions)
         heads = self.num_attention_heads
         projected = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
         q, k, v = (t.unflatten(-1, (heads, -1)) for t in projected)
-        bias = position_bias(
-            self.continuous_position_bias_mlp, self.relative_coords_table, self.relative_position_index
-        )
+        mlp = self.continuous_position_bias_mlp
+        bias = position_bias(mlp, self.relative_coords_table, self.relative_position_index)
         mask = None if attention_mask is None else 2 * attention_mask  # the host adds it twice
-        dropout = self.dropout.p * self.training
-        return (attend_in_windows((q, k, v), self.logit_scale, bias, mask, dropout),)
+        return (attend_in_windows((q, k, v), self.logit_scale, bias, mask),)
 
 
 class _Mlp(nn.Module):

@@ -17,8 +17,7 @@ from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_o
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS
 
-MOST_TOKENS = 256  # of a window: all scores of a block of queries are in registers
-MOST_PROGRAMS = 65535  # along the second and third axis of a CUDA grid
+WHOLE = 128  # most keys whose scores with a block of queries are in registers at once
 SHORTEST = 1e-12  # length by which a query or key is divided, as in F.normalize
 
 
@@ -39,47 +38,79 @@ def reference(
     return torch.einsum("bhqk,bkhd->bqhd", torch.softmax(scores, dim=-1), v.to(acc)).to(q.dtype)
 
 
-@triton.jit(do_not_specialize=["images"])
-def _window_attention_kernel(
-    q_ptr, k_ptr, v_ptr, scale_ptr, bias_ptr, mask_ptr, out_ptr, images, W, N, H, D, q_b, q_t, q_h, k_b, k_t, k_h,
-    v_b, v_t, v_h, MASK: tl.constexpr, EACH: tl.constexpr, SHORTEST: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    # A program per (head, window and block of queries, EACH images): bias and mask are loaded once for all of these.
-    follow(OVERLAP)
-    LOG2E: tl.constexpr = 1.4426950408889634
-    head = tl.program_id(0)
-    blocks = tl.cdiv(N, BLOCK_M)
-    window = tl.program_id(1) // blocks
-    rows = (tl.program_id(1) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    inside = (rows < N)[:, None] & (cols < N)[None, :]
+@triton.jit
+def _added(bias_ptr, mask_ptr, head, window, rows, cols, N, MASK: tl.constexpr):
+    # Bias and mask of the scores, in units of log2(e): the softmax needs exp2 alone
     at = rows[:, None] * N + cols[None, :]
+    inside = (rows < N)[:, None] & (cols < N)[None, :]
     added = tl.load(bias_ptr + head * N * N + at, mask=inside, other=0.0).to(tl.float32)
     if MASK:
         added += tl.load(mask_ptr + window * N * N + at, mask=inside, other=0.0).to(tl.float32)
-    added = tl.where((cols < N)[None, :], added * LOG2E, float("-inf"))
-    scale = tl.load(scale_ptr + head).to(tl.float32) * LOG2E
-    of_rows = (rows < N)[:, None] & (dims < D)[None, :]
-    of_cols = (cols < N)[:, None] & (dims < D)[None, :]
-    first = tl.program_id(2) * EACH
+    return tl.where((cols < N)[None, :], added * 1.4426950408889634, float("-inf"))
+
+
+@triton.jit
+def _scores(q, k, of_q, added, SHORTEST: tl.constexpr, PRECISION: tl.constexpr):
+    # The product is of q and k as they are: their lengths divide it.
+    wide = k.to(tl.float32)
+    of_k = 1.0 / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), SHORTEST)
+    return tl.dot(q, tl.trans(k), input_precision=PRECISION) * of_q[:, None] * of_k[None, :] + added
+
+
+@triton.jit(do_not_specialize=["images"])
+def _window_attention_kernel(
+    q_ptr, k_ptr, v_ptr, scale_ptr, bias_ptr, mask_ptr, out_ptr, images, W, N, H, D, q_b, q_t, q_h, k_b, k_t, k_h,
+    v_b, v_t, v_h, MASK: tl.constexpr, EACH: tl.constexpr, WHOLE: tl.constexpr, SHORTEST: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # A program per (head, window and block of queries, EACH images). If the keys are one block (WHOLE), bias and mask
+    # are loaded once for all of these images.
+    follow(OVERLAP)
+    blocks = tl.cdiv(N, BLOCK_M)
+    head, column = tl.program_id(0) % H, tl.program_id(0) // H  # a window's heads are neighbours in memory
+    window, first = (column // blocks) % W, column // (blocks * W) * EACH
+    rows = (column % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    known = (dims < D)[None, :]
+    scale = tl.load(scale_ptr + head).to(tl.float32) * 1.4426950408889634
+    if WHOLE:
+        added = _added(bias_ptr, mask_ptr, head, window, rows, cols, N, MASK)
     for image in range(first, tl.minimum(first + EACH, images)):
         batch = (image * W + window).to(tl.int64)
+        of_rows = (rows < N)[:, None] & known
         q_at = q_ptr + batch * q_b + head * q_h + rows[:, None] * q_t + dims[None, :]
         k_at = k_ptr + batch * k_b + head * k_h + cols[:, None] * k_t + dims[None, :]
         v_at = v_ptr + batch * v_b + head * v_h + cols[:, None] * v_t + dims[None, :]
         q = tl.load(q_at, mask=of_rows, other=0.0)
-        k = tl.load(k_at, mask=of_cols, other=0.0)
-        v = tl.load(v_at, mask=of_cols, other=0.0)
-        # The products are of q and k as they are; their lengths divide the scores.
-        wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
-        of_q = scale / tl.maximum(tl.sqrt(tl.sum(wide_q * wide_q, 1)), SHORTEST)
-        of_k = 1.0 / tl.maximum(tl.sqrt(tl.sum(wide_k * wide_k, 1)), SHORTEST)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * of_q[:, None] * of_k[None, :] + added
-        p = tl.exp2(scores - tl.max(scores, 1)[:, None])
-        out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) / tl.sum(p, 1)[:, None]
+        wide = q.to(tl.float32)
+        of_q = scale / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), SHORTEST)
+        if WHOLE:
+            of_cols = (cols < N)[:, None] & known
+            k = tl.load(k_at, mask=of_cols, other=0.0)
+            v = tl.load(v_at, mask=of_cols, other=0.0)
+            scores = _scores(q, k, of_q, added, SHORTEST, PRECISION)
+            p = tl.exp2(scores - tl.max(scores, 1)[:, None])
+            total = tl.sum(p, 1)
+            out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        else:
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            for begin in range(0, N, BLOCK_N):
+                of_cols = (begin + cols < N)[:, None] & known
+                k = tl.load(k_at + begin * k_t, mask=of_cols, other=0.0)
+                v = tl.load(v_at + begin * v_t, mask=of_cols, other=0.0)
+                more = _added(bias_ptr, mask_ptr, head, window, rows, begin + cols, N, MASK)
+                scores = _scores(q, k, of_q, more, SHORTEST, PRECISION)
+                new_top = tl.maximum(top, tl.max(scores, 1))
+                p = tl.exp2(scores - new_top[:, None])
+                decay = tl.exp2(top - new_top)
+                total = total * decay + tl.sum(p, 1)
+                out = out * decay[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+                top = new_top
         out_at = out_ptr + ((batch * N + rows[:, None]) * H + head) * D + dims[None, :]
-        tl.store(out_at, out.to(q.dtype), mask=of_rows)
+        tl.store(out_at, (out / total[:, None]).to(q.dtype), mask=of_rows)
 
 
 def _check(
@@ -109,16 +140,11 @@ def _supports_triton(
         return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} are not one of float16, bfloat16 and float32"
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 matrices as integers"
-    if q.shape[1] > MOST_TOKENS or q.shape[3] > 128:
-        return f"windows of {q.shape[1]} tokens or heads of {q.shape[3]} are over {MOST_TOKENS} or 128"
+    if q.shape[3] > 128:
+        return f"head size {q.shape[3]} is over 128"
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.stride(-1) != 1:
             return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
-    other = [name for name, t in (("bias", bias), ("mask", mask)) if t is not None and not t.is_contiguous()]
-    if other:
-        return f"{other[0]} is not contiguous"
-    if mask is not None and len(mask) * cdiv(q.shape[1], 64) > MOST_PROGRAMS:
-        return f"{len(mask)} windows are over {MOST_PROGRAMS}"
     return None
 
 
@@ -131,20 +157,20 @@ def _triton(
     if out.numel() == 0:
         return out
     batch, tokens, heads, size = q.shape
-    windows = 1 if mask is None else len(mask)
+    windows, mask = (1, None) if mask is None else (len(mask), mask.contiguous())
     images = batch // windows
-    block_n = max(next_power_of_2(tokens), 16)
+    whole = tokens <= WHOLE
+    block_n = max(next_power_of_2(tokens), 16) if whole else 64
     block_m = min(block_n, 64)
     columns = windows * cdiv(tokens, block_m)
     # As many images for a program as leave each SM several programs
     most = heads * columns * images // (8 * multiprocessors(q.device))
-    each = next(n for n in (8, 4, 2, 1) if n <= max(most, 1))
-    each = max(each, next_power_of_2(cdiv(images, MOST_PROGRAMS)))
+    each = next(n for n in (8, 4, 2, 1) if n <= max(most, 1)) if whole else 1
     exact = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     launch_kernel(
-        _window_attention_kernel, (heads, columns, cdiv(images, each)),
-        q, k, v, scale, bias, mask, out, images, windows, tokens, heads, size, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], MASK=mask is not None, EACH=each, SHORTEST=SHORTEST,
+        _window_attention_kernel, (heads * columns * cdiv(images, each),),
+        q, k, v, scale, bias.contiguous(), mask, out, images, windows, tokens, heads, size, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], MASK=mask is not None, EACH=each, WHOLE=whole, SHORTEST=SHORTEST,
         PRECISION=exact if q.dtype == torch.float32 else "tf32", BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_D=max(next_power_of_2(size), 16), num_warps=8 if block_n > 64 else 4,
     )  # fmt: skip
@@ -183,11 +209,13 @@ SPEC = OpSpec(
         _case("swinv2_b_3", "model", 8, 4, 64, 16, 32, often=9),
         _case("swinv2_b_3_plain", "model", 8, 4, 64, 16, 32, often=9, masked=False),
         _case("swinv2_l_12", "model", 8, 1, 144, 24, 32, often=18, masked=False),
+        _case("tokens_75", "odd", 2, 2, 75, 2, 16, "float16"),
         _case("one", "odd", 1, 1, 1, 1, 1, "float32"),
         _case("plain_9", "odd", 3, 1, 9, 2, 33, "float32", masked=False),
         _case("odd_49", "odd", 2, 3, 49, 3, 16, "float16"),
         _case("images_9", "odd", 9, 2, 16, 1, 8, "float32"),
         _case("tokens_130", "odd", 1, 2, 130, 2, 24, "float32"),
+        _case("masks_5", "odd", 2, 5, 7, 1, 64),
         _case("half", "odd", 5, 1, 25, 2, 40, masked=False),
     ),
     arguments=(

@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
-from fastkernels.overrides.attention.attention_dense import attend
-from fastkernels.overrides.attention.window_attention import MOST_TOKENS, window_attention
-from fastkernels.overrides.kit.modules import changed, plain_linear
+from fastkernels.overrides.attention.window_attention import window_attention
+from fastkernels.overrides.kit.modules import changed
 
 
 def relative_positions(
@@ -34,33 +33,24 @@ def position_bias(mlp: Any, table: torch.Tensor, index: torch.Tensor) -> torch.T
     mlp: two linear layers with ReLU between them. The first has two inputs: as sums a compiler computes all of it in
     two kernels, with products of matrices in five.
     """
-    first, last = mlp[0], mlp[2]
     flat = table.flatten(0, -2)
-    plain = all(plain_linear(layer, table) for layer in (first, last)) and last.bias is None and not changed(mlp[1])
-    if torch.compiler.is_compiling() and plain and not changed(mlp):
+    plain = [type(m) for m in mlp] == [nn.Linear, nn.ReLU, nn.Linear] and not any(map(changed, (mlp, *mlp)))
+    if torch.compiler.is_compiling() and plain and type(mlp[0].weight) is type(mlp[2].weight) is nn.Parameter:
+        first, last = mlp[0], mlp[2]
         hidden = flat[:, :1] * first.weight[:, 0] + flat[:, 1:] * first.weight[:, 1] + first.bias
         rows = (hidden.relu()[:, None] * last.weight).sum(-1)
     else:
         rows = mlp(flat)
-    return 16 * torch.sigmoid(rows[index.flatten()].view(*index.shape, -1).permute(2, 0, 1).contiguous())
+    return 16 * torch.sigmoid(rows[index.flatten()].view(*index.shape, -1).permute(2, 0, 1))
 
 
 def attend_in_windows(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], logit_scale: torch.Tensor, bias: torch.Tensor,
-    mask: torch.Tensor | None, dropout: float = 0.0,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend with queries and keys of length 1: qkv each [B * windows, N, H, D]; returns [B * windows, N, H * D].
 
-    logit_scale: [H, 1, 1]. bias: [H, N, N]. mask: [windows, N, N], added to the scores, or None. dropout: of the
-    weights, in training.
+    logit_scale: [H, 1, 1]. bias: [H, N, N]. mask: [windows, N, N], added to the scores, or None.
     """
-    q, k, v = qkv
     scale = torch.clamp(logit_scale, max=math.log(100.0)).exp().flatten()
-    if dropout == 0.0 and q.shape[1] <= MOST_TOKENS:
-        return window_attention(q, k, v, scale, bias, mask).flatten(2)
-    window_attention.leave("dropout" if dropout else f"windows of over {MOST_TOKENS} tokens")
-    added = bias[None]
-    if mask is not None:
-        added = (added + mask[:, None]).repeat(len(q) // len(mask), 1, 1, 1)
-    q = F.normalize(q, dim=-1) * scale.to(q.dtype)[:, None]
-    return attend(q, F.normalize(k, dim=-1), v, 1.0, added.to(q.dtype), dropout)
+    return window_attention(*qkv, scale, bias, mask).flatten(2)
