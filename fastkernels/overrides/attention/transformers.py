@@ -17,6 +17,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
 from fastkernels.overrides.attention.window_attention import window_attention
 from fastkernels.overrides.attention.windows import attend_in_windows, position_bias, relative_positions
+from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.rope_nd import rope_nd
 from fastkernels.overrides.rope.transformers import transformers_dinov3_vit_apply_rotary_pos_emb
@@ -256,7 +257,8 @@ def _table_3d(module: Any, x: torch.Tensor, positions: torch.Tensor | None) -> P
     axes = torch.stack((ids // side**2, ids % side**2 // side, ids % side), dim=1)
     turned = (axes[..., None] * omega).repeat(1, 1, 2).flatten(1)
     angles = nn.functional.pad(turned, (0, x.shape[-1] - turned.shape[1]))
-    return angles.cos(), angles.sin()
+    cos, sin = torch.stack((angles.cos(), angles.sin()))  # one kernel of compiled code
+    return cos, sin
 
 
 def _hooked(module: Any) -> str | None:
@@ -387,10 +389,10 @@ class TransformersSiglip2MultiheadAttentionPoolingHead(TransformersSiglipMultihe
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 
-def _target(model: str, name: str, cls: str = "") -> Target:
-    path = f"transformers.models.{model}.modeling_{model}:{name}"
+def _target(model: str, name: str, cls: str = "", compiled: tuple[str, ...] = ()) -> Target:
+    path, ours = f"transformers.models.{model}.modeling_{model}:{name}", f"Transformers{cls or name}"
     return Target(
-        "transformers", path, f"Transformers{cls or name}", "module", default=False, note=_NOTE, tried=True
+        "transformers", path, ours, "module", default=False, note=_NOTE, tried=True, compiled=compiled
     )
 
 
@@ -402,7 +404,8 @@ TARGETS = {
         _target("vit", "ViTAttention"),
         _target("yolos", "YolosSelfAttention"),
         _target("dinov3_vit", "DINOv3ViTAttention"),
-        _target("vjepa2", "VJEPA2RopeAttention"),
+        # ViT-L, 2,048 tokens, bfloat16: a compiler computes sines and cosines for each head and element
+        _target("vjepa2", "VJEPA2RopeAttention", compiled=(H100,)),
         _target("siglip", "SiglipMultiheadAttentionPoolingHead"),
         _target("siglip2", "Siglip2MultiheadAttentionPoolingHead"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,21 +19,24 @@ from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS
 
 WHOLE = 128  # most keys whose scores with a block of queries are in registers at once
+MOST_SCALE = math.log(100.0)
 SHORTEST = 1e-12  # length by which a query or key is divided, as in F.normalize
 
 
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logit_scale: torch.Tensor, bias: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """q, k, v: [B, N, H, D], a window of N tokens each; scale: [H]; bias: [H, N, N]; mask: [W, N, N] or None.
+    """q, k, v: [B, N, H, D], a window of N tokens each; logit_scale: [H]; bias: [H, N, N]; mask: [W, N, N] or None.
 
-    Queries and keys are divided by their lengths; scale multiplies the scores, bias and mask are added. Window i has
-    mask i % W. Computed in at least float32, rounded once; returns [B, N, H, D] in q's dtype.
+    Queries and keys are divided by their lengths, their products multiplied by exp(logit_scale), at most 100; bias and
+    mask are added. Window i has mask i % W. Computed in at least float32, rounded once; returns [B, N, H, D] in q's
+    dtype.
     """
     acc = torch.promote_types(q.dtype, torch.float32)
     long_q, long_k = (F.normalize(t.to(acc), dim=-1, eps=SHORTEST) for t in (q, k))
-    scores = torch.einsum("bqhd,bkhd->bhqk", long_q, long_k) * scale.to(acc)[:, None, None] + bias.to(acc)
+    scale = logit_scale.to(acc).clamp(max=MOST_SCALE).exp()[:, None, None]
+    scores = torch.einsum("bqhd,bkhd->bhqk", long_q, long_k) * scale + bias.to(acc)
     if mask is not None:
         scores = scores + mask.to(acc)[:, None].repeat(len(q) // len(mask), 1, 1, 1)
     return torch.einsum("bhqk,bkhd->bqhd", torch.softmax(scores, dim=-1), v.to(acc)).to(q.dtype)
@@ -59,9 +63,9 @@ def _scores(q, k, of_q, added, SHORTEST: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["images"])
 def _window_attention_kernel(
-    q_ptr, k_ptr, v_ptr, scale_ptr, bias_ptr, mask_ptr, out_ptr, images, W, N, H, D, q_b, q_t, q_h, k_b, k_t, k_h,
+    q_ptr, k_ptr, v_ptr, logit_scale_ptr, bias_ptr, mask_ptr, out_ptr, images, W, N, H, D, q_b, q_t, q_h, k_b, k_t, k_h,
     v_b, v_t, v_h, MASK: tl.constexpr, EACH: tl.constexpr, WHOLE: tl.constexpr, SHORTEST: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    MOST_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # A program per (head, window and block of queries, EACH images). If the keys are one block (WHOLE), bias and mask
@@ -73,7 +77,7 @@ def _window_attention_kernel(
     rows = (column % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     known = (dims < D)[None, :]
-    scale = tl.load(scale_ptr + head).to(tl.float32) * 1.4426950408889634
+    scale = tl.exp(tl.minimum(tl.load(logit_scale_ptr + head).to(tl.float32), MOST_SCALE)) * 1.4426950408889634
     if WHOLE:
         added = _added(bias_ptr, mask_ptr, head, window, rows, cols, N, MASK)
     for image in range(first, tl.minimum(first + EACH, images)):
@@ -114,17 +118,17 @@ def _window_attention_kernel(
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logit_scale: torch.Tensor, bias: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> None:  # fmt: skip
     if q.dim() != 4 or q.shape != k.shape or q.shape != v.shape:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"window_attention: q, k and v must be [B, N, H, D], all alike, got {shapes}")
     batch, tokens, heads, _ = q.shape
-    if scale.shape != (heads,) or bias.shape != (heads, tokens, tokens):
+    if logit_scale.shape != (heads,) or bias.shape != (heads, tokens, tokens):
         raise ValueError(
-            f"window_attention: scale {tuple(scale.shape)} and bias {tuple(bias.shape)} are not [H] and [H, N, N] of q"
-            f" {tuple(q.shape)}"
+            f"window_attention: logit_scale {tuple(logit_scale.shape)} and bias {tuple(bias.shape)} are not [H] and"
+            f" [H, N, N] of q {tuple(q.shape)}"
         )
     if mask is not None and (mask.shape[1:] != (tokens, tokens) or len(mask) == 0 or batch % len(mask)):
         raise ValueError(
@@ -133,7 +137,7 @@ def _check(
 
 
 def _supports_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logit_scale: torch.Tensor, bias: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> str | None:  # fmt: skip
     if q.dtype not in FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -149,10 +153,10 @@ def _supports_triton(
 
 
 def _triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logit_scale: torch.Tensor, bias: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    _check(q, k, v, scale, bias, mask)
+    _check(q, k, v, logit_scale, bias, mask)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
@@ -169,9 +173,9 @@ def _triton(
     exact = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     launch_kernel(
         _window_attention_kernel, (heads * columns * cdiv(images, each),),
-        q, k, v, scale, bias.contiguous(), mask, out, images, windows, tokens, heads, size, *q.stride()[:3], *k.stride()[:3],
+        q, k, v, logit_scale, bias.contiguous(), mask, out, images, windows, tokens, heads, size, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], MASK=mask is not None, EACH=each, WHOLE=whole, SHORTEST=SHORTEST,
-        PRECISION=exact if q.dtype == torch.float32 else "tf32", BLOCK_M=block_m, BLOCK_N=block_n,
+        MOST_SCALE=MOST_SCALE, PRECISION=exact if q.dtype == torch.float32 else "tf32", BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_D=max(next_power_of_2(size), 16), num_warps=8 if block_n > 64 else 4,
     )  # fmt: skip
     return out
@@ -183,7 +187,7 @@ def _reference(*args: Any) -> torch.Tensor:
 
 
 window_attention = define(
-    "window_attention(Tensor q, Tensor k, Tensor v, Tensor scale, Tensor bias, Tensor? mask=None) -> Tensor",
+    "window_attention(Tensor q, Tensor k, Tensor v, Tensor logit_scale, Tensor bias, Tensor? mask=None) -> Tensor",
     fake=lambda q, *_: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
         Provider("triton", _triton, supports=_supports_triton),
@@ -222,7 +226,7 @@ SPEC = OpSpec(
         Tensor("q", "batch tokens heads head_size"),
         Tensor("k", "batch tokens heads head_size"),
         Tensor("v", "batch tokens heads head_size"),
-        Tensor("scale", "heads", mean=10, std=2),
+        Tensor("logit_scale", "heads", mean=3, std=1.5),
         Tensor("bias", "heads tokens tokens", mean=8, std=2),
         Tensor("mask", "windows tokens tokens", when="masked", std=3),
     ),

@@ -52,5 +52,4 @@ def attend_in_windows(
 
     logit_scale: [H, 1, 1]. bias: [H, N, N]. mask: [windows, N, N], added to the scores, or None.
     """
-    scale = torch.clamp(logit_scale, max=math.log(100.0)).exp().flatten()
-    return window_attention(*qkv, scale, bias, mask).flatten(2)
+    return window_attention(*qkv, logit_scale.flatten(), bias, mask).flatten(2)
