@@ -80,6 +80,7 @@ class _Parts(nn.Module):
 
     qkv: Any
     q: Any
+    relative_coords_table: Any
     relative_position_index: Any
     q_proj: Any
     k_proj: Any

@@ -269,6 +269,7 @@ def _hooked(module: Any) -> str | None:
 class TransformersSwinv2SelfAttention(nn.Module):
     """Swinv2SelfAttention: hidden_states [B * windows, N, C] to a tuple of the same; attention_mask [windows, N, N]."""
 
+    relative_coords_table: torch.Tensor
     relative_position_index: torch.Tensor
 
     def __init__(self, config, dim, num_heads, window_size, pretrained_window_size=[0, 0]):  # noqa: B006

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,8 +64,8 @@ def _scores(q, k, of_q, added, SHORTEST: tl.constexpr, PRECISION: tl.constexpr):
 def _window_attention_kernel(
     q_ptr, k_ptr, v_ptr, logit_scale_ptr, bias_ptr, mask_ptr, out_ptr, images, W, N, H, D, q_b, q_t, q_h, k_b, k_t, k_h,
     v_b, v_t, v_h, MASK: tl.constexpr, EACH: tl.constexpr, WHOLE: tl.constexpr, SHORTEST: tl.constexpr,
-    MOST_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    MOST_SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     # A program per (head, window and block of queries, EACH images). If the keys are one block (WHOLE), bias and mask
     # are loaded once for all of these images.
@@ -77,7 +76,9 @@ def _window_attention_kernel(
     rows = (column % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     known = (dims < D)[None, :]
-    scale = tl.exp(tl.minimum(tl.load(logit_scale_ptr + head).to(tl.float32), MOST_SCALE)) * 1.4426950408889634
+    scale = (
+        tl.exp(tl.minimum(tl.load(logit_scale_ptr + head).to(tl.float32), MOST_SCALE)) * 1.4426950408889634
+    )
     if WHOLE:
         added = _added(bias_ptr, mask_ptr, head, window, rows, cols, N, MASK)
     for image in range(first, tl.minimum(first + EACH, images)):
@@ -173,17 +174,20 @@ def _triton(
     exact = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     launch_kernel(
         _window_attention_kernel, (heads * columns * cdiv(images, each),),
-        q, k, v, logit_scale, bias.contiguous(), mask, out, images, windows, tokens, heads, size, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], MASK=mask is not None, EACH=each, WHOLE=whole, SHORTEST=SHORTEST,
-        MOST_SCALE=MOST_SCALE, PRECISION=exact if q.dtype == torch.float32 else "tf32", BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_D=max(next_power_of_2(size), 16), num_warps=8 if block_n > 64 else 4,
+        q, k, v, logit_scale, bias.contiguous(), mask, out, images, windows, tokens, heads, size, *q.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3], MASK=mask is not None, EACH=each, WHOLE=whole, SHORTEST=SHORTEST,
+        MOST_SCALE=MOST_SCALE, PRECISION=exact if q.dtype == torch.float32 else "tf32", BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_D=max(next_power_of_2(size), 16), num_warps=8 if block_n > 64 else 4,
     )  # fmt: skip
     return out
 
 
-def _reference(*args: Any) -> torch.Tensor:
-    _check(*args[:5], args[5] if len(args) > 5 else None)
-    return reference(*args).contiguous()
+def _reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logit_scale: torch.Tensor, bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    _check(q, k, v, logit_scale, bias, mask)
+    return reference(q, k, v, logit_scale, bias, mask).contiguous()
 
 
 window_attention = define(
@@ -198,7 +202,13 @@ window_attention = define(
 
 def _case(name: str, tag: str, images: int, windows: int, tokens: int, heads: int, head_size: int,
           dtype: str = "bfloat16", often: float = 1, masked: bool = True) -> Case:  # fmt: skip
-    dims = {"batch": images * windows, "windows": windows, "tokens": tokens, "heads": heads, "head_size": head_size}
+    dims = {
+        "batch": images * windows,
+        "windows": windows,
+        "tokens": tokens,
+        "heads": heads,
+        "head_size": head_size,
+    }
     return Case(name, {**dims, "masked": masked}, dtype, often, (tag,))
 
 

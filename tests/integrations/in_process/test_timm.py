@@ -94,7 +94,8 @@ def test_patched_models_give_the_hosts_outputs(
     run, classes = runner(model), [type(m) for m in model.modules()]
     before = run()
     report = fastkernels.patch(
-        model, ops=["attention_dense", "window_attention", "layer_norm", "gelu", "gated_mlp", "patch_embedding"]
+        model,
+        ops=["attention_dense", "window_attention", "layer_norm", "gelu", "gated_mlp", "patch_embedding"],
     )
     after = run()
     assert modules(report.active) == expected and report.host.name == "timm"
