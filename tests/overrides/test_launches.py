@@ -115,3 +115,12 @@ def test_gelu_and_mul_uses_small_blocks_for_few_tokens(
     monkeypatch.setattr(gelu_and_mul, "_gelu_and_mul_kernel", kernel)
     gelu_and_mul._triton(torch.empty(tokens, 2 * 14336, dtype=torch.bfloat16), how)
     assert kernel.seen[0][2]["BLOCK"] == block
+
+
+def test_layer_norm_copies_channels_that_are_not_adjacent(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, x = Launches(), torch.randn(2, 24, 4, 5).permute(0, 2, 3, 1)  # an image as a convolution gives it
+    monkeypatch.setattr(layer_norm, "_layer_norm_kernel", kernel)
+    assert layer_norm._supports_triton(x, None, None, 1e-5) is None
+    layer_norm._triton(x, None, None, 1e-5)
+    ((grid, args, _),) = kernel.seen
+    assert grid == (40,) and torch.equal(args[0], x) and args[0].is_contiguous() and args[4:7] == (1, 24, 0)

@@ -444,6 +444,10 @@ def attention_dense(ns: Any) -> list[Any]:
     return found
 
 
+def window_attention(ns: Any) -> list[Any]:
+    return attention_dense(ns)
+
+
 def ada_layer_norm(ns: Any) -> list[Any]:
     x, emb, found = randn(2, 5, 24), randn(2, 24), []
     for name in ns.classes:
@@ -492,8 +496,8 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         logits_processor, parallel_linear, attention, gated_mlp, llama_decoder_layer, qwen3_decoder_layer, sampling,
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
-        linear_fp8, rms_norm_gated, attention_dense, ada_layer_norm, gated_residual, group_norm, timestep_embedding,
-        mla_decode, linear_gelu, rope_nd, upsample_conv,
+        linear_fp8, rms_norm_gated, attention_dense, window_attention, ada_layer_norm, gated_residual, group_norm,
+        timestep_embedding, mla_decode, linear_gelu, rope_nd, upsample_conv,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {

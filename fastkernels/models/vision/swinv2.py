@@ -5,7 +5,6 @@ The interface is that of dinov3.py, with fewer hidden states than patches: a sta
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.encoder import activation, size_of
 from fastkernels.models.vision.dinov3 import Grids, PatchEmbedding
 from fastkernels.models.vision.siglip2_vision import Replicated, mean
-from fastkernels.overrides.attention.attention_dense import attend
+from fastkernels.overrides.attention.windows import attend_in_windows
 from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
     VllmQKVParallelLinear,
@@ -26,7 +25,6 @@ from fastkernels.overrides.linear.vllm import (
 )
 from fastkernels.overrides.norm.vllm import VllmLayerNorm
 
-MAX_SCALE = math.log(100.0)
 # Added to the scores of tokens that only the shift made neighbors. transformers adds its -100 twice.
 HIDDEN = -200.0
 
@@ -82,14 +80,10 @@ class Swinv2SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         q, k, v = self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
         own = slice(parallel.get_tp_rank() * self.num_heads, (parallel.get_tp_rank() + 1) * self.num_heads)
-        scale = self.logit_scale[own].clamp(max=MAX_SCALE).exp().view(-1, 1)
-        bias = self._bias(x.device)[:, own]
-        if mask is not None:
-            bias = (bias + mask[:, None]).repeat(len(x) // len(mask), 1, 1, 1)
-        return attend(F.normalize(q, dim=-1) * scale, F.normalize(k, dim=-1), v, 1.0, bias.to(q.dtype))
+        return attend_in_windows((q, k, v), self.logit_scale[own], self._bias(x.device)[own], mask)
 
     def _bias(self, device: torch.device) -> torch.Tensor:
-        """Position bias of all heads [1, heads, N, N]: an MLP of the logarithm of two tokens' distance."""
+        """Position bias of all heads [heads, N, N]: an MLP of the logarithm of two tokens' distance."""
         side = self.window
         steps = torch.arange(1 - side, side, device=device, dtype=torch.float32)
         steps = steps * 8 / max((self.pretrained or side) - 1, 1)
@@ -98,7 +92,7 @@ class Swinv2SelfAttention(nn.Module):
         rows = self.continuous_position_bias_mlp(table.to(self.logit_scale.dtype))
         y, x = torch.meshgrid(*[torch.arange(side, device=device)] * 2, indexing="ij")
         y, x = (t.flatten()[:, None] - t.flatten() + side - 1 for t in (y, x))
-        return 16 * rows[y * (2 * side - 1) + x].permute(2, 0, 1)[None].sigmoid()
+        return 16 * rows[y * (2 * side - 1) + x].permute(2, 0, 1).sigmoid()
 
 
 class Swinv2Dense(nn.Module):

@@ -11,7 +11,8 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend
-from fastkernels.overrides.attention.windows import attend_in_windows, relative_positions
+from fastkernels.overrides.attention.windows import attend_in_windows, position_bias, relative_positions
+from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
@@ -79,6 +80,7 @@ class _Parts(nn.Module):
 
     qkv: Any
     q: Any
+    relative_coords_table: Any
     relative_position_index: Any
     q_proj: Any
     k_proj: Any
@@ -399,19 +401,25 @@ class TimmWindowAttention(_Parts):
         self.register_buffer("relative_coords_table", table.to(self.proj.weight), persistent=False)
         self.register_buffer("relative_position_index", index.to(device), persistent=False)
 
+    @staticmethod
+    def needs_host(module: Any) -> str | None:
+        return _Parts.needs_host(module) or ("dropout" if _dropout(module) else None)
+
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = _packed(self, x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        rows = self.cpb_mlp(self.relative_coords_table).view(-1, self.num_heads)
-        index, dropout = self.relative_position_index, _dropout(self)
-        attended = attend_in_windows((q, k, v), self.logit_scale, rows, index, mask, dropout)
+        bias = position_bias(self.cpb_mlp, self.relative_coords_table, self.relative_position_index)
+        attended = attend_in_windows((q, k, v), self.logit_scale, bias, mask)
         return self.proj_drop(self.proj(attended))
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 
-def _target(module: str, name: str) -> Target:
-    return Target("timm", f"{module}:{name}", f"Timm{name}", "module", default=False, note=_NOTE, tried=True)
+def _target(module: str, name: str, compiled: tuple[str, ...] = ()) -> Target:
+    path = f"{module}:{name}"
+    return Target(
+        "timm", path, f"Timm{name}", "module", default=False, note=_NOTE, tried=True, compiled=compiled
+    )
 
 
 TARGETS = {
@@ -420,6 +428,7 @@ TARGETS = {
         _target("timm.layers.attention", "AttentionRope"),
         _target("timm.models.eva", "EvaAttention"),
         _target("timm.layers.attention_pool", "AttentionPoolLatent"),
-        _target("timm.models.swin_transformer_v2", "WindowAttention"),
-    )
+    ),
+    # SwinV2-B, bfloat16: 1.42 times as fast as the compiled blocks on one image of 256 px
+    "window_attention": (_target("timm.models.swin_transformer_v2", "WindowAttention", (H100,)),),
 }

@@ -15,7 +15,9 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
-from fastkernels.overrides.attention.windows import attend_in_windows, relative_positions
+from fastkernels.overrides.attention.window_attention import window_attention
+from fastkernels.overrides.attention.windows import attend_in_windows, position_bias, relative_positions
+from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.rope_nd import rope_nd
 from fastkernels.overrides.rope.transformers import transformers_dinov3_vit_apply_rotary_pos_emb
@@ -43,6 +45,10 @@ def _extra(given: dict[str, Any], *names: str) -> str | None:
 def _theirs(module: Any, reason: str) -> Any:
     """The host's forward of a live module, for a call that ours does not support."""
     attention_dense.note(reason)
+    return _hosts(module)
+
+
+def _hosts(module: Any) -> Any:
     host: Any = type(module).__mro__[1]
     return host.forward.__get__(module)
 
@@ -251,7 +257,8 @@ def _table_3d(module: Any, x: torch.Tensor, positions: torch.Tensor | None) -> P
     axes = torch.stack((ids // side**2, ids % side**2 // side, ids % side), dim=1)
     turned = (axes[..., None] * omega).repeat(1, 1, 2).flatten(1)
     angles = nn.functional.pad(turned, (0, x.shape[-1] - turned.shape[1]))
-    return angles.cos(), angles.sin()
+    cos, sin = torch.stack((angles.cos(), angles.sin()))  # one kernel of compiled code
+    return cos, sin
 
 
 def _hooked(module: Any) -> str | None:
@@ -262,6 +269,7 @@ def _hooked(module: Any) -> str | None:
 class TransformersSwinv2SelfAttention(nn.Module):
     """Swinv2SelfAttention: hidden_states [B * windows, N, C] to a tuple of the same; attention_mask [windows, N, N]."""
 
+    relative_coords_table: torch.Tensor
     relative_position_index: torch.Tensor
 
     def __init__(self, config, dim, num_heads, window_size, pretrained_window_size=[0, 0]):  # noqa: B006
@@ -296,17 +304,16 @@ class TransformersSwinv2SelfAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         output_attentions: bool | None = False,
     ):
-        reason = "weights as a result" if output_attentions else None
-        if (reason := reason or _hooked(self)) is not None:
-            return _theirs(self, reason)(hidden_states, attention_mask, output_attentions)
+        if output_attentions or self.dropout.p * self.training or _hooked(self):
+            window_attention.note("weights as a result, dropout or a hook")
+            return _hosts(self)(hidden_states, attention_mask, output_attentions)
         heads = self.num_attention_heads
         projected = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
         q, k, v = (t.unflatten(-1, (heads, -1)) for t in projected)
-        rows = self.continuous_position_bias_mlp(self.relative_coords_table).view(-1, heads)
+        mlp = self.continuous_position_bias_mlp
+        bias = position_bias(mlp, self.relative_coords_table, self.relative_position_index)
         mask = None if attention_mask is None else 2 * attention_mask  # the host adds it twice
-        dropout = self.dropout.p * self.training
-        index = self.relative_position_index
-        return (attend_in_windows((q, k, v), self.logit_scale, rows, index, mask, dropout),)
+        return (attend_in_windows((q, k, v), self.logit_scale, bias, mask),)
 
 
 class _Mlp(nn.Module):
@@ -383,10 +390,10 @@ class TransformersSiglip2MultiheadAttentionPoolingHead(TransformersSiglipMultihe
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 
 
-def _target(model: str, name: str, cls: str = "") -> Target:
-    path = f"transformers.models.{model}.modeling_{model}:{name}"
+def _target(model: str, name: str, cls: str = "", compiled: tuple[str, ...] = ()) -> Target:
+    path, ours = f"transformers.models.{model}.modeling_{model}:{name}", f"Transformers{cls or name}"
     return Target(
-        "transformers", path, f"Transformers{cls or name}", "module", default=False, note=_NOTE, tried=True
+        "transformers", path, ours, "module", default=False, note=_NOTE, tried=True, compiled=compiled
     )
 
 
@@ -398,9 +405,10 @@ TARGETS = {
         _target("vit", "ViTAttention"),
         _target("yolos", "YolosSelfAttention"),
         _target("dinov3_vit", "DINOv3ViTAttention"),
-        _target("vjepa2", "VJEPA2RopeAttention"),
-        _target("swinv2", "Swinv2SelfAttention"),
+        # ViT-L, 2,048 tokens, bfloat16: a compiler computes sines and cosines for each head and element
+        _target("vjepa2", "VJEPA2RopeAttention", compiled=(H100,)),
         _target("siglip", "SiglipMultiheadAttentionPoolingHead"),
         _target("siglip2", "Siglip2MultiheadAttentionPoolingHead"),
-    )
+    ),
+    "window_attention": (_target("swinv2", "Swinv2SelfAttention"),),
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
-from fastkernels.overrides.attention.attention_dense import attend
+from fastkernels.overrides.attention.window_attention import window_attention
+from fastkernels.overrides.kit.modules import changed
 
 
 def relative_positions(
@@ -25,20 +27,29 @@ def relative_positions(
     return table, index
 
 
+def position_bias(mlp: Any, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The bias [H, N, N] of each pair of tokens, 16 sigmoid(mlp(table)); `index` [N, N] names the pair's row.
+
+    mlp: two linear layers with ReLU between them. The first has two inputs: as sums a compiler computes all of it in
+    two kernels, with products of matrices in five.
+    """
+    flat = table.flatten(0, -2)
+    plain = [type(m) for m in mlp] == [nn.Linear, nn.ReLU, nn.Linear] and not any(map(changed, (mlp, *mlp)))
+    if torch.compiler.is_compiling() and plain and type(mlp[0].weight) is type(mlp[2].weight) is nn.Parameter:
+        first, last = mlp[0], mlp[2]
+        hidden = flat[:, :1] * first.weight[:, 0] + flat[:, 1:] * first.weight[:, 1] + first.bias
+        rows = (hidden.relu()[:, None] * last.weight).sum(-1)
+    else:
+        rows = mlp(flat)
+    return 16 * torch.sigmoid(rows[index.flatten()].view(*index.shape, -1).permute(2, 0, 1))
+
+
 def attend_in_windows(
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], logit_scale: torch.Tensor, rows: torch.Tensor,
-    index: torch.Tensor, mask: torch.Tensor | None, dropout: float,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], logit_scale: torch.Tensor, bias: torch.Tensor,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend with queries and keys of length 1: qkv each [B * windows, N, H, D]; returns [B * windows, N, H * D].
 
-    logit_scale: [H, 1, 1]. rows: [R, H], of which index [N, N] names the bias of each pair of tokens. mask:
-    [windows, N, N], added to the scores, or None. dropout: of the weights, in training.
+    logit_scale: [H, 1, 1]. bias: [H, N, N]. mask: [windows, N, N], added to the scores, or None.
     """
-    q, k, v = qkv
-    scale = torch.clamp(logit_scale, max=math.log(100.0)).exp().to(q.dtype)
-    q = F.normalize(q, dim=-1) * scale.view(-1, 1)
-    bias = rows[index.flatten()].view(*index.shape, -1).permute(2, 0, 1)
-    bias = 16 * torch.sigmoid(bias)[None]
-    if mask is not None:
-        bias = (bias + mask[:, None]).repeat(len(q) // len(mask), 1, 1, 1)
-    return attend(q, F.normalize(k, dim=-1), v, 1.0, bias.to(q.dtype), dropout)
+    return window_attention(*qkv, logit_scale.flatten(), bias, mask).flatten(2)

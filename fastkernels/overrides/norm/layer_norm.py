@@ -14,7 +14,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.kit.rows import rows, unsupported_rows, unsupported_vector
+from fastkernels.overrides.kit.rows import FLOATS, rows, unsupported_vector
 
 
 def reference(
@@ -70,7 +70,9 @@ def _supports_triton(
 ) -> str | None:
     if x.shape[-1] > 65536:
         return f"hidden size {x.shape[-1]} is over 65536"
-    return unsupported_rows(x) or unsupported_vector(weight, "weight") or unsupported_vector(bias, "bias")
+    if x.dtype not in FLOATS:
+        return f"x has dtype {x.dtype}, not float16, bfloat16 or float32"
+    return unsupported_vector(weight, "weight") or unsupported_vector(bias, "bias")
 
 
 def _triton(
@@ -80,10 +82,13 @@ def _triton(
     eps: float,
 ) -> torch.Tensor:
     _check(x, weight, bias)
-    out, found = torch.empty(x.shape, dtype=x.dtype, device=x.device), rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    assert found is not None, x.stride()
+    found = rows(x)
+    if found is None:  # channels of an image that are not adjacent: PyTorch copies them first, too
+        x = x.contiguous()
+        found = 1, x.shape[-1], 0
     hidden = x.shape[-1]
     block = next_power_of_2(hidden)
     grid = (x.numel() // hidden,)

@@ -70,7 +70,7 @@ def modules(rows: list[Any]) -> dict[str, int]:
         (
             "swinv2_tiny_window8_256",
             SWIN,
-            {"layer_norm": 9, "gelu": 3, "attention_dense": 3, "patch_embedding": 1},
+            {"layer_norm": 9, "gelu": 3, "window_attention": 3, "patch_embedding": 1},
         ),
         (
             "vit_7b_patch16_dinov3",
@@ -94,7 +94,8 @@ def test_patched_models_give_the_hosts_outputs(
     run, classes = runner(model), [type(m) for m in model.modules()]
     before = run()
     report = fastkernels.patch(
-        model, ops=["attention_dense", "layer_norm", "gelu", "gated_mlp", "patch_embedding"]
+        model,
+        ops=["attention_dense", "window_attention", "layer_norm", "gelu", "gated_mlp", "patch_embedding"],
     )
     after = run()
     assert modules(report.active) == expected and report.host.name == "timm"

@@ -14,7 +14,8 @@ import fastkernels
 diffusers = pytest.importorskip("diffusers")
 timm = pytest.importorskip("timm")
 OPS = [
-    "attention_dense", "gated_residual", "ada_layer_norm", "geglu", "group_norm", "timestep_embedding", "layer_norm",
+    "attention_dense", "window_attention", "gated_residual", "ada_layer_norm", "geglu", "group_norm",
+    "timestep_embedding", "layer_norm",
     "gelu", "linear_gelu", "gated_mlp", "rms_norm", "patch_embedding",
 ]  # fmt: skip
 SMALL = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "patch_size": 8}

@@ -150,7 +150,8 @@ HELD_OUT = [
     ("Aimv2VisionModel", VIT, 2, 0),
 ]
 ALL = [
-    "attention_dense", "gated_residual", "layer_norm", "gelu", "quick_gelu", "patch_embedding", "rms_norm", "gated_mlp",
+    "attention_dense", "window_attention", "gated_residual", "layer_norm", "gelu", "quick_gelu", "patch_embedding",
+    "rms_norm", "gated_mlp",
 ]  # fmt: skip
 
 
@@ -194,7 +195,8 @@ def test_all_ops_give_the_hosts_outputs(
     for row in report.refresh().active:
         assert row.calls and not row.fallbacks, row
         rows[row.op] = rows.get(row.op, 0) + row.modules
-    assert (rows.get("attention_dense", 0), rows.get("gated_residual", 0)) == (attention, layers)
+    attended = rows.get("attention_dense", 0) + rows.get("window_attention", 0)
+    assert (attended, rows.get("gated_residual", 0)) == (attention, layers)
     report.undo()
     assert [type(m) for m in model.modules()] == classes and all(map(torch.equal, run(), before))
 
@@ -225,7 +227,7 @@ def test_other_attention_function_runs_the_hosts_code() -> None:
         fastkernels.patch(model, ops="attention_dense")
     model, run = build("Swinv2Model", SWINV2)
     before = run()
-    with fastkernels.patch(model, ops="attention_dense") as report:
+    with fastkernels.patch(model, ops="window_attention") as report:
         out = model(torch.randn(1, 3, 32, 32), output_attentions=True)
         assert [len(a) for a in out.attentions] == [64, 16] and not report.refresh().active[0].calls
         for module in model.modules():

@@ -77,12 +77,13 @@ def _vjepa2(place: Place, image_size: int) -> Any:
 
 # name: (host, its constructor). Encoders: SigLIP 2 so400m, DINOv3 ViT-L, SwinV2-B, V-JEPA 2 ViT-L on 16 frames.
 # With dynamic_img_size, DINOv3 would make its positions on the CPU in each call, which no CUDA graph can capture.
+# With its drop_path_rate, which inference ignores, each of SwinV2's 24 blocks would be compiled: not 7 kinds of them.
 NAMED: dict[str, tuple[str, Make]] = {
     "flux.1": ("diffusers", _flux),
     "sdxl": ("diffusers", _sdxl),
     "siglip2": ("timm", _timm("vit_so400m_patch16_siglip_256")),
     "dinov3": ("timm", _timm("vit_large_patch16_dinov3", dynamic_img_size=False)),
-    "swinv2": ("timm", _timm("swinv2_base_window8_256")),
+    "swinv2": ("timm", _timm("swinv2_base_window8_256", drop_path_rate=0.0)),
     "vjepa2": ("transformers", _vjepa2),
 }
 

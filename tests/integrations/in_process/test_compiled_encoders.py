@@ -1,0 +1,72 @@
+"""Blocks of encoders that torch.compile traces: a default patch keeps ours where the compiled host was slower."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch._dynamo.backends.registry import lookup_backend
+
+import fastkernels
+from fastkernels.core import tuning
+from fastkernels.overrides.kit.chips import H100
+
+timm = pytest.importorskip("timm")
+SWIN = {"img_size": 64, "embed_dim": 24, "depths": (2,), "num_heads": (2,), "window_size": 8}
+VJEPA2 = {
+    "hidden_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1, "patch_size": 8, "crop_size": 32,
+    "frames_per_clip": 4, "pred_hidden_size": 48, "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1,
+    "pred_num_mask_tokens": 1,
+}  # fmt: skip
+
+
+def build(name: str) -> tuple[Any, list[Any], torch.Tensor]:
+    """(model, blocks that are compiled, its input)."""
+    torch.manual_seed(0)
+    if name == "swinv2":
+        model = timm.create_model("swinv2_tiny_window8_256", **SWIN).eval()
+        blocks, x = list(model.layers[0].blocks), torch.randn(2, 3, 64, 64)
+    else:
+        model = transformers.VJEPA2Model(transformers.VJEPA2Config(**VJEPA2)).eval()
+        blocks, x = list(model.encoder.layer), torch.randn(1, 4, 3, 32, 32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(float(parameter.dim() == 1), 0.2)
+    return model, blocks, x
+
+
+@pytest.mark.parametrize(("chip", "kept"), [(H100, True), ("NVIDIA A100", False)])
+@pytest.mark.parametrize(
+    ("name", "ops"), [("swinv2", {"window_attention"}), ("vjepa2", {"attention_dense", "rope_nd"})]
+)
+def test_compiled_blocks_are_ours_on_h100(
+    name: str, ops: set[str], chip: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
+    monkeypatch.setattr(tuning, "chip_of", lambda device: chip)
+    model, blocks, x = build(name)
+    classes, seen = [type(m) for m in model.modules()], set()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return model(x, skip_predictor=True)[0] if name == "vjepa2" else model.forward_features(x)
+
+    before = run()
+    with fastkernels.patch(model):
+        for block in blocks:
+            block.compile(fullgraph=True, dynamic=False, backend=backend)
+        after = run()
+    torch.compiler.reset()
+    for block in blocks:
+        block._compiled_call_impl = None
+    assert before.std() > 0.1, "the outputs are all alike"
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
+    found = {n.removeprefix("fastkernels.").partition(".")[0] for n in seen if n.startswith("fastkernels.")}
+    assert found == (ops if kept else set())
+    assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)
