@@ -16,7 +16,7 @@ from support.kernels import emulated_int4
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.linear import int4_linear_cuda as few
-from fastkernels.overrides.linear.linear_int4 import linear_int4, reference
+from fastkernels.overrides.linear.linear_int4 import linear_int4, reference, tiled, untiled
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,21 +25,21 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.parametrize(
     ("m", "n", "k", "group", "dtype", "params"),
     [
-        (5, 72, 640, 128, torch.bfloat16, {"warps": 2, "parts": 1, "splits": 2, "ahead": 3}),
-        (13, 50, 384, 32, torch.float16, {"warps": 4, "parts": 2, "splits": 1, "ahead": 2}),
-        # tiles of 32 rows, more parts than steps, splits of different lengths, one group
-        (19, 90, 640, 640, torch.bfloat16, {"warps": 8, "parts": 4, "splits": 3, "height": 2, "ahead": 2}),
+        (5, 80, 640, 128, torch.bfloat16, {"warps": 2, "parts": 1, "splits": 2, "ahead": 3}),
+        (13, 48, 384, 32, torch.float16, {"warps": 4, "parts": 2, "splits": 1, "ahead": 2}),
+        # tiles of 32 rows, the last of which has 16, more parts than steps, splits of different lengths, one group
+        (19, 112, 640, 640, torch.bfloat16, {"warps": 8, "parts": 4, "splits": 3, "height": 2, "ahead": 2}),
         # one slot of many tiles: its warps take turns to add, each with a buffer that was used before
-        (3, 200, 1024, 128, torch.bfloat16, {"warps": 8, "parts": 8, "splits": 1, "ahead": 2}),
+        (3, 208, 1024, 128, torch.bfloat16, {"warps": 8, "parts": 8, "splits": 1, "ahead": 2}),
         (11, 160, 1024, 256, torch.float16, {"warps": 4, "parts": 2, "splits": 2, "ahead": 1}),
         # warps that begin within tiles, fewer steps than warps, tiles of several warps and warps of several tiles
-        (3, 200, 640, 128, torch.bfloat16, {"warps": 4, "stream": 1, "ahead": 3}),
-        (5, 72, 640, 128, torch.bfloat16, {"warps": 8, "stream": 1, "ahead": 2, "splits": 2}),
-        (13, 50, 384, 32, torch.float16, {"warps": 4, "stream": 1, "ahead": 2, "height": 2}),
+        (3, 208, 640, 128, torch.bfloat16, {"warps": 4, "stream": 1, "ahead": 3}),
+        (5, 80, 640, 128, torch.bfloat16, {"warps": 8, "stream": 1, "ahead": 2, "splits": 2}),
+        (13, 48, 384, 32, torch.float16, {"warps": 4, "stream": 1, "ahead": 2, "height": 2}),
         (11, 160, 1152, 384, torch.float16, {"warps": 2, "stream": 1, "ahead": 1, "splits": 2}),
         # chosen
         (7, 176, 1152, 128, torch.bfloat16, {"warps": 2}),
-        pytest.param(33, 40, 256, 64, torch.bfloat16, {"warps": 2, "ahead": 1}, marks=pytest.mark.slow),
+        pytest.param(33, 48, 256, 64, torch.bfloat16, {"warps": 2, "ahead": 1}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("zeros", [True, False])
@@ -86,7 +86,7 @@ def test_plans_fit_shared_memory(n: int, k: int) -> None:
         (33, 28672, 4096, 0),  # too many tokens
         (8, 8192, 28672, 1),
         (8, 12288, 2048, 0),  # too few steps
-        (8, 10240, 8192, 0),  # rows are 4 KiB apart
+        (8, 10240, 8192, 1),
     ],
 )
 def test_plans_stream_large_weights_for_few_tokens(m: int, n: int, k: int, stream: int) -> None:
@@ -121,16 +121,31 @@ def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     refused = {
         "dtype torch.float32": (x.float(), weight, scale),
         "K = 96 is not": (x[:, :96], weight[:, :48], scale),
+        "N = 15 is not": (x, weight[:15], scale[:15]),
+        "groups of 192 columns": (torch.ones(4, 384).bfloat16(), torch.zeros(16, 192).byte(), scale),
         "more than 64 tokens": (torch.ones(65, 256).bfloat16(), weight, scale),
         "weight_scale is torch.float32": (x, weight, scale.float()),
         "bias is torch.float32": (x, weight, scale, None, torch.ones(16)),
+        "weight_scale .* at a multiple of 16 bytes": (x, weight, torch.ones(34).bfloat16()[2:].view(16, 2)),
         r"weight_zero has strides \(1, 16\)": (x, weight, scale, torch.zeros(2, 16).byte().t()),
-        "multiple of 16 bytes": (torch.ones(4, 257).bfloat16()[:, 1:], weight, scale),
+        "x, .* at a multiple of 16 bytes": (torch.ones(4, 257).bfloat16()[:, 1:], weight, scale),
     }
     for reason, call in refused.items():
         with pytest.raises(RuntimeError, match=reason):
             raise RuntimeError(few.supports_cuda(*call))
     assert [p.name for p in linear_int4.providers][:2] == ["cuda", "triton"]
+
+
+@pytest.mark.parametrize(("n", "c", "columns"), [(33, 560, 64), (16, 128, 64), (15, 16, 64), (40, 9, 1), (0, 64, 64)])
+def test_tiles_are_adjacent(n: int, c: int, columns: int) -> None:
+    matrix = torch.arange(n * c).view(n, c)
+    order = [
+        matrix[row, j : j + columns]
+        for i in range(0, n, 16) for j in range(0, c, columns) for row in range(i, min(i + 16, n))
+    ]  # fmt: skip
+    found = tiled(matrix, columns)
+    assert found.shape == matrix.shape and found.flatten().tolist() == [v for part in order for v in part.tolist()]
+    assert torch.equal(untiled(found, columns), matrix)
 
 
 @pytest.mark.slow
