@@ -99,7 +99,13 @@ def program(p: few.Plan) -> str:
         "inline void come(unsigned barrier, int bytes) {\n"
         "    if ((expected[barrier] -= bytes) == 0) arrive_at(barriers_of_sums[barrier]);\n}\n"
     )
-    return source[:end] + emulated_mxfp4.BEFORE.replace("#define CLUSTER 1\n", "") + barriers + source[end:] + MAIN
+    return (
+        source[:end]
+        + emulated_mxfp4.BEFORE.replace("#define CLUSTER 1\n", "")
+        + barriers
+        + source[end:]
+        + MAIN
+    )
 
 
 def product(
