@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     wide: int = 1
     next: int = 0
     guess: int = 0
+    stream: int = 0
 
     @property
     def threads(self) -> int:
@@ -49,7 +50,8 @@ class Plan(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of shared memory: activations, later the sums of parts."""
-        activations = 8 * self.tiles * (256 * cdiv(self.k, 128) + 64)
+        chunk = (self.ahead + 1) * self.parts if self.stream else cdiv(self.k, 128)
+        activations = 8 * self.tiles * (256 * chunk + 64) * (1 + self.stream)
         scales = 16 * cdiv(self.rows * self.k // 2 + 30, 16)
         return max(activations + scales, 512 * self.rows * (self.parts - 1) * self.tiles)
 
@@ -61,6 +63,7 @@ class Plan(NamedTuple):
             f"-DWEIGHTED={int(self.weighted)}", f"-DSORTED={int(self.sorted)}", f"-DTILES={self.tiles}",
             f"-DROWS={self.rows}", f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
             f"-DFILL={self.fill}", f"-DEARLY={int(self.early)}", f"-DWIDE={self.wide}", f"-DNEXT={self.next}", f"-DGUESS={self.guess}",
+            f"-DSTREAM={self.stream}",
         )  # fmt: skip
 
 

@@ -42,6 +42,10 @@ def _data(tokens: int, topk: int, experts: int, n: int, k: int) -> tuple[torch.T
         (7, 2, 5, 34, 1184, 2, True, {"rows": 1, "parts": 2, "ahead": 3}),  # steps end within a turn
         (7, 2, 5, 72, 1184, 2, False, {"rows": 4, "parts": 2, "ahead": 2, "wide": 2, "early": 1}),
         (1, 3, 16, 80, 288, 1, True, {}),  # pairs are not sorted
+        (11, 2, 3, 80, 672, 1, True, {"rows": 2, "parts": 2, "ahead": 1, "stream": 1}),
+        (9, 2, 3, 72, 1184, 2, False, {"rows": 4, "parts": 1, "ahead": 1, "stream": 1, "early": 1}),
+        (11, 2, 3, 96, 1248, 2, True, {"rows": 6, "parts": 1, "ahead": 2, "stream": 1, "wide": 1}),
+        (1, 3, 16, 80, 1440, 1, True, {"stream": 1, "ahead": 2}),
         (1, 4, 16, 40, 160, 1, False, {}),
     ],
 )

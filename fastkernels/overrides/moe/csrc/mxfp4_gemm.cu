@@ -13,13 +13,18 @@
 
 constexpr int WARPS = ROWS / WIDE * PARTS, THREADS = 32 * WARPS;
 constexpr int STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS, BLOCKS = K / 32;  // of the format, in a row
-constexpr int PITCH = 256 * STEPS + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
 constexpr int SLOTS = AHEAD + 1;  // steps in registers: none is copied, since one is loaded while another is multiplied
+constexpr int CHUNK = STREAM ? SLOTS * PARTS : STEPS;  // steps of activations in one of the buffers
+constexpr int PITCH = 256 * CHUNK + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
+constexpr int BUFFER = 8 * TILES * PITCH, BUFFERS = STREAM ? 2 : 1;
+constexpr int AT_ONCE = STREAM ? THREADS / (16 * CHUNK) : 1;  // tokens of which all threads load a chunk
+constexpr int PASSES = (8 * TILES + AT_ONCE - 1) / AT_ONCE;
 constexpr int SCALES = (16 * ROWS * BLOCKS + 30) / 16;  // 16-byte words with the scales of a block's rows
 constexpr int TOGETHER = WARPS % 4 == 0 ? 4 : WARPS % 3 == 0 ? 3 : WARPS % 2 == 0 ? 2 : 1;  // warps that load a token
 constexpr int EACH = ((STEPS + 1) / 2 + TOGETHER - 1) / TOGETHER;  // 16-byte words of it for each of their lanes
 constexpr int BELOW = (GLU ? 1 : 8) * BLOCKS;  // 16-byte words from a lane's row to its other row in the same tile
 static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1 && TILES <= 4 && ROWS % WIDE == 0, "what lanes hold");
+static_assert(AT_ONCE >= 1, "a chunk is of at most 16 bytes of each thread");
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
@@ -70,6 +75,10 @@ __device__ __forceinline__ void decode(u32 (&to)[4], u32 word, u32 by) {  // wei
 
 __device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
+__device__ __forceinline__ uint4 permuted(const uint4& v) {  // of eight numbers, i is next to i + 4
+    return make_uint4(halves(v.x, v.z, 0x5410), halves(v.x, v.z, 0x7632), halves(v.y, v.w, 0x5410), halves(v.y, v.w, 0x7632));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     const uint4* a, const uint4* weight, const unsigned char* scales, const u16* bias, u16* out, const float* weights,
     const int* pairs, const int* experts, const int* total, int n, int count, int n_pairs, float alpha, float limit) {
@@ -106,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     const long long matrix = (long long)expert * n;
     const uint4* scales_from = (const uint4*)((u64)(scales + (matrix + begin) * BLOCKS) & ~15ull);
     const int shift = (int)((u64)(scales + (matrix + begin) * BLOCKS) & 15);
-    unsigned char* const scale_memory = memory + 8 * TILES * PITCH;
+    unsigned char* const scale_memory = memory + BUFFERS * BUFFER;
 #pragma unroll
     for (int i = 0; i < WIDE; i++) {
         row[i] = min(begin + (warp / PARTS * WIDE + i) * 16, n - 16) + (GLU ? 2 * group : group);
@@ -136,11 +145,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     // Activations of the pairs, which stand before padding. Of eight in 16 bytes, i is next to i + 4, as weights are after
     // decoding. Sums of padding are not stored, so that it can be anything.
     const int filled = __popc(__ballot_sync(~0u, mine < n_pairs));
+    const int piece = thread % (16 * CHUNK), own = thread / (16 * CHUNK);
+    const int place = piece / 16 * 256 + piece % 4 * 64 + piece / 4 % 4 * 16;
+    int row_of[PASSES];
+    uint4 held[PASSES];
+    auto load_chunk = [&](int chunk) {
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            held[i] = make_uint4(0, 0, 0, 0);
+            if (row_of[i] >= 0 && chunk * 16 * CHUNK + piece < K / 8)
+                held[i] = load_16(a + (long long)row_of[i] * (K / 8) + chunk * 16 * CHUNK + piece);
+        }
+    };
+    auto store_chunk = [&](int buffer) {
+#pragma unroll
+        for (int i = 0; i < PASSES; i++)
+            if (row_of[i] >= 0)
+                *(uint4*)(memory + buffer * BUFFER + (own + i * AT_ONCE) * PITCH + place) = permuted(held[i]);
+    };
+    if (STREAM) {
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            const int token = own + i * AT_ONCE;
+            const int pair = SORTED ? token < filled ? load_from_l2(pairs + block * 8 * TILES + token) : 0 : block;
+            row_of[i] = own < AT_ONCE && token < filled ? pair / TOPK : -1;
+        }
+        load_chunk(0), store_chunk(0);
+    }
     const int at = warp % TOGETHER * 32 + lane;
     const uint4* source = a + at;
     unsigned char* target = memory + at / 16 * 256 + at % 4 * 64 + at / 4 % 4 * 16;
 #pragma unroll 1
-    for (int token = warp / TOGETHER; token < filled; token += WARPS / TOGETHER * FILL) {
+    for (int token = warp / TOGETHER; !STREAM && token < filled; token += WARPS / TOGETHER * FILL) {
         uint4 v[FILL][EACH];  // all are on their way at once
 #pragma unroll
         for (int f = 0; f < FILL; f++) {
@@ -157,10 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
             const int other = token + WARPS / TOGETHER * f;
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
-                const uint4 w = v[f][i];
                 if (other < filled && at + 32 * TOGETHER * i < 16 * STEPS)
-                    *(uint4*)(target + other * PITCH + 512 * TOGETHER * i) = make_uint4(
-                        halves(w.x, w.z, 0x5410), halves(w.x, w.z, 0x7632), halves(w.y, w.w, 0x5410), halves(w.y, w.w, 0x7632));
+                    *(uint4*)(target + other * PITCH + 512 * TOGETHER * i) = permuted(v[f][i]);
             }
         }
     }
@@ -173,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     for (int i = 0; i < WIDE; i++)
 #pragma unroll
         for (int j = 0; j < 2; j++) add[i][j] = bias[matrix + row[i] + j * (GLU ? 1 : 8)];
-    meet();
+    if (!STREAM) meet();
 
     float acc[WIDE][TILES][4] = {};
     const unsigned char* tokens = memory + group * PITCH + 16 * quad + 256 * part;
@@ -181,6 +215,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
         int scale_at = 4 * part + quad;
 #pragma unroll 1
         for (int turn = 0; turn < TURNS; turn += SLOTS) {
+            if (STREAM) {
+                meet();  // a chunk has been stored, and the one before it read
+                load_chunk(turn / SLOTS + 1);
+            }
 #pragma unroll
             for (int slot = 0; slot < SLOTS; slot++) {
                 if (turn + slot >= TURNS) break;
@@ -213,7 +251,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
                     }
                 }
             }
-            left -= SLOTS, tokens += 256 * PARTS * SLOTS, scale_at += 4 * PARTS * SLOTS;
+            left -= SLOTS, scale_at += 4 * PARTS * SLOTS;
+            if (STREAM) {
+                const int buffer = (turn / SLOTS + 1) % 2;
+                store_chunk(buffer);
+                tokens += buffer ? BUFFER : -BUFFER;
+            } else {
+                tokens += 256 * PARTS * SLOTS;
+            }
 #pragma unroll
             for (int i = 0; i < WIDE; i++) {
                 from[i] += 4 * PARTS * SLOTS;
