@@ -33,19 +33,14 @@ class Plan(NamedTuple):
     tiles: int
     rows: int = 8
     parts: int = 1
-    ahead: int = 4
+    ahead: int = 3
     resident: int = 2
-    fill: int = 2
-    early: bool = False
-    wide: int = 1
-    next: int = 0
-    guess: int = 0
     stream: int = 0
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * self.rows // self.wide * self.parts
+        return 32 * self.rows * self.parts
 
     @property
     def shared(self) -> int:
@@ -62,14 +57,13 @@ class Plan(NamedTuple):
             "--std=c++17", "-DBF16=1", f"-DK={self.k}", f"-DTOPK={self.topk}", f"-DGLU={int(self.glu)}",
             f"-DWEIGHTED={int(self.weighted)}", f"-DSORTED={int(self.sorted)}", f"-DTILES={self.tiles}",
             f"-DROWS={self.rows}", f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
-            f"-DFILL={self.fill}", f"-DEARLY={int(self.early)}", f"-DWIDE={self.wide}", f"-DNEXT={self.next}", f"-DGUESS={self.guess}",
             f"-DSTREAM={self.stream}",
         )  # fmt: skip
 
 
 def tiles_of(pairs: int, experts: int) -> int:
     """Return the tiles of 8 tokens that a block multiplies: routing is uneven, and a second block decodes again."""
-    return 1 if 2 * pairs <= 9 * experts else 2
+    return 1 if pairs <= 8 * experts else 2
 
 
 def plan(k: int, topk: int, tiles: int, is_sorted: bool, glu: bool, **params: int) -> Plan:
@@ -77,9 +71,9 @@ def plan(k: int, topk: int, tiles: int, is_sorted: bool, glu: bool, **params: in
     # The fastest of eight to sixteen sets for GPT-OSS-20B's matrices: of one tile on an H100 (2026-11-27, 181 us an MLP
     # of 32 tokens, before 199), the others on an H200 (bench/results, 2026-11-24).
     if not is_sorted:  # one token's experts: few blocks, whose warps divide the k axis
-        params = {"rows": 4, "parts": 2, **params}
+        params = {"rows": 3, "parts": 3, "ahead": 3, **params}
     else:
-        params = {"rows": 6, "parts": 2, "ahead": 2, **params} if tiles == 1 else {"ahead": 3, **params}
+        params = {"rows": 5, "parts": 2, "ahead": 3, **params} if tiles == 1 else {"ahead": 3, "stream": 1, **params}
     return Plan(k, topk, glu, not glu, is_sorted, tiles, **params)
 
 

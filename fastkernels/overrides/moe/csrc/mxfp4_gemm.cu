@@ -11,7 +11,7 @@
 // GLU (rows 2 i and 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU), WEIGHTED (rows of the
 // result are multiplied by the pairs' weights), SORTED (pairs are sorted; otherwise block i has pair i alone).
 
-constexpr int WARPS = ROWS / WIDE * PARTS, THREADS = 32 * WARPS;
+constexpr int WARPS = ROWS * PARTS, THREADS = 32 * WARPS;
 constexpr int STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS, BLOCKS = K / 32;  // of the format, in a row
 constexpr int SLOTS = AHEAD + 1;  // steps in registers: none is copied, since one is loaded while another is multiplied
 constexpr int CHUNK = STREAM ? SLOTS * PARTS : STEPS;  // steps of activations in one of the buffers
@@ -23,7 +23,7 @@ constexpr int SCALES = (16 * ROWS * BLOCKS + 30) / 16;  // 16-byte words with th
 constexpr int TOGETHER = WARPS % 4 == 0 ? 4 : WARPS % 3 == 0 ? 3 : WARPS % 2 == 0 ? 2 : 1;  // warps that load a token
 constexpr int EACH = ((STEPS + 1) / 2 + TOGETHER - 1) / TOGETHER;  // 16-byte words of it for each of their lanes
 constexpr int BELOW = (GLU ? 1 : 8) * BLOCKS;  // 16-byte words from a lane's row to its other row in the same tile
-static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1 && TILES <= 4 && ROWS % WIDE == 0, "what lanes hold");
+static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1 && TILES <= 4, "what lanes hold");
 static_assert(AT_ONCE >= 1, "a chunk is of at most 16 bytes of each thread");
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
@@ -42,8 +42,6 @@ __device__ __forceinline__ int load_from_l2(const int* at) {  // not an earlier 
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
 }
-
-__device__ __forceinline__ void bring_to_l2(const uint4* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 __device__ __forceinline__ float power(float x) {  // e^x
     float y;
@@ -86,61 +84,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
     const int columns = (n + 16 * ROWS - 1) / (16 * ROWS), block = blockIdx.x / columns, part = warp % PARTS;
     const int begin = min(blockIdx.x % columns * 16 * ROWS, n - 16);
-    auto bring = [&](int from_expert, int column, int count) {  // 16-byte words of the block's rows, to L2
-#pragma unroll
-        for (int i = 0; i < count; i++)
-#pragma unroll
-            for (int m = 0; m < WIDE; m++) {
-                const int at = column + (i * PARTS + part) * 16 + lane % 2 * 8;
-                const int tile_row = min(begin + (warp / PARTS * WIDE + m) * 16, n - 16) + lane / 2;
-                if (at < BLOCKS) bring_to_l2(weight + ((long long)from_expert * n + tile_row) * BLOCKS + at);
-            }
-    };
-    if (SORTED && !EARLY && block < count) bring(block, 0, GUESS);  // mostly, block i has expert i
     // The next kernel starts behind this wait: pairs, experts and total, which were complete then, can be read before its own.
-    if (!EARLY) kernels_before_end();
+    if (GLU) kernels_before_end();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     int mine = lane ? n_pairs : block;
     if (SORTED) mine = lane < 8 * TILES ? load_from_l2(pairs + block * 8 * TILES + lane) : n_pairs;
     const int expert = load_from_l2(experts + block), end = SORTED ? load_from_l2(total) : 0;
     if ((SORTED && block * 8 * TILES >= end) || expert < 0 || expert >= count) {
-        if (EARLY) kernels_before_end();  // no kernel ends before those in front of it
+        if (!GLU) kernels_before_end();  // no kernel ends before those in front of it
         return;
     }
 
     // Rows of the matrix: both values of a pair in one lane. A tile that would end behind the matrix is the last 16 rows.
-    int row[WIDE];
-    const uint4* from[WIDE];
-    const unsigned char* scale_of[WIDE];
     const long long matrix = (long long)expert * n;
     const uint4* scales_from = (const uint4*)((u64)(scales + (matrix + begin) * BLOCKS) & ~15ull);
     const int shift = (int)((u64)(scales + (matrix + begin) * BLOCKS) & 15);
     unsigned char* const scale_memory = memory + BUFFERS * BUFFER;
-#pragma unroll
-    for (int i = 0; i < WIDE; i++) {
-        row[i] = min(begin + (warp / PARTS * WIDE + i) * 16, n - 16) + (GLU ? 2 * group : group);
-        from[i] = weight + (matrix + row[i]) * BLOCKS + 4 * part + quad;
-        scale_of[i] = scale_memory + shift + (row[i] - begin) * BLOCKS;
-    }
-    uint4 words[SLOTS][WIDE][2] = {};
+    const int row = min(begin + warp / PARTS * 16, n - 16) + (GLU ? 2 * group : group);
+    const uint4* from = weight + (matrix + row) * BLOCKS + 4 * part + quad;
+    const unsigned char* scale_of = scale_memory + shift + (row - begin) * BLOCKS + 4 * part + quad;
+    uint4 words[SLOTS][2] = {};
     int left = (BLOCKS - quad - 4 * part + 4 * PARTS - 1) / (4 * PARTS);  // turns of this lane
     auto fetch = [&](int slot, int turn) {
         if (turn >= left) return;  // earlier weights, which are multiplied by zeros
 #pragma unroll
-        for (int i = 0; i < WIDE; i++)
-#pragma unroll
-            for (int j = 0; j < 2; j++) words[slot][i][j] = load_weights(from[i] + j * BELOW + 4 * PARTS * turn);
+        for (int i = 0; i < 2; i++) words[slot][i] = load_weights(from + i * BELOW + 4 * PARTS * turn);
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) fetch(i, i);
-    bring(expert, AHEAD * PARTS * 4, NEXT);  // while activations are loaded
     uint4 scale_words[(SCALES + THREADS - 1) / THREADS];
     const int scale_count = (min(16 * ROWS, n - begin) * BLOCKS + shift + 15) / 16;
 #pragma unroll
     for (int i = 0; i * THREADS < SCALES; i++)
         if (i * THREADS + thread < scale_count) scale_words[i] = load_16(scales_from + i * THREADS + thread);
 
-    if (EARLY) kernels_before_end();
+    if (!GLU) kernels_before_end();
 
     // Activations of the pairs, which stand before padding. Of eight in 16 bytes, i is next to i + 4, as weights are after
     // decoding. Sums of padding are not stored, so that it can be anything.
@@ -176,43 +154,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     const uint4* source = a + at;
     unsigned char* target = memory + at / 16 * 256 + at % 4 * 64 + at / 4 % 4 * 16;
 #pragma unroll 1
-    for (int token = warp / TOGETHER; !STREAM && token < filled; token += WARPS / TOGETHER * FILL) {
-        uint4 v[FILL][EACH];  // all are on their way at once
+    for (int token = warp / TOGETHER; !STREAM && token < filled; token += WARPS / TOGETHER) {
+        uint4 v[EACH];  // all are on their way at once
+        const int pair = __shfl_sync(~0u, mine, token);
 #pragma unroll
-        for (int f = 0; f < FILL; f++) {
-            const int other = token + WARPS / TOGETHER * f, pair = __shfl_sync(~0u, mine, other % 32);
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                v[f][i] = make_uint4(0, 0, 0, 0);
-                if (other < filled && at + 32 * TOGETHER * i < K / 8)
-                    v[f][i] = load_16(source + (long long)(pair / TOPK) * (K / 8) + 32 * TOGETHER * i);
-            }
+        for (int i = 0; i < EACH; i++) {
+            v[i] = make_uint4(0, 0, 0, 0);
+            if (at + 32 * TOGETHER * i < K / 8)
+                v[i] = load_16(source + (long long)(pair / TOPK) * (K / 8) + 32 * TOGETHER * i);
         }
 #pragma unroll
-        for (int f = 0; f < FILL; f++) {
-            const int other = token + WARPS / TOGETHER * f;
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                if (other < filled && at + 32 * TOGETHER * i < 16 * STEPS)
-                    *(uint4*)(target + other * PITCH + 512 * TOGETHER * i) = permuted(v[f][i]);
-            }
-        }
+        for (int i = 0; i < EACH; i++)
+            if (at + 32 * TOGETHER * i < 16 * STEPS)
+                *(uint4*)(target + token * PITCH + 512 * TOGETHER * i) = permuted(v[i]);
     }
 #pragma unroll
     for (int i = 0; i * THREADS < SCALES; i++)
         if (i * THREADS + thread < scale_count) ((uint4*)scale_memory)[i * THREADS + thread] = scale_words[i];
     const float share = WEIGHTED && mine < n_pairs ? weights[mine] : 1;
-    u16 add[WIDE][2];
-#pragma unroll
-    for (int i = 0; i < WIDE; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) add[i][j] = bias[matrix + row[i] + j * (GLU ? 1 : 8)];
+    const u16 add[2] = {bias[matrix + row], bias[matrix + row + (GLU ? 1 : 8)]};
     if (!STREAM) meet();
 
-    float acc[WIDE][TILES][4] = {};
+    float acc[TILES][4] = {};
     const unsigned char* tokens = memory + group * PITCH + 16 * quad + 256 * part;
     auto multiply_all = [&](int used) {  // tiles that have pairs: a constant
-        int scale_at = 4 * part + quad;
+        int first = 0;  // block of the format in this lane's first slot
 #pragma unroll 1
         for (int turn = 0; turn < TURNS; turn += SLOTS) {
             if (STREAM) {
@@ -225,33 +191,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
                 fetch((slot + AHEAD) % SLOTS, slot + AHEAD);
                 __syncwarp();  // otherwise the loads are moved behind the multiplications
                 if ((turn + slot) * PARTS + part >= STEPS) break;  // the last turn of some parts
-                u32 by[WIDE][2];
-                const int block_of_row = min(scale_at + 4 * PARTS * slot, BLOCKS - 1);
-#pragma unroll
-                for (int i = 0; i < WIDE; i++)
-#pragma unroll
-                    for (int j = 0; j < 2; j++) by[i][j] = factor(scale_of[i][block_of_row + j * BELOW]);
+                const int at = min(first + 4 * PARTS * slot, BLOCKS - 1 - 4 * part - quad);
+                const u32 by[2] = {factor(scale_of[at]), factor(scale_of[at + BELOW])};
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     uint4 b[TILES];
 #pragma unroll
                     for (int t = 0; t < TILES; t++)
                         if (t < used) b[t] = *(const uint4*)(tokens + 8 * t * PITCH + 256 * PARTS * slot + 64 * i);
+                    u32 v[2][4];
+                    decode(v[0], word_of(words[slot][0], i), by[0]), decode(v[1], word_of(words[slot][1], i), by[1]);
 #pragma unroll
-                    for (int m = 0; m < WIDE; m++) {
-                        u32 v[2][4];
-                        decode(v[0], word_of(words[slot][m][0], i), by[m][0]);
-                        decode(v[1], word_of(words[slot][m][1], i), by[m][1]);
-#pragma unroll
-                        for (int t = 0; t < TILES; t++) {
-                            if (t >= used) continue;
-                            multiply(acc[m][t], v[0][0], v[1][0], v[0][1], v[1][1], b[t].x, b[t].y);
-                            multiply(acc[m][t], v[0][2], v[1][2], v[0][3], v[1][3], b[t].z, b[t].w);
-                        }
+                    for (int t = 0; t < TILES; t++) {
+                        if (t >= used) continue;
+                        multiply(acc[t], v[0][0], v[1][0], v[0][1], v[1][1], b[t].x, b[t].y);
+                        multiply(acc[t], v[0][2], v[1][2], v[0][3], v[1][3], b[t].z, b[t].w);
                     }
                 }
             }
-            left -= SLOTS, scale_at += 4 * PARTS * SLOTS;
+            left -= SLOTS, first += 4 * PARTS * SLOTS, from += 4 * PARTS * SLOTS;
             if (STREAM) {
                 const int buffer = (turn / SLOTS + 1) % 2;
                 store_chunk(buffer);
@@ -259,11 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
             } else {
                 tokens += 256 * PARTS * SLOTS;
             }
-#pragma unroll
-            for (int i = 0; i < WIDE; i++) {
-                from[i] += 4 * PARTS * SLOTS;
-                asm volatile("" : "+l"(from[i]));  // otherwise every load's address is computed again
-            }
+            asm volatile("" : "+l"(from));  // otherwise every load's address is computed again
         }
     };
     if (TILES == 2 && filled <= 8) multiply_all(1);
@@ -271,21 +225,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
 
     if (PARTS > 1) {
         meet();  // the activations have been read
-        float4* sums = (float4*)memory + (warp / PARTS * (PARTS - 1) * WIDE * TILES * 32) + lane;
-        float4* const own = sums + (part - 1) * WIDE * TILES * 32;
+        float4* sums = (float4*)memory + (warp / PARTS * (PARTS - 1) * TILES * 32) + lane;
 #pragma unroll
-        for (int e = 0; e < WIDE * TILES; e++) {
-            const float(&c)[4] = acc[e / TILES][e % TILES];
-            if (part) own[32 * e] = make_float4(c[0], c[1], c[2], c[3]);
-        }
+        for (int t = 0; t < TILES; t++)
+            if (part) sums[((part - 1) * TILES + t) * 32] = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
         meet();
         if (part) return;
 #pragma unroll
-        for (int e = 0; e < WIDE * TILES; e++)
+        for (int t = 0; t < TILES; t++)
             for (int p = 0; p < PARTS - 1; p++) {
-                float(&c)[4] = acc[e / TILES][e % TILES];
-                const float4 more = sums[(p * WIDE * TILES + e) * 32];
-                c[0] += more.x, c[1] += more.y, c[2] += more.z, c[3] += more.w;
+                const float4 more = sums[(p * TILES + t) * 32];
+                acc[t][0] += more.x, acc[t][1] += more.y, acc[t][2] += more.z, acc[t][3] += more.w;
             }
     }
 
@@ -296,19 +246,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
             const int token = 8 * t + 2 * quad + i, pair = __shfl_sync(~0u, mine, token);
             const float by = __shfl_sync(~0u, share, token);
             if (pair >= n_pairs) continue;
-#pragma unroll
-            for (int m = 0; m < WIDE; m++) {
-                const float(&c)[4] = acc[m][t];
-                const float y[2] = {c[i] * RESTORE + widen(add[m][0]), c[i + 2] * RESTORE + widen(add[m][1])};
-                if (GLU) {
-                    const float gate = y[0] > limit ? limit : y[0];  // not fminf, which drops a NaN
-                    const float up = y[1] > limit ? limit : y[1] < -limit ? -limit : y[1];
-                    out[(long long)pair * (n / 2) + row[m] / 2] =
-                        (u16)narrow(gate * inverse(1 + power(-alpha * gate)) * (up + 1), 0);
-                    continue;
-                }
-#pragma unroll
-                for (int r = 0; r < 2; r++) out[(long long)pair * n + row[m] + 8 * r] = (u16)narrow(y[r] * by, 0);
+            const float y[2] = {acc[t][i] * RESTORE + widen(add[0]), acc[t][i + 2] * RESTORE + widen(add[1])};
+            if (GLU) {
+                const float gate = y[0] > limit ? limit : y[0];  // not fminf, which drops a NaN
+                const float up = y[1] > limit ? limit : y[1] < -limit ? -limit : y[1];
+                out[(long long)pair * (n / 2) + row / 2] =
+                    (u16)narrow(gate * inverse(1 + power(-alpha * gate)) * (up + 1), 0);
+                continue;
             }
+#pragma unroll
+            for (int r = 0; r < 2; r++) out[(long long)pair * n + row + 8 * r] = (u16)narrow(y[r] * by, 0);
         }
 }
