@@ -67,13 +67,16 @@ def tiles_of(pairs: int, experts: int) -> int:
 
 
 def plan(k: int, topk: int, tiles: int, is_sorted: bool, glu: bool, **params: int) -> Plan:
-    """Return the plan of a product, with SwiGLU (glu) or weighted by the pairs; params: the last four fields."""
-    # The fastest of eight to sixteen sets for GPT-OSS-20B's matrices: of one tile on an H100 (2026-11-27, 181 us an MLP
-    # of 32 tokens, before 199), the others on an H200 (bench/results, 2026-11-24).
+    """Return the plan of a product, with SwiGLU (glu) or weighted by the pairs; params: fields from rows on."""
+    # For GPT-OSS-20B's matrices on an H100, 2026-11-27: the fastest of 13 sets at one token and of 24 at 32.
     if not is_sorted:  # one token's experts: few blocks, whose warps divide the k axis
         params = {"rows": 3, "parts": 3, "ahead": 3, **params}
     else:
-        params = {"rows": 5, "parts": 2, "ahead": 3, **params} if tiles == 1 else {"ahead": 3, "stream": 1, **params}
+        params = (
+            {"rows": 5, "parts": 2, "ahead": 3, **params}
+            if tiles == 1
+            else {"ahead": 3, "stream": 1, **params}
+        )
     return Plan(k, topk, glu, not glu, is_sorted, tiles, **params)
 
 
@@ -92,7 +95,7 @@ def refused(
         return f"{name} has {w.shape[1]} rows, fewer than a tile's 16"
     if w.data_ptr() % 16:
         return f"{name} must begin at a multiple of 16 bytes"
-    if plan(2 * w.shape[2], 1, 2, True, True).shared > SHARED:
+    if max(plan(2 * w.shape[2], 1, tiles, True, True).shared for tiles in (1, 2)) > SHARED:
         return f"rows of {name} with {2 * w.shape[2]} weights do not fit shared memory"
     return None
 

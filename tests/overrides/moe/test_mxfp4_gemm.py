@@ -37,9 +37,20 @@ def _data(tokens: int, topk: int, experts: int, n: int, k: int) -> tuple[torch.T
     [
         (11, 2, 3, 80, 192, 1, True, {"rows": 2}),  # several blocks of an expert, a last block of fewer rows
         # fewer steps than parts
-        pytest.param(11, 2, 3, 72, 96, 2, False, {"rows": 1, "parts": 2, "stream": 0}, marks=pytest.mark.slow),
+        pytest.param(
+            11, 2, 3, 72, 96, 2, False, {"rows": 1, "parts": 2, "stream": 0}, marks=pytest.mark.slow
+        ),
         pytest.param(5, 3, 4, 64, 416, 1, False, {"rows": 2, "parts": 3, "ahead": 1}, marks=pytest.mark.slow),
-        (7, 2, 5, 34, 1184, 2, True, {"rows": 1, "parts": 2, "ahead": 3, "stream": 0}),  # steps end within a turn
+        (
+            7,
+            2,
+            5,
+            34,
+            1184,
+            2,
+            True,
+            {"rows": 1, "parts": 2, "ahead": 3, "stream": 0},
+        ),  # steps end within a turn
         (1, 3, 16, 80, 288, 1, True, {}),  # pairs are not sorted
         (11, 2, 3, 80, 672, 1, True, {"rows": 2, "parts": 2, "ahead": 1, "stream": 1}),
         (9, 2, 3, 72, 1184, 2, False, {"rows": 4, "parts": 1, "ahead": 1, "stream": 1}),

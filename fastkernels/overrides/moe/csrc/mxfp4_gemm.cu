@@ -4,12 +4,17 @@
 // tensor cores (m16), and tokens are their n8. Lanes read 32 adjacent weights of two rows, which are one block of the
 // format, from memory into registers, AHEAD steps early, and turn them into bfloat16 there: weights never pass through
 // shared memory. The order of the k axis is free if both operands share it: quad i of a step of 128 has weights 32 i to
-// 32 i + 31. Activations are in shared memory in the same order.
+// 32 i + 31. Activations are in shared memory in the same order, all of them or, with STREAM, the steps that are multiplied
+// and those behind; scales are there, too. Shared memory is taken from L1, where the loads of weights are until they
+// arrive: with less than about 60 KB of L1, fewer are on their way.
+//
+// The second product (not GLU) loads its first weights before the first one ends.
 //
 // Compile-time constants: K (a multiple of 32), TOPK (pairs of one row of a), ROWS (tiles of 16 rows of a block), PARTS
 // (warps that divide the steps of a tile among themselves), TILES (of 8 tokens), AHEAD (steps), RESIDENT (blocks per SM),
-// GLU (rows 2 i and 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU), WEIGHTED (rows of the
-// result are multiplied by the pairs' weights), SORTED (pairs are sorted; otherwise block i has pair i alone).
+// STREAM, GLU (rows 2 i and 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU), WEIGHTED (rows
+// of the result are multiplied by the pairs' weights), SORTED (pairs are sorted; otherwise block i has pair i alone).
+// A matrix has 16 rows or more.
 
 constexpr int WARPS = ROWS * PARTS, THREADS = 32 * WARPS;
 constexpr int STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS, BLOCKS = K / 32;  // of the format, in a row
