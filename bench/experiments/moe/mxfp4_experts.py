@@ -1,6 +1,6 @@
 """Time plans of the CUDA kernel for GPT-OSS's MXFP4 experts against our Triton kernel and vLLM's kernel.
 
-    mxfp4_experts.py --out rows.jsonl [--tokens 32,64,1] [--plans "ahead=3;rows=4 parts=2"]
+    mxfp4_experts.py --out rows.jsonl [--tokens 32,64,1] [--plans "ahead=2;rows=4 parts=2"]
 
 A plan names the fields of both products' plans that differ from the default ones. Times are microseconds of an MLP: a
 CUDA graph has calls with several routings, and kernels take turns.
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--out", required=True, help="file of rows (JSONL), which are appended")
     parser.add_argument("--seconds", type=float, default=300, help="time limit")
     parser.add_argument("--tokens", default="32,64,1,4,8,16,96")
-    parser.add_argument("--plans", default="ahead=3", help="separated by ;")
+    parser.add_argument("--plans", default="ahead=2", help="separated by ;")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     options = parser.parse_args()
