@@ -67,3 +67,11 @@ def test_time_limit_ends_the_run_before_the_next_size(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert run(monkeypatch, tmp_path / "rows.jsonl", "--seconds", "-1") == (1, [])
+
+
+def test_malformed_tiles_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "rows.jsonl", "--tiles", "64/128/128/8/4/3;64/128")
+    assert "tiles '64/128': want block_m/block_n" in capsys.readouterr().err
