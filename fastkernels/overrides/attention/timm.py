@@ -71,7 +71,9 @@ def _with_rope(module: Any, x: torch.Tensor, rope: torch.Tensor | None, dtype: t
 def _turned(module: Any, qkv: torch.Tensor, rope: torch.Tensor | None) -> Sequence[torch.Tensor]:
     """Queries, keys and values of qkv [B, N, 3, H, D], the first two normalized and rotated; in one op if possible."""
     q, k, v = qkv.unbind(2)
-    plain = all(isinstance(norm, nn.Identity) and not changed(norm) for norm in (module.q_norm, module.k_norm))
+    plain = all(
+        isinstance(norm, nn.Identity) and not changed(norm) for norm in (module.q_norm, module.k_norm)
+    )
     if plain and rope is not None and rope.dim() == 2:
         both = _with_rope(module, qkv[:, :, :2].flatten(2, 3), rope, v.dtype)
         return *both.unflatten(2, (2, -1)).unbind(2), v
