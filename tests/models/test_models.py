@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.rank_forks import Fork
 from support.tiny import KINDS, MODELS, make_tiny
 
 from fastkernels import LLM, SamplingParams
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
+from fastkernels.engine.execution import ranks
 from fastkernels.models.common import build, decoder
 from fastkernels.models.common.registry import models
 from fastkernels.overrides.attention.attention import PagedAttention
@@ -104,7 +108,14 @@ def test_windows_free_blocks(kind: str, windows: list[int | None], tmp_path: Pat
     assert outputs.num_cached_tokens == 60
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks start as forks, in a tenth of the time."""
+    monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Fork}))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_keep_tokens(folder: Path, greedy: Any) -> None:
     llm = LLM(str(folder), device="cpu", max_model_len=256, tensor_parallel_size=2)
     got = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
@@ -116,6 +127,7 @@ EXPERTS = [name for name in MODELS if name in ("mixtral", "deepseek_v3", "qwen3_
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("folder", EXPERTS, indirect=True)
 def test_expert_parallel_ranks_keep_tokens(folder: Path, greedy: Any) -> None:
     """Each of two ranks has half of the experts, whole."""

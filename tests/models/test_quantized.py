@@ -38,7 +38,7 @@ from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
 from fastkernels.models.common.quantization import read
 from fastkernels.models.common.registry import find
-from fastkernels.overrides.linear.linear_int4 import dequantize_int4, pack_int4
+from fastkernels.overrides.linear.linear_int4 import dequantize_int4, pack_int4, untile_int4
 from fastkernels.overrides.linear.parallel_linear import weights_as
 from fastkernels.overrides.linear.quantized import DequantizedMethod, Int4LinearMethod
 from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
@@ -370,7 +370,8 @@ def test_ranks_hold_their_part_of_weight_and_scales(base: Path, tmp_path: Path, 
             layer: Any = model.get_submodule(f"model.layers.0.{part}")
             scale = layer.weight_scale
             if layer.weight.dtype == torch.uint8:
-                found[part] = dequantize_int4(layer.weight, scale, layer.weight_zero, torch.float32)
+                rows = untile_int4(layer.weight, scale, layer.weight_zero)
+                found[part] = dequantize_int4(*rows, torch.float32)
                 continue
             scale = blocks_of(scale, layer.weight.shape) if scale.dim() == 2 else scale[:, None]
             found[part] = layer.weight.float() * scale

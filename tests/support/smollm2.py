@@ -109,4 +109,5 @@ def _ask(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["TQDM_DISABLE"] = "1"  # progress bars of a conversion that takes seconds
     print(smollm2_path())

@@ -7,29 +7,35 @@ it reads with a trained model. `draw` brings the model of a host to the random w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from fastkernels.models.common.weights import EMBEDDING_STD, STD, random_generator
+from fastkernels.models.common.weights import EMBEDDING_STD, MX_SCALE, STD, random_generator
 
 EMBEDDING = "VocabParallelEmbedding"  # the class of vLLM and SGLang
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def draw(model: torch.nn.Module, seed: int = 0) -> None:
     """Draw the weights as `weights.dummy` does: matrices N(0, 0.02), embeddings N(0, 10), norms 1, biases 0.
 
-    Values change in place, so that captured graphs read them. Quantized weights, scales and weights that the host has
-    packed stay as they are.
+    Quantized weights get random bits, in FP8 N(0, 1): the hosts leave zeros, with which a GPU needs less power and runs
+    faster. Their scales keep the host's values, those of MXFP4 get that of `weights.dummy`. Values change in place, so
+    that captured graphs read them.
     """
     drawn = set[int]()  # an embedding that is also the head is drawn as the embedding
     with torch.inference_mode():
         for path, module in model.named_modules():
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            for name, tensor in own:
-                if id(tensor) in drawn or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            for name, tensor in [*own, *_wrapped(module)]:
+                if id(tensor) in drawn:
                     continue
                 drawn.add(id(tensor))
+                if tensor.dtype not in FLOATS:
+                    _draw_quantized(name, tensor, random_generator(seed, f"{path}.{name}", tensor.device))
+                    continue
                 if name.endswith("bias"):  # of a router, or the correction of its scores, among others
                     tensor.zero_()
                 elif name.endswith("weight") and tensor.dim() == 1:
@@ -41,6 +47,29 @@ def draw(model: torch.nn.Module, seed: int = 0) -> None:
                     )
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _wrapped(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the MXFP4 weights and scales that vLLM holds in tensors of Triton's kernels, not in parameters."""
+    for name in ("w13", "w2"):
+        weight = getattr(getattr(module, f"{name}_weight", None), "storage", None)
+        if weight is not None and not callable(weight):
+            yield f"{name}_weight", weight.data
+            config = getattr(module.quant_method, f"{name}_precision_config")
+            yield f"{name}_weight_scale", config.weight_scale.storage.data
+
+
+def _draw_quantized(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    if tensor.dtype == torch.uint8 and "scale" in name:
+        tensor.fill_(MX_SCALE)
+    elif not name.endswith(("weight", "weight_packed")):
+        pass  # scales, zero points, orders of columns
+    elif tensor.dtype == torch.float8_e4m3fn:
+        for part in tensor if tensor.dim() > 2 else [tensor]:  # an expert at a time needs less memory
+            part.copy_(torch.empty_like(part, dtype=torch.float32).normal_(generator=generator))
+    elif tensor.dtype in (torch.uint8, torch.int8, torch.int32):
+        limits = torch.iinfo(tensor.dtype)
+        tensor.random_(limits.min, limits.max + 1, generator=generator)
 
 
 class VllmWorker:

@@ -24,6 +24,7 @@ __all__ = ["CheckpointError", "dummy", "fill", "load", "resolve", "weight_files"
 # Of random weights. With embeddings this large, a layer changes the hidden state of a token by little. With 0.02, the
 # mean over the context is the larger part after a few layers, and the tokens of a prompt go to the same experts.
 STD, EMBEDDING_STD = 0.02, 10.0
+MX_SCALE = 120  # of MXFP4: 2^-7 times values of about 3
 # Other dtypes belong to quantized weights, whose values need scales.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -265,10 +266,8 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
         if parameter.dim() < 2:
             parameter.data.fill_(1.0)
             continue
-        if parameter.dtype == torch.uint8 and name.endswith(
-            "_scales"
-        ):  # of MXFP4: 2^-7 times values of about 3
-            parameter.data.fill_(120)
+        if parameter.dtype == torch.uint8 and name.endswith("_scales"):
+            parameter.data.fill_(MX_SCALE)
             continue
         shape = torch.Size((shapes or {}).get(name, parameter.shape))
         owner = model.get_submodule(name.rpartition(".")[0])

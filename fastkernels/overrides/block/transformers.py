@@ -79,9 +79,8 @@ class TransformersSeedOssMLP(TransformersLlamaMLP):
         self.residual_dropout = config.residual_dropout
 
     def forward(self, x):
-        return nn.functional.dropout(
-            TransformersLlamaMLP.forward(self, x), self.residual_dropout, self.training
-        )
+        y = self.down_proj(silu_and_mul(side_by_side(x, self.gate_proj, self.up_proj)))
+        return nn.functional.dropout(y, self.residual_dropout, self.training)
 
 
 class TransformersPhi3MLP(nn.Module):

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fastkernels.overrides.kit.launch import cdiv
+
 BLOCK = 32
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -130,3 +132,30 @@ def by_words(a: torch.Tensor, each: int) -> torch.Tensor:
     each  K for `decode`, 32 for `decode_blocks`
     """
     return a.unflatten(1, (-1, each // 4, 4)).transpose(2, 3).flatten(1)
+
+
+@triton.jit
+def _unpack_kernel(words_ptr, scale_ptr, out_ptr, n, QUICK: tl.constexpr, BLOCKS: tl.constexpr):
+    # Blocks of 32 values, BLOCKS at a time, in any number of rows.
+    at = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = (at < n)[:, None]
+    words = tl.load(words_ptr + at[:, None] * 8 + tl.arange(0, 8)[None, :], mask=inside, other=0)
+    scales = tl.load(scale_ptr + at[:, None], mask=inside, other=0)
+    if QUICK:
+        w0, w1, w2, w3 = decode_bfloat16(words, scales)
+    else:
+        w0, w1, w2, w3 = decode(words, scales)
+    values = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCKS, 32))
+    if QUICK:
+        values *= RESTORE
+    to = out_ptr + at[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(to, values.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def unpack(packed: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """`dequantize` into `out`, contiguous, by a kernel; packed and scales are contiguous too."""
+    blocks = scales.numel()
+    each, quick = 256, out.dtype == torch.bfloat16 and out.device.type == "cuda"
+    _unpack_kernel[(cdiv(blocks, each),)](
+        packed.view(torch.int16), scales, out, blocks, QUICK=quick, BLOCKS=each
+    )

@@ -18,6 +18,9 @@ SOURCE = Path(__file__).parent / "csrc" / "int4_linear.cu"
 MAX_TOKENS, MAX_OF_TWO = 64, 32  # tokens; with tiles of 32 rows, for which more have too few registers
 MAX_OF_STREAM = 32  # tokens; with more, STREAM was slower on an H100
 SHARED = 227 * 1024  # bytes of shared memory of a block
+# Bytes with which a multiprocessor has one block. While another kernel's block is on one of them, two blocks of a call
+# would share another one, and the call take 1.5 times as long (28672 x 4096, 1 token, on an H100).
+ALONE = 116 * 1024
 STEP = 128  # columns
 _P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
 TYPES = (*[_P] * 8, _I, _I, _L)
@@ -46,14 +49,17 @@ class Plan(NamedTuple):
     splits: int
     stream: int
     grid: int
+    copied: int = 0
+    cluster: int = 1
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: a split of x, the sums that warps hand over, and the ring of STREAM."""
         rest = (self.tiles, self.warps, self.height)
-        return shared_bytes(self.k, self.tokens, self.splits) + (
-            stream_bytes(*rest, self.ahead, self.zero) if self.stream else sums_bytes(*rest, self.parts)
+        used = shared_bytes(self.k, self.tokens, self.splits) + (
+            stream_bytes(*rest, self.ahead, self.group, self.zero) if self.stream else sums_bytes(*rest, self.parts)
         )
+        return max(used, ALONE)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -61,7 +67,7 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
-            f"-DSTREAM={self.stream}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
+            f"-DSTREAM={self.stream}", f"-DASYNC={int(self.copied > 0)}", f"-DCLUSTER={self.cluster}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
             f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
             # 1 to 5% faster at 1 token on an H100; not at 16
             f"-DEVICTED={int(self.tokens == 1)}",
@@ -75,30 +81,37 @@ def shared_bytes(k: int, tokens: int, splits: int) -> int:
 
 def sums_bytes(tiles: int, warps: int, height: int, parts: int) -> int:
     """Return the bytes of the sums that warps with parts of a tile hand over, and of their barriers."""
-    return 0 if parts == 1 else 512 + 2 * 512 * tiles * height * (warps // parts) * (parts - 1)
+    return 640 if parts == 1 else 640 + 2 * 512 * tiles * height * (warps // parts) * (parts - 1)
 
 
-def stream_bytes(tiles: int, warps: int, height: int, ahead: int, zero: bool) -> int:
+def stream_bytes(tiles: int, warps: int, height: int, ahead: int, group: int, zero: bool) -> int:
     """Return the bytes of barriers, sums and ring with STREAM."""
-    return 512 + warps * height * (512 * tiles + ahead * (1536 if zero else 1280))
+    stage = 1024 + max(STEP // group, 1) * (48 if zero else 32)
+    return 640 + warps * height * (512 * tiles + ahead * stage)
 
 
 def streams(m: int, n: int, k: int, sms: int = 132, warps: int = WARPS) -> bool:
     """Return whether `plan` chooses stream=1.
 
-    A measured rule, of 13 layers with groups of 128 and no zero points on an H100: with more than 10 steps for each
-    warp stream=1 is 1.04 to 1.5 times as fast as stream=0 at 1 to 16 tokens and 0.95 to 1.2 times at 32. Where rows
-    are a multiple of 4 KiB apart (K = 8192) both are slow, and stream=1 is 0.93 to 1.0 times as fast.
+    A measured rule, of 10 layers with groups of 128 and no zero points on an H100: with more than 10 steps for each
+    warp stream=1 is 0.99 to 1.17 times as fast as stream=0 at 1 to 16 tokens, with fewer 0.8 to 1.0 times.
     """
-    steps = cdiv(n, 16) * (k // STEP) / (sms * warps)
-    return m <= MAX_OF_STREAM and steps > 10 and k // 2 % 4096 != 0
+    return m <= MAX_OF_STREAM and cdiv(n, 16) * (k // STEP) > 10 * sms * warps
+
+
+def shared_out(n: int, height: int, splits: int, sms: int, copied: int) -> tuple[int, int]:
+    """Return the blocks of a split, and how many of them copy x together."""
+    most = max(sms // splits, 1)
+    if copied < 2 or most % 2 and most < 25:
+        return min(most, cdiv(n, 16 * height)), 1
+    return min(most // 2 * 2, cdiv(n, 32 * height) * 2), 2
 
 
 @lru_cache(maxsize=1024)
 def plan(
     m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True,
     half_scales: bool = False, sms: int = 132, height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0,
-    splits: int = 0, stream: int | None = None,
+    splits: int = 0, stream: int | None = None, copied: int = 0,
 ) -> Plan:  # fmt: skip
     """Return the plan of a product of m tokens with a weight [n, k].
 
@@ -120,10 +133,10 @@ def plan(
             (s, a)
             for s in ([splits] if splits else range(1, k // STEP + 1))
             for a in range(ahead or 4, min(ahead or 2, 2) - 1, -1)
-            if shared_bytes(k, tokens, s) + stream_bytes(tiles, warps, h, a, zero) <= SHARED
+            if shared_bytes(k, tokens, s) + stream_bytes(tiles, warps, h, a, group, zero) <= SHARED
         )
-        blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
-        return Plan(k, group, tiles, tokens, n % (16 * h) != 0, *flags, warps, h, ahead, 1, s, 1, s * blocks)
+        blocks, cluster = shared_out(n, h, s, sms, copied)
+        return Plan(k, group, tiles, tokens, n % (16 * h) != 0, *flags, warps, h, ahead, 1, s, 1, s * blocks, copied, cluster)
     choices = [
         (h, p, s)
         for h in ([height] if height else [1, 2] if m <= MAX_OF_TWO else [1])
@@ -141,11 +154,11 @@ def plan(
 
     fewest = min(s for _, _, s in choices)
     h, p, s = min((c for c in choices if c[2] <= 2 * fewest), key=lambda c: (work(c), c[2], c[1]))
-    blocks = min(max(sms // s, 1), cdiv(n, 16 * h))
+    blocks, cluster = shared_out(n, h, s, sms, copied)
     ahead = ahead or (4 if h == 1 else 1)
     ragged = n % (16 * h) != 0
     return Plan(
-        k, group, tiles, tokens, ragged, *flags, warps, h, ahead, p, s, 0, s * blocks
+        k, group, tiles, tokens, ragged, *flags, warps, h, ahead, p, s, 0, s * blocks, copied, cluster
     )  # fmt: skip
 
 
@@ -170,6 +183,10 @@ def supports_cuda(
         return f"K = {k} is not a multiple of {STEP}"
     if x.numel() // k > MAX_TOKENS:
         return f"more than {MAX_TOKENS} tokens"  # without the number: each reason is reported once
+    if weight.shape[0] % 16:
+        return f"N = {weight.shape[0]} is not a multiple of 16"
+    if STEP % (group := k // weight_scale.shape[1]) and group % STEP:
+        return f"groups of {group} columns neither divide {STEP} nor are a multiple of it"
     if weight_scale.dtype not in (x.dtype, torch.float16):
         return f"weight_scale is {weight_scale.dtype}, x is {x.dtype}"
     if bias is not None and bias.dtype != x.dtype:
@@ -179,8 +196,8 @@ def supports_cuda(
     ):  # fmt: skip
         if t is not None and not t.is_contiguous():
             return f"{name} has strides {tuple(t.stride())}: it must be contiguous"
-    if weight.data_ptr() % 16 or x.data_ptr() % 16:
-        return "weight and x must begin at a multiple of 16 bytes"
+    if any(t is not None and t.data_ptr() % 16 for t in (x, weight, weight_scale, weight_zero)):
+        return "x, weight, weight_scale and weight_zero must begin at a multiple of 16 bytes"
     return None
 
 

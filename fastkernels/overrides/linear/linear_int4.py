@@ -2,6 +2,10 @@
 
 Weights are packed in units of 32 columns: byte i of a unit has column i in its low half, and column i + 16 in its high
 half. Both halves of a byte belong to one group, and a kernel reads x in runs of 16 columns.
+
+Kernels read 16 rows of 128 columns at once. Such tiles are therefore adjacent in memory: the first 64 bytes of rows 0 to
+15, then the next 64 bytes of these rows, and so on, then rows 16 to 31. Scales and zero points are in the same order, with
+one column in place of 64 bytes. Shapes stay [N, K / 2] and [N, G]; the last rows and columns may be fewer.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_o
 from fastkernels.overrides.linear import int4_linear_cuda
 
 UNIT = 32  # columns that are packed together
+ROWS, STEP = 16, 64  # of a tile: rows, and bytes of each
 MIDDLE = 8  # the zero point of a weight without zero points
 GROUPS = (32, 64, 128)
 MAX_TOKENS = 256  # of the Triton kernel; more are multiplied by dequantized weights
@@ -39,10 +44,55 @@ def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((units & 15, units >> 4), -2).flatten(-3)
 
 
+def tiled(matrix: torch.Tensor, columns: int) -> torch.Tensor:
+    """Reorder a matrix [N, C] by tiles of 16 rows and `columns` columns, see above."""
+    steps, done = matrix.shape[1] // columns, []
+    for part, rows in _parts(matrix):
+        tiles = part.unflatten(0, (len(part) // rows, rows))
+        whole = tiles[..., : steps * columns].unflatten(2, (steps, columns)).transpose(1, 2)
+        flat = torch.cat((whole.flatten(1), tiles[..., steps * columns :].flatten(1)), 1)
+        done.append(flat.view(part.shape))
+    return torch.cat(done)
+
+
+def untiled(matrix: torch.Tensor, columns: int) -> torch.Tensor:
+    """The inverse of `tiled`."""
+    steps, done = matrix.shape[1] // columns, []
+    for part, rows in _parts(matrix):
+        flat = part.reshape(len(part) // rows, rows * part.shape[1])
+        whole = flat[:, : rows * steps * columns].unflatten(1, (steps, rows, columns)).transpose(1, 2)
+        rest = flat[:, rows * steps * columns :].unflatten(1, (rows, part.shape[1] - steps * columns))
+        done.append(torch.cat((whole.flatten(2), rest), 2).view(part.shape))
+    return torch.cat(done)
+
+
+def _parts(matrix: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """(rows of whole tiles, 16) and (the other rows, their number), where there are any."""
+    n, whole = len(matrix), len(matrix) // ROWS * ROWS
+    parts = [(matrix[:whole], ROWS), (matrix[whole:], n - whole)]
+    return [(part, rows) for part, rows in parts if len(part)] or parts[:1]
+
+
+def tile_int4(
+    weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return a weight of `pack_int4`, its scales and its zero points as the op takes them."""
+    zero = None if weight_zero is None else tiled(weight_zero, 1)
+    return tiled(weight, STEP), tiled(weight_scale, 1), zero
+
+
+def untile_int4(
+    weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The inverse of tile_int4."""
+    zero = None if weight_zero is None else untiled(weight_zero, 1)
+    return untiled(weight, STEP), untiled(weight_scale, 1), zero
+
+
 def dequantize_int4(
     weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the weight [N, K] in a dtype."""
+    """Return a weight that is not in tiles, [N, K], in a dtype."""
     q = unpack_int4(weight).to(dtype).unflatten(-1, (weight_scale.shape[1], -1))
     zero = MIDDLE if weight_zero is None else weight_zero.to(dtype).unsqueeze(-1)
     return ((q - zero) * weight_scale.to(dtype).unsqueeze(-1)).flatten(-2)
@@ -55,16 +105,16 @@ def reference(
     weight_zero: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [..., K]; weight: uint8 [N, K / 2], see pack_int4. Returns [..., N] in x's dtype.
+    """x: [..., K]; weight: uint8 [N, K / 2], see pack_int4, in tiles, see tile_int4. Returns [..., N] in x's dtype.
 
-    weight_scale  [N, G], one for K / G columns, which are a multiple of 32
-    weight_zero   uint8 [N, G], the integer that stands for 0; None: 8 everywhere
+    weight_scale  [N, G] in tiles, one for K / G columns, which are a multiple of 32
+    weight_zero   uint8 [N, G] in tiles, the integer that stands for 0; None: 8 everywhere
     bias          [N]
     Raises ValueError for other shapes.
     """
     check(x, weight, weight_scale, weight_zero, bias)
     acc = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(acc) @ dequantize_int4(weight, weight_scale, weight_zero, acc).t()
+    y = x.to(acc) @ dequantize_int4(*untile_int4(weight, weight_scale, weight_zero), acc).t()
     if bias is not None:
         y = y + bias.to(acc)
     return y.to(x.dtype)
@@ -119,21 +169,26 @@ def _int4_kernel(
     cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.minimum(cols, N - 1).to(tl.int64)  # a row past the end is the last row again
     pairs = tl.arange(0, BLOCK_K // 2)
-    w_at = w_ptr + at[:, None] * (K // 2) + pairs[None, :]
     scales: tl.constexpr = K // GROUP
+    first_row = at // 16 * 16
+    row, height = at - first_row, tl.minimum(N - first_row, 16)  # in a tile, of a tile
+    w_tile, s_at = w_ptr + (first_row * (K // 2))[:, None] + pairs[None, :], first_row * scales + row
     x_at = x_ptr + rows[None, :].to(tl.int64) * x_stride + (pairs // 16 * 32 + pairs % 16)[:, None]
     there = rows[None, :] < M
     steps: tl.constexpr = K // BLOCK_K
     first, last = split * steps // SPLIT_K * BLOCK_K, (split + 1) * steps // SPLIT_K * BLOCK_K
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for k in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        w = tl.load(w_at + k // 2, eviction_policy="evict_first")
+        step = k // 128
+        width = 64 if K % 128 == 0 else tl.minimum(K // 2 - 64 * step, 64)  # bytes of a row in this step
+        w_at = w_tile + (64 * step * height + row * width)[:, None]
+        w = tl.load(w_at if BLOCK_K == 128 else w_at + k % 128 // 2, eviction_policy="evict_first")
         low = tl.load(x_at + k, mask=there, other=0.0, eviction_policy="evict_last")
         high = tl.load(x_at + k + 16, mask=there, other=0.0, eviction_policy="evict_last")
         group = k // GROUP
-        scale = tl.load(s_ptr + at * scales + group).to(tl.float32)
+        scale = tl.load(s_ptr + s_at + group * height).to(tl.float32)
         if HAS_ZERO:
-            zero = tl.load(z_ptr + at * scales + group)[:, None]
+            zero = tl.load(z_ptr + s_at + group * height)[:, None]
         else:
             zero = tl.full((BLOCK_N, 1), 8, dtype=tl.uint8)
         if UPCAST:
@@ -141,9 +196,9 @@ def _int4_kernel(
         part = tl.dot(centered(w & 15, zero, x_ptr, UPCAST), low, input_precision="ieee")
         part = tl.dot(centered(w >> 4, zero, x_ptr, UPCAST), high, part, input_precision="ieee")
         acc += part * scale[:, None]
-    row, col = rows[None, :], cols[:, None]
+    col = cols[:, None]
     mask = there & (col < N)
-    to = row.to(tl.int64) * N + col
+    to = rows[None, :].to(tl.int64) * N + col
     mine = True
     if SPLIT_K > 1:
         tl.store(partial_ptr + split.to(tl.int64) * M * N + to, acc, mask=mask)
@@ -164,14 +219,18 @@ def _int4_kernel(
 
 @triton.jit
 def _dequantize_kernel(
-    w_ptr, s_ptr, z_ptr, out_ptr, K: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+    w_ptr, s_ptr, z_ptr, out_ptr, N, K: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     pairs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, column = pairs < K // 2, pairs // 16 * 32 + pairs % 16
-    w = tl.load(w_ptr + row * (K // 2) + pairs, mask=mask, other=0)
-    at = row * (K // GROUP) + column // GROUP
+    first_row, step = row // 16 * 16, pairs // 64
+    height = tl.minimum(N - first_row, 16)
+    width = 64 if K % 128 == 0 else tl.minimum(K // 2 - 64 * step, 64)
+    in_tile = 64 * step * height + (row - first_row) * width + pairs % 64
+    w = tl.load(w_ptr + first_row * (K // 2) + in_tile, mask=mask, other=0)
+    at = first_row * (K // GROUP) + column // GROUP * height + row - first_row
     scale = tl.load(s_ptr + at, mask=mask, other=0.0).to(tl.float32)
     zero = tl.load(z_ptr + at, mask=mask, other=0).to(tl.float32) if HAS_ZERO else 8.0
     to = out_ptr + row * K + column
@@ -273,7 +332,7 @@ def linear_int4_cublas(
     if wide.numel():
         block = min(next_power_of_2(k // 2), 2048)
         _dequantize_kernel[n, cdiv(k // 2, block)](
-            weight, weight_scale, weight_zero, wide, K=k, GROUP=group, HAS_ZERO=weight_zero is not None,
+            weight, weight_scale, weight_zero, wide, n, K=k, GROUP=group, HAS_ZERO=weight_zero is not None,
             BLOCK=block,
         )  # fmt: skip
     return F.linear(x, wide, bias)
@@ -284,7 +343,8 @@ def _torch(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     check(x, weight, weight_scale, weight_zero, bias)
-    wide = dequantize_int4(weight, weight_scale, weight_zero, torch.promote_types(x.dtype, torch.float32))
+    rows = untile_int4(weight, weight_scale, weight_zero)
+    wide = dequantize_int4(*rows, torch.promote_types(x.dtype, torch.float32))
     return F.linear(x, wide.to(x.dtype), bias)
 
 

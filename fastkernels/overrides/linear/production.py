@@ -24,7 +24,7 @@ from fastkernels.overrides.linear.linear_fp8_libraries import (
     supports_sgl,
 )
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, granularity
-from fastkernels.overrides.linear.linear_int4 import linear_int4_cublas, unpack_int4
+from fastkernels.overrides.linear.linear_int4 import linear_int4_cublas, unpack_int4, untile_int4
 from fastkernels.overrides.linear.linear_int4 import supports_cublas as supports_int4_cublas
 from fastkernels.overrides.linear.linear_ternary import quantize_int8, unpack_ternary
 
@@ -75,6 +75,7 @@ def _marlin_weights(
         return {name: v for name, v in given.items() if name in inspect.signature(function).parameters}
 
     n, k, none = weight.shape[0], 2 * weight.shape[1], torch.empty(0, dtype=torch.int, device=weight.device)
+    weight, scale, zero = untile_int4(weight, scale, zero)
     columns = unpack_int4(weight).t().int().unflatten(0, (-1, 8))
     shifts = 4 * torch.arange(8, dtype=torch.int32, device=weight.device)
     words = (columns << shifts[:, None]).sum(1, dtype=torch.int32).contiguous()

@@ -20,7 +20,9 @@ from fastkernels.overrides.linear.linear_int4 import (
     dequantize_int4,
     linear_int4,
     pack_int4,
+    tile_int4,
     unpack_int4,
+    untile_int4,
 )
 from fastkernels.overrides.linear.linear_ternary import UNIT as TERNARY_UNIT
 from fastkernels.overrides.linear.linear_ternary import linear_ternary, unpack_ternary
@@ -105,7 +107,7 @@ def _load_largest(parameter: nn.Parameter, loaded: torch.Tensor, *shard: Any) ->
 
 
 class Int4LinearMethod:
-    """Weight of 4 bits, packed as in the op `linear_int4`, which multiplies x as it is.
+    """Weight of 4 bits, packed as in the op `linear_int4`, which multiplies x as it is; after loading it is in tiles.
 
     group        columns that share a scale, -1: all
     zeros        each group has a zero point
@@ -167,8 +169,11 @@ class Int4LinearMethod:
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Sort the columns of a weight with act order: `layer.columns` [K] has their places in x."""
-        if not self.act_order:
-            return
+        if self.act_order:
+            self._sort(layer)
+        self._tile(layer)
+
+    def _sort(self, layer: Any) -> None:
         groups = layer.g_idx.data
         del layer.g_idx
         if groups.is_meta:
@@ -179,12 +184,18 @@ class Int4LinearMethod:
             layer.columns = order.int()
             layer.weight.data.copy_(self._sorted(layer.weight.data, order))
 
+    def _tile(self, layer: Any) -> None:
+        parameters = layer.weight, layer.weight_scale, layer.weight_zero if self.zeros else None
+        for parameter, tiles in zip(parameters, tile_int4(*parameters), strict=True):
+            if tiles is not None:
+                parameter.data.copy_(tiles)
+
     def _sorted(self, weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         return pack_int4(unpack_int4(weight)[:, order])
 
     def _floats(self, layer: Any) -> torch.Tensor:
         zero = layer.weight_zero if self.zeros else None
-        return dequantize_int4(layer.weight, layer.weight_scale, zero, torch.float32)
+        return dequantize_int4(*untile_int4(layer.weight, layer.weight_scale, zero), torch.float32)
 
     def dequantize(self, layer: Any) -> torch.Tensor:
         """Return the weight [N, K] in float32."""
@@ -205,6 +216,9 @@ class Int8Weight(Int4LinearMethod):
 
     def _sorted(self, weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         return weight[:, order]
+
+    def _tile(self, layer: Any) -> None:
+        pass
 
     def _floats(self, layer: Any) -> torch.Tensor:
         zero = layer.weight_zero.float().unsqueeze(-1) if self.zeros else self.middle

@@ -114,9 +114,12 @@ def _biased_gemm_kernel(
     tl.store(to, out.to(c_ptr.dtype.element_ty), mask=there[:, None] & inside)
 
 
+SCRATCH = 1 << 30  # bytes of decoded weights at a time: those of GPT-OSS-20B's 32 experts fit
+
+
 def in_words(a: torch.Tensor, t: Tiles) -> torch.Tensor:
     """Return a [R, K] as `biased_gemm` reads it with MXFP4 weights: columns in the order of decoded weights."""
-    return mxfp4.by_words(a, mxfp4.BLOCK if t.joined else a.shape[1])
+    return a if t.decoded else mxfp4.by_words(a, mxfp4.BLOCK if t.joined else a.shape[1])
 
 
 def biased_gemm(
@@ -133,6 +136,26 @@ def biased_gemm(
     """
     n, k = b.shape[1], a.shape[1]
     out = torch.empty((pairs.n_pairs, n if glu is None else n // 2), dtype=a.dtype, device=a.device)
+    if b_scale is None or not t.decoded:
+        _launch(a, b, b_scale, bias, pairs, topk, scale, t, glu, out)
+        return out
+    most = max(SCRATCH // (n * k * a.element_size()), 1)  # experts
+    scratch = torch.empty((min(most, len(b)), n, k), dtype=a.dtype, device=a.device)
+    for first in range(0, len(b), most):
+        own = slice(first, first + most)
+        floats = scratch[: len(b[own])]
+        mxfp4.unpack(b[own].contiguous(), b_scale[own].contiguous(), floats)
+        # The kernel passes over blocks of other experts.
+        some = pairs._replace(experts=pairs.experts - first) if first else pairs
+        _launch(a, floats, None, bias[own], some, topk, scale, t, glu, out)
+    return out
+
+
+def _launch(
+    a: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor | None, bias: torch.Tensor, pairs: Sorted, topk: int,
+    scale: torch.Tensor | None, t: Tiles, glu: tuple[float, float] | None, out: torch.Tensor,
+) -> None:  # fmt: skip
+    n = b.shape[1]
     grid = (pairs.blocks * cdiv(n, t.block_n),)
     scales, each = b, 0  # scales are not read where there are none
     if b_scale is not None:
@@ -141,13 +164,12 @@ def biased_gemm(
     _biased_gemm_kernel[grid](
         a, b, scales, bias, out, scale, pairs.pairs, pairs.experts, pairs.total, n, b.shape[0], pairs.n_pairs,
         pairs.blocks, a.stride(0), *b.stride()[:2], *scales.stride()[:2], bias.stride(0), out.stride(0),
-        *(glu or (0.0, 0.0)), K=k, TOPK=topk,
+        *(glu or (0.0, 0.0)), K=a.shape[1], TOPK=topk,
         HAS_SCALE=scale is not None, SORTED=pairs.pairs is not None, MXFP4=b_scale is not None,
         UPCAST=a.device.type == "cpu", BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, GROUP_M=t.group_m,
         GLU=glu is not None, EACH=each, JOINED=t.joined, num_warps=t.num_warps, num_stages=t.num_stages,
         **(overlap(a.device, grid) if t.early else {"OVERLAP": False}),
     )  # fmt: skip
-    return out
 
 
 def biased_tiles(rows: int, dtype: torch.dtype, packed: bool) -> Tiles:

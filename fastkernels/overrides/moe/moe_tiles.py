@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+FLAGS = "sejd"  # swap, early, joined, decoded
 SHARED = 227 * 1024  # bytes of shared memory per program on Hopper
 
 
@@ -20,6 +21,7 @@ class Tiles:
            columns of the right one, so few tokens on the right need no padding to 64
     early  the kernel starts while the previous one still runs (kit/overlap.py)
     joined  MXFP4 weights of a step are decoded into the operand of one product, not of four
+    decoded  MXFP4 weights are written to memory as floats first, which pays for many rows
     """
 
     block_m: int
@@ -31,11 +33,12 @@ class Tiles:
     swap: bool = False
     early: bool = False
     joined: bool = False
+    decoded: bool = False
 
     def __str__(self) -> str:
-        """Return the form of tables: 16/64/128/1/4/4, with a last part of s, e and j for swap, early and joined."""
-        *sizes, swap, early, joined = astuple(self)
-        flags = "s" * swap + "e" * early + "j" * joined
+        """Return the form of tables: 16/64/128/1/4/4, with a last part of the flags' letters, as in FLAGS."""
+        sizes, flags = astuple(self)[: -len(FLAGS)], astuple(self)[-len(FLAGS) :]
+        flags = "".join(letter for letter, on in zip(FLAGS, flags, strict=True) if on)
         return "/".join([*map(str, sizes), *([flags] if flags else [])])
 
     def shared(self, itemsize: int) -> int:
@@ -52,14 +55,14 @@ def parsed(text: str) -> Tiles:
     if (
         len(sizes) != 6
         or not all(s.isdigit() and int(s) > 0 for s in sizes)
-        or flags not in ("", "s", "e", "se", "j", "ej")
+        or flags != "".join(letter for letter in FLAGS if letter in flags)
     ):
         raise ValueError(
-            f"tiles {text!r}: want block_m/block_n/block_k/group_m/num_warps/num_stages, then /s, /e, /se, /j,"
-            " /ej or nothing"
+            f"tiles {text!r}: want block_m/block_n/block_k/group_m/num_warps/num_stages, then nothing or / and letters"
+            f" of {FLAGS} in this order"
         )
     m, n, k, group, warps, stages = map(int, sizes)
-    return Tiles(m, n, k, group, warps, stages, "s" in flags, "e" in flags, "j" in flags)
+    return Tiles(m, n, k, group, warps, stages, *(letter in flags for letter in FLAGS))
 
 
 @lru_cache

@@ -35,17 +35,23 @@ class Plan(NamedTuple):
     parts: int = 1
     ahead: int = 4
     resident: int = 2
+    fill: int = 2
+    early: bool = False
+    wide: int = 1
+    next: int = 0
+    guess: int = 0
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * self.rows * self.parts
+        return 32 * self.rows // self.wide * self.parts
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: activations, later the sums of parts."""
         activations = 8 * self.tiles * (256 * cdiv(self.k, 128) + 64)
-        return max(activations, 512 * self.rows * (self.parts - 1) * self.tiles)
+        scales = 16 * cdiv(self.rows * self.k // 2 + 30, 16)
+        return max(activations + scales, 512 * self.rows * (self.parts - 1) * self.tiles)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -54,6 +60,7 @@ class Plan(NamedTuple):
             "--std=c++17", "-DBF16=1", f"-DK={self.k}", f"-DTOPK={self.topk}", f"-DGLU={int(self.glu)}",
             f"-DWEIGHTED={int(self.weighted)}", f"-DSORTED={int(self.sorted)}", f"-DTILES={self.tiles}",
             f"-DROWS={self.rows}", f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
+            f"-DFILL={self.fill}", f"-DEARLY={int(self.early)}", f"-DWIDE={self.wide}", f"-DNEXT={self.next}", f"-DGUESS={self.guess}",
         )  # fmt: skip
 
 
@@ -84,6 +91,8 @@ def refused(
     for of, t in ((name, w), (f"the scales of {name}", scales), (f"the bias of {name}", bias)):
         if not t.is_contiguous():
             return f"{of} has strides {tuple(t.stride())}: it must be contiguous"
+    if w.shape[1] < 16:
+        return f"{name} has {w.shape[1]} rows, fewer than a tile's 16"
     if w.data_ptr() % 16:
         return f"{name} must begin at a multiple of 16 bytes"
     if plan(2 * w.shape[2], 1, 2, True, True).shared > SHARED:

@@ -408,7 +408,8 @@ def test_pipeline_without_text_encoders_is_measured(name: str, tmp_path: Path) -
             width=32, generator=torch.Generator().manual_seed(0),
         ).images  # fmt: skip
     assert lane.latents is not None and torch.equal(lane.latents, shown) and subject.latents is None
-    assert found.shape == (2, 3, 32, 32) and torch.equal(found, again) and found.std() > 0
+    assert found.shape == (2, 3, 32, 32) and found.std() > 0
+    torch.testing.assert_close(found, again)  # decoded in one batch, and an image at a time
 
 
 def test_blocks_with_most_weights_are_compiled() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from fk_bench.e2e.random_weights import draw
+from fk_bench.e2e.random_weights import FLOATS, draw
 from torch import nn
 
 
@@ -12,8 +14,14 @@ class VocabParallelEmbedding(nn.Embedding):
     """As the hosts' class is named."""
 
 
+def of_triton(shape: tuple[int, ...]) -> SimpleNamespace:
+    """As vLLM holds MXFP4 weights for Triton's kernels: in a wrapper, transposed."""
+    data = torch.zeros(shape, dtype=torch.uint8).transpose(-2, -1)
+    return SimpleNamespace(storage=SimpleNamespace(data=data))
+
+
 class Model(nn.Module):
-    """A tied head, a router with a bias and a correction, quantized weights with a scale, and a packed weight."""
+    """A tied head, a router with a bias and a correction, weights of several quantizations, and an empty weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +33,16 @@ class Model(nn.Module):
         self.quantized = nn.Module()
         self.quantized.weight = nn.Parameter(torch.ones(8, 8).to(torch.float8_e4m3fn), requires_grad=False)
         self.quantized.weight_scale = nn.Parameter(torch.full((8, 1), 0.25))
+        self.int4 = nn.Module()
+        self.int4.qweight = nn.Parameter(torch.zeros(64, 8, dtype=torch.int32), requires_grad=False)
+        self.int4.g_idx = nn.Parameter(torch.arange(64, dtype=torch.int32), requires_grad=False)
+        self.int4.qzeros = nn.Parameter(torch.full((4, 8), 7, dtype=torch.int32), requires_grad=False)
+        self.experts = nn.Module()
+        self.experts.w13_weight, self.experts.w2_weight = of_triton((4, 8, 64)), of_triton((4, 64, 8))
+        self.experts.quant_method = SimpleNamespace(
+            w13_precision_config=SimpleNamespace(weight_scale=of_triton((4, 8, 2))),
+            w2_precision_config=SimpleNamespace(weight_scale=of_triton((4, 2, 8))),
+        )
         self.lm_head = nn.Linear(64, 100, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
 
@@ -34,7 +52,7 @@ def model() -> Model:
     made = Model()
     with torch.no_grad():
         for parameter in made.parameters():
-            if parameter.dtype != torch.float8_e4m3fn and parameter is not made.quantized.weight_scale:
+            if parameter.dtype in FLOATS and parameter is not made.quantized.weight_scale:
                 parameter.uniform_(-1e-3, 1e-3)
     return made
 
@@ -50,9 +68,23 @@ def test_weights_are_drawn_in_place(model: Model) -> None:
     assert not torch.equal(model.router.weight, model.other.weight.float())
 
 
-def test_quantized_weights_and_scales_keep_their_values(model: Model) -> None:
+def test_quantized_weights_get_random_bits_and_scales_keep_their_values(model: Model) -> None:
     draw(model)
-    assert model.quantized.weight.float().eq(1).all() and model.quantized.weight_scale.eq(0.25).all()
+    assert 0.7 < model.quantized.weight.float().std() < 1.3 and model.quantized.weight_scale.eq(0.25).all()
+    halves = model.int4.qweight.view(torch.int16)
+    assert len(halves.unique()) > 0.9 * halves.numel()
+    assert model.int4.g_idx.equal(torch.arange(64, dtype=torch.int32)) and model.int4.qzeros.eq(7).all()
+
+
+def test_weights_for_kernels_of_triton_are_drawn(model: Model) -> None:
+    experts = model.experts
+    addresses = [w.storage.data.data_ptr() for w in (experts.w13_weight, experts.w2_weight)]
+    draw(model)
+    for weight, address in zip((experts.w13_weight, experts.w2_weight), addresses, strict=True):
+        assert weight.storage.data.data_ptr() == address and len(weight.storage.data.unique()) > 200
+    method = experts.quant_method
+    for config in (method.w13_precision_config, method.w2_precision_config):
+        assert config.weight_scale.storage.data.eq(120).all()
 
 
 def test_weights_depend_on_seed_and_name(model: Model) -> None:

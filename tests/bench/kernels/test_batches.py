@@ -104,7 +104,7 @@ def test_calls_of_long_batch_only_are_compared(fd: int, cuda: bool, monkeypatch:
     monkeypatch.setattr(made.checks, "kept", lambda *args: None)
     monkeypatch.setattr(made.checks, "same", lambda *args: compared.append([len(o) for o in args[3:]]))
     gated = []
-    monkeypatch.setattr(made, "_gated", lambda lane, timed: gated.append(lane))
+    monkeypatch.setattr(made, "_gated", lambda lane, picked, timed: gated.append(lane) or [])
     made._round(0, Timed(Samples(4), Samples(4), Samples(4)), True)
     assert compared == [[8, 8]] and (0, 8) in ran
     assert bool(gated) is cuda
@@ -167,20 +167,45 @@ def test_calls_alone_are_queued_together(fd: int, monkeypatch: pytest.MonkeyPatc
         def stop(self) -> None:
             asked.append("stop")
 
-    made._queued = QUEUED
-    monkeypatch.setattr(made, "_open", lambda lane, slot, ticket, timed: opened.append((slot, ticket)))
-    made._gated(Lane(Queue(), made.candidate.arena), None)  # type: ignore[arg-type]
+    monkeypatch.setattr(made, "_open", lambda lane, slot, ticket, timed: opened.append((slot, ticket)) or [])
+    made._gated(Lane(Queue(), made.candidate.arena), [9, 20, 11], None)  # type: ignore[arg-type]
     (do, slots, tickets), stop = asked
     assert do == "queue" and stop == "stop" and opened == list(zip(slots, tickets, strict=True))
-    assert len(set(slots)) == QUEUED and min(slots) >= 8 and sorted(set(tickets)) == tickets
+    assert slots == [9, 20, 11] and sorted(set(tickets)) == tickets
 
     def wrong(*args: object) -> None:
         raise Wrong("the first call")
 
     monkeypatch.setattr(made, "_open", wrong)
     with pytest.raises(Wrong):
-        made._gated(Lane(Queue(), made.candidate.arena), None)  # type: ignore[arg-type]
+        made._gated(Lane(Queue(), made.candidate.arena), [9], None)  # type: ignore[arg-type]
     assert Queue.gate._words[0] == asked[-2][2][-1]  # what still waits must not block the next command
+
+
+@pytest.mark.parametrize("shared", [0, 64])
+def test_calls_alone_are_checked_after_both_sides(
+    fd: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check slows the next call; where slots share memory, the other side's call would overwrite its inputs."""
+    made = batches(fd, 4, True)
+    made.baseline = Lane(made.baseline.side, made.baseline.arena)
+    made._queued, made.slots.layout.shared = 1 if shared else QUEUED, shared
+    for _ in range(20):
+        order: list[Any] = []
+
+        def gated(lane: Lane, picked: list[int], timed: None, order: list[Any] = order) -> list[int]:
+            order.append(("candidate" if lane is made.candidate else "baseline", picked))
+            return picked[:2]
+
+        monkeypatch.setattr(made, "_gated", gated)
+        monkeypatch.setattr(made, "_check", lambda *args, order=order: order.append(args))
+        made._both_alone(None)
+        ran = dict(entry for entry in order if isinstance(entry[0], str))
+        (check,) = (entry for entry in order if not isinstance(entry[0], str))
+        assert check == (ran["candidate"][:2], ran["candidate"])
+        slots = ran["candidate"] + ran["baseline"]
+        assert len(set(slots)) == 2 * made._queued and min(slots) >= 8
+        assert order.index(check) == (order.index(("candidate", ran["candidate"])) + 1 if shared else 2)
 
 
 def places(made: Batches, position: int = 0) -> list[list[Place]]:

@@ -26,7 +26,7 @@ from fastkernels.core import registry
 from fastkernels.core.baseline import Baseline, Preparation, Prepared
 from fastkernels.core.dispatch import OPS
 from fastkernels.overrides.linear.linear_int4 import SPEC as INT4
-from fastkernels.overrides.linear.linear_int4 import unpack_int4
+from fastkernels.overrides.linear.linear_int4 import STEP, unpack_int4, untiled
 
 
 class Reference(RunnerState):
@@ -210,5 +210,5 @@ def test_marlin_call_only_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == ["apply"] and given is x and torch.equal(bias, rest[-1]) and bias is not rest[-1]
     rows = words.view(-1, 1, words.shape[1]) >> 4 * torch.arange(8)[:, None] & 15
     assert torch.equal(
-        rows.flatten(0, 1).t(), unpack_int4(rest[0]).int()
+        rows.flatten(0, 1).t(), unpack_int4(untiled(rest[0], STEP)).int()
     )  # GPTQ's order: eight rows of K a word

@@ -40,6 +40,7 @@ def _data(tokens: int, topk: int, experts: int, n: int, k: int) -> tuple[torch.T
         pytest.param(11, 2, 3, 72, 96, 2, False, {"rows": 1, "parts": 2}, marks=pytest.mark.slow),
         pytest.param(5, 3, 4, 64, 416, 1, False, {"rows": 2, "parts": 3, "ahead": 1}, marks=pytest.mark.slow),
         (7, 2, 5, 34, 1184, 2, True, {"rows": 1, "parts": 2, "ahead": 3}),  # steps end within a turn
+        (7, 2, 5, 72, 1184, 2, False, {"rows": 4, "parts": 2, "ahead": 2, "wide": 2, "early": 1}),
         (1, 3, 16, 80, 288, 1, True, {}),  # pairs are not sorted
         (1, 4, 16, 40, 160, 1, False, {}),
     ],
@@ -110,8 +111,9 @@ def test_unsupported_matrices_name_the_reason() -> None:
     assert "not MXFP4" in str(few.refused(x, w, None, bias, "w1"))
     assert "float16" in str(few.refused(x.half(), w, scales, bias, "w1"))
     assert "strides" in str(few.refused(x, w.transpose(0, 1), scales, bias, "w1"))
-    wide = torch.empty(1, 1, 16384, dtype=torch.uint8)
-    assert "shared memory" in str(few.refused(x, wide, wide[..., :1024], bias[:1, :1], "w1"))
+    assert "12 rows" in str(few.refused(x, w[:1, :12], scales[:1, :12], bias[:1, :12], "w1"))
+    wide = torch.empty(1, 16, 16384, dtype=torch.uint8)
+    assert "shared memory" in str(few.refused(x, wide, wide[0, :, :1024].clone()[None], bias[:1, :16], "w1"))
 
 
 def test_calls_with_many_rows_per_expert_are_refused() -> None:

@@ -5,7 +5,10 @@ from support.checks import PROMPTS
 
 def make_llm(model: str, **options):
     from vllm import LLM, _custom_ops
+    from vllm.model_executor.models import registry
 
+    # It would look at each new kind of model in a process of its own, so as not to initialize CUDA: 10 s.
+    registry._run_in_subprocess = lambda look: look()
     # On a CPU without AMX vLLM packs linear layers for oneDNN and frees their weights, which our ops then cannot read.
     # Most checks have their worker in this process.
     _custom_ops._supports_onednn = False

@@ -19,13 +19,14 @@ BODIES = {
     "widen": "return number(bits);",
     "kernels_before_end": "",
     "load_16": "return *at;",
-    "load_once": "return *at;",
-    "load_scale": "return *at;",
+    "load_weights": "return *at;",
+    "load_from_l2": "return *at;",
     "product": "u32 v = 0; for (int i = 0; i < 2; i++) v |= (u32)rounded(number(half_of(a, i)) * number(half_of(b, i)))"
     " << 16 * i; return v;",
     "halves": "u64 both = (u64)high << 32 | low; u32 v = 0; for (int i = 0; i < 4; i++)"
     " v |= (u32)(both >> 8 * (order >> 4 * i & 7) & 255) << 8 * i; return v;",
     "power": "return expf(x);",
+    "inverse": "return 1 / x;",
     "multiply": "multiply_tiles(c, {{a0, a1, a2, a3}, {b0, b1}});",
     "narrow": "return rounded(low) | (u32)rounded(high) << 16;",
 }

@@ -109,6 +109,14 @@ template <class T> T __shfl_up_sync(unsigned, T v, int by) {
     const int lane = threadIdx.x % 32;
     return among(v, [&](auto of) { return of(lane >= by ? lane - by : lane); });
 }
+inline unsigned __ballot_sync(unsigned, bool v) {
+    return among(v, [&](auto of) {
+        unsigned all = 0;
+        for (int lane = 0; lane < 32; lane++) all |= (unsigned)of(lane) << lane;
+        return all;
+    });
+}
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
 
 inline uint16_t half_of(uint32_t two, int i) { return two >> 16 * i; }
 

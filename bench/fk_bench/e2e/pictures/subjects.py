@@ -169,6 +169,8 @@ class Pipeline(Subject):
         }
         made = type(self.target)(**own)
         made.set_progress_bar_config(disable=True)
+        if wide and hasattr(getattr(made, "vae", None), "enable_slicing"):
+            made.vae.enable_slicing()  # an image at a time: FLUX.1 in float32 leaves little of 80 GB for the decoder
         return self._like(made)
 
     def inputs(self, batch: int, seed: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-// y = x W^T + b for M <= 64 tokens on Hopper with 4-bit weights: x [M, K], 16-bit; W packed as linear_int4.py describes.
+// y = x W^T + b for M <= 64 tokens on Hopper with 4-bit weights: x [M, K], 16-bit; W, its scales and zero points in tiles,
+// as linear_int4.py describes. A step, 128 columns of 16 rows, is 1 KiB of adjacent memory.
 //
 // The weight is the left operand of the tensor cores (m16), tokens are their n8. A lane reads the 32 columns of a unit,
 // 16 bytes, of each of its rows from memory into registers, AHEAD steps early and beyond the end of a tile, and turns
@@ -21,20 +22,24 @@
 // With SPLITS, sums go to memory, and the block whose ticket is the last one adds them, always in one order.
 //
 // Compile-time constants: K and GROUP (columns that share a scale), multiples of 128 and 32; TILES (of 8 tokens);
-// WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; STREAM; AHEAD (steps); RAGGED (the last tile has fewer rows);
+// WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; STREAM; AHEAD (steps); RAGGED (the last warp has one tile less);
 // HAS_ZERO; HAS_BIAS; BF16; HALF_SCALES (float16 scales of bfloat16 x); EVICTED (L2 gives up W before anything else).
 // Includes no header.
 
 constexpr int THREADS = 32 * WARPS, SLOTS = WARPS / PARTS, STEPS = K / 128, GROUPS = K / GROUP, ROWS = 16 * HEIGHT;
+constexpr int SCALED = GROUP < 128 ? 128 / GROUP : 1;  // groups of a step
+constexpr int LOADS = 4;  // of x, in flight for each thread
 constexpr int MOST = (STEPS + SPLITS - 1) / SPLITS;  // steps of a split
-constexpr int PITCH = 256 * MOST + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
+constexpr int PITCH = 256 * MOST + (ASYNC ? 32 : 64);  // bytes of a token in shared memory: two adjacent tokens use different banks
 constexpr int OUTPUTS = HEIGHT * TILES, BUFFERS = 2;  // a slot's sums of one tile are added while it has the next one
 constexpr int SUMS = 512 * OUTPUTS * (STREAM ? 1 : PARTS - 1);  // bytes of a buffer
-constexpr int BARRIERS = STREAM || PARTS > 1 ? 512 : 0;  // bytes
-constexpr int STAGE = HEIGHT * (HAS_ZERO ? 1536 : 1280);  // bytes of a warp's step in the ring: words, scales, zeros
+constexpr int BARRIERS = 512 + 128;  // bytes; the last is that of x
+constexpr int SCALES_AT = 1024 * HEIGHT, ZEROS_AT = SCALES_AT + 32 * SCALED * HEIGHT;  // in a warp's step in the ring
+constexpr int STAGE = ZEROS_AT + (HAS_ZERO ? 16 * SCALED * HEIGHT : 0);                // bytes
 constexpr int X_AT = BARRIERS + (STREAM ? WARPS * (SUMS + AHEAD * STAGE) : BUFFERS * SLOTS * SUMS);
 constexpr bool EXACT = GROUP % 128 == 0 && TILES < 8;  // with more, sums need too many registers
-static_assert(K % 128 == 0 && K % GROUP == 0 && GROUP % 32 == 0, "a step is 128 columns, and a unit has one scale");
+static_assert(K % 128 == 0 && K % GROUP == 0 && GROUP % 32 == 0 && (128 % GROUP == 0 || GROUP % 128 == 0),
+              "a step is 128 columns, in which whole units have one scale");
 static_assert(WARPS % PARTS == 0 && SPLITS <= STEPS && (!STREAM || PARTS == 1), "warps of a tile, steps of a split");
 static_assert(16 * BUFFERS * SLOTS <= 512, "two barriers for each buffer");
 
@@ -129,8 +134,25 @@ __device__ __forceinline__ void copy_weight(u32 to, const void* from) {  // 16 b
 #endif
 }
 
-__device__ __forceinline__ void copy_4(u32 to, u64 from) {
-    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+__device__ __forceinline__ void copy_16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// x to the same place in all blocks of the cluster
+__device__ __forceinline__ void copy_x(u32 to, const void* from, int bytes, u32 barrier) {
+#if CLUSTER > 1
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+#else
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_meets() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -141,72 +163,76 @@ __device__ __forceinline__ void await_copies() {  // all groups but the last AHE
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
+#if CLUSTER > 1
+#define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define TOGETHER
+#endif
+
+extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
     const u16* x, const uint4* weight, const u16* scales, const unsigned char* zeros, const u16* bias, u16* out,
     float4* partial, u32* tickets, int M, int N, long long x_stride) {
     extern __shared__ __align__(128) unsigned char memory[];
     unsigned char* const x_at = memory + X_AT;
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
-    const int split = blockIdx.x % SPLITS, block = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS;
+    // Blocks of a cluster have the same split.
+    const int rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
+    const int split = cluster % SPLITS, block = cluster / SPLITS * CLUSTER + rank, blocks = gridDim.x / SPLITS;
     const int tiles = (N + ROWS - 1) / ROWS;
     const int begin = split * STEPS / SPLITS, steps = (split + 1) * STEPS / SPLITS - begin;
+    const int first_tile = (int)((u32)block * tiles / blocks), end_tile = (int)((u32)(block + 1) * tiles / blocks);
+    // Tile h of 16 rows of a warp's tile; what is missing at the end is read again.
+    auto rows_of = [&](int tile, int h) { return RAGGED ? min(tile * HEIGHT + h, N / 16 - 1) : tile * HEIGHT + h; };
+    auto words_of = [&](int tile, int h, int step) { return weight + ((long long)rows_of(tile, h) * STEPS + step) * 64; };
+    auto scales_of = [&](int tile, int h, int column) { return (rows_of(tile, h) * GROUPS + column / GROUP) * 16; };
 
 #if STREAM
-    const int of_block = (int)((u64)block * tiles / blocks) * steps;
-    const int of_next = (int)((u64)(block + 1) * tiles / blocks) * steps;
+    const int of_block = first_tile * steps, of_next = end_tile * steps;
     auto start = [&](int warp) { return of_block + (int)((u32)warp * (of_next - of_block) / WARPS); };
     const int mine = start(warp), count = start(warp + 1) - mine;
     const u32 ring = shared_address(memory) + BARRIERS + WARPS * SUMS + warp * AHEAD * STAGE;
     const unsigned char* const ring_at = memory + BARRIERS + WARPS * SUMS + warp * AHEAD * STAGE;
-    int next = mine % steps, next_row = mine / steps * ROWS + group, to_fetch = count;
-    const uint4* w_at = weight + (long long)next_row * (K / 32) + 4 * (begin + next) + quad;
-    // A scale is copied with the aligned word that contains it.
-    auto place = [&](int row, int turn) { return (long long)row * GROUPS + (128 * (begin + turn) + 32 * quad) / GROUP; };
+    int next = mine % steps, next_tile = mine / steps, to_fetch = count;
     auto fetch = [&](int stage) {
         if (to_fetch > 0) {
             const u32 to = ring + stage * STAGE;
 #pragma unroll
-            for (int j = 0; j < 2 * HEIGHT; j++) {
-                const int row = RAGGED ? min(next_row + 8 * j, N - 1) : next_row + 8 * j;
-                copy_weight(to + 512 * j + 16 * lane, w_at + (long long)(row - next_row) * (K / 32));
-                const u32 below = to + 1024 * HEIGHT + 128 * j + 4 * lane;
-                copy_4(below, (u64)(scales + place(row, next)) & ~3ull);
-                if (HAS_ZERO) copy_4(below + 256 * HEIGHT, (u64)(zeros + place(row, next)) & ~3ull);
+            for (int h = 0; h < HEIGHT; h++) {
+                const uint4* from = words_of(next_tile, h, begin + next) + lane;
+                copy_weight(to + 1024 * h + 16 * lane, from), copy_weight(to + 1024 * h + 512 + 16 * lane, from + 32);
+                const int at = scales_of(next_tile, h, 128 * (begin + next));
+                if (lane < 2 * SCALED) copy_16(to + SCALES_AT + 32 * SCALED * h + 16 * lane, scales + at + 8 * lane);
+                if (HAS_ZERO && lane < SCALED) copy_16(to + ZEROS_AT + 16 * SCALED * h + 16 * lane, zeros + at + 16 * lane);
             }
-            w_at += 4, to_fetch--;
-            if (++next == steps) next = 0, next_row += ROWS, w_at += (long long)ROWS * (K / 32) - 4 * steps;
+            to_fetch--;
+            if (++next == steps) next = 0, next_tile++;
         }
         commit_copies();
     };
 #else
     const int slot = warp / PARTS, part = warp % PARTS;
-    const int first = (int)((u64)block * tiles / blocks) + slot, last = (int)((u64)(block + 1) * tiles / blocks);
+    const int first = first_tile + slot, last = end_tile;
     const int early = part * steps / PARTS, turns = (part + 1) * steps / PARTS - early;  // steps of a tile, perhaps none
 
     uint4 words[AHEAD][HEIGHT][2];
     u32 scale[AHEAD][HEIGHT][2], zero[AHEAD][HEIGHT][2];
     int next_tile = turns ? first : last, next_turn = 0;
-    const long long row = (long long)next_tile * ROWS + group;
-    const uint4* w_at = weight + row * (K / 32) + 4 * (begin + early) + quad;
-    long long g_at = row * GROUPS;  // scales, zeros
     auto fetch = [&](int at) {
         if (next_tile >= last) return;
-        const int column = (128 * (begin + early + next_turn) + 32 * quad) / GROUP;
+        const int now = begin + early + next_turn;
 #pragma unroll
-        for (int h = 0; h < HEIGHT; h++)
+        for (int h = 0; h < HEIGHT; h++) {
+            const uint4* from = words_of(next_tile, h, now) + lane;
+            const int g = scales_of(next_tile, h, 128 * now + 32 * quad) + group;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                long long down = 16 * h + 8 * i;
-                if (RAGGED) down = min((long long)next_tile * ROWS + group + down, N - 1LL) - next_tile * ROWS - group;
-                words[at][h][i] = load_weight(w_at + down * (K / 32));
-                scale[at][h][i] = load_scale(scales + g_at + down * GROUPS + column);
-                zero[at][h][i] = HAS_ZERO ? load_zero(zeros + g_at + down * GROUPS + column) : 8;
+                words[at][h][i] = load_weight(from + 32 * i);
+                scale[at][h][i] = load_scale(scales + g + 8 * i);
+                zero[at][h][i] = HAS_ZERO ? load_zero(zeros + g + 8 * i) : 8;
             }
-        w_at += 4;
-        if (++next_turn < turns) return;
-        next_turn = 0, next_tile += SLOTS;
-        w_at += (long long)SLOTS * ROWS * (K / 32) - 4 * turns, g_at += (long long)SLOTS * ROWS * GROUPS;
+        }
+        if (++next_turn == turns) next_turn = 0, next_tile += SLOTS;
     };
 #endif
 #pragma unroll
@@ -218,27 +244,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
         make_barrier(barriers + 16 * thread, PARTS - 1);  // the sums are there
         make_barrier(barriers + 16 * thread + 8, 1);      // they have been read
     }
-    // x in the order of decoded weights: column c is next to c + 2, then c + 1 and c + 3, and 16 columns later the same.
+#if ASYNC
+    const u32 x_barrier = barriers + 512;
+    if (thread == 0) make_barrier(x_barrier, 1), barriers_are_made(), expect(x_barrier, M * steps * 256);
+    if (CLUSTER > 1) cluster_meets();
+    else meet();
     asm volatile("griddepcontrol.wait;" ::: "memory");
-#pragma unroll 2
-    for (int i = thread; i < (TILES == 1 ? M : 8 * TILES) * steps * 8; i += THREADS) {
-        const int token = i / (8 * steps), piece = i % (8 * steps);  // 8 of each half of a unit's columns
-        uint4 a = make_uint4(0, 0, 0, 0), b = a;
-        if (token < M) {
-            const u16* from = x + token * x_stride + 128 * begin + piece / 2 * 32 + piece % 2 * 8;
-            a = load_16((const uint4*)from), b = load_16((const uint4*)(from + 16));
+    const int from = rank * steps / CLUSTER, more = (rank + 1) * steps / CLUSTER - from;  // steps that this block copies
+    if (warp == 0 && more)
+        for (int token = lane; token < M; token += 32)
+            copy_x(shared_address(x_at) + token * PITCH + 256 * from, x + token * x_stride + 128 * (begin + from), 256 * more,
+                   x_barrier);
+    wait(x_barrier, 0);
+#else
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const int tokens_here = TILES == 1 ? M : 8 * TILES;
+    // x in the order of decoded weights: column c is next to c + 2, then c + 1 and c + 3, and 16 columns later the same.
+    const int pieces = tokens_here * steps * 8;  // 8 of each half of a unit's columns
+    for (int from = thread; from < pieces; from += THREADS * LOADS) {
+        uint4 a[LOADS], b[LOADS];
+#pragma unroll
+        for (int u = 0; u < LOADS; u++) {
+            const int i = from + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
+            a[u] = b[u] = make_uint4(0, 0, 0, 0);
+            if (i < pieces && token < M) {
+                const u16* at = x + token * x_stride + 128 * begin + piece / 2 * 32 + piece % 2 * 8;
+                a[u] = load_16((const uint4*)at), b[u] = load_16((const uint4*)(at + 16));
+            }
         }
-        unsigned char* to = x_at + token * PITCH + piece / 8 * 256 + piece % 2 * 128 + piece / 2 % 4 * 16;
-        *(uint4*)to = make_uint4(halves(a.x, a.y, 0x5410), halves(a.x, a.y, 0x7632), halves(b.x, b.y, 0x5410),
-                                 halves(b.x, b.y, 0x7632));
-        *(uint4*)(to + 64) = make_uint4(halves(a.z, a.w, 0x5410), halves(a.z, a.w, 0x7632), halves(b.z, b.w, 0x5410),
-                                        halves(b.z, b.w, 0x7632));
+#pragma unroll
+        for (int u = 0; u < LOADS; u++) {
+            const int i = from + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
+            if (i >= pieces) break;
+            unsigned char* to = x_at + token * PITCH + piece / 8 * 256 + piece % 2 * 128 + piece / 2 % 4 * 16;
+            *(uint4*)to = make_uint4(halves(a[u].x, a[u].y, 0x5410), halves(a[u].x, a[u].y, 0x7632),
+                                     halves(b[u].x, b[u].y, 0x5410), halves(b[u].x, b[u].y, 0x7632));
+            *(uint4*)(to + 64) = make_uint4(halves(a[u].z, a[u].w, 0x5410), halves(a[u].z, a[u].w, 0x7632),
+                                            halves(b[u].z, b[u].w, 0x5410), halves(b[u].z, b[u].w, 0x7632));
+        }
     }
     meet();
+#endif
 
     float acc[HEIGHT][TILES][4] = {};
     // Of less than 8 tokens the last one stands for those that are missing.
-    const unsigned char* tokens = x_at + (TILES == 1 ? min(group, M - 1) : group) * PITCH + 16 * quad;
+    // A quad has 32 columns, four pieces of 8. Quads 2 and 3 read them in another order, from other banks than 0 and 1.
+    const int swapped = ASYNC ? quad / 2 : 0;
+    const unsigned char* tokens =
+        x_at + (TILES == 1 ? min(group, M - 1) : group) * PITCH + (ASYNC ? 64 : 16) * quad + 16 * swapped;
+    const int other = ASYNC ? 16 - 32 * swapped : 0;
+    const u32 order = swapped ? 0x7564 : 0x3120;  // with it, adjacent columns are 16 bits apart
     auto store = [&](int tile) {
 #pragma unroll
         for (int h = 0; h < HEIGHT; h++)
@@ -261,33 +316,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     auto step = [&](const uint4(&words)[HEIGHT][2], const u32(&scale)[HEIGHT][2], const u32(&zero)[HEIGHT][2],
                     const unsigned char* at) {
         float sums[HEIGHT][TILES][4];
+        constexpr int WORDS = ASYNC ? 2 : 1;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 v[HEIGHT][2][4];
+        for (int i = 0; i < 4; i += WORDS) {
+            u32 v[WORDS][HEIGHT][2][4];
 #pragma unroll
-            for (int h = 0; h < HEIGHT; h++)
+            for (int e = 0; e < WORDS; e++)
 #pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const uint4& of = words[h][r];
-                    const u32 word = i == 0 ? of.x : i == 1 ? of.y : i == 2 ? of.z : of.w;
+                for (int h = 0; h < HEIGHT; h++)
 #pragma unroll
-                    for (int n = 0; n < 4; n++) {
-                        v[h][r][n] = difference(word >> 4 * n, mask, zero[h][r] * 0x00010001u | ONE);
-                        if (!EXACT) v[h][r][n] = product(v[h][r][n], scale_in_dtype(scale[h][r]));
+                    for (int r = 0; r < 2; r++) {
+                        const uint4& of = words[h][r];
+                        u32 word = i + e == 0 ? of.x : i + e == 1 ? of.y : i + e == 2 ? of.z : of.w;
+                        if (ASYNC) word = halves(word, i + e == 0 ? of.z : i + e == 1 ? of.w : i + e == 2 ? of.x : of.y, order);
+#pragma unroll
+                        for (int n = 0; n < 4; n++) {
+                            v[e][h][r][n] = difference(word >> 4 * n, mask, zero[h][r] * 0x00010001u | ONE);
+                            if (!EXACT) v[e][h][r][n] = product(v[e][h][r][n], scale_in_dtype(scale[h][r]));
+                        }
                     }
-                }
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
-                const uint4 b = *(const uint4*)(at + 8 * t * PITCH + 64 * i);
-#pragma unroll
-                for (int h = 0; h < HEIGHT; h++) {
-                    float(&c)[4] = EXACT ? sums[h][t] : acc[h][t];
-                    if (EXACT && i == 0)
-                        begin_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
-                    else
-                        add_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
-                    add_product(c, v[h][0][1], v[h][1][1], v[h][0][3], v[h][1][3], b.z, b.w);
+                const unsigned char* from = at + 8 * t * PITCH + (ASYNC ? i / 2 * other : 64 * i);
+                uint4 b[2];  // of each word: the columns of lower halves of bytes, then of upper ones
+                b[0] = *(const uint4*)from;
+                if (ASYNC) {
+                    const uint4 low = b[0], high = *(const uint4*)(from + 32);
+                    b[0] = make_uint4(low.x, low.y, high.x, high.y), b[1] = make_uint4(low.z, low.w, high.z, high.w);
                 }
+#pragma unroll
+                for (int e = 0; e < WORDS; e++)
+#pragma unroll
+                    for (int h = 0; h < HEIGHT; h++) {
+                        float(&c)[4] = EXACT ? sums[h][t] : acc[h][t];
+                        const auto& a = v[e][h];
+                        if (EXACT && i + e == 0)
+                            begin_product(c, a[0][0], a[1][0], a[0][2], a[1][2], b[e].x, b[e].y);
+                        else
+                            add_product(c, a[0][0], a[1][0], a[0][2], a[1][2], b[e].x, b[e].y);
+                        add_product(c, a[0][1], a[1][1], a[0][3], a[1][3], b[e].z, b[e].w);
+                    }
             }
         }
         if (EXACT)
@@ -388,17 +456,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     int tile = mine / steps, turn = mine % steps, stage = 0;
     for (int left = count; left > 0; left--) {
         await_copies();
+        __syncwarp();  // other lanes have copied scales
         const unsigned char* from = ring_at + stage * STAGE;
+        const int g = 32 * quad / GROUP * 16 + group;
         uint4 words[HEIGHT][2];
         u32 scale[HEIGHT][2], zero[HEIGHT][2];
 #pragma unroll
         for (int j = 0; j < 2 * HEIGHT; j++) {
-            const int row = tile * ROWS + 8 * j + group, at = (int)place(RAGGED ? min(row, N - 1) : row, turn);
-            const u32* below = (const u32*)(from + 1024 * HEIGHT) + 32 * j + lane;
+            const int at = j / 2 * 16 * SCALED + g + j % 2 * 8;
             words[j / 2][j % 2] = ((const uint4*)from)[32 * j + lane];
-            scale[j / 2][j % 2] = below[0] >> 8 * ((u32)((u64)scales + 2 * at) & 2) & 0xffff;
-            zero[j / 2][j % 2] = HAS_ZERO ? below[64 * HEIGHT] >> 8 * ((u32)((u64)zeros + at) & 3) & 0xff : 8;
+            scale[j / 2][j % 2] = ((const u16*)(from + SCALES_AT))[at];
+            zero[j / 2][j % 2] = HAS_ZERO ? from[ZEROS_AT + at] : 8;
         }
+        __syncwarp();  // they have been read
         fetch(stage);
         stage = stage + 1 == AHEAD ? 0 : stage + 1;
         step(words, scale, zero, tokens + 256 * turn);

@@ -11,23 +11,44 @@
 // GLU (rows 2 i and 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU), WEIGHTED (rows of the
 // result are multiplied by the pairs' weights), SORTED (pairs are sorted; otherwise block i has pair i alone).
 
-constexpr int THREADS = 32 * ROWS * PARTS, STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS;
+constexpr int WARPS = ROWS / WIDE * PARTS, THREADS = 32 * WARPS;
+constexpr int STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS, BLOCKS = K / 32;  // of the format, in a row
 constexpr int PITCH = 256 * STEPS + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
-static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1, "what lanes hold");
+constexpr int SLOTS = AHEAD + 1;  // steps in registers: none is copied, since one is loaded while another is multiplied
+constexpr int SCALES = (16 * ROWS * BLOCKS + 30) / 16;  // 16-byte words with the scales of a block's rows
+constexpr int TOGETHER = WARPS % 4 == 0 ? 4 : WARPS % 3 == 0 ? 3 : WARPS % 2 == 0 ? 2 : 1;  // warps that load a token
+constexpr int EACH = ((STEPS + 1) / 2 + TOGETHER - 1) / TOGETHER;  // 16-byte words of it for each of their lanes
+constexpr int BELOW = (GLU ? 1 : 8) * BLOCKS;  // 16-byte words from a lane's row to its other row in the same tile
+static_assert(K % 32 == 0 && AHEAD >= 1 && TILES >= 1 && TILES <= 4 && ROWS % WIDE == 0, "what lanes hold");
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
 __device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-__device__ __forceinline__ u32 load_scale(const unsigned char* at) {
-    u32 v;
-    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(at));
+__device__ __forceinline__ uint4 load_weights(const uint4* at) {  // as load_once, but it stays in front of a wait or __syncwarp
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
     return v;
 }
+
+__device__ __forceinline__ int load_from_l2(const int* at) {  // not an earlier value in L1, which only a wait discards
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void bring_to_l2(const uint4* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 __device__ __forceinline__ float power(float x) {  // e^x
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    return y;
+}
+
+__device__ __forceinline__ float inverse(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -47,122 +68,202 @@ __device__ __forceinline__ void decode(u32 (&to)[4], u32 word, u32 by) {  // wei
     to[3] = product((rest & 0x00F000F0) * 0x0104 & 0x81C081C0, by);
 }
 
+__device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     const uint4* a, const uint4* weight, const unsigned char* scales, const u16* bias, u16* out, const float* weights,
     const int* pairs, const int* experts, const int* total, int n, int count, int n_pairs, float alpha, float limit) {
     extern __shared__ __align__(128) unsigned char memory[];
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
     const int columns = (n + 16 * ROWS - 1) / (16 * ROWS), block = blockIdx.x / columns, part = warp % PARTS;
-    kernels_before_end();
-    if (SORTED && block * 8 * TILES >= *total) return;
-    const int expert = experts[block];
-    if (expert < 0 || expert >= count) return;
-
-    // Rows of the matrix: both values of a pair in one lane.
-    const int first = blockIdx.x % columns * 16 * ROWS + warp / PARTS * 16;
-    const int row[2] = {first + (GLU ? 2 * group : group), first + (GLU ? 2 * group + 1 : group + 8)};
-    const uint4* from[2];
-    const unsigned char* scale_of[2];
+    const int begin = min(blockIdx.x % columns * 16 * ROWS, n - 16);
+    auto bring = [&](int from_expert, int column, int count) {  // 16-byte words of the block's rows, to L2
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const long long at = (long long)expert * n + min(row[i], n - 1);
-        from[i] = weight + at * (K / 32) + 4 * part + quad, scale_of[i] = scales + at * (K / 32) + 4 * part + quad;
+        for (int i = 0; i < count; i++)
+#pragma unroll
+            for (int m = 0; m < WIDE; m++) {
+                const int at = column + (i * PARTS + part) * 16 + lane % 2 * 8;
+                const int tile_row = min(begin + (warp / PARTS * WIDE + m) * 16, n - 16) + lane / 2;
+                if (at < BLOCKS) bring_to_l2(weight + ((long long)from_expert * n + tile_row) * BLOCKS + at);
+            }
+    };
+    if (SORTED && !EARLY && block < count) bring(block, 0, GUESS);  // mostly, block i has expert i
+    // The next kernel starts behind this wait: pairs, experts and total, which were complete then, can be read before its own.
+    if (!EARLY) kernels_before_end();
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    int mine = lane ? n_pairs : block;
+    if (SORTED) mine = lane < 8 * TILES ? load_from_l2(pairs + block * 8 * TILES + lane) : n_pairs;
+    const int expert = load_from_l2(experts + block), end = SORTED ? load_from_l2(total) : 0;
+    if ((SORTED && block * 8 * TILES >= end) || expert < 0 || expert >= count) {
+        if (EARLY) kernels_before_end();  // no kernel ends before those in front of it
+        return;
     }
-    uint4 words[AHEAD][2];
-    u32 scale[AHEAD][2];
-    int left = (K / 32 - quad - 4 * part + 4 * PARTS - 1) / (4 * PARTS);  // turns of this lane
-    auto fetch = [&](int slot, int turn) {
+
+    // Rows of the matrix: both values of a pair in one lane. A tile that would end behind the matrix is the last 16 rows.
+    int row[WIDE];
+    const uint4* from[WIDE];
+    const unsigned char* scale_of[WIDE];
+    const long long matrix = (long long)expert * n;
+    const uint4* scales_from = (const uint4*)((u64)(scales + (matrix + begin) * BLOCKS) & ~15ull);
+    const int shift = (int)((u64)(scales + (matrix + begin) * BLOCKS) & 15);
+    unsigned char* const scale_memory = memory + 8 * TILES * PITCH;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            words[slot][i] = make_uint4(0, 0, 0, 0), scale[slot][i] = 0;
-            if (turn >= left) continue;
-            words[slot][i] = load_once(from[i] + 4 * PARTS * turn);
-            scale[slot][i] = load_scale(scale_of[i] + 4 * PARTS * turn);
-        }
+    for (int i = 0; i < WIDE; i++) {
+        row[i] = min(begin + (warp / PARTS * WIDE + i) * 16, n - 16) + (GLU ? 2 * group : group);
+        from[i] = weight + (matrix + row[i]) * BLOCKS + 4 * part + quad;
+        scale_of[i] = scale_memory + shift + (row[i] - begin) * BLOCKS;
+    }
+    uint4 words[SLOTS][WIDE][2] = {};
+    int left = (BLOCKS - quad - 4 * part + 4 * PARTS - 1) / (4 * PARTS);  // turns of this lane
+    auto fetch = [&](int slot, int turn) {
+        if (turn >= left) return;  // earlier weights, which are multiplied by zeros
+#pragma unroll
+        for (int i = 0; i < WIDE; i++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) words[slot][i][j] = load_weights(from[i] + j * BELOW + 4 * PARTS * turn);
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) fetch(i, i);
+    bring(expert, AHEAD * PARTS * 4, NEXT);  // while activations are loaded
+    uint4 scale_words[(SCALES + THREADS - 1) / THREADS];
+    const int scale_count = (min(16 * ROWS, n - begin) * BLOCKS + shift + 15) / 16;
+#pragma unroll
+    for (int i = 0; i * THREADS < SCALES; i++)
+        if (i * THREADS + thread < scale_count) scale_words[i] = load_16(scales_from + i * THREADS + thread);
 
-    // Activations. Of eight in 16 bytes, i is next to i + 4, as weights are after decoding.
-    for (int i = thread; i < 8 * TILES * STEPS * 16; i += THREADS) {
-        const int token = i / (STEPS * 16), piece = i % (STEPS * 16);
-        const int pair = SORTED ? pairs[block * 8 * TILES + token] : token ? n_pairs : block;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (pair < n_pairs && piece < K / 8) v = load_16(a + (long long)(pair / TOPK) * (K / 8) + piece);
-        *(uint4*)(memory + token * PITCH + piece / 16 * 256 + piece % 4 * 64 + piece / 4 % 4 * 16) =
-            make_uint4(halves(v.x, v.z, 0x5410), halves(v.x, v.z, 0x7632), halves(v.y, v.w, 0x5410),
-                       halves(v.y, v.w, 0x7632));
-    }
-    meet();
+    if (EARLY) kernels_before_end();
 
-    float acc[TILES][4] = {};
-    const unsigned char* tokens = memory + group * PITCH + 16 * quad + 256 * part;
+    // Activations of the pairs, which stand before padding. Of eight in 16 bytes, i is next to i + 4, as weights are after
+    // decoding. Sums of padding are not stored, so that it can be anything.
+    const int filled = __popc(__ballot_sync(~0u, mine < n_pairs));
+    const int at = warp % TOGETHER * 32 + lane;
+    const uint4* source = a + at;
+    unsigned char* target = memory + at / 16 * 256 + at % 4 * 64 + at / 4 % 4 * 16;
 #pragma unroll 1
-    for (int turn = 0; turn < TURNS; turn += AHEAD) {
+    for (int token = warp / TOGETHER; token < filled; token += WARPS / TOGETHER * FILL) {
+        uint4 v[FILL][EACH];  // all are on their way at once
 #pragma unroll
-        for (int slot = 0; slot < AHEAD; slot++) {
-            if (turn + slot >= TURNS) break;
-            const u32 by[2] = {factor(scale[slot][0]), factor(scale[slot][1])};
-            const u32 low[4] = {words[slot][0].x, words[slot][0].y, words[slot][0].z, words[slot][0].w};
-            const u32 high[4] = {words[slot][1].x, words[slot][1].y, words[slot][1].z, words[slot][1].w};
-            fetch(slot, slot + AHEAD);
-            if ((turn + slot) * PARTS + part >= STEPS) break;  // the last turn of some parts
+        for (int f = 0; f < FILL; f++) {
+            const int other = token + WARPS / TOGETHER * f, pair = __shfl_sync(~0u, mine, other % 32);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 v[2][4];
-                decode(v[0], low[i], by[0]), decode(v[1], high[i], by[1]);
-#pragma unroll
-                for (int t = 0; t < TILES; t++) {
-                    const uint4 b = *(const uint4*)(tokens + 8 * t * PITCH + 256 * PARTS * slot + 64 * i);
-                    multiply(acc[t], v[0][0], v[1][0], v[0][1], v[1][1], b.x, b.y);
-                    multiply(acc[t], v[0][2], v[1][2], v[0][3], v[1][3], b.z, b.w);
-                }
+            for (int i = 0; i < EACH; i++) {
+                v[f][i] = make_uint4(0, 0, 0, 0);
+                if (other < filled && at + 32 * TOGETHER * i < K / 8)
+                    v[f][i] = load_16(source + (long long)(pair / TOPK) * (K / 8) + 32 * TOGETHER * i);
             }
         }
-        left -= AHEAD, tokens += 256 * PARTS * AHEAD;
 #pragma unroll
-        for (int i = 0; i < 2; i++) from[i] += 4 * PARTS * AHEAD, scale_of[i] += 4 * PARTS * AHEAD;
+        for (int f = 0; f < FILL; f++) {
+            const int other = token + WARPS / TOGETHER * f;
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                const uint4 w = v[f][i];
+                if (other < filled && at + 32 * TOGETHER * i < 16 * STEPS)
+                    *(uint4*)(target + other * PITCH + 512 * TOGETHER * i) = make_uint4(
+                        halves(w.x, w.z, 0x5410), halves(w.x, w.z, 0x7632), halves(w.y, w.w, 0x5410), halves(w.y, w.w, 0x7632));
+            }
+        }
     }
+#pragma unroll
+    for (int i = 0; i * THREADS < SCALES; i++)
+        if (i * THREADS + thread < scale_count) ((uint4*)scale_memory)[i * THREADS + thread] = scale_words[i];
+    const float share = WEIGHTED && mine < n_pairs ? weights[mine] : 1;
+    u16 add[WIDE][2];
+#pragma unroll
+    for (int i = 0; i < WIDE; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) add[i][j] = bias[matrix + row[i] + j * (GLU ? 1 : 8)];
+    meet();
+
+    float acc[WIDE][TILES][4] = {};
+    const unsigned char* tokens = memory + group * PITCH + 16 * quad + 256 * part;
+    auto multiply_all = [&](int used) {  // tiles that have pairs: a constant
+        int scale_at = 4 * part + quad;
+#pragma unroll 1
+        for (int turn = 0; turn < TURNS; turn += SLOTS) {
+#pragma unroll
+            for (int slot = 0; slot < SLOTS; slot++) {
+                if (turn + slot >= TURNS) break;
+                fetch((slot + AHEAD) % SLOTS, slot + AHEAD);
+                __syncwarp();  // otherwise the loads are moved behind the multiplications
+                if ((turn + slot) * PARTS + part >= STEPS) break;  // the last turn of some parts
+                u32 by[WIDE][2];
+                const int block_of_row = min(scale_at + 4 * PARTS * slot, BLOCKS - 1);
+#pragma unroll
+                for (int i = 0; i < WIDE; i++)
+#pragma unroll
+                    for (int j = 0; j < 2; j++) by[i][j] = factor(scale_of[i][block_of_row + j * BELOW]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    uint4 b[TILES];
+#pragma unroll
+                    for (int t = 0; t < TILES; t++)
+                        if (t < used) b[t] = *(const uint4*)(tokens + 8 * t * PITCH + 256 * PARTS * slot + 64 * i);
+#pragma unroll
+                    for (int m = 0; m < WIDE; m++) {
+                        u32 v[2][4];
+                        decode(v[0], word_of(words[slot][m][0], i), by[m][0]);
+                        decode(v[1], word_of(words[slot][m][1], i), by[m][1]);
+#pragma unroll
+                        for (int t = 0; t < TILES; t++) {
+                            if (t >= used) continue;
+                            multiply(acc[m][t], v[0][0], v[1][0], v[0][1], v[1][1], b[t].x, b[t].y);
+                            multiply(acc[m][t], v[0][2], v[1][2], v[0][3], v[1][3], b[t].z, b[t].w);
+                        }
+                    }
+                }
+            }
+            left -= SLOTS, tokens += 256 * PARTS * SLOTS, scale_at += 4 * PARTS * SLOTS;
+#pragma unroll
+            for (int i = 0; i < WIDE; i++) {
+                from[i] += 4 * PARTS * SLOTS;
+                asm volatile("" : "+l"(from[i]));  // otherwise every load's address is computed again
+            }
+        }
+    };
+    if (TILES == 2 && filled <= 8) multiply_all(1);
+    else multiply_all(TILES);
 
     if (PARTS > 1) {
         meet();  // the activations have been read
-        float4* sums = (float4*)memory + (warp / PARTS * (PARTS - 1) * TILES * 32) + lane;
+        float4* sums = (float4*)memory + (warp / PARTS * (PARTS - 1) * WIDE * TILES * 32) + lane;
+        float4* const own = sums + (part - 1) * WIDE * TILES * 32;
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
-            if (part) sums[((part - 1) * TILES + t) * 32] = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
+        for (int e = 0; e < WIDE * TILES; e++) {
+            const float(&c)[4] = acc[e / TILES][e % TILES];
+            if (part) own[32 * e] = make_float4(c[0], c[1], c[2], c[3]);
+        }
         meet();
         if (part) return;
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int e = 0; e < WIDE * TILES; e++)
             for (int p = 0; p < PARTS - 1; p++) {
-                const float4 more = sums[(p * TILES + t) * 32];
-                acc[t][0] += more.x, acc[t][1] += more.y, acc[t][2] += more.z, acc[t][3] += more.w;
+                float(&c)[4] = acc[e / TILES][e % TILES];
+                const float4 more = sums[(p * WIDE * TILES + e) * 32];
+                c[0] += more.x, c[1] += more.y, c[2] += more.z, c[3] += more.w;
             }
     }
 
-    float add[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) add[i] = widen(bias[(long long)expert * n + min(row[i], n - 1)]);
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int token = 8 * t + 2 * quad + i;
-            const int pair = SORTED ? pairs[block * 8 * TILES + token] : token ? n_pairs : block;
+            const int token = 8 * t + 2 * quad + i, pair = __shfl_sync(~0u, mine, token);
+            const float by = __shfl_sync(~0u, share, token);
             if (pair >= n_pairs) continue;
-            float y[2] = {acc[t][i] * RESTORE + add[0], acc[t][i + 2] * RESTORE + add[1]};
-            if (GLU) {
-                const float gate = y[0] > limit ? limit : y[0];  // not fminf, which drops a NaN
-                const float up = y[1] > limit ? limit : y[1] < -limit ? -limit : y[1];
-                if (row[1] < n)
-                    out[(long long)pair * (n / 2) + row[0] / 2] =
-                        (u16)narrow(gate / (1 + power(-alpha * gate)) * (up + 1), 0);
-                continue;
-            }
-            const float by = WEIGHTED ? weights[pair] : 1;
 #pragma unroll
-            for (int r = 0; r < 2; r++)
-                if (row[r] < n) out[(long long)pair * n + row[r]] = (u16)narrow(y[r] * by, 0);
+            for (int m = 0; m < WIDE; m++) {
+                const float(&c)[4] = acc[m][t];
+                const float y[2] = {c[i] * RESTORE + widen(add[m][0]), c[i + 2] * RESTORE + widen(add[m][1])};
+                if (GLU) {
+                    const float gate = y[0] > limit ? limit : y[0];  // not fminf, which drops a NaN
+                    const float up = y[1] > limit ? limit : y[1] < -limit ? -limit : y[1];
+                    out[(long long)pair * (n / 2) + row[m] / 2] =
+                        (u16)narrow(gate * inverse(1 + power(-alpha * gate)) * (up + 1), 0);
+                    continue;
+                }
+#pragma unroll
+                for (int r = 0; r < 2; r++) out[(long long)pair * n + row[m] + 8 * r] = (u16)narrow(y[r] * by, 0);
+            }
         }
 }

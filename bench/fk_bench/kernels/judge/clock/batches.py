@@ -183,8 +183,7 @@ class Batches:
                     )
                 continue
             if group == "alone" and self.cuda:
-                for lane in RANDOM.sample((self.candidate, self.baseline), 2):
-                    self._gated(lane, timed if r >= 0 else None)
+                self._both_alone(timed if r >= 0 else None)
                 continue
             start, count = self._one() if group == "alone" else self._span(group.endswith("long"))
             if group == "alone" and not self.slots.layout.shared:
@@ -341,21 +340,44 @@ class Batches:
         return [t for i, a in args if i in self.slots.may_change for t in layout.tensors(a)]
 
     @PHASES.of("alone")
-    def _gated(self, lane: Lane, timed: Timed | None) -> None:
-        """GPU: time calls one by one that were queued before their inputs were made, while their process is stopped."""
+    def _both_alone(self, timed: Timed | None) -> None:
+        """GPU: time calls alone on both sides, then check some of the candidate's.
+
+        A check slows the call after it by some microseconds, so there is none between the calls of a side. Each side
+        has slots of its own, because a check needs the inputs of its call.
+        """
+        slots = RANDOM.sample(range(2 * self.n, self.slots.count), 2 * self._queued)
+        later: list[tuple[list[Sampled], list[int]]] = []
+        for lane in RANDOM.sample((self.candidate, self.baseline), 2):
+            mine, slots = slots[: self._queued], slots[self._queued :]
+            sampled = self._gated(lane, mine, timed)
+            if lane is self.candidate:
+                later.append((sampled, mine))
+            if self.slots.layout.shared and later:  # the other side's call makes its inputs anew
+                self._check(*later.pop())
+        for sampled, mine in later:
+            self._check(sampled, mine)
+
+    def _gated(self, lane: Lane, picked: list[int], timed: Timed | None) -> list[Sampled]:
+        """Time calls one by one that were queued before their inputs were made, while their process is stopped.
+
+        Returns some of them, of both sides, so that neither uses more of the judge's memory.
+        """
         side = lane.side
         assert side.gate is not None
-        picked = RANDOM.sample(range(2 * self.n, self.slots.count), self._queued)
         tickets = [side.gate.ticket() for _ in picked]
         side.ask("queue", slots=picked, tickets=tickets)
         side.stop()
+        sampled: list[Sampled] = []
         try:
             for slot, ticket in zip(picked, tickets, strict=True):
-                self._open(lane, slot, ticket, timed)
-        finally:  # after a wrong result too: work that still waits would block the next command
+                held = self._open(lane, slot, ticket, timed)
+                sampled += held if not secrets.randbelow(ALONE_CHECKED) else []
+        finally:  # after a failure too: work that still waits would block the next command
             side.gate.open(tickets[-1])
+        return sampled
 
-    def _open(self, lane: Lane, slot: int, ticket: int, timed: Timed | None) -> None:
+    def _open(self, lane: Lane, slot: int, ticket: int, timed: Timed | None) -> list[Sampled]:
         """Give a queued call its inputs, open its gate, and take the time until its outputs are read."""
         side, gate = lane.side, lane.side.gate
         assert gate is not None and self._flush is not None
@@ -388,8 +410,7 @@ class Batches:
             into.alone.append(alone)
             into.passed.append(passed)
             into.produced = values is not None
-        if lane is self.candidate and not secrets.randbelow(ALONE_CHECKED):
-            self._check(held, [slot])
+        return held
 
     def _places(
         self, lane: Lane, slots: list[int]
