@@ -241,7 +241,7 @@ def _pictures(a: Settings) -> list[Part]:
                 ("-steps", 210, ("--requests", "1", "--steps", steps, "--rounds", "2")),
             )
         ]
-    batches = ("--requests", "1,8,32", "--rounds", "3", "--load-format", "dummy")
+    batches = ("--requests", "1,8,32", "--rounds", "3", "--load-format", "dummy", "--compile-ahead", "6")
     return made + [
         one(f"pictures-{m}", 120, m, "timm", *batches) for m in ("siglip2", "dinov3", "swinv2", "vjepa2")
     ]
