@@ -56,7 +56,9 @@ class Plan(NamedTuple):
         """Bytes of shared memory: a split of x, the sums that warps hand over, and the ring of STREAM."""
         rest = (self.tiles, self.warps, self.height)
         used = shared_bytes(self.k, self.tokens, self.splits) + (
-            stream_bytes(*rest, self.ahead, self.group, self.zero) if self.stream else sums_bytes(*rest, self.parts)
+            stream_bytes(*rest, self.ahead, self.group, self.zero)
+            if self.stream
+            else sums_bytes(*rest, self.parts)
         )
         return max(used, ALONE)
 
@@ -66,8 +68,9 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
-            f"-DSTREAM={self.stream}", f"-DEARLY={self.early}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
-            f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
+            f"-DSTREAM={self.stream}", f"-DEARLY={self.early}", f"-DRAGGED={int(self.ragged)}",
+            f"-DHAS_ZERO={int(self.zero)}", f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}",
+            f"-DHALF_SCALES={int(self.half_scales)}",
             # 1 to 5% faster at 1 token on an H100; not at 16
             f"-DEVICTED={int(self.tokens == 1)}",
         )  # fmt: skip
