@@ -49,15 +49,16 @@ class Plan(NamedTuple):
     splits: int
     stream: int
     grid: int
-    copied: int = 0
-    cluster: int = 1
+    early: int
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: a split of x, the sums that warps hand over, and the ring of STREAM."""
         rest = (self.tiles, self.warps, self.height)
         used = shared_bytes(self.k, self.tokens, self.splits) + (
-            stream_bytes(*rest, self.ahead, self.group, self.zero) if self.stream else sums_bytes(*rest, self.parts)
+            stream_bytes(*rest, self.ahead, self.group, self.zero)
+            if self.stream
+            else sums_bytes(*rest, self.parts)
         )
         return max(used, ALONE)
 
@@ -67,8 +68,9 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
-            f"-DSTREAM={self.stream}", f"-DASYNC={int(self.copied > 0)}", f"-DCLUSTER={self.cluster}", f"-DRAGGED={int(self.ragged)}", f"-DHAS_ZERO={int(self.zero)}",
-            f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}", f"-DHALF_SCALES={int(self.half_scales)}",
+            f"-DSTREAM={self.stream}", f"-DEARLY={self.early}", f"-DRAGGED={int(self.ragged)}",
+            f"-DHAS_ZERO={int(self.zero)}", f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}",
+            f"-DHALF_SCALES={int(self.half_scales)}",
             # 1 to 5% faster at 1 token on an H100; not at 16
             f"-DEVICTED={int(self.tokens == 1)}",
         )  # fmt: skip
@@ -81,13 +83,13 @@ def shared_bytes(k: int, tokens: int, splits: int) -> int:
 
 def sums_bytes(tiles: int, warps: int, height: int, parts: int) -> int:
     """Return the bytes of the sums that warps with parts of a tile hand over, and of their barriers."""
-    return 640 if parts == 1 else 640 + 2 * 512 * tiles * height * (warps // parts) * (parts - 1)
+    return 0 if parts == 1 else 512 + 2 * 512 * tiles * height * (warps // parts) * (parts - 1)
 
 
 def stream_bytes(tiles: int, warps: int, height: int, ahead: int, group: int, zero: bool) -> int:
     """Return the bytes of barriers, sums and ring with STREAM."""
     stage = 1024 + max(STEP // group, 1) * (48 if zero else 32)
-    return 640 + warps * height * (512 * tiles + ahead * stage)
+    return 512 + warps * height * (512 * tiles + ahead * stage)
 
 
 def streams(m: int, n: int, k: int, sms: int = 132, warps: int = WARPS) -> bool:
@@ -99,48 +101,60 @@ def streams(m: int, n: int, k: int, sms: int = 132, warps: int = WARPS) -> bool:
     return m <= MAX_OF_STREAM and cdiv(n, 16) * (k // STEP) > 10 * sms * warps
 
 
-def shared_out(n: int, height: int, splits: int, sms: int, copied: int) -> tuple[int, int]:
-    """Return the blocks of a split, and how many of them copy x together."""
-    most = max(sms // splits, 1)
-    if copied < 2 or most % 2 and most < 25:
-        return min(most, cdiv(n, 16 * height)), 1
-    return min(most // 2 * 2, cdiv(n, 32 * height) * 2), 2
-
-
 @lru_cache(maxsize=1024)
 def plan(
     m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True,
     half_scales: bool = False, sms: int = 132, height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0,
-    splits: int = 0, stream: int | None = None, copied: int = 0,
+    splits: int = 0, stream: int | None = None, early: int = 0,
 ) -> Plan:  # fmt: skip
     """Return the plan of a product of m tokens with a weight [n, k].
 
     stream  0: warps have parts of a tile, 1: each warp has as many steps of its block's tiles as the others. None:
             what `streams` says, 0 if height, ahead, parts or splits are given
 
-    Parameters that are 0 are chosen so that the busiest warp has the least work, with at most twice as many splits as x
-    needs to fit shared memory. Measured on an H100: few tokens need at least four parts. With stream=1, they are the
-    fewest splits and the most steps ahead, up to `ahead` or four, that fit.
+    Parameters that are 0 are chosen so that the busiest warp has the least work. Each block reads its split of x from
+    L2, all of them together often more bytes than the weight has. More splits read less, but add more sums. Measured on
+    an H100:
+
+    - if K > N, up to sqrt(3.6 K / N) splits pay, of no less than 64 KiB of x; else those with which x fits
+    - few tokens need at least four parts
+    - fewer steps ahead pay with many tokens, and in tiles of few steps
     """
     if stream is None:
         stream = int(not (height or ahead or parts or splits) and streams(m, n, k, sms, warps))
     tiles = cdiv(next_power_of_2(max(m, 8)), 8)
     tokens = next_power_of_2(max(m, 1)) if tiles == 1 else 8 * tiles  # in shared memory
-    flags = (zero, bias, bf16, half_scales)
+    wanted = min(2 * m * k >> 16, int((3.6 * k / max(n, 1)) ** 0.5))
+    steps = k // STEP
+
+    def blocks_of(h: int, s: int) -> int:
+        return min(max(sms // s, 1), cdiv(n, 16 * h))
+
+    def finished(h: int, ahead: int, p: int, s: int) -> Plan:
+        flags = (n % (16 * h) != 0, zero, bias, bf16, half_scales)
+        grid = s * blocks_of(h, s)
+        return Plan(k, group, tiles, tokens, *flags, warps, h, ahead, p, s, stream, grid, early or ahead)
+
     if stream:
-        h = height or 1
-        s, ahead = next(
-            (s, a)
-            for s in ([splits] if splits else range(1, k // STEP + 1))
-            for a in range(ahead or 4, min(ahead or 2, 2) - 1, -1)
-            if shared_bytes(k, tokens, s) + stream_bytes(tiles, warps, h, a, group, zero) <= SHARED
-        )
-        blocks, cluster = shared_out(n, h, s, sms, copied)
-        return Plan(k, group, tiles, tokens, n % (16 * h) != 0, *flags, warps, h, ahead, 1, s, 1, s * blocks, copied, cluster)
+        h, most_ahead = height or 1, ahead or (4 if m <= 4 else 3 if m <= 16 else 2)
+
+        def enough(s: int, a: int) -> bool:
+            used = shared_bytes(k, tokens, s) + stream_bytes(tiles, warps, h, a, group, zero)
+            return used <= SHARED
+
+        fewest = next(s for s in range(1, steps + 1) if enough(s, min(most_ahead, 2)))
+        least = splits or max(fewest, wanted)
+        most = least if splits or k <= n else min(least + least // 2 + 1, steps)
+
+        def busiest(s: int) -> tuple[int, int]:
+            return cdiv(cdiv(n, 16 * h), blocks_of(h, s)) * cdiv(steps, s), s
+
+        s = min(range(least, most + 1), key=busiest)
+        return finished(h, next(a for a in range(most_ahead, 0, -1) if enough(s, a)), 1, s)
     choices = [
         (h, p, s)
         for h in ([height] if height else [1, 2] if m <= MAX_OF_TWO else [1])
-        for s in ([splits] if splits else range(1, k // STEP + 1))
+        for s in ([splits] if splits else range(1, steps + 1))
         for p in ([parts] if parts else [2**i for i in range(0 if m > 16 else 2, warps.bit_length())])
         if shared_bytes(k, tokens, s) + sums_bytes(tiles, warps, h, p) <= SHARED
     ]
@@ -149,17 +163,16 @@ def plan(
         """Return the steps of 16 rows of the busiest warp; to add parts, or splits, costs about as much as one."""
         h, p, s = choice
         mine = cdiv(cdiv(n, 16 * h), max(sms // s, 1))
-        steps = cdiv(cdiv(k // STEP, s), p) + (p > 1) + (s > 1)
-        return cdiv(mine, warps // p) * steps * (1 if h == 1 else 1.85)
+        turns = cdiv(cdiv(steps, s), p) + (p > 1) + (s > 1)
+        return cdiv(mine, warps // p) * turns * (1 if h == 1 else 1.85)
 
     fewest = min(s for _, _, s in choices)
-    h, p, s = min((c for c in choices if c[2] <= 2 * fewest), key=lambda c: (work(c), c[2], c[1]))
-    blocks, cluster = shared_out(n, h, s, sms, copied)
-    ahead = ahead or (4 if h == 1 else 1)
-    ragged = n % (16 * h) != 0
-    return Plan(
-        k, group, tiles, tokens, ragged, *flags, warps, h, ahead, p, s, 0, s * blocks, copied, cluster
-    )  # fmt: skip
+    least = fewest if splits else max(fewest, wanted)
+    suited = (c for c in choices if least <= c[2] <= max(2 * fewest, least))
+    h, p, s = min(suited, key=lambda c: (work(c), c[2], c[1]))
+    if not ahead:
+        ahead = 1 if h == 2 else 2 if 4 < m <= 16 and cdiv(cdiv(steps, s), p) <= 4 else 4
+    return finished(h, ahead, p, s)
 
 
 def fits(params: dict[str, int], m: int, n: int, k: int, sms: int = 132) -> bool:

@@ -4,8 +4,8 @@ Weights are packed in units of 32 columns: byte i of a unit has column i in its 
 half. Both halves of a byte belong to one group, and a kernel reads x in runs of 16 columns.
 
 Kernels read 16 rows of 128 columns at once. Such tiles are therefore adjacent in memory: the first 64 bytes of rows 0
-to 15, then the next 64 bytes of these rows, and so on, then rows 16 to 31. Scales and zero points are in the same order,
-one column at a time. Shapes stay [N, K / 2] and [N, G]; the last rows and columns may be fewer.
+to 15, then the next 64 bytes of these rows, and so on, then rows 16 to 31. Scales and zero points are in the same
+order, one column at a time. Shapes stay [N, K / 2] and [N, G]; the last rows and columns may be fewer.
 """
 
 from __future__ import annotations

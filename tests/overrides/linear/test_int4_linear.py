@@ -136,7 +136,9 @@ def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [p.name for p in linear_int4.providers][:2] == ["cuda", "triton"]
 
 
-@pytest.mark.parametrize(("n", "c", "columns"), [(33, 560, 64), (16, 128, 64), (15, 16, 64), (40, 9, 1), (0, 64, 64)])
+@pytest.mark.parametrize(
+    ("n", "c", "columns"), [(33, 560, 64), (16, 128, 64), (15, 16, 64), (40, 9, 1), (0, 64, 64)]
+)
 def test_tiles_are_adjacent(n: int, c: int, columns: int) -> None:
     matrix = torch.arange(n * c).view(n, c)
     order = [
@@ -144,7 +146,9 @@ def test_tiles_are_adjacent(n: int, c: int, columns: int) -> None:
         for i in range(0, n, 16) for j in range(0, c, columns) for row in range(i, min(i + 16, n))
     ]  # fmt: skip
     found = tiled(matrix, columns)
-    assert found.shape == matrix.shape and found.flatten().tolist() == [v for part in order for v in part.tolist()]
+    assert found.shape == matrix.shape and found.flatten().tolist() == [
+        v for part in order for v in part.tolist()
+    ]
     assert torch.equal(untiled(found, columns), matrix)
 
 

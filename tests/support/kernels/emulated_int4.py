@@ -36,13 +36,9 @@ BODIES = {
     "load_weight": "return *at;",
     "copy_weight": "begin_copy(to, from, true);",
     "copy_16": "begin_copy(to, from, true);",
-    "copy_x": "for (int r = 0; r < CLUSTER; r++) memcpy(at(in_block(to, r)), from, bytes), come(in_block(barrier, r), bytes);",
-    "barriers_are_made": "",
-    "cluster_meets": "arrive_at_cluster(), wait_for_cluster();",
-    "expect": "expected[barrier] += bytes, come(barrier, 0);",
     "commit_copies": "close_copies();",
     "await_copies": "finish_copies(AHEAD - 1);",
-    "make_barrier": "barriers_of_sums[barrier] = {arrivals}, expected[barrier] = 0;",
+    "make_barrier": "barriers_of_sums[barrier] = {arrivals};",
     "arrive": "arrive_at(barriers_of_sums[barrier]);",
     "wait": "Meeting& m = barriers_of_sums[barrier]; while ((m.held & 1) == (int)parity) wait_past(m, m.held);",
     "difference": "u32 v = 0; for (int i = 0; i < 2; i++) v |= (u32)rounded(number(half_of(two & mask | ONE, i))"
@@ -74,9 +70,9 @@ int main(int, char** names) {
     out.assign(M * N, 0x7fff), tickets.assign(N, 0);
     partial.assign((size_t)SPLITS * ((N + ROWS - 1) / ROWS) * OUTPUTS * 32, {NAN, NAN, NAN, NAN});
     gridDim.x = head[3];
-    for (int block = 0; block < gridDim.x; block += CLUSTER) {
+    for (int block = 0; block < gridDim.x; block++) {
         memset(shared_memory, 0xff, sizeof shared_memory);
-        run_cluster(CLUSTER, block, THREADS, one);
+        run_cluster(1, block, THREADS, one);
     }
     for (u32 ticket : tickets) if (ticket) fail("a ticket is not as it was");
     fwrite(out.data(), 2, out.size(), fopen(names[2], "wb"));
@@ -89,23 +85,12 @@ def program(p: few.Plan) -> str:
     """Return C++ of the kernel and its launcher."""
     written = {
         "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1)': "void",
+        'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
     }
     source = ported(text(few.SOURCE), BODIES, written, p.options)
     end = source.index("typedef unsigned int u32;")
     barriers = "#include <map>\nstatic std::map<unsigned, Meeting> barriers_of_sums;\n"
-    barriers += "static std::map<unsigned, int> expected;\n"
-    barriers += (
-        "inline void come(unsigned barrier, int bytes) {\n"
-        "    if ((expected[barrier] -= bytes) == 0) arrive_at(barriers_of_sums[barrier]);\n}\n"
-    )
-    return (
-        source[:end]
-        + emulated_mxfp4.BEFORE.replace("#define CLUSTER 1\n", "")
-        + barriers
-        + source[end:]
-        + MAIN
-    )
+    return source[:end] + emulated_mxfp4.BEFORE + barriers + source[end:] + MAIN
 
 
 def product(
@@ -118,5 +103,5 @@ def product(
     given = struct.pack("5i", m, n, x.stride(0), p.grid, memory.numel()) + b"".join(
         t.contiguous().view(torch.uint8).numpy().tobytes() for t in (memory, weight, scale, zero, bias)
     )
-    assert p.grid < p.splits * (cdiv(n, 16 * p.height) + p.cluster)
+    assert p.grid <= p.splits * cdiv(n, 16 * p.height)
     return torch.frombuffer(bytearray(run(program(p), given, folder)), dtype=x.dtype).view(m, n)

@@ -30,10 +30,10 @@ constexpr int THREADS = 32 * WARPS, SLOTS = WARPS / PARTS, STEPS = K / 128, GROU
 constexpr int SCALED = GROUP < 128 ? 128 / GROUP : 1;  // groups of a step
 constexpr int LOADS = 4;  // of x, in flight for each thread
 constexpr int MOST = (STEPS + SPLITS - 1) / SPLITS;  // steps of a split
-constexpr int PITCH = 256 * MOST + (ASYNC ? 32 : 64);  // bytes of a token in shared memory: two adjacent tokens use different banks
+constexpr int PITCH = 256 * MOST + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
 constexpr int OUTPUTS = HEIGHT * TILES, BUFFERS = 2;  // a slot's sums of one tile are added while it has the next one
 constexpr int SUMS = 512 * OUTPUTS * (STREAM ? 1 : PARTS - 1);  // bytes of a buffer
-constexpr int BARRIERS = 512 + 128;  // bytes; the last is that of x
+constexpr int BARRIERS = STREAM || PARTS > 1 ? 512 : 0;  // bytes
 constexpr int SCALES_AT = 1024 * HEIGHT, ZEROS_AT = SCALES_AT + 32 * SCALED * HEIGHT;  // in a warp's step in the ring
 constexpr int STAGE = ZEROS_AT + (HAS_ZERO ? 16 * SCALED * HEIGHT : 0);                // bytes
 constexpr int X_AT = BARRIERS + (STREAM ? WARPS * (SUMS + AHEAD * STAGE) : BUFFERS * SLOTS * SUMS);
@@ -138,23 +138,6 @@ __device__ __forceinline__ void copy_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// x to the same place in all blocks of the cluster
-__device__ __forceinline__ void copy_x(u32 to, const void* from, int bytes, u32 barrier) {
-#if CLUSTER > 1
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
-#else
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-#endif
-}
-
-__device__ __forceinline__ void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-__device__ __forceinline__ void cluster_meets() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 __device__ __forceinline__ void await_copies() {  // all groups but the last AHEAD - 1
@@ -163,22 +146,14 @@ __device__ __forceinline__ void await_copies() {  // all groups but the last AHE
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
-#if CLUSTER > 1
-#define TOGETHER __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define TOGETHER
-#endif
-
-extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     const u16* x, const uint4* weight, const u16* scales, const unsigned char* zeros, const u16* bias, u16* out,
     float4* partial, u32* tickets, int M, int N, long long x_stride) {
     extern __shared__ __align__(128) unsigned char memory[];
     unsigned char* const x_at = memory + X_AT;
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
-    // Blocks of a cluster have the same split.
-    const int rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
-    const int split = cluster % SPLITS, block = cluster / SPLITS * CLUSTER + rank, blocks = gridDim.x / SPLITS;
+    const int split = blockIdx.x % SPLITS, block = blockIdx.x / SPLITS, blocks = gridDim.x / SPLITS;
     const int tiles = (N + ROWS - 1) / ROWS;
     const int begin = split * STEPS / SPLITS, steps = (split + 1) * STEPS / SPLITS - begin;
     const int first_tile = (int)((u32)block * tiles / blocks), end_tile = (int)((u32)(block + 1) * tiles / blocks);
@@ -236,7 +211,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
     };
 #endif
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) fetch(i);
+    for (int i = 0; i < EARLY; i++) fetch(i);
 
     const u32 barriers = shared_address(memory);
     if (STREAM && thread < WARPS) make_barrier(barriers + 8 * thread, 1);  // the warp's sums are there
@@ -244,25 +219,11 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
         make_barrier(barriers + 16 * thread, PARTS - 1);  // the sums are there
         make_barrier(barriers + 16 * thread + 8, 1);      // they have been read
     }
-#if ASYNC
-    const u32 x_barrier = barriers + 512;
-    if (thread == 0) make_barrier(x_barrier, 1), barriers_are_made(), expect(x_barrier, M * steps * 256);
-    if (CLUSTER > 1) cluster_meets();
-    else meet();
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int from = rank * steps / CLUSTER, more = (rank + 1) * steps / CLUSTER - from;  // steps that this block copies
-    if (warp == 0 && more)
-        for (int token = lane; token < M; token += 32)
-            copy_x(shared_address(x_at) + token * PITCH + 256 * from, x + token * x_stride + 128 * (begin + from), 256 * more,
-                   x_barrier);
-    wait(x_barrier, 0);
-#else
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int tokens_here = TILES == 1 ? M : 8 * TILES;
     // x in the order of decoded weights: column c is next to c + 2, then c + 1 and c + 3, and 16 columns later the same.
-    const int pieces = tokens_here * steps * 8;  // 8 of each half of a unit's columns
-    for (int from = thread; from < pieces; from += THREADS * LOADS) {
-        uint4 a[LOADS], b[LOADS];
+    const int pieces = (TILES == 1 ? M : 8 * TILES) * steps * 8;  // 8 of each half of a unit's columns
+    uint4 a[LOADS], b[LOADS];
+    auto load_x = [&](int from) {
 #pragma unroll
         for (int u = 0; u < LOADS; u++) {
             const int i = from + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
@@ -272,10 +233,15 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
                 a[u] = load_16((const uint4*)at), b[u] = load_16((const uint4*)(at + 16));
             }
         }
+    };
+    load_x(thread);
 #pragma unroll
-        for (int u = 0; u < LOADS; u++) {
-            const int i = from + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
-            if (i >= pieces) break;
+    for (int i = EARLY; i < AHEAD; i++) fetch(i);
+    for (int from = thread; from < pieces; load_x(from)) {
+#pragma unroll
+        for (int u = 0; u < LOADS; u++, from += THREADS) {
+            const int token = from / (8 * steps), piece = from % (8 * steps);
+            if (from >= pieces) continue;
             unsigned char* to = x_at + token * PITCH + piece / 8 * 256 + piece % 2 * 128 + piece / 2 % 4 * 16;
             *(uint4*)to = make_uint4(halves(a[u].x, a[u].y, 0x5410), halves(a[u].x, a[u].y, 0x7632),
                                      halves(b[u].x, b[u].y, 0x5410), halves(b[u].x, b[u].y, 0x7632));
@@ -284,16 +250,10 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
         }
     }
     meet();
-#endif
 
     float acc[HEIGHT][TILES][4] = {};
     // Of less than 8 tokens the last one stands for those that are missing.
-    // A quad has 32 columns, four pieces of 8. Quads 2 and 3 read them in another order, from other banks than 0 and 1.
-    const int swapped = ASYNC ? quad / 2 : 0;
-    const unsigned char* tokens =
-        x_at + (TILES == 1 ? min(group, M - 1) : group) * PITCH + (ASYNC ? 64 : 16) * quad + 16 * swapped;
-    const int other = ASYNC ? 16 - 32 * swapped : 0;
-    const u32 order = swapped ? 0x7564 : 0x3120;  // with it, adjacent columns are 16 bits apart
+    const unsigned char* tokens = x_at + (TILES == 1 ? min(group, M - 1) : group) * PITCH + 16 * quad;
     auto store = [&](int tile) {
 #pragma unroll
         for (int h = 0; h < HEIGHT; h++)
@@ -316,46 +276,33 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) int4_linear(
     auto step = [&](const uint4(&words)[HEIGHT][2], const u32(&scale)[HEIGHT][2], const u32(&zero)[HEIGHT][2],
                     const unsigned char* at) {
         float sums[HEIGHT][TILES][4];
-        constexpr int WORDS = ASYNC ? 2 : 1;
 #pragma unroll
-        for (int i = 0; i < 4; i += WORDS) {
-            u32 v[WORDS][HEIGHT][2][4];
+        for (int i = 0; i < 4; i++) {
+            u32 v[HEIGHT][2][4];
 #pragma unroll
-            for (int e = 0; e < WORDS; e++)
+            for (int h = 0; h < HEIGHT; h++)
 #pragma unroll
-                for (int h = 0; h < HEIGHT; h++)
+                for (int r = 0; r < 2; r++) {
+                    const uint4& of = words[h][r];
+                    const u32 word = i == 0 ? of.x : i == 1 ? of.y : i == 2 ? of.z : of.w;
 #pragma unroll
-                    for (int r = 0; r < 2; r++) {
-                        const uint4& of = words[h][r];
-                        u32 word = i + e == 0 ? of.x : i + e == 1 ? of.y : i + e == 2 ? of.z : of.w;
-                        if (ASYNC) word = halves(word, i + e == 0 ? of.z : i + e == 1 ? of.w : i + e == 2 ? of.x : of.y, order);
-#pragma unroll
-                        for (int n = 0; n < 4; n++) {
-                            v[e][h][r][n] = difference(word >> 4 * n, mask, zero[h][r] * 0x00010001u | ONE);
-                            if (!EXACT) v[e][h][r][n] = product(v[e][h][r][n], scale_in_dtype(scale[h][r]));
-                        }
+                    for (int n = 0; n < 4; n++) {
+                        v[h][r][n] = difference(word >> 4 * n, mask, zero[h][r] * 0x00010001u | ONE);
+                        if (!EXACT) v[h][r][n] = product(v[h][r][n], scale_in_dtype(scale[h][r]));
                     }
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-                const unsigned char* from = at + 8 * t * PITCH + (ASYNC ? i / 2 * other : 64 * i);
-                uint4 b[2];  // of each word: the columns of lower halves of bytes, then of upper ones
-                b[0] = *(const uint4*)from;
-                if (ASYNC) {
-                    const uint4 low = b[0], high = *(const uint4*)(from + 32);
-                    b[0] = make_uint4(low.x, low.y, high.x, high.y), b[1] = make_uint4(low.z, low.w, high.z, high.w);
                 }
 #pragma unroll
-                for (int e = 0; e < WORDS; e++)
+            for (int t = 0; t < TILES; t++) {
+                const uint4 b = *(const uint4*)(at + 8 * t * PITCH + 64 * i);
 #pragma unroll
-                    for (int h = 0; h < HEIGHT; h++) {
-                        float(&c)[4] = EXACT ? sums[h][t] : acc[h][t];
-                        const auto& a = v[e][h];
-                        if (EXACT && i + e == 0)
-                            begin_product(c, a[0][0], a[1][0], a[0][2], a[1][2], b[e].x, b[e].y);
-                        else
-                            add_product(c, a[0][0], a[1][0], a[0][2], a[1][2], b[e].x, b[e].y);
-                        add_product(c, a[0][1], a[1][1], a[0][3], a[1][3], b[e].z, b[e].w);
-                    }
+                for (int h = 0; h < HEIGHT; h++) {
+                    float(&c)[4] = EXACT ? sums[h][t] : acc[h][t];
+                    if (EXACT && i == 0)
+                        begin_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
+                    else
+                        add_product(c, v[h][0][0], v[h][1][0], v[h][0][2], v[h][1][2], b.x, b.y);
+                    add_product(c, v[h][0][1], v[h][1][1], v[h][0][3], v[h][1][3], b.z, b.w);
+                }
             }
         }
         if (EXACT)
