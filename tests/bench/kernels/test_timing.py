@@ -351,6 +351,26 @@ def test_trace_shows_no_more_than_is_counted(
     assert "the judge's clock " in timing.invalid(mine, base, 0.0, 1e-6 * busy_us)
 
 
+@pytest.mark.parametrize(
+    ("candidate", "baseline", "early"),
+    [
+        ((2.6, -147), (7.9, 7.9), True),  # an H100, 2026-11-27: a report in front of the call
+        ((2.6, -7), (7.9, 7.9), False),
+        ((2.9, 2.9), (5.0, 9.7), False),  # the widest of 344 honest calls, relative
+        ((1184, 1184), (1196, 1246), False),  # and in microseconds
+        ((400, 400), (1000, 1400), False),  # the baseline's calls overlap
+        ((400, 250), (1000, 1400), True),
+    ],
+)
+@pytest.mark.parametrize("n", [6, 96])
+def test_report_before_the_end_is_invalid(
+    candidate: tuple[float, float], baseline: tuple[float, float], early: bool, n: int
+) -> None:
+    mine, base = queued(*candidate, 1, 0.2, n), queued(*baseline, 2, 0.2, n)
+    assert bool(timing.reported_early(mine, base)) is early
+    assert ("reports its end" in timing.invalid(mine, base, 0.0)) is early
+
+
 def test_row_counted_alone_has_both_times() -> None:
     row: Any = SimpleNamespace(metrics={}, case={}, ci95={})
     timed = Timed(queued(895, 1169, 1, 0.1), queued(1000, 1000, 2, 0.1), queued(1000, 1000, 3, 0.1))
