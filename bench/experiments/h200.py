@@ -57,7 +57,7 @@ QUICK_CASES = (  # at least one of each op
     "cascade_32", "deepseek_32", "mixtral_32", "mamba_32", "prefill_8k", "prefill_2k", "flux",
     "flux_image", "flux_joint", "sdxl_32", "unet_32", "gpt_oss_20b_32", "gemma4_32", "mixtral_awq_32",
     "resnet_7", "siglip_32", "mla_small", "mobile_3x3", "rt_detr_20", "pyramid_8", "spp_13",
-    "dinov3_7b", "parakeet_16",
+    "dinov3_7b", "parakeet_16", "swinv2_b_3",
 )  # fmt: skip
 LENGTHS = ("--input-len", "512", "--output-len", "128")
 FIRST_TOKENS = ("--load", "c=4,in=1920,out=8,prompts=48")
@@ -241,7 +241,7 @@ def _pictures(a: Settings) -> list[Part]:
                 ("-steps", 210, ("--requests", "1", "--steps", steps, "--rounds", "2")),
             )
         ]
-    batches = ("--requests", "1,8,32", "--rounds", "3", "--load-format", "dummy")
+    batches = ("--requests", "1,8,32", "--rounds", "3", "--load-format", "dummy", "--compile-ahead", "6")
     return made + [
         one(f"pictures-{m}", 120, m, "timm", *batches) for m in ("siglip2", "dinov3", "swinv2", "vjepa2")
     ]

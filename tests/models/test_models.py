@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.rank_forks import Fork
+from support.serving.rank_forks import Fork
 from support.tiny import KINDS, MODELS, make_tiny
 
 from fastkernels import LLM, SamplingParams

@@ -1,8 +1,10 @@
-"""Time plans of the CUDA kernel for GPT-OSS's MXFP4 experts against our Triton kernel and vLLM's kernel.
+"""Time plans of the CUDA kernel for GPT-OSS's MXFP4 experts, and tiles of our Triton kernel, against vLLM's kernel.
 
-    mxfp4_experts.py --out rows.jsonl [--tokens 32,64,1] [--plans "ahead=3;rows=4 parts=2"]
+    mxfp4_experts.py --out rows.jsonl [--tokens 32,64,1] [--plans "ahead=2;rows=4 parts=2"]
+    mxfp4_experts.py --out rows.jsonl --tokens 8192,1024 --tiles "256/128/64/8/8/3/j;256/128/64/8/8/3/d"
 
-A plan names the fields of both products' plans that differ from the default ones. Times are microseconds of an MLP: a
+A plan names the fields of both products' plans that differ from the default ones; the CUDA kernel runs up to 8 tokens
+an expert. Tiles have the form of fastkernels/overrides/moe/moe_tiles.py. Times are microseconds of an MLP: a
 CUDA graph has calls with several routings, and kernels take turns.
 """
 
@@ -24,6 +26,7 @@ from experiments.common.graph_clock import Run, against, poisoned, rounds
 
 from fastkernels.core.spec import Case
 from fastkernels.overrides.moe import fused_experts_swigluoai as op
+from fastkernels.overrides.moe import moe_tiles
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.production import _MXFP4, _fused_experts_mxfp4
 
@@ -41,7 +44,7 @@ def planned(params: dict[str, Any], *args: Any) -> torch.Tensor:
         few.plan = DEFAULT
 
 
-def measure(run: Run, tokens: int, plans: list[str]) -> None:
+def measure(run: Run, tokens: int, plans: list[str], tiles: list[str]) -> None:
     sizes = {**SIZES, "hidden": 64, "intermediate": 96} if run.quick else SIZES
     case = Case("experts", {**sizes, "tokens": tokens}, "bfloat16")
     args = list(op.SPEC.inputs(case, run.device, run.generator))[:9]
@@ -51,9 +54,11 @@ def measure(run: Run, tokens: int, plans: list[str]) -> None:
         several.append([*args[:5], weights, ids.int(), *args[7:]])
     calls: dict[str, Callable[..., torch.Tensor]] = {"torch": op._torch}
     if run.cuda:
-        calls = {"triton": op._triton, "cuda": partial(planned, {})}
-        for text in plans:
-            calls[text] = partial(planned, {k: int(v) for k, v in (f.split("=") for f in text.split())})
+        calls = {"triton": op._triton, **{text: partial(op._triton, tiles=text) for text in tiles}}
+        if 4 * tokens <= few.MOST_ROWS * 32:
+            calls["cuda"] = partial(planned, {})
+            for text in plans:
+                calls[text] = partial(planned, {k: int(v) for k, v in (f.split("=") for f in text.split())})
         if find_spec("vllm") is not None:
             calls["vllm"] = partial(_fused_experts_mxfp4(), prepared=[p.make(*args) for p in _MXFP4])
     want = op.reference(several[0][0].float(), *several[0][1:])
@@ -79,17 +84,24 @@ def main() -> int:
     parser.add_argument("--out", required=True, help="file of rows (JSONL), which are appended")
     parser.add_argument("--seconds", type=float, default=300, help="time limit")
     parser.add_argument("--tokens", default="32,64,1,4,8,16,96")
-    parser.add_argument("--plans", default="ahead=3", help="separated by ;")
+    parser.add_argument("--plans", default="ahead=2", help="separated by ;")
+    parser.add_argument("--tiles", default="", help="of the Triton kernel, separated by ;")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     options = parser.parse_args()
+    tiles = [text for text in options.tiles.split(";") if text]
+    try:
+        for text in tiles:
+            moe_tiles.parsed(text)
+    except ValueError as error:
+        parser.error(str(error))
     run = Run("mxfp4_experts", "fused_experts_swigluoai", options)
     run.common["baseline"] = "vllm"
     for tokens in options.tokens.split(","):
         if run.left() < 0:
             print(f"the time is up before {tokens} tokens", file=sys.stderr)
             return 1
-        measure(run, int(tokens), options.plans.split(";"))
+        measure(run, int(tokens), options.plans.split(";"), tiles)
     return bool(run.wrong)
 
 

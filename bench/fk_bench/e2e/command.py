@@ -90,6 +90,12 @@ def e2e_command(
         bool,
         typer.Option("--compile-blocks", help="images: compile repeated blocks only: seconds, not minutes"),
     ] = False,
+    compile_ahead: Annotated[
+        int,
+        typer.Option(
+            help="images: processes that compile all lanes and batches before; each has a copy of the model"
+        ),
+    ] = 0,
     cuda_graphs: Annotated[
         bool,
         typer.Option(
@@ -157,7 +163,7 @@ def e2e_command(
             pictures.run(
                 model, names[0], tuple(counts), rounds, dtype, load_format, image_size, steps, lanes, ops, candidate,
                 seed, extra.get(names[0], {}), folder, json_only,
-                Compiler(compile_mode, compile_blocks, cuda_graphs), costs, channels_last, place,
+                Compiler(compile_mode, compile_blocks, cuda_graphs), costs, channels_last, place, compile_ahead,
             )  # fmt: skip
         except ConfigError as error:
             fail(str(error))

@@ -1,6 +1,6 @@
 """The speed of each model next to its reference: of text models in vLLM and our engine, of image models in their hosts.
 
-Of each model and chip the newest run counts.
+Of each model and chip the newest run counts, of a pipeline that of each batch and number of steps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def text(files: Files) -> Iterator[Table]:
 def images(files: Files) -> Iterator[Table]:
     """Image models: images per second of the faster of the host's lanes, and the ratio of the fastest patched lane."""
     cells, used = [], []
-    for (model, chip), (file, found) in _newest(files, _is_image).items():
+    for (model, chip), (file, found) in _newest(files, _is_encoder).items():
         host = [_fastest(found, batch, False) for batch in BATCHES]
         ours = [_fastest(found, batch, True) for batch in BATCHES]
         pairs = [p / h if p and h else None for p, h in zip(ours, host, strict=True)]
@@ -67,6 +67,52 @@ def images(files: Files) -> Iterator[Table]:
         at = ", ".join(map(str, BATCHES))
         columns = ["model", "host", "chip", "host, images/s", "patched / host", "mean", *SOURCE]
         yield f"Images per second at batch {at} ({machine(used)}):", columns, cells
+    yield from _pipelines(files)
+
+
+def _pipelines(files: Files) -> Iterator[Table]:
+    shapes = {
+        (row.case["batch"], row.case["steps"]) for rows in files.values() for row in rows if _is_pipeline(row)
+    }
+    cells, used = [], []
+    for batch, steps in sorted(shapes):
+
+        def of_shape(row: Row, shape: tuple[int, int] = (batch, steps)) -> bool:
+            return _is_pipeline(row) and (row.case["batch"], row.case["steps"]) == shape
+
+        for (model, chip), (file, found) in _newest(files, of_shape).items():
+            host, ours = _fastest(found, batch, False), _fastest(found, batch, True)
+            if host and ours:
+                name, seconds = str(found[0].subject.host), f"{batch / host:.3g}, {batch / ours:.3g}"
+                cells.append(
+                    [
+                        model,
+                        name,
+                        chip,
+                        str(batch),
+                        str(steps),
+                        seconds,
+                        f"{ours / host:.3f}",
+                        *_source(model, file, found),
+                    ]
+                )
+                used += found
+    if cells:
+        columns = [
+            "model",
+            "host",
+            "chip",
+            "batch",
+            "steps",
+            "host, patched: seconds",
+            "patched / host",
+            *SOURCE,
+        ]
+        yield (
+            f"Seconds a batch of images ({machine(used)}):",
+            columns,
+            sorted(cells, key=lambda c: (c[0], c[2])),
+        )
 
 
 def _is_text(row: Row) -> bool:
@@ -79,6 +125,14 @@ def _is_text(row: Row) -> bool:
         and row.case.get("with_engine", False)
         and fair
     )
+
+
+def _is_encoder(row: Row) -> bool:
+    return _is_image(row) and row.case["result"] == "features"
+
+
+def _is_pipeline(row: Row) -> bool:
+    return _is_image(row) and row.case["result"] == "images"
 
 
 def _is_image(row: Row) -> bool:

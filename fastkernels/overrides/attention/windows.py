@@ -30,8 +30,8 @@ def relative_positions(
 def position_bias(mlp: Any, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The bias [H, N, N] of each pair of tokens, 16 sigmoid(mlp(table)); `index` [N, N] names the pair's row.
 
-    mlp: two linear layers with ReLU between them. The first has two inputs: as sums a compiler computes all of it in
-    two kernels, with products of matrices in five.
+    mlp: two linear layers with ReLU between them. The first has two inputs: in compiled code, sums take less time than
+    products of such matrices.
     """
     flat = table.flatten(0, -2)
     plain = [type(m) for m in mlp] == [nn.Linear, nn.ReLU, nn.Linear] and not any(map(changed, (mlp, *mlp)))
@@ -41,7 +41,7 @@ def position_bias(mlp: Any, table: torch.Tensor, index: torch.Tensor) -> torch.T
         rows = (hidden.relu()[:, None] * last.weight).sum(-1)
     else:
         rows = mlp(flat)
-    return 16 * torch.sigmoid(rows[index.flatten()].view(*index.shape, -1).permute(2, 0, 1))
+    return 16 * torch.sigmoid(rows[index.flatten()].view(*index.shape, -1).permute(2, 0, 1).contiguous())
 
 
 def attend_in_windows(

@@ -119,11 +119,10 @@ def _triton(
 
 def _few_plans(ids: T, w1: T, w2: T, expert_map: T | None) -> tuple[few.Plan, few.Plan]:
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    tiles = few.tiles_of(ids.numel(), experts)
     is_sorted = sorts(ids.numel(), experts, expert_map)
     return (
-        few.plan(2 * w1.shape[2], ids.shape[1], tiles, is_sorted, glu=True),
-        few.plan(2 * w2.shape[2], 1, tiles, is_sorted, glu=False),
+        few.plan(2 * w1.shape[2], ids.shape[1], is_sorted, glu=True),
+        few.plan(2 * w2.shape[2], 1, is_sorted, glu=False),
     )
 
 
@@ -160,7 +159,7 @@ def _cuda(
         x = x.clone()
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
     first, second = _few_plans(ids, w1, w2, expert_map)
-    pairs = sort_pairs(ids, experts, expert_map, 8 * first.tiles)
+    pairs = sort_pairs(ids, experts, expert_map, few.TOKENS)
     inner = few.mxfp4_gemm(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
     out = few.mxfp4_gemm(inner, w2, w2_scale, w2_bias, pairs, second, weights)
     return sum_over_experts(out, ids, experts, expert_map)

@@ -37,9 +37,10 @@ class Tiles:
 
     def __str__(self) -> str:
         """Return the form of tables: 16/64/128/1/4/4, with a last part of the flags' letters, as in FLAGS."""
-        sizes, flags = astuple(self)[: -len(FLAGS)], astuple(self)[-len(FLAGS) :]
-        flags = "".join(letter for letter, on in zip(FLAGS, flags, strict=True) if on)
-        return "/".join([*map(str, sizes), *([flags] if flags else [])])
+        values = astuple(self)
+        sizes, flags = values[: -len(FLAGS)], values[-len(FLAGS) :]
+        letters = "".join(letter for letter, on in zip(FLAGS, flags, strict=True) if on)
+        return "/".join([*map(str, sizes), *([letters] if letters else [])])
 
     def shared(self, itemsize: int) -> int:
         """Return the bytes of shared memory that the pipelined tiles take."""

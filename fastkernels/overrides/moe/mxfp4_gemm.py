@@ -16,7 +16,8 @@ from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.moe.sorted_pairs import Sorted
 
 SOURCE = Path(__file__).parent / "csrc" / "mxfp4_gemm.cu"
-MOST_ROWS = 12  # average pairs per expert; with more, the Triton kernel's larger tiles decode less often
+TOKENS = 8  # pairs of a block
+MOST_ROWS = 8  # average pairs per expert; with more, the Triton kernel's larger tiles decode less often
 SHARED = 227 * 1024  # bytes of shared memory of a block
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 TYPES = (*[_P] * 9, _I, _I, _I, _F, _F)
@@ -30,54 +31,38 @@ class Plan(NamedTuple):
     glu: bool
     weighted: bool
     sorted: bool
-    tiles: int
-    rows: int = 8
-    parts: int = 1
-    ahead: int = 4
+    rows: int
+    parts: int
+    ahead: int = 3
     resident: int = 2
-    fill: int = 2
-    early: bool = False
-    wide: int = 1
-    next: int = 0
-    guess: int = 0
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * self.rows // self.wide * self.parts
+        return 32 * self.rows * self.parts
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory: activations, later the sums of parts."""
-        activations = 8 * self.tiles * (256 * cdiv(self.k, 128) + 64)
+        activations = 8 * (256 * cdiv(self.k, 128) + 64)
         scales = 16 * cdiv(self.rows * self.k // 2 + 30, 16)
-        return max(activations + scales, 512 * self.rows * (self.parts - 1) * self.tiles)
+        return max(activations + scales, 512 * self.rows * (self.parts - 1))
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", "-DBF16=1", f"-DK={self.k}", f"-DTOPK={self.topk}", f"-DGLU={int(self.glu)}",
-            f"-DWEIGHTED={int(self.weighted)}", f"-DSORTED={int(self.sorted)}", f"-DTILES={self.tiles}",
-            f"-DROWS={self.rows}", f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
-            f"-DFILL={self.fill}", f"-DEARLY={int(self.early)}", f"-DWIDE={self.wide}", f"-DNEXT={self.next}", f"-DGUESS={self.guess}",
+            f"-DWEIGHTED={int(self.weighted)}", f"-DSORTED={int(self.sorted)}", f"-DROWS={self.rows}",
+            f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
         )  # fmt: skip
 
 
-def tiles_of(pairs: int, experts: int) -> int:
-    """Return the tiles of 8 tokens that a block multiplies: routing is uneven, and a second block decodes again."""
-    return 1 if 2 * pairs <= 9 * experts else 2
-
-
-def plan(k: int, topk: int, tiles: int, is_sorted: bool, glu: bool, **params: int) -> Plan:
-    """Return the plan of a product, with SwiGLU (glu) or weighted by the pairs; params: the last four fields."""
-    # The fastest of eight to sixteen sets for GPT-OSS-20B's matrices: of one tile on an H100 (2026-11-27, 181 us an MLP
-    # of 32 tokens, before 199), the others on an H200 (bench/results, 2026-11-24).
-    if not is_sorted:  # one token's experts: few blocks, whose warps divide the k axis
-        params = {"rows": 4, "parts": 2, **params}
-    else:
-        params = {"rows": 6, "parts": 2, "ahead": 2, **params} if tiles == 1 else {"ahead": 3, **params}
-    return Plan(k, topk, glu, not glu, is_sorted, tiles, **params)
+def plan(k: int, topk: int, is_sorted: bool, glu: bool, **params: int) -> Plan:
+    """Return the plan of a product, with SwiGLU (glu) or weighted by the pairs; params: fields from rows on."""
+    # For GPT-OSS-20B's matrices on an H100, 2026-11-27: the fastest of 16 sets at one token and of 20 at 32.
+    own = {"rows": 5, "parts": 2} if is_sorted else {"rows": 3, "parts": 3}
+    return Plan(k, topk, glu, not glu, is_sorted, **{**own, **params})
 
 
 def refused(
@@ -95,7 +80,7 @@ def refused(
         return f"{name} has {w.shape[1]} rows, fewer than a tile's 16"
     if w.data_ptr() % 16:
         return f"{name} must begin at a multiple of 16 bytes"
-    if plan(2 * w.shape[2], 1, 2, True, True).shared > SHARED:
+    if plan(2 * w.shape[2], 1, True, True).shared > SHARED:
         return f"rows of {name} with {2 * w.shape[2]} weights do not fit shared memory"
     return None
 

@@ -293,7 +293,7 @@ def test_batches_of_four_take_fifty_steps(tmp_path: Path) -> None:
         (("--hosts", "timm", "--lanes", ","), "begin with stock, then any of compiled"),
         (("--hosts", "timm", "--lanes", "stock,patched,patched"), "each once; they are compared with stock"),
         (("--hosts", "timm", "--steps", "0"), "--steps must be at least 1"),
-        (("--hosts", "timm", "--image-size", "-1"), "--image-size at least 0"),
+        (("--hosts", "timm", "--image-size", "-1"), "--image-size and --compile-ahead at least 0"),
         (("--hosts", "timm", "--ops", "attention_dens"), "--ops: unknown op 'attention_dens'"),
         (("--hosts", "diffusers"), "--hosts diffusers needs MODEL"),
         (("--hosts", "vllm", "--ops", "gelu"), "are for --hosts timm, transformers, diffusers"),
@@ -327,6 +327,14 @@ def test_compiled_lanes(tmp_path: Path, blocks: tuple[str, ...]) -> None:
     assert status == 0, last
     assert [r.subject.lane for r in rows] == ["stock", "compiled", "patched", "patched-compiled"]
     assert rows[1].metrics["first_call_s"] > rows[0].metrics["first_call_s"]
+
+
+@pytest.mark.slow
+def test_lanes_are_compiled_ahead(tmp_path: Path) -> None:
+    lanes = ("--lanes", "stock,compiled,patched-compiled", "--ops", "layer_norm", "--compile-ahead", "2")
+    done = fk_bench_here("e2e", *TIMM, *lanes, "--requests", "1,2", "--rounds", "1", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(": compiled ahead") == 4 and "not compiled" not in done.stderr
 
 
 def test_measures_of_distance() -> None:

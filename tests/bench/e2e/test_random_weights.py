@@ -68,7 +68,7 @@ def test_weights_are_drawn_in_place(model: Model) -> None:
     assert not torch.equal(model.router.weight, model.other.weight.float())
 
 
-def test_quantized_weights_get_random_bits_and_scales_keep_their_values(model: Model) -> None:
+def test_quantized_weights_get_random_bits_and_keep_scales(model: Model) -> None:
     draw(model)
     assert 0.7 < model.quantized.weight.float().std() < 1.3 and model.quantized.weight_scale.eq(0.25).all()
     halves = model.int4.qweight.view(torch.int16)

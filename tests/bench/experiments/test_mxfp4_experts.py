@@ -19,7 +19,9 @@ from fastkernels.overrides.moe import mxfp4_gemm as few
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
     """Return main's status and rows on this CPU."""
-    monkeypatch.setattr(sys, "argv", ["mxfp4_experts.py", "--out", str(out), "--device", "cpu", "--quick", *options])
+    monkeypatch.setattr(
+        sys, "argv", ["mxfp4_experts.py", "--out", str(out), "--device", "cpu", "--quick", *options]
+    )
     status = mxfp4_experts.main()
     return status, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
@@ -28,7 +30,9 @@ def test_planned_call_changes_both_plans_and_restores(monkeypatch: pytest.Monkey
     found = []
 
     def call(*args: Any) -> torch.Tensor:
-        found.extend(op._few_plans(torch.zeros(64, 4, dtype=torch.int32), *[torch.empty(32, 64, 32)] * 2, None))
+        found.extend(
+            op._few_plans(torch.zeros(64, 4, dtype=torch.int32), *[torch.empty(32, 64, 32)] * 2, None)
+        )
         if args:
             raise RuntimeError("not captured")
         return torch.empty(0)
@@ -59,5 +63,15 @@ def test_wrong_kernel_is_reported_and_not_timed(monkeypatch: pytest.MonkeyPatch,
     assert "relative error is 0.1" in rows[0]["reason"]
 
 
-def test_time_limit_ends_the_run_before_the_next_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_time_limit_ends_the_run_before_the_next_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert run(monkeypatch, tmp_path / "rows.jsonl", "--seconds", "-1") == (1, [])
+
+
+def test_malformed_tiles_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path / "rows.jsonl", "--tiles", "64/128/128/8/4/3;64/128")
+    assert "tiles '64/128': want block_m/block_n" in capsys.readouterr().err

@@ -90,6 +90,13 @@ def test_headline_on_a_cpu_states_what_was_checked() -> None:
     assert not any(word in line for line in lines for word in ("tok/s", "faster", "speedup"))
 
 
+def test_agreement_is_in_the_verdict_or_the_headline() -> None:
+    results = [result("vllm"), result("vllm+fk", **PATCHED, **OWN_KERNELS)]
+    bases = {"vllm": "vllm", "vllm+fk": "vllm"}
+    assert "token agreement of vllm+fk with vllm: 1.000" in verdict.lines(results, bases, [])
+    assert not any("agreement" in line for line in verdict.lines(results, bases, [], agreement=False))
+
+
 def test_headline_on_a_gpu_is_empty() -> None:
     assert summary.checked([result("vllm", count=1)]) == summary.checked([]) == []
 

@@ -78,7 +78,7 @@ def test_rows_without_our_engine_are_left_out() -> None:
 
 
 def images(lane: str, ms: float, batch: int = 8) -> Row:
-    case = {"kind": "pictures", "batch": batch}
+    case = {"kind": "pictures", "result": "features", "batch": batch}
     subject = Subject(model="siglip2", lane=lane, host="timm")
     return make_row("timm", case, {"latency_ms": ms}, subject=subject).model_copy(
         update={"machine": H100, "time": "2026-11-03"}
@@ -98,3 +98,17 @@ def test_image_model_is_compared_with_the_fastest_host_lane() -> None:
         "siglip2", "timm", "H100", "-, 382, -", "-, 1.497, -", "1.497", "0.93", "2026-11-03", "`a`",
     ]  # fmt: skip
     assert len(columns) == len(cells)
+
+
+def test_pipelines_have_a_row_for_each_batch_and_number_of_steps() -> None:
+    rows = []
+    for (batch, steps), ratio in {(1, 28): 1.1, (4, 4): 1.25, (1, 4): 1.5}.items():
+        for lane, ms in (("compiled", 600.0 * batch), ("patched-compiled", 600.0 * batch / ratio)):
+            row = images(lane, ms, batch)
+            case = {**row.case, "result": "images", "steps": steps}
+            rows.append(row.model_copy(update={"case": case, "run_id": f"{batch} {steps}"}))
+    ((_, columns, cells),) = speeds.images({"a": rows})
+    shown = [cell[columns.index("batch") : columns.index("paper")] for cell in cells]
+    assert shown == [
+        ["1", "4", "0.6, 0.4", "1.500"], ["1", "28", "0.6, 0.545", "1.100"], ["4", "4", "2.4, 1.92", "1.250"],
+    ]  # fmt: skip

@@ -159,7 +159,7 @@ def test_worker_killed_under_load_ends_the_server(tiny, tmp_path, reference):
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK + 300)
 def test_minutes_of_load_do_not_grow_memory(tiny, tmp_path, reference):
-    """Duration: FASTKERNELS_SOAK_SECONDS, three minutes by default. After the first third, memory may vary by 4 MiB at most."""
+    """Duration: FASTKERNELS_SOAK_SECONDS (180). After the first third, memory may vary by 4 MiB at most."""
     pool = asks(100, seed=2)
     for ask in pool:
         reference(ask)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -238,8 +237,7 @@ def test_experiment_runs_on_the_cpu(tmp_path: Path) -> None:
     """As on a GPU, without compiled kernels and graphs; it writes result rows."""
     out = tmp_path / "rows.jsonl"
     script = ROOT / "bench/experiments/attention/decode_attention.py"
-    command = [sys.executable, str(script), "--device", "cpu", "--quick", "--out", str(out)]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=400)
+    done = warm.run([script, "--device", "cpu", "--quick", "--out", out], ENV, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     rows, warnings = read(out)
     assert not warnings and {r.kind for r in rows} == {"check", "time"}

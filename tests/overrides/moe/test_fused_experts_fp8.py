@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.kernels import warm
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
@@ -121,7 +120,7 @@ def test_expert_parallel_parts_add_up() -> None:
 def interpreted() -> dict[str, str | None]:
     """Run the script in its own process: Triton interprets kernels from import on."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=400)
+    done = warm.run([SCRIPT], env, timeout=400)
     assert done.returncode == 0, done.stderr
     return {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
 

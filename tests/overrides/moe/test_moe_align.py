@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,19 +30,9 @@ def test_both_kernels_equal_reference() -> None:
 def test_moe_tiles_script_runs_interpreted(tmp_path: Path) -> None:
     """The timing script runs interpreted: every call is correct and has a row."""
     out = tmp_path / "rows.jsonl"
-    command = [
-        sys.executable,
-        str(MOE_TILES),
-        "--device",
-        "cpu",
-        "--quick",
-        "--seconds",
-        "500",
-        "--out",
-        str(out),
-    ]
+    command = [MOE_TILES, "--device", "cpu", "--quick", "--seconds", "500", "--out", out]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=580)
+    done = warm.run(command, env, timeout=580)
     assert done.returncode == 0 and "0 wrong" in done.stdout, done.stdout + done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {r["status"] for r in rows} == {"ok"}

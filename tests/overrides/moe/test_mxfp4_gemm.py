@@ -33,28 +33,37 @@ def _data(tokens: int, topk: int, experts: int, n: int, k: int) -> tuple[torch.T
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 @pytest.mark.parametrize(
-    ("tokens", "topk", "experts", "n", "k", "tiles", "glu", "params"),
+    ("tokens", "topk", "experts", "n", "k", "glu", "params"),
     [
-        (11, 2, 3, 80, 192, 1, True, {"rows": 2}),  # several blocks of an expert, a last block of fewer rows
+        (
+            11,
+            2,
+            3,
+            80,
+            192,
+            True,
+            {"rows": 2, "parts": 1},
+        ),  # several blocks of an expert, a last one of fewer rows
         # fewer steps than parts
-        pytest.param(11, 2, 3, 72, 96, 2, False, {"rows": 1, "parts": 2}, marks=pytest.mark.slow),
-        pytest.param(5, 3, 4, 64, 416, 1, False, {"rows": 2, "parts": 3, "ahead": 1}, marks=pytest.mark.slow),
-        (7, 2, 5, 34, 1184, 2, True, {"rows": 1, "parts": 2, "ahead": 3}),  # steps end within a turn
-        (7, 2, 5, 72, 1184, 2, False, {"rows": 4, "parts": 2, "ahead": 2, "wide": 2, "early": 1}),
-        (1, 3, 16, 80, 288, 1, True, {}),  # pairs are not sorted
-        (1, 4, 16, 40, 160, 1, False, {}),
+        pytest.param(11, 2, 3, 72, 96, False, {"rows": 1, "parts": 2}, marks=pytest.mark.slow),
+        pytest.param(5, 3, 4, 64, 416, False, {"rows": 2, "parts": 3, "ahead": 1}, marks=pytest.mark.slow),
+        # scales begin between words, the last tile within the one before, and steps end within a turn
+        (7, 2, 5, 34, 1184, True, {"rows": 1, "parts": 2}),
+        (7, 2, 5, 72, 1184, False, {"rows": 3, "parts": 3, "ahead": 2}),
+        (1, 3, 16, 80, 288, True, {}),  # pairs are not sorted
+        (1, 4, 16, 40, 160, False, {}),
     ],
 )
 def test_emulated_mxfp4_product_matches_float64(
-    tokens: int, topk: int, experts: int, n: int, k: int, tiles: int, glu: bool, params: dict[str, int], tmp_path: Path
+    tokens: int, topk: int, experts: int, n: int, k: int, glu: bool, params: dict[str, int], tmp_path: Path
 ) -> None:  # fmt: skip
     w, scales, bias, ids = _data(tokens, topk, experts, n, k)
     x = torch.randn(
         tokens if glu else tokens * topk, k, generator=torch.Generator().manual_seed(1)
     ).bfloat16()
     weights = torch.rand(tokens * topk, generator=torch.Generator().manual_seed(2))
-    pairs = sort_pairs(ids, experts, None, 8 * tiles)
-    p = few.plan(k, topk if glu else 1, tiles, pairs.pairs is not None, glu, **params)
+    pairs = sort_pairs(ids, experts, None, few.TOKENS)
+    p = few.plan(k, topk if glu else 1, pairs.pairs is not None, glu, **params)
     got = emulated_mxfp4.product(x, w, scales, bias, pairs, p, weights, ALPHA, LIMIT, tmp_path)
     for pair, expert in enumerate(ids.flatten().tolist()):
         matrix = mxfp4.dequantize(w[expert], scales[expert], torch.float64)
@@ -69,7 +78,7 @@ def test_every_code_is_exact_with_scales_of_any_size(tmp_path: Path) -> None:
     w = torch.arange(256, dtype=torch.uint8).repeat(4).view(1, n, k // 2)
     scales = torch.linspace(72, 192, n).int().to(torch.uint8)[:, None].repeat(1, k // 32)[None].contiguous()
     bias, ids = torch.zeros(1, n).bfloat16(), torch.zeros(8, 1, dtype=torch.int32)
-    p = few.plan(k, 1, 1, True, False, rows=2)
+    p = few.plan(k, 1, True, False, rows=2)
     pairs = sort_pairs(ids, 1, None, 8)
     for start in range(0, k, 8):
         x = torch.zeros(8, k).bfloat16()
@@ -87,7 +96,7 @@ def test_rows_without_a_local_expert_stay_unwritten(tmp_path: Path) -> None:
     made = moe_align.run(ids, 8, 4, capacity, local, False)
     pairs = Sorted(made[0], made[1], made[2], ids.numel(), 2, made[1].numel())
     x = torch.ones(ids.numel(), 64).bfloat16()
-    p = few.plan(64, 1, 1, True, False, rows=1)
+    p = few.plan(64, 1, True, False, rows=1)
     one = torch.ones(ids.numel())
     got = emulated_mxfp4.product(x, w[:2], scales[:2], bias[:2], pairs, p, one, ALPHA, LIMIT, tmp_path)
     assert torch.equal(got.isnan().all(1), local[ids.flatten().long()] < 0)
@@ -96,7 +105,7 @@ def test_rows_without_a_local_expert_stay_unwritten(tmp_path: Path) -> None:
 @pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
 @pytest.mark.parametrize("is_sorted", [True, False])
 def test_mxfp4_kernels_compile_for_hopper(is_sorted: bool) -> None:
-    for p in (few.plan(2880, 4, 2, is_sorted, True), few.plan(2880, 1, 1, is_sorted, False)):
+    for p in (few.plan(2880, 4, is_sorted, True), few.plan(2880, 1, is_sorted, False)):
         assert (
             cuda_rtc.nvrtc_compile(text(few.SOURCE), ("--gpu-architecture=sm_90a", *p.options))[:4]
             == b"\x7fELF"
@@ -121,7 +130,7 @@ def test_calls_with_many_rows_per_expert_are_refused() -> None:
     tokens = torch.empty(100, 64, dtype=torch.bfloat16), torch.empty(2, 64, 32), torch.empty(2, 64, 16)
     ids = torch.zeros(100, 2, dtype=torch.int32)
     reason = provider.supports(*tokens, None, None, ids.float(), ids)
-    assert reason == "200 pairs for 2 experts are more than 12 for each"
+    assert reason == "200 pairs for 2 experts are more than 8 for each"
 
 
 TILES = """

@@ -19,7 +19,7 @@ from fk_bench.core import machine
 from fk_bench.core.output import last_line, table
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e.host import OMNI
-from fk_bench.e2e.pictures import omni, report, subjects
+from fk_bench.e2e.pictures import ahead, omni, report, subjects
 from fk_bench.e2e.pictures.measure import (
     COSTS,
     LANES,
@@ -43,11 +43,12 @@ SHOWN = ("batch", "lane", "images_per_s", "latency_ms", "speedup_over_host", "co
 def run(
     models: str, host: str, batches: tuple[int, ...], rounds: int, dtype: str, load_format: str, image_size: int,
     steps: int, lanes: str, ops: str, candidate: Path | None, seed: int, arguments: dict[str, Any], folder: Path,
-    json_only: bool, compiler: Compiler, with_costs: bool, channels_last: bool, place: omni.Place,
+    json_only: bool, compiler: Compiler, with_costs: bool, channels_last: bool, place: omni.Place, processes: int = 0,
 ) -> None:  # fmt: skip
     """Measure models one after the other, write rows.jsonl and report.html to `folder`, and print tables and JSON.
 
-    A folder of an interrupted run with the same settings is continued. Raises ConfigError.
+    A folder of an interrupted run with the same settings is continued. processes: that compile before. Raises
+    ConfigError.
     """
     names = comma_list("--lanes", lanes or "stock,compiled,patched", str)
     if names[:1] != ("stock",) or len({*names}) < len(names) or not {*names} <= {*LANES}:
@@ -55,8 +56,8 @@ def run(
             f"--lanes {lanes!r}: begin with stock, then any of {', '.join(LANES[1:])}, each once;"
             " they are compared with stock"
         )
-    if steps < 1 or image_size < 0:
-        raise ConfigError("--steps must be at least 1, and --image-size at least 0")
+    if steps < 1 or min(image_size, processes) < 0:
+        raise ConfigError("--steps must be at least 1, --image-size and --compile-ahead at least 0")
     if compiler.graphs and not compiler.blocks:
         raise ConfigError(
             "--cuda-graphs needs --compile-blocks: for whole models, choose a mode that has graphs"
@@ -95,7 +96,8 @@ def run(
             own, model, dtype, batches, rounds, seed, tuple(names), chosen, files, compiler, with_costs
         )  # fmt: skip
         try:
-            _measure(settings, saved, device, load_format, image_size, steps, arguments, channels_last, place)
+            how = (load_format, image_size, steps, arguments, channels_last)
+            _measure(settings, saved, device, how, place, processes)
         except DeviceLost as error:
             lost = error
         except Exception as error:  # the other models are measured
@@ -127,23 +129,25 @@ def run(
 
 
 def _measure(
-    settings: Settings, saved: Saved, device: str, load_format: str, image_size: int, steps: int,
-    arguments: dict[str, Any], channels_last: bool, place: omni.Place,
+    settings: Settings, saved: Saved, device: str, how: tuple[str, int, int, dict[str, Any], bool], place: omni.Place,
+    processes: int,
 ) -> None:  # fmt: skip
-    """Measure what `saved` does not have of one model yet."""
+    """Measure what `saved` does not have of one model yet. how: the format to load, sizes, arguments, channels last."""
     settings = saved.rest(settings)
     if not settings.batches:
         print(f"{settings.model}: measured before, in {saved.rows}", file=sys.stderr)
         return
-    subject = subjects.open_subject(
-        settings.host, settings.model, getattr(torch, settings.dtype), device, load_format, image_size, steps, arguments
-    )  # fmt: skip
-    found: list[Lane] = []
-    elsewhere: dict[str, dict[int, Measured | str]] = {}
+    *sizes, channels_last = how
+    opened = (settings.host, settings.model, getattr(torch, settings.dtype), device, *sizes)
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    if processes:
+        ahead.fill(opened, channels_last, settings, processes, say)
+    subject = subjects.open_subject(*opened)
+    found: list[Lane] = []
+    elsewhere: dict[str, dict[int, Measured | str]] = {}
     try:
         if OMNI in settings.lanes:
             elsewhere[OMNI] = omni.measure(subject, settings, place, saved.folder, say)

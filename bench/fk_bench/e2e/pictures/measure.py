@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -160,6 +160,16 @@ def measure(
             if lane.report is not None:
                 lane.report.undo()
     return made, [reference, *lanes]
+
+
+@torch.inference_mode()
+def run_compiled(subject: subjects.Subject, settings: Settings, name: str, batch: int) -> None:
+    """Run one call of a compiled lane, without CUDA graphs."""
+    lane = Lane(name, subject.copy())
+    _patch(lane, settings)
+    _compile(lane, replace(settings.compiler, graphs=False))
+    lane.keep_result(batch, settings.seed)
+    _synchronize()
 
 
 def _failure(work: Callable[[], Any]) -> str | None:

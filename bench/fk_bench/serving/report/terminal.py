@@ -34,8 +34,9 @@ def show(found: Sequence[Row], console: Console | None = None) -> None:
     screen.print()
     if not found[0].machine.gpus:
         screen.print("Measured on a CPU: these speeds say nothing about a GPU.", style="yellow")
-    lines = verdict.lines(results, bases, requests.measured_rounds(found))
-    for line in [*summary.checked(results), *lines]:
+    checked = summary.checked(results)
+    lines = verdict.lines(results, bases, requests.measured_rounds(found), agreement=not checked)
+    for line in [*checked, *lines]:
         screen.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -196,10 +196,12 @@ def requests(results: Sequence[LaneResult], rounds: Sequence[Row]) -> Requests:
     return found
 
 
-def lines(results: Sequence[LaneResult], bases: dict[str, str], rounds: Sequence[Row]) -> list[str]:
-    """The whole verdict as text: speed, agreement, errors."""
+def lines(
+    results: Sequence[LaneResult], bases: dict[str, str], rounds: Sequence[Row], agreement: bool = True
+) -> list[str]:
+    """The whole verdict as text: speed, agreement, errors. `summary.checked` has the agreement, too."""
     said = [v.text for v in verdicts(results, bases)]
-    for result in results:
+    for result in results if agreement else ():
         value = result.agreement.metrics.get("token_agreement") if result.agreement else None
         base = result.agreement.baseline if result.agreement else None
         if value is not None and base != result.lane:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -17,6 +18,7 @@ class Fork:
 
     def __init__(self, command: list[str], pass_fds: tuple[int, int], env: dict[str, str], **_: Any):
         self.status: int | None = None
+        self.lock = threading.Lock()  # the ranks' watcher asks, too, and only one may wait for a process
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -37,10 +39,11 @@ class Fork:
         sys.argv = arguments
 
     def poll(self) -> int | None:
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = os.waitstatus_to_exitcode(status) if pid else None
-        return self.status
+        with self.lock:
+            if self.status is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.status = os.waitstatus_to_exitcode(status) if pid else None
+            return self.status
 
     def wait(self, timeout: float | None = None) -> int:
         end = time.monotonic() + (timeout if timeout is not None else float("inf"))
