@@ -49,7 +49,6 @@ class Plan(NamedTuple):
     splits: int
     stream: int
     grid: int
-    early: int
 
     @property
     def shared(self) -> int:
@@ -68,7 +67,7 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DK={self.k}", f"-DGROUP={self.group}", f"-DTILES={self.tiles}", f"-DWARPS={self.warps}",
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
-            f"-DSTREAM={self.stream}", f"-DEARLY={self.early}", f"-DRAGGED={int(self.ragged)}",
+            f"-DSTREAM={self.stream}", f"-DRAGGED={int(self.ragged)}",
             f"-DHAS_ZERO={int(self.zero)}", f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}",
             f"-DHALF_SCALES={int(self.half_scales)}",
             # 1 to 5% faster at 1 token on an H100; not at 16
@@ -105,7 +104,7 @@ def streams(m: int, n: int, k: int, sms: int = 132, warps: int = WARPS) -> bool:
 def plan(
     m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True,
     half_scales: bool = False, sms: int = 132, height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0,
-    splits: int = 0, stream: int | None = None, early: int = 0,
+    splits: int = 0, stream: int | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan of a product of m tokens with a weight [n, k].
 
@@ -124,7 +123,7 @@ def plan(
         stream = int(not (height or ahead or parts or splits) and streams(m, n, k, sms, warps))
     tiles = cdiv(next_power_of_2(max(m, 8)), 8)
     tokens = next_power_of_2(max(m, 1)) if tiles == 1 else 8 * tiles  # in shared memory
-    wanted = min(2 * m * k >> 16, int((3.6 * k / max(n, 1)) ** 0.5))
+    wanted = min(2 * m * k >> 16, int((3.6 * k / max(n, 1)) ** 0.5), sms)
     steps = k // STEP
 
     def blocks_of(h: int, s: int) -> int:
@@ -133,7 +132,7 @@ def plan(
     def finished(h: int, ahead: int, p: int, s: int) -> Plan:
         flags = (n % (16 * h) != 0, zero, bias, bf16, half_scales)
         grid = s * blocks_of(h, s)
-        return Plan(k, group, tiles, tokens, *flags, warps, h, ahead, p, s, stream, grid, early or ahead)
+        return Plan(k, group, tiles, tokens, *flags, warps, h, ahead, p, s, stream, grid)
 
     if stream:
         h, most_ahead = height or 1, ahead or (4 if m <= 4 else 3 if m <= 16 else 2)

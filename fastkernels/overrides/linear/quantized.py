@@ -168,7 +168,7 @@ class Int4LinearMethod:
         parameter.data.copy_(loaded)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Sort the columns of a weight with act order: `layer.columns` [K] has their places in x."""
+        """Put the weight in tiles; with act order, sort its columns: `layer.columns` [K] has their places in x."""
         if self.act_order:
             self._sort(layer)
         self._tile(layer)

@@ -1,5 +1,5 @@
-// y = x W^T + b for M <= 64 tokens on Hopper with 4-bit weights: x [M, K], 16-bit; W, its scales and zero points in tiles,
-// as linear_int4.py describes. A step, 128 columns of 16 rows, is 1 KiB of adjacent memory.
+// y = x W^T + b for M <= 64 tokens on Hopper with 4-bit weights: x [M, K], 16-bit; W, its scales and zero points in
+// tiles, as linear_int4.py describes. A step, 128 columns of 16 rows, is 1 KiB of adjacent memory.
 //
 // The weight is the left operand of the tensor cores (m16), tokens are their n8. A lane reads the 32 columns of a unit,
 // 16 bytes, of each of its rows from memory into registers, AHEAD steps early and beyond the end of a tile, and turns
@@ -22,13 +22,13 @@
 // With SPLITS, sums go to memory, and the block whose ticket is the last one adds them, always in one order.
 //
 // Compile-time constants: K and GROUP (columns that share a scale), multiples of 128 and 32; TILES (of 8 tokens);
-// WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; STREAM; AHEAD (steps); RAGGED (the last warp has one tile less);
+// WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; STREAM; AHEAD (steps); RAGGED (the last has one tile less);
 // HAS_ZERO; HAS_BIAS; BF16; HALF_SCALES (float16 scales of bfloat16 x); EVICTED (L2 gives up W before anything else).
 // Includes no header.
 
 constexpr int THREADS = 32 * WARPS, SLOTS = WARPS / PARTS, STEPS = K / 128, GROUPS = K / GROUP, ROWS = 16 * HEIGHT;
 constexpr int SCALED = GROUP < 128 ? 128 / GROUP : 1;  // groups of a step
-constexpr int LOADS = 4;  // of x, in flight for each thread
+constexpr int LOADS = 4;  // pairs of pieces of x that a thread loads before it stores the first
 constexpr int MOST = (STEPS + SPLITS - 1) / SPLITS;  // steps of a split
 constexpr int PITCH = 256 * MOST + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
 constexpr int OUTPUTS = HEIGHT * TILES, BUFFERS = 2;  // a slot's sums of one tile are added while it has the next one
@@ -159,7 +159,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     const int first_tile = (int)((u32)block * tiles / blocks), end_tile = (int)((u32)(block + 1) * tiles / blocks);
     // Tile h of 16 rows of a warp's tile; what is missing at the end is read again.
     auto rows_of = [&](int tile, int h) { return RAGGED ? min(tile * HEIGHT + h, N / 16 - 1) : tile * HEIGHT + h; };
-    auto words_of = [&](int tile, int h, int step) { return weight + ((long long)rows_of(tile, h) * STEPS + step) * 64; };
+    auto words_of = [&](int tile, int h, int step) {
+        return weight + ((long long)rows_of(tile, h) * STEPS + step) * 64 + lane;
+    };
     auto scales_of = [&](int tile, int h, int column) { return (rows_of(tile, h) * GROUPS + column / GROUP) * 16; };
 
 #if STREAM
@@ -174,11 +176,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
             const u32 to = ring + stage * STAGE;
 #pragma unroll
             for (int h = 0; h < HEIGHT; h++) {
-                const uint4* from = words_of(next_tile, h, begin + next) + lane;
+                const uint4* from = words_of(next_tile, h, begin + next);
                 copy_weight(to + 1024 * h + 16 * lane, from), copy_weight(to + 1024 * h + 512 + 16 * lane, from + 32);
                 const int at = scales_of(next_tile, h, 128 * (begin + next));
-                if (lane < 2 * SCALED) copy_16(to + SCALES_AT + 32 * SCALED * h + 16 * lane, scales + at + 8 * lane);
-                if (HAS_ZERO && lane < SCALED) copy_16(to + ZEROS_AT + 16 * SCALED * h + 16 * lane, zeros + at + 16 * lane);
+                const u32 scales_to = to + SCALES_AT + 32 * SCALED * h, zeros_to = to + ZEROS_AT + 16 * SCALED * h;
+                if (lane < 2 * SCALED) copy_16(scales_to + 16 * lane, scales + at + 8 * lane);
+                if (HAS_ZERO && lane < SCALED) copy_16(zeros_to + 16 * lane, zeros + at + 16 * lane);
             }
             to_fetch--;
             if (++next == steps) next = 0, next_tile++;
@@ -198,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
         const int now = begin + early + next_turn;
 #pragma unroll
         for (int h = 0; h < HEIGHT; h++) {
-            const uint4* from = words_of(next_tile, h, now) + lane;
+            const uint4* from = words_of(next_tile, h, now);
             const int g = scales_of(next_tile, h, 128 * now + 32 * quad) + group;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -211,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     };
 #endif
 #pragma unroll
-    for (int i = 0; i < EARLY; i++) fetch(i);
+    for (int i = 0; i < AHEAD; i++) fetch(i);
 
     const u32 barriers = shared_address(memory);
     if (STREAM && thread < WARPS) make_barrier(barriers + 8 * thread, 1);  // the warp's sums are there
@@ -222,26 +225,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     asm volatile("griddepcontrol.wait;" ::: "memory");
     // x in the order of decoded weights: column c is next to c + 2, then c + 1 and c + 3, and 16 columns later the same.
     const int pieces = (TILES == 1 ? M : 8 * TILES) * steps * 8;  // 8 of each half of a unit's columns
-    uint4 a[LOADS], b[LOADS];
-    auto load_x = [&](int from) {
+    for (int first_piece = thread; first_piece < pieces; first_piece += THREADS * LOADS) {
+        uint4 a[LOADS], b[LOADS];
 #pragma unroll
         for (int u = 0; u < LOADS; u++) {
-            const int i = from + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
+            const int i = first_piece + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
             a[u] = b[u] = make_uint4(0, 0, 0, 0);
             if (i < pieces && token < M) {
-                const u16* at = x + token * x_stride + 128 * begin + piece / 2 * 32 + piece % 2 * 8;
-                a[u] = load_16((const uint4*)at), b[u] = load_16((const uint4*)(at + 16));
+                const u16* from = x + token * x_stride + 128 * begin + piece / 2 * 32 + piece % 2 * 8;
+                a[u] = load_16((const uint4*)from), b[u] = load_16((const uint4*)(from + 16));
             }
         }
-    };
-    load_x(thread);
 #pragma unroll
-    for (int i = EARLY; i < AHEAD; i++) fetch(i);
-    for (int from = thread; from < pieces; load_x(from)) {
-#pragma unroll
-        for (int u = 0; u < LOADS; u++, from += THREADS) {
-            const int token = from / (8 * steps), piece = from % (8 * steps);
-            if (from >= pieces) continue;
+        for (int u = 0; u < LOADS; u++) {
+            const int i = first_piece + u * THREADS, token = i / (8 * steps), piece = i % (8 * steps);
+            if (i >= pieces) break;
             unsigned char* to = x_at + token * PITCH + piece / 8 * 256 + piece % 2 * 128 + piece / 2 % 4 * 16;
             *(uint4*)to = make_uint4(halves(a[u].x, a[u].y, 0x5410), halves(a[u].x, a[u].y, 0x7632),
                                      halves(b[u].x, b[u].y, 0x5410), halves(b[u].x, b[u].y, 0x7632));
