@@ -53,8 +53,8 @@ def from_flashinfer(make: Any, refuses: Any = None, **fields: Any) -> Baseline:
     return Baseline("flashinfer", "library", make, modules=("flashinfer",), refuses=refuses, **fields)
 
 
-def from_torch(fn: Function, refuses: Any = None) -> tuple[Baseline, ...]:
-    return (Baseline("torch", "host", lambda: fn, refuses=refuses, devices=GPU_AND_CPU),)
+def from_torch(fn: Function, refuses: Any = None, **more: Any) -> tuple[Baseline, ...]:
+    return (Baseline("torch", "host", lambda: fn, refuses=refuses, devices=GPU_AND_CPU, **more),)
 
 
 def from_blas(fn: Function) -> tuple[Baseline, ...]:
