@@ -341,12 +341,12 @@ def test_patched_vllm_equals_vllm_and_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     status, said, rows = quality(
-        tmp_path, "--decode", "4:32,1:8", "--prefill", "2:60", "--perplexity", "0.01",
+        tmp_path, "--decode", "4:160,1:8", "--prefill", "2:60", "--perplexity", "0.01",
         "--ops", "rms_norm,silu_and_mul,rotary_emb,embedding",
     )  # fmt: skip
     assert status == 0, said
     decode, prefill, *batches, live = rows
-    assert decode.metrics["tokens"] == 40 and prefill.metrics["tokens"] == 62 and len(batches) == 2
+    assert decode.metrics["tokens"] == 168 and prefill.metrics["tokens"] == 62 and len(batches) == 2
     for row in (decode, prefill):
         assert 3 < row.metrics["perplexity_host"] < 100 and row.metrics["kl_patched"] < 0.01
         assert row.metrics["same_best_patched"] > 0.95 and 0 < row.metrics["kl_exact_host"] < 0.01
@@ -355,7 +355,7 @@ def test_patched_vllm_equals_vllm_and_transformers(tmp_path: Path) -> None:
     assert live.case["kernels"]["fastkernels::rms_norm"] > 0
 
     folder = smollm2_path()
-    plan = plans.plan(plans.tokens_of(folder, plans.english()), {4: 32, 1: 8}, [8, 24], 8, (2, 60), 32)
+    plan = plans.plan(plans.tokens_of(folder, plans.english()), {4: 160, 1: 8}, [8, 24], 8, (2, 60), 32)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     with torch.no_grad():
