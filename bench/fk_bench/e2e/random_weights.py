@@ -21,9 +21,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 def draw(model: torch.nn.Module, seed: int = 0) -> None:
     """Draw the weights as `weights.dummy` does: matrices N(0, 0.02), embeddings N(0, 10), norms 1, biases 0.
 
-    Quantized weights get random bits, in FP8 N(0, 1): the hosts leave zeros, with which a GPU needs less power and runs
-    faster. Their scales keep the host's values, those of MXFP4 get that of `weights.dummy`. Values change in place, so
-    that captured graphs read them.
+    Quantized weights get random bits, in FP8 N(0, 1), where the hosts leave zeros. Their scales keep the host's values,
+    those of MXFP4 get that of `weights.dummy`. Values change in place, so that captured graphs read them.
     """
     drawn = set[int]()  # an embedding that is also the head is drawn as the embedding
     with torch.inference_mode():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e import ratios
@@ -71,48 +72,22 @@ def images(files: Files) -> Iterator[Table]:
 
 
 def _pipelines(files: Files) -> Iterator[Table]:
-    shapes = {
-        (row.case["batch"], row.case["steps"]) for rows in files.values() for row in rows if _is_pipeline(row)
-    }
     cells, used = [], []
-    for batch, steps in sorted(shapes):
-
-        def of_shape(row: Row, shape: tuple[int, int] = (batch, steps)) -> bool:
-            return _is_pipeline(row) and (row.case["batch"], row.case["steps"]) == shape
-
-        for (model, chip), (file, found) in _newest(files, of_shape).items():
-            host, ours = _fastest(found, batch, False), _fastest(found, batch, True)
-            if host and ours:
-                name, seconds = str(found[0].subject.host), f"{batch / host:.3g}, {batch / ours:.3g}"
-                cells.append(
-                    [
-                        model,
-                        name,
-                        chip,
-                        str(batch),
-                        str(steps),
-                        seconds,
-                        f"{ours / host:.3f}",
-                        *_source(model, file, found),
-                    ]
-                )
-                used += found
+    for (model, chip, batch, steps), (file, found) in _newest(
+        files, _is_pipeline, ("batch", "steps")
+    ).items():
+        host, ours = _fastest(found, batch, False), _fastest(found, batch, True)
+        if host and ours:
+            cells.append([
+                model, str(found[0].subject.host), chip, str(batch), str(steps),
+                f"{batch / host:.3g}, {batch / ours:.3g}", f"{ours / host:.3f}", *_source(model, file, found),
+            ])  # fmt: skip
+            used += found
     if cells:
         columns = [
-            "model",
-            "host",
-            "chip",
-            "batch",
-            "steps",
-            "host, patched: seconds",
-            "patched / host",
-            *SOURCE,
-        ]
-        yield (
-            f"Seconds a batch of images ({machine(used)}):",
-            columns,
-            sorted(cells, key=lambda c: (c[0], c[2])),
-        )
+            "model", "host", "chip", "batch", "steps", "host, patched: seconds", "patched / host", *SOURCE,
+        ]  # fmt: skip
+        yield f"Seconds a batch of images ({machine(used)}):", columns, cells
 
 
 def _is_text(row: Row) -> bool:
@@ -139,15 +114,18 @@ def _is_image(row: Row) -> bool:
     return row.kind == "pictures" and row.status is Status.OK and row.subject.lane is not None
 
 
-def _newest(files: Files, wanted: Callable[[Row], bool]) -> dict[tuple[str, str], tuple[str, list[Row]]]:
-    """Return {(model, chip): (row file, rows of the newest run)}, sorted by model."""
-    runs: dict[tuple[str, str, str, str], list[Row]] = {}
+def _newest(
+    files: Files, wanted: Callable[[Row], bool], fields: Sequence[str] = ()
+) -> dict[tuple[Any, ...], tuple[str, list[Row]]]:
+    """Return {(model, chip, *these fields of the case): (row file, rows of the newest run)}, sorted."""
+    runs: dict[tuple[tuple[Any, ...], str, str], list[Row]] = {}
     for file, rows in files.items():
         for row in filter(wanted, rows):
-            runs.setdefault((row.subject.model or "", _chip(row), row.run_id, file), []).append(row)
+            key = (row.subject.model or "", _chip(row), *(row.case[name] for name in fields))
+            runs.setdefault((key, row.run_id, file), []).append(row)
     newest = {}
-    for (model, chip, _, file), rows in sorted(runs.items(), key=lambda run: _last(run[1])):
-        newest[model, chip] = file, rows
+    for (key, _, file), rows in sorted(runs.items(), key=lambda run: _last(run[1])):
+        newest[key] = file, rows
     return dict(sorted(newest.items()))
 
 
