@@ -9,11 +9,15 @@ import torch.nn.functional as F
 
 from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Scalar, Tensor
-from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.kit.modules import plain_linear
 from fastkernels.overrides.kit.rows import FLOATS
+from fastkernels.overrides.linear.tiled_linear_cuda import GELU, GELU_TANH, linear_tiled, supports_tiled
+
+
+LEAST = 128  # tokens of the tiled kernel
 
 
 def reference(
@@ -43,6 +47,26 @@ def _check(
         raise ValueError(
             f"linear_gelu: bias {tuple(bias.shape)} is not [N] of the weight {tuple(weight.shape)}"
         )
+
+
+def supports_erf(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "none"
+) -> str | None:
+    """Return why the tiled kernel does not compute this call, or is not faster, None if it is."""
+    if approximate == "tanh":
+        return ForOthers("it is for GELU with erf: cuBLASLt has GELU with tanh as an epilogue")
+    if x.numel() < LEAST * x.shape[-1]:
+        return ForOthers(f"fewer than {LEAST} tokens")
+    reason = supports_tiled(x, weight, bias)
+    return None if reason is None else ForOthers(reason)
+
+
+def _tiled(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "none"
+) -> torch.Tensor:
+    """One kernel: bias and activation are computed from the float32 sums, while the next tile is multiplied."""
+    _check(x, weight, bias, approximate)
+    return linear_tiled(x, weight, bias, GELU if approximate == "none" else GELU_TANH)
 
 
 def _supports_cublaslt(
@@ -85,6 +109,7 @@ linear_gelu = define(
     'linear_gelu(Tensor x, Tensor weight, Tensor? bias=None, str approximate="none") -> Tensor',
     fake=lambda x, weight, bias=None, approximate="none": x.new_empty((*x.shape[:-1], weight.shape[0])),
     providers=(
+        Provider("cuda-tiled", _tiled, supports=supports_erf),
         Provider("cublaslt", _cublaslt, supports=_supports_cublaslt),
         Provider("torch", _torch, devices=("cuda", "cpu")),
         Provider("reference", _reference, devices=("cuda", "cpu")),

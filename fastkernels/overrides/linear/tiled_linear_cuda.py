@@ -17,6 +17,7 @@ from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.kit.launch import multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.linear.skinny_linear_cuda import refused
+from fastkernels.overrides.linear.skinny_linear_triton import unaligned
 from fastkernels.overrides.linear.wgmma_linear_cuda import SHARED, multiply
 
 SOURCE = Path(__file__).parent / "csrc" / "tiled_linear.cu"
@@ -101,7 +102,7 @@ def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
 
 def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
     """Return why the tiled kernel does not support this call, None if it does."""
-    if (reason := refused(SOURCE, x, weight, bias)) is not None:
+    if (reason := refused(SOURCE, x, weight, bias, unaligned)) is not None:
         return reason
     n, k = weight.shape
     if n % 8 or k < 64:
