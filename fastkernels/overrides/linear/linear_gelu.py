@@ -14,10 +14,7 @@ from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.kit.modules import plain_linear
 from fastkernels.overrides.kit.rows import FLOATS
-from fastkernels.overrides.linear.tiled_linear_cuda import GELU, GELU_TANH, linear_tiled, supports_tiled
-
-
-LEAST = 128  # tokens of the tiled kernel
+from fastkernels.overrides.linear.tiled_linear_cuda import GELU, GELU_TANH, LEAST, linear_tiled, supports_tiled
 
 
 def reference(

@@ -24,6 +24,7 @@ SOURCE = Path(__file__).parent / "csrc" / "tiled_linear.cu"
 THREADS = 384
 MAX_STAGES = 12
 GROUP = 8
+LEAST = 128  # tokens for which it was faster than a product and a pass
 _P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
 TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
 # f: its number in the source

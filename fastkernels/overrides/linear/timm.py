@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.block.two_linears import not_linear
 from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import autocasts
-from fastkernels.overrides.linear.linear_gelu import LEAST, linear_gelu
-from fastkernels.overrides.linear.tiled_linear_cuda import supports_tiled
+from fastkernels.overrides.linear.linear_gelu import linear_gelu
+from fastkernels.overrides.linear.tiled_linear_cuda import LEAST, supports_tiled
 
 
 def _approximate(act: Any) -> str | None:
@@ -74,14 +75,19 @@ class TimmMlp(nn.Module):
         return not_linear(module, "fc1")
 
     def forward(self, x):
-        fc1, approximate = self.fc1, _approximate(self.act)
-        # An adapter or a hook may have come since the patch. A compiler writes GELU with erf as well as PyTorch does.
-        few = approximate == "none" and x.numel() < LEAST * x.shape[-1]
-        if not_linear(self, "fc1") or approximate is None or few or fc1.weight.dtype != x.dtype or autocasts(x):
-            x = self.act(fc1(x))
-        else:
-            x = linear_gelu(x, fc1.weight, fc1.bias, approximate)
-        return self.drop2(self.fc2(self.norm(self.drop1(x))))
+        return self.drop2(self.fc2(hidden(self, x)))
+
+
+def hidden(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return what the last layer of a timm Mlp, the host's or ours, takes."""
+    fc1, approximate = mlp.fc1, _approximate(mlp.act)
+    # An adapter or a hook may have come since the patch. Of few tokens, a compiler fuses GELU as well as we do.
+    few = approximate == "none" and x.numel() < LEAST * x.shape[-1]
+    if not_linear(mlp, "fc1") or approximate is None or few or fc1.weight.dtype != x.dtype or autocasts(x):
+        x = mlp.act(fc1(x))
+    else:
+        x = linear_gelu(x, fc1.weight, fc1.bias, approximate)
+    return mlp.norm(mlp.drop1(x))
 
 
 TARGETS = {
