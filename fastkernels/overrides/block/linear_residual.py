@@ -104,7 +104,7 @@ linear_residual = define(
 
 def adds(linear: Any, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     """Whether the op is for residual + scale * linear(x): a plain layer of 16-bit numbers, and many tokens."""
-    sizes = linear.in_features % 8 == 0 and linear.out_features % 8 == 0 and linear.in_features >= 64
+    sizes = linear.in_features % 8 == 0 and linear.out_features % 32 == 0 and linear.in_features >= 64
     many = x.dtype in (torch.float16, torch.bfloat16) and x.numel() >= LEAST * x.shape[-1]
     return plain_linear(linear, x) and sizes and many and (scale is None or scale.dtype == x.dtype)
 

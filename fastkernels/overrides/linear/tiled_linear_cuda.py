@@ -35,9 +35,11 @@ NONE, GELU, GELU_TANH, RESIDUAL = range(4)
 PARAMS: tuple[dict[str, Any], ...] = tuple(
     {"rows": rows, "columns": columns, "shares": shares, "cluster": cluster}
     for rows, columns in (
-        (128, 192), (128, 160), (128, 128), (128, 96), (64, 256), (64, 192), (64, 160), (64, 128), (64, 96),
+        (128, 192), (128, 160), (128, 128), (128, 96), (192, 128), (192, 96), (64, 256), (64, 192), (64, 160), (64, 128),
+        (64, 96),
     )
     for shares, cluster in (("w", 1), ("w", 2), ("x", 2))
+    if shares == "x" or columns // cluster % 32 == 0
 )  # fmt: skip
 
 
@@ -84,21 +86,27 @@ def plan(m: int, n: int, rows: int, columns: int, shares: str = "w", cluster: in
     return Plan(rows, columns, shares, cluster, tiles, cluster * min(tiles, sms // cluster))
 
 
+def fits(params: dict[str, Any], f: int) -> bool:
+    """Return whether a tile's sums and what f reads ahead fit in registers."""
+    return f != RESIDUAL or params["rows"] * params["columns"] < 128 * 192
+
+
 def cycles(p: Plan, k: int, sms: int = 132) -> float:
     """Return about how many cycles the busiest block takes, to compare plans.
 
-    A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at L2's 38 a cycle and SM.
+    A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at L2's 41 a cycle and SM.
     """
     pieces, rounds = -(-k // 64), -(-p.tiles // (p.grid // p.cluster))
     multiplying = p.rows * p.columns / 32
-    reading = 128 * sum(p.boxes) * p.grid / sms / 38
+    reading = 128 * sum(p.boxes) * p.grid / sms / 41
     return rounds * pieces * max(multiplying, reading) + p.rows * p.columns / 8
 
 
 @lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
+def choose(m: int, n: int, k: int, f: int = NONE, sms: int = 132) -> dict[str, Any]:
     """Return the default parameters for x [m, k] and weight [n, k]."""
-    return min(PARAMS, key=lambda p: (cycles(plan(m, n, **p, sms=sms), k, sms), p["cluster"]))
+    sets = [p for p in PARAMS if fits(p, f)]
+    return min(sets, key=lambda p: (cycles(plan(m, n, **p, sms=sms), k, sms), p["cluster"]))
 
 
 def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
@@ -106,9 +114,11 @@ def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     if (reason := refused(SOURCE, x, weight, bias, unaligned)) is not None:
         return reason
     n, k = weight.shape
-    if n % 8 or k < 64:
-        return f"N = {n} is not a multiple of 8, or K = {k} under 64, the columns of one copy"
-    if n > 1 and weight.stride(0) < k:
+    if n % 32 or k < 64:
+        return f"N = {n} is not a multiple of 32, or K = {k} under 64, the columns of one copy"
+    if x.numel() // k * n >= 1 << 32:
+        return "2^32 results or more"
+    if weight.stride(0) < k:
         return f"weight has strides {tuple(weight.stride())}: its rows must not overlap"
     return None
 
@@ -137,11 +147,14 @@ def linear_tiled(
     if m > 1 and rows.stride(0) < k:  # expanded from one row
         rows = rows.contiguous()
     sms = multiprocessors(x.device)
-    p = plan(m, n, **(params or choose(m, n, k, sms)), sms=sms)
+    p = plan(m, n, **(params or choose(m, n, k, f, sms)), sms=sms)
     kernel = _kernel(x.device, p._replace(tiles=0, grid=0), f, x.dtype == torch.bfloat16)
     x_rows, w_rows = p.boxes
     x_map = cuda_rtc.tensor_map(rows.data_ptr(), m, k, rows.stride(0) if m > 1 else k, x_rows)
-    w_map = cuda_rtc.tensor_map(weight.data_ptr(), n, k, weight.stride(0) if n > 1 else k, w_rows)
+    row = weight.stride(0)  # 32 rows are 4 x 4 pairs, which the box transposes
+    w_map = cuda_rtc.tensor_map_of(
+        weight.data_ptr(), (k, 2, 4, 4, n // 32), (row, 8 * row, 2 * row, 32 * row), (64, 2, 4, 4, w_rows // 32)
+    )
     residual = None if residual is None else residual.contiguous()
     pointers = (None if t is None else t.data_ptr() for t in (bias, scale, residual, out))
     stream = torch.cuda.current_stream(x.device).cuda_stream

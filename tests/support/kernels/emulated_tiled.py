@@ -18,9 +18,10 @@ BODIES = {
     "arrive_at": "count(in_block(barrier, rank), 1, 0), changes.held++;",
     "expect": "count(barrier, 1, bytes), changes.held++;",
     "wait": "while ((u32)barriers[barrier].phase == parity) wait_past(changes, changes.held);",
-    "load": "load_box(to, map.opaque, column, row, barrier), changes.held++;",
-    "load_to_all": "for (int r = 0; r < CLUSTER; r++) load(in_block(to, r), map, column, row, in_block(barrier, r));",
-    "cluster_meets": "arrive_at_cluster(), wait_for_cluster();",
+    "load_x": "copy(to, map.opaque, column, row, barrier, !SHARE_W);",
+    "load_w": "copy(to, map.opaque, column, row, barrier, SHARE_W);",
+    "cluster_begins": "arrive_at_cluster(), wait_for_cluster();",
+    "cluster_ends": "arrive_at_cluster(), wait_for_cluster();",
     "rank_in_cluster": "return rank_of_block();",
     "begin_multiply": "__syncwarp();",
     "commit_multiply": "",
@@ -28,12 +29,28 @@ BODIES = {
     "power_of_2": "return exp2f(x);",
     "reciprocal": "return 1 / x;",
     "not_negative": "return x < 0 ? 0 : x;",
+    "load_16": "return *at;",
     "widen": "return number(bits);",
     "narrow": "return rounded(low) | (u32)rounded(high) << 16;",
 }
 BEFORE = """#include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
 static Meeting changes;  // of barriers
+
+// Of a tensor map: its address, rows, columns, stride, rows of a box, and whether 32 rows are 4 x 4 pairs to transpose.
+static void copy(uint32_t to, const unsigned long long* map, int column, int row, uint32_t barrier, bool to_all) {
+    std::vector<uint16_t> box(64 * map[4]);
+    for (int i = 0; i < (int)box.size(); i++) {
+        int r = i / 64, c = column + i % 64;
+        if (map[5]) r = r / 32 * 32 + r / 2 % 4 * 8 + r / 8 % 4 * 2 + r % 2;
+        const bool there = row + r < (int)map[1] && c < (int)map[2];
+        box[i] = there ? ((const uint16_t*)map[0])[(row + r) * map[3] + c] : 0;
+    }
+    for (int block = to_all ? 0 : rank_of_block(); block < (to_all ? CLUSTER : rank_of_block() + 1); block++) {
+        for (int i = 0; i < (int)box.size(); i++) memcpy(at(swizzled(in_block(to, block) + 2 * i)), &box[i], 2);
+        count(in_block(barrier, block), 0, -128 * (long)map[4]), changes.held++;
+    }
+}
 
 template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -59,8 +76,8 @@ static std::vector<uint4> x, w, bias, scale, residual, out;
 static std::vector<int> head;
 
 void one() {
-    const TensorMap x_map = {{(u64)x.data(), (u64)head[0], (u64)head[2], (u64)head[2], (u64)X_SLICE}};
-    const TensorMap w_map = {{(u64)w.data(), (u64)head[1], (u64)head[2], (u64)head[2], (u64)W_SLICE}};
+    const TensorMap x_map = {{(u64)x.data(), (u64)head[0], (u64)head[2], (u64)head[2], (u64)X_SLICE, 0}};
+    const TensorMap w_map = {{(u64)w.data(), (u64)head[1], (u64)head[2], (u64)head[2], (u64)W_SLICE, 1}};
     auto given = [](std::vector<uint4>& v) { return v.empty() ? nullptr : (u16*)v.data(); };
     tiled_linear(x_map, w_map, given(bias), given(scale), given(residual), (u16*)out.data(), head[0], head[1], head[2]);
 }

@@ -8,45 +8,64 @@
 // With CLUSTER blocks in a cluster, their tiles lie next to each other, and each block reads a slice of what they have in
 // common and copies it to all: of W (SHARE_W: below each other) or of x.
 //
-// Sums are stored without shared memory: four threads hold eight columns each of a row once they have exchanged pairs.
+// Sums are stored from registers. wgmma gives a thread two of every eight columns: W's rows are read in another order, so
+// that these columns are eight that lie next to each other, 16 bytes of the result.
 //
 // Compile-time constants: BM (64, 128), BN (multiple of 32), STAGES, CLUSTER, SHARE_W, GROUP (rows of tiles that share W in
 // L2), BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual), BF16. multiply() precedes this file
-// (wgmma_linear_cuda.py). Requires N % 8 == 0 and K % 8 == 0.
+// (wgmma_linear_cuda.py). Requires N % 32 == 0,
+// K % 8 == 0, and less than 2^32 results.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
 constexpr int THREADS = 384, ATOMS = BM / 64, SUMS = BN / 2;  // of each thread, for 64 rows
 constexpr int X_STAGE = 128 * BM, W_STAGE = 128 * BN;
 constexpr int X_SLICE = SHARE_W ? BM : BM / CLUSTER, W_SLICE = SHARE_W ? BN / CLUSTER : BN;  // rows that a block reads
-constexpr int BLOCKS_OF_COLUMNS = BN / 32;
+constexpr int BLOCKS = BN / 32, PLACES = 2 * ATOMS;  // of 32 columns; rows of a thread
+constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
+#if BEHIND == 3
+constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
+#endif
 static_assert(BM % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
-static_assert(X_SLICE % 8 == 0 && W_SLICE % 8 == 0, "slices begin where the swizzle does");
+static_assert(X_SLICE % 8 == 0 && W_SLICE % 32 == 0, "slices begin where the swizzle and blocks of columns do");
 
-__device__ __forceinline__ void load(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-        ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+// Of x: rows in their order. Of W: rows 32b + 8q + 2j + e as 32b + 8j + 2q + e, `row` a multiple of 32.
+#define COPY "cp.async.bulk.tensor."
+#define INTO ".shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+#define ALL ".multicast::cluster"
+__device__ __forceinline__ void load_x(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    if (SHARE_W || CLUSTER == 1)
+        asm volatile(COPY "2d" INTO " [%0], [%1, {%2, %3}], [%4];"
+                     ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+    else
+        asm volatile(COPY "2d" INTO ALL " [%0], [%1, {%2, %3}], [%4], %5;"
+                     ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(EVERYONE) : "memory");
 }
 
-// Into all blocks of the cluster, at the same addresses.
-__device__ __forceinline__ void load_to_all(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%2, %3}], [%4], %5;"
-        ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+__device__ __forceinline__ void load_w(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    if (!SHARE_W || CLUSTER == 1)
+        asm volatile(COPY "5d" INTO " [%0], [%1, {%2, %3, %3, %3, %4}], [%5];"
+                     ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(row / 32), "r"(barrier) : "memory");
+    else
+        asm volatile(COPY "5d" INTO ALL " [%0], [%1, {%2, %3, %3, %3, %4}], [%5], %6;"
+                     ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(row / 32), "r"(barrier), "h"(EVERYONE) : "memory");
 }
 
+// Not with .release.cluster, which would first wait for this thread's stores to global memory.
 __device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
+        " mbarrier.arrive.shared::cluster.b64 _, [there]; }"
         ::"r"(barrier), "r"(rank) : "memory");
 }
 
-__device__ __forceinline__ void cluster_meets() {
+__device__ __forceinline__ void cluster_begins() {  // after the fence of its barriers
     if (CLUSTER == 1) return __syncthreads();
-    asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_ends() {  // not while a block reads into another one or arrives there
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ int rank_in_cluster() {
@@ -105,19 +124,16 @@ __device__ __forceinline__ float activate(float x) {
 #endif
 }
 
-// Thread t of four has pairs 4j + t of columns in v[j]; afterwards it has pairs 4t to 4t + 3. It is its own inverse.
-__device__ __forceinline__ void exchange(u32 (&v)[4], int lane) {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-        const bool upper = lane & step;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int low = step == 1 ? 2 * i : i, high = low + step;
-            const u32 got = __shfl_xor_sync(~0u, upper ? v[low] : v[high], step);
-            (upper ? v[low] : v[high]) = got;
-        }
-    }
+// Eight numbers from a column on, of a bias for example; `absent` in pairs if there are none.
+__device__ __forceinline__ uint4 eight(const u16* numbers, int column, int N, u32 absent) {
+    return numbers && column < N ? load_16((const uint4*)(numbers + column)) : make_uint4(absent, absent, absent, absent);
 }
+
+__device__ __forceinline__ u32 pair_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
+
+__device__ __forceinline__ float low_of(u32 pair) { return widen((u16)pair); }
+
+__device__ __forceinline__ float high_of(u32 pair) { return widen((u16)(pair >> 16)); }
 
 extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const u16* __restrict__ bias,
@@ -147,18 +163,15 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
-    cluster_meets();
+    cluster_begins();
 
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;" ::: "memory");
         if (thread == 0) {
             auto read_weights = [&](int stage, int piece, int column) {
                 expect(full + 8 * stage, X_STAGE + W_STAGE);
-                const u32 to = w_ring + stage * W_STAGE;
-                if (SHARE_W && CLUSTER > 1)
-                    load_to_all(to + 128 * W_SLICE * rank, w_map, 64 * piece, column + W_SLICE * rank, full + 8 * stage);
-                else
-                    load(to, w_map, 64 * piece, column, full + 8 * stage);
+                const int from = SHARE_W ? W_SLICE * rank : 0;
+                load_w(w_ring + stage * W_STAGE + 128 * from, w_map, 64 * piece, column + from, full + 8 * stage);
             };
             int row, column, stage = 0, ahead = 0;
             u32 parity = 1;
@@ -176,11 +189,8 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
                         wait(empty + 8 * stage, parity);
                         read_weights(stage, piece, column);
                     }
-                    const u32 to = x_ring + stage * X_STAGE;
-                    if (!SHARE_W && CLUSTER > 1)
-                        load_to_all(to + 128 * X_SLICE * rank, x_map, 64 * piece, row + X_SLICE * rank, full + 8 * stage);
-                    else
-                        load(to, x_map, 64 * piece, row, full + 8 * stage);
+                    const int from = SHARE_W ? 0 : X_SLICE * rank;
+                    load_x(x_ring + stage * X_STAGE + 128 * from, x_map, 64 * piece, row + from, full + 8 * stage);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
             }
@@ -200,6 +210,10 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
             int stage = piece % STAGES, used = -1;
             u32 parity = piece / STAGES & 1;
             float sums[ATOMS][SUMS];
+            // A thread has eight columns of each of PLACES rows in each block of 32 columns.
+            auto row_of = [&](int i) { return row + row_of_thread + 64 * (i / 2) + 8 * (i % 2); };
+            auto there = [&](int i, int block) { return row_of(i) < M && column + 32 * block + 8 * quad < N; };
+            auto place_of = [&](int i, int block) { return (u32)row_of(i) * N + column + 32 * block + 8 * quad; };
             auto release = [&](int of) {
                 if (CLUSTER == 1 ? lane == 0 : lane < CLUSTER) {
                     if (CLUSTER == 1) arrive(empty + 8 * of);
@@ -223,6 +237,12 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
                 used = stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
+            uint4 biases = eight(bias, column + 8 * quad, N, 0);
+#if BEHIND == 3
+            uint4 scales = eight(scale, column + 8 * quad, N, ONES), residuals[PLACES];
+#pragma unroll
+            for (int i = 0; i < PLACES; i++) residuals[i] = eight(there(i, 0) ? residual + place_of(i, 0) : nullptr, 0, N, 0);
+#endif
             finish_multiply<0>();
             release(used);
             piece += pieces;
@@ -231,57 +251,38 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
 #pragma unroll
                 for (int s = 0; s < SUMS; s++) asm volatile("" : "+f"(sums[atom][s])::"memory");  // not read earlier
 
-            // Sums 4j to 4j + 3 of a thread: columns 8j + 2 * quad and the one after, of a row and of the 8th below.
+            // Sums 4j to 4j + 3 of a block: columns 8 * quad + 2j and the one after, of a row and of the 8th below.
 #pragma unroll
-            for (int block = 0; block < BLOCKS_OF_COLUMNS; block++) {
-                float added[4][2];
+            for (int block = 0; block < BLOCKS; block++) {
+                const uint4 added = biases;
+                const bool more = block + 1 < BLOCKS;
+                if (more) biases = eight(bias, column + 32 * (block + 1) + 8 * quad, N, 0);
 #if BEHIND == 3
-                float factors[4][2];
+                const uint4 factors = scales;
+                if (more) scales = eight(scale, column + 32 * (block + 1) + 8 * quad, N, ONES);
 #endif
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const int at = column + 32 * block + 8 * j;
-                    const bool there = at < N;
-                    const u32 pair = bias && there ? *(const u32*)(bias + at + 2 * quad) : 0;
-                    added[j][0] = widen((u16)pair), added[j][1] = widen((u16)(pair >> 16));
+                for (int i = 0; i < PLACES; i++) {
 #if BEHIND == 3
-                    factors[j][0] = factors[j][1] = 1;
-                    if (scale && there) {
-                        const u32 two = *(const u32*)(scale + at + 2 * quad);
-                        factors[j][0] = widen((u16)two), factors[j][1] = widen((u16)(two >> 16));
-                    }
+                    const uint4 other = residuals[i];
+                    if (more)
+                        residuals[i] = eight(there(i, block + 1) ? residual + place_of(i, block + 1) : nullptr, 0, N, 0);
 #endif
-                }
-                const int to_column = column + 32 * block + 8 * quad;
-#pragma unroll
-                for (int half = 0; half < 2 * ATOMS; half++) {
-                    const int to_row = row + row_of_thread + 8 * half + half / 2 * 48;
-                    const bool there = to_row < M && to_column < N;
-                    const long long to = (long long)to_row * N + to_column;
                     u32 v[4];
-#if BEHIND == 3
-                    u32 more[4] = {};
-                    if (there) {
-                        const uint4 four = *(const uint4*)(residual + to);
-                        more[0] = four.x, more[1] = four.y, more[2] = four.z, more[3] = four.w;
-                    }
-                    exchange(more, lane);
-#endif
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        const float* sum = sums[half / 2] + 16 * block + 4 * j + half % 2 * 2;
-                        float low = sum[0] + added[j][0], high = sum[1] + added[j][1];
+                        const float* sum = sums[i / 2] + 16 * block + 4 * j + i % 2 * 2;
+                        float low = sum[0] + low_of(pair_of(added, j)), high = sum[1] + high_of(pair_of(added, j));
 #if BEHIND == 3
-                        low = fmaf(low, factors[j][0], widen((u16)more[j]));
-                        high = fmaf(high, factors[j][1], widen((u16)(more[j] >> 16)));
+                        low = fmaf(low, low_of(pair_of(factors, j)), low_of(pair_of(other, j)));
+                        high = fmaf(high, high_of(pair_of(factors, j)), high_of(pair_of(other, j)));
 #endif
                         v[j] = narrow(activate(low), activate(high));
                     }
-                    exchange(v, lane);
-                    if (there) *(uint4*)(out + to) = make_uint4(v[0], v[1], v[2], v[3]);
+                    if (there(i, block)) *(uint4*)(out + place_of(i, block)) = make_uint4(v[0], v[1], v[2], v[3]);
                 }
             }
         }
     }
-    cluster_meets();  // no block ends while another one reads into it or arrives there
+    cluster_ends();
 }
