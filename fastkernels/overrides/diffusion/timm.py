@@ -8,7 +8,12 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.attention.timm import TimmAttentionRope, TimmEvaAttention, before_projection, only_hosts
+from fastkernels.overrides.attention.timm import (
+    TimmAttentionRope,
+    TimmEvaAttention,
+    before_projection,
+    only_hosts,
+)
 from fastkernels.overrides.block.linear_residual import adds, linear_residual
 from fastkernels.overrides.block.timm import TimmGluMlp, TimmSwiGLU
 from fastkernels.overrides.diffusion.gated_residual import add_residual

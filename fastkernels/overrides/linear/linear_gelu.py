@@ -14,7 +14,13 @@ from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.kit.modules import plain_linear
 from fastkernels.overrides.kit.rows import FLOATS
-from fastkernels.overrides.linear.tiled_linear_cuda import GELU, GELU_TANH, LEAST, linear_tiled, supports_tiled
+from fastkernels.overrides.linear.tiled_linear_cuda import (
+    GELU,
+    GELU_TANH,
+    LEAST,
+    linear_tiled,
+    supports_tiled,
+)
 
 
 def reference(
@@ -112,6 +118,21 @@ linear_gelu = define(
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
+
+
+def has_epilogue(linear: Any) -> bool:
+    """Whether the tiled kernel, whose epilogue is GELU with erf, runs with a layer's weight."""
+    return supports_tiled(linear.weight[:0], linear.weight, linear.bias) is None
+
+
+def activated_erf(linear: Any, act: Any, x: torch.Tensor) -> torch.Tensor:
+    """act(linear(x)), where act is GELU with erf: one op of a plain layer and many tokens.
+
+    Of few tokens, a compiler fuses GELU as well as we do. An adapter or a hook may have come since a patch.
+    """
+    if x.numel() < LEAST * x.shape[-1] or not plain_linear(linear, x):
+        return act(linear(x))
+    return linear_gelu(x, linear.weight, linear.bias, "none")
 
 
 def fuses(linear: Any, x: torch.Tensor) -> bool:

@@ -79,16 +79,13 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def plan(m: int, n: int, rows: int, columns: int, shares: str = "w", cluster: int = 1, sms: int = 132) -> Plan:
+def plan(
+    m: int, n: int, rows: int, columns: int, shares: str = "w", cluster: int = 1, sms: int = 132
+) -> Plan:
     """Return the plan for a result [m, n] on a chip with so many SMs."""
     down, right = -(-m // rows), -(-n // columns)
     tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
     return Plan(rows, columns, shares, cluster, tiles, cluster * min(tiles, sms // cluster))
-
-
-def fits(params: dict[str, Any], f: int) -> bool:
-    """Return whether a tile's sums and what f reads ahead fit in registers."""
-    return f != RESIDUAL or params["rows"] * params["columns"] < 128 * 192
 
 
 def cycles(p: Plan, k: int, sms: int = 132) -> float:
@@ -103,10 +100,9 @@ def cycles(p: Plan, k: int, sms: int = 132) -> float:
 
 
 @lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, f: int = NONE, sms: int = 132) -> dict[str, Any]:
+def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
     """Return the default parameters for x [m, k] and weight [n, k]."""
-    sets = [p for p in PARAMS if fits(p, f)]
-    return min(sets, key=lambda p: (cycles(plan(m, n, **p, sms=sms), k, sms), p["cluster"]))
+    return min(PARAMS, key=lambda p: (cycles(plan(m, n, **p, sms=sms), k, sms), p["cluster"]))
 
 
 def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
@@ -147,13 +143,16 @@ def linear_tiled(
     if m > 1 and rows.stride(0) < k:  # expanded from one row
         rows = rows.contiguous()
     sms = multiprocessors(x.device)
-    p = plan(m, n, **(params or choose(m, n, k, f, sms)), sms=sms)
+    p = plan(m, n, **(params or choose(m, n, k, sms)), sms=sms)
     kernel = _kernel(x.device, p._replace(tiles=0, grid=0), f, x.dtype == torch.bfloat16)
     x_rows, w_rows = p.boxes
     x_map = cuda_rtc.tensor_map(rows.data_ptr(), m, k, rows.stride(0) if m > 1 else k, x_rows)
     row = weight.stride(0)  # 32 rows are 4 x 4 pairs, which the box transposes
     w_map = cuda_rtc.tensor_map_of(
-        weight.data_ptr(), (k, 2, 4, 4, n // 32), (row, 8 * row, 2 * row, 32 * row), (64, 2, 4, 4, w_rows // 32)
+        weight.data_ptr(),
+        (k, 2, 4, 4, n // 32),
+        (row, 8 * row, 2 * row, 32 * row),
+        (64, 2, 4, 4, w_rows // 32),
     )
     residual = None if residual is None else residual.contiguous()
     pointers = (None if t is None else t.data_ptr() for t in (bias, scale, residual, out))

@@ -11,8 +11,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.block.two_linears import not_linear
 from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import autocasts
-from fastkernels.overrides.linear.linear_gelu import linear_gelu
-from fastkernels.overrides.linear.tiled_linear_cuda import LEAST, supports_tiled
+from fastkernels.overrides.linear.linear_gelu import activated_erf, has_epilogue, linear_gelu
 
 
 def _approximate(act: Any) -> str | None:
@@ -21,12 +20,6 @@ def _approximate(act: Any) -> str | None:
     if name == "GELUTanh" or getattr(act, "approximate", "none") == "tanh":
         return "tanh"
     return "none" if name == "GELU" else None
-
-
-def _has_kernel(linear: Any) -> bool:
-    """Whether the tiled kernel runs with this layer's weight."""
-    weight = linear.weight
-    return supports_tiled(weight[:0], weight, linear.bias) is None
 
 
 def _pair(value: Any) -> tuple[Any, Any]:
@@ -66,7 +59,7 @@ class TimmMlp(nn.Module):
         """Whether the product can have this activation as its epilogue: with erf, cuBLASLt's cannot."""
         approximate = _approximate(module.act)
         return approximate == "tanh" or (
-            approximate == "none" and not not_linear(module, "fc1") and _has_kernel(module.fc1)
+            approximate == "none" and not not_linear(module, "fc1") and has_epilogue(module.fc1)
         )
 
     @staticmethod
@@ -81,12 +74,13 @@ class TimmMlp(nn.Module):
 def hidden(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     """Return what the last layer of a timm Mlp, the host's or ours, takes."""
     fc1, approximate = mlp.fc1, _approximate(mlp.act)
-    # An adapter or a hook may have come since the patch. Of few tokens, a compiler fuses GELU as well as we do.
-    few = approximate == "none" and x.numel() < LEAST * x.shape[-1]
-    if not_linear(mlp, "fc1") or approximate is None or few or fc1.weight.dtype != x.dtype or autocasts(x):
+    # An adapter or a hook may have come since the patch.
+    if approximate is None or not_linear(mlp, "fc1") or fc1.weight.dtype != x.dtype or autocasts(x):
         x = mlp.act(fc1(x))
+    elif approximate == "tanh":
+        x = linear_gelu(x, fc1.weight, fc1.bias, "tanh")
     else:
-        x = linear_gelu(x, fc1.weight, fc1.bias, approximate)
+        x = activated_erf(fc1, mlp.act, x)
     return mlp.norm(mlp.drop1(x))
 
 

@@ -26,6 +26,7 @@ constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
 #if BEHIND == 3
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
+constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
 static_assert(BM % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
 static_assert(X_SLICE % 8 == 0 && W_SLICE % 32 == 0, "slices begin where the swizzle and blocks of columns do");
 
@@ -237,11 +238,15 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
                 used = stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
-            uint4 biases = eight(bias, column + 8 * quad, N, 0);
+            auto bias_of = [&](int block) { return eight(bias, column + 32 * block + 8 * quad, N, 0); };
+            uint4 biases = bias_of(0);
 #if BEHIND == 3
-            uint4 scales = eight(scale, column + 8 * quad, N, ONES), residuals[PLACES];
+            auto scale_of = [&](int block) { return eight(scale, column + 32 * block + 8 * quad, N, ONES); };
+            uint4 scales = scale_of(0), residuals[PLACES];
+            auto residual_of = [&](int i, int block) { return eight(there(i, block) ? residual + place_of(i, block) : nullptr, 0, N, 0); };
+            if (EARLY)
 #pragma unroll
-            for (int i = 0; i < PLACES; i++) residuals[i] = eight(there(i, 0) ? residual + place_of(i, 0) : nullptr, 0, N, 0);
+                for (int i = 0; i < PLACES; i++) residuals[i] = residual_of(i, 0);
 #endif
             finish_multiply<0>();
             release(used);
@@ -254,19 +259,18 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
             // Sums 4j to 4j + 3 of a block: columns 8 * quad + 2j and the one after, of a row and of the 8th below.
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
-                const uint4 added = biases;
-                const bool more = block + 1 < BLOCKS;
-                if (more) biases = eight(bias, column + 32 * (block + 1) + 8 * quad, N, 0);
+                const bool more = EARLY && block + 1 < BLOCKS;
+                const uint4 added = EARLY || block == 0 ? biases : bias_of(block);
+                if (more) biases = bias_of(block + 1);
 #if BEHIND == 3
-                const uint4 factors = scales;
-                if (more) scales = eight(scale, column + 32 * (block + 1) + 8 * quad, N, ONES);
+                const uint4 factors = EARLY || block == 0 ? scales : scale_of(block);
+                if (more) scales = scale_of(block + 1);
 #endif
 #pragma unroll
                 for (int i = 0; i < PLACES; i++) {
 #if BEHIND == 3
-                    const uint4 other = residuals[i];
-                    if (more)
-                        residuals[i] = eight(there(i, block + 1) ? residual + place_of(i, block + 1) : nullptr, 0, N, 0);
+                    const uint4 other = EARLY ? residuals[i] : residual_of(i, block);
+                    if (more) residuals[i] = residual_of(i, block + 1);
 #endif
                     u32 v[4];
 #pragma unroll
