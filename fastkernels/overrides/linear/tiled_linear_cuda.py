@@ -35,8 +35,8 @@ NONE, GELU, GELU_TANH, RESIDUAL = range(4)
 PARAMS: tuple[dict[str, Any], ...] = tuple(
     {"rows": rows, "columns": columns, "shares": shares, "cluster": cluster}
     for rows, columns in (
-        (128, 192), (128, 160), (128, 128), (128, 96), (192, 128), (192, 96), (64, 256), (64, 192), (64, 160), (64, 128),
-        (64, 96),
+        (128, 192), (128, 160), (128, 128), (128, 96), (192, 128), (192, 96), (64, 256), (64, 192), (64, 160),
+        (64, 128), (64, 96),
     )
     for shares, cluster in (("w", 1), ("w", 2), ("x", 2))
     if shares == "x" or columns // cluster % 32 == 0
