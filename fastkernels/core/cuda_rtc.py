@@ -180,8 +180,8 @@ def tensor_map_of(
     )  # fmt: skip
     if status:
         raise RuntimeError(
-            f"cuTensorMapEncodeTiled: {driver.CUresult(status).name} for {sizes} at {address:#x}, {strides} apart, boxes"
-            f" of {box}"
+            f"cuTensorMapEncodeTiled: {driver.CUresult(status).name} for {sizes} at {address:#x}, {strides} apart,"
+            f" boxes of {box}"
         )
     return made
 
