@@ -93,3 +93,17 @@ def _positioned(attn: Any, part: str, given: Any, rotary: Any) -> torch.Tensor:
 def modulated_pair(norm: Any, text: torch.Tensor, image: torch.Tensor, emb: torch.Tensor) -> tuple[Any, ...]:
     both = torch.cat((text, image), dim=1)
     return None, both, *norm(both, emb=emb)
+
+
+def through_products(
+    block: Any, x: torch.Tensor, scales: Any, between: Any, options: dict[str, Any]
+) -> torch.Tensor:
+    x = x + _through(block.attn(block.norm1(x), **options), scales[0], between[0])
+    return x + _through(block.mlp(block.norm2(x)), scales[1], between[1])
+
+
+def _through(y: torch.Tensor, scale: torch.Tensor | None, between: Any) -> torch.Tensor:
+    y = y if scale is None else scale * y
+    for module in between:
+        y = module(y)
+    return y

@@ -8,19 +8,13 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.attention.timm import (
-    TimmAttentionRope,
-    TimmEvaAttention,
-    before_projection,
-    only_hosts,
-)
-from fastkernels.overrides.block.linear_residual import adds, linear_residual
+from fastkernels.overrides.attention.timm import TimmAttentionRope, TimmEvaAttention
 from fastkernels.overrides.block.timm import TimmGluMlp, TimmSwiGLU
 from fastkernels.overrides.diffusion.gated_residual import add_residual
+from fastkernels.overrides.diffusion.timm_compiled import through_products
 from fastkernels.overrides.diffusion.timm_defaults import Attention, LayerNorm, Mlp
 from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed
-from fastkernels.overrides.linear.timm import hidden
 
 
 class _LayerScale(nn.Module):
@@ -38,47 +32,6 @@ def _scale(module: Any) -> tuple[torch.Tensor | None, tuple[Any, ...]]:
     """The factors of a LayerScale, or None and the module, if it is another one."""
     plain = type(module).__name__ in ("LayerScale", "_LayerScale") and not changed(module)
     return (module.gamma, ()) if plain else (None, (module,))
-
-
-def _through_products(
-    block: Any, x: torch.Tensor, scales: tuple[torch.Tensor | None, ...], between: tuple[tuple[Any, ...], ...],
-    options: dict[str, Any],
-) -> torch.Tensor:  # fmt: skip
-    """Return the block's result in code that torch.compile traces, with residuals as epilogues of the last products.
-
-    scales, between: of attention and of the MLP, as `add_residual` takes them. A compiler fuses the rest.
-    """
-    y = block.norm1(x)
-    if _known(block.attn, _ATTENTION, between[0]) and adds(block.attn.proj, y, scales[0]):
-        proj = block.attn.proj
-        attended = before_projection(block.attn, y, **options)
-        x = linear_residual(x, attended, proj.weight, proj.bias, scales[0])
-    else:
-        x = x + _through(block.attn(y, **options), scales[0], between[0])
-    y = block.norm2(x)
-    if _known(block.mlp, _MLP, between[1]) and adds(block.mlp.fc2, y, scales[1]):
-        fc2 = block.mlp.fc2
-        return linear_residual(x, hidden(block.mlp, y), fc2.weight, fc2.bias, scales[1])
-    return x + _through(block.mlp(y), scales[1], between[1])
-
-
-_ATTENTION, _MLP = (
-    tuple(prefix + name for name in names for prefix in ("", "Timm"))
-    for names in (("Attention", "EvaAttention"), ("Mlp",))
-)
-
-
-def _known(layer: Any, names: tuple[str, ...], between: tuple[Any, ...]) -> bool:
-    """Whether a layer, the host's or ours, has one of these classes' formulas, and its result is added as it is."""
-    idle = not layer.training and not any(map(changed, (layer, *between)))
-    return idle and type(layer).__name__ in names and only_hosts(layer) is None
-
-
-def _through(y: torch.Tensor, scale: torch.Tensor | None, between: tuple[Any, ...]) -> torch.Tensor:
-    y = y if scale is None else scale * y
-    for module in between:
-        y = module(y)
-    return y
 
 
 class TimmBlock(nn.Module):
@@ -140,7 +93,7 @@ class TimmBlock(nn.Module):
         between = (*first, self.drop_path1), (*second, self.drop_path2)
         options = {"attn_mask": attn_mask, "is_causal": is_causal}
         if torch.compiler.is_compiling():
-            return _through_products(self, x, (gamma_1, gamma_2), between, options)
+            return through_products(self, x, (gamma_1, gamma_2), between, options)
         x, normed = add_residual(x, self.attn(self.norm1(x), **options), gamma_1, between[0], self.norm2)
         return add_residual(x, self.mlp(normed), gamma_2, between[1])[0]
 
@@ -218,7 +171,7 @@ class TimmEvaBlock(nn.Module):
         between = (self.drop_path1,), (self.drop_path2,)
         options = {"rope": rope, "attn_mask": attn_mask, "is_causal": is_causal}
         if torch.compiler.is_compiling():
-            return _through_products(self, x, (self.gamma_1, self.gamma_2), between, options)
+            return through_products(self, x, (self.gamma_1, self.gamma_2), between, options)
         x, normed = add_residual(x, self.attn(self.norm1(x), **options), self.gamma_1, between[0], self.norm2)
         return add_residual(x, self.mlp(normed), self.gamma_2, between[1])[0]
 
