@@ -33,7 +33,7 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.overrides.kit.modules": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.gelu_epilogue": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.modulated_pair": "fork_refuse.py",
-    f"{PACKAGE}.overrides.diffusion.timm_compiled": "fork_refuse.py",
+    f"{PACKAGE}.overrides.diffusion.timm_residuals": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.modulation": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.qk_norm_rope_pair": "fork_refuse.py",
     LAYER: "fork_layer.py",

@@ -40,22 +40,24 @@ def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int
 
 
 @lru_cache(maxsize=1 << 14)
-def tensor_map_of(
-    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> Any:
-    memory, rank = ctypes.create_string_buffer(256), len(sizes)
+def tensor_map_of(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
+    memory, words, longs = (
+        ctypes.create_string_buffer(256),
+        ctypes.c_uint32 * len(box),
+        ctypes.c_uint64 * len(box),
+    )
     made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 128)  # the driver needs 64 bytes
-    words, longs = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
     which = [
-        ctypes.byref(made),
+        made,
         1,
-        rank,
+        len(box),
         ctypes.c_void_p(address),
         longs(*sizes),
         longs(*(2 * s for s in strides)),
-    ]
-    # 1: uint16; no interleave, 128-byte swizzle, 256-byte L2 promotion, no NaN fill
-    driver("cuTensorMapEncodeTiled", *which, words(*box), words(*[1] * rank), 0, 3, 3, 0)
+    ]  # uint16
+    driver(
+        "cuTensorMapEncodeTiled", *which, words(*box), words(*(1 for _ in box)), 0, 3, 3, 0
+    )  # L2: 256 bytes
     return made
 
 

@@ -10,9 +10,8 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.timm import TimmAttentionRope, TimmEvaAttention
 from fastkernels.overrides.block.timm import TimmGluMlp, TimmSwiGLU
-from fastkernels.overrides.diffusion.gated_residual import add_residual
-from fastkernels.overrides.diffusion.timm_compiled import through_products
 from fastkernels.overrides.diffusion.timm_defaults import Attention, LayerNorm, Mlp
+from fastkernels.overrides.diffusion.timm_residuals import add_both
 from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed
 
@@ -92,10 +91,7 @@ class TimmBlock(nn.Module):
         (gamma_1, first), (gamma_2, second) = _scale(self.ls1), _scale(self.ls2)
         between = (*first, self.drop_path1), (*second, self.drop_path2)
         options = {"attn_mask": attn_mask, "is_causal": is_causal}
-        if torch.compiler.is_compiling():
-            return through_products(self, x, (gamma_1, gamma_2), between, options)
-        x, normed = add_residual(x, self.attn(self.norm1(x), **options), gamma_1, between[0], self.norm2)
-        return add_residual(x, self.mlp(normed), gamma_2, between[1])[0]
+        return add_both(self, x, (gamma_1, gamma_2), between, options)
 
 
 class TimmEvaBlock(nn.Module):
@@ -170,10 +166,7 @@ class TimmEvaBlock(nn.Module):
     ) -> torch.Tensor:
         between = (self.drop_path1,), (self.drop_path2,)
         options = {"rope": rope, "attn_mask": attn_mask, "is_causal": is_causal}
-        if torch.compiler.is_compiling():
-            return through_products(self, x, (self.gamma_1, self.gamma_2), between, options)
-        x, normed = add_residual(x, self.attn(self.norm1(x), **options), self.gamma_1, between[0], self.norm2)
-        return add_residual(x, self.mlp(normed), self.gamma_2, between[1])[0]
+        return add_both(self, x, (self.gamma_1, self.gamma_2), between, options)
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"

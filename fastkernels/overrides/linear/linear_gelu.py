@@ -76,7 +76,7 @@ def _supports_cublaslt(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "none"
 ) -> str | None:
     if approximate != "tanh":
-        return "the epilogue of cuBLASLt computes GELU with tanh, not with erf"
+        return ForOthers("the epilogue of cuBLASLt computes GELU with tanh, not with erf")
     if bias is None:
         return "PyTorch takes the epilogue with a bias only"
     if x.dtype not in FLOATS or weight.dtype != x.dtype or bias.dtype != x.dtype:
@@ -112,8 +112,8 @@ linear_gelu = define(
     'linear_gelu(Tensor x, Tensor weight, Tensor? bias=None, str approximate="none") -> Tensor',
     fake=lambda x, weight, bias=None, approximate="none": x.new_empty((*x.shape[:-1], weight.shape[0])),
     providers=(
-        Provider("cuda-tiled", _tiled, supports=supports_erf),
         Provider("cublaslt", _cublaslt, supports=_supports_cublaslt),
+        Provider("cuda-tiled", _tiled, supports=supports_erf),
         Provider("torch", _torch, devices=("cuda", "cpu")),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),

@@ -18,10 +18,11 @@ from fastkernels.overrides.kit.launch import multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.linear.skinny_linear_cuda import refused
 from fastkernels.overrides.linear.skinny_linear_triton import unaligned
-from fastkernels.overrides.linear.wgmma_linear_cuda import SHARED, multiply
+from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 
 SOURCE = Path(__file__).parent / "csrc" / "tiled_linear.cu"
 THREADS = 384
+SHARED = 226 * 1024  # bytes of a block, without 1 KiB for barriers and alignment
 MAX_STAGES = 12
 GROUP = 8
 LEAST = 128  # tokens for which it was faster than a product and a pass

@@ -1,4 +1,4 @@
-"""Blocks of timm's vision transformers in code that torch.compile traces."""
+"""The residuals of timm's blocks, in code that runs as it is and in code that torch.compile traces."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import torch
 
 from fastkernels.overrides.attention.timm import before_projection, only_hosts
 from fastkernels.overrides.block.linear_residual import adds, linear_residual
+from fastkernels.overrides.diffusion.gated_residual import add_residual
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.linear.timm import hidden
 
 
-def through_products(
-    block: Any,
-    x: torch.Tensor,
-    scales: tuple[torch.Tensor | None, ...], between: tuple[tuple[Any, ...], ...],
+def add_both(
+    block: Any, x: torch.Tensor, scales: tuple[torch.Tensor | None, ...], between: tuple[tuple[Any, ...], ...],
     options: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Return the block's result in code that torch.compile traces, with residuals as epilogues of the last products.
+    """Add attention and MLP of a block to x [B, T, H]; scales, between: of both, as `add_residual` takes them.
 
-    scales, between: of attention and of the MLP, as `add_residual` takes them. A compiler fuses the rest.
+    In code that torch.compile traces, each residual is the epilogue of the product before it, and a compiler fuses the
+    rest. options: of attention.
     """
+    if not torch.compiler.is_compiling():
+        x, normed = add_residual(x, block.attn(block.norm1(x), **options), scales[0], between[0], block.norm2)
+        return add_residual(x, block.mlp(normed), scales[1], between[1])[0]
     y = block.norm1(x)
     if _known(block.attn, _ATTENTION, between[0]) and adds(block.attn.proj, y, scales[0]):
         proj = block.attn.proj
