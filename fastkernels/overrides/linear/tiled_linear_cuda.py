@@ -32,12 +32,15 @@ TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
 NONE, GELU, GELU_TANH, RESIDUAL = range(4)
 
 # rows, columns  of a tile
+# cooperate      both warpgroups multiply a tile, instead of taking tiles in turn
 # cluster        blocks that share W ('w': their tiles lie below each other) or x ('x': beside each other), and how many
 PARAMS: tuple[dict[str, Any], ...] = tuple(
-    {"rows": rows, "columns": columns, "shares": shares, "cluster": cluster}
-    for rows, columns in (
-        (128, 192), (128, 160), (128, 128), (128, 96), (192, 128), (192, 96), (64, 256), (64, 192), (64, 160),
-        (64, 128), (64, 96),
+    {"rows": rows, "columns": columns, "cooperate": cooperate, "shares": shares, "cluster": cluster}
+    for rows, columns, cooperate in (
+        (128, 192, False), (128, 160, False), (128, 128, False), (128, 96, False), (192, 128, False), (192, 96, False),
+        (64, 256, False), (64, 192, False), (64, 160, False), (64, 128, False), (64, 96, False), (256, 192, True),
+        (256, 160, True), (256, 128, True), (256, 96, True), (128, 256, True), (128, 192, True), (128, 128, True),
+        (128, 96, True), (128, 64, True),
     )
     for shares, cluster in (("w", 1), ("w", 2), ("x", 2))
     if shares == "x" or columns // cluster % 32 == 0
@@ -49,6 +52,7 @@ class Plan(NamedTuple):
 
     rows: int
     columns: int
+    cooperate: bool
     shares: str
     cluster: int
     tiles: int  # of a cluster, in all
@@ -71,39 +75,47 @@ class Plan(NamedTuple):
 
     def options(self, f: int, bf16: bool) -> tuple[str, ...]:
         """Return NVRTC's options, without the architecture."""
-        together = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
+        clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
         return (
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
-            f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}", f"-DGROUP={GROUP}", f"-DBEHIND={f}",
-            f"-DBF16={int(bf16)}", f"-DTOGETHER={together}",
+            f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}", f"-DGROUP={GROUP}", f"-DBEHIND={f}",
+            f"-DBF16={int(bf16)}", f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def plan(
-    m: int, n: int, rows: int, columns: int, shares: str = "w", cluster: int = 1, sms: int = 132
-) -> Plan:
+    m: int, n: int, rows: int, columns: int, cooperate: bool = False, shares: str = "w", cluster: int = 1,
+    sms: int = 132,
+) -> Plan:  # fmt: skip
     """Return the plan for a result [m, n] on a chip with so many SMs."""
     down, right = -(-m // rows), -(-n // columns)
     tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
-    return Plan(rows, columns, shares, cluster, tiles, cluster * min(tiles, sms // cluster))
+    return Plan(rows, columns, cooperate, shares, cluster, tiles, cluster * min(tiles, sms // cluster))
 
 
-def cycles(p: Plan, k: int, sms: int = 132) -> float:
+def fits(params: dict[str, Any], f: int) -> bool:
+    """Return whether a thread's sums and the residuals that it reads ahead fit in registers."""
+    return f != RESIDUAL or params["rows"] * params["columns"] < 128 * 192 * (1 + params["cooperate"])
+
+
+def cycles(p: Plan, k: int) -> float:
     """Return about how many cycles the busiest block takes, to compare plans.
 
-    A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at L2's 41 a cycle and SM.
+    A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at 40 a cycle. What follows the product
+    takes a sixth of a cycle for each result, where no other tile is multiplied meanwhile.
     """
     pieces, rounds = -(-k // 64), -(-p.tiles // (p.grid // p.cluster))
-    multiplying = p.rows * p.columns / 32
-    reading = 128 * sum(p.boxes) * p.grid / sms / 41
-    return rounds * pieces * max(multiplying, reading) + p.rows * p.columns / 8
+    multiplying, behind = p.rows * p.columns / 32, p.rows * p.columns / (12 if p.cooperate else 6)
+    reading = 128 * (p.rows + p.columns) / 40
+    return rounds * pieces * max(multiplying, reading) + behind * (rounds if p.cooperate else 1)
 
 
 @lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
+def choose(m: int, n: int, k: int, f: int = NONE, sms: int = 132) -> dict[str, Any]:
     """Return the default parameters for x [m, k] and weight [n, k]."""
-    return min(PARAMS, key=lambda p: (cycles(plan(m, n, **p, sms=sms), k, sms), p["cluster"]))
+    sets = (p for p in PARAMS if fits(p, f))
+    return min(sets, key=lambda p: (cycles(plan(m, n, **p, sms=sms), k), p["cluster"]))
 
 
 def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
@@ -144,7 +156,7 @@ def linear_tiled(
     if m > 1 and rows.stride(0) < k:  # expanded from one row
         rows = rows.contiguous()
     sms = multiprocessors(x.device)
-    p = plan(m, n, **(params or choose(m, n, k, sms)), sms=sms)
+    p = plan(m, n, **(params or choose(m, n, k, f, sms)), sms=sms)
     kernel = _kernel(x.device, p._replace(tiles=0, grid=0), f, x.dtype == torch.bfloat16)
     x_rows, w_rows = p.boxes
     x_map = cuda_rtc.tensor_map(rows.data_ptr(), m, k, rows.stride(0) if m > 1 else k, x_rows)

@@ -109,10 +109,10 @@ def linear_tiled(
     assert x is not None and weight is not None
     (m, k), n, bf16 = x.shape, weight.shape[0], x.dtype == torch.bfloat16
     p = tiled.plan(m, n, **params, sms=sms)  # type: ignore[arg-type]
-    told = [o for o in p.options(f, bf16) if not o.startswith(("-DSTAGES", "-DTOGETHER"))]
+    told = [o for o in p.options(f, bf16) if not o.startswith(("-DSTAGES", "-DCLUSTERED"))]
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1)': "void",
+        'extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)': "void",
         "multiply(sums[": "multiply_16(sums[",
     }
     source = ported(text(tiled.SOURCE), BODIES, written, [*told, f"-DSTAGES={stages}"])

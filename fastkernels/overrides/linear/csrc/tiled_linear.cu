@@ -3,7 +3,8 @@
 //
 // Blocks are persistent. One thread reads x and W into a ring of STAGES pieces of 64 columns (tensor maps, 128-byte
 // swizzle). Two warpgroups take the block's tiles of BM x BN in turn: while one computes f and stores, the other multiplies.
-// They pass the turn to each other with a tile's last piece: a barrier of the ring cannot be waited for a lap ahead.
+// They pass the turn to each other with a tile's last piece: a barrier of the ring cannot be waited for a lap ahead. Or they
+// COOPERATE: each has half of a tile's rows. Such tiles can be larger, so that less is read, but f is computed in between.
 //
 // With CLUSTER blocks in a cluster, their tiles lie next to each other, and each block reads a slice of what they have in
 // common and copies it to all: of W (SHARE_W: below each other) or of x.
@@ -11,14 +12,14 @@
 // Sums are stored from registers. wgmma gives a thread two of every eight columns: W's rows are read in another order, so
 // that these columns are eight that lie next to each other, 16 bytes of the result.
 //
-// Compile-time constants: BM (64, 128), BN (multiple of 32), STAGES, CLUSTER, SHARE_W, GROUP (rows of tiles that share W in
-// L2), BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual), BF16. multiply() precedes this file
-// (wgmma_linear_cuda.py). Requires N % 32 == 0,
-// K % 8 == 0, and less than 2^32 results.
+// Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
+// share W in L2), BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual), BF16. multiply() precedes this
+// file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
-constexpr int THREADS = 384, ATOMS = BM / 64, SUMS = BN / 2;  // of each thread, for 64 rows
+constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
+constexpr int ATOMS = ROWS / 64, SUMS = BN / 2;  // of each thread, for 64 rows
 constexpr int X_STAGE = 128 * BM, W_STAGE = 128 * BN;
 constexpr int X_SLICE = SHARE_W ? BM : BM / CLUSTER, W_SLICE = SHARE_W ? BN / CLUSTER : BN;  // rows that a block reads
 constexpr int BLOCKS = BN / 32, PLACES = 2 * ATOMS;  // of 32 columns; rows of a thread
@@ -27,7 +28,7 @@ constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
 constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
-static_assert(BM % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
+static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
 static_assert(X_SLICE % 8 == 0 && W_SLICE % 32 == 0, "slices begin where the swizzle and blocks of columns do");
 
 // Of x: rows in their order. Of W: rows 32b + 8q + 2j + e as 32b + 8j + 2q + e, `row` a multiple of 32.
@@ -126,8 +127,8 @@ __device__ __forceinline__ float activate(float x) {
 }
 
 // Eight numbers from a column on, of a bias for example; `absent` in pairs if there are none.
-__device__ __forceinline__ uint4 eight(const u16* numbers, int column, int N, u32 absent) {
-    return numbers && column < N ? load_16((const uint4*)(numbers + column)) : make_uint4(absent, absent, absent, absent);
+__device__ __forceinline__ uint4 eight(const u16* numbers, int column, u32 absent) {
+    return numbers ? load_16((const uint4*)(numbers + column)) : make_uint4(absent, absent, absent, absent);
 }
 
 __device__ __forceinline__ u32 pair_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
@@ -136,7 +137,7 @@ __device__ __forceinline__ float low_of(u32 pair) { return widen((u16)pair); }
 
 __device__ __forceinline__ float high_of(u32 pair) { return widen((u16)(pair >> 16)); }
 
-extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const u16* __restrict__ bias,
     const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -159,7 +160,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
     if (thread == 0) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
-        for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 4 * CLUSTER);
+        for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 4 * (1 + COOPERATE) * CLUSTER);
         make_barrier(turns, 4), make_barrier(turns + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -200,31 +201,34 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;" ::: "memory");
         asm volatile("griddepcontrol.wait;" ::: "memory");
         const int quad = lane % 4, row_of_thread = thread % 128 / 32 * 16 + lane / 4;
+        const int own_rows = COOPERATE ? (group - 1) * ROWS : 0;  // of a tile
         int piece = 0;  // of all that the ring will have held
         for (int tile = first, i = 0; tile < tiles; tile += clusters, i++) {
-            if (i % 2 != group - 1) {
+            if (!COOPERATE && i % 2 != group - 1) {
                 piece += pieces;
                 continue;
             }
             int row, column;
             place(tile, row, column);
+            row += own_rows;
             int stage = piece % STAGES, used = -1;
             u32 parity = piece / STAGES & 1;
             float sums[ATOMS][SUMS];
             // A thread has eight columns of each of PLACES rows in each block of 32 columns.
             auto row_of = [&](int i) { return row + row_of_thread + 64 * (i / 2) + 8 * (i % 2); };
-            auto there = [&](int i, int block) { return row_of(i) < M && column + 32 * block + 8 * quad < N; };
-            auto place_of = [&](int i, int block) { return (u32)row_of(i) * N + column + 32 * block + 8 * quad; };
+            auto column_of = [&](int block) { return column + 32 * block + 8 * quad; };
+            auto there = [&](int i, int block) { return row_of(i) < M && column_of(block) < N; };
+            auto inside = [&](int block) { return min(column_of(block), N - 8); };  // past the end: any numbers
             auto release = [&](int of) {
                 if (CLUSTER == 1 ? lane == 0 : lane < CLUSTER) {
                     if (CLUSTER == 1) arrive(empty + 8 * of);
                     else arrive_at(empty + 8 * of, lane);
                 }
             };
-            wait(turns + 8 * (i % 2), (i + 1) / 2 - 1 & 1);
+            if (!COOPERATE) wait(turns + 8 * (i % 2), (i + 1) / 2 - 1 & 1);
             for (int k = 0; k < pieces; k++) {
                 wait(full + 8 * stage, parity);
-                const u64 a = descriptor(x_ring + stage * X_STAGE), b = descriptor(w_ring + stage * W_STAGE);
+                const u64 a = descriptor(x_ring + stage * X_STAGE + 128 * own_rows), b = descriptor(w_ring + stage * W_STAGE);
                 begin_multiply();
 #pragma unroll
                 for (int step = 0; step < 4; step++)  // 16 of K are 32 bytes
@@ -232,18 +236,20 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
                     for (int atom = 0; atom < ATOMS; atom++)
                         multiply(sums[atom], a + (8192 * atom + 32 * step) / 16, b + 32 * step / 16, k + step);
                 commit_multiply();
-                if (k == pieces - 1 && lane == 0) arrive(turns + 8 * ((i + 1) % 2));
+                if (!COOPERATE && k == pieces - 1 && lane == 0) arrive(turns + 8 * ((i + 1) % 2));
                 finish_multiply<1>();
                 if (used >= 0) release(used);
                 used = stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
-            auto bias_of = [&](int block) { return eight(bias, column + 32 * block + 8 * quad, N, 0); };
+            auto bias_of = [&](int block) { return eight(bias, inside(block), 0); };
             uint4 biases = bias_of(0);
 #if BEHIND == 3
-            auto scale_of = [&](int block) { return eight(scale, column + 32 * block + 8 * quad, N, ONES); };
+            auto scale_of = [&](int block) { return eight(scale, inside(block), ONES); };
+            auto residual_of = [&](int i, int block) {
+                return load_16((const uint4*)(residual + ((u32)min(row_of(i), M - 1) * N + inside(block))));
+            };
             uint4 scales = scale_of(0), residuals[PLACES];
-            auto residual_of = [&](int i, int block) { return eight(there(i, block) ? residual + place_of(i, block) : nullptr, 0, N, 0); };
             if (EARLY)
 #pragma unroll
                 for (int i = 0; i < PLACES; i++) residuals[i] = residual_of(i, 0);
@@ -283,7 +289,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, 1) tiled_linear(
 #endif
                         v[j] = narrow(activate(low), activate(high));
                     }
-                    if (there(i, block)) *(uint4*)(out + place_of(i, block)) = make_uint4(v[0], v[1], v[2], v[3]);
+                    if (there(i, block)) *(uint4*)(out + ((u32)row_of(i) * N + column_of(block))) = make_uint4(v[0], v[1], v[2], v[3]);
                 }
             }
         }
