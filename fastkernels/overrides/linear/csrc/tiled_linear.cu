@@ -27,6 +27,7 @@ constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
 #if BEHIND == 3
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
+constexpr bool MANY = ATOMS * SUMS >= 160;  // sums: the two warpgroups have all registers but a few
 constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
 static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
 static_assert(X_SLICE % 8 == 0 && W_SLICE % 32 == 0, "slices begin where the swizzle and blocks of columns do");
@@ -168,7 +169,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     cluster_begins();
 
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;" ::: "memory");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MANY ? 24 : 40) : "memory");
         if (thread == 0) {
             auto read_weights = [&](int stage, int piece, int column) {
                 expect(full + 8 * stage, X_STAGE + W_STAGE);
@@ -198,7 +199,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;" ::: "memory");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY ? 240 : 232) : "memory");
         asm volatile("griddepcontrol.wait;" ::: "memory");
         const int quad = lane % 4, row_of_thread = thread % 128 / 32 * 16 + lane / 4;
         const int own_rows = COOPERATE ? (group - 1) * ROWS : 0;  // of a tile
