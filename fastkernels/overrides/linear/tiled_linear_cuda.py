@@ -78,8 +78,8 @@ class Plan(NamedTuple):
         clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
         return (
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
-            f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}", f"-DGROUP={GROUP}", f"-DBEHIND={f}",
-            f"-DBF16={int(bf16)}", f"-DCLUSTERED={clustered}",
+            f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
+            f"-DGROUP={GROUP}", f"-DBEHIND={f}", f"-DBF16={int(bf16)}", f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 
 
@@ -102,8 +102,8 @@ def fits(params: dict[str, Any], f: int) -> bool:
 def cycles(p: Plan, k: int) -> float:
     """Return about how many cycles the busiest block takes, to compare plans.
 
-    A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at 40 a cycle. What follows the product
-    takes a sixth of a cycle for each result, where no other tile is multiplied meanwhile.
+    A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at 40 a cycle. The epilogue takes a
+    sixth of a cycle for each result, where no other tile is multiplied meanwhile.
     """
     pieces, rounds = -(-k // 64), -(-p.tiles // (p.grid // p.cluster))
     multiplying, behind = p.rows * p.columns / 32, p.rows * p.columns / (12 if p.cooperate else 6)
@@ -132,10 +132,14 @@ def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return None
 
 
+def source(p: Plan, bf16: bool) -> str:
+    """Return the whole text that NVRTC compiles."""
+    return multiply(p.columns, "bf16" if bf16 else "f16") + text(SOURCE)
+
+
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, p: Plan, f: int, bf16: bool) -> cuda_rtc.Kernel:
-    source = multiply(p.columns, "bf16" if bf16 else "f16") + text(SOURCE)
-    return cuda_rtc.Kernel(source, "tiled_linear", p.options(f, bf16), device.index, TYPES, p.shared)
+    return cuda_rtc.Kernel(source(p, bf16), "tiled_linear", p.options(f, bf16), device.index, TYPES, p.shared)
 
 
 def linear_tiled(
