@@ -16,6 +16,7 @@ except ImportError:
     nvrtc = None
 
 TensorMap = ctypes.c_uint64 * 16  # CUtensorMap
+INTEGERS = ctypes.c_uint32, ctypes.c_uint64
 
 
 def _cubin(source: str, options: Sequence[str]) -> bytes:
@@ -41,23 +42,11 @@ def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int
 
 @lru_cache(maxsize=1 << 14)
 def tensor_map_of(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
-    memory, words, longs = (
-        ctypes.create_string_buffer(256),
-        ctypes.c_uint32 * len(box),
-        ctypes.c_uint64 * len(box),
-    )
+    memory, (words, longs) = ctypes.create_string_buffer(256), (t * len(box) for t in INTEGERS)
     made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 128)  # the driver needs 64 bytes
-    which = [
-        made,
-        1,
-        len(box),
-        ctypes.c_void_p(address),
-        longs(*sizes),
-        longs(*(2 * s for s in strides)),
-    ]  # uint16
-    driver(
-        "cuTensorMapEncodeTiled", *which, words(*box), words(*(1 for _ in box)), 0, 3, 3, 0
-    )  # L2: 256 bytes
+    counts = longs(*sizes), longs(*(2 * s for s in strides)), words(*box), words(*(1 for _ in box))
+    # 1: uint16; no interleave, 128-byte swizzle, 256-byte L2 promotion, no NaN fill
+    driver("cuTensorMapEncodeTiled", made, 1, len(box), ctypes.c_void_p(address), *counts, 0, 3, 3, 0)
     return made
 
 

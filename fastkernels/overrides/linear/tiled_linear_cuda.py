@@ -33,7 +33,7 @@ NONE, GELU, GELU_TANH, RESIDUAL = range(4)
 
 # rows, columns  of a tile
 # cooperate      both warpgroups multiply a tile, instead of taking tiles in turn
-# cluster        blocks that share W ('w': their tiles lie below each other) or x ('x': beside each other), and how many
+# cluster        blocks that share W ('w': tiles with the same columns) or x ('x': with the same rows), and how many
 PARAMS: tuple[dict[str, Any], ...] = tuple(
     {"rows": rows, "columns": columns, "cooperate": cooperate, "shares": shares, "cluster": cluster}
     for rows, columns, cooperate in (

@@ -6,8 +6,8 @@
 // They pass the turn to each other with a tile's last piece: a barrier of the ring cannot be waited for a lap ahead. Or they
 // COOPERATE: each has half of a tile's rows. Such tiles can be larger, so that less is read, but f is computed in between.
 //
-// With CLUSTER blocks in a cluster, their tiles lie next to each other, and each block reads a slice of what they have in
-// common and copies it to all: of W (SHARE_W: below each other) or of x.
+// With CLUSTER blocks in a cluster, their tiles are neighbors, and each block reads a slice of what they have in
+// common and copies it to all: of W (SHARE_W) or of x.
 //
 // Sums are stored from registers. wgmma gives a thread two of every eight columns: W's rows are read in another order, so
 // that these columns are eight that lie next to each other, 16 bytes of the result.
@@ -146,14 +146,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32, group = thread / 128, rank = rank_in_cluster();
     const int pieces = (K + 63) / 64, m_tiles = (M + BM - 1) / BM, n_tiles = (N + BN - 1) / BN;
-    // The clusters' tiles: `below` by `beside` of them.
-    const int below = SHARE_W ? (m_tiles + CLUSTER - 1) / CLUSTER : m_tiles;
-    const int beside = SHARE_W ? n_tiles : (n_tiles + CLUSTER - 1) / CLUSTER;
-    const int tiles = below * beside, first = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+    // Of clusters: m_count by n_count.
+    const int m_count = SHARE_W ? (m_tiles + CLUSTER - 1) / CLUSTER : m_tiles;
+    const int n_count = SHARE_W ? n_tiles : (n_tiles + CLUSTER - 1) / CLUSTER;
+    const int tiles = m_count * n_count, first = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
     const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + STAGES * X_STAGE;
     const u32 full = w_ring + STAGES * W_STAGE, empty = full + 8 * STAGES, turns = empty + 8 * STAGES;
     auto place = [&](int tile, int& row, int& column) {
-        const int band = tile / (GROUP * beside), in_band = tile % (GROUP * beside), height = min(GROUP, below - band * GROUP);
+        const int band = tile / (GROUP * n_count), in_band = tile % (GROUP * n_count), height = min(GROUP, m_count - band * GROUP);
         const int m = band * GROUP + in_band % height, n = in_band / height;
         row = (SHARE_W ? m * CLUSTER + rank : m) * BM, column = (SHARE_W ? n : n * CLUSTER + rank) * BN;
     };
