@@ -110,9 +110,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     if options.device == "cpu":
-        print(
-            json.dumps({"at": load(torch.zeros(3 * APART, dtype=torch.uint8), 3 * APART, 4) * WORD // APART})
-        )
+        memory = torch.full((3 * APART + 5,), 7, dtype=torch.uint8)
+        visited = [load(memory, 3 * APART, steps) * WORD / APART for steps in range(5)]
+        print(json.dumps({"visited": visited}))
         return 0
     nbytes = int(options.gb * 1e9) // PART * PART
     for name, memory in kinds(nbytes):
