@@ -16,10 +16,10 @@ from fastkernels.overrides.diffusion.diffusers import (
     DiffusersAdaLayerNormZeroSingle,
 )
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
+from fastkernels.overrides.diffusion.gelu_epilogue import activated
 from fastkernels.overrides.diffusion.modulated_pair import modulated_pair
 from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed, linear_of_two
-from fastkernels.overrides.linear.gelu_epilogue import activated
 
 
 class _Attention(nn.Module):
