@@ -49,6 +49,14 @@ def autocasts(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
+def product(linear: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    return linear(x) if residual is None else residual + linear(x)
+
+
+def mlp(ff: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    return ff(x) if residual is None else residual + ff(x)
+
+
 def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return linear(torch.cat((a, b), dim=-1))
 

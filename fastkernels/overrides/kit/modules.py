@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.dispatch import functional
+from fastkernels.overrides.kit import cublaslt
 
 
 def changed(module: Any) -> bool:
@@ -29,12 +30,53 @@ def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:
     return plain and all(x.dtype == linear.weight.dtype and not autocasts(x) for x in inputs)
 
 
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    added = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    if cublaslt.unsupported(rows, weight, bias, added) is None:
+        return cublaslt.product(rows, weight, bias, added).view(*x.shape[:-1], -1)
+    y = nn.functional.linear(x, weight, bias)
+    return y if residual is None else y.add_(residual)
+
+
+_linear_product = functional(
+    "linear_product(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None) -> Tensor",
+    _product,
+    lambda x, weight, bias=None, residual=None: x.new_empty((*x.shape[:-1], weight.shape[0])),
+)
+
+
+def product(linear: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """linear(x), or residual + linear(x), which is one kernel if the layer is a plain one."""
+    others = () if residual is None else (residual,)
+    if not plain_linear(linear, x, *others) or (residual is not None and residual.shape[:-1] != x.shape[:-1]):
+        return linear(x) if residual is None else residual + linear(x)
+    return _linear_product(x, linear.weight, linear.bias, residual)
+
+
+def mlp(ff: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """ff(x), or residual + ff(x); ff: an MLP as diffusers writes it, modules in a row named `net`."""
+    if changed(ff) or not type(ff).__name__.endswith("FeedForward"):
+        y = ff(x)
+        return y if residual is None else residual + y
+    *first, last = (m for m in ff.net if type(m) is not nn.Dropout or m.training or changed(m))
+    for module in first:
+        x = module(x)
+    return product(last, x, residual)
+
+
 def _of_two(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     first, second = weight.split((a.shape[-1], b.shape[-1]), dim=1)
+    x, y = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+    if cublaslt.unsupported(x, first, bias) is cublaslt.unsupported(y, second) is None:
+        out = cublaslt.product(x, first, bias)
+        return cublaslt.product(y, second, residual=out, out=out).view(*a.shape[:-1], -1)
     out = nn.functional.linear(a, first, bias)
-    out.view(-1, out.shape[-1]).addmm_(b.reshape(-1, b.shape[-1]), second.t())
+    out.view(-1, out.shape[-1]).addmm_(y, second.t())
     return out
 
 
@@ -62,7 +104,9 @@ def _side_by_side(
         for x, into, weight, bias in (
             (a[i], out[i, : a.shape[1]], of_a, bias_a), (b[i], out[i, a.shape[1] :], of_b, bias_b),
         ):  # fmt: skip
-            if bias is None:
+            if cublaslt.unsupported(x, weight, bias, into) is None:
+                cublaslt.product(x, weight, bias, out=into)
+            elif bias is None:
                 torch.mm(x, weight.t(), out=into)
             else:
                 torch.addmm(bias, x, weight.t(), out=into)
