@@ -17,6 +17,7 @@ from fastkernels.overrides.diffusion.diffusers import (
 )
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.diffusion.modulated_pair import modulated_pair
+from fastkernels.overrides.diffusion.rope_axes import rope_axes
 from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed, linear_of_two, mlp
 from fastkernels.overrides.linear.gelu_epilogue import activated
@@ -182,9 +183,31 @@ class DiffusersFluxSingleTransformerBlock(nn.Module):
         return both[:, :texts], both[:, texts:]
 
 
+class DiffusersFluxPosEmbed(nn.Module):
+    """diffusers' FluxPosEmbed: ids [S, A] to cosines and sines [S, sum(axes_dim)]."""
+
+    def __init__(self, theta: int, axes_dim: list[int]):
+        super().__init__()
+        self.theta = theta
+        self.axes_dim = axes_dim
+
+    @staticmethod
+    def supports(module: Any) -> str | None:
+        """Return why the op does not compute these positions, or None."""
+        return None if isinstance(module.theta, int) else f"theta is {module.theta!r}, not a whole number"
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return rope_axes(ids, self.axes_dim, self.theta)  # type: ignore[return-value]  # the host's annotation
+
+
 _FLUX = "diffusers.models.transformers.transformer_flux:"
 
 TARGETS = {
+    "rope_axes": (
+        Target(
+            "diffusers", f"{_FLUX}FluxPosEmbed", "DiffusersFluxPosEmbed", "leaf", default=False, note=_NOTE, tried=True
+        ),
+    ),
     "gated_residual": tuple(
         Target(
             "diffusers", f"{_FLUX}{name}", f"Diffusers{name}", "module", default=False, note=_NOTE, tried=True,

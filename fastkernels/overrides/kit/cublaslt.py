@@ -115,21 +115,24 @@ class _Plan:
         """Put the fastest proposal first."""
         into = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
         other = torch.zeros(FLUSH // 4, device=out.device)
-        events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in self.proposals]
+        events: dict[int, list[Any]] = {i: [] for i in range(len(self.proposals))}
         for _ in range(ROUNDS):
-            for proposal, found in zip(self.proposals, events, strict=True):
+            for i, found in [*events.items()]:
                 torch.sum(other), torch.sum(x)  # as between layers: only x is in the cache
                 pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 pair[0].record()
-                self.run(handle, proposal, beta, x, weight, added, into)
+                try:
+                    self.run(handle, self.proposals[i], beta, x, weight, added, into)
+                except RuntimeError:
+                    del events[i]
+                    continue
                 pair[1].record()
                 found.append(pair)
         torch.cuda.current_stream(out.device).synchronize()
-        times = [statistics.median(a.elapsed_time(b) for a, b in found) for found in events]
-        best = min(range(len(times)), key=times.__getitem__)
-        if times[best] < MARGIN * times[0]:
-            self.proposals.insert(0, self.proposals.pop(best))
-        self.chosen = True
+        times = {i: statistics.median(a.elapsed_time(b) for a, b in found) for i, found in events.items()}
+        first, best = next(iter(times)), min(times, key=times.__getitem__)
+        chosen = best if times[best] < MARGIN * times[first] else first
+        self.proposals, self.chosen = [self.proposals[chosen]], True
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
@@ -146,9 +149,13 @@ def _unavailable(device: int) -> str | None:
     return None
 
 
+def _on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.version.cuda is not None
+
+
 def unsupported(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> str | None:
     """Why `product` does not take these, or None. x: [M, K]; weight: [N, K]; others: bias, residual, out."""
-    if not x.is_cuda or torch.version.cuda is None:
+    if not _on_gpu(x):
         return "not on an NVIDIA GPU"
     if torch.are_deterministic_algorithms_enabled():
         return "PyTorch's algorithms are deterministic; here time decides"
