@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.overrides.kit import cublaslt
+from fastkernels.overrides.kit.modules import products
 
-KINDS = ("plain", "bias", "gelu", "residual", "in_place", "columns", "rows")
 
-
-def arguments(kind: str, device: str, m: int = 70, n: int = 40, k: int = 136) -> dict[str, Any]:
+def arguments(
+    device: str, count: int = 2, m: int = 70, n: int = 40, k: int = 136, bias: bool = True, wide: bool = False
+) -> tuple[Any, ...]:
+    """x, weights at equal distances, biases, and where to write; wide: x and weights are parts of wider tensors."""
     draw = torch.Generator().manual_seed(m)
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw).to(device, torch.bfloat16)
 
-    given: dict[str, Any] = {"x": tensor(m, k), "weight": tensor(n, k) / 8}
-    if kind in ("bias", "gelu", "columns"):
-        given["bias"] = tensor(n)
-    if kind == "gelu":
-        given["gelu"] = True
-    if kind == "residual":
-        given["residual"] = tensor(m, 2 * n)[:, n:]
-    if kind == "in_place":
-        given["residual"] = given["out"] = tensor(m, n)
-    if kind == "columns":
-        given["x"], given["weight"] = tensor(m, 3 * k)[:, k : 2 * k], (tensor(n, 2 * k) / 8)[:, :k]
-    if kind == "rows":
-        given["out"] = tensor(2 * m, n)[m:]
-    return given
+    x, weights = tensor(m, 2 * k if wide else k), tensor(count, 2 * n, 2 * k if wide else k) / 8
+    biases = [*tensor(count, n)] if bias else []
+    return x[:, -k:], [w[:n, :k] for w in weights], biases, tensor(count, m, n)
 
 
-def expected(x: Any, weight: Any, bias: Any = None, residual: Any = None, gelu: bool = False, out: Any = None) -> Any:
-    y = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    y = y if residual is None else y + residual.double()
-    return F.gelu(y, approximate="tanh") if gelu else y
+def expected(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], _: Any
+) -> torch.Tensor:
+    found = [x.double() @ w.double().t() for w in weights]
+    return torch.stack([y + b.double() for y, b in zip(found, biases, strict=True)] if biases else found)
 
 
 class Library:
@@ -65,20 +56,35 @@ class Library:
         self.objects[target.value][attribute] = value._obj.value
         return 0
 
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not name.startswith("cublasLt"):
+            return found
+
+        def checked(*args: Any) -> int:
+            assert len(args) == len(cublaslt.PROTOTYPES[name.removeprefix("cublasLt")])
+            return found(*args)
+
+        return checked
+
     def cublasLtCreate(self, handle: Any) -> int:
         return self._new(handle)
 
     def cublasLtMatmulDescCreate(self, handle: Any, compute: int, scale: int) -> int:
         return self._new(handle, types=(compute, scale))
 
-    def cublasLtMatrixLayoutCreate(self, handle: Any, dtype: int, rows: int, columns: int, leading: int) -> int:
+    def cublasLtMatrixLayoutCreate(
+        self, handle: Any, dtype: int, rows: int, columns: int, leading: int
+    ) -> int:
         assert dtype == 14 and leading >= rows
         return self._new(handle, shape=(rows, columns), leading=leading)
 
     def cublasLtMatmulPreferenceCreate(self, handle: Any) -> int:
         return self._new(handle)
 
-    cublasLtMatmulDescSetAttribute = cublasLtMatmulPreferenceSetAttribute = _put
+    cublasLtMatmulDescSetAttribute = cublasLtMatrixLayoutSetAttribute = (
+        cublasLtMatmulPreferenceSetAttribute
+    ) = _put
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle: Any, *given: Any) -> int:
         *_, preference, count, found, returned = given
@@ -88,32 +94,30 @@ class Library:
         returned._obj.value = 4
         return 0
 
-    def _matrix(self, pointer: int, layout: Any) -> torch.Tensor:
-        (rows, columns), leading = (self.objects[layout.value][name] for name in ("shape", "leading"))
-        size = 2 * ((columns - 1) * leading + rows)
+    def _matrix(self, pointer: int, layout: Any, batch: int) -> torch.Tensor:
+        values = self.objects[layout.value]
+        return self._memory(pointer + 2 * batch * values[6], values["shape"], values["leading"])
+
+    def _memory(self, pointer: int, shape: tuple[int, int], leading: int) -> torch.Tensor:
+        size = 2 * ((shape[1] - 1) * leading + shape[0])
         memory = torch.frombuffer((ctypes.c_char * size).from_address(pointer), dtype=torch.bfloat16)
-        return memory.as_strided((rows, columns), (1, leading))
+        return memory.as_strided(shape, (1, leading))
 
     def cublasLtMatmul(self, handle: Any, description: Any, alpha: Any, *given: Any) -> int:
-        a, of_a, b, of_b, beta, c, of_c, d, of_d, algorithm, space, size, stream = given
+        a, of_a, b, of_b, beta, c, of_c, d, of_d, algorithm, _, size, _ = given
         number, how = algorithm._obj[0], self.objects[description.value]
         self.ran.append(number)
-        assert how["types"] == (68, 0) and how[3] == 1 and alpha._obj.value == 1 and size == 16 * number
+        assert how["types"] == (68, 0) and how[3] == 1 and alpha._obj.value == 1 and beta._obj.value == 0
+        assert size == 16 * number and (c, of_c) == (d, of_d)
         if number == 2:
             return 15
         self.clock += (5, 3)[number]
-        y = self._matrix(a, of_a).double().t() @ self._matrix(b, of_b).double()
-        if beta._obj.value:
-            y += beta._obj.value * self._matrix(c, of_c).double()
-        if how[7] & 4:
-            y += self._matrix(how[8], self._column(y.shape[0])).double()
-        self._matrix(d, of_d).copy_(F.gelu(y, approximate="tanh") if how[7] & 32 else y)
+        for i in range(self.objects[of_a.value][5]):
+            y = self._matrix(a, of_a, i).double().t() @ self._matrix(b, of_b, i).double()
+            if how[7] == 4:
+                y += self._memory(how[8] + 2 * i * how[10], (y.shape[0], 1), y.shape[0]).double()
+            self._matrix(d, of_d, i).copy_(y)
         return 0
-
-    def _column(self, rows: int) -> Any:
-        made = ctypes.c_void_p()
-        self._new(ctypes.byref(made), shape=(rows, 1), leading=rows)
-        return made
 
 
 class Event:
@@ -146,78 +150,100 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     cublaslt._handle.cache_clear()
 
 
+KINDS: dict[str, dict[str, Any]] = {"plain": {"bias": False}, "three": {"count": 3}, "wide": {"wide": True}}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_product_is_that_of_float64(kind: str, library: Library) -> None:
-    given = arguments(kind, "cpu")
-    wanted, kept = expected(**given), [given[n].clone() for n in ("x", "weight")]
-    for _ in range(2):  # the first call also times the algorithms
-        given = arguments(kind, "cpu")
-        found = cublaslt.product(**given)
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=1e-2)
-        assert found is given.get("out", found) and found.shape == (70, 40)
-    assert torch.equal(given["x"], kept[0]) and torch.equal(given["weight"], kept[1])
+def test_products_are_those_of_float64(kind: str, library: Library) -> None:
+    for _ in range(2):  # the first call also times the algorithms; the second finds other tensors
+        given = arguments("cpu", **KINDS[kind])
+        kept = [t.clone() for t in (given[0], *given[1])]
+        assert cublaslt.products(*given)
+        torch.testing.assert_close(given[3].double(), expected(*given), rtol=1e-2, atol=1e-2)
+        assert all(map(torch.equal, kept, (given[0], *given[1])))
     # five rounds of three algorithms, of which one fails, and the two calls
-    assert sorted(library.ran[:-2]) == [0] * 5 + [1] * 5 + [2] and library.ran[-2] == library.ran[-1] == 1
+    assert sorted(library.ran[:-2]) == [0] * 5 + [1] * 5 + [2] and library.ran[-2:] == [1, 1]
 
 
 def test_first_proposal_runs_in_a_capture_and_is_not_kept(library: Library) -> None:
     library.state["capturing"] = True
-    cublaslt.product(**arguments("bias", "cpu"))
+    cublaslt.products(*arguments("cpu"))
     assert library.ran == [0]
     library.state["capturing"] = False
-    cublaslt.product(**arguments("bias", "cpu"))
-    cublaslt.product(**arguments("bias", "cpu", m=8))
+    cublaslt.products(*arguments("cpu"))
+    cublaslt.products(*arguments("cpu", m=8))
     assert library.ran[-1] == 1 and len(cublaslt._plans) == 2
 
 
 def test_close_times_keep_the_first_proposal(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublaslt, "MARGIN", 0.5)
-    cublaslt.product(**arguments("plain", "cpu"))
+    cublaslt.products(*arguments("cpu"))
     assert library.ran[-1] == 0
 
 
-def test_unsupported_arguments_have_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublaslt, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(cublaslt, "_unavailable", lambda device: None)
-    given = arguments("residual", "cpu")
-    x, weight, residual = given["x"], given["weight"], given["residual"]
-    assert cublaslt.unsupported(x, weight, None, residual) is None
-    for wrong, why in (
-        ((x.float(), weight.float()), "x is torch.float32"),
-        ((x, weight.half()), "torch.float16"),
-        ((x, weight, None, residual[:, 1:]), r"strides \(80, 1\)"),
-        ((x[:, 4:], weight[:, 4:]), "strides"),
-        ((x[:1].expand(5, -1), weight), r"strides \(0, 1\)"),
-        ((x.t(), weight.t()), r"strides \(1, 136\)"),
-        ((x[:0], weight), r"x is torch.bfloat16 \(0, 136\)"),
-    ):
-        assert re.search(why, cublaslt.unsupported(*wrong) or "")
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert "deterministic" in (cublaslt.unsupported(x, weight) or "")
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_weights_at_equal_distances_are_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "_supported", lambda *given: True)
+    x, (a, b, c), (p, q, r), _ = arguments("cpu", 3)
+    far = arguments("cpu", 1)[1][0]
+    far = far if far.data_ptr() > c.data_ptr() else arguments("cpu", 1, m=71)[1][0]
+    for weights, biases, found in (
+        ((a, b, c), (), [(0, 3)]), ((a, b, c), (p, q, r), [(0, 3)]), ((a,), (), [(0, 1)]), ((a, c), (), [(0, 2)]),
+        ((c, a), (), [(0, 1), (1, 2)]), ((c, a, b), (), [(0, 1), (1, 3)]), ((a, c, b), (), [(0, 2), (2, 3)]),
+        ((c, b, a), (), [(0, 1), (1, 2), (2, 3)]), ((a, b), (q, p), [(0, 1), (1, 2)]), ((a, a), (), [(0, 1), (1, 2)]),
+        ((a, b, c), (r, p, q), [(0, 1), (1, 3)]),
+    ):  # fmt: skip
+        assert cublaslt.batches(x, weights, biases) == found
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "hook", "float64", "other_size", "one_bias"])
+def test_layers_of_one_input(kind: str) -> None:
+    """Results of plain layers of one size come from one op, wherever it runs."""
+    layers = [torch.nn.Linear(8, 6, bias=kind not in ("plain", "one_bias")) for _ in range(3)]
+    x = torch.randn(2, 5, 8)
+    if kind == "hook":
+        layers[1].register_forward_hook(lambda m, args, out: 2 * out)
+    elif kind == "float64":
+        layers, x = [layer.double() for layer in layers], x.double()
+    elif kind in ("other_size", "one_bias"):
+        layers[2] = torch.nn.Linear(8, 7 if kind == "other_size" else 6)
+    ran: list[str] = []
+
+    class Ran(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad():
+        with Ran():
+            found = products(layers, x)
+        for y, layer in zip(found, layers, strict=True):
+            torch.testing.assert_close(y, layer(x))
+    together = kind in ("plain", "bias", "float64")
+    assert ("fastkernels.linear_products.default" in ran) == together
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [(70, 40, 136), (512, 3072, 3072), (154, 1280, 2048), (1, 8, 8)])
-def test_product_on_a_gpu(kind: str, sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(70, 40, 136), (2048, 1280, 1280), (154, 1280, 2048), (1, 8, 8)])
+def test_products_on_a_gpu(kind: str, sizes: tuple[int, int, int]) -> None:
     """The first call, and a CUDA graph of the second, give the same; without a first call a capture works, too."""
     for warm in (True, False):
         cublaslt._plans.clear()
-        given = arguments(kind, "cuda", *sizes)
-        assert cublaslt.unsupported(*(given.get(n) for n in ("x", "weight", "bias", "residual", "out"))) is None
-        wanted, own = expected(**given), given.get("residual") if kind == "in_place" else None
-        before = None if own is None else own.clone()
+        given = arguments("cuda", m=sizes[0], n=sizes[1], k=sizes[2], **KINDS[kind])
+        assert cublaslt.batches(*given[:3]) == [(0, len(given[1]))]
+        wanted = expected(*given)
         if warm:
-            first = cublaslt.product(**given).clone()
-            torch.testing.assert_close(first.double(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
+            assert cublaslt.products(*given)
+            torch.testing.assert_close(
+                given[3].double(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max())
+            )
+        first = given[3].clone()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = cublaslt.product(**given)
-        if own is not None:
-            own.copy_(before)
+            cublaslt.products(*given)
+        given[3].zero_()
         graph.replay()
-        torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max()))
-        assert not warm or torch.equal(out, first)
+        torch.testing.assert_close(
+            given[3].double(), wanted, rtol=1e-2, atol=1e-2 * float(wanted.abs().max())
+        )
+        assert not warm or torch.equal(given[3], first)

@@ -49,12 +49,8 @@ def autocasts(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def product(linear: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    return linear(x) if residual is None else residual + linear(x)
-
-
-def mlp(ff: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    return ff(x) if residual is None else residual + ff(x)
+def products(linears: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    return [layer(x) for layer in linears]
 
 
 def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

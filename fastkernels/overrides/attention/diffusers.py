@@ -10,7 +10,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
 from fastkernels.overrides.diffusion.qk_norm_rope_pair import positioned
 from fastkernels.overrides.kit.chips import H100, H200
-from fastkernels.overrides.kit.modules import joined_linears, product
+from fastkernels.overrides.kit.modules import joined_linears, products
 
 
 class DiffusersAttnProcessor2_0:
@@ -48,13 +48,16 @@ class DiffusersAttnProcessor2_0:
             attention_mask = mask.view(batch, attn.heads, -1, mask.shape[-1])
         if encoder_hidden_states is not None and attn.norm_cross:
             context = attn.norm_encoder_hidden_states(context)
-        projected = product(attn.to_q, x), product(attn.to_k, context), product(attn.to_v, context)
+        if encoder_hidden_states is None:
+            projected = products((attn.to_q, attn.to_k, attn.to_v), x)
+        else:
+            projected = attn.to_q(x), *products((attn.to_k, attn.to_v), context)
         q, k, v = (t.unflatten(-1, (attn.heads, -1)) for t in projected)
         q = q if attn.norm_q is None else attn.norm_q(q)
         k = k if attn.norm_k is None else attn.norm_k(k)
         # The host leaves the scale to PyTorch, too, whatever attn.scale is.
         found = attend(q, k, v, q.shape[-1] ** -0.5, attention_mask).to(q.dtype)
-        found = attn.to_out[1](product(attn.to_out[0], found))
+        found = attn.to_out[1](attn.to_out[0](found))
         if image is not None:
             found = found.transpose(-1, -2).reshape(image)
         if attn.residual_connection:
@@ -108,8 +111,8 @@ class DiffusersFluxAttnProcessor:
         if encoder_hidden_states is None:
             return found
         texts = encoder_hidden_states.shape[1]
-        image = attn.to_out[1](product(attn.to_out[0], found[:, texts:].contiguous()))
-        return image, product(attn.to_add_out, found[:, :texts].contiguous())  # type: ignore[return-value]
+        image = attn.to_out[1](attn.to_out[0](found[:, texts:].contiguous()))
+        return image, attn.to_add_out(found[:, :texts].contiguous())  # type: ignore[return-value]
 
 
 def _elsewhere(processor: Any) -> str | None:
@@ -126,8 +129,8 @@ def _heads(attn: Any, x: torch.Tensor | None, projection: str, fused: str, which
         return [None, None]
     if attn.fused_projections:
         return [t.unflatten(-1, (-1, attn.head_dim)) for t in getattr(attn, fused)(x).chunk(3, dim=-1)]
-    layers = (getattr(attn, projection.format(part)) for part in which)
-    return [product(layer, x).unflatten(-1, (-1, attn.head_dim)) for layer in layers]
+    found = products([getattr(attn, projection.format(part)) for part in which], x)
+    return [t.unflatten(-1, (-1, attn.head_dim)) for t in found]
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"

@@ -1,4 +1,4 @@
-"""Cosines and sines of rotary positions along several axes, as FLUX takes them: of text and image tokens (2104.09864)."""
+"""Cosines and sines of rotary positions along several axes, as FLUX takes them (arXiv 2104.09864)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def _rope_axes_kernel(
 
 def _check(ids: torch.Tensor, dims: Sequence[int]) -> None:
     if ids.dim() != 2 or ids.shape[1] != len(dims) or any(dim % 2 or dim < 2 for dim in dims):
-        raise ValueError(f"rope_axes: ids {tuple(ids.shape)} must be [S, A] with an even size for each axis, got {dims}")
+        raise ValueError(
+            f"rope_axes: ids {tuple(ids.shape)} must be [S, A] with an even size for each axis, got {dims}"
+        )
 
 
 def _supports_triton(ids: torch.Tensor, dims: Sequence[int], theta: int) -> str | None:
@@ -104,7 +106,9 @@ def _ids(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor
     return (call.rand(*shape) * 64).floor().to(dtype)
 
 
-def _case(name: str, tag: str, tokens: int, dims: tuple[int, ...], dtype: str = "bfloat16", theta: int = 10000) -> Case:
+def _case(
+    name: str, tag: str, tokens: int, dims: tuple[int, ...], dtype: str = "bfloat16", theta: int = 10000
+) -> Case:
     return Case(name, {"tokens": tokens, "dims": dims, "theta": theta}, dtype, tags=(tag,))
 
 
@@ -119,6 +123,9 @@ SPEC = OpSpec(
         _case("odd_63", "odd", 63, (10, 4, 22), "float32", 500),
         _case("two", "odd", 7, (64, 66), "float16"),
         _case("four", "odd", 1000, (16, 2, 40, 6)),
+        _case("two_17", "odd", 17, (2, 6), "float32"),
+        _case("odd_129", "odd", 129, (8, 12, 12), theta=7),
+        _case("few", "odd", 3, (4, 4, 8), "float16"),
     ),
     arguments=(Tensor("ids", "tokens axes", values=_ids), Scalar("dims"), Scalar("theta", default=10000)),
     outputs=(Tensor("cos", "tokens channels", "float32"), Tensor("sin", "tokens channels", "float32")),
@@ -130,6 +137,7 @@ SPEC = OpSpec(
     },
     flops="40 * tokens * channels",
     tolerance={d: Tolerance(1e-6, 1e-6) for d in ("float32", "float16", "bfloat16")},
+    constructor={"axes_dim": "dims"},
     activations=(),
     batch_invariant=True,
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Products in cuBLASLt, with the algorithm that is fastest for a shape on this GPU and a residual in the epilogue.
+"""Products of one x with several weights in one kernel of cuBLASLt: a batch, its stride the distance of the weights.
 
-PyTorch takes the first algorithm that cuBLASLt proposes. Here the first call of a shape times the proposals on its own
-tensors, and later calls run the fastest. A call in a CUDA graph's capture that comes first runs the first proposal.
+The weights stay where they are. The first call of a shape times the algorithms that cuBLASLt proposes on its own
+tensors, and later calls run the fastest; where the first call is in the capture of a CUDA graph, it runs the first one.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import statistics
 import threading
+from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,11 +23,27 @@ WORKSPACE = 32 << 20  # bytes, PyTorch's on Hopper
 PROPOSALS, ROUNDS = 16, 5
 MARGIN = 0.99  # of the first proposal's time: another one has to be faster
 FLUSH = 64 << 20  # bytes read before each timed call, more than an H100's L2 cache
+_P = c_void_p
+PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "Create": (_P,),
+    "MatmulDescCreate": (_P, c_int, c_int),
+    "MatmulDescSetAttribute": (_P, c_int, _P, c_size_t),
+    "MatrixLayoutCreate": (_P, c_int, c_uint64, c_uint64, c_int64),
+    "MatrixLayoutSetAttribute": (_P, c_int, _P, c_size_t),
+    "MatmulPreferenceCreate": (_P,),
+    "MatmulPreferenceSetAttribute": (_P, c_int, _P, c_size_t),
+    "MatmulAlgoGetHeuristic": (*[_P] * 7, c_int, _P, _P),
+    "Matmul": (*[_P] * 14, c_size_t, _P),
+}
+# Attributes of a product's description, of a matrix and of a preference, and epilogues
 _FP32, _COMPUTE_FP32 = 0, 68
-# Attributes of a product's description and of a preference, and epilogues
-_TRANSPOSE_A, _EPILOGUE, _BIAS, _MAX_WORKSPACE, _REDUCTION, _ALIGNMENTS = 3, 7, 8, 1, 3, (5, 6, 7, 8)
-_PLAIN, _WITH_BIAS, _GELU, _GELU_WITH_BIAS = 1, 4, 32, 36
+_TRANSPOSE_A, _EPILOGUE, _BIAS, _BIAS_STRIDE = 3, 7, 8, 10
+_COUNT, _STRIDE = 5, 6
+_MAX_WORKSPACE, _REDUCTION, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+_PLAIN, _WITH_BIAS = 1, 4
 _REDUCE_FP32 = 2  # the parts of a split sum are added in float32
+
+Tensors = Sequence[torch.Tensor]
 
 
 class _Proposal(ctypes.Structure):
@@ -38,16 +56,8 @@ class _Proposal(ctypes.Structure):
 @lru_cache
 def _library() -> Any:
     """The library that PyTorch has loaded. Raises OSError."""
-    version = (torch.version.cuda or "").partition(".")[0]
-    found = ctypes.CDLL(f"libcublasLt.so.{version}")
-    pointer, integers = c_void_p, (c_uint64, c_uint64, c_int64)
-    for name, *arguments in (
-        ("Create", pointer), ("MatmulDescCreate", pointer, c_int, c_int),
-        ("MatmulDescSetAttribute", pointer, c_int, pointer, c_size_t), ("MatrixLayoutCreate", pointer, c_int, *integers),
-        ("MatmulPreferenceCreate", pointer), ("MatmulPreferenceSetAttribute", pointer, c_int, pointer, c_size_t),
-        ("MatmulAlgoGetHeuristic", *[pointer] * 7, c_int, pointer, pointer),
-        ("Matmul", *[pointer] * 13, c_size_t, pointer),
-    ):  # fmt: skip
+    found = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
+    for name, arguments in PROTOTYPES.items():
         getattr(found, f"cublasLt{name}").argtypes = arguments
     return found
 
@@ -74,46 +84,73 @@ def _handle(device: int) -> c_void_p:
         return _made("")
 
 
-class _Plan:
-    """One kind of product: its description and the algorithm that it runs."""
+def _distance(tensors: Tensors) -> int | None:
+    """The elements from each tensor to the next, the same between all; None if they differ or go backwards."""
+    found = {b.data_ptr() - a.data_ptr() for a, b in pairwise(tensors)}
+    bytes_ = found.pop()
+    return None if found or bytes_ <= 0 or bytes_ % ALIGNED else bytes_ // tensors[0].element_size()
 
-    def __init__(self, m: int, n: int, k: int, dtype: int, strides: tuple[int, ...], bias: bool, gelu: bool):
-        of_x, of_weight, of_added, of_out = strides
-        self.lock, self.bias, self.chosen = threading.Lock(), bias, False
+
+class _Plan:
+    """Products of `count` weights [n, k] with x [m, k]: their description and the algorithm that they run."""
+
+    def __init__(
+        self,
+        handle: c_void_p,
+        count: int,
+        m: int,
+        n: int,
+        k: int,
+        dtype: int,
+        x: int,
+        weight: int,
+        bias: bool,
+    ):
+        self.lock, self.handle, self.chosen, self.sizes = threading.Lock(), handle, False, (m, n)
         self.description = _made("MatmulDesc", _COMPUTE_FP32, _FP32)
         _set("MatmulDesc", self.description, _TRANSPOSE_A, c_int32(1))
-        epilogue = (_GELU_WITH_BIAS if bias else _GELU) if gelu else _WITH_BIAS if bias else _PLAIN
-        _set("MatmulDesc", self.description, _EPILOGUE, c_uint32(epilogue))
-        # cuBLASLt's matrices are stored by column: out^T [n, m] = weight [n, k] x^T [k, m], weight^T and x^T as stored
-        sizes = (k, n, of_weight), (k, m, of_x), (n, m, of_added), (n, m, of_out)
+        _set("MatmulDesc", self.description, _EPILOGUE, c_uint32(_WITH_BIAS if bias else _PLAIN))
+        # cuBLASLt's matrices are stored by column: out^T [n, m] = (W^T)^T x^T, which are out, W and x by row
+        sizes = (k, n, weight), (k, m, x), (n, m, n)
         self.layouts = [_made("MatrixLayout", dtype, *size) for size in sizes]
-        self.proposals: list[_Proposal] = []
+        for layout in self.layouts:
+            _set("MatrixLayout", layout, _COUNT, c_int32(count))
 
-    def propose(self, handle: c_void_p) -> None:
+    def place(self, weights: Tensors, biases: Tensors) -> None:
+        """Tell where the weights and biases are."""
+        for layout, stride in zip(
+            self.layouts, (_distance(weights), 0, self.sizes[0] * self.sizes[1]), strict=True
+        ):
+            _set("MatrixLayout", layout, _STRIDE, c_int64(stride or 0))
+        if biases:
+            _set("MatmulDesc", self.description, _BIAS, c_void_p(biases[0].data_ptr()))
+            _set("MatmulDesc", self.description, _BIAS_STRIDE, c_int64(_distance(biases) or 0))
+
+    def propose(self) -> bool:
         preference = _made("MatmulPreference")
         _set("MatmulPreference", preference, _MAX_WORKSPACE, c_uint64(WORKSPACE))
         _set("MatmulPreference", preference, _REDUCTION, c_uint32(_REDUCE_FP32))
         for attribute in _ALIGNMENTS:
             _set("MatmulPreference", preference, attribute, c_uint32(ALIGNED))
         found, count = (_Proposal * PROPOSALS)(), c_int()
-        given = (self.description, *self.layouts, preference, PROPOSALS, byref(found), byref(count))
-        _call("MatmulAlgoGetHeuristic", handle, *given)
+        matrices = (*self.layouts, self.layouts[2])
+        given = (self.handle, self.description, *matrices, preference, PROPOSALS, byref(found), byref(count))
+        if _library().cublasLtMatmulAlgoGetHeuristic(*given):
+            return False
         self.proposals = [p for p in found[: count.value] if p.state == 0]
-        if not self.proposals:
-            raise RuntimeError("cuBLASLt proposes no algorithm")
+        return bool(self.proposals)
 
-    def run(self, handle: c_void_p, proposal: _Proposal, beta: float, x: Any, weight: Any, added: Any, out: Any) -> None:
+    def run(self, proposal: _Proposal, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         space = torch.empty(proposal.workspace, dtype=torch.uint8, device=out.device)
-        of_weight, of_x, of_added, of_out = self.layouts
+        of_weight, of_x, of_out = self.layouts
         _call(
-            "Matmul", handle, self.description, byref(c_float(1.0)), weight.data_ptr(), of_weight, x.data_ptr(), of_x,
-            byref(c_float(beta)), added.data_ptr(), of_added, out.data_ptr(), of_out, byref(proposal.algorithm),
+            "Matmul", self.handle, self.description, byref(c_float(1.0)), weight.data_ptr(), of_weight, x.data_ptr(),
+            of_x, byref(c_float(0.0)), out.data_ptr(), of_out, out.data_ptr(), of_out, byref(proposal.algorithm),
             space.data_ptr(), proposal.workspace, torch.cuda.current_stream(out.device).cuda_stream,
         )  # fmt: skip
 
-    def choose(self, handle: c_void_p, beta: float, x: Any, weight: Any, added: Any, out: Any) -> None:
-        """Put the fastest proposal first."""
-        into = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+    def choose(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """Keep the fastest proposal."""
         other = torch.zeros(FLUSH // 4, device=out.device)
         events: dict[int, list[Any]] = {i: [] for i in range(len(self.proposals))}
         for _ in range(ROUNDS):
@@ -122,7 +159,7 @@ class _Plan:
                 pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 pair[0].record()
                 try:
-                    self.run(handle, self.proposals[i], beta, x, weight, added, into)
+                    self.run(self.proposals[i], x, weight, out)
                 except RuntimeError:
                     del events[i]
                     continue
@@ -135,7 +172,7 @@ class _Plan:
         self.proposals, self.chosen = [self.proposals[chosen]], True
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: dict[tuple[Any, ...], _Plan | None] = {}
 _planning = threading.Lock()
 
 
@@ -149,54 +186,56 @@ def _unavailable(device: int) -> str | None:
     return None
 
 
-def _on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.version.cuda is not None
-
-
-def unsupported(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None) -> str | None:
-    """Why `product` does not take these, or None. x: [M, K]; weight: [N, K]; others: bias, residual, out."""
-    if not _on_gpu(x):
-        return "not on an NVIDIA GPU"
-    if torch.are_deterministic_algorithms_enabled():
-        return "PyTorch's algorithms are deterministic; here time decides"
-    if x.dtype not in DTYPES or 0 in (*x.shape, *weight.shape):
-        return f"x is {x.dtype} {tuple(x.shape)}"
-    for t in (x, weight, *others):
-        if t is None:
-            continue
+def _supported(x: torch.Tensor, weights: Tensors, biases: Tensors) -> bool:
+    on_gpu = x.is_cuda and torch.version.cuda is not None and x.dtype in DTYPES
+    # Which algorithm is the fastest one may differ between processes.
+    if not on_gpu or torch.are_deterministic_algorithms_enabled() or 0 in (*x.shape, *weights[0].shape):
+        return False
+    for t in (x, *weights, *biases):
         rows = t.stride(0) if t.dim() == 2 else len(t)
         aligned = not t.data_ptr() % ALIGNED and not rows * t.element_size() % ALIGNED
         if t.dtype != x.dtype or t.stride(-1) != 1 or rows < t.shape[-1] or not aligned:
-            return f"a tensor is {t.dtype} with strides {t.stride()}"
-    return _unavailable(x.device.index)
+            return False
+    return len({w.stride(0) for w in weights}) == 1 and _unavailable(x.device.index) is None
 
 
-def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
-    gelu: bool = False, out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """x W^T + bias + residual, or its GELU with tanh, rounded once; x: [M, K], weight: [N, K], residual, out: [M, N].
+def batches(x: torch.Tensor, weights: Tensors, biases: Tensors) -> list[tuple[int, int]]:
+    """Ranges of weights whose products with x are one kernel of `products` each; a range of one is the caller's.
 
-    out: where to write; it may be the residual. The arguments are supported, see `unsupported`.
+    x: [M, K]; weights: [N, K] each; biases: [N] each, or empty.
     """
-    (m, k), n = x.shape, weight.shape[0]
-    if out is None:
-        out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    added = out if residual is None else residual
-    strides = (x.stride(0), weight.stride(0), added.stride(0), out.stride(0))
-    beta = 0.0 if residual is None else 1.0
-    key = (x.device.index, x.dtype, m, n, k, strides, bias is None, beta, gelu)
+    every, ranges = len(weights), [(i, i + 1) for i in range(len(weights))]
+    if every < 2 or not _supported(x, weights, biases):
+        return ranges
+    for size in range(every, 1, -1):
+        for first in range(every - size, -1, -1):
+            span = slice(first, first + size)
+            if all(not t or _distance(t[span]) is not None for t in (weights, biases)):
+                return [*ranges[:first], (first, first + size), *ranges[first + size :]]
+    return ranges
+
+
+def products(x: torch.Tensor, weights: Tensors, biases: Tensors, out: torch.Tensor) -> bool:
+    """Write x W^T + b of each weight to out [count, M, N], which is contiguous. The weights are a range of `batches`.
+
+    Returns False if cuBLASLt has no algorithm for this shape.
+    """
+    (count, m, n), k = out.shape, x.shape[1]
+    of_x, of_weight = x.stride(0), weights[0].stride(0)
+    key = (x.device.index, x.dtype, count, m, n, k, of_x, of_weight, not biases)
     with torch.cuda.device(x.device):
-        handle, plan = _handle(x.device.index), _plans.get(key)
-        if plan is None:
-            with _planning:
-                plan = _Plan(m, n, k, DTYPES[x.dtype], strides, bias is not None, gelu)
-                plan.propose(handle)
-                _plans[key] = plan
-        with plan.lock:
-            if bias is not None:
-                _set("MatmulDesc", plan.description, _BIAS, c_void_p(bias.data_ptr()))
-            if not plan.chosen and not torch.cuda.is_current_stream_capturing():
-                plan.choose(handle, beta, x, weight, added, out)
-            plan.run(handle, plan.proposals[0], beta, x, weight, added, out)
-    return out
+        with _planning:
+            if key not in _plans:
+                sizes = (count, m, n, k, DTYPES[x.dtype], of_x, of_weight)
+                plan = _Plan(_handle(x.device.index), *sizes, bool(biases))
+                plan.place(weights, biases)
+                _plans[key] = plan if plan.propose() else None
+            found = _plans[key]
+        if found is None:
+            return False
+        with found.lock:
+            found.place(weights, biases)
+            if not found.chosen and not torch.cuda.is_current_stream_capturing():
+                found.choose(x, weights[0], out)
+            found.run(found.proposals[0], x, weights[0], out)
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,53 +31,46 @@ def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:
     return plain and all(x.dtype == linear.weight.dtype and not autocasts(x) for x in inputs)
 
 
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
-) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    added = None if residual is None else residual.reshape(-1, residual.shape[-1])
-    if cublaslt.unsupported(rows, weight, bias, added) is None:
-        return cublaslt.product(rows, weight, bias, added).view(*x.shape[:-1], -1)
-    y = nn.functional.linear(x, weight, bias)
-    return y if residual is None else y.add_(residual)
+def _products(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> torch.Tensor:
+    rows, n = x.reshape(-1, x.shape[-1]), weights[0].shape[0]
+    out = x.new_empty((len(weights), len(rows), n))
+    for first, last in cublaslt.batches(rows, weights, biases):
+        span = slice(first, last)
+        if last - first > 1 and cublaslt.products(rows, weights[span], biases[span], out[span]):
+            continue
+        for i in range(first, last):
+            if biases:
+                torch.addmm(biases[i], rows, weights[i].t(), out=out[i])
+            else:
+                torch.mm(rows, weights[i].t(), out=out[i])
+    return out.view(len(weights), *x.shape[:-1], n)
 
 
-_linear_product = functional(
-    "linear_product(Tensor x, Tensor weight, Tensor? bias=None, Tensor? residual=None) -> Tensor",
-    _product,
-    lambda x, weight, bias=None, residual=None: x.new_empty((*x.shape[:-1], weight.shape[0])),
+_linear_products = functional(
+    "linear_products(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
+    _products,
+    lambda x, weights, biases: x.new_empty((len(weights), *x.shape[:-1], weights[0].shape[0])),
 )
 
 
-def product(linear: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """linear(x), or residual + linear(x), which is one kernel if the layer is a plain one."""
-    others = () if residual is None else (residual,)
-    if not plain_linear(linear, x, *others) or (residual is not None and residual.shape[:-1] != x.shape[:-1]):
-        return linear(x) if residual is None else residual + linear(x)
-    return _linear_product(x, linear.weight, linear.bias, residual)
+def products(linears: Sequence[Any], x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The results of several layers of one x; of plain layers of one size in one kernel, where their weights allow it.
 
-
-def mlp(ff: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """ff(x), or residual + ff(x); ff: an MLP as diffusers writes it, modules in a row named `net`."""
-    if changed(ff) or not type(ff).__name__.endswith("FeedForward"):
-        y = ff(x)
-        return y if residual is None else residual + y
-    *first, last = (m for m in ff.net if type(m) is not nn.Dropout or m.training or changed(m))
-    for module in first:
-        x = module(x)
-    return product(last, x, residual)
+    Small products leave half of a GPU idle: queries, keys and values, or keys and values of a text.
+    """
+    shapes = {(layer.weight.shape, layer.bias is None) for layer in linears if plain_linear(layer, x)}
+    if len(shapes) != 1 or not all(plain_linear(layer, x) for layer in linears):
+        return [layer(x) for layer in linears]
+    biases = [] if linears[0].bias is None else [layer.bias for layer in linears]
+    return _linear_products(x, [layer.weight for layer in linears], biases).unbind()
 
 
 def _of_two(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     first, second = weight.split((a.shape[-1], b.shape[-1]), dim=1)
-    x, y = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
-    if cublaslt.unsupported(x, first, bias) is cublaslt.unsupported(y, second) is None:
-        out = cublaslt.product(x, first, bias)
-        return cublaslt.product(y, second, residual=out, out=out).view(*a.shape[:-1], -1)
     out = nn.functional.linear(a, first, bias)
-    out.view(-1, out.shape[-1]).addmm_(y, second.t())
+    out.view(-1, out.shape[-1]).addmm_(b.reshape(-1, b.shape[-1]), second.t())
     return out
 
 
@@ -104,9 +98,7 @@ def _side_by_side(
         for x, into, weight, bias in (
             (a[i], out[i, : a.shape[1]], of_a, bias_a), (b[i], out[i, a.shape[1] :], of_b, bias_b),
         ):  # fmt: skip
-            if cublaslt.unsupported(x, weight, bias, into) is None:
-                cublaslt.product(x, weight, bias, out=into)
-            elif bias is None:
+            if bias is None:
                 torch.mm(x, weight.t(), out=into)
             else:
                 torch.addmm(bias, x, weight.t(), out=into)

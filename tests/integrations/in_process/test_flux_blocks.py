@@ -316,7 +316,7 @@ def test_blocks_compile_whole(name: str) -> None:
 
 OF_BOTH = {
     "ada_layer_norm", "linear_of_few_rows", "qk_norm_rope_pair", "attention_dense", "gated_residual", "linear_gelu",
-    "linear_product",
+    "linear_products",
 }  # fmt: skip
 
 
