@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkernels.overrides.kit import cublaslt
@@ -39,12 +40,13 @@ def expected(
 class Library:
     """cuBLASLt's functions on memory of the CPU, as its documentation defines them: matrices are stored by column.
 
-    Its first algorithm is slower than the second, and the third one fails.
+    Algorithms 0 to 2 need no workspace, and 3 to 5 do. The second of three is the fastest, the third one fails.
     """
 
     def __init__(self) -> None:
         self.objects: dict[int, dict[Any, Any]] = {}
         self.clock, self.ran, self.state = 0, list[int](), {"capturing": False}
+        self.free, self.milliseconds = False, (5.0, 3.0, 9.0, 5.0, 4.0, 9.0)
 
     def _new(self, handle: Any, **values: Any) -> int:
         number = 1 + len(self.objects)
@@ -88,15 +90,16 @@ class Library:
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle: Any, *given: Any) -> int:
         *_, preference, count, found, returned = given
-        assert self.objects[preference.value][1] == cublaslt.WORKSPACE and count >= 4
+        first = 3 * (self.objects[preference.value][1] > 0)
         for i, state in enumerate((0, 0, 0, 7)):
-            found._obj[i].algorithm[0], found._obj[i].workspace, found._obj[i].state = i, 16 * i, state
-        returned._obj.value = 4
+            made = found._obj[i]
+            made.algorithm[0], made.workspace, made.state = first + i, 4 * (first > 0 or self.free), state
+        returned._obj.value = min(count, 4)
         return 0
 
     def _matrix(self, pointer: int, layout: Any, batch: int) -> torch.Tensor:
         values = self.objects[layout.value]
-        return self._memory(pointer + 2 * batch * values[6], values["shape"], values["leading"])
+        return self._memory(pointer + 2 * batch * values.get(6, 0), values["shape"], values["leading"])
 
     def _memory(self, pointer: int, shape: tuple[int, int], leading: int) -> torch.Tensor:
         size = 2 * ((shape[1] - 1) * leading + shape[0])
@@ -107,16 +110,17 @@ class Library:
         a, of_a, b, of_b, beta, c, of_c, d, of_d, algorithm, _, size, _ = given
         number, how = algorithm._obj[0], self.objects[description.value]
         self.ran.append(number)
-        assert how["types"] == (68, 0) and how[3] == 1 and alpha._obj.value == 1 and beta._obj.value == 0
-        assert size == 16 * number and (c, of_c) == (d, of_d)
-        if number == 2:
+        assert how["types"] == (68, 0) and how[3] == 1 and alpha._obj.value == 1
+        assert size == 4 * (number > 2) and of_c.value != of_d.value
+        if number in (2, 5):
             return 15
-        self.clock += (5, 3)[number]
+        self.clock += self.milliseconds[number]
         for i in range(self.objects[of_a.value][5]):
             y = self._matrix(a, of_a, i).double().t() @ self._matrix(b, of_b, i).double()
-            if how[7] == 4:
-                y += self._memory(how[8] + 2 * i * how[10], (y.shape[0], 1), y.shape[0]).double()
-            self._matrix(d, of_d, i).copy_(y)
+            y += beta._obj.value * self._matrix(c, of_c, i).double() if beta._obj.value else 0
+            if how[7] & 4:
+                y += self._memory(how[8] + 2 * i * how.get(10, 0), (y.shape[0], 1), y.shape[0]).double()
+            self._matrix(d, of_d, i).copy_(F.gelu(y, approximate="tanh") if how[7] & 32 else y)
         return 0
 
 
@@ -161,8 +165,10 @@ def test_products_are_those_of_float64(kind: str, library: Library) -> None:
         assert cublaslt.products(*given)
         torch.testing.assert_close(given[3].double(), expected(*given), rtol=1e-2, atol=1e-2)
         assert all(map(torch.equal, kept, (given[0], *given[1])))
-    # five rounds of three algorithms, of which one fails, and the two calls
-    assert sorted(library.ran[:-2]) == [0] * 5 + [1] * 5 + [2] and library.ran[-2:] == [1, 1]
+    # five rounds of six algorithms, of which two fail, and the two calls
+    assert sorted(library.ran[:-2]) == [0] * 5 + [1] * 5 + [2] + [3] * 5 + [4] * 5 + [5] and library.ran[
+        -2:
+    ] == [1, 1]
 
 
 def test_first_proposal_runs_in_a_capture_and_is_not_kept(library: Library) -> None:
@@ -175,10 +181,41 @@ def test_first_proposal_runs_in_a_capture_and_is_not_kept(library: Library) -> N
     assert library.ran[-1] == 1 and len(cublaslt._plans) == 2
 
 
-def test_close_times_keep_the_first_proposal(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublaslt, "MARGIN", 0.5)
-    cublaslt.products(*arguments("cpu"))
-    assert library.ran[-1] == 0
+@pytest.mark.parametrize("kind", ["bias", "gelu", "added", "in_place", "columns"])
+def test_product_is_that_of_float64(kind: str, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "_supported", lambda *given: True)
+    for _ in range(2):
+        x, (weight,), (bias,), (out,) = arguments("cpu", 1, wide=kind == "columns")
+        more, wanted = {}, x.double() @ weight.double().t() + bias.double()
+        if kind == "gelu":
+            more, wanted = {"gelu": True}, F.gelu(wanted, approximate="tanh")
+        elif kind in ("added", "in_place"):
+            more["added"] = out if kind == "in_place" else torch.ones(70, 80).bfloat16()[:, 40:]
+            wanted = wanted + more["added"].double()
+        elif kind == "columns":
+            out = torch.zeros(70, 88, dtype=torch.bfloat16)[:, 48:]
+        assert cublaslt.product(x, weight, bias, out, **more)
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=1e-2)
+    # the proposals without a workspace, and the one that PyTorch runs
+    assert sorted(library.ran[:-2]) == [0] * 5 + [1] * 5 + [2] + [3] * 5 and library.ran[-2:] == [1, 1]
+
+
+@pytest.mark.parametrize(("times", "batch", "single"), [
+    ((5.0, 3.0, 9.0, 2.9, 5.0, 9.0), 3, False), ((5.0, 3.0, 9.0, 2.98, 5.0, 9.0), 1, True),
+    ((5.0, 3.0, 9.0, 5.0, 2.0, 9.0), 4, True),
+])  # fmt: skip
+def test_workspace_has_to_pay(
+    times: tuple[float, ...], batch: int, single: bool, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product that is faster with one stays PyTorch's, whose own first proposal it is."""
+    monkeypatch.setattr(cublaslt, "_supported", lambda *given: True)
+    library.milliseconds = times
+    assert cublaslt.products(*arguments("cpu")) and library.ran[-1] == batch
+    x, weights, biases, out = arguments("cpu", 1)
+    assert [cublaslt.product(x, weights[0], biases[0], out[0]) for _ in range(2)] == [single] * 2
+    library.free, before = True, len(library.ran)  # none runs without a workspace
+    cublaslt._plans.clear()
+    assert not cublaslt.product(x, weights[0], biases[0], out[0]) and len(library.ran) == before + 5
 
 
 def test_weights_at_equal_distances_are_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,14 @@ def products(linears: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [layer(x) for layer in linears]
 
 
+def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    return linear(x)
+
+
+def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
+    return ff(x)
+
+
 def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return linear(torch.cat((a, b), dim=-1))
 

@@ -10,7 +10,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
 from fastkernels.overrides.diffusion.qk_norm_rope_pair import positioned
 from fastkernels.overrides.kit.chips import H100, H200
-from fastkernels.overrides.kit.modules import joined_linears, products
+from fastkernels.overrides.kit.modules import joined_linears, product, products
 
 
 class DiffusersAttnProcessor2_0:
@@ -111,8 +111,8 @@ class DiffusersFluxAttnProcessor:
         if encoder_hidden_states is None:
             return found
         texts = encoder_hidden_states.shape[1]
-        image = attn.to_out[1](attn.to_out[0](found[:, texts:].contiguous()))
-        return image, attn.to_add_out(found[:, :texts].contiguous())  # type: ignore[return-value]
+        image = attn.to_out[1](product(attn.to_out[0], found[:, texts:].contiguous()))
+        return image, product(attn.to_add_out, found[:, :texts].contiguous())  # type: ignore[return-value]
 
 
 def _elsewhere(processor: Any) -> str | None:

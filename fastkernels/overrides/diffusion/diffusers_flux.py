@@ -19,7 +19,7 @@ from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.diffusion.modulated_pair import modulated_pair
 from fastkernels.overrides.diffusion.rope_axes import rope_axes
 from fastkernels.overrides.kit.chips import H100
-from fastkernels.overrides.kit.modules import changed, linear_of_two
+from fastkernels.overrides.kit.modules import changed, linear_of_two, mlp
 from fastkernels.overrides.linear.gelu_epilogue import activated
 
 
@@ -141,10 +141,10 @@ class DiffusersFluxTransformerBlock(nn.Module):
             **(joint_attention_kwargs or {}),
         )
         image, x = _gated(hidden_states, found, gate, self.norm2, (scale, shift))
-        image, _ = _gated(image, self.ff(x), gate_mlp)
+        image, _ = _gated(image, mlp(self.ff, x), gate_mlp)
         image = sum(adapters, image)  # of images (IP-Adapter)
         text, x = _gated(encoder_hidden_states, c_found, c_gate, self.norm2_context, (c_scale, c_shift))
-        text, _ = _gated(text, self.ff_context(x), c_gate_mlp)
+        text, _ = _gated(text, mlp(self.ff_context, x), c_gate_mlp)
         return _clipped(text), image
 
 
@@ -174,11 +174,11 @@ class DiffusersFluxSingleTransformerBlock(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         texts = encoder_hidden_states.shape[1]
         front, residual, x, gate = modulated_pair(self.norm, encoder_hidden_states, hidden_states, temb)
-        mlp = activated(self.proj_mlp, self.act_mlp, x)
+        hidden = activated(self.proj_mlp, self.act_mlp, x)
         found = self.attn(
             hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
         )
-        both, _ = _gated(residual, linear_of_two(self.proj_out, found, mlp), gate, front=front)
+        both, _ = _gated(residual, linear_of_two(self.proj_out, found, hidden), gate, front=front)
         both = _clipped(both)
         return both[:, :texts], both[:, texts:]
 

@@ -12,6 +12,7 @@ from fastkernels.overrides.attention.diffusers import DiffusersAttnProcessor2_0
 from fastkernels.overrides.diffusion.diffusers import _NOTE, DiffusersGEGLU
 from fastkernels.overrides.diffusion.gated_residual import add_residual, normed
 from fastkernels.overrides.kit.chips import H100
+from fastkernels.overrides.kit.modules import mlp
 
 
 class _Attention(nn.Module):
@@ -145,7 +146,7 @@ class DiffusersBasicTransformerBlock(nn.Module):
                 x, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask, **more
             )
             hidden_states, x = add_residual(hidden_states, found, None, (), self.norm3)
-        return self.ff(x) + hidden_states
+        return mlp(self.ff, x) + hidden_states
 
 
 TARGETS = {

@@ -1,7 +1,9 @@
-"""Products of one x with several weights in one kernel of cuBLASLt: a batch, its stride the distance of the weights.
+"""Products in cuBLASLt itself: of one x with several weights in one kernel, and without a workspace.
 
-The weights stay where they are. The first call of a shape times the algorithms that cuBLASLt proposes on its own
-tensors, and later calls run the fastest; where the first call is in the capture of a CUDA graph, it runs the first one.
+Products of one x are a batch, its stride the distance of the weights, which stay where they are. Most large products
+that PyTorch calls need 4 bytes of zeros: the memset before each takes 4 us in a CUDA graph, a kernel after a kernel
+almost nothing. The first call of a shape times the algorithms that cuBLASLt proposes on its own tensors, and later calls
+run the fastest; where the first call is in the capture of a CUDA graph, it runs the first one.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ import torch
 DTYPES = {torch.bfloat16: 14, torch.float16: 2}  # cudaDataType_t
 ALIGNED = 16  # bytes, of pointers and rows
 WORKSPACE = 32 << 20  # bytes, PyTorch's on Hopper
-PROPOSALS, ROUNDS = 16, 5
-MARGIN = 0.99  # of the first proposal's time: another one has to be faster
+PROPOSALS, ROUNDS = 8, 5
+MEMSET, MARGIN = (
+    3e-3,
+    1.01,
+)  # milliseconds more in a graph than in a stream, and how much faster one with it has to be
 FLUSH = 64 << 20  # bytes read before each timed call, more than an H100's L2 cache
 _P = c_void_p
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
@@ -40,7 +45,7 @@ _FP32, _COMPUTE_FP32 = 0, 68
 _TRANSPOSE_A, _EPILOGUE, _BIAS, _BIAS_STRIDE = 3, 7, 8, 10
 _COUNT, _STRIDE = 5, 6
 _MAX_WORKSPACE, _REDUCTION, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
-_PLAIN, _WITH_BIAS = 1, 4
+_PLAIN, _WITH_BIAS, _GELU = 1, 4, 32
 _REDUCE_FP32 = 2  # the parts of a split sum are added in float32
 
 Tensors = Sequence[torch.Tensor]
@@ -92,65 +97,84 @@ def _distance(tensors: Tensors) -> int | None:
 
 
 class _Plan:
-    """Products of `count` weights [n, k] with x [m, k]: their description and the algorithm that they run."""
+    """Products of `count` weights [n, k] with x [m, k]: their description and the algorithm that they run.
+
+    strides  of the rows of x, weight, what is added, and the result
+    """
 
     def __init__(
-        self,
-        handle: c_void_p,
-        count: int,
-        m: int,
-        n: int,
-        k: int,
-        dtype: int,
-        x: int,
-        weight: int,
-        bias: bool,
-    ):
-        self.lock, self.handle, self.chosen, self.sizes = threading.Lock(), handle, False, (m, n)
+        self, handle: c_void_p, count: int, sizes: tuple[int, int, int], dtype: int, strides: tuple[int, ...],
+        bias: bool, gelu: bool,
+    ):  # fmt: skip
+        (m, n, k), (of_x, of_weight, of_added, of_out) = sizes, strides
+        self.lock, self.handle, self.count, self.between = threading.Lock(), handle, count, m * n
+        self.chosen = False
         self.description = _made("MatmulDesc", _COMPUTE_FP32, _FP32)
         _set("MatmulDesc", self.description, _TRANSPOSE_A, c_int32(1))
-        _set("MatmulDesc", self.description, _EPILOGUE, c_uint32(_WITH_BIAS if bias else _PLAIN))
+        epilogue = (_WITH_BIAS if bias else _PLAIN) + _GELU * gelu
+        _set("MatmulDesc", self.description, _EPILOGUE, c_uint32(epilogue))
         # cuBLASLt's matrices are stored by column: out^T [n, m] = (W^T)^T x^T, which are out, W and x by row
-        sizes = (k, n, weight), (k, m, x), (n, m, n)
-        self.layouts = [_made("MatrixLayout", dtype, *size) for size in sizes]
+        matrices = (k, n, of_weight), (k, m, of_x), (n, m, of_added), (n, m, of_out)
+        self.layouts = [_made("MatrixLayout", dtype, *matrix) for matrix in matrices]
         for layout in self.layouts:
             _set("MatrixLayout", layout, _COUNT, c_int32(count))
 
     def place(self, weights: Tensors, biases: Tensors) -> None:
         """Tell where the weights and biases are."""
-        for layout, stride in zip(
-            self.layouts, (_distance(weights), 0, self.sizes[0] * self.sizes[1]), strict=True
-        ):
-            _set("MatrixLayout", layout, _STRIDE, c_int64(stride or 0))
+        if self.count > 1:
+            strides = (_distance(weights) or 0, 0, self.between, self.between)
+            for layout, stride in zip(self.layouts, strides, strict=True):
+                _set("MatrixLayout", layout, _STRIDE, c_int64(stride))
         if biases:
             _set("MatmulDesc", self.description, _BIAS, c_void_p(biases[0].data_ptr()))
-            _set("MatmulDesc", self.description, _BIAS_STRIDE, c_int64(_distance(biases) or 0))
+            if self.count > 1:
+                _set("MatmulDesc", self.description, _BIAS_STRIDE, c_int64(_distance(biases) or 0))
 
     def propose(self) -> bool:
+        """Ask for algorithms, without a workspace and with one; return whether they are more than PyTorch's own."""
+        self.proposals = self._proposed(0)
+        with_one = self._proposed(WORKSPACE)
+        if self.count == 1:  # PyTorch runs the first
+            with_one = with_one[:1]
+            if not with_one or not with_one[0].workspace:
+                return False
+        self.proposals += with_one
+        return bool(self.proposals)
+
+    def _proposed(self, workspace: int) -> list[_Proposal]:
         preference = _made("MatmulPreference")
-        _set("MatmulPreference", preference, _MAX_WORKSPACE, c_uint64(WORKSPACE))
+        _set("MatmulPreference", preference, _MAX_WORKSPACE, c_uint64(workspace))
         _set("MatmulPreference", preference, _REDUCTION, c_uint32(_REDUCE_FP32))
         for attribute in _ALIGNMENTS:
             _set("MatmulPreference", preference, attribute, c_uint32(ALIGNED))
         found, count = (_Proposal * PROPOSALS)(), c_int()
-        matrices = (*self.layouts, self.layouts[2])
-        given = (self.handle, self.description, *matrices, preference, PROPOSALS, byref(found), byref(count))
-        if _library().cublasLtMatmulAlgoGetHeuristic(*given):
-            return False
-        self.proposals = [p for p in found[: count.value] if p.state == 0]
-        return bool(self.proposals)
+        given = (
+            self.handle,
+            self.description,
+            *self.layouts,
+            preference,
+            PROPOSALS,
+            byref(found),
+            byref(count),
+        )
+        status = _library().cublasLtMatmulAlgoGetHeuristic(*given)
+        return (
+            [] if status else [p for p in found[: count.value] if p.state == 0 and p.workspace <= workspace]
+        )
 
-    def run(self, proposal: _Proposal, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def run(self, proposal: _Proposal, x: Any, weight: Any, added: Any, out: Any) -> None:
         space = torch.empty(proposal.workspace, dtype=torch.uint8, device=out.device)
-        of_weight, of_x, of_out = self.layouts
+        of_weight, of_x, of_added, of_out = self.layouts
+        beta, c = (0.0, out) if added is None else (1.0, added)
         _call(
             "Matmul", self.handle, self.description, byref(c_float(1.0)), weight.data_ptr(), of_weight, x.data_ptr(),
-            of_x, byref(c_float(0.0)), out.data_ptr(), of_out, out.data_ptr(), of_out, byref(proposal.algorithm),
+            of_x, byref(c_float(beta)), c.data_ptr(), of_added, out.data_ptr(), of_out, byref(proposal.algorithm),
             space.data_ptr(), proposal.workspace, torch.cuda.current_stream(out.device).cuda_stream,
         )  # fmt: skip
 
-    def choose(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def choose(self, x: Any, weight: Any, added: Any, out: Any) -> None:
         """Keep the fastest proposal."""
+        into = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
         other = torch.zeros(FLUSH // 4, device=out.device)
         events: dict[int, list[Any]] = {i: [] for i in range(len(self.proposals))}
         for _ in range(ROUNDS):
@@ -159,20 +183,22 @@ class _Plan:
                 pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 pair[0].record()
                 try:
-                    self.run(self.proposals[i], x, weight, out)
+                    self.run(self.proposals[i], x, weight, added, into)
                 except RuntimeError:
                     del events[i]
                     continue
                 pair[1].record()
                 found.append(pair)
         torch.cuda.current_stream(out.device).synchronize()
-        times = {i: statistics.median(a.elapsed_time(b) for a, b in found) for i, found in events.items()}
-        first, best = next(iter(times)), min(times, key=times.__getitem__)
-        chosen = best if times[best] < MARGIN * times[first] else first
-        self.proposals, self.chosen = [self.proposals[chosen]], True
+
+        def cost(i: int) -> float:
+            time = statistics.median(a.elapsed_time(b) for a, b in events[i])
+            return MARGIN * time + MEMSET if self.proposals[i].workspace else time
+
+        self.proposals, self.chosen = [self.proposals[min(events, key=cost)]] if events else [], True
 
 
-_plans: dict[tuple[Any, ...], _Plan | None] = {}
+_plans: dict[tuple[Any, ...], _Plan | None] = {}  # None: PyTorch's own product
 _planning = threading.Lock()
 
 
@@ -186,12 +212,12 @@ def _unavailable(device: int) -> str | None:
     return None
 
 
-def _supported(x: torch.Tensor, weights: Tensors, biases: Tensors) -> bool:
+def _supported(x: torch.Tensor, weights: Tensors, biases: Tensors, others: Tensors = ()) -> bool:
     on_gpu = x.is_cuda and torch.version.cuda is not None and x.dtype in DTYPES
     # Which algorithm is the fastest one may differ between processes.
     if not on_gpu or torch.are_deterministic_algorithms_enabled() or 0 in (*x.shape, *weights[0].shape):
         return False
-    for t in (x, *weights, *biases):
+    for t in (x, *weights, *biases, *others):
         rows = t.stride(0) if t.dim() == 2 else len(t)
         aligned = not t.data_ptr() % ALIGNED and not rows * t.element_size() % ALIGNED
         if t.dtype != x.dtype or t.stride(-1) != 1 or rows < t.shape[-1] or not aligned:
@@ -215,19 +241,28 @@ def batches(x: torch.Tensor, weights: Tensors, biases: Tensors) -> list[tuple[in
     return ranges
 
 
-def products(x: torch.Tensor, weights: Tensors, biases: Tensors, out: torch.Tensor) -> bool:
+def products(
+    x: torch.Tensor, weights: Tensors, biases: Tensors, out: torch.Tensor, added: torch.Tensor | None = None,
+    gelu: bool = False,
+) -> bool:  # fmt: skip
     """Write x W^T + b of each weight to out [count, M, N], which is contiguous. The weights are a range of `batches`.
 
-    Returns False if cuBLASLt has no algorithm for this shape.
+    Of one weight, out is [M, N], its rows aligned and maybe apart, and the result x W^T + b + added, added: [M, N] like
+    out, maybe out itself; or its GELU with tanh. Returns False if PyTorch's own product is as fast or the only one.
     """
-    (count, m, n), k = out.shape, x.shape[1]
-    of_x, of_weight = x.stride(0), weights[0].stride(0)
-    key = (x.device.index, x.dtype, count, m, n, k, of_x, of_weight, not biases)
+    m, n, k = len(x), weights[0].shape[0], x.shape[1]
+    strides = (
+        x.stride(0),
+        weights[0].stride(0),
+        (out if added is None else added).stride(-2),
+        out.stride(-2),
+    )
+    key = (x.device.index, x.dtype, len(weights), m, n, k, strides, not biases, added is None, gelu)
     with torch.cuda.device(x.device):
         with _planning:
             if key not in _plans:
-                sizes = (count, m, n, k, DTYPES[x.dtype], of_x, of_weight)
-                plan = _Plan(_handle(x.device.index), *sizes, bool(biases))
+                described = (len(weights), (m, n, k), DTYPES[x.dtype], strides, bool(biases), gelu)
+                plan = _Plan(_handle(x.device.index), *described)
                 plan.place(weights, biases)
                 _plans[key] = plan if plan.propose() else None
             found = _plans[key]
@@ -236,6 +271,19 @@ def products(x: torch.Tensor, weights: Tensors, biases: Tensors, out: torch.Tens
         with found.lock:
             found.place(weights, biases)
             if not found.chosen and not torch.cuda.is_current_stream_capturing():
-                found.choose(x, weights[0], out)
-            found.run(found.proposals[0], x, weights[0], out)
+                found.choose(x, weights[0], added, out)
+            if not found.proposals or (found.count == 1 and found.proposals[0].workspace):
+                _plans[key] = None
+                return False
+            found.run(found.proposals[0], x, weights[0], added, out)
     return True
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor,
+    added: torch.Tensor | None = None, gelu: bool = False,
+) -> bool:  # fmt: skip
+    """Write x W^T + b (+ added, or its GELU) to out as `products` does, if that is supported and not PyTorch's own."""
+    biases = [] if bias is None else [bias]
+    others = [t for t in (out, added) if t is not None]
+    return _supported(x, [weight], biases, others) and products(x, [weight], biases, out, added, gelu)

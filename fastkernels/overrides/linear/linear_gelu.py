@@ -12,6 +12,7 @@ from fastkernels.core.declaration import Axis, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.overrides.activation.gelu import gelu
+from fastkernels.overrides.kit import cublaslt
 from fastkernels.overrides.kit.modules import plain_linear
 from fastkernels.overrides.kit.rows import FLOATS
 
@@ -63,7 +64,9 @@ def _cublaslt(
     """One kernel: bias and activation are the epilogue of the product."""
     _check(x, weight, bias, approximate)
     rows = x.reshape(-1, x.shape[-1])
-    y = torch.ops.aten._addmm_activation(bias, rows, weight.t(), use_gelu=True)
+    y = x.new_empty((len(rows), len(weight)))
+    if not cublaslt.product(rows, weight, bias, y, gelu=True):
+        y = torch.ops.aten._addmm_activation(bias, rows, weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], -1)
 
 
