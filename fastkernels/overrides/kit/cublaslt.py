@@ -2,8 +2,8 @@
 
 Products of one x are a batch, its stride the distance of the weights, which stay where they are. Most large products
 that PyTorch calls need 4 bytes of zeros: the memset before each takes 4 us in a CUDA graph, a kernel after a kernel
-almost nothing. The first call of a shape times the algorithms that cuBLASLt proposes on its own tensors, and later calls
-run the fastest; where the first call is in the capture of a CUDA graph, it runs the first one.
+almost nothing. The first call of a shape times the algorithms that cuBLASLt proposes on its tensors, and later calls
+run the fastest. A first call in the capture of a CUDA graph runs the first.
 """
 
 from __future__ import annotations
