@@ -194,7 +194,7 @@ def test_product_is_that_of_float64(kind: str, library: Library, monkeypatch: py
             wanted = wanted + more["added"].double()
         elif kind == "columns":
             out = torch.zeros(70, 88, dtype=torch.bfloat16)[:, 48:]
-        assert cublaslt.product(x, weight, bias, out, **more)
+        assert cublaslt.multiply(x, weight, bias, out, **more)
         torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=1e-2)
     # the proposals without a workspace, and the one that PyTorch runs
     assert sorted(library.ran[:-2]) == [0] * 5 + [1] * 5 + [2] + [3] * 5 and library.ran[-2:] == [1, 1]
@@ -212,10 +212,10 @@ def test_workspace_has_to_pay(
     library.milliseconds = times
     assert cublaslt.products(*arguments("cpu")) and library.ran[-1] == batch
     x, weights, biases, out = arguments("cpu", 1)
-    assert [cublaslt.product(x, weights[0], biases[0], out[0]) for _ in range(2)] == [single] * 2
+    assert [cublaslt.multiply(x, weights[0], biases[0], out[0]) for _ in range(2)] == [single] * 2
     library.free, before = True, len(library.ran)  # none runs without a workspace
     cublaslt._plans.clear()
-    assert not cublaslt.product(x, weights[0], biases[0], out[0]) and len(library.ran) == before + 5
+    assert not cublaslt.multiply(x, weights[0], biases[0], out[0]) and len(library.ran) == before + 5
 
 
 def test_weights_at_equal_distances_are_batches(monkeypatch: pytest.MonkeyPatch) -> None:

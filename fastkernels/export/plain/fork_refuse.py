@@ -49,6 +49,10 @@ def autocasts(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
+def gelu_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    return None
+
+
 def products(linears: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [layer(x) for layer in linears]
 
@@ -87,11 +91,12 @@ def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> to
 
 
 def positioned(attn: Any, q: Any, k: Any, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _positioned(attn, "q", q, rotary), _positioned(attn, "k", k, rotary)
+    return _positioned(attn, "q", *q, rotary), _positioned(attn, "k", *k, rotary)
 
 
-def _positioned(attn: Any, part: str, given: Any, rotary: Any) -> torch.Tensor:
-    x, text = given
+def _positioned(
+    attn: Any, part: str, x: torch.Tensor, text: torch.Tensor | None, rotary: Any
+) -> torch.Tensor:
     norm = getattr(attn, f"norm_{part}")
     of_text = norm if text is None else getattr(attn, f"norm_added_{part}")
     plain = all(type(n) is torch.nn.RMSNorm and n.eps is not None for n in (norm, of_text))

@@ -104,7 +104,7 @@ class DiffusersFluxAttnProcessor:
         text_q, text_k, *of_text = _heads(attn, text, "add_{}_proj", "to_added_qkv", which)
         if text is not None and not of_image:
             both = joined_linears(attn.add_v_proj, text, attn.to_v, hidden_states)
-            of_image = [both.unflatten(-1, (-1, attn.head_dim))]
+            of_image.append(both.unflatten(-1, (-1, attn.head_dim)))
         v = torch.cat((*of_text, *of_image), dim=1) if of_text else of_image[0]
         q, k = positioned(attn, (q, text_q), (k, text_k), image_rotary_emb)
         found = attend(q, k, v, attn.head_dim**-0.5, attention_mask).to(q.dtype)
@@ -112,7 +112,7 @@ class DiffusersFluxAttnProcessor:
             return found
         texts = encoder_hidden_states.shape[1]
         image = attn.to_out[1](product(attn.to_out[0], found[:, texts:].contiguous()))
-        return image, product(attn.to_add_out, found[:, :texts].contiguous())  # type: ignore[return-value]
+        return image, attn.to_add_out(found[:, :texts].contiguous())  # type: ignore[return-value]
 
 
 def _elsewhere(processor: Any) -> str | None:
@@ -129,8 +129,8 @@ def _heads(attn: Any, x: torch.Tensor | None, projection: str, fused: str, which
         return [None, None]
     if attn.fused_projections:
         return [t.unflatten(-1, (-1, attn.head_dim)) for t in getattr(attn, fused)(x).chunk(3, dim=-1)]
-    found = products([getattr(attn, projection.format(part)) for part in which], x)
-    return [t.unflatten(-1, (-1, attn.head_dim)) for t in found]
+    layers = [getattr(attn, projection.format(part)) for part in which]
+    return [t.unflatten(-1, (-1, attn.head_dim)) for t in products(layers, x)]
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"

@@ -141,11 +141,9 @@ class DiffusersFluxTransformerBlock(nn.Module):
             **(joint_attention_kwargs or {}),
         )
         image, x = _gated(hidden_states, found, gate, self.norm2, (scale, shift))
-        image, _ = _gated(image, mlp(self.ff, x), gate_mlp)
-        image = sum(adapters, image)  # of images (IP-Adapter)
+        image = sum(adapters, _gated(image, mlp(self.ff, x), gate_mlp)[0])  # and of images (IP-Adapter)
         text, x = _gated(encoder_hidden_states, c_found, c_gate, self.norm2_context, (c_scale, c_shift))
-        text, _ = _gated(text, mlp(self.ff_context, x), c_gate_mlp)
-        return _clipped(text), image
+        return _clipped(_gated(text, self.ff_context(x), c_gate_mlp)[0]), image
 
 
 class DiffusersFluxSingleTransformerBlock(nn.Module):
@@ -178,8 +176,8 @@ class DiffusersFluxSingleTransformerBlock(nn.Module):
         found = self.attn(
             hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
         )
-        both, _ = _gated(residual, linear_of_two(self.proj_out, found, hidden), gate, front=front)
-        both = _clipped(both)
+        found = linear_of_two(self.proj_out, found, hidden)
+        both = _clipped(_gated(residual, found, gate, front=front)[0])
         return both[:, :texts], both[:, texts:]
 
 

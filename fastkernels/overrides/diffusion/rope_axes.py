@@ -139,5 +139,4 @@ SPEC = OpSpec(
     tolerance={d: Tolerance(1e-6, 1e-6) for d in ("float32", "float16", "bfloat16")},
     constructor={"axes_dim": "dims"},
     activations=(),
-    batch_invariant=True,
 )  # fmt: skip

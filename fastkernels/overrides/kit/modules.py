@@ -33,7 +33,7 @@ def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:
 
 def _into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Write x W^T + b to out; all are matrices."""
-    if cublaslt.product(x, weight, bias, out):
+    if cublaslt.multiply(x, weight, bias, out):
         return
     if bias is None:
         torch.mm(x, weight.t(), out=out)
@@ -101,7 +101,7 @@ def _of_two(
     x, y = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     out = a.new_empty((len(x), len(weight)))
     _into(out, x, first, bias)
-    if not cublaslt.product(y, second, None, out, out):
+    if not cublaslt.multiply(y, second, None, out, out):
         out.addmm_(y, second.t())
     return out.view(*a.shape[:-1], -1)
 
