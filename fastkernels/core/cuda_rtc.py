@@ -142,13 +142,25 @@ class TensorMap(ctypes.Structure):
     _fields_ = [("opaque", ctypes.c_uint64 * 16)]
 
 
-@lru_cache(maxsize=1 << 14)
 def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> TensorMap:
     """Describe a matrix of 16-bit numbers: boxes of 64 columns, 128-byte swizzle, zeros past its ends.
 
     address    of the first number, a multiple of 16
     stride     numbers from one row to the next, a multiple of 8, no less than columns
     box_rows   1 to 256
+
+    Raises RuntimeError.
+    """
+    return tensor_map_of(address, (columns, rows), (stride,), (64, box_rows))
+
+
+@lru_cache(maxsize=1 << 14)
+def tensor_map_of(
+    address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> TensorMap:
+    """Describe a tensor of up to five dimensions, the innermost first, as `tensor_map` does a matrix.
+
+    strides  numbers from one index of the second dimension to the next, and so on
 
     The map holds only these values, so a cached one is never out of date. Raises RuntimeError.
     """
@@ -157,18 +169,19 @@ def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int
     # Not through cuda-bindings 13.0: its object is not aligned to 64 bytes, which the driver requires.
     memory = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 128)
     made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 128)
+    rank, u32, u64 = len(sizes), ctypes.c_uint32 * len(sizes), ctypes.c_uint64 * len(sizes)
     status = _encode()(
-        ctypes.byref(made), int(driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16), 2, address,
-        (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * stride), (ctypes.c_uint32 * 2)(64, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1), int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        ctypes.byref(made), int(driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16), rank, address,
+        u64(*sizes), u64(*(2 * s for s in strides)), u32(*box), u32(*(1 for _ in sizes)),
+        int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
         int(driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B),
         int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )  # fmt: skip
     if status:
         raise RuntimeError(
-            f"cuTensorMapEncodeTiled: {driver.CUresult(status).name} for [{rows}, {columns}] at {address:#x}, rows"
-            f" {stride} apart, boxes of {box_rows} rows"
+            f"cuTensorMapEncodeTiled: {driver.CUresult(status).name} for {sizes} at {address:#x}, {strides} apart,"
+            f" boxes of {box}"
         )
     return made
 

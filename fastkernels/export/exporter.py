@@ -120,8 +120,9 @@ INSTEAD |= {
 }
 # Functions with scales of whole tensors, which a fork's file leaves to the host (plain/fork_quantize.py)
 LEFT = ("sglang_static_quant_fp8",)
-# Experts without a host class: no host has a function with their arguments.
+# Without a host class: no host has a function with their arguments.
 NO_PLACE = {
+    "linear_residual": "the blocks of gated_residual call it in code that torch.compile traces",
     "fused_experts_gelu": "fused_experts replaces the product of a host's experts with any activation: export that",
     "fused_experts_int4": "hosts pack and order such weights for their own kernels when they load them",
     "fused_experts_swigluoai": "hosts pack and order such weights for their own kernels when they load them",

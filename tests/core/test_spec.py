@@ -59,6 +59,7 @@ NEVER = {
     "TransformersSiglip2MultiheadAttentionPoolingHead": "needs config",
     "TransformersYolosSelfAttention": "needs config",
     "TransformersVJEPA2RopeAttention": "needs config",
+    "TransformersVJEPA2MLP": "needs config",
     "TransformersSwinv2SelfAttention": "needs config",
     "TransformersDinov2Layer": "needs config",
     "TransformersDinov2Layer_5_17": "needs config",

@@ -13,6 +13,9 @@ LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU
 
 
+class ForOthers(str): ...  # the reason of a kernel that another one completes
+
+
 def register(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define torch.ops.fastkernels.NAME, which torch.compile and CUDA graphs can call."""
     name = LIBRARY.define(schema)

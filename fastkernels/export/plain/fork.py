@@ -16,6 +16,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on
 class Unsupported(RuntimeError): ...  # the kernel does not support the call
 
 
+class ForOthers(str): ...  # the reason of a kernel that another one completes
+
+
 def register(schema: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define torch.ops.fastkernels.NAME, which torch.compile and CUDA graphs can call."""
     name = LIBRARY.define(schema)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.dispatch import Unsupported  # type: ignore[attr-defined]  # of fork.py
+from fastkernels.overrides.diffusion.gated_residual import add_residual
 from fastkernels.overrides.diffusion.qk_norm_rope import qk_norm_rope
 
 
@@ -110,3 +111,8 @@ def _positioned(
 def modulated_pair(norm: Any, text: torch.Tensor, image: torch.Tensor, emb: torch.Tensor) -> tuple[Any, ...]:
     both = torch.cat((text, image), dim=1)
     return None, both, *norm(both, emb=emb)
+
+
+def add_both(block: Any, x: torch.Tensor, scales: Any, between: Any, options: dict[str, Any]) -> torch.Tensor:
+    x, normed = add_residual(x, block.attn(block.norm1(x), **options), scales[0], between[0], block.norm2)
+    return add_residual(x, block.mlp(normed), scales[1], between[1])[0]

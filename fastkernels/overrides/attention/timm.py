@@ -31,12 +31,15 @@ def _norms(
 
 
 def _finish(module: Any, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """Norm, gate (timm 1.0.27 and later) and output projection of what attention gives."""
+    """Norm, gate and output projection of what attention gives."""
+    return module.proj_drop(module.proj(_gated(module, x, attended)))
+
+
+def _gated(module: Any, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """Norm and gate (timm 1.0.27 and later) of what attention gives."""
     attended = module.norm(attended)
     gate = getattr(module, "gate", None)
-    if gate is not None:
-        attended = attended * gate(x).sigmoid()
-    return module.proj_drop(module.proj(attended))
+    return attended if gate is None else attended * gate(x).sigmoid()
 
 
 def _dropout(module: Any) -> float:
@@ -80,16 +83,18 @@ def _turned(module: Any, qkv: torch.Tensor, rope: torch.Tensor | None) -> Sequen
     return *(_with_rope(module, t, rope, v.dtype) for t in (module.q_norm(q), module.k_norm(k))), v
 
 
+def only_hosts(module: Any) -> str | None:
+    """Return why a part that ours does not call has to run, or None: hooks of these read the attention weights."""
+    found = [
+        n for n in ("attn_drop", "softmax") if (p := getattr(module, n, None)) is not None and changed(p)
+    ]
+    return f"other code was put around its {found[0]}" if found else None
+
+
 class _Parts(nn.Module):
     """Submodules that only some configurations have."""
 
-    @staticmethod
-    def needs_host(module: Any) -> str | None:
-        """Return why a part that ours does not call has to run, or None: hooks of these read the attention weights."""
-        found = [
-            n for n in ("attn_drop", "softmax") if (p := getattr(module, n, None)) is not None and changed(p)
-        ]
-        return f"other code was put around its {found[0]}" if found else None
+    needs_host = staticmethod(only_hosts)
 
     qkv: Any
     q: Any
@@ -278,6 +283,16 @@ class TimmEvaAttention(_Parts):
         return _finish(self, x, attend(q, k, v, self.scale, attn_mask, _dropout(self), is_causal))
 
 
+def before_projection(
+    module: Any, x: torch.Tensor, rope: torch.Tensor | None = None, attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Return what the output projection of an Attention or EvaAttention with one layer `qkv` takes."""
+    packed = _packed(module, x) if hasattr(module, "q_bias") else module.qkv(x)
+    q, k, v = _turned(module, packed.unflatten(-1, (3, module.num_heads, -1)), rope)
+    return _gated(module, x, attend(q, k, v, module.scale, attn_mask, _dropout(module), is_causal))
+
+
 def _packed(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Queries, keys and values [B, N, 3 * attn_dim]; the three biases are parameters of their own."""
     if module.q_bias is None:
@@ -415,7 +430,7 @@ class TimmWindowAttention(_Parts):
 
     @staticmethod
     def needs_host(module: Any) -> str | None:
-        return _Parts.needs_host(module) or ("dropout" if _dropout(module) else None)
+        return only_hosts(module) or ("dropout" if _dropout(module) else None)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = _packed(self, x).unflatten(-1, (3, self.num_heads, -1)).unbind(2)

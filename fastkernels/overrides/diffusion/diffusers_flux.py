@@ -16,11 +16,11 @@ from fastkernels.overrides.diffusion.diffusers import (
     DiffusersAdaLayerNormZeroSingle,
 )
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
+from fastkernels.overrides.diffusion.gelu_epilogue import activated
 from fastkernels.overrides.diffusion.modulated_pair import modulated_pair
 from fastkernels.overrides.diffusion.rope_axes import rope_axes
 from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed, linear_of_two, mlp
-from fastkernels.overrides.linear.gelu_epilogue import activated
 
 
 class _Attention(nn.Module):

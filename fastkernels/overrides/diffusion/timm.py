@@ -10,8 +10,9 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.timm import TimmAttentionRope, TimmEvaAttention
 from fastkernels.overrides.block.timm import TimmGluMlp, TimmSwiGLU
-from fastkernels.overrides.diffusion.gated_residual import add_residual
 from fastkernels.overrides.diffusion.timm_defaults import Attention, LayerNorm, Mlp
+from fastkernels.overrides.diffusion.timm_residuals import add_both
+from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed
 
 
@@ -88,9 +89,9 @@ class TimmBlock(nn.Module):
         self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False
     ) -> torch.Tensor:
         (gamma_1, first), (gamma_2, second) = _scale(self.ls1), _scale(self.ls2)
-        attended = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
-        x, normed = add_residual(x, attended, gamma_1, (*first, self.drop_path1), self.norm2)
-        return add_residual(x, self.mlp(normed), gamma_2, (*second, self.drop_path2))[0]
+        between = (*first, self.drop_path1), (*second, self.drop_path2)
+        options = {"attn_mask": attn_mask, "is_causal": is_causal}
+        return add_both(self, x, (gamma_1, gamma_2), between, options)
 
 
 class TimmEvaBlock(nn.Module):
@@ -163,9 +164,9 @@ class TimmEvaBlock(nn.Module):
         attn_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        attended = self.attn(self.norm1(x), rope=rope, attn_mask=attn_mask, is_causal=is_causal)
-        x, normed = add_residual(x, attended, self.gamma_1, (self.drop_path1,), self.norm2)
-        return add_residual(x, self.mlp(normed), self.gamma_2, (self.drop_path2,))[0]
+        between = (self.drop_path1,), (self.drop_path2,)
+        options = {"rope": rope, "attn_mask": attn_mask, "is_causal": is_causal}
+        return add_both(self, x, (self.gamma_1, self.gamma_2), between, options)
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
@@ -173,7 +174,7 @@ _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"
 TARGETS = {
     "gated_residual": tuple(
         Target("timm", f"timm.models.{path}", f"Timm{path.partition(':')[2]}", "module", default=False, note=_NOTE,
-               tried=True)
+               tried=True, compiled=(H100,))
         for path in ("vision_transformer:Block", "eva:EvaBlock")
     ),
 }  # fmt: skip

@@ -20,13 +20,13 @@ from fastkernels.overrides.kit.fp8 import FP8, empty_outputs
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda
 from fastkernels.overrides.linear.linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
-from fastkernels.overrides.linear.linear_fp8_layers import shape_of
 from fastkernels.overrides.linear.linear_fp8_scales import (
     BLOCK,
     ROW,
     check,
     expanded,
     granularity,
+    shape_of,
 )
 from fastkernels.overrides.linear.linear_fp8_triton import linear_fp8_triton, supports_triton
 from fastkernels.overrides.linear.selection import propose_linear_fp8

@@ -9,12 +9,19 @@ import torch.nn.functional as F
 
 from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Scalar, Tensor
-from fastkernels.core.dispatch import Provider, define
+from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.kit.cublaslt import gelu_product
 from fastkernels.overrides.kit.modules import plain_linear
 from fastkernels.overrides.kit.rows import FLOATS
+from fastkernels.overrides.linear.tiled_linear_cuda import (
+    GELU,
+    GELU_TANH,
+    LEAST,
+    linear_tiled,
+    supports_tiled,
+)
 
 
 def reference(
@@ -46,11 +53,31 @@ def _check(
         )
 
 
+def supports_erf(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "none"
+) -> str | None:
+    """Return why the tiled kernel does not compute this call, or is not faster, None if it is."""
+    if approximate == "tanh":
+        return ForOthers("it is for GELU with erf: cuBLASLt has GELU with tanh as an epilogue")
+    if x.numel() < LEAST * x.shape[-1]:
+        return ForOthers(f"fewer than {LEAST} tokens")
+    reason = supports_tiled(x, weight, bias)
+    return None if reason is None else ForOthers(reason)
+
+
+def _tiled(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "none"
+) -> torch.Tensor:
+    """One kernel: bias and activation are computed from the float32 sums, while the next tile is multiplied."""
+    _check(x, weight, bias, approximate)
+    return linear_tiled(x, weight, bias, GELU if approximate == "none" else GELU_TANH)
+
+
 def _supports_cublaslt(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "none"
 ) -> str | None:
     if approximate != "tanh":
-        return "the epilogue of cuBLASLt computes GELU with tanh, not with erf"
+        return ForOthers("the epilogue of cuBLASLt computes GELU with tanh, not with erf")
     if bias is None:
         return "PyTorch takes the epilogue with a bias only"
     if x.dtype not in FLOATS or weight.dtype != x.dtype or bias.dtype != x.dtype:
@@ -89,10 +116,26 @@ linear_gelu = define(
     fake=lambda x, weight, bias=None, approximate="none": x.new_empty((*x.shape[:-1], weight.shape[0])),
     providers=(
         Provider("cublaslt", _cublaslt, supports=_supports_cublaslt),
+        Provider("cuda-tiled", _tiled, supports=supports_erf),
         Provider("torch", _torch, devices=("cuda", "cpu")),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
+
+
+def has_epilogue(linear: Any) -> bool:
+    """Whether the tiled kernel, whose epilogue is GELU with erf, runs with a layer's weight."""
+    return supports_tiled(linear.weight[:0], linear.weight, linear.bias) is None
+
+
+def activated_erf(linear: Any, act: Any, x: torch.Tensor) -> torch.Tensor:
+    """act(linear(x)), where act is GELU with erf: one op of a plain layer and many tokens.
+
+    Of few tokens, a compiler fuses GELU as well as we do. An adapter or a hook may have come since a patch.
+    """
+    if x.numel() < LEAST * x.shape[-1] or not plain_linear(linear, x):
+        return act(linear(x))
+    return linear_gelu(x, linear.weight, linear.bias, "none")
 
 
 def fuses(linear: Any, x: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,11 @@ def choose(n: int, k: int, sms: int = 132) -> dict[str, Any]:
 
 
 def refused(
-    source: Path, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> str | None:
+    source: Path, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    supports: Callable[..., str | None] = supports_skinny,
+) -> str | None:  # fmt: skip
     """Return why the kernels of this source do not support this call, None if they may."""
-    if (reason := no_hopper(source, x.device) or supports_skinny(x, weight, bias)) is not None:
+    if (reason := no_hopper(source, x.device) or supports(x, weight, bias)) is not None:
         return reason
     if x.data_ptr() % 16 or any(s % 8 for s, n in zip(x.stride()[:-1], x.shape[:-1], strict=True) if n > 1):
         return f"x has strides {tuple(x.stride())}: its rows must start at 16 bytes"

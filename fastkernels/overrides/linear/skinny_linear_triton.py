@@ -171,6 +171,15 @@ def _skinny_kernel(
 
 def supports_skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
     """Return why the Triton kernel for few tokens does not support this call, None if it does."""
+    if (reason := unaligned(x, weight, bias)) is not None:
+        return reason
+    if x.numel() // weight.shape[1] > MAX_TOKENS:
+        return f"more than {MAX_TOKENS} tokens"  # without the number: each reason is reported once
+    return None
+
+
+def unaligned(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
+    """Return why rows cannot be read in pieces of 16 bytes, None if they can."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {x.dtype} is not bfloat16 or float16"
     if weight.dtype != x.dtype:
@@ -178,8 +187,6 @@ def supports_skinny(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     k = weight.shape[1]
     if k == 0 or k % 8:
         return f"K = {k} is not a multiple of 8: the weight is read in pieces of 16 bytes"
-    if x.numel() // k > MAX_TOKENS:
-        return f"more than {MAX_TOKENS} tokens"  # without the number: each reason is reported once
     if weight.stride(1) != 1 or weight.stride(0) % 8 or weight.data_ptr() % 16:
         return (
             f"weight has strides {tuple(weight.stride())}: its rows must be contiguous and start at 16 bytes"

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.block.two_linears import not_linear
 from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import autocasts
-from fastkernels.overrides.linear.linear_gelu import linear_gelu
+from fastkernels.overrides.linear.linear_gelu import activated_erf, has_epilogue, linear_gelu
 
 
-def _tanh(act: Any) -> bool:
-    return type(act).__name__ == "GELUTanh" or getattr(act, "approximate", "none") == "tanh"
+def _approximate(act: Any) -> str | None:
+    """'tanh' or 'none' (erf) of GELU; None: another activation."""
+    name = type(act).__name__
+    if name == "GELUTanh" or getattr(act, "approximate", "none") == "tanh":
+        return "tanh"
+    return "none" if name == "GELU" else None
 
 
 def _pair(value: Any) -> tuple[Any, Any]:
@@ -22,7 +27,7 @@ def _pair(value: Any) -> tuple[Any, Any]:
 
 
 class TimmMlp(nn.Module):
-    """timm.layers.Mlp whose activation is GELU with tanh, as SigLIP's: x [..., in_features] to [..., out_features]."""
+    """timm.layers.Mlp whose activation is GELU: x [..., in_features] to [..., out_features]."""
 
     def __init__(
         self,
@@ -51,8 +56,11 @@ class TimmMlp(nn.Module):
 
     @staticmethod
     def applies(module: Any) -> bool:
-        """Whether the product can have this activation as its epilogue: cuBLASLt's is GELU with tanh."""
-        return _tanh(module.act)
+        """Whether the product can have this activation as its epilogue: with erf, cuBLASLt's cannot."""
+        approximate = _approximate(module.act)
+        return approximate == "tanh" or (
+            approximate == "none" and not not_linear(module, "fc1") and has_epilogue(module.fc1)
+        )
 
     @staticmethod
     def supports(module: Any) -> str | None:
@@ -60,14 +68,20 @@ class TimmMlp(nn.Module):
         return not_linear(module, "fc1")
 
     def forward(self, x):
-        fc1 = self.fc1
-        # An adapter or a hook may have come since the patch.
-        if not_linear(self, "fc1") or fc1.weight.dtype != x.dtype or autocasts(x):
-            x = self.act(fc1(x))
-        else:
-            approximate = "tanh" if _tanh(self.act) else "none"
-            x = linear_gelu(x, fc1.weight, fc1.bias, approximate)
-        return self.drop2(self.fc2(self.norm(self.drop1(x))))
+        return self.drop2(self.fc2(hidden(self, x)))
+
+
+def hidden(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return what the last layer of a timm Mlp, the host's or ours, takes."""
+    fc1, approximate = mlp.fc1, _approximate(mlp.act)
+    # An adapter or a hook may have come since the patch.
+    if approximate is None or not_linear(mlp, "fc1") or fc1.weight.dtype != x.dtype or autocasts(x):
+        x = mlp.act(fc1(x))
+    elif approximate == "tanh":
+        x = linear_gelu(x, fc1.weight, fc1.bias, "tanh")
+    else:
+        x = activated_erf(fc1, mlp.act, x)
+    return mlp.norm(mlp.drop1(x))
 
 
 TARGETS = {

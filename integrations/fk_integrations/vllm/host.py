@@ -21,7 +21,7 @@ from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Reason
 from fastkernels.core.trial import import_in_child
-from fastkernels.overrides.linear.linear_fp8_layers import holder_of
+from fastkernels.overrides.linear.linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify import phases
 from fastkernels.verify.phases import Seconds, timed

@@ -1,0 +1,160 @@
+"""Linear layer into a residual, y = residual + scale * (x W^T + b): the end of a transformer's attention and MLP.
+
+With a scale for each channel it is LayerScale (arXiv 2103.17239).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fastkernels.core.case import Case, Tolerance
+from fastkernels.core.declaration import Axis, Tensor
+from fastkernels.core.dispatch import ForOthers, Provider, define
+from fastkernels.core.spec import OpSpec, fan_in
+from fastkernels.overrides.kit.modules import plain_linear
+from fastkernels.overrides.linear.tiled_linear_cuda import LEAST, RESIDUAL, linear_tiled, supports_tiled
+
+
+def reference(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """residual: [..., N]; x: [..., K]; weight: [N, K]; bias, scale: [N] or None.
+
+    Returns [..., N] in x's dtype, computed in at least float32 and rounded once.
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(acc) @ weight.to(acc).t()
+    if bias is not None:
+        y = y + bias.to(acc)
+    return (residual.to(acc) + (y if scale is None else scale.to(acc) * y)).to(x.dtype)
+
+
+def _check(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear_residual: weight {tuple(weight.shape)} is not [N, {x.shape[-1]}] of x {tuple(x.shape)}"
+        )
+    n = weight.shape[0]
+    if residual.shape != (*x.shape[:-1], n):
+        raise ValueError(
+            f"linear_residual: residual {tuple(residual.shape)} is not {(*x.shape[:-1], n)}, as the product"
+        )
+    for name, t in (("bias", bias), ("scale", scale)):
+        if t is not None and t.shape != (n,):
+            raise ValueError(f"linear_residual: {name} {tuple(t.shape)} is not [{n}]")
+
+
+def supports_residual(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """Return why the tiled kernel does not support this call, None if it does."""
+    if x.numel() < LEAST * x.shape[-1]:
+        return ForOthers(f"fewer than {LEAST} tokens")
+    for t in (residual, scale):
+        if t is not None and (t.dtype != x.dtype or not t.is_contiguous() or t.data_ptr() % 16):
+            return ForOthers(f"residual or scale is {t.dtype}, x {x.dtype}, or not contiguous from 16 bytes")
+    reason = supports_tiled(x, weight, bias)
+    return None if reason is None else ForOthers(reason)
+
+
+def _tiled(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """One kernel: bias, scale and residual are added to the float32 sums, while the next tile is multiplied."""
+    _check(residual, x, weight, bias, scale)
+    return linear_tiled(x, weight, bias, RESIDUAL, scale, residual)
+
+
+def _torch(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    _check(residual, x, weight, bias, scale)
+    y = F.linear(x, weight, bias)
+    return residual + y if scale is None else torch.addcmul(residual, scale, y)
+
+
+def _reference(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    _check(residual, x, weight, bias, scale)
+    return reference(residual, x, weight, bias, scale).contiguous()
+
+
+linear_residual = define(
+    "linear_residual(Tensor residual, Tensor x, Tensor weight, Tensor? bias=None, Tensor? scale=None) -> Tensor",
+    fake=lambda residual, x, weight, bias=None, scale=None: x.new_empty(residual.shape),
+    providers=(
+        Provider("cuda-tiled", _tiled, supports=supports_residual),
+        Provider("torch", _torch, devices=("cuda", "cpu")),
+        Provider("reference", _reference, devices=("cuda", "cpu")),
+    ),
+)
+
+
+def adds(linear: Any, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
+    """Whether the op is for residual + scale * linear(x): a plain layer of 16-bit numbers, and many tokens."""
+    sizes = linear.in_features % 8 == 0 and linear.out_features % 32 == 0 and linear.in_features >= 64
+    many = x.dtype in (torch.float16, torch.bfloat16) and x.numel() >= LEAST * x.shape[-1]
+    return plain_linear(linear, x) and sizes and many and (scale is None or scale.dtype == x.dtype)
+
+
+def _case(
+    name: str, tokens: int, k: int, n: int, tag: str = "odd", dtype: str = "bfloat16", bias: bool = True,
+    scale: bool = True,
+) -> Case:  # fmt: skip
+    dims = {"tokens": tokens, "k": k, "n": n, "bias": bias, "scale": scale}
+    return Case(name, dims, dtype, 1, (tag,))
+
+
+SPEC = OpSpec(
+    name="linear_residual",
+    level=2,
+    reference=reference,
+    op=linear_residual,
+    cases=(  # attention and MLP of DINOv3 ViT-L at 256 px, MLP of ViT-B/16
+        _case("dinov3_proj", 2088, 1024, 1024, "model"),
+        _case("dinov3_mlp", 2088, 4096, 1024, "model"),
+        _case("vit_mlp", 1576, 3072, 768, "model", scale=False),
+        _case("one", 1, 1, 1, dtype="float32"),
+        _case("scale_of_one", 1, 8, 1, scale=False),
+        _case("of_63", 63, 72, 130),
+        _case("of_65", 65, 136, 72, bias=False),
+        _case("of_150", 150, 200, 104, dtype="float16"),
+        _case("without_bias", 5, 129, 40, bias=False),
+        _case("sum", 17, 64, 1000, dtype="float32", bias=False, scale=False),
+    ),
+    arguments=(
+        Tensor("residual", "tokens n"),
+        Tensor("x", "tokens k"),
+        Tensor("weight", "n k", values=fan_in),
+        Tensor("bias", "n", when="bias", std=0.1),
+        Tensor("scale", "n", when="scale"),
+    ),
+    outputs=(Tensor("out", "tokens n"),),
+    axes={
+        "tokens": Axis.per_call(),
+        "k": Axis.width(),
+        "n": Axis.width(),
+        "bias": Axis.option(True, stated=True),
+        "scale": Axis.option(True, stated=True),
+    },
+    flops="2 * tokens * n * k + 2 * tokens * n",
+    activations=("residual", "x"),
+    tolerance={
+        "float32": Tolerance(2e-5, 2e-5),
+        "float16": Tolerance(4e-3, 4e-3),
+        "bfloat16": Tolerance(3e-2, 3e-2),
+    },
+    stands_for=("linear", "gated_residual"),
+)  # fmt: skip

@@ -1,0 +1,298 @@
+// y = f(x W^T + b) for many tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding. f is the
+// identity, GELU, or residual + scale * (...) with one scale a column (LayerScale), computed from the float32 sums.
+//
+// Blocks are persistent. One thread reads x and W into a ring of STAGES pieces of 64 columns (tensor maps, 128-byte
+// swizzle). Two warpgroups take the block's tiles of BM x BN in turn: while one computes f and stores, the other multiplies.
+// They pass the turn to each other with a tile's last piece: a barrier of the ring cannot be waited for a lap ahead. Or they
+// COOPERATE: each has half of a tile's rows. Such tiles can be larger, so that less is read, but f is computed in between.
+//
+// With CLUSTER blocks in a cluster, their tiles lie next to each other, and each block reads a slice of what they have in
+// common and copies it to all: of W (SHARE_W: below each other) or of x.
+//
+// Sums are stored from registers. wgmma gives a thread two of every eight columns: W's rows are read in another order, so
+// that these columns are eight that lie next to each other, 16 bytes of the result.
+//
+// Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
+// share W in L2), BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual), BF16. multiply() precedes this
+// file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
+
+struct __align__(128) TensorMap { u64 opaque[16]; };
+
+constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
+constexpr int ATOMS = ROWS / 64, SUMS = BN / 2;  // of each thread, for 64 rows
+constexpr int X_STAGE = 128 * BM, W_STAGE = 128 * BN;
+constexpr int X_SLICE = SHARE_W ? BM : BM / CLUSTER, W_SLICE = SHARE_W ? BN / CLUSTER : BN;  // rows that a block reads
+constexpr int BLOCKS = BN / 32, PLACES = 2 * ATOMS;  // of 32 columns; rows of a thread
+constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
+#if BEHIND == 3
+constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
+#endif
+constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
+static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
+static_assert(X_SLICE % 8 == 0 && W_SLICE % 32 == 0, "slices begin where the swizzle and blocks of columns do");
+
+// Of x: rows in their order. Of W: rows 32b + 8q + 2j + e as 32b + 8j + 2q + e, `row` a multiple of 32.
+#define COPY "cp.async.bulk.tensor."
+#define INTO ".shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+#define ALL ".multicast::cluster"
+__device__ __forceinline__ void load_x(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    if (SHARE_W || CLUSTER == 1)
+        asm volatile(COPY "2d" INTO " [%0], [%1, {%2, %3}], [%4];"
+                     ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
+    else
+        asm volatile(COPY "2d" INTO ALL " [%0], [%1, {%2, %3}], [%4], %5;"
+                     ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(EVERYONE) : "memory");
+}
+
+__device__ __forceinline__ void load_w(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
+    if (!SHARE_W || CLUSTER == 1)
+        asm volatile(COPY "5d" INTO " [%0], [%1, {%2, %3, %3, %3, %4}], [%5];"
+                     ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(row / 32), "r"(barrier) : "memory");
+    else
+        asm volatile(COPY "5d" INTO ALL " [%0], [%1, {%2, %3, %3, %3, %4}], [%5], %6;"
+                     ::"r"(to), "l"(&map), "r"(column), "r"(0), "r"(row / 32), "r"(barrier), "h"(EVERYONE) : "memory");
+}
+
+// Not with .release.cluster, which would first wait for this thread's stores to global memory.
+__device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+        " mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+        ::"r"(barrier), "r"(rank) : "memory");
+}
+
+__device__ __forceinline__ void cluster_begins() {  // after the fence of its barriers
+    if (CLUSTER == 1) return __syncthreads();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_ends() {  // not while a block reads into another one or arrives there
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ int rank_in_cluster() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return CLUSTER == 1 ? 0 : rank;
+}
+
+// Of a swizzled matrix with rows of 128 bytes: groups of 8 rows are 1024 bytes apart.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ void begin_multiply() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_multiply() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void finish_multiply() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float not_negative(float x) {  // NaN stays
+    float y;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float activate(float x) {
+#if BEHIND == 1
+    // x Phi(x) is max(x, 0) - |x| Phi(-|x|). The logarithm of Phi(-a) is smooth: a polynomial of degree 7 is within
+    // 5e-6 up to a = 6, and falls on beyond, where |x| Phi(-|x|) is under 6e-9. Bounded, as inf * 0 is NaN.
+    const float a = fminf(fabsf(x), 16);
+    float p = -1.83480961e-06f;
+    p = fmaf(p, a, 6.15982572e-05f), p = fmaf(p, a, -0.000930524548f), p = fmaf(p, a, 0.0085078897f);
+    p = fmaf(p, a, -0.0539600663f), p = fmaf(p, a, -0.458464384f), p = fmaf(p, a, -1.15125108f);
+    return fmaf(-a, power_of_2(fmaf(p, a, -0.999995291f)), not_negative(x));
+#elif BEHIND == 2
+    // (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)), with u = sqrt(2 / pi) (x + 0.044715 x^3).
+    const float u = x * fmaf(x * x, -2.302208198f * 0.044715f, -2.302208198f);
+    return x * reciprocal(1 + power_of_2(u));
+#else
+    return x;
+#endif
+}
+
+// Eight numbers from a column on, of a bias for example; `absent` in pairs if there are none.
+__device__ __forceinline__ uint4 eight(const u16* numbers, int column, u32 absent) {
+    return numbers ? load_16((const uint4*)(numbers + column)) : make_uint4(absent, absent, absent, absent);
+}
+
+__device__ __forceinline__ u32 pair_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
+
+__device__ __forceinline__ float low_of(u32 pair) { return widen((u16)pair); }
+
+__device__ __forceinline__ float high_of(u32 pair) { return widen((u16)(pair >> 16)); }
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const u16* __restrict__ bias,
+    const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int thread = threadIdx.x, lane = thread % 32, group = thread / 128, rank = rank_in_cluster();
+    const int pieces = (K + 63) / 64, m_tiles = (M + BM - 1) / BM, n_tiles = (N + BN - 1) / BN;
+    // The clusters' tiles: `below` by `beside` of them.
+    const int below = SHARE_W ? (m_tiles + CLUSTER - 1) / CLUSTER : m_tiles;
+    const int beside = SHARE_W ? n_tiles : (n_tiles + CLUSTER - 1) / CLUSTER;
+    const int tiles = below * beside, first = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+    const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + STAGES * X_STAGE;
+    const u32 full = w_ring + STAGES * W_STAGE, empty = full + 8 * STAGES, turns = empty + 8 * STAGES;
+    auto place = [&](int tile, int& row, int& column) {
+        const int band = tile / (GROUP * beside), in_band = tile % (GROUP * beside), height = min(GROUP, below - band * GROUP);
+        const int m = band * GROUP + in_band % height, n = in_band / height;
+        row = (SHARE_W ? m * CLUSTER + rank : m) * BM, column = (SHARE_W ? n : n * CLUSTER + rank) * BN;
+    };
+
+    if (thread == 0) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
+        for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 4 * (1 + COOPERATE) * CLUSTER);
+        make_barrier(turns, 4), make_barrier(turns + 8, 4);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    cluster_begins();
+
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;" ::: "memory");
+        if (thread == 0) {
+            auto read_weights = [&](int stage, int piece, int column) {
+                expect(full + 8 * stage, X_STAGE + W_STAGE);
+                const int from = SHARE_W ? W_SLICE * rank : 0;
+                load_w(w_ring + stage * W_STAGE + 128 * from, w_map, 64 * piece, column + from, full + 8 * stage);
+            };
+            int row, column, stage = 0, ahead = 0;
+            u32 parity = 1;
+            if (first < tiles) {  // the weight is there before the previous kernel ends
+                place(first, row, column);
+                for (; ahead < min(STAGES, pieces); ahead++) read_weights(ahead, ahead, column);
+            }
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            for (int tile = first; tile < tiles; tile += clusters) {
+                place(tile, row, column);
+                for (int piece = 0; piece < pieces; piece++) {
+                    if (ahead > 0) {
+                        ahead--;
+                    } else {
+                        wait(empty + 8 * stage, parity);
+                        read_weights(stage, piece, column);
+                    }
+                    const int from = SHARE_W ? 0 : X_SLICE * rank;
+                    load_x(x_ring + stage * X_STAGE + 128 * from, x_map, 64 * piece, row + from, full + 8 * stage);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;" ::: "memory");
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        const int quad = lane % 4, row_of_thread = thread % 128 / 32 * 16 + lane / 4;
+        const int own_rows = COOPERATE ? (group - 1) * ROWS : 0;  // of a tile
+        int piece = 0;  // of all that the ring will have held
+        for (int tile = first, i = 0; tile < tiles; tile += clusters, i++) {
+            if (!COOPERATE && i % 2 != group - 1) {
+                piece += pieces;
+                continue;
+            }
+            int row, column;
+            place(tile, row, column);
+            row += own_rows;
+            int stage = piece % STAGES, used = -1;
+            u32 parity = piece / STAGES & 1;
+            float sums[ATOMS][SUMS];
+            // A thread has eight columns of each of PLACES rows in each block of 32 columns.
+            auto row_of = [&](int i) { return row + row_of_thread + 64 * (i / 2) + 8 * (i % 2); };
+            auto column_of = [&](int block) { return column + 32 * block + 8 * quad; };
+            auto there = [&](int i, int block) { return row_of(i) < M && column_of(block) < N; };
+            auto inside = [&](int block) { return min(column_of(block), N - 8); };  // past the end: any numbers
+            auto release = [&](int of) {
+                if (CLUSTER == 1 ? lane == 0 : lane < CLUSTER) {
+                    if (CLUSTER == 1) arrive(empty + 8 * of);
+                    else arrive_at(empty + 8 * of, lane);
+                }
+            };
+            if (!COOPERATE) wait(turns + 8 * (i % 2), (i + 1) / 2 - 1 & 1);
+            for (int k = 0; k < pieces; k++) {
+                wait(full + 8 * stage, parity);
+                const u64 a = descriptor(x_ring + stage * X_STAGE + 128 * own_rows), b = descriptor(w_ring + stage * W_STAGE);
+                begin_multiply();
+#pragma unroll
+                for (int step = 0; step < 4; step++)  // 16 of K are 32 bytes
+#pragma unroll
+                    for (int atom = 0; atom < ATOMS; atom++)
+                        multiply(sums[atom], a + (8192 * atom + 32 * step) / 16, b + 32 * step / 16, k + step);
+                commit_multiply();
+                if (!COOPERATE && k == pieces - 1 && lane == 0) arrive(turns + 8 * ((i + 1) % 2));
+                finish_multiply<1>();
+                if (used >= 0) release(used);
+                used = stage;
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+            auto bias_of = [&](int block) { return eight(bias, inside(block), 0); };
+            uint4 biases = bias_of(0);
+#if BEHIND == 3
+            auto scale_of = [&](int block) { return eight(scale, inside(block), ONES); };
+            auto residual_of = [&](int i, int block) {
+                return load_16((const uint4*)(residual + ((u32)min(row_of(i), M - 1) * N + inside(block))));
+            };
+            uint4 scales = scale_of(0), residuals[PLACES];
+            if (EARLY)
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) residuals[i] = residual_of(i, 0);
+#endif
+            finish_multiply<0>();
+            release(used);
+            piece += pieces;
+#pragma unroll
+            for (int atom = 0; atom < ATOMS; atom++)
+#pragma unroll
+                for (int s = 0; s < SUMS; s++) asm volatile("" : "+f"(sums[atom][s])::"memory");  // not read earlier
+
+            // Sums 4j to 4j + 3 of a block: columns 8 * quad + 2j and the one after, of a row and of the 8th below.
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) {
+                const bool more = EARLY && block + 1 < BLOCKS;
+                const uint4 added = EARLY || block == 0 ? biases : bias_of(block);
+                if (more) biases = bias_of(block + 1);
+#if BEHIND == 3
+                const uint4 factors = EARLY || block == 0 ? scales : scale_of(block);
+                if (more) scales = scale_of(block + 1);
+#endif
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) {
+#if BEHIND == 3
+                    const uint4 other = EARLY ? residuals[i] : residual_of(i, block);
+                    if (more) residuals[i] = residual_of(i, block + 1);
+#endif
+                    u32 v[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const float* sum = sums[i / 2] + 16 * block + 4 * j + i % 2 * 2;
+                        float low = sum[0] + low_of(pair_of(added, j)), high = sum[1] + high_of(pair_of(added, j));
+#if BEHIND == 3
+                        low = fmaf(low, low_of(pair_of(factors, j)), low_of(pair_of(other, j)));
+                        high = fmaf(high, high_of(pair_of(factors, j)), high_of(pair_of(other, j)));
+#endif
+                        v[j] = narrow(activate(low), activate(high));
+                    }
+                    if (there(i, block)) *(uint4*)(out + ((u32)row_of(i) * N + column_of(block))) = make_uint4(v[0], v[1], v[2], v[3]);
+                }
+            }
+        }
+    }
+    cluster_ends();
+}

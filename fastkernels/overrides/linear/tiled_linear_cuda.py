@@ -1,0 +1,175 @@
+"""y = f(x W^T + b) for many tokens with Hopper's wgmma, in CUDA C++: csrc/tiled_linear.cu, compiled at its first call.
+
+f is the identity, GELU, or residual + scale * (...), which cuBLASLt lacks or, of GELU, has with tanh only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit.hopper import text
+from fastkernels.overrides.kit.launch import multiprocessors
+from fastkernels.overrides.kit.overlap import overlaps
+from fastkernels.overrides.linear.skinny_linear_cuda import refused
+from fastkernels.overrides.linear.skinny_linear_triton import unaligned
+from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
+
+SOURCE = Path(__file__).parent / "csrc" / "tiled_linear.cu"
+THREADS = 384
+SHARED = 226 * 1024  # bytes of a block, without 1 KiB for barriers and alignment
+MAX_STAGES = 12
+GROUP = 8
+LEAST = 128  # tokens for which it was faster than a product and a pass
+_P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
+TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
+# f: its number in the source
+NONE, GELU, GELU_TANH, RESIDUAL = range(4)
+
+# rows, columns  of a tile
+# cooperate      both warpgroups multiply a tile, instead of taking tiles in turn
+# cluster        blocks that share W ('w': their tiles lie below each other) or x ('x': beside each other), and how many
+PARAMS: tuple[dict[str, Any], ...] = tuple(
+    {"rows": rows, "columns": columns, "cooperate": cooperate, "shares": shares, "cluster": cluster}
+    for rows, columns, cooperate in (
+        (128, 192, False), (128, 160, False), (128, 128, False), (128, 96, False), (192, 128, False), (192, 96, False),
+        (64, 256, False), (64, 192, False), (64, 160, False), (64, 128, False), (64, 96, False), (256, 192, True),
+        (256, 160, True), (256, 128, True), (256, 96, True), (128, 256, True), (128, 192, True), (128, 128, True),
+        (128, 96, True), (128, 64, True),
+    )
+    for shares, cluster in (("w", 1), ("w", 2), ("x", 2))
+    if shares == "x" or columns // cluster % 32 == 0
+)  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """How a call is divided: tiles of rows x columns, clusters of blocks that share W or x, and blocks in all."""
+
+    rows: int
+    columns: int
+    cooperate: bool
+    shares: str
+    cluster: int
+    tiles: int  # of a cluster, in all
+    grid: int
+
+    @property
+    def stages(self) -> int:
+        return min(MAX_STAGES, SHARED // (128 * (self.rows + self.columns)))
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory: the ring, its barriers and those of turns, and 1 KiB to align it."""
+        return self.stages * (128 * (self.rows + self.columns) + 16) + 16 + 1024
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """Rows of x and W that a block reads for a tile; a cluster's other blocks read the rest of what it shares."""
+        x, w = (self.cluster if self.shares == shared else 1 for shared in "xw")
+        return self.rows // x, self.columns // w
+
+    def options(self, f: int, bf16: bool) -> tuple[str, ...]:
+        """Return NVRTC's options, without the architecture."""
+        clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
+        return (
+            "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
+            f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}", f"-DGROUP={GROUP}", f"-DBEHIND={f}",
+            f"-DBF16={int(bf16)}", f"-DCLUSTERED={clustered}",
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    m: int, n: int, rows: int, columns: int, cooperate: bool = False, shares: str = "w", cluster: int = 1,
+    sms: int = 132,
+) -> Plan:  # fmt: skip
+    """Return the plan for a result [m, n] on a chip with so many SMs."""
+    down, right = -(-m // rows), -(-n // columns)
+    tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
+    return Plan(rows, columns, cooperate, shares, cluster, tiles, cluster * min(tiles, sms // cluster))
+
+
+def fits(params: dict[str, Any], f: int) -> bool:
+    """Return whether a thread's sums and the residuals that it reads ahead fit in registers."""
+    return f != RESIDUAL or params["rows"] * params["columns"] < 128 * 192 * (1 + params["cooperate"])
+
+
+def cycles(p: Plan, k: int) -> float:
+    """Return about how many cycles the busiest block takes, to compare plans.
+
+    A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at 40 a cycle. What follows the product
+    takes a sixth of a cycle for each result, where no other tile is multiplied meanwhile.
+    """
+    pieces, rounds = -(-k // 64), -(-p.tiles // (p.grid // p.cluster))
+    multiplying, behind = p.rows * p.columns / 32, p.rows * p.columns / (12 if p.cooperate else 6)
+    reading = 128 * (p.rows + p.columns) / 40
+    return rounds * pieces * max(multiplying, reading) + behind * (rounds if p.cooperate else 1)
+
+
+@lru_cache(maxsize=4096)
+def choose(m: int, n: int, k: int, f: int = NONE, sms: int = 132) -> dict[str, Any]:
+    """Return the default parameters for x [m, k] and weight [n, k]."""
+    sets = (p for p in PARAMS if fits(p, f))
+    return min(sets, key=lambda p: (cycles(plan(m, n, **p, sms=sms), k), p["cluster"]))
+
+
+def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
+    """Return why the tiled kernel does not support this call, None if it does."""
+    if (reason := refused(SOURCE, x, weight, bias, unaligned)) is not None:
+        return reason
+    n, k = weight.shape
+    if n % 32 or k < 64:
+        return f"N = {n} is not a multiple of 32, or K = {k} under 64, the columns of one copy"
+    if x.numel() // k * n >= 1 << 32:
+        return "2^32 results or more"
+    if weight.stride(0) < k:
+        return f"weight has strides {tuple(weight.stride())}: its rows must not overlap"
+    return None
+
+
+@lru_cache(maxsize=256)
+def _kernel(device: torch.device, p: Plan, f: int, bf16: bool) -> cuda_rtc.Kernel:
+    source = multiply(p.columns, "bf16" if bf16 else "f16") + text(SOURCE)
+    return cuda_rtc.Kernel(source, "tiled_linear", p.options(f, bf16), device.index, TYPES, p.shared)
+
+
+def linear_tiled(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, f: int = NONE,
+    scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, **params: Any,
+) -> torch.Tensor:  # fmt: skip
+    """x: [..., K]; weight: [N, K]; bias, scale: [N] or None; residual: [..., N], with f = RESIDUAL. Returns [..., N].
+
+    params: one of PARAMS; the defaults are those of `choose`. In a CUDA graph this kernel prefetches the weight while
+    the previous kernel still runs, which must not write it.
+    """
+    n, k = weight.shape
+    rows = x.reshape(-1, k)
+    m = rows.shape[0]
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    if m == 0 or n == 0:
+        return out
+    if m > 1 and rows.stride(0) < k:  # expanded from one row
+        rows = rows.contiguous()
+    sms = multiprocessors(x.device)
+    p = plan(m, n, **(params or choose(m, n, k, f, sms)), sms=sms)
+    kernel = _kernel(x.device, p._replace(tiles=0, grid=0), f, x.dtype == torch.bfloat16)
+    x_rows, w_rows = p.boxes
+    x_map = cuda_rtc.tensor_map(rows.data_ptr(), m, k, rows.stride(0) if m > 1 else k, x_rows)
+    row = weight.stride(0)  # 32 rows are 4 x 4 pairs, which the box transposes
+    w_map = cuda_rtc.tensor_map_of(
+        weight.data_ptr(),
+        (k, 2, 4, 4, n // 32),
+        (row, 8 * row, 2 * row, 32 * row),
+        (64, 2, 4, 4, w_rows // 32),
+    )
+    residual = None if residual is None else residual.contiguous()
+    pointers = (None if t is None else t.data_ptr() for t in (bias, scale, residual, out))
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
+    kernel.launch(p.grid, THREADS, stream, (x_map, w_map, *pointers, m, n, k), overlap=early)
+    return out

@@ -1,0 +1,125 @@
+"""Emulate csrc/tiled_linear.cu on a CPU: its own text, with lanes_on_cpu.hpp instead of PTX. Needs g++."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import torch
+from support.kernels.emulated import ported, run
+
+from fastkernels.overrides.kit.hopper import text
+from fastkernels.overrides.linear import tiled_linear_cuda as tiled
+
+BODIES = {
+    "shared_address": "return (u32)((uintptr_t)p - (uintptr_t)shared_memory);",
+    "make_barrier": "barriers[barrier] = {arrivals, arrivals};",
+    "arrive": "count(barrier, 1, 0), changes.held++;",
+    "arrive_at": "count(in_block(barrier, rank), 1, 0), changes.held++;",
+    "expect": "count(barrier, 1, bytes), changes.held++;",
+    "wait": "while ((u32)barriers[barrier].phase == parity) wait_past(changes, changes.held);",
+    "load_x": "copy(to, map.opaque, column, row, barrier, !SHARE_W);",
+    "load_w": "copy(to, map.opaque, column, row, barrier, SHARE_W);",
+    "cluster_begins": "arrive_at_cluster(), wait_for_cluster();",
+    "cluster_ends": "arrive_at_cluster(), wait_for_cluster();",
+    "rank_in_cluster": "return rank_of_block();",
+    "begin_multiply": "__syncwarp();",
+    "commit_multiply": "",
+    "finish_multiply": "__syncwarp();",
+    "power_of_2": "return exp2f(x);",
+    "reciprocal": "return 1 / x;",
+    "not_negative": "return x < 0 ? 0 : x;",
+    "load_16": "return *at;",
+    "widen": "return number(bits);",
+    "narrow": "return rounded(low) | (u32)rounded(high) << 16;",
+}
+BEFORE = """#include "on_cpu.hpp"
+#include "lanes_on_cpu.hpp"
+static Meeting changes;  // of barriers
+
+// Of a tensor map: its address, rows, columns, stride, rows of a box, and whether 32 rows are 4 x 4 pairs to transpose.
+static void copy(uint32_t to, const unsigned long long* map, int column, int row, uint32_t barrier, bool to_all) {
+    std::vector<uint16_t> box(64 * map[4]);
+    for (int i = 0; i < (int)box.size(); i++) {
+        int r = i / 64, c = column + i % 64;
+        if (map[5]) r = r / 32 * 32 + r / 2 % 4 * 8 + r / 8 % 4 * 2 + r % 2;
+        const bool there = row + r < (int)map[1] && c < (int)map[2];
+        box[i] = there ? ((const uint16_t*)map[0])[(row + r) * map[3] + c] : 0;
+    }
+    for (int block = to_all ? 0 : rank_of_block(); block < (to_all ? CLUSTER : rank_of_block() + 1); block++) {
+        for (int i = 0; i < (int)box.size(); i++) memcpy(at(swizzled(in_block(to, block) + 2 * i)), &box[i], 2);
+        count(in_block(barrier, block), 0, -128 * (long)map[4]), changes.held++;
+    }
+}
+
+template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    auto value = [](unsigned long long descriptor, int row, int k) {
+        uint16_t bits;
+        memcpy(&bits, at(swizzled(((descriptor & 0x3fff) << 4) + row / 8 * 1024 + row % 8 * 128 + 2 * k)), 2);
+        return number(bits);
+    };
+    float rows[2][16];
+    for (int i = 0; i < 32; i++) rows[i / 16][i % 16] = value(a, 16 * warp + lane / 4 + i / 16 * 8, i % 16);
+    for (int i = 0; i < COUNT; i += i % 4 == 1 ? 3 : 1) {
+        float sums[2] = {};
+        for (int k = 0; k < 16; k++) {
+            const float v = value(b, i / 4 * 8 + lane % 4 * 2 + i % 2, k);
+            sums[0] += rows[0][k] * v, sums[1] += rows[1][k] * v;
+        }
+        for (int j = 0; j < 2; j++) c[i + 2 * j] = (add ? c[i + 2 * j] : 0) + sums[j];
+    }
+}
+"""
+MAIN = """
+static std::vector<uint4> x, w, bias, scale, residual, out;
+static std::vector<int> head;
+
+void one() {
+    const TensorMap x_map = {{(u64)x.data(), (u64)head[0], (u64)head[2], (u64)head[2], (u64)X_SLICE, 0}};
+    const TensorMap w_map = {{(u64)w.data(), (u64)head[1], (u64)head[2], (u64)head[2], (u64)W_SLICE, 1}};
+    auto given = [](std::vector<uint4>& v) { return v.empty() ? nullptr : (u16*)v.data(); };
+    tiled_linear(x_map, w_map, given(bias), given(scale), given(residual), (u16*)out.data(), head[0], head[1], head[2]);
+}
+
+int main(int, char** names) {
+    FILE* file = fopen(names[1], "rb");
+    head = numbers<int>(file, 7);
+    const int M = head[0], N = head[1], K = head[2], grid = head[3];
+    x = numbers<uint4>(file, M * K / 8), w = numbers<uint4>(file, N * K / 8);
+    bias = numbers<uint4>(file, head[4] / 8), scale = numbers<uint4>(file, head[5] / 8);
+    residual = numbers<uint4>(file, head[6] / 8);
+    out.assign(M * N / 8, {~0u, ~0u, ~0u, ~0u});
+    gridDim.x = grid;
+    for (int block = 0; block < grid; block += CLUSTER) {
+        memset(shared_memory, 0xff, sizeof shared_memory);
+        run_cluster(CLUSTER, block, THREADS, one);
+    }
+    fwrite(out.data(), 2, M * N, fopen(names[2], "wb"));
+    fflush(nullptr);
+}
+"""
+
+
+def linear_tiled(
+    args: list[torch.Tensor | None], f: int, params: dict[str, int | str], sms: int, stages: int, folder: Path
+) -> torch.Tensor:
+    """Return the kernel's result for x, weight, bias, scale and residual. Raises RuntimeError with its error."""
+    x, weight = args[0], args[1]
+    assert x is not None and weight is not None
+    (m, k), n, bf16 = x.shape, weight.shape[0], x.dtype == torch.bfloat16
+    p = tiled.plan(m, n, **params, sms=sms)  # type: ignore[arg-type]
+    told = [o for o in p.options(f, bf16) if not o.startswith(("-DSTAGES", "-DCLUSTERED"))]
+    written = {
+        "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
+        'extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)': "void",
+        "multiply(sums[": "multiply_16(sums[",
+    }
+    source = ported(text(tiled.SOURCE), BODIES, written, [*told, f"-DSTAGES={stages}"])
+    end = source.index("typedef unsigned int u32;")
+    source = source[:end] + BEFORE + source[end:] + MAIN
+    sizes = (0 if t is None else t.numel() for t in args[2:])
+    given = struct.pack("7i", m, n, k, p.grid, *sizes)
+    given += b"".join(t.view(torch.int16).numpy().tobytes() for t in args if t is not None)
+    found = run(source, given, folder)
+    return torch.frombuffer(bytearray(found), dtype=x.dtype).view(m, n)
