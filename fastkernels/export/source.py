@@ -30,6 +30,7 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.overrides.quant.quantize_fp8": "fork_quantize.py",
     f"{PACKAGE}.overrides.linear.wgmma_linear_cuda": "fork_wgmma.py",
     f"{PACKAGE}.overrides.attention.attention_decode_cuda": "fork_decode.py",
+    f"{PACKAGE}.overrides.kit.cublaslt": "fork_refuse.py",
     f"{PACKAGE}.overrides.kit.modules": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.gelu_epilogue": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.modulated_pair": "fork_refuse.py",

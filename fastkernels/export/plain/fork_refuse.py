@@ -50,6 +50,22 @@ def autocasts(x: torch.Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
+def gelu_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    return None
+
+
+def products(linears: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    return [layer(x) for layer in linears]
+
+
+def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    return linear(x)
+
+
+def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
+    return ff(x)
+
+
 def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return linear(torch.cat((a, b), dim=-1))
 
@@ -76,11 +92,12 @@ def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> to
 
 
 def positioned(attn: Any, q: Any, k: Any, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _positioned(attn, "q", q, rotary), _positioned(attn, "k", k, rotary)
+    return _positioned(attn, "q", *q, rotary), _positioned(attn, "k", *k, rotary)
 
 
-def _positioned(attn: Any, part: str, given: Any, rotary: Any) -> torch.Tensor:
-    x, text = given
+def _positioned(
+    attn: Any, part: str, x: torch.Tensor, text: torch.Tensor | None, rotary: Any
+) -> torch.Tensor:
     norm = getattr(attn, f"norm_{part}")
     of_text = norm if text is None else getattr(attn, f"norm_added_{part}")
     plain = all(type(n) is torch.nn.RMSNorm and n.eps is not None for n in (norm, of_text))

@@ -10,7 +10,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
 from fastkernels.overrides.diffusion.qk_norm_rope_pair import positioned
 from fastkernels.overrides.kit.chips import H100, H200
-from fastkernels.overrides.kit.modules import joined_linears
+from fastkernels.overrides.kit.modules import joined_linears, product, products
 
 
 class DiffusersAttnProcessor2_0:
@@ -48,7 +48,10 @@ class DiffusersAttnProcessor2_0:
             attention_mask = mask.view(batch, attn.heads, -1, mask.shape[-1])
         if encoder_hidden_states is not None and attn.norm_cross:
             context = attn.norm_encoder_hidden_states(context)
-        projected = attn.to_q(x), attn.to_k(context), attn.to_v(context)
+        if encoder_hidden_states is None:
+            projected = products((attn.to_q, attn.to_k, attn.to_v), x)
+        else:
+            projected = attn.to_q(x), *products((attn.to_k, attn.to_v), context)
         q, k, v = (t.unflatten(-1, (attn.heads, -1)) for t in projected)
         q = q if attn.norm_q is None else attn.norm_q(q)
         k = k if attn.norm_k is None else attn.norm_k(k)
@@ -101,14 +104,14 @@ class DiffusersFluxAttnProcessor:
         text_q, text_k, *of_text = _heads(attn, text, "add_{}_proj", "to_added_qkv", which)
         if text is not None and not of_image:
             both = joined_linears(attn.add_v_proj, text, attn.to_v, hidden_states)
-            of_image = [both.unflatten(-1, (-1, attn.head_dim))]
+            of_image.append(both.unflatten(-1, (-1, attn.head_dim)))
         v = torch.cat((*of_text, *of_image), dim=1) if of_text else of_image[0]
         q, k = positioned(attn, (q, text_q), (k, text_k), image_rotary_emb)
         found = attend(q, k, v, attn.head_dim**-0.5, attention_mask).to(q.dtype)
         if encoder_hidden_states is None:
             return found
         texts = encoder_hidden_states.shape[1]
-        image = attn.to_out[1](attn.to_out[0](found[:, texts:].contiguous()))
+        image = attn.to_out[1](product(attn.to_out[0], found[:, texts:].contiguous()))
         return image, attn.to_add_out(found[:, :texts].contiguous())  # type: ignore[return-value]
 
 
@@ -126,7 +129,8 @@ def _heads(attn: Any, x: torch.Tensor | None, projection: str, fused: str, which
         return [None, None]
     if attn.fused_projections:
         return [t.unflatten(-1, (-1, attn.head_dim)) for t in getattr(attn, fused)(x).chunk(3, dim=-1)]
-    return [getattr(attn, projection.format(part))(x).unflatten(-1, (-1, attn.head_dim)) for part in which]
+    layers = [getattr(attn, projection.format(part)) for part in which]
+    return [t.unflatten(-1, (-1, attn.head_dim)) for t in products(layers, x)]
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"

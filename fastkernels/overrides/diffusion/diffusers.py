@@ -125,7 +125,7 @@ class DiffusersAdaLayerNormContinuous(_Modulated):
         self.norm = nn.LayerNorm(embedding_dim, eps, elementwise_affine, bias)
 
     def forward(self, x: torch.Tensor, conditioning_embedding: torch.Tensor) -> torch.Tensor:
-        scale, shift = self.linear(self.silu(conditioning_embedding).to(x.dtype)).chunk(2, dim=1)
+        scale, shift = modulation(self.linear, self.silu(conditioning_embedding).to(x.dtype)).chunk(2, dim=1)
         return _modulated(self.norm, x, scale, shift)
 
 
@@ -254,7 +254,7 @@ class DiffusersResnetBlock2D(nn.Module):
         x = _normed(self.norm1, input_tensor)
         if self.time_emb_proj is not None:
             temb = temb if self.skip_time_act else self.nonlinearity(temb)
-            temb = self.time_emb_proj(temb)[:, :, None, None]
+            temb = modulation(self.time_emb_proj, temb)[:, :, None, None]
         added = temb if self.time_embedding_norm == "default" else None
         x = self.conv2(self.dropout(_conv_normed(self.norm2, self.conv1, x, added)))
         if self.conv_shortcut is not None:

@@ -18,8 +18,9 @@ from fastkernels.overrides.diffusion.diffusers import (
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.diffusion.gelu_epilogue import activated
 from fastkernels.overrides.diffusion.modulated_pair import modulated_pair
+from fastkernels.overrides.diffusion.rope_axes import rope_axes
 from fastkernels.overrides.kit.chips import H100
-from fastkernels.overrides.kit.modules import changed, linear_of_two
+from fastkernels.overrides.kit.modules import changed, linear_of_two, mlp
 
 
 class _Attention(nn.Module):
@@ -140,11 +141,9 @@ class DiffusersFluxTransformerBlock(nn.Module):
             **(joint_attention_kwargs or {}),
         )
         image, x = _gated(hidden_states, found, gate, self.norm2, (scale, shift))
-        image, _ = _gated(image, self.ff(x), gate_mlp)
-        image = sum(adapters, image)  # of images (IP-Adapter)
+        image = sum(adapters, _gated(image, mlp(self.ff, x), gate_mlp)[0])  # and of images (IP-Adapter)
         text, x = _gated(encoder_hidden_states, c_found, c_gate, self.norm2_context, (c_scale, c_shift))
-        text, _ = _gated(text, self.ff_context(x), c_gate_mlp)
-        return _clipped(text), image
+        return _clipped(_gated(text, self.ff_context(x), c_gate_mlp)[0]), image
 
 
 class DiffusersFluxSingleTransformerBlock(nn.Module):
@@ -173,18 +172,40 @@ class DiffusersFluxSingleTransformerBlock(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         texts = encoder_hidden_states.shape[1]
         front, residual, x, gate = modulated_pair(self.norm, encoder_hidden_states, hidden_states, temb)
-        mlp = activated(self.proj_mlp, self.act_mlp, x)
+        hidden = activated(self.proj_mlp, self.act_mlp, x)
         found = self.attn(
             hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
         )
-        both, _ = _gated(residual, linear_of_two(self.proj_out, found, mlp), gate, front=front)
-        both = _clipped(both)
+        found = linear_of_two(self.proj_out, found, hidden)
+        both = _clipped(_gated(residual, found, gate, front=front)[0])
         return both[:, :texts], both[:, texts:]
+
+
+class DiffusersFluxPosEmbed(nn.Module):
+    """diffusers' FluxPosEmbed: ids [S, A] to cosines and sines [S, sum(axes_dim)]."""
+
+    def __init__(self, theta: int, axes_dim: list[int]):
+        super().__init__()
+        self.theta = theta
+        self.axes_dim = axes_dim
+
+    @staticmethod
+    def supports(module: Any) -> str | None:
+        """Return why the op does not compute these positions, or None."""
+        return None if isinstance(module.theta, int) else f"theta is {module.theta!r}, not a whole number"
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return rope_axes(ids, self.axes_dim, self.theta)  # type: ignore[return-value]  # the host's annotation
 
 
 _FLUX = "diffusers.models.transformers.transformer_flux:"
 
 TARGETS = {
+    "rope_axes": (
+        Target(
+            "diffusers", f"{_FLUX}FluxPosEmbed", "DiffusersFluxPosEmbed", "leaf", default=False, note=_NOTE, tried=True
+        ),
+    ),
     "gated_residual": tuple(
         Target(
             "diffusers", f"{_FLUX}{name}", f"Diffusers{name}", "module", default=False, note=_NOTE, tried=True,

@@ -10,8 +10,9 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.diffusers import DiffusersAttnProcessor2_0
 from fastkernels.overrides.diffusion.diffusers import _NOTE, DiffusersGEGLU
-from fastkernels.overrides.diffusion.gated_residual import add_residual
+from fastkernels.overrides.diffusion.gated_residual import add_residual, normed
 from fastkernels.overrides.kit.chips import H100
+from fastkernels.overrides.kit.modules import mlp
 
 
 class _Attention(nn.Module):
@@ -129,7 +130,10 @@ class DiffusersBasicTransformerBlock(nn.Module):
         grounded = more.pop("gligen", None)
         text = encoder_hidden_states if self.only_cross_attention else None
         found = self.attn1(
-            self.norm1(hidden_states), encoder_hidden_states=text, attention_mask=attention_mask, **more
+            normed(self.norm1, hidden_states),
+            encoder_hidden_states=text,
+            attention_mask=attention_mask,
+            **more,
         )
         behind: Any = self.norm3 if self.attn2 is None else self.norm2
         if grounded is None:
@@ -142,7 +146,7 @@ class DiffusersBasicTransformerBlock(nn.Module):
                 x, encoder_hidden_states=encoder_hidden_states, attention_mask=encoder_attention_mask, **more
             )
             hidden_states, x = add_residual(hidden_states, found, None, (), self.norm3)
-        return self.ff(x) + hidden_states
+        return mlp(self.ff, x) + hidden_states
 
 
 TARGETS = {

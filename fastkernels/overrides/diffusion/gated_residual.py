@@ -16,6 +16,7 @@ from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.modules import autocasts, changed
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.kit.rows import FLOATS
+from fastkernels.overrides.norm.layer_norm import layer_norm
 
 
 def reference(
@@ -202,6 +203,13 @@ def _fuses(norm: Any, x: torch.Tensor) -> bool:
     if not usual or getattr(norm, "_fast_norm", False) or autocasts(x):
         return False
     return norm.weight is not None and norm.normalized_shape == x.shape[-1:] and norm.weight.dtype == x.dtype
+
+
+def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """norm(x), by `layer_norm` where that computes it: a compiler reads x twice."""
+    if not _fuses(norm, x):
+        return norm(x)
+    return layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
 def add_residual(

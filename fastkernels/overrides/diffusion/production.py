@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from fastkernels.core.baseline import Baseline, inductor
 from fastkernels.overrides.diffusion import geglu as gated
+from fastkernels.overrides.diffusion import rope_axes as positions
 from fastkernels.overrides.diffusion import timestep_embedding as steps
 from fastkernels.overrides.kit.libraries import T, from_torch
 
@@ -56,5 +57,6 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
     "geglu": (*from_torch(gated.reference), inductor("geglu")),
     "group_norm": (*from_torch(_group_norm), inductor("group_norm")),
     "qk_norm_rope": (*from_torch(_qk_norm_rope), inductor("qk_norm_rope")),
+    "rope_axes": (*from_torch(positions.reference), inductor("rope_axes")),
     "timestep_embedding": (*from_torch(steps.reference), inductor("timestep_embedding")),
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastkernels.core.dispatch import functional
+from fastkernels.overrides.kit import cublaslt
 
 
 def changed(module: Any) -> bool:
@@ -29,13 +31,79 @@ def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:
     return plain and all(x.dtype == linear.weight.dtype and not autocasts(x) for x in inputs)
 
 
+def _into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Write x W^T + b to out; all are matrices."""
+    if cublaslt.multiply(x, weight, bias, out):
+        return
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _products(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> torch.Tensor:
+    rows, n = x.reshape(-1, x.shape[-1]), weights[0].shape[0]
+    out = x.new_empty((len(weights), len(rows), n))
+    for first, last in cublaslt.batches(rows, weights, biases):
+        span = slice(first, last)
+        if last - first > 1 and cublaslt.products(rows, weights[span], biases[span], out[span]):
+            continue
+        for i in range(first, last):
+            _into(out[i], rows, weights[i], biases[i] if biases else None)
+    return out.view(len(weights), *x.shape[:-1], n)
+
+
+_linear_products = functional(
+    "linear_products(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
+    _products,
+    lambda x, weights, biases: x.new_empty((len(weights), *x.shape[:-1], weights[0].shape[0])),
+)
+
+
+def products(linears: Sequence[Any], x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The results of layers of one x; of plain layers of one size in one kernel, where their weights allow it.
+
+    Small products leave half of a GPU idle: queries, keys and values, or keys and values of a text.
+    """
+    plain = all(plain_linear(layer, x) for layer in linears)
+    if not plain or len({(layer.weight.shape, layer.bias is None) for layer in linears}) > 1:
+        return [layer(x) for layer in linears]
+    biases = [] if linears[0].bias is None else [layer.bias for layer in linears]
+    return _linear_products(x, [layer.weight for layer in linears], biases).unbind()
+
+
+def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """linear(x)."""
+    return products((linear,), x)[0]
+
+
+def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
+    """ff(x), an MLP of diffusers: modules in a row, `net`. Compiled, a GEGLU's product is one of ours, too."""
+    if changed(ff) or not type(ff).__name__.endswith("FeedForward"):
+        return ff(x)
+    for module in ff.net:
+        cls = type(module)
+        left = getattr(cls, "fastkernels_tried", not hasattr(cls, "fastkernels"))  # to a compiler
+        if cls is nn.Linear:
+            x = product(module, x)
+        elif cls.__name__ == "GEGLU" and left and torch.compiler.is_compiling() and not changed(module):
+            values, gate = product(module.proj, x).chunk(2, dim=-1)
+            x = values * nn.functional.gelu(gate)
+        else:
+            x = module(x)
+    return x
+
+
 def _of_two(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     first, second = weight.split((a.shape[-1], b.shape[-1]), dim=1)
-    out = nn.functional.linear(a, first, bias)
-    out.view(-1, out.shape[-1]).addmm_(b.reshape(-1, b.shape[-1]), second.t())
-    return out
+    x, y = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+    out = a.new_empty((len(x), len(weight)))
+    _into(out, x, first, bias)
+    if not cublaslt.multiply(y, second, None, out, out):
+        out.addmm_(y, second.t())
+    return out.view(*a.shape[:-1], -1)
 
 
 # One op, since a compiler would copy the first product before it adds the second.
@@ -62,10 +130,7 @@ def _side_by_side(
         for x, into, weight, bias in (
             (a[i], out[i, : a.shape[1]], of_a, bias_a), (b[i], out[i, a.shape[1] :], of_b, bias_b),
         ):  # fmt: skip
-            if bias is None:
-                torch.mm(x, weight.t(), out=into)
-            else:
-                torch.addmm(bias, x, weight.t(), out=into)
+            _into(into, x, weight, bias)
     return out
 
 

@@ -12,6 +12,7 @@ from fastkernels.core.declaration import Axis, Scalar, Tensor
 from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.overrides.activation.gelu import gelu
+from fastkernels.overrides.kit.cublaslt import gelu_product
 from fastkernels.overrides.kit.modules import plain_linear
 from fastkernels.overrides.kit.rows import FLOATS
 from fastkernels.overrides.linear.tiled_linear_cuda import (
@@ -90,7 +91,9 @@ def _cublaslt(
     """One kernel: bias and activation are the epilogue of the product."""
     _check(x, weight, bias, approximate)
     rows = x.reshape(-1, x.shape[-1])
-    y = torch.ops.aten._addmm_activation(bias, rows, weight.t(), use_gelu=True)
+    y = gelu_product(rows, weight, bias)
+    if y is None:
+        y = torch.ops.aten._addmm_activation(bias, rows, weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], -1)
 
 

@@ -19,6 +19,7 @@ from fk_integrations.core.in_process import InProcessHost
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.later import Later
 from fk_integrations.core.lookalikes import PACKAGES, first_package, lookalikes, uncovered
+from fk_integrations.diffusers.layout import keep_channels_last
 from fk_integrations.diffusers.offload import search_quickly
 from fk_integrations.transformers.host import TransformersAdapter
 
@@ -113,8 +114,10 @@ class DiffusersHost(InProcessHost):
     def around(self, target: Any, journal: Journal) -> None:
         from torch import nn
 
-        models = [target] if isinstance(target, nn.Module) else vars(target).values()
-        search_quickly([m for m in models if isinstance(m, nn.Module)], journal)
+        parts = [target] if isinstance(target, nn.Module) else vars(target).values()
+        models = [m for m in parts if isinstance(m, nn.Module)]
+        search_quickly(models, journal)
+        keep_channels_last(models, journal)
 
     def before_construction(self, request: Request) -> list[dict[str, Any]]:
         return self.later.call(request)

@@ -260,3 +260,34 @@ def test_modules_of_torchscript_are_searched() -> None:
         found = answers(pipe)
         assert found == answers(pipe)
     assert found == answers(pipe)
+
+
+def image_transformer(linear: bool) -> Any:
+    torch.manual_seed(0)
+    return diffusers.Transformer2DModel(
+        2, 8, in_channels=16, norm_num_groups=4, use_linear_projection=linear, cross_attention_dim=12
+    ).eval()
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_images_keep_their_channels_last(linear: bool) -> None:
+    """In patched models only, for images that come so, until the last patch is undone; the numbers are the host's."""
+    host = diffusers.models.transformers.transformer_2d.Transformer2DModel
+    name, models = "_get_output_for_continuous_inputs", [image_transformer(linear) for _ in range(3)]
+    theirs, text = vars(host)[name], torch.randn(2, 5, 12)
+    x = torch.randn(2, 16, 6, 4)
+    last = x.contiguous(memory_format=torch.channels_last)
+
+    def formats(image: torch.Tensor) -> list[bool]:
+        with torch.no_grad():
+            found = [m(image, encoder_hidden_states=text).sample for m in models]
+        assert all(torch.allclose(y, found[2], rtol=1e-4, atol=1e-5) for y in found)
+        return [y.is_contiguous(memory_format=torch.channels_last) for y in found]
+
+    assert formats(last) == [False] * 3
+    reports = [fastkernels.patch(m, ops="gated_residual") for m in models[:2]]
+    assert formats(last) == [True, True, False] and formats(x) == [False] * 3
+    reports[0].undo()
+    assert formats(last) == [False, True, False]
+    reports[1].undo()
+    assert formats(last) == [False] * 3 and vars(host)[name] is theirs

@@ -83,6 +83,22 @@ def test_blocks_give_the_hosts_outputs(dtype: torch.dtype, error: float) -> None
     assert [type(m) for m in transformer.modules()] == classes and torch.equal(run(), before)
 
 
+@pytest.mark.parametrize("theta", [10000, 500.5])
+def test_positions_are_one_op(theta: float) -> None:
+    """Cosines and sines of all axes, in one kernel on a GPU; a base that is no whole number stays with the host."""
+    transformer, run = model()
+    transformer.pos_embed.theta = theta
+    ids, before = torch.randint(0, 64, (9, 3)).float(), run()
+    with fastkernels.patch(transformer, ops=[OP, "rope_axes"]) as report:
+        found = transformer.pos_embed(ids)
+        torch.testing.assert_close(run(), before, rtol=1e-4, atol=1e-4)
+        calls = [(r.modules, r.calls) for r in report.refresh().active if r.op == "rope_axes"]
+        assert calls == [(1, 2)] * (theta == 10000)
+    assert type(transformer.pos_embed) is host.FluxPosEmbed and torch.equal(run(), before)
+    for a, b in zip(found, transformer.pos_embed(ids), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-7)
+
+
 @pytest.mark.parametrize("name", [DOUBLE, SINGLE])
 def test_standalone_block_has_the_hosts_state(name: str) -> None:
     theirs, mine = filled(getattr(host, name)(**SIZES)), getattr(ours, f"Diffusers{name}")(**SIZES).eval()
@@ -316,6 +332,7 @@ def test_blocks_compile_whole(name: str) -> None:
 
 OF_BOTH = {
     "ada_layer_norm", "linear_of_few_rows", "qk_norm_rope_pair", "attention_dense", "gated_residual", "linear_gelu",
+    "linear_products",
 }  # fmt: skip
 
 
