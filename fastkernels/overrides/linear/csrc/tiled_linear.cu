@@ -144,7 +144,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    const int thread = threadIdx.x, lane = thread % 32, group = thread / 128, rank = rank_in_cluster();
+    const int thread = threadIdx.x, lane = thread % 32, rank = rank_in_cluster();
+    const int group = __shfl_sync(~0u, thread / 128, 0);  // a warpgroup; the compiler sees that it is alike in a warp
     const int pieces = (K + 63) / 64, m_tiles = (M + BM - 1) / BM, n_tiles = (N + BN - 1) / BN;
     // Of clusters: m_count by n_count.
     const int m_count = SHARE_W ? (m_tiles + CLUSTER - 1) / CLUSTER : m_tiles;
@@ -214,7 +215,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             row += own_rows;
             int stage = piece % STAGES, used = -1;
             u32 parity = piece / STAGES & 1;
-            float sums[ATOMS][SUMS];
+            float sums[ATOMS][SUMS] = {};
             // A thread has eight columns of each of PLACES rows in each block of 32 columns.
             auto row_of = [&](int i) { return row + row_of_thread + 64 * (i / 2) + 8 * (i % 2); };
             auto column_of = [&](int block) { return column + 32 * block + 8 * quad; };
@@ -235,7 +236,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 for (int step = 0; step < 4; step++)  // 16 of K are 32 bytes
 #pragma unroll
                     for (int atom = 0; atom < ATOMS; atom++)
-                        multiply(sums[atom], a + (8192 * atom + 32 * step) / 16, b + 32 * step / 16, k + step);
+                        multiply(sums[atom], a + (8192 * atom + 32 * step) / 16, b + 32 * step / 16, 1);
                 commit_multiply();
                 if (!COOPERATE && k == pieces - 1 && lane == 0) arrive(turns + 8 * ((i + 1) % 2));
                 finish_multiply<1>();
