@@ -23,13 +23,17 @@ VJEPA2 = {
 }  # fmt: skip
 
 
-TIMM = {"vit": "deit3_small_patch16_224", "dinov3": "vit_small_patch16_dinov3"}
+TIMM = {
+    "vit": "deit3_small_patch16_224",
+    "dinov3": "vit_small_patch16_dinov3",
+    "eva02": "eva02_base_patch14_224",
+}
 
 
 def build(name: str) -> tuple[Any, list[Any], torch.Tensor]:
     """(model, blocks that are compiled, its input)."""
     torch.manual_seed(0)
-    if name in TIMM:  # 144 patches
+    if name in TIMM:  # 144 or 169 patches
         sizes = {"img_size": 192, "embed_dim": 64, "depth": 1, "num_heads": 2}
         more = {"dynamic_img_size": False} if name == "dinov3" else {}
         model = timm.create_model(TIMM[name], **sizes, **more).eval()
@@ -54,6 +58,7 @@ def build(name: str) -> tuple[Any, list[Any], torch.Tensor]:
         ("vjepa2", {"attention_dense", "rope_nd"}),
         ("vit", {"attention_dense", "linear_gelu", "linear_residual"}),
         ("dinov3", {"attention_dense", "rope_nd", "linear_gelu", "linear_residual"}),
+        ("eva02", {"attention_dense", "rope_nd", "linear_residual"}),
     ],
 )
 def test_compiled_blocks_are_ours_on_h100(
