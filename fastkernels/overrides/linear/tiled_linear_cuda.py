@@ -38,9 +38,9 @@ PARAMS: tuple[dict[str, Any], ...] = tuple(
     {"rows": rows, "columns": columns, "cooperate": cooperate, "shares": shares, "cluster": cluster}
     for rows, columns, cooperate in (
         (128, 192, False), (128, 160, False), (128, 128, False), (128, 96, False), (192, 128, False), (192, 96, False),
-        (64, 256, False), (64, 192, False), (64, 160, False), (64, 128, False), (64, 96, False), (256, 192, True),
-        (256, 160, True), (256, 128, True), (256, 96, True), (128, 256, True), (128, 192, True), (128, 128, True),
-        (128, 96, True), (128, 64, True),
+        (64, 256, False), (64, 192, False), (64, 160, False), (64, 128, False), (64, 96, False), (64, 64, False),
+        (256, 192, True), (256, 160, True), (256, 128, True), (256, 96, True), (128, 256, True), (128, 192, True),
+        (128, 128, True), (128, 96, True), (128, 64, True),
     )
     for shares, cluster in (("w", 1), ("w", 2), ("x", 2))
     if shares == "x" or columns // cluster % 32 == 0
