@@ -115,7 +115,7 @@ def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     for text, args in refused.items():
         assert text in str(tiled.supports_tiled(*args)), text
-    supports = residuals.supports_residual
+    supports = residuals.supports
     assert supports(residual, x, weight, bias, scale) is None
     assert "fewer than" in str(supports(residual[:9], x[:9], weight, bias, scale))
     assert "is torch.float32" in str(supports(residual.float(), x, weight, bias, scale))
