@@ -22,7 +22,7 @@ from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 
 SOURCE = Path(__file__).parent / "csrc" / "tiled_linear.cu"
 THREADS = 384
-SHARED = 226 * 1024  # bytes of a block, without 1 KiB for barriers and alignment
+SHARED = 226 * 1024  # bytes of a ring
 MAX_STAGES = 12
 GROUP = 8
 LEAST = 128  # tokens for which it was faster than a product and a pass
@@ -102,9 +102,9 @@ def fits(params: dict[str, Any], f: int) -> bool:
 def cycles(p: Plan, k: int, sms: int = 132) -> float:
     """Return about how many cycles the busiest block takes, to compare plans: a fit to times on an H100.
 
-    A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at 64 a cycle, and 60 more; in a cluster
-    80 on top, since its blocks wait for each other. The epilogue takes 0.08 cycles for each result, where no other tile
-    is multiplied meanwhile.
+    A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at 64 a cycle, and 60 more; in a
+    cluster 80 on top, since its blocks wait for each other. The epilogue takes 0.08 cycles for each result, where no
+    other tile is multiplied meanwhile.
     """
     pieces, rounds = -(-k // 64), -(-p.tiles // (p.grid // p.cluster))
     reading = 2 * max(p.rows + p.columns, 1.07 * sum(p.boxes) * p.grid / sms)
