@@ -59,8 +59,8 @@ def supports(
     if x.numel() < LEAST * x.shape[-1]:
         return ForOthers(f"fewer than {LEAST} tokens")
     for t in (residual, scale):
-        if t is not None and (t.dtype != x.dtype or not t.is_contiguous() or t.data_ptr() % 16):
-            return ForOthers(f"residual or scale is {t.dtype}, x {x.dtype}, or not contiguous from 16 bytes")
+        if t is not None and (t.dtype != x.dtype or (t.is_contiguous() and t.data_ptr() % 16)):
+            return ForOthers(f"residual or scale is {t.dtype}, x {x.dtype}, or does not begin at 16 bytes")
     reason = supports_tiled(x, weight, bias)
     return None if reason is None else ForOthers(reason)
 
@@ -80,7 +80,7 @@ def _torch(
 ) -> torch.Tensor:  # fmt: skip
     _check(residual, x, weight, bias, scale)
     y = F.linear(x, weight, bias)
-    return residual + y if scale is None else torch.addcmul(residual, scale, y)
+    return (residual + y if scale is None else torch.addcmul(residual, scale, y)).contiguous()
 
 
 def _reference(

@@ -172,7 +172,7 @@ def linear_tiled(
         (row, 8 * row, 2 * row, 32 * row),
         (64, 2, 4, 4, w_rows // 32),
     )
-    residual = None if residual is None else residual.contiguous()
+    scale, residual = (None if t is None else t.contiguous() for t in (scale, residual))
     pointers = (None if t is None else t.data_ptr() for t in (bias, scale, residual, out))
     stream = torch.cuda.current_stream(x.device).cuda_stream
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()

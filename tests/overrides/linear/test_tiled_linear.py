@@ -145,3 +145,12 @@ def test_bad_sizes_of_linear_residual_are_named() -> None:
     }.items():
         with pytest.raises(ValueError, match=text):
             residuals.linear_residual(*args)
+
+
+def test_result_of_a_transposed_residual_is_contiguous() -> None:
+    """As the fake of torch.compile says: SigLIP's first residual is a convolution's result, channels first."""
+    x, weight, bias, scale, residual = arguments(9, 32, 64, tiled.RESIDUAL, torch.float32)
+    transposed = residual.t().contiguous().t()
+    got = residuals.linear_residual(transposed, x, weight, bias, scale)
+    assert got.is_contiguous() and not transposed.is_contiguous()
+    torch.testing.assert_close(got, residuals.linear_residual(residual, x, weight, bias, scale))
