@@ -131,7 +131,7 @@ class _Plan:
                 _set("MatmulDesc", self.description, _BIAS_STRIDE, c_int64(_distance(biases) or 0))
 
     def propose(self) -> bool:
-        """Ask for algorithms, without a workspace and with one; return whether they are more than PyTorch's own."""
+        """Read proposals without a workspace and with one; return whether there are others than PyTorch's own."""
         self.proposals = self._proposed(0)
         with_one = self._proposed(WORKSPACE)
         if self.count == 1:  # PyTorch runs the first
