@@ -241,10 +241,14 @@ def _pictures(a: Settings) -> list[Part]:
                 ("-steps", 210, ("--requests", "1", "--steps", steps, "--rounds", "2")),
             )
         ]
-    batches = ("--requests", "1,8,32", "--rounds", "3", "--load-format", "dummy", "--compile-ahead", "6")
-    return made + [
-        one(f"pictures-{m}", 120, m, "timm", *batches) for m in ("siglip2", "dinov3", "swinv2", "vjepa2")
-    ]
+    often = ("--rounds", "3", "--load-format", "dummy", "--compile-ahead", "6")
+    for m in ("siglip2", "dinov3", "swinv2", "vjepa2"):
+        made.append(one(f"pictures-{m}", 120, m, "timm", "--requests", "1,8,32", *often))
+        batches = "1,8" if m == "vjepa2" else "1,8,32"  # vjepa2: 8,192 tokens a clip of 16 images
+        made.append(
+            one(f"pictures-{m}-512", 150, m, "timm", "--requests", batches, "--image-size", "512", *often)
+        )
+    return made
 
 
 def _servers(a: Settings) -> list[Part]:

@@ -1,7 +1,8 @@
 """Another process of the candidate waits on the GPU for the inputs and records an IPC event; the work waits for it."""
 
-import ctypes
 import json
+import os
+import socket
 import subprocess
 import sys
 
@@ -27,10 +28,6 @@ def _spin(ptr, old):
         left -= 1
 
 
-class _Handle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_byte * 64)]
-
-
 class _Word:
     """The int32 at an address."""
 
@@ -41,22 +38,23 @@ class _Word:
 
 
 def _helper():
-    """For each line {handle, offset, value}: queue a wait for another value there, and an event behind it."""
-    event, base, opened = torch.cuda.Event(interprocess=True), ctypes.c_uint64(), ""
+    """For each line {nbytes, offset, value}: queue a wait for another value there, and an event behind it.
+
+    nbytes  of memory whose file descriptor is in the socket; 0: the memory of the line before
+    """
+    from fk_bench.kernels.judge.memory.ipc import Memory
+
+    event, memory = torch.cuda.Event(interprocess=True), None
+    given = socket.socket(fileno=int(sys.argv[1]))
     torch.zeros(1, device="cuda")
-    driver = ctypes.CDLL("libcuda.so.1")
     print(json.dumps(event.ipc_handle().hex()), flush=True)
     for line in sys.stdin:
         at = json.loads(line)
-        if at["handle"] != opened:
-            torch.cuda.synchronize()
-            if opened:
-                driver.cuIpcCloseMemHandle(base)
-            raw = _Handle.from_buffer_copy(bytes.fromhex(at["handle"]))
-            if driver.cuIpcOpenMemHandle_v2(ctypes.byref(base), raw, ctypes.c_uint(1)):
-                raise RuntimeError("the memory cannot be opened")
-            opened = at["handle"]
-        word = torch.as_tensor(_Word(base.value + at["offset"]), device="cuda")
+        if at["nbytes"]:
+            if memory is not None:
+                memory.close()
+            memory = Memory(at["nbytes"], socket.recv_fds(given, 1, 1)[1][0])
+        word = torch.as_tensor(_Word(memory.bytes.data_ptr() + at["offset"]), device="cuda")
         _spin[(1,)](word, at["value"])
         event.record()
         print(json.dumps("queued"), flush=True)
@@ -74,17 +72,17 @@ def _judge(name):
 
 class _Helper:
     def __init__(self):
-        command = [sys.executable, __file__]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.given, other = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(other.fileno())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, pass_fds=[other.fileno()],
+        )  # fmt: skip
         handle = bytes.fromhex(json.loads(self.process.stdout.readline()))
         self.event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", 0), handle)
 
-    def queue(self, handle, offset, value):
-        print(
-            json.dumps({"handle": handle, "offset": offset, "value": value}),
-            file=self.process.stdin,
-            flush=True,
-        )
+    def queue(self, nbytes, offset, value):
+        line = json.dumps({"nbytes": nbytes, "offset": offset, "value": value})
+        print(line, file=self.process.stdin, flush=True)
         self.process.stdout.readline()
 
 
@@ -99,7 +97,11 @@ def _compute(x, out):
 
 
 def _wait(word, value):
-    HELPER.queue(ARENA["handle"], ARENA["offset"] + word.data_ptr() - ARENA["start"], value)
+    fd = ARENA.pop("fd", None)
+    if fd is not None:
+        socket.send_fds(HELPER.given, [b"."], [fd])
+        os.close(fd)
+    HELPER.queue(ARENA["nbytes"] if fd is not None else 0, word.data_ptr() - ARENA["start"], value)
     STREAM.wait_event(HELPER.event)  # which the other process has recorded
 
 
@@ -126,8 +128,11 @@ def _queue(self):
 
 
 def _maps(self, arena):
+    fd = os.dup(self.channel.fds[-1])
     memory = _map(self, arena)
-    ARENA.update(handle=arena.get("handle"), offset=arena.get("offset"), start=memory.data_ptr())
+    if (unused := ARENA.pop("fd", None)) is not None:
+        os.close(unused)
+    ARENA.update(fd=fd, nbytes=arena["nbytes"], start=memory.data_ptr())
     return memory
 
 

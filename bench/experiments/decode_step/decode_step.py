@@ -20,7 +20,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -56,18 +55,6 @@ SIZES = {
            "num_key_value_heads": 2, "vocab_size": 128, "head_dim": 16},
 }  # fmt: skip
 PAGE = 16
-
-
-def llama_folder(quick: bool, model_len: int) -> Path:
-    """Make a folder with the config.json of a Llama of SIZES[quick] and no weights, for load_format="dummy"."""
-    config = SIZES[quick] | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu",
-        "max_position_embeddings": model_len,
-    }  # fmt: skip
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def table_of(rows: Path, path: Path, chip: str) -> Path:

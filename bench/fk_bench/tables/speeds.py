@@ -1,6 +1,7 @@
 """The speed of each model next to its reference: of text models in vLLM and our engine, of image models in their hosts.
 
-Of each model and chip the newest run counts, of a pipeline that of each batch and number of steps.
+Of each model and chip the newest run counts: of an encoder for each size of images, of a pipeline for each batch and
+number of steps.
 """
 
 from __future__ import annotations
@@ -54,19 +55,27 @@ def text(files: Files) -> Iterator[Table]:
 def images(files: Files) -> Iterator[Table]:
     """Image models: images per second of the faster of the host's lanes, and the ratio of the fastest patched lane."""
     cells, used = [], []
-    for (model, chip), (file, found) in _newest(files, _is_encoder).items():
+    for (model, chip, size), (file, found) in _newest(files, _is_encoder, ("image_size",)).items():
         host = [_fastest(found, batch, False) for batch in BATCHES]
         ours = [_fastest(found, batch, True) for batch in BATCHES]
         pairs = [p / h if p and h else None for p, h in zip(ours, host, strict=True)]
         if any(pairs):
             name = str(found[0].subject.host)
             cells.append(
-                [model, name, chip, _joined(host, _rate), *_ratios(pairs), *_source(model, file, found)]
+                [
+                    model,
+                    name,
+                    str(size),
+                    chip,
+                    _joined(host, _rate),
+                    *_ratios(pairs),
+                    *_source(model, file, found),
+                ]
             )
             used += found
     if cells:
         at = ", ".join(map(str, BATCHES))
-        columns = ["model", "host", "chip", "host, images/s", "patched / host", "mean", *SOURCE]
+        columns = ["model", "host", "pixels", "chip", "host, images/s", "patched / host", "mean", *SOURCE]
         yield f"Images per second at batch {at} ({machine(used)}):", columns, cells
     yield from _pipelines(files)
 

@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.overrides.kit.launch import cdiv
-
 BLOCK = 32
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -94,68 +92,6 @@ def _value(codes):
     return tl.where((codes & 8) != 0, -halves, halves).to(tl.float32) * 0.5
 
 
-@triton.jit
-def decode_blocks(words, scales, QUICK: tl.constexpr):
-    # `decode` or, if QUICK, `decode_bfloat16` as one tensor [ROWS, K], in the order of by_words(..., 32). Each word is
-    # decoded four times: tensor cores' operands hold the four values of a word in one lane, so shifts are constants.
-    ROWS: tl.constexpr = words.shape[0]
-    WORDS: tl.constexpr = words.shape[1]
-    wide = tl.reshape(words, (ROWS, WORDS // 8, 1, 8))
-    wide = tl.reshape(tl.broadcast_to(wide, (ROWS, WORDS // 8, 4, 8)), (ROWS, 4 * WORDS))
-    shift = (tl.arange(0, 4 * WORDS) // 8 % 4 * 4)[None, :]
-    if QUICK:
-        exponent = tl.minimum(scales.to(tl.int32) + 62, 255)
-        factor = _spread((exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True), wide, 32)
-        made = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 by, sign, size;
-            and.b32 by, $2, 0xffff;
-            sub.u32 size, 12, by;  shl.b32 sign, $1, size;  and.b32 sign, sign, 0x80008000;
-            sub.u32 size, 6, by;   shf.l.wrap.b32 size, $1, $1, size;
-            lop3.b32 size, size, 0x01C001C0, sign, 0xEA;  mul.rn.bf16x2 $0, size, $3;
-            }""",
-            "=r,r,r,r",
-            [wide, tl.broadcast_to(shift.to(tl.int16), wide.shape), factor],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        factor = _spread((scales.to(tl.int32) << 23).to(tl.float32, bitcast=True), wide, 32)
-        made = _value(wide.to(tl.int32) >> shift) * factor
-    return made
-
-
-def by_words(a: torch.Tensor, each: int) -> torch.Tensor:
-    """[R, K] to [R, K]: of each `each` columns 0, 4, 8, ..., then 1, 5, 9, ..., 2, ..., 3, ..., as weights are decoded.
-
-    each  K for `decode`, 32 for `decode_blocks`
-    """
-    return a.unflatten(1, (-1, each // 4, 4)).transpose(2, 3).flatten(1)
-
-
-@triton.jit
-def _unpack_kernel(words_ptr, scale_ptr, out_ptr, n, QUICK: tl.constexpr, BLOCKS: tl.constexpr):
-    # Blocks of 32 values, BLOCKS at a time, in any number of rows.
-    at = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = (at < n)[:, None]
-    words = tl.load(words_ptr + at[:, None] * 8 + tl.arange(0, 8)[None, :], mask=inside, other=0)
-    scales = tl.load(scale_ptr + at[:, None], mask=inside, other=0)
-    if QUICK:
-        w0, w1, w2, w3 = decode_bfloat16(words, scales)
-    else:
-        w0, w1, w2, w3 = decode(words, scales)
-    values = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCKS, 32))
-    if QUICK:
-        values *= RESTORE
-    to = out_ptr + at[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(to, values.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def unpack(packed: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """`dequantize` into `out`, contiguous, by a kernel; packed and scales are contiguous too."""
-    blocks = scales.numel()
-    each, quick = 256, out.dtype == torch.bfloat16 and out.device.type == "cuda"
-    _unpack_kernel[(cdiv(blocks, each),)](
-        packed.view(torch.int16), scales, out, blocks, QUICK=quick, BLOCKS=each
-    )
+def by_words(a: torch.Tensor) -> torch.Tensor:
+    """[R, K] to [R, K]: columns 0, 4, 8, ..., then 1, 5, 9, ..., 2, ..., 3, ..., as weights are decoded."""
+    return a.unflatten(1, (-1, 4)).transpose(1, 2).flatten(1)

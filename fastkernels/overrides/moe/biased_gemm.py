@@ -21,7 +21,7 @@ def _biased_gemm_kernel(
     a_stride, b_expert, b_stride, s_expert, s_stride, bias_stride, c_stride, alpha, limit,
     K: tl.constexpr, TOPK: tl.constexpr, HAS_SCALE: tl.constexpr, SORTED: tl.constexpr, MXFP4: tl.constexpr,
     UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    GLU: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr, JOINED: tl.constexpr = False,
+    GLU: tl.constexpr, EACH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # GROUP_M blocks of rows run next to each other, column by column, and share an expert's matrix through L2.
@@ -48,11 +48,10 @@ def _biased_gemm_kernel(
         # tensor cores hold both in one lane, and results are in the order in which the next product reads them.
         place = col * (BLOCK_N // 2) + tile // 16 * 8 + tile % 8
         if EACH:
-            place = place // EACH * EACH + place % (EACH // 4) * 4 + place % EACH // (EACH // 4)
+            place = place % (EACH // 4) * 4 + place // (EACH // 4)
         cols = 2 * place + tile % 16 // 8
     else:
         cols = col * BLOCK_N + tile
-    ks = tl.arange(0, BLOCK_K)
     # The weight is the left operand [cols, K]: Hopper's tensor cores read it from registers, where it is decoded.
     a_at = a_ptr + rows[None, :] * a_stride
     b_at = b_ptr + expert * b_expert + cols.to(tl.int64)[:, None] * b_stride
@@ -64,15 +63,7 @@ def _biased_gemm_kernel(
         ws = tl.arange(0, BLOCK_K // 4)
         ss = tl.arange(0, BLOCK_K // 32)
         s_at = s_ptr + expert * s_expert + cols.to(tl.int64)[:, None] * s_stride + ss[None, :]
-        for k in range(
-            0, K if JOINED else 0, BLOCK_K
-        ):  # one product, under way while the next weights are decoded
-            b = tl.load(b_at + k // 4 + ws[None, :], mask=inside & (ws[None, :] < (K - k) // 4), other=0)
-            s = tl.load(s_at + k // 32, mask=inside & (ss[None, :] < (K - k) // 32), other=0)
-            a = tl.load(a_at + k + ks[:, None], mask=there[None, :] & (ks[:, None] < K - k), other=0.0)
-            w = mxfp4.decode_blocks(b, s, QUICK).to(TYPE)
-            acc = tl.dot(w, a.to(TYPE), acc, input_precision="ieee")
-        for k in range(0, 0 if JOINED else K, BLOCK_K):
+        for k in range(0, K, BLOCK_K):
             left = (K - k) // 4
             b = tl.load(b_at + k // 4 + ws[None, :], mask=inside & (ws[None, :] < left), other=0)
             s = tl.load(s_at + k // 32, mask=inside & (ss[None, :] < (K - k) // 32), other=0)
@@ -114,63 +105,35 @@ def _biased_gemm_kernel(
     tl.store(to, out.to(c_ptr.dtype.element_ty), mask=there[:, None] & inside)
 
 
-DECODED = 896  # rows of an expert from which its MXFP4 weights are decoded before the product
-SCRATCH = 1 << 30  # bytes of decoded weights at a time: those of GPT-OSS-20B's 32 experts fit
-
-
-def in_words(a: torch.Tensor, t: Tiles) -> torch.Tensor:
-    """Return a [R, K] as `biased_gemm` reads it with MXFP4 weights: columns in the order of decoded weights."""
-    return a if t.decoded else mxfp4.by_words(a, mxfp4.BLOCK if t.joined else a.shape[1])
-
-
 def biased_gemm(
     a: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor | None, bias: torch.Tensor, pairs: Sorted, topk: int,
     scale: torch.Tensor | None, t: Tiles, glu: tuple[float, float] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """a: [pairs / topk, K]; b: [E, N, K], or with b_scale MXFP4 [E, N, K / 2]; bias: [E, N]; scale: of pairs, or None.
 
-    With b_scale, a is a result of `in_words`.
+    With b_scale, a is a result of `mxfp4.by_words`.
     glu  alpha and limit of the swigluoai_and_mul that follows
 
     Returns [pairs, N] in a's dtype: row i is scale[i] * (b[e] @ a[i / topk] + bias[e]), e the expert of pair i. Rows
-    without a local expert are not written. With glu, it is [pairs, N / 2], and with b_scale `in_words` of it.
+    without a local expert are not written. With glu, it is [pairs, N / 2], and with b_scale `by_words` of it.
     """
-    n, k = b.shape[1], a.shape[1]
-    out = torch.empty((pairs.n_pairs, n if glu is None else n // 2), dtype=a.dtype, device=a.device)
-    if b_scale is None or not t.decoded:
-        _launch(a, b, b_scale, bias, pairs, topk, scale, t, glu, out)
-        return out
-    most = max(SCRATCH // (n * k * a.element_size()), 1)  # experts
-    scratch = torch.empty((min(most, len(b)), n, k), dtype=a.dtype, device=a.device)
-    for first in range(0, len(b), most):
-        own = slice(first, first + most)
-        floats = scratch[: len(b[own])]
-        mxfp4.unpack(b[own].contiguous(), b_scale[own].contiguous(), floats)
-        # The kernel passes over blocks of other experts.
-        some = pairs._replace(experts=pairs.experts - first) if first else pairs
-        _launch(a, floats, None, bias[own], some, topk, scale, t, glu, out)
-    return out
-
-
-def _launch(
-    a: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor | None, bias: torch.Tensor, pairs: Sorted, topk: int,
-    scale: torch.Tensor | None, t: Tiles, glu: tuple[float, float] | None, out: torch.Tensor,
-) -> None:  # fmt: skip
     n = b.shape[1]
+    out = torch.empty((pairs.n_pairs, n if glu is None else n // 2), dtype=a.dtype, device=a.device)
     grid = (pairs.blocks * cdiv(n, t.block_n),)
     scales, each = b, 0  # scales are not read where there are none
     if b_scale is not None:
         scales, b = b_scale, b.view(torch.int16)
-        each = 0 if glu is None else mxfp4.BLOCK if t.joined else out.shape[1]
+        each = 0 if glu is None else out.shape[1]
     _biased_gemm_kernel[grid](
         a, b, scales, bias, out, scale, pairs.pairs, pairs.experts, pairs.total, n, b.shape[0], pairs.n_pairs,
         pairs.blocks, a.stride(0), *b.stride()[:2], *scales.stride()[:2], bias.stride(0), out.stride(0),
         *(glu or (0.0, 0.0)), K=a.shape[1], TOPK=topk,
         HAS_SCALE=scale is not None, SORTED=pairs.pairs is not None, MXFP4=b_scale is not None,
         UPCAST=a.device.type == "cpu", BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, GROUP_M=t.group_m,
-        GLU=glu is not None, EACH=each, JOINED=t.joined, num_warps=t.num_warps, num_stages=t.num_stages,
+        GLU=glu is not None, EACH=each, num_warps=t.num_warps, num_stages=t.num_stages,
         **(overlap(a.device, grid) if t.early else {"OVERLAP": False}),
     )  # fmt: skip
+    return out
 
 
 def biased_tiles(rows: int, dtype: torch.dtype, packed: bool) -> Tiles:
@@ -185,10 +148,4 @@ def biased_tiles(rows: int, dtype: torch.dtype, packed: bool) -> Tiles:
         return Tiles(16, 64, 128, 1, 4, 4) if block_m == 16 else Tiles(64, 128, 64, 8, 8, 3)
     if rows <= 16:
         return Tiles(16, 64, 256, 1, 4, 3)
-    if rows <= 48:
-        return Tiles(32, 128, 128, 8, 4, 3)
-    # GPT-OSS-20B's MLP on an H100: 4.50 ms for 8,192 tokens with decoding in the product, 3.92 with decoding before it,
-    # which for 4,096 takes 2.55 instead of 2.47.
-    if rows < 192:
-        return Tiles(64, 128, 128, 8, 4, 3)
-    return Tiles(256, 128, 64, 8, 8, 3, joined=rows < DECODED, decoded=rows >= DECODED)
+    return Tiles(32 if rows <= 48 else 64, 128, 128, 8, 4, 3)

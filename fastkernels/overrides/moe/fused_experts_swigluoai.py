@@ -17,7 +17,8 @@ from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
 from fastkernels.overrides.activation.swigluoai_and_mul import ALPHA, LIMIT, swigluoai_and_mul
 from fastkernels.overrides.kit import mxfp4
 from fastkernels.overrides.moe import mxfp4_gemm as few
-from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles, in_words
+from fastkernels.overrides.moe import mxfp4_prompt as many
+from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles
 from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
 from fastkernels.overrides.moe.fused_experts import local_ids
 from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
@@ -107,39 +108,39 @@ def _triton(
     chosen = own if tiles is None else parsed(tiles)
     pairs = sort_pairs(ids, experts, expert_map, chosen.block_m)
     packed, fused = w1_scale is not None, not swigluoai_and_mul.requested
-    x = in_words(x, chosen) if packed else x
+    x = mxfp4.by_words(x) if packed else x
     glu = (alpha, limit) if fused else None
     inner = biased_gemm(x, w1, w1_scale, w1_bias, pairs, pairs.topk, None, chosen, glu)
     if not fused:
         inner = swigluoai_and_mul.run(inner, alpha, limit)
-        inner = in_words(inner, chosen) if packed else inner
+        inner = mxfp4.by_words(inner) if packed else inner
     out = biased_gemm(inner, w2, w2_scale, w2_bias, pairs, 1, weights, chosen)
     return sum_over_experts(out, ids, experts, expert_map)
 
 
-def _few_plans(ids: T, w1: T, w2: T, expert_map: T | None) -> tuple[few.Plan, few.Plan]:
+def _plans(ids: T, w1: T, w2: T, expert_map: T | None) -> tuple[Any, Any]:
+    """Return the plans of both products, from mxfp4_gemm.py or, for many rows per expert, from mxfp4_prompt.py."""
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
+    columns, topk, inner = 2 * w1.shape[2], ids.shape[1], 2 * w2.shape[2]
+    if ids.numel() > few.MOST_ROWS * experts:
+        return many.Plan(columns, topk, glu=True), many.Plan(inner, 1, glu=False)
     is_sorted = sorts(ids.numel(), experts, expert_map)
-    return (
-        few.plan(2 * w1.shape[2], ids.shape[1], is_sorted, glu=True),
-        few.plan(2 * w2.shape[2], 1, is_sorted, glu=False),
-    )
+    return few.plan(columns, topk, is_sorted, glu=True), few.plan(inner, 1, is_sorted, glu=False)
 
 
 def _supports_cuda(
     hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
     w2_scale: T | None = None, expert_map: T | None = None, *_: Any, **__: Any,
 ) -> str | None:  # fmt: skip
-    experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    if topk_ids.numel() > few.MOST_ROWS * experts:
-        return f"{topk_ids.numel()} pairs for {experts} experts are more than {few.MOST_ROWS} for each"
     if topk_weights.dtype != torch.float32:
         return f"topk_weights is {topk_weights.dtype}, not float32"
+    plans = _plans(topk_ids, w1, w2, expert_map)
+    kernel = many if isinstance(plans[0], many.Plan) else few
     return (
-        few.refused(hidden_states, w1, w1_scale, w1_bias, "w1")
-        or few.refused(hidden_states, w2, w2_scale, w2_bias, "w2")
-        or few.unavailable(hidden_states.device)
-        or few.not_loaded(hidden_states.device, *_few_plans(topk_ids, w1, w2, expert_map))
+        kernel.refused(hidden_states, w1, w1_scale, w1_bias, "w1")
+        or kernel.refused(hidden_states, w2, w2_scale, w2_bias, "w2")
+        or kernel.unavailable(hidden_states.device)
+        or few.not_loaded(hidden_states.device, *plans)
     )
 
 
@@ -155,13 +156,18 @@ def _cuda(
     )
     if ids.numel() == 0:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    if x.data_ptr() % 16:
-        x = x.clone()
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    first, second = _few_plans(ids, w1, w2, expert_map)
-    pairs = sort_pairs(ids, experts, expert_map, few.TOKENS)
-    inner = few.mxfp4_gemm(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
-    out = few.mxfp4_gemm(inner, w2, w2_scale, w2_bias, pairs, second, weights)
+    first, second = _plans(ids, w1, w2, expert_map)
+    if isinstance(first, many.Plan):
+        pairs = sort_pairs(ids, experts, expert_map, many.TOKENS)
+        x = many.in_order(x)
+        inner = many.mxfp4_prompt(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
+        out = many.mxfp4_prompt(inner, w2, w2_scale, w2_bias, pairs, second, weights)
+    else:
+        pairs = sort_pairs(ids, experts, expert_map, few.TOKENS)
+        x = x.clone() if x.data_ptr() % 16 else x
+        inner = few.mxfp4_gemm(x, w1, w1_scale, w1_bias, pairs, first, None, alpha, limit)
+        out = few.mxfp4_gemm(inner, w2, w2_scale, w2_bias, pairs, second, weights)
     return sum_over_experts(out, ids, experts, expert_map)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-FLAGS = "sejd"  # swap, early, joined, decoded
+FLAGS = "se"  # swap, early
 SHARED = 227 * 1024  # bytes of shared memory per program on Hopper
 
 
@@ -20,8 +20,6 @@ class Tiles:
     swap   the weight is the left operand: Hopper's tensor cores take 64 rows of the left operand and any multiple of 8
            columns of the right one, so few tokens on the right need no padding to 64
     early  the kernel starts while the previous one still runs (kit/overlap.py)
-    joined  MXFP4 weights of a step are decoded into the operand of one product, not of four
-    decoded  MXFP4 weights are written to memory as floats first, which pays for many rows
     """
 
     block_m: int
@@ -32,8 +30,6 @@ class Tiles:
     num_stages: int
     swap: bool = False
     early: bool = False
-    joined: bool = False
-    decoded: bool = False
 
     def __str__(self) -> str:
         """Return the form of tables: 16/64/128/1/4/4, with a last part of the flags' letters, as in FLAGS."""

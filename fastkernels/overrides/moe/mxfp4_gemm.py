@@ -15,9 +15,10 @@ from fastkernels.overrides.kit.launch import cdiv
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.moe.sorted_pairs import Sorted
 
-SOURCE = Path(__file__).parent / "csrc" / "mxfp4_gemm.cu"
+FOLDER = Path(__file__).parent / "csrc"
+COMMON, SOURCE = FOLDER / "mxfp4.cu", FOLDER / "mxfp4_gemm.cu"
 TOKENS = 8  # pairs of a block
-MOST_ROWS = 8  # average pairs per expert; with more, the Triton kernel's larger tiles decode less often
+MOST_ROWS = 8  # average pairs per expert; with more, mxfp4_prompt.py's tiles decode less often
 SHARED = 227 * 1024  # bytes of shared memory of a block
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 TYPES = (*[_P] * 9, _I, _I, _I, _F, _F)
@@ -65,10 +66,10 @@ def plan(k: int, topk: int, is_sorted: bool, glu: bool, **params: int) -> Plan:
     return Plan(k, topk, glu, not glu, is_sorted, **{**own, **params})
 
 
-def refused(
+def unsuitable(
     x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor, name: str
 ) -> str | None:
-    """Return why the kernel does not support such a matrix on any GPU, None if it does."""
+    """Return why no CUDA C++ kernel supports such a matrix on any GPU, None if one may."""
     if scales is None:
         return f"{name} is not MXFP4"
     if x.dtype != torch.bfloat16 or bias.dtype != torch.bfloat16:
@@ -76,10 +77,19 @@ def refused(
     for of, t in ((name, w), (f"the scales of {name}", scales), (f"the bias of {name}", bias)):
         if not t.is_contiguous():
             return f"{of} has strides {tuple(t.stride())}: it must be contiguous"
-    if w.shape[1] < 16:
-        return f"{name} has {w.shape[1]} rows, fewer than a tile's 16"
     if w.data_ptr() % 16:
         return f"{name} must begin at a multiple of 16 bytes"
+    return None
+
+
+def refused(
+    x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor, name: str
+) -> str | None:
+    """Return why this kernel does not support such a matrix on any GPU, None if it does."""
+    if (reason := unsuitable(x, w, scales, bias, name)) is not None:
+        return reason
+    if w.shape[1] < 16:
+        return f"{name} has {w.shape[1]} rows, fewer than a tile's 16"
     if plan(2 * w.shape[2], 1, True, True).shared > SHARED:
         return f"rows of {name} with {2 * w.shape[2]} weights do not fit shared memory"
     return None
@@ -87,23 +97,23 @@ def refused(
 
 def unavailable(device: torch.device) -> str | None:
     """Return why the kernel cannot run on this device, None if it can."""
-    return no_hopper(SOURCE, device)
+    return no_hopper(COMMON, device) or no_hopper(SOURCE, device)
 
 
-_loaded: set[tuple[torch.device, Plan]] = set()
+loaded: set[tuple[torch.device, tuple[Any, ...]]] = set()  # plans of both CUDA C++ kernels
 
 
-def not_loaded(device: torch.device, *plans: Plan) -> str | None:
+def not_loaded(device: torch.device, *plans: tuple[Any, ...]) -> str | None:
     """Return why a call cannot be captured (no code is loaded during a capture), None if it can or none is active."""
-    if not torch.cuda.is_current_stream_capturing() or all((device, p) in _loaded for p in plans):
+    if not torch.cuda.is_current_stream_capturing() or all((device, p) in loaded for p in plans):
         return None
     return "its kernel for this shape was not loaded by a call before a CUDA graph was captured"
 
 
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, p: Plan) -> cuda_rtc.Kernel:
-    _loaded.add((device, p))
-    return cuda_rtc.Kernel(text(SOURCE), "mxfp4_gemm", p.options, device.index, TYPES, p.shared)
+    loaded.add((device, p))
+    return cuda_rtc.Kernel(text(COMMON, SOURCE), "mxfp4_gemm", p.options, device.index, TYPES, p.shared)
 
 
 def arguments(w: torch.Tensor, pairs: Sorted, alpha: float, limit: float) -> tuple[Any, ...]:

@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 from experiments.moe import mxfp4_experts
 
 from fastkernels.overrides.moe import fused_experts_swigluoai as op
-from fastkernels.overrides.moe import mxfp4_gemm as few
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
@@ -26,23 +25,28 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> tuple[int,
     return status, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
-def test_planned_call_changes_both_plans_and_restores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "params"), [(64, {"rows": 3, "ahead": 1}), (65, {"stages": 3, "skew": 0})]
+)
+def test_planned_call_changes_both_plans_and_restores(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, params: dict[str, int]
+) -> None:
     found = []
 
     def call(*args: Any) -> torch.Tensor:
-        found.extend(
-            op._few_plans(torch.zeros(64, 4, dtype=torch.int32), *[torch.empty(32, 64, 32)] * 2, None)
-        )
+        ids = torch.zeros(tokens, 4, dtype=torch.int32)
+        found.extend(op._plans(ids, *[torch.empty(32, 64, 32)] * 2, None))
         if args:
             raise RuntimeError("not captured")
         return torch.empty(0)
 
     monkeypatch.setattr(op, "_cuda", call)
-    mxfp4_experts.planned({"rows": 3, "ahead": 1})
-    assert [(p.rows, p.ahead, p.glu) for p in found] == [(3, 1, True), (3, 1, False)]
+    mxfp4_experts.planned(params)
+    assert [{**p._asdict(), **params} == p._asdict() for p in found] == [True, True]
+    assert [p.glu for p in found] == [True, False]
     with pytest.raises(RuntimeError, match="not captured"):
-        mxfp4_experts.planned({"rows": 3}, 0)
-    assert few.plan is mxfp4_experts.DEFAULT
+        mxfp4_experts.planned(params, 0)
+    assert op._plans is mxfp4_experts.DEFAULT
 
 
 def test_each_number_of_tokens_has_a_time_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import unicodedata
@@ -310,6 +311,26 @@ def test_command_carries_a_fresh_nonce(ends: Any) -> None:
     received = [Channel(other).receive(1.0) for _ in range(3)]
     assert {r.pop("nonce") for r in received} == nonces and len(nonces) == 3
     assert received == [{"do": "run", "start": 3}] * 3
+
+
+def test_command_carries_file_descriptors(ends: Any) -> None:
+    channel, other = ends
+    read, write = os.pipe()
+    channel.command("case", 1.0, (write,), text="x" * 100_000)
+    channel.command("run", 1.0)
+    runner = Channel(other)
+    assert runner.receive(1.0)["do"] == "case" and runner.receive(1.0)["do"] == "run"
+    os.close(write)
+    os.write(runner.fds.pop(), b"there")
+    assert os.read(read, 9) == b"there" and not runner.fds
+    os.close(read)
+
+
+def test_judge_takes_no_file_descriptors(ends: Any) -> None:
+    channel, other = ends
+    before = os.listdir("/proc/self/fd")
+    socket.send_fds(other, [framed(b"{}")], [0, 1])
+    assert channel.receive_bytes(1.0) == b"{}" and os.listdir("/proc/self/fd") == before
 
 
 def test_half_a_message_times_out_then_closes(ends: Any) -> None:

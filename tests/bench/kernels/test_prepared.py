@@ -44,7 +44,7 @@ class Side:
     def __init__(self, state: RunnerState, log: list[str]):
         self.state, self.log = state, log
 
-    def ask(self, do: str, **arguments: Any) -> Any:
+    def ask(self, do: str, fds: tuple[int, ...] = (), **arguments: Any) -> Any:
         self.begin(do, **arguments)
         return self.end()
 

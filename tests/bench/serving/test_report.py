@@ -180,6 +180,10 @@ def test_report_command(tmp_path: Path) -> None:
     assert "half-written line, skipped" in (run / "report.html").read_text()
     done = fk_bench_here("report", tmp_path)
     assert done.returncode == 2 and "has no rows.jsonl" in done.stderr
+    file = run / "rows.jsonl"
+    file.write_text(file.read_text().replace('"serve-compare"', '"patch-compare"'))
+    done = fk_bench_here("report", run)
+    assert done.returncode == 2 and "rows of 'patch-compare'" in done.stderr
 
 
 def test_verdict_names_the_faster_lane_with_its_interval(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def test_rows_without_our_engine_are_left_out() -> None:
     assert not list(speeds.text({"a": text(110.0, 120.0, with_engine=False)}))
 
 
-def images(lane: str, ms: float, batch: int = 8) -> Row:
-    case = {"kind": "pictures", "result": "features", "batch": batch}
+def images(lane: str, ms: float, batch: int = 8, image_size: int = 256) -> Row:
+    case = {"kind": "pictures", "result": "features", "batch": batch, "image_size": image_size}
     subject = Subject(model="siglip2", lane=lane, host="timm")
     return make_row("timm", case, {"latency_ms": ms}, subject=subject).model_copy(
         update={"machine": H100, "time": "2026-11-03"}
@@ -95,9 +95,23 @@ def test_image_model_is_compared_with_the_fastest_host_lane() -> None:
     rows = [images(lane, ms) for lane, rounds in lanes.items() for ms in rounds]
     ((_, columns, (cells,)),) = speeds.images({"a": rows})
     assert cells == [
-        "siglip2", "timm", "H100", "-, 382, -", "-, 1.497, -", "1.497", "0.93", "2026-11-03", "`a`",
+        "siglip2", "timm", "256", "H100", "-, 382, -", "-, 1.497, -", "1.497", "0.93", "2026-11-03", "`a`",
     ]  # fmt: skip
     assert len(columns) == len(cells)
+
+
+def test_encoders_have_a_row_for_each_size_of_images() -> None:
+    files = {
+        str(size): [
+            images("compiled", ms, image_size=size),
+            images("patched-compiled", 10.0, image_size=size),
+        ]
+        for size, ms in ((256, 11.0), (512, 13.0))
+    }
+    ((_, columns, cells),) = speeds.images(files)
+    assert [(c[columns.index("pixels")], c[columns.index("mean")]) for c in cells] == [
+        ("256", "1.100"), ("512", "1.300"),
+    ]  # fmt: skip
 
 
 def test_pipelines_have_a_row_for_each_batch_and_number_of_steps() -> None:

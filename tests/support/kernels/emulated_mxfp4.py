@@ -71,7 +71,7 @@ def program(p: few.Plan) -> str:
         "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = block_memory();",
         'extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)': "void",
     }
-    source = ported(text(few.SOURCE), BODIES, written, p.options)
+    source = ported(text(few.COMMON, few.SOURCE), BODIES, written, p.options)
     end = source.index("typedef unsigned int u32;")
     return source[:end] + BEFORE + source[end:] + MAIN
 

@@ -66,7 +66,7 @@ CSS = {Outcome.FASTER: "good", Outcome.SLOWER: "bad", Outcome.SAME: "soft", Outc
 
 
 def render(run: Path) -> Path:
-    """Write RUN/report.html and RUN/results.csv. Raises ConfigError if there are no rows."""
+    """Write RUN/report.html and RUN/results.csv. Raises ConfigError if the run has no rows of kernels or servers."""
     file = run / "rows.jsonl"
     if not file.is_file():
         raise ConfigError(f"no such run: {run} (it has no rows.jsonl)")
@@ -77,6 +77,10 @@ def render(run: Path) -> Path:
         from fk_bench.kernels import report
 
         return report.render(run, found, warnings)
+    if found[0].command != "serve-compare":
+        raise ConfigError(
+            f"{file} has rows of {found[0].command!r}; pages are made of kernels and serve-compare"
+        )
     path = run / "report.html"
     partial = path.with_suffix(".partial")
     partial.write_text(html(found, warnings, run))

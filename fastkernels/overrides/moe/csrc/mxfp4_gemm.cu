@@ -24,52 +24,7 @@ constexpr int EACH = ((STEPS + 1) / 2 + TOGETHER - 1) / TOGETHER;  // 16-byte wo
 constexpr int BELOW = (GLU ? 1 : 8) * BLOCKS;  // 16-byte words from a lane's row to its other row in the same tile
 static_assert(K % 32 == 0 && AHEAD >= 1, "what lanes hold");
 
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
-
 __device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ uint4 load_weights(const uint4* at) {  // as load_once, but it stays in front of a wait or __syncwarp
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ int load_from_l2(const int* at) {  // not an earlier value in L1, which only a wait discards
-    int v;
-    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ float power(float x) {  // e^x
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-    return y;
-}
-
-__device__ __forceinline__ float inverse(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// The three low bits of e2m1 are a bfloat16 when they follow its sign by six zeros: 2^-126 times the value. The factor
-// is 2^62 times the scale, so that it is a bfloat16 for scales up to 2^65 and infinite above; the rest is RESTORE.
-constexpr float RESTORE = 18446744073709551616.f;  // 2^64
-
-__device__ __forceinline__ u32 factor(u32 scale) { return (u32)min((int)scale + 62, 255) * 0x00800080u; }
-
-// One multiplication is two shifts: of the sign and of the other bits. It is not executed by the unit for masks and
-// shifts, which has the most to do.
-__device__ __forceinline__ void decode(u32 (&to)[4], u32 word, u32 by) {  // weights i and i + 4 of eight
-    const u32 rest = word >> 8;
-    to[0] = product((word & 0x000F000F) * 0x1040 & 0x81C081C0, by);
-    to[1] = product((word & 0x00F000F0) * 0x0104 & 0x81C081C0, by);
-    to[2] = product((rest & 0x000F000F) * 0x1040 & 0x81C081C0, by);
-    to[3] = product((rest & 0x00F000F0) * 0x0104 & 0x81C081C0, by);
-}
-
-__device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 __device__ __forceinline__ uint4 permuted(const uint4& v) {  // of eight numbers, i is next to i + 4
     return make_uint4(halves(v.x, v.z, 0x5410), halves(v.x, v.z, 0x7632), halves(v.y, v.w, 0x5410), halves(v.y, v.w, 0x7632));

@@ -27,7 +27,8 @@ def memory_file() -> int:
 class Arena:
     """The slots of a case as one side sees them; `publish` copies values from the judge's private slots.
 
-    fd  the memfd that this side has (CPU); on a GPU each arena is an allocation with a handle of its own
+    fd   the memfd that this side has (CPU); on a GPU each arena is memory of its own
+    fds  GPU: the file descriptor that the side maps it by
     """
 
     @PHASES.of("memory")
@@ -37,17 +38,16 @@ class Arena:
         self.cells = secrets.SystemRandom().sample(range(places), slots.count)
         self.out_start = slots.layout.arena_bytes(places)
         total = max(self.out_start + out_slots * slots.out_bytes, layout.ALIGN)
-        self._allocation: ipc.Allocation | None = None
-        shared: dict[str, Any] = {"nbytes": total}
+        self._allocation: ipc.Memory | None = None
         if slots.device == "cuda":
-            self._allocation = ipc.Allocation(total)
+            self._allocation = ipc.Memory(total)
             self.bytes = self._allocation.bytes
-            shared |= ipc.share(self.bytes)
         else:
             if os.fstat(fd).st_size < total:  # it only grows, because the process may have mapped it
                 os.ftruncate(fd, total)
             self.bytes = torch.frombuffer(mmap.mmap(fd, total), dtype=torch.uint8)
-        self.place = {**shared, "cells": places, "outputs": self.out_start, "out_slots": out_slots}
+        self.fds = () if self._allocation is None else (self._allocation.fd,)
+        self.place = {"nbytes": total, "cells": places, "outputs": self.out_start, "out_slots": out_slots}
         self._places, self._bound = places, dict[int, list[Any]]()
         stride = slots.layout.stride
         self._grid = self.bytes[: places * stride].view(places, stride)

@@ -8,9 +8,11 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Any
 
 MAX_MESSAGE = 32 << 20
+MAX_FDS = 4  # file descriptors of a command
 _LENGTH = struct.Struct("!I")
 
 
@@ -30,19 +32,21 @@ class Channel:
     """One end: the judge sends a `command` and reads bytes, which `messages` checks; the runner receives and sends.
 
     spin_s  seconds of busy waiting for a message, for timed work on machines with enough cores
+    fds     file descriptors that came with the last command that had any
     """
 
     def __init__(self, sock: socket.socket):
-        self.sock, self.spin_s = sock, 0.0
+        self.sock, self.spin_s, self.fds = sock, 0.0, list[int]()
         sock.setblocking(False)
 
-    def send(self, message: dict[str, Any], timeout: float = 60.0) -> None:
+    def send(self, message: dict[str, Any], timeout: float = 60.0, fds: Sequence[int] = ()) -> None:
         """Raises ChannelClosed, ChannelTimeout."""
         body = json.dumps(message).encode()
         data, end = memoryview(_LENGTH.pack(len(body)) + body), time.monotonic() + timeout
         while data:
             try:
-                data = data[self.sock.send(data) :]
+                data = data[socket.send_fds(self.sock, [data], fds) if fds else self.sock.send(data) :]
+                fds = ()
             except BlockingIOError:
                 if not select.select([], [self.sock], [], max(end - time.monotonic(), 0))[1]:
                     raise ChannelTimeout("the other side does not read") from None
@@ -51,27 +55,33 @@ class Channel:
 
     def receive(self, timeout: float | None = None) -> dict[str, Any]:
         """The next command, read by a runner, which trusts the judge. Raises ChannelClosed, ChannelTimeout."""
-        return json.loads(self.receive_bytes(timeout))
+        return json.loads(self.receive_bytes(timeout, fds=True))
 
-    def receive_bytes(self, timeout: float | None = None, limit: int = MAX_MESSAGE) -> bytes:
+    def receive_bytes(
+        self, timeout: float | None = None, limit: int = MAX_MESSAGE, fds: bool = False
+    ) -> bytes:
         """The next message, unread. Raises ChannelClosed, ChannelTimeout, and ChannelGarbage above `limit` bytes."""
         end = None if timeout is None else time.monotonic() + timeout
-        (size,) = _LENGTH.unpack(self._exactly(_LENGTH.size, end))
+        (size,) = _LENGTH.unpack(self._exactly(_LENGTH.size, end, fds))
         if size > limit:
             raise ChannelGarbage(f"a message of {size} bytes")
         return self._exactly(size, end)
 
-    def command(self, do: str, timeout: float, **arguments: Any) -> str:
+    def command(self, do: str, timeout: float, fds: Sequence[int] = (), **arguments: Any) -> str:
         """Send a command. Returns its nonce, which the answer must carry."""
         nonce = secrets.token_hex(8)
-        self.send({"do": do, "nonce": nonce, **arguments}, timeout)
+        self.send({"do": do, "nonce": nonce, **arguments}, timeout, fds)
         return nonce
 
-    def _exactly(self, size: int, end: float | None) -> bytes:
+    def _exactly(self, size: int, end: float | None, fds: bool = False) -> bytes:
         parts, spin = [], time.monotonic() + self.spin_s
         while size:
             try:
-                part = self.sock.recv(size)
+                if fds:
+                    part, came, _, _ = socket.recv_fds(self.sock, size, MAX_FDS)
+                    self.fds = came or self.fds
+                else:  # those of a candidate are closed unread
+                    part = self.sock.recv(size)
             except BlockingIOError:
                 if time.monotonic() < spin:
                     continue

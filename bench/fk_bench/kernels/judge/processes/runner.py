@@ -59,7 +59,7 @@ class RunnerState(Implementation):
     def __init__(self, channel: Channel, fds: dict[str, int]):
         super().__init__()
         self.channel, self.fds = channel, fds
-        self.mapping = ipc.Mapping()
+        self.arena: ipc.Memory | None = None  # GPU: what is mapped of the judge's memory
         self.gate = Gate(fds["gate"]) if "gate" in fds else None
         self.free()
 
@@ -133,6 +133,10 @@ class RunnerState(Implementation):
         self.held: dict[int, list[torch.Tensor]] = {}
         for fn in self.prepared:
             fn.clear()
+        if self.arena is not None:
+            with contextlib.suppress(RuntimeError):  # after a fault of a kernel nothing can be unmapped
+                self.arena.close()
+            self.arena = None
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -142,8 +146,8 @@ class RunnerState(Implementation):
 
     def _map(self, arena: dict[str, Any]) -> torch.Tensor:
         if self.device == "cuda":
-            self.mapping.close()
-            return self.mapping.bytes_at(arena)
+            self.arena = ipc.Memory(arena["nbytes"], self.channel.fds.pop())
+            return self.arena.bytes
         return torch.frombuffer(mmap.mmap(self.fds["arena"], arena["nbytes"]), dtype=torch.uint8)
 
     def _call(self, args: list[Any]) -> Callable[[], Any]:

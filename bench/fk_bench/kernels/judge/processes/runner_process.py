@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -73,15 +73,18 @@ class RunnerProcess:
         ).hello
         self.pid = self.child.newest()  # it has not imported the candidate yet
 
-    def ask(self, do: str, **arguments: Any) -> Any:
-        """The reply to a command, in the schema of `messages.SCHEMAS`. Raises RunnerError."""
-        self.begin(do, **arguments)
+    def ask(self, do: str, fds: Sequence[int] = (), **arguments: Any) -> Any:
+        """The reply to a command, in the schema of `messages.SCHEMAS`. Raises RunnerError.
+
+        fds  file descriptors that the process gets with it
+        """
+        self.begin(do, fds, **arguments)
         return self.end()
 
-    def begin(self, do: str, **arguments: Any) -> None:
+    def begin(self, do: str, fds: Sequence[int] = (), **arguments: Any) -> None:
         """Send a command and resume the process; `end` gives its reply. Raises RunnerError."""
         self._do = do
-        self._nonce = self._guarded(lambda: self.channel.command(do, self.timeout, **arguments))
+        self._nonce = self._guarded(lambda: self.channel.command(do, self.timeout, fds, **arguments))
         self.resume()
 
     def end(self) -> Any:

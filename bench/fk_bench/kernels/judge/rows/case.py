@@ -160,7 +160,7 @@ class CaseRun:
         for side, fd in zip((self.candidate, self.baseline), self._files, strict=True):
             arena = Arena(slots, out_slots, fd)
             self._arenas.append(arena)
-            side.ask("case", plan=slots.plan, cells=arena.cells, arena=arena.place, outs=outs)
+            side.ask("case", arena.fds, plan=slots.plan, cells=arena.cells, arena=arena.place, outs=outs)
         return slots, self._arenas[0], self._arenas[1]
 
     def _close(self) -> None:
