@@ -232,6 +232,14 @@ def test_weights_at_equal_distances_are_batches(monkeypatch: pytest.MonkeyPatch)
         assert cublaslt.batches(x, weights, biases) == found
 
 
+def test_rows_are_aligned_and_do_not_overlap() -> None:
+    x = torch.zeros(16, 136, dtype=torch.bfloat16)
+    for t in (x, x[:, 8:], x[:1], x[0], x[0, 8:]):
+        assert cublaslt._readable(t)
+    for t in (x[:, 4:], x[0, 4:], x.t(), x[:1].expand(5, -1), torch.zeros(16, 100).bfloat16(), x[0, :12]):
+        assert not cublaslt._readable(t)
+
+
 @pytest.mark.parametrize("kind", ["plain", "bias", "hook", "float64", "other_size", "one_bias"])
 def test_layers_of_one_input(kind: str) -> None:
     """Results of plain layers of one size come from one op, wherever it runs."""
