@@ -171,6 +171,16 @@ def test_products_are_those_of_float64(kind: str, library: Library) -> None:
     ] == [1, 1]
 
 
+def test_without_memory_to_time_in_products_are_those_of_pytorch(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty_strided", full)
+    assert [cublaslt.products(*arguments("cpu")) for _ in range(2)] == [False] * 2 and not library.ran
+
+
 def test_first_proposal_runs_in_a_capture_and_is_not_kept(library: Library) -> None:
     library.state["capturing"] = True
     cublaslt.products(*arguments("cpu"))

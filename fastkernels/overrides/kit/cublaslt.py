@@ -164,9 +164,13 @@ class _Plan:
         )  # fmt: skip
 
     def choose(self, x: Any, weight: Any, added: Any, out: Any) -> None:
-        """Keep the fastest proposal."""
-        into = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
-        other = torch.zeros(FLUSH // 4, device=out.device)
+        """Keep the fastest proposal; none where there is no memory to time them in."""
+        try:
+            into = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+            other = torch.zeros(FLUSH // 4, device=out.device)
+        except torch.OutOfMemoryError:
+            self.proposals, self.chosen = [], True
+            return
         events: dict[int, list[Any]] = {i: [] for i in range(len(self.proposals))}
         for _ in range(ROUNDS):
             for i, found in [*events.items()]:
