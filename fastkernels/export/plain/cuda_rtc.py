@@ -34,30 +34,28 @@ def driver(function: str, *args: Any) -> None:
         raise RuntimeError(f"{function} failed with {status}")
 
 
+@lru_cache(maxsize=1 << 14)
 def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> Any:
     """Map a matrix of 16-bit numbers: boxes of 64 columns, 128-byte swizzle, zeros past its ends."""
-    return tensor_map_of(address, (columns, rows), (stride,), (64, box_rows))
+    memory, word = ctypes.create_string_buffer(256), ctypes.c_uint32
+    made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 128)  # the driver needs 64 bytes
+    sizes, strides = (ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(2 * stride)
+    which = [ctypes.byref(made), 1, 2, ctypes.c_void_p(address), sizes, strides]  # 1: uint16
+    # no interleave, 128-byte swizzle, 256-byte L2 promotion, no NaN fill
+    driver("cuTensorMapEncodeTiled", *which, (word * 2)(64, box_rows), (word * 2)(1, 1), 0, 3, 3, 0)
+    return made
 
 
 @lru_cache(maxsize=1 << 14)
 def tensor_map_of(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> Any:
-    memory, words, longs = (
+    memory, (words, longs) = (
         ctypes.create_string_buffer(256),
-        ctypes.c_uint32 * len(box),
-        ctypes.c_uint64 * len(box),
+        (t * len(box) for t in (ctypes.c_uint32, ctypes.c_uint64)),
     )
     made = TensorMap.from_buffer(memory, -ctypes.addressof(memory) % 128)  # the driver needs 64 bytes
-    which = [
-        made,
-        1,
-        len(box),
-        ctypes.c_void_p(address),
-        longs(*sizes),
-        longs(*(2 * s for s in strides)),
-    ]  # uint16
-    driver(
-        "cuTensorMapEncodeTiled", *which, words(*box), words(*(1 for _ in box)), 0, 3, 3, 0
-    )  # L2: 256 bytes
+    counts = longs(*sizes), longs(*(2 * s for s in strides)), words(*box), words(*(1 for _ in box))
+    # 1: uint16; no interleave, 128-byte swizzle, 256-byte L2 promotion, no NaN fill
+    driver("cuTensorMapEncodeTiled", made, 1, len(box), ctypes.c_void_p(address), *counts, 0, 3, 3, 0)
     return made
 
 

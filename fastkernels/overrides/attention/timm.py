@@ -30,16 +30,8 @@ def _norms(
     module.norm = norm_layer(attn_dim, **dd) if scale_norm else nn.Identity()
 
 
-def _finish(module: Any, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """Norm, gate and output projection of what attention gives."""
-    return module.proj_drop(module.proj(_gated(module, x, attended)))
-
-
-def _gated(module: Any, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """Norm and gate (timm 1.0.27 and later) of what attention gives."""
-    attended = module.norm(attended)
-    gate = getattr(module, "gate", None)
-    return attended if gate is None else attended * gate(x).sigmoid()
+def _project(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return module.proj_drop(module.proj(x))
 
 
 def _dropout(module: Any) -> float:
@@ -145,9 +137,7 @@ class TimmAttention(_Parts):
     def forward(
         self, x: torch.Tensor, attn_mask: torch.Tensor | None = None, is_causal: bool = False
     ) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
-        q, k = self.q_norm(q), self.k_norm(k)
-        return _finish(self, x, attend(q, k, v, self.scale, attn_mask, _dropout(self), is_causal))
+        return _project(self, before_projection(self, x, None, attn_mask, is_causal))
 
 
 class TimmAttentionRope(_Parts):
@@ -206,14 +196,7 @@ class TimmAttentionRope(_Parts):
         attn_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ):
-        if self.qkv is not None:
-            q, k, v = _turned(self, self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)), rope)
-        else:
-            q, k, v = (
-                p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
-            )
-            q, k = (_with_rope(self, t, rope, v.dtype) for t in (self.q_norm(q), self.k_norm(k)))
-        return _finish(self, x, attend(q, k, v, self.scale, attn_mask, _dropout(self), is_causal))
+        return _project(self, before_projection(self, x, rope, attn_mask, is_causal))
 
 
 class TimmEvaAttention(_Parts):
@@ -273,24 +256,24 @@ class TimmEvaAttention(_Parts):
         attn_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ):
-        if self.qkv is None:
-            q, k, v = (
-                p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj)
-            )
-            q, k = (_with_rope(self, t, rope, v.dtype) for t in (self.q_norm(q), self.k_norm(k)))
-        else:
-            q, k, v = _turned(self, _packed(self, x).unflatten(-1, (3, self.num_heads, -1)), rope)
-        return _finish(self, x, attend(q, k, v, self.scale, attn_mask, _dropout(self), is_causal))
+        return _project(self, before_projection(self, x, rope, attn_mask, is_causal))
 
 
 def before_projection(
     module: Any, x: torch.Tensor, rope: torch.Tensor | None = None, attn_mask: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Return what the output projection of an Attention or EvaAttention with one layer `qkv` takes."""
-    packed = _packed(module, x) if hasattr(module, "q_bias") else module.qkv(x)
-    q, k, v = _turned(module, packed.unflatten(-1, (3, module.num_heads, -1)), rope)
-    return _gated(module, x, attend(q, k, v, module.scale, attn_mask, _dropout(module), is_causal))
+    """Return what the output projection of an Attention, AttentionRope or EvaAttention, ours or the host's, takes."""
+    if module.qkv is None:
+        layers = (module.q_proj, module.k_proj, module.v_proj)
+        q, k, v = (layer(x).unflatten(-1, (-1, module.head_dim)) for layer in layers)
+        q, k = (_with_rope(module, t, rope, v.dtype) for t in (module.q_norm(q), module.k_norm(k)))
+    else:
+        packed = _packed(module, x) if hasattr(module, "q_bias") else module.qkv(x)
+        q, k, v = _turned(module, packed.unflatten(-1, (3, module.num_heads, module.head_dim)), rope)
+    attended = module.norm(attend(q, k, v, module.scale, attn_mask, _dropout(module), is_causal))
+    gate = getattr(module, "gate", None)  # timm 1.0.27 and later
+    return attended if gate is None else attended * gate(x).sigmoid()
 
 
 def _packed(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def _check(
             raise ValueError(f"linear_residual: {name} {tuple(t.shape)} is not [{n}]")
 
 
-def supports_residual(
+def supports(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> str | None:  # fmt: skip
@@ -95,7 +95,7 @@ linear_residual = define(
     "linear_residual(Tensor residual, Tensor x, Tensor weight, Tensor? bias=None, Tensor? scale=None) -> Tensor",
     fake=lambda residual, x, weight, bias=None, scale=None: x.new_empty(residual.shape),
     providers=(
-        Provider("cuda-tiled", _tiled, supports=supports_residual),
+        Provider("cuda-tiled", _tiled, supports=supports),
         Provider("torch", _torch, devices=("cuda", "cpu")),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),

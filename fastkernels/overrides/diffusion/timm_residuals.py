@@ -41,7 +41,7 @@ def add_both(
 
 _ATTENTION, _MLP = (
     tuple(prefix + name for name in names for prefix in ("", "Timm"))
-    for names in (("Attention", "EvaAttention"), ("Mlp",))
+    for names in (("Attention", "AttentionRope", "EvaAttention"), ("Mlp",))
 )
 
 

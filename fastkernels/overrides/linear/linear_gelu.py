@@ -53,12 +53,9 @@ def _check(
         )
 
 
-def supports_erf(
+def _supports_tiled(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "none"
 ) -> str | None:
-    """Return why the tiled kernel does not compute this call, or is not faster, None if it is."""
-    if approximate == "tanh":
-        return ForOthers("it is for GELU with erf: cuBLASLt has GELU with tanh as an epilogue")
     if x.numel() < LEAST * x.shape[-1]:
         return ForOthers(f"fewer than {LEAST} tokens")
     reason = supports_tiled(x, weight, bias)
@@ -116,7 +113,7 @@ linear_gelu = define(
     fake=lambda x, weight, bias=None, approximate="none": x.new_empty((*x.shape[:-1], weight.shape[0])),
     providers=(
         Provider("cublaslt", _cublaslt, supports=_supports_cublaslt),
-        Provider("cuda-tiled", _tiled, supports=supports_erf),
+        Provider("cuda-tiled", _tiled, supports=_supports_tiled),
         Provider("torch", _torch, devices=("cuda", "cpu")),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),

@@ -22,7 +22,7 @@ from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 
 SOURCE = Path(__file__).parent / "csrc" / "tiled_linear.cu"
 THREADS = 384
-SHARED = 226 * 1024  # bytes of a block, without 1 KiB for barriers and alignment
+SHARED = 226 * 1024  # bytes of a ring
 MAX_STAGES = 12
 GROUP = 8
 LEAST = 128  # tokens for which it was faster than a product and a pass
@@ -33,14 +33,14 @@ NONE, GELU, GELU_TANH, RESIDUAL = range(4)
 
 # rows, columns  of a tile
 # cooperate      both warpgroups multiply a tile, instead of taking tiles in turn
-# cluster        blocks that share W ('w': their tiles lie below each other) or x ('x': beside each other), and how many
+# cluster        blocks that share W ('w': tiles with the same columns) or x ('x': with the same rows), and how many
 PARAMS: tuple[dict[str, Any], ...] = tuple(
     {"rows": rows, "columns": columns, "cooperate": cooperate, "shares": shares, "cluster": cluster}
     for rows, columns, cooperate in (
         (128, 192, False), (128, 160, False), (128, 128, False), (128, 96, False), (192, 128, False), (192, 96, False),
-        (64, 256, False), (64, 192, False), (64, 160, False), (64, 128, False), (64, 96, False), (256, 192, True),
-        (256, 160, True), (256, 128, True), (256, 96, True), (128, 256, True), (128, 192, True), (128, 128, True),
-        (128, 96, True), (128, 64, True),
+        (64, 256, False), (64, 192, False), (64, 160, False), (64, 128, False), (64, 96, False), (64, 64, False),
+        (256, 192, True), (256, 160, True), (256, 128, True), (256, 96, True), (128, 256, True), (128, 192, True),
+        (128, 128, True), (128, 96, True), (128, 64, True),
     )
     for shares, cluster in (("w", 1), ("w", 2), ("x", 2))
     if shares == "x" or columns // cluster % 32 == 0
@@ -78,8 +78,8 @@ class Plan(NamedTuple):
         clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
         return (
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
-            f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}", f"-DGROUP={GROUP}", f"-DBEHIND={f}",
-            f"-DBF16={int(bf16)}", f"-DCLUSTERED={clustered}",
+            f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
+            f"-DGROUP={GROUP}", f"-DBEHIND={f}", f"-DBF16={int(bf16)}", f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 
 
@@ -99,23 +99,24 @@ def fits(params: dict[str, Any], f: int) -> bool:
     return f != RESIDUAL or params["rows"] * params["columns"] < 128 * 192 * (1 + params["cooperate"])
 
 
-def cycles(p: Plan, k: int) -> float:
-    """Return about how many cycles the busiest block takes, to compare plans.
+def cycles(p: Plan, k: int, sms: int = 132) -> float:
+    """Return about how many cycles the busiest block takes, to compare plans: a fit to times on an H100.
 
-    A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at 40 a cycle. What follows the product
-    takes a sixth of a cycle for each result, where no other tile is multiplied meanwhile.
+    A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at 64 a cycle, and 60 more; in a
+    cluster 80 on top, since its blocks wait for each other. The epilogue takes 0.08 cycles for each result, where no
+    other tile is multiplied meanwhile.
     """
     pieces, rounds = -(-k // 64), -(-p.tiles // (p.grid // p.cluster))
-    multiplying, behind = p.rows * p.columns / 32, p.rows * p.columns / (12 if p.cooperate else 6)
-    reading = 128 * (p.rows + p.columns) / 40
-    return rounds * pieces * max(multiplying, reading) + behind * (rounds if p.cooperate else 1)
+    reading = 2 * max(p.rows + p.columns, 1.07 * sum(p.boxes) * p.grid / sms)
+    piece = max(p.rows * p.columns / 32, reading) + (140 if p.cluster > 1 else 60)
+    return rounds * pieces * piece + 0.08 * p.rows * p.columns * (rounds / 2 if p.cooperate else 1)
 
 
 @lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, f: int = NONE, sms: int = 132) -> dict[str, Any]:
     """Return the default parameters for x [m, k] and weight [n, k]."""
     sets = (p for p in PARAMS if fits(p, f))
-    return min(sets, key=lambda p: (cycles(plan(m, n, **p, sms=sms), k), p["cluster"]))
+    return min(sets, key=lambda p: (cycles(plan(m, n, **p, sms=sms), k, sms), p["cluster"]))
 
 
 def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
@@ -132,10 +133,14 @@ def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return None
 
 
+def source(p: Plan, bf16: bool) -> str:
+    """Return the whole text that NVRTC compiles."""
+    return multiply(p.columns, "bf16" if bf16 else "f16") + text(SOURCE)
+
+
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, p: Plan, f: int, bf16: bool) -> cuda_rtc.Kernel:
-    source = multiply(p.columns, "bf16" if bf16 else "f16") + text(SOURCE)
-    return cuda_rtc.Kernel(source, "tiled_linear", p.options(f, bf16), device.index, TYPES, p.shared)
+    return cuda_rtc.Kernel(source(p, bf16), "tiled_linear", p.options(f, bf16), device.index, TYPES, p.shared)
 
 
 def linear_tiled(

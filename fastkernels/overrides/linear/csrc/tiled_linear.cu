@@ -6,8 +6,8 @@
 // They pass the turn to each other with a tile's last piece: a barrier of the ring cannot be waited for a lap ahead. Or they
 // COOPERATE: each has half of a tile's rows. Such tiles can be larger, so that less is read, but f is computed in between.
 //
-// With CLUSTER blocks in a cluster, their tiles lie next to each other, and each block reads a slice of what they have in
-// common and copies it to all: of W (SHARE_W: below each other) or of x.
+// With CLUSTER blocks in a cluster, their tiles are neighbors, and each block reads a slice of what they have in
+// common and copies it to all: of W (SHARE_W) or of x.
 //
 // Sums are stored from registers. wgmma gives a thread two of every eight columns: W's rows are read in another order, so
 // that these columns are eight that lie next to each other, 16 bytes of the result.
@@ -27,6 +27,7 @@ constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
 #if BEHIND == 3
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
+constexpr bool MANY = ATOMS * SUMS >= 160;  // sums: the two warpgroups have all registers but a few
 constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
 static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
 static_assert(X_SLICE % 8 == 0 && W_SLICE % 32 == 0, "slices begin where the swizzle and blocks of columns do");
@@ -143,16 +144,17 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    const int thread = threadIdx.x, lane = thread % 32, group = thread / 128, rank = rank_in_cluster();
+    const int thread = threadIdx.x, lane = thread % 32, rank = rank_in_cluster();
+    const int group = __shfl_sync(~0u, thread / 128, 0);  // a warpgroup; the compiler sees that it is alike in a warp
     const int pieces = (K + 63) / 64, m_tiles = (M + BM - 1) / BM, n_tiles = (N + BN - 1) / BN;
-    // The clusters' tiles: `below` by `beside` of them.
-    const int below = SHARE_W ? (m_tiles + CLUSTER - 1) / CLUSTER : m_tiles;
-    const int beside = SHARE_W ? n_tiles : (n_tiles + CLUSTER - 1) / CLUSTER;
-    const int tiles = below * beside, first = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+    // Of clusters: m_count by n_count.
+    const int m_count = SHARE_W ? (m_tiles + CLUSTER - 1) / CLUSTER : m_tiles;
+    const int n_count = SHARE_W ? n_tiles : (n_tiles + CLUSTER - 1) / CLUSTER;
+    const int tiles = m_count * n_count, first = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
     const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + STAGES * X_STAGE;
     const u32 full = w_ring + STAGES * W_STAGE, empty = full + 8 * STAGES, turns = empty + 8 * STAGES;
     auto place = [&](int tile, int& row, int& column) {
-        const int band = tile / (GROUP * beside), in_band = tile % (GROUP * beside), height = min(GROUP, below - band * GROUP);
+        const int band = tile / (GROUP * n_count), in_band = tile % (GROUP * n_count), height = min(GROUP, m_count - band * GROUP);
         const int m = band * GROUP + in_band % height, n = in_band / height;
         row = (SHARE_W ? m * CLUSTER + rank : m) * BM, column = (SHARE_W ? n : n * CLUSTER + rank) * BN;
     };
@@ -168,7 +170,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     cluster_begins();
 
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;" ::: "memory");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MANY ? 24 : 40) : "memory");
         if (thread == 0) {
             auto read_weights = [&](int stage, int piece, int column) {
                 expect(full + 8 * stage, X_STAGE + W_STAGE);
@@ -198,7 +200,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;" ::: "memory");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY ? 240 : 232) : "memory");
         asm volatile("griddepcontrol.wait;" ::: "memory");
         const int quad = lane % 4, row_of_thread = thread % 128 / 32 * 16 + lane / 4;
         const int own_rows = COOPERATE ? (group - 1) * ROWS : 0;  // of a tile
@@ -213,7 +215,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             row += own_rows;
             int stage = piece % STAGES, used = -1;
             u32 parity = piece / STAGES & 1;
-            float sums[ATOMS][SUMS];
+            float sums[ATOMS][SUMS] = {};
             // A thread has eight columns of each of PLACES rows in each block of 32 columns.
             auto row_of = [&](int i) { return row + row_of_thread + 64 * (i / 2) + 8 * (i % 2); };
             auto column_of = [&](int block) { return column + 32 * block + 8 * quad; };
@@ -234,7 +236,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 for (int step = 0; step < 4; step++)  // 16 of K are 32 bytes
 #pragma unroll
                     for (int atom = 0; atom < ATOMS; atom++)
-                        multiply(sums[atom], a + (8192 * atom + 32 * step) / 16, b + 32 * step / 16, k + step);
+                        multiply(sums[atom], a + (8192 * atom + 32 * step) / 16, b + 32 * step / 16, 1);
                 commit_multiply();
                 if (!COOPERATE && k == pieces - 1 && lane == 0) arrive(turns + 8 * ((i + 1) % 2));
                 finish_multiply<1>();

@@ -1,0 +1,147 @@
+"""The tiled kernel for many tokens: emulated against float64, its plans, its machine code, unsupported calls."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kernels import emulated_tiled
+
+from fastkernels.core import cuda_rtc
+from fastkernels.overrides.block import linear_residual as residuals
+from fastkernels.overrides.kit import hopper
+from fastkernels.overrides.linear import tiled_linear_cuda as tiled
+
+NO_NVRTC = cuda_rtc.unavailable()
+
+
+def expected(
+    f: int, x: Any, weight: Any, bias: Any = None, scale: Any = None, residual: Any = None
+) -> torch.Tensor:
+    y = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    if f in (tiled.GELU, tiled.GELU_TANH):
+        return F.gelu(y, approximate="none" if f == tiled.GELU else "tanh")
+    return y if f == tiled.NONE else residual.double() + (1 if scale is None else scale.double()) * y
+
+
+def arguments(m: int, n: int, k: int, f: int, dtype: torch.dtype, scaled: bool = True) -> list[Any]:
+    g = torch.Generator().manual_seed(m + f)
+    x, weight = torch.randn(m, k, generator=g), torch.randn(n, k, generator=g) * 2 / k**0.5
+    bias, scale, residual = (torch.randn(*s, generator=g).to(dtype) for s in ((n,), (n,), (m, n)))
+    more = [scale if scaled else None, residual] if f == tiled.RESIDUAL else [None, None]
+    return [x.to(dtype), weight.to(dtype), bias if scaled else None, *more]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("m", "n", "k", "f", "stages", "sms", "params"),
+    [
+        # Two warpgroups in turn: more tiles than blocks, laps of the ring that end within a tile
+        (150, 96, 200, tiled.RESIDUAL, 3, 2, {"rows": 64, "columns": 64}),
+        # Clusters that share W, of which the last has a tile without rows; a ring as long as a tile
+        (150, 160, 136, tiled.GELU, 3, 4, {"rows": 64, "columns": 64, "cluster": 2}),
+        pytest.param(150, 96, 200, tiled.NONE, 2, 2, {"rows": 128, "columns": 64, "shares": "x", "cluster": 2},
+                     marks=pytest.mark.slow),
+        pytest.param(300, 160, 200, tiled.RESIDUAL, 2, 2, {"rows": 256, "columns": 64, "cooperate": True},
+                     marks=pytest.mark.slow),
+        pytest.param(130, 160, 72, tiled.GELU_TANH, 2, 4, {"rows": 128, "columns": 64, "cooperate": True, "cluster": 2},
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_emulated_kernel_matches_float64(
+    m: int, n: int, k: int, f: int, stages: int, sms: int, params: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:  # fmt: skip
+    """Runs the CUDA text with CPU lanes and emulated PTX: tiles, the ring, its barriers, turns, swizzle, rows of W."""
+    args = arguments(m, n, k, f, dtype, scaled=stages == 3)
+    got = emulated_tiled.linear_tiled(args, f, params, sms, stages, tmp_path)
+    want = expected(f, *args)
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
+    error = (got.double() - want).abs() / (rounding * want.abs() + 1e-5)
+    assert float(error.max()) <= 1 and float((got == want.to(dtype)).float().mean()) > 0.99
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    m=st.integers(1, 9000), n=st.integers(1, 300).map(lambda i: 32 * i), k=st.integers(8, 900).map(lambda i: 8 * i),
+    params=st.sampled_from(tiled.PARAMS), sms=st.sampled_from([7, 78, 114, 132]),
+)  # fmt: skip
+def test_plan_covers_the_result_and_fits(m: int, n: int, k: int, params: dict[str, Any], sms: int) -> None:
+    p = tiled.plan(m, n, **params, sms=sms)
+    down, right = -(-m // p.rows), -(-n // p.columns)
+    along = down if p.shares == "w" else right
+    assert p.tiles * p.cluster == down * right // along * -(-along // p.cluster) * p.cluster
+    assert 0 < p.grid <= sms and p.grid % p.cluster == 0
+    assert 2 <= p.stages <= tiled.MAX_STAGES and p.shared <= 227 * 1024
+    x_rows, w_rows = p.boxes
+    assert x_rows % 8 == 0 and w_rows % 32 == 0 and max(x_rows, w_rows) <= 256
+    for f in (tiled.GELU, tiled.RESIDUAL):
+        chosen = tiled.choose(m, n, k, f, sms)
+        assert chosen in tiled.PARAMS and tiled.fits(chosen, f)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.parametrize("f", [tiled.NONE, tiled.GELU, tiled.GELU_TANH, tiled.RESIDUAL])
+def test_every_set_compiles(f: int) -> None:
+    for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
+        p = tiled.plan(2048, 4096, **params)
+        told = ("--gpu-architecture=sm_90a", *p.options(f, f % 2 == 1))
+        assert cuda_rtc.cubin(tiled.source(p, f % 2 == 1), told)[:4] == b"\x7fELF"
+
+
+def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias, scale, residual = arguments(150, 96, 136, tiled.RESIDUAL, torch.bfloat16)
+    reason = tiled.supports_tiled(x, weight)
+    assert reason is not None and (reason == NO_NVRTC or "Hopper" in reason)
+    # The other reasons, on a simulated Hopper GPU
+    monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    assert tiled.supports_tiled(x, weight, bias) is None
+    assert tiled.supports_tiled(x.view(3, 50, 136), weight) is None
+    refused = {
+        "N = 72 is not": (x, weight[:72]),
+        "K = 56 under 64": (x[:, :56].contiguous(), weight[:, :56].contiguous()),
+        "dtype torch.float32": (x.float(), weight.float()),
+        "its rows must not overlap": (x, weight[:1].expand(96, -1)),
+        "rows must start at 16 bytes": (torch.randn(150, 140).bfloat16()[:, :136], weight),
+        "bias is torch.float32": (x, weight, bias.float()),
+    }
+    for text, args in refused.items():
+        assert text in str(tiled.supports_tiled(*args)), text
+    supports = residuals.supports
+    assert supports(residual, x, weight, bias, scale) is None
+    assert "fewer than" in str(supports(residual[:9], x[:9], weight, bias, scale))
+    assert "is torch.float32" in str(supports(residual.float(), x, weight, bias, scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("f", [tiled.NONE, tiled.GELU, tiled.GELU_TANH, tiled.RESIDUAL])
+def test_every_set_matches_float64(f: int, dtype: torch.dtype) -> None:
+    for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
+        for m, n, k in ((333, 992, 328), (2088, 1024, 1024)):
+            x, weight, bias, scale, residual = (
+                t if t is None else t.cuda() for t in arguments(m, n, k, f, dtype)
+            )
+            got = tiled.linear_tiled(x, weight, bias, f, scale, residual, **params)
+            want = expected(f, x, weight, bias, scale, residual)
+            rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
+            assert bool(((got.double() - want).abs() <= rounding * want.abs() + 4e-5).all()), (params, m)
+
+
+def test_bad_sizes_of_linear_residual_are_named() -> None:
+    x, weight, bias, scale, residual = arguments(5, 32, 64, tiled.RESIDUAL, torch.float32)
+    for text, args in {
+        "is not .N, 64.": (residual, x, weight[:, :8]),
+        "residual .4, 32. is not": (residual[:4], x, weight),
+        "scale .31,. is not .32.": (residual, x, weight, bias, scale[:31]),
+    }.items():
+        with pytest.raises(ValueError, match=text):
+            residuals.linear_residual(*args)
