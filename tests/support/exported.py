@@ -216,7 +216,11 @@ def gated_mlp(ns: Any) -> list[Any]:
 
 
 def linear_gelu(ns: Any) -> list[Any]:
-    made = [getattr(ns, name)(63, 126, act_layer=partial(torch.nn.GELU, "tanh")) for name in ns.classes]
+    if ns.host == "transformers":
+        config = SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu"})
+        made = [getattr(ns, name)(config, 63, 2.0) for name in ns.classes]
+    else:
+        made = [getattr(ns, name)(63, 126, act_layer=partial(torch.nn.GELU, "tanh")) for name in ns.classes]
     return [filled(mlp)(randn(5, 63)) for mlp in made]
 
 
