@@ -135,9 +135,6 @@ def _supports_cuda(
     if topk_weights.dtype != torch.float32:
         return f"topk_weights is {topk_weights.dtype}, not float32"
     plans = _plans(topk_ids, w1, w2, expert_map)
-    experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    if few.MOST_ROWS * experts < topk_ids.numel() < many.LEAST_ROWS * experts:
-        return f"{topk_ids.numel()} pairs for {experts} experts are too many for one kernel, too few for the other"
     kernel = many if isinstance(plans[0], many.Plan) else few
     return (
         kernel.refused(hidden_states, w1, w1_scale, w1_bias, "w1")

@@ -21,9 +21,6 @@ SOURCE = Path(__file__).parent / "csrc" / "mxfp4_prompt.cu"
 TOKENS, ROWS = 128, 256  # of a tile
 THREADS = 384
 SIZES = 16, 32, 64, 96, 128  # tokens of a multiplication
-# Average pairs per expert. GPT-OSS-20B's MLP on an H100 takes 245 us at 96 tokens (12 pairs), 247 at 112; with the
-# Triton kernel 240 and 269.
-LEAST_ROWS = 13
 
 
 class Plan(NamedTuple):
