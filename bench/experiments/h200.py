@@ -57,7 +57,7 @@ QUICK_CASES = (  # at least one of each op
     "cascade_32", "deepseek_32", "mixtral_32", "mamba_32", "prefill_8k", "prefill_2k", "flux",
     "flux_image", "flux_joint", "sdxl_32", "unet_32", "gpt_oss_20b_32", "gemma4_32", "mixtral_awq_32",
     "resnet_7", "siglip_32", "mla_small", "mobile_3x3", "rt_detr_20", "pyramid_8", "spp_13",
-    "dinov3_7b", "parakeet_16", "swinv2_b_3",
+    "dinov3_7b", "dinov3_mlp", "parakeet_16", "swinv2_b_3",
 )  # fmt: skip
 LENGTHS = ("--input-len", "512", "--output-len", "128")
 FIRST_TOKENS = ("--load", "c=4,in=1920,out=8,prompts=48")

@@ -37,8 +37,12 @@ def test_signatures_are_the_hosts(op: str) -> None:
 
 def test_hosts_of_this_process_have_no_exception() -> None:
     rows = [row for row in ROWS if row.host in ("diffusers", "timm", "transformers", "torch")]
-    assert len({(row.host, row.version) for row in rows}) == 8
-    assert not [row for row in rows if not row.exact]
+    assert len({(row.host, row.version) for row in rows}) == 9
+    later = {
+        ("1.0.29", "TimmAttentionRope"),
+        ("1.0.29", "TimmEvaBlock"),
+    }  # ours have timm 1.0.30's keywords, too
+    assert {(r.version, r.cls) for r in rows if not r.exact} == later
 
 
 def test_surface_of_every_replaced_class_is_recorded() -> None:

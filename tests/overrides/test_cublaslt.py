@@ -171,6 +171,16 @@ def test_products_are_those_of_float64(kind: str, library: Library) -> None:
     ] == [1, 1]
 
 
+def test_without_memory_to_time_in_products_are_those_of_pytorch(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty_strided", full)
+    assert [cublaslt.products(*arguments("cpu")) for _ in range(2)] == [False] * 2 and not library.ran
+
+
 def test_first_proposal_runs_in_a_capture_and_is_not_kept(library: Library) -> None:
     library.state["capturing"] = True
     cublaslt.products(*arguments("cpu"))
@@ -230,6 +240,14 @@ def test_weights_at_equal_distances_are_batches(monkeypatch: pytest.MonkeyPatch)
         ((a, b, c), (r, p, q), [(0, 1), (1, 3)]),
     ):  # fmt: skip
         assert cublaslt.batches(x, weights, biases) == found
+
+
+def test_rows_are_aligned_and_do_not_overlap() -> None:
+    x = torch.zeros(16, 136, dtype=torch.bfloat16)
+    for t in (x, x[:, 8:], x[:1], x[0], x[0, 8:]):
+        assert cublaslt._readable(t)
+    for t in (x[:, 4:], x[0, 4:], x.t(), x[:1].expand(5, -1), torch.zeros(16, 100).bfloat16(), x[0, :12]):
+        assert not cublaslt._readable(t)
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "hook", "float64", "other_size", "one_bias"])

@@ -216,7 +216,11 @@ def gated_mlp(ns: Any) -> list[Any]:
 
 
 def linear_gelu(ns: Any) -> list[Any]:
-    made = [getattr(ns, name)(63, 126, act_layer=partial(torch.nn.GELU, "tanh")) for name in ns.classes]
+    if ns.host == "transformers":
+        config = SimpleNamespace(**{**vars(CONFIG), "hidden_act": "gelu"})
+        made = [getattr(ns, name)(config, 63, 2.0) for name in ns.classes]
+    else:
+        made = [getattr(ns, name)(63, 126, act_layer=partial(torch.nn.GELU, "tanh")) for name in ns.classes]
     return [filled(mlp)(randn(5, 63)) for mlp in made]
 
 
@@ -489,6 +493,10 @@ def timestep_embedding(ns: Any) -> list[Any]:
     return [ns.Timesteps(9, True, 0)(torch.tensor([0, 7, 999]))]
 
 
+def rope_axes(ns: Any) -> list[Any]:
+    return list(ns.FluxPosEmbed(100, [2, 4, 6])(torch.arange(15.0).view(5, 3)))
+
+
 EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
     f.__name__: f
     for f in (
@@ -497,7 +505,7 @@ EXERCISES: dict[str, Callable[[Any], list[Any]]] = {
         topk_softmax, quantize_fp8, silu_mul_quant_fp8, rms_norm_quant_fp8, grouped_topk, moe_sum, merge_state,
         moe_align, fused_experts, fused_experts_fp8, sparse_moe, mixtral_decoder_layer, l2_norm, t5_layer_norm,
         linear_fp8, rms_norm_gated, attention_dense, window_attention, ada_layer_norm, gated_residual, group_norm,
-        timestep_embedding, mla_decode, linear_gelu, rope_nd, upsample_conv,
+        timestep_embedding, mla_decode, linear_gelu, rope_nd, rope_axes, upsample_conv,
     )
 }  # fmt: skip
 EXERCISES |= dict.fromkeys(("gelu", "quick_gelu", "relu2", "geglu"), activation) | {

@@ -91,7 +91,9 @@ def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> to
     return torch.cat((of_a(a), of_b(b)), dim=1)
 
 
-def positioned(attn: Any, q: Any, k: Any, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def positioned(
+    attn: Any, q: tuple[Any, Any], k: tuple[Any, Any], rotary: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     return _positioned(attn, "q", *q, rotary), _positioned(attn, "k", *k, rotary)
 
 

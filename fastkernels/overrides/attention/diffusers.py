@@ -104,7 +104,7 @@ class DiffusersFluxAttnProcessor:
         text_q, text_k, *of_text = _heads(attn, text, "add_{}_proj", "to_added_qkv", which)
         if text is not None and not of_image:
             both = joined_linears(attn.add_v_proj, text, attn.to_v, hidden_states)
-            of_image.append(both.unflatten(-1, (-1, attn.head_dim)))
+            of_image = [both.unflatten(-1, (-1, attn.head_dim))]
         v = torch.cat((*of_text, *of_image), dim=1) if of_text else of_image[0]
         q, k = positioned(attn, (q, text_q), (k, text_k), image_rotary_emb)
         found = attend(q, k, v, attn.head_dim**-0.5, attention_mask).to(q.dtype)

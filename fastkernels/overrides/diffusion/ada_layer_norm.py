@@ -124,7 +124,7 @@ def _triton(
         _ada_layer_norm_kernel, (batch * tokens,),
         x, before, scale, shift, weight, bias, out, tokens, tokens - x.shape[1], *x.stride()[:2], *before.stride()[:2],
         scale.stride(0), shift.stride(0), hidden, eps, HAS_FRONT=front is not None, HAS_W=weight is not None,
-        HAS_B=bias is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        HAS_B=bias is not None, BLOCK=block, num_warps=min(max(block // 1024, 1), 16),
     )  # fmt: skip
     return out
 

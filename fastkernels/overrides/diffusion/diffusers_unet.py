@@ -10,7 +10,7 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.diffusers import DiffusersAttnProcessor2_0
 from fastkernels.overrides.diffusion.diffusers import _NOTE, DiffusersGEGLU
-from fastkernels.overrides.diffusion.gated_residual import add_residual, normed
+from fastkernels.overrides.diffusion.gated_residual import add_residual, apply_norm
 from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import mlp
 
@@ -130,7 +130,7 @@ class DiffusersBasicTransformerBlock(nn.Module):
         grounded = more.pop("gligen", None)
         text = encoder_hidden_states if self.only_cross_attention else None
         found = self.attn1(
-            normed(self.norm1, hidden_states),
+            apply_norm(self.norm1, hidden_states),
             encoder_hidden_states=text,
             attention_mask=attention_mask,
             **more,

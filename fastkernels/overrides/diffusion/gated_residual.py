@@ -205,7 +205,7 @@ def _fuses(norm: Any, x: torch.Tensor) -> bool:
     return norm.weight is not None and norm.normalized_shape == x.shape[-1:] and norm.weight.dtype == x.dtype
 
 
-def normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
+def apply_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """norm(x), by `layer_norm` where that computes it: a compiler reads x twice."""
     if not _fuses(norm, x):
         return norm(x)

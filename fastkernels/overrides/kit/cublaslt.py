@@ -131,7 +131,7 @@ class _Plan:
                 _set("MatmulDesc", self.description, _BIAS_STRIDE, c_int64(_distance(biases) or 0))
 
     def propose(self) -> bool:
-        """Ask for algorithms, without a workspace and with one; return whether they are more than PyTorch's own."""
+        """Read proposals without a workspace and with one; return whether there are others than PyTorch's own."""
         self.proposals = self._proposed(0)
         with_one = self._proposed(WORKSPACE)
         if self.count == 1:  # PyTorch runs the first
@@ -148,19 +148,10 @@ class _Plan:
         for attribute in _ALIGNMENTS:
             _set("MatmulPreference", preference, attribute, c_uint32(ALIGNED))
         found, count = (_Proposal * PROPOSALS)(), c_int()
-        given = (
-            self.handle,
-            self.description,
-            *self.layouts,
-            preference,
-            PROPOSALS,
-            byref(found),
-            byref(count),
-        )
-        status = _library().cublasLtMatmulAlgoGetHeuristic(*given)
-        return (
-            [] if status else [p for p in found[: count.value] if p.state == 0 and p.workspace <= workspace]
-        )
+        given = (self.handle, self.description, *self.layouts, preference, PROPOSALS, byref(found))
+        status = _library().cublasLtMatmulAlgoGetHeuristic(*given, byref(count))
+        known = () if status else found[: count.value]
+        return [p for p in known if p.state == 0 and p.workspace <= workspace]
 
     def run(self, proposal: _Proposal, x: Any, weight: Any, added: Any, out: Any) -> None:
         space = torch.empty(proposal.workspace, dtype=torch.uint8, device=out.device)
@@ -173,9 +164,13 @@ class _Plan:
         )  # fmt: skip
 
     def choose(self, x: Any, weight: Any, added: Any, out: Any) -> None:
-        """Keep the fastest proposal."""
-        into = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
-        other = torch.zeros(FLUSH // 4, device=out.device)
+        """Keep the fastest proposal; none where there is no memory to time them in."""
+        try:
+            into = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+            other = torch.zeros(FLUSH // 4, device=out.device)
+        except torch.OutOfMemoryError:
+            self.proposals, self.chosen = [], True
+            return
         events: dict[int, list[Any]] = {i: [] for i in range(len(self.proposals))}
         for _ in range(ROUNDS):
             for i, found in [*events.items()]:
@@ -203,13 +198,11 @@ _planning = threading.Lock()
 
 
 @lru_cache
-def _unavailable(device: int) -> str | None:
-    """Why cuBLASLt cannot be called here, or None."""
+def _available(device: int) -> bool:
     try:
-        _handle(device)
-    except (OSError, AttributeError, RuntimeError) as error:
-        return f"cuBLASLt cannot be called ({type(error).__name__}: {error})"
-    return None
+        return bool(_handle(device))
+    except (OSError, AttributeError, RuntimeError):  # another version, or none
+        return False
 
 
 def _supported(x: torch.Tensor, weights: Tensors, biases: Tensors, others: Tensors = ()) -> bool:
@@ -217,12 +210,15 @@ def _supported(x: torch.Tensor, weights: Tensors, biases: Tensors, others: Tenso
     # Which algorithm is the fastest one may differ between processes.
     if not on_gpu or torch.are_deterministic_algorithms_enabled() or 0 in (*x.shape, *weights[0].shape):
         return False
-    for t in (x, *weights, *biases, *others):
-        rows = t.stride(0) if t.dim() == 2 else len(t)
-        aligned = not t.data_ptr() % ALIGNED and not rows * t.element_size() % ALIGNED
-        if t.dtype != x.dtype or t.stride(-1) != 1 or rows < t.shape[-1] or not aligned:
-            return False
-    return len({w.stride(0) for w in weights}) == 1 and _unavailable(x.device.index) is None
+    alike = all(_readable(t) and t.dtype == x.dtype for t in (x, *weights, *biases, *others))
+    return alike and len({w.stride(0) for w in weights}) == 1 and _available(x.device.index)
+
+
+def _readable(t: torch.Tensor) -> bool:
+    """Whether a matrix has aligned rows that do not overlap; a vector is one row."""
+    row = t.stride(0) if t.dim() == 2 else len(t)
+    aligned = not t.data_ptr() % ALIGNED and not row * t.element_size() % ALIGNED
+    return aligned and t.stride(-1) == 1 and row >= t.shape[-1]
 
 
 def batches(x: torch.Tensor, weights: Tensors, biases: Tensors) -> list[tuple[int, int]]:
@@ -251,12 +247,7 @@ def products(
     out, maybe out itself; or its GELU with tanh. Returns False if PyTorch's own product is as fast or the only one.
     """
     m, n, k = len(x), weights[0].shape[0], x.shape[1]
-    strides = (
-        x.stride(0),
-        weights[0].stride(0),
-        (out if added is None else added).stride(-2),
-        out.stride(-2),
-    )
+    strides = tuple(t.stride(-2) for t in (x, weights[0], out if added is None else added, out))
     key = (x.device.index, x.dtype, len(weights), m, n, k, strides, not biases, added is None, gelu)
     with torch.cuda.device(x.device):
         with _planning:

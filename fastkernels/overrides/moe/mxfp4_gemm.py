@@ -18,7 +18,7 @@ from fastkernels.overrides.moe.sorted_pairs import Sorted
 FOLDER = Path(__file__).parent / "csrc"
 COMMON, SOURCE = FOLDER / "mxfp4.cu", FOLDER / "mxfp4_gemm.cu"
 TOKENS = 8  # pairs of a block
-MOST_ROWS = 8  # average pairs per expert; with more, mxfp4_prompt.py's tiles decode less often
+MOST_ROWS = 8  # average pairs per expert; with more, larger tiles decode less often
 SHARED = 227 * 1024  # bytes of shared memory of a block
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 TYPES = (*[_P] * 9, _I, _I, _I, _F, _F)

@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     glu: bool
     stages: int = 8
     skew: int = 6
-    group: int = 8
+    group: int = 2
 
     @property
     def shared(self) -> int:

@@ -97,7 +97,7 @@ def test_every_server_load_has_a_part(tmp_path: Path) -> None:
 
 def test_image_models_are_measured_with_their_hosts(tmp_path: Path) -> None:
     found = commands(planned(tmp_path, ONLY="pictures*"))
-    assert len(found) == 1 + 6 + 4  # and the tables
+    assert len(found) == 1 + 6 + 8  # and the tables
     for name, (line, *_) in found.items():
         if name:
             host = "diffusers" if {"flux.1", "sdxl"} & set(line) else "timm"

@@ -38,6 +38,9 @@ OWN = {
     "linear/skinny_linear_cuda.py": {"native-library"},
     "attention/attention_decode_cuda.py": {"native-library"},
     "linear/wgmma_linear_cuda.py": {"native-library"},
+    "linear/tiled_linear_cuda.py": {"native-library"},
+    # cuBLASLt, through ctypes: its proposals are timed at a shape's first call, by one thread
+    "kit/cublaslt.py": {"clock", "native-library", "threads"},
     "moe/mxfp4_gemm.py": {"native-library"},
     "linear/wgmma_linear_fp8_cuda.py": {"native-library"},
     "kit/launch.py": {"threads"},  # a lock: one stream at a time gets tickets

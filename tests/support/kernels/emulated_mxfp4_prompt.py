@@ -27,16 +27,24 @@ BODIES = {
     "arrive": "arrive_at(ring_barriers[barrier]);",
     "wait": "Meeting& m = ring_barriers[barrier]; while ((m.held & 1) == (int)parity) wait_past(m, m.held);",
     "copy_16": "begin_copy(to, from, true);",
-    "copy_weights": "begin_copy(to, from, true);",
+    "copy_weights": "of_weights.check(from, 16); begin_copy(to, from, true);",
     "arrive_when_copied": "close_copies(); finish_copies(0); arrive_at(ring_barriers[barrier]);",
     "load_shared": "return *(uint2*)(shared_memory + at);",
-    "load_scales": "return *(const u16*)at;",
+    "load_scales": "of_scales.check(at, 2); return *(const u16*)at;",
     "commit_multiply": "under_way[running].emplace_back();",
     "finish_multiply": "finish_groups(LEFT);",
     "turn": "return transpose(two);",
 }
 BEFORE = """
 #include <map>
+struct Bounds {
+    const unsigned char *begin, *end;
+    void check(const unsigned char* at, int bytes) { if (at < begin || at + bytes > end) fail("reads past a tensor"); }
+};
+static Bounds of_weights, of_scales;
+template <class T> Bounds bounds(const std::vector<T>& v) {
+    return {(const unsigned char*)v.data(), (const unsigned char*)(v.data() + v.size())};
+}
 static std::map<unsigned, Meeting> ring_barriers;
 struct Multiplication { float* sums; int count; const uint32_t* a; unsigned long long b; };
 static std::map<int, std::deque<std::vector<Multiplication>>> under_way;  // of a thread, in groups
@@ -76,9 +84,13 @@ inline void finish_groups(int left) {
         }
 }
 """
-MAIN = emulated_mxfp4.MAIN.replace(
-    "mxfp4_gemm(a.data(), weight.data()", "mxfp4_prompt(a.data(), (unsigned char*)weight.data()"
-).replace("run_cluster(", "ring_barriers.clear(), under_way.clear(), run_cluster(")
+MAIN = emulated_mxfp4.MAIN
+for before, after in (
+    ("mxfp4_gemm(a.data(), weight.data()", "mxfp4_prompt(a.data(), (unsigned char*)weight.data()"),
+    ("run_cluster(", "ring_barriers.clear(), under_way.clear(), run_cluster("),
+    ("gridDim.x = head[3];", "of_weights = bounds(weight), of_scales = bounds(scales), gridDim.x = head[3];"),
+):
+    MAIN = MAIN.replace(before, after)
 
 
 def program(p: many.Plan) -> str:

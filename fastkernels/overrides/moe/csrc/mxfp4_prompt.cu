@@ -13,9 +13,9 @@
 //
 // Compile-time constants: K (a multiple of 64), TOPK (pairs of one row of x), STAGES (of the ring), SKEW (stages that one
 // warpgroup is ahead at first), GROUP (token tiles that run next to each other and share weights through L2), GLU (rows 2 i and
-// 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU; n is a multiple of 128; otherwise n
-// is a multiple of 64, and rows of the result are multiplied by the pairs' weights). multiply(), whose operand list is as long
-// as a tile has tokens, precedes this file.
+// 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU; n is a multiple of 128; otherwise n is a multiple
+// of 64, and rows of the result are multiplied by the pairs' weights). multiply(), whose operand list is as long as a tile has
+// tokens, precedes this file.
 
 constexpr int TOKENS = 128, ROWS = 256, CONSUMERS = 256, PRODUCERS = 128, THREADS = CONSUMERS + PRODUCERS;
 constexpr int CHUNKS = K / 64;  // of columns
@@ -79,7 +79,7 @@ struct Ring {
     }
 };
 
-struct Matrix {  // an expert's, and the rest of a kernel's arguments
+struct Arguments {
     const unsigned char* scales;
     const u16* bias;
     u16* out;
@@ -88,36 +88,53 @@ struct Matrix {  // an expert's, and the rest of a kernel's arguments
     float alpha, limit;
 };
 
-// One tile of N tokens at most: this warpgroup's 128 rows.
-template <int N>
-__device__ __forceinline__ void multiply_tile(const Matrix& m, Ring& ring, const int* pairs, int column) {
+// Rows of the matrix that a lane holds: `row`, BELOW further down, and both again HALF further down. Of 64 columns of a result
+// of SwiGLU, which are 8 pieces of 16 bytes in the next product, a warp has two.
+constexpr int BELOW = GLU ? 1 : 2, HALF = GLU ? 32 : 4;
+
+struct Tile {
+    int expert, column, filled;  // tokens; negative: there are no more tiles
+    const int* pairs;
+    int row;  // of this lane in the expert's matrix
+    const unsigned char* scales;
+    u32 coming[2][2];  // of 64 columns of each row two scales: those of step 4 j + quad are in this lane
+
+    __device__ __forceinline__ void fetch_scales(int ahead, int k) {
+        if (k + ahead + (int)threadIdx.x % 4 >= CHUNKS) return;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            coming[i / 2][i % 2] = load_scales(scales + (i / 2 * HALF + i % 2 * BELOW) * (K / 32) + 2 * ahead);
+    }
+
+    __device__ __forceinline__ void begin(const Arguments& m) {  // reads the first scales
+        const int part = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, group = threadIdx.x % 32 / 4;
+        const int piece = 2 * warp + group / 4;
+        row = ROWS * column + 128 * part;
+        if (row >= m.n) return;
+        if (GLU) row += 2 * (group / 2 % 2 * 32 + piece / 4 * 8 + piece % 4 + group % 2 * 4);
+        else row += 32 * warp + group / 2 * 8 + group % 2;
+        if (row >= m.n) row -= 64;  // not stored
+        scales = m.scales + ((long long)expert * m.n + row) * (K / 32) + threadIdx.x % 4 * 2;
+        fetch_scales(0, 0);
+    }
+};
+
+// One tile of N tokens at most: this warpgroup's 128 rows. go_on() makes `tile` the next one.
+template <int N, class F>
+__device__ __forceinline__ void multiply_tile(const Arguments& m, Ring& ring, Tile& tile, const F& go_on) {
     const int thread = threadIdx.x, part = thread / 128, warp = thread / 32 % 4, lane = thread % 32, group = lane / 4, quad = lane % 4;
-    const int left = m.n - ROWS * column;  // rows of the matrix from this tile on
+    const int left = m.n - ROWS * tile.column;  // rows of the matrix from this tile on
     if (128 * part >= left) {
         for (int k = 0; k < CHUNKS; k++, ring.next()) {
             wait(ring.full(ring.stage), ring.parity);
             if (lane == 0) arrive(ring.empty(ring.stage));
         }
+        go_on();
+        if (tile.filled >= 0) tile.begin(m);
         return;
     }
 
-    // Rows of the matrix: `row`, BELOW further down, and both again HALF further down. Of 64 columns of a result of SwiGLU,
-    // which are 8 pieces of 16 bytes in the next product, a warp has two.
-    constexpr int BELOW = GLU ? 1 : 2, HALF = GLU ? 32 : 4;
-    const int piece = 2 * warp + group / 4;
-    int row = ROWS * column + 128 * part;
-    if (GLU) row += 2 * (group / 2 % 2 * 32 + piece / 4 * 8 + piece % 4 + group % 2 * 4);
-    else row += 32 * warp + group / 2 * 8 + group % 2;
-    if (row >= m.n) row -= 64;  // not stored
-    const unsigned char* scales_from = m.scales + (long long)row * (K / 32) + 2 * quad;
-    u32 coming[2][2], scales[2];  // of 64 columns of each row two scales: those of step 4 j + quad are in this lane
-    auto fetch_scales = [&](int ahead, int k) {
-        if (k + ahead + quad >= CHUNKS) return;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            coming[i / 2][i % 2] = load_scales(scales_from + (i / 2 * HALF + i % 2 * BELOW) * (K / 32) + 2 * ahead);
-    };
-
+    u32 scales[2];
     float acc[2][N / 2];
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -137,8 +154,8 @@ __device__ __forceinline__ void multiply_tile(const Matrix& m, Ring& ring, const
     auto step = [&](int s, int k, bool more) {  // 64 columns; s = k % 4
         if (s == 0) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) scales[i] = halves(coming[i][0], coming[i][1], 0x5410);
-            fetch_scales(4, k);
+            for (int i = 0; i < 2; i++) scales[i] = halves(tile.coming[i][0], tile.coming[i][1], 0x5410);
+            tile.fetch_scales(4, k);
         }
         u32 by[2][2];
 #pragma unroll
@@ -172,33 +189,37 @@ __device__ __forceinline__ void multiply_tile(const Matrix& m, Ring& ring, const
         }
         used = stage;
     };
-    fetch_scales(0, 0);
     load_step(0);
     int k = 0;
 #pragma unroll 1
     for (; k + 4 <= CHUNKS; k += 4) {
 #pragma unroll
         for (int s = 0; s < 4; s++) step(s, k, s < 3 || CHUNKS % 4 || k + 4 < CHUNKS);
-        scales_from += 4 * 2;
+        tile.scales += 4 * 2;
     }
 #pragma unroll
     for (int s = 0; s < CHUNKS % 4; s++) step(s, k, s + 1 < CHUNKS % 4);
+    // Biases and pairs, which storing this tile needs, are read meanwhile.
+    float add[2][2], share[(N + 31) / 32];
+    int mine[(N + 31) / 32];  // pairs of tokens lane, lane + 32, ...
+    const int column = tile.column;
+    const u16* const bias = m.bias + (long long)tile.expert * m.n + tile.row;
+#pragma unroll
+    for (int i = 0; i < 4; i++) add[i / 2][i % 2] = widen(bias[i / 2 * HALF + i % 2 * BELOW]);
+#pragma unroll
+    for (int i = 0; i < (N + 31) / 32; i++) mine[i] = tile.pairs[32 * i + lane];
+    go_on();
     finish_multiply<0>();
     if (lane == 0) arrive(ring.empty(used));
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int j = 0; j < N / 2; j++) asm volatile("" : "+f"(acc[i][j])::"memory");  // keeps the compiler from reading them earlier
-
-    // Sums 4 j to 4 j + 3 of a lane: tokens 8 j + 2 quad and the next one of its row, then of the one below.
-    float add[2][2], share[(N + 31) / 32];
-    int mine[(N + 31) / 32];  // pairs of tokens lane, lane + 32, ...
-#pragma unroll
-    for (int i = 0; i < 4; i++) add[i / 2][i % 2] = widen(m.bias[row + i / 2 * HALF + i % 2 * BELOW]);
-#pragma unroll
-    for (int i = 0; i < (N + 31) / 32; i++) mine[i] = pairs[32 * i + lane];
 #pragma unroll
     for (int i = 0; i < (N + 31) / 32; i++) share[i] = !GLU && mine[i] < m.n_pairs ? m.weights[mine[i]] : 0;
+    if (tile.filled >= 0) tile.begin(m);
+
+    // Sums 4 j to 4 j + 3 of a lane: tokens 8 j + 2 quad and the next one of its row, then of the one below.
 #pragma unroll
     for (int j = 0; j < N / 8; j++) {
         const int pair = __shfl_sync(~0u, mine[j / 4], j % 4 * 8 + group);
@@ -228,8 +249,8 @@ __device__ __forceinline__ void multiply_tile(const Matrix& m, Ring& ring, const
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float* sums = acc[i / 2] + 4 * j + i % 2 * 2;
-            const float bias = add[i / 2][i % 2];
-            turned[i] = turn(narrow((sums[0] * RESTORE + bias) * by[0], (sums[1] * RESTORE + bias) * by[1]));
+            const float more = add[i / 2][i % 2];
+            turned[i] = turn(narrow((sums[0] * RESTORE + more) * by[0], (sums[1] * RESTORE + more) * by[1]));
         }
         const int at = ROWS * column + 128 * part + 32 * warp + 8 * quad;
         if (pair < m.n_pairs && at < m.n)
@@ -262,11 +283,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_prompt(
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int at = thread - CONSUMERS, first = at / 8;  // tokens first, first + 16, ...
         const u32 target = first * 128 + ((at % 8 ^ first % 8) << 4);
-        // 64 bytes of a row are the weights of two steps. They are where a warp's lanes read theirs at once, 8 bytes each:
-        // bits of a place are those of a row in another order, [part, warp (2), half, below, group (3)].
-        const int group = at / 4 % 8, below = at / 32 % 2, half = at / 64;
-        const int row = GLU ? group % 2 * 8 + group / 2 % 2 * 64 + group / 4 * 2 + below + 32 * half
-                            : group + group / 2 * 6 + 2 * below + 4 * half;
+        // Weights are where a warp's lanes read theirs at once, 8 bytes each: bits of a place are those of a row in another
+        // order, [part, warp (2), half, below, group (3)].
+        const int group = at / 2 % 8, below = at / 16 % 2, half = at / 32 % 2, warp = at / 64;
+        const int row = GLU ? group % 2 * 8 + group / 2 % 2 * 64 + group / 4 * 2 + below + 32 * half + 4 * warp
+                            : group + group / 2 * 6 + 2 * below + 4 * half + 32 * warp;
         ring.parity = 1;
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             int block, column;
@@ -281,29 +302,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_prompt(
                 filled += pair < n_pairs;
             }
             const int left = n - ROWS * column;
-            const unsigned char* weights_from = weight + ((long long)expert * n + ROWS * column + row) * (K / 2) + at % 4 * 16;
-            auto copy_tokens = [&](int k) {
+            const unsigned char* weights_from = weight + ((long long)expert * n + ROWS * column + row) * (K / 2) + at % 2 * 16;
+#pragma unroll 1
+            for (int k = 0; k < CHUNKS; k++, ring.next(), weights_from += 32) {
+                wait(ring.empty(ring.stage), ring.parity);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if ((GLU ? i / 2 * 128 : i * 64) < left)
+                        copy_weights(ring.stored() + WEIGHTS + 2048 * i + 16 * at,
+                                     weights_from + (GLU ? i % 2 * 16 + i / 2 * 128 : 64 * i) * (K / 2));
 #pragma unroll
                 for (int i = 0; i < TOKENS / 16; i++)
                     if (i < filled) copy_16(ring.stored() + target + 2048 * i, x + from[i] + 8 * k);
                 arrive_when_copied(ring.full(ring.stage));
-                ring.next();
-            };
-#pragma unroll 1
-            for (int k = 0; k < CHUNKS; k += 2, weights_from += 64) {
-                Ring second = ring;
-                second.next();
-                wait(ring.empty(ring.stage), ring.parity);
-                if (k + 1 < CHUNKS) wait(ring.empty(second.stage), second.parity);
-                const u32 to = (at % 4 < 2 ? ring.stored() : second.stored()) + WEIGHTS + at / 4 * 32 + at % 2 * 16;
-                if (at % 4 < 2 || k + 1 < CHUNKS) {
-#pragma unroll
-                    for (int i = 0; i < 8; i++)  // parts and their warps
-                        if ((GLU ? i / 4 * 128 : i * 32) < left)
-                            copy_weights(to + 1024 * i, weights_from + (GLU ? i % 2 * 4 + i / 2 % 2 * 16 + i / 4 * 128 : i * 32) * (K / 2));
-                }
-                copy_tokens(k);
-                if (k + 1 < CHUNKS) copy_tokens(k + 1);
             }
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
@@ -311,23 +322,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_prompt(
     }
 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    bool late = SKEW && CHUNKS >= SKEW && thread >= 128;
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        int block, column;
-        const int expert = tile_of(tile, block, column);
-        if (expert < 0) continue;
-        const int* const own = pairs + block * TOKENS;
-        int filled = 0;
+    const Arguments m = {scales, bias, out, weights, n, n_pairs, alpha, limit};
+    Tile tile;
+    int at = blockIdx.x;
+    auto look_up = [&] {
+        for (tile.filled = -1; at < tiles && tile.filled < 0; at += gridDim.x) {
+            int block;
+            tile.expert = tile_of(at, block, tile.column);
+            tile.pairs = pairs + block * TOKENS;
+            if (tile.expert < 0) continue;
+            tile.filled = 0;
 #pragma unroll
-        for (int i = 0; i < TOKENS / 32; i++) filled += __popc(__ballot_sync(~0u, own[32 * i + lane] < n_pairs));
-        const long long row = (long long)expert * n;
-        const Matrix m = {scales + row * (K / 32), bias + row, out, weights, n, n_pairs, alpha, limit};
-        if (late) wait(ring.full(SKEW - 1), 0);
-        late = false;
-        if (filled > 96) multiply_tile<128>(m, ring, own, column);
-        else if (filled > 64) multiply_tile<96>(m, ring, own, column);
-        else if (filled > 32) multiply_tile<64>(m, ring, own, column);
-        else if (filled > 16) multiply_tile<32>(m, ring, own, column);
-        else multiply_tile<16>(m, ring, own, column);
+            for (int i = 0; i < TOKENS / 32; i++) tile.filled += __popc(__ballot_sync(~0u, tile.pairs[32 * i + lane] < n_pairs));
+        }
+    };
+    look_up();
+    if (tile.filled < 0) return;
+    tile.begin(m);
+    if (SKEW && CHUNKS >= SKEW && thread >= 128) wait(ring.full(SKEW - 1), 0);
+    while (tile.filled >= 0) {
+        if (tile.filled > 96) multiply_tile<128>(m, ring, tile, look_up);
+        else if (tile.filled > 64) multiply_tile<96>(m, ring, tile, look_up);
+        else if (tile.filled > 32) multiply_tile<64>(m, ring, tile, look_up);
+        else if (tile.filled > 16) multiply_tile<32>(m, ring, tile, look_up);
+        else multiply_tile<16>(m, ring, tile, look_up);
     }
 }
