@@ -59,6 +59,7 @@ def build(name: str) -> tuple[Any, list[Any], torch.Tensor]:
         ("vit", {"attention_dense", "linear_gelu", "linear_residual"}),
         ("dinov3", {"attention_dense", "rope_nd", "linear_gelu", "linear_residual"}),
         ("eva02", {"attention_dense", "rope_nd", "linear_residual"}),
+        ("siglip", {"attention_dense", "linear_gelu", "linear_residual"}),
     ],
 )
 def test_compiled_blocks_are_ours_on_h100(

@@ -17,6 +17,7 @@ from fastkernels.core import cuda_rtc
 from fastkernels.overrides.block import linear_residual as residuals
 from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.linear import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.linear_gelu import linear_gelu
 
 NO_NVRTC = cuda_rtc.unavailable()
 
@@ -147,10 +148,21 @@ def test_bad_sizes_of_linear_residual_are_named() -> None:
             residuals.linear_residual(*args)
 
 
-def test_result_of_a_transposed_residual_is_contiguous() -> None:
-    """As the fake of torch.compile says: SigLIP's first residual is a convolution's result, channels first."""
-    x, weight, bias, scale, residual = arguments(9, 32, 64, tiled.RESIDUAL, torch.float32)
-    transposed = residual.t().contiguous().t()
-    got = residuals.linear_residual(transposed, x, weight, bias, scale)
-    assert got.is_contiguous() and not transposed.is_contiguous()
-    torch.testing.assert_close(got, residuals.linear_residual(residual, x, weight, bias, scale))
+@pytest.mark.parametrize("name", ["linear_residual", "linear_gelu"])
+def test_results_have_the_strides_that_a_compiler_expects(name: str) -> None:
+    """SigLIP's first residual is a convolution's result, whose channels come first."""
+    x, weight, bias, scale, residual = arguments(18, 32, 64, tiled.RESIDUAL, torch.float32)
+    x, residual = (t.view(2, 9, -1).transpose(1, 2).contiguous().transpose(1, 2) for t in (x, residual))
+    op = residuals.linear_residual if name == "linear_residual" else linear_gelu
+    args = (residual, x, weight, bias, scale) if name == "linear_residual" else (x, weight, bias)
+    expected = op.overload(*(t.to("meta") for t in args))
+    for provider in (p for p in op.providers if p.unavailable("cpu") is None):
+        got = provider.fn(*args)
+        assert got.stride() == expected.stride() and not residual.is_contiguous(), provider.name
+
+
+def test_long_sums_of_few_tokens_stay_the_compilers() -> None:
+    linear = torch.nn.Linear(4096, 64).bfloat16()
+    few, many = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (2088, 8352))
+    assert not residuals.adds(linear, few, None) and residuals.adds(linear, many, None)
+    assert residuals.adds(torch.nn.Linear(64, 64).bfloat16(), few, None)
