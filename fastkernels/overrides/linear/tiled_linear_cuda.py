@@ -103,7 +103,7 @@ def cycles(p: Plan, k: int, sms: int = 132) -> float:
     """Return about how many cycles the busiest block takes, to compare plans.
 
     A fit to 28 shapes of vision transformers on an H100, 2026-11-27: its choice takes 1.6% longer than the fastest set
-    in the mean. A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at L2's 52 a cycle and SM.
+    in the mean. A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at 52 a cycle and SM.
     Clusters wait for each other at each tile. The epilogue counts where no other tile is multiplied meanwhile.
     """
     pieces, rounds = -(-k // 64), -(-p.tiles // (p.grid // p.cluster))

@@ -27,6 +27,7 @@ TIMM = {
     "vit": "deit3_small_patch16_224",
     "dinov3": "vit_small_patch16_dinov3",
     "eva02": "eva02_base_patch14_224",
+    "siglip": "vit_base_patch16_siglip_224",
 }
 
 
