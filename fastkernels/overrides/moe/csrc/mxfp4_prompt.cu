@@ -30,6 +30,7 @@ __device__ __forceinline__ void copy_weights(u32 to, const unsigned char* from) 
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+// wgmma reads what such copies have stored once the barrier has counted them. A proxy fence in between changes no result.
 __device__ __forceinline__ void arrive_when_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -199,7 +200,7 @@ __device__ __forceinline__ void multiply_tile(const Arguments& m, Ring& ring, Ti
     }
 #pragma unroll
     for (int s = 0; s < CHUNKS % 4; s++) step(s, k, s + 1 < CHUNKS % 4);
-    // What storing this tile and beginning the next one needs is read meanwhile.
+    // Reads for storing this tile and beginning the next one, while the last columns are multiplied
     float add[2][2], share[(N + 31) / 32];
     int mine[(N + 31) / 32];  // pairs of tokens lane, lane + 32, ...
     const int column = tile.column;
