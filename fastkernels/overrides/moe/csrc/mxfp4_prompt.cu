@@ -200,7 +200,7 @@ __device__ __forceinline__ void multiply_tile(const Arguments& m, Ring& ring, Ti
     }
 #pragma unroll
     for (int s = 0; s < CHUNKS % 4; s++) step(s, k, s + 1 < CHUNKS % 4);
-    // Reads for storing this tile and beginning the next one, while the last columns are multiplied
+    // Biases and pairs, which storing this tile needs, are read meanwhile.
     float add[2][2], share[(N + 31) / 32];
     int mine[(N + 31) / 32];  // pairs of tokens lane, lane + 32, ...
     const int column = tile.column;
