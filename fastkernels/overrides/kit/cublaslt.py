@@ -23,10 +23,8 @@ DTYPES = {torch.bfloat16: 14, torch.float16: 2}  # cudaDataType_t
 ALIGNED = 16  # bytes, of pointers and rows
 WORKSPACE = 32 << 20  # bytes, PyTorch's on Hopper
 PROPOSALS, ROUNDS = 8, 5
-MEMSET, MARGIN = (
-    3e-3,
-    1.01,
-)  # milliseconds more in a graph than in a stream, and how much faster one with it has to be
+MEMSET = 3e-3  # milliseconds that it takes more in a graph than in a stream
+MARGIN = 1.01  # by which a product with it has to be faster
 FLUSH = 64 << 20  # bytes read before each timed call, more than an H100's L2 cache
 _P = c_void_p
 PROTOTYPES: dict[str, tuple[Any, ...]] = {

@@ -345,7 +345,8 @@ def _torch(
     check(x, weight, weight_scale, weight_zero, bias)
     rows = untile_int4(weight, weight_scale, weight_zero)
     wide = dequantize_int4(*rows, torch.promote_types(x.dtype, torch.float32))
-    return F.linear(x, wide.to(x.dtype), bias)
+    # In float32: the error of rounded weights is as large as a small result.
+    return F.linear(x.to(wide.dtype), wide, None if bias is None else bias.to(wide.dtype)).to(x.dtype)
 
 
 def _fake(

@@ -30,6 +30,7 @@ __device__ __forceinline__ void copy_weights(u32 to, const unsigned char* from) 
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+// wgmma reads what such copies have stored once the barrier has counted them. A proxy fence in between changes no result.
 __device__ __forceinline__ void arrive_when_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
