@@ -63,8 +63,9 @@ def build(name: str) -> tuple[Any, list[Any], torch.Tensor]:
         ("siglip", {"attention_dense", "linear_gelu", "linear_residual"}),
     ],
 )
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_blocks_are_ours_on_h100(
-    name: str, ops: set[str], chip: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, ops: set[str], chip: str, kept: bool, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
     monkeypatch.setattr(tuning, "chip_of", lambda device: chip)
@@ -75,7 +76,7 @@ def test_compiled_blocks_are_ours_on_h100(
 
     def backend(graph: Any, inputs: Any) -> Any:
         seen.update(str(node.target) for node in graph.graph.nodes)
-        return lookup_backend("aot_eager")(graph, inputs)
+        return lookup_backend(compiler)(graph, inputs)
 
     def run() -> torch.Tensor:
         with torch.no_grad():
