@@ -1,4 +1,4 @@
-// Code that the CUDA C++ kernels for Hopper share. It is prepended to the source of each of them (skinny_linear_cuda.text)
+// Code that the CUDA C++ kernels for Hopper share. It is prepended to the source of each of them (text in hopper.py)
 // and compiled for one value of BF16.
 
 typedef unsigned int u32;
@@ -104,4 +104,18 @@ __device__ __forceinline__ float4 load_part(const float4* at) {  // another mult
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at) : "memory");
     return v;
+}
+
+// Of a swizzled matrix with rows of 128 bytes: groups of 8 rows are 1024 bytes apart.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ void begin_multiply() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void commit_multiply() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void finish_multiply() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }

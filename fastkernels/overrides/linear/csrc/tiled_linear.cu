@@ -77,20 +77,6 @@ __device__ __forceinline__ int rank_in_cluster() {
     return CLUSTER == 1 ? 0 : rank;
 }
 
-// Of a swizzled matrix with rows of 128 bytes: groups of 8 rows are 1024 bytes apart.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
-__device__ __forceinline__ void begin_multiply() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void commit_multiply() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int LEFT>
-__device__ __forceinline__ void finish_multiply() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -54,20 +54,6 @@ __device__ __forceinline__ void load(u32 to, const TensorMap& map, int column, i
 
 __device__ __forceinline__ void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
-// Of a swizzled matrix with rows of 128 bytes: groups of 8 rows are 1024 bytes apart.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
-__device__ __forceinline__ void begin_multiply() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void commit_multiply() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int LEFT>
-__device__ __forceinline__ void finish_multiply() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
 __device__ __forceinline__ u32 or_to(u32* ticket, u32 value) {
     u32 old;
     asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(old) : "l"(ticket), "r"(value) : "memory");
