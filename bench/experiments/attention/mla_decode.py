@@ -1,6 +1,6 @@
 """Check our mla_decode providers on this GPU, then time them against FlashMLA, FA3 and FlashInfer.
 
-    python bench/experiments/attention/mla_decode.py --out rows.jsonl [--seconds 85] [--heads 16,64,128] [--sets 1/1/1,..]
+    python bench/experiments/attention/mla_decode.py --out rows.jsonl [--seconds 85] [--sets keys=32/turns=1,..]
 
 Each timing captures several calls in one CUDA graph, each with its own cache and queries as the layers of a model have
 them, and takes the slope between n and 2n interleaved replays. What vLLM prepares once per step is prepared once:
@@ -34,7 +34,7 @@ from fastkernels.core import registry
 
 OP = registry.get("mla_decode")
 PROVIDERS = {p.name: p for p in OP.op.providers}
-OURS = [name for name in PROVIDERS if name not in ("torch", "reference")]
+OURS = [name for name in PROVIDERS if name not in ("torch", "reference")]  # main() keeps those of --providers
 RANK, ROPE = 512, 64
 SCALE = (128 + ROPE) ** -0.5  # of heads before absorption
 COLD, CALLS = 160 << 20, 160  # bytes of a graph's caches: above L2; most calls in a graph
@@ -47,8 +47,8 @@ CHECKS: tuple[tuple[list[int], int, int, str, int], ...] = (
     (EDGES, 128, 64, "bfloat16", 0), (EDGES, 64, 16, "float16", 0), (EDGES, 20, 32, "bfloat16", 0),
     (EDGES, 100, 128, "bfloat16", 0), ([5000], 16, 64, "bfloat16", 0), ([16384] * 2, 128, 64, "bfloat16", 0),
     ([600] * 32, 16, 64, "bfloat16", 0), ([3, 9000, *range(60, 2000, 63)], 64, 64, "bfloat16", 16384),
-    ([*range(0, 1400, 7)], 16, 16, "bfloat16", 0), ([1100] * 132, 128, 64, "bfloat16", 0), ([1] * 300, 1, 64, "float16", 8),
-    ([40000, 5], 130, 64, "bfloat16", 0),
+    ([*range(0, 1400, 7)], 16, 16, "bfloat16", 0), ([1100] * 132, 128, 64, "bfloat16", 0),
+    ([1] * 300, 1, 64, "float16", 8), ([40000, 5], 130, 64, "bfloat16", 0),
 )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def ours(run: Run, args: list[Any], sets: list[dict[str, Any]]) -> dict[str, Cal
 
 def check_all(run: Run, sets: list[dict[str, Any]], bad: set[str]) -> None:
     for lens, heads, size, kind, longest in CHECKS:
-        if run.quick and (max(lens) > 200 or kind == "bfloat16" and not run.cuda):
+        if run.quick and (max(lens) > 200 or (kind == "bfloat16" and not run.cuda)):
             continue
         (args,) = inputs(run, lens, heads, size, getattr(torch, kind), longest or max(lens), 1, math.nan)
         wide = [a.double() if torch.is_tensor(a) and a.is_floating_point() else a for a in args]
@@ -264,12 +264,15 @@ def main() -> None:
     )
     parser.add_argument("--sets", default="", help="of the CUDA kernel: key=value/key=value,...")
     parser.add_argument("--baselines", default=",".join(BASELINES))
+    parser.add_argument("--providers", default=",".join(OURS))
+    parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
     parser.add_argument("--compile-flashinfer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     begin, run = time.monotonic(), Run("mla_decode", "mla_decode", options)
     run.common["baseline"] = "flashmla"
+    OURS[:] = options.providers.split(",")
     if options.compile_flashinfer:
         (args,) = inputs(run, [100], 16, 64, torch.bfloat16, 128)
         flashinfer(args)(*args)
@@ -284,7 +287,8 @@ def main() -> None:
     if run.cuda and "flashinfer" in baselines:
         child = subprocess.Popen([sys.executable, __file__, "--out", "/dev/null", "--compile-flashinfer"])
     with torch.inference_mode():
-        check_all(run, sets, bad)
+        if not options.no_checks:
+            check_all(run, sets, bad)
         print(f"checked after {time.monotonic() - begin:.0f} s: {run.wrong} wrong", flush=True)
         todo = [
             Timed(h, b, c, options.capacity)

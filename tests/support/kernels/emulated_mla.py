@@ -1,0 +1,157 @@
+"""Emulate csrc/mla_decode.cu on a CPU: its own text, with lanes_on_cpu.hpp instead of PTX. Needs g++."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import torch
+from support.kernels import emulated_tiled
+from support.kernels.emulated import ported, run
+
+from fastkernels.overrides.kit.hopper import text
+from fastkernels.overrides.latent_attention import mla_decode_cuda as cuda
+
+SHARED = (
+    "shared_address", "make_barrier", "arrive", "expect", "wait", "begin_multiply", "commit_multiply",
+    "finish_multiply", "power_of_2", "widen", "narrow",
+)  # fmt: skip
+BODIES = {
+    **{name: emulated_tiled.BODIES[name] for name in SHARED},
+    "load_box": "copy(to, map.opaque, channel, row, block, barrier);",
+    "load_now": "return *at;",
+    "load_number": "return *at;",
+    "load_part": "return *at;",
+    "store_zeros": "memset(at_of(at), 0, 16);",
+    "group_meets": "meets(of_groups[group]);",
+}
+BEFORE = """#define CLUSTER 1
+#include "on_cpu.hpp"
+#include "lanes_on_cpu.hpp"
+static Meeting changes, of_groups[2] = {{128}, {128}};  // of barriers; of warpgroups
+inline unsigned char* at_of(uint32_t address) { return at(address); }
+inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
+
+// Of a tensor map: its address, channels, rows, blocks, strides of the last two, and rows of a box.
+static void copy(uint32_t to, const unsigned long long* map, int channel, int row, int block, uint32_t barrier) {
+    if (block < 0 || block >= (int)map[3] || row >= (int)map[2]) fail("a copy outside of the tensor");
+    for (int i = 0; i < 64 * (int)map[6]; i++) {
+        const int r = row + i / 64, c = channel + i % 64;
+        uint16_t v = 0;
+        if (r < (int)map[2] && c < (int)map[1]) v = ((const uint16_t*)map[0])[block * map[5] + r * map[4] + c];
+        memcpy(at(swizzled(to + 2 * i)), &v, 2);
+    }
+    count(barrier, 0, -128 * (long)map[6]), changes.held++;
+}
+
+inline uint32_t field(unsigned long long descriptor, int from) { return (descriptor >> from & 0x3fff) << 4; }
+
+inline float stored(uint32_t address) {
+    uint16_t bits;
+    memcpy(&bits, at(swizzled(address)), 2);
+    return number(bits);
+}
+
+template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    auto value = [](unsigned long long of, int row, int k) {
+        return stored(field(of, 0) + row / 8 * field(of, 32) + row % 8 * 128 + 2 * k);
+    };
+    float rows[2][16];
+    for (int i = 0; i < 32; i++) rows[i / 16][i % 16] = value(a, 16 * warp + lane / 4 + i / 16 * 8, i % 16);
+    for (int i = 0; i < COUNT; i += i % 4 == 1 ? 3 : 1) {
+        float sums[2] = {};
+        for (int k = 0; k < 16; k++) {
+            const float v = value(b, i / 4 * 8 + lane % 4 * 2 + i % 2, k);
+            sums[0] += rows[0][k] * v, sums[1] += rows[1][k] * v;
+        }
+        for (int j = 0; j < 2; j++) c[i + 2 * j] = (add ? c[i + 2 * j] : 0) + sums[j];
+    }
+}
+
+struct Weights { uint32_t of[4]; };
+
+inline void weigh(float (&c)[128], const uint32_t (&a)[4], unsigned long long b) {  // b: rows are k
+    const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+    struct Row { float of[2][16]; };
+    const Row row = among(Weights{{a[0], a[1], a[2], a[3]}}, [&](auto lane) {
+        Row r;
+        for (int i = 0; i < 32; i++) {
+            const int k = i % 16;
+            r.of[i / 16][k] = number(half_of(lane(group * 4 + k % 8 / 2).of[k / 8 * 2 + i / 16], k % 2));
+        }
+        return r;
+    });
+    for (int i = 0; i < 128; i += i % 4 == 1 ? 3 : 1) {
+        const int column = i / 4 * 8 + 2 * quad + i % 2;
+        for (int k = 0; k < 16; k++) {
+            const float v = stored(field(b, 0) + column / 64 * field(b, 16) + k / 8 * field(b, 32) + k % 8 * 128 + column % 64 * 2);
+            c[i] += row.of[0][k] * v, c[i + 2] += row.of[1][k] * v;
+        }
+    }
+}
+"""
+MAIN = """
+static std::vector<u16> q, cache, out;
+static std::vector<int> head, lens, table, counts;
+static std::vector<float> parts, sums, scales;
+static int per_combine;
+
+void one() {
+    const u64 batch = head[0], heads = head[1], size = head[3], blocks = head[5];
+    const TensorMap q_map = {{(u64)q.data(), 576, heads, batch, 576, heads * 576, 64}};
+    const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
+    mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(), batch, heads,
+               head[2], size, head[4], scales[0], scales[1]);
+}
+
+void two() { mla_combine(out.data(), parts.data(), sums.data(), counts.data(), head[1], per_combine); }
+
+int main(int, char** names) {
+    FILE* file = fopen(names[1], "rb");
+    head = numbers<int>(file, 8), scales = numbers<float>(file, 2);
+    const int batch = head[0], heads = head[1], workers = head[6];
+    per_combine = head[7];
+    q = numbers<u16>(file, batch * heads * 576), cache = numbers<u16>(file, (size_t)head[5] * head[3] * 576);
+    lens = numbers<int>(file, batch), table = numbers<int>(file, batch * head[4]);
+    out.assign(batch * heads * 512, 0xffff), counts.assign(2 * batch, -1);
+    parts.assign((size_t)2 * workers * heads * 512, NAN), sums.assign(2 * workers * heads, NAN);
+    gridDim.x = workers * head[2];
+    for (int block = 0; block < gridDim.x; block++) {
+        memset(shared_memory, 0xff, sizeof shared_memory);
+        barriers.clear();
+        run_cluster(1, block, THREADS, one);
+    }
+    const int combines = batch * ((heads + per_combine - 1) / per_combine);
+    for (int block = 0; block < combines; block++) run_cluster(1, block, 256, two);
+    fwrite(out.data(), 2, out.size(), fopen(names[2], "wb"));
+    fwrite(counts.data(), 4, counts.size(), fopen("counts", "wb"));
+    fflush(nullptr);
+}
+"""
+
+
+def decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, scale: float,
+    workers: int, folder: Path, k_scale: float = 1.0, per_combine: int = 2, **params: int,
+) -> tuple[torch.Tensor, list[int]]:  # fmt: skip
+    """Return the kernel's result, and how many parts each sequence had. Raises RuntimeError with its error."""
+    p = cuda.plan(q, kv_cache, **params)
+    written = {
+        "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
+        'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
+        'extern "C" __global__ void __launch_bounds__(256)': "void",
+        "__syncthreads();": "meet_block();",
+        "multiply(score,": "multiply_16(score,",
+    }
+    source = ported(text(cuda.SOURCE), BODIES, written, p.options)
+    end = source.index("typedef unsigned int u32;")
+    source = source[:end] + BEFORE + source[end:] + MAIN
+    (batch, heads), rows = q.shape[:2], -(-q.shape[1] // cuda.HEADS)
+    sizes = (batch, heads, rows, kv_cache.shape[1], block_table.shape[1], len(kv_cache), workers, per_combine)
+    given = struct.pack("8i2f", *sizes, scale * k_scale * cuda.LOG2E, k_scale)
+    tensors = (q.view(torch.int16), kv_cache.view(torch.int16), seq_lens, block_table)
+    given += b"".join(t.contiguous().numpy().tobytes() for t in tensors)
+    found = run(source, given, folder)
+    counts = struct.unpack(f"{2 * batch}i", (folder / "counts").read_bytes())[1::2]
+    return torch.frombuffer(bytearray(found), dtype=q.dtype).view(batch, heads, cuda.RANK), list(counts)
