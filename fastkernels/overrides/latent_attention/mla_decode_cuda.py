@@ -1,7 +1,7 @@
 """mla_decode in CUDA C++ for Hopper: csrc/mla_decode.cu, compiled at its first call.
 
-One launch fills the chip, and its blocks divide the keys of the batch among themselves, on the device. A second one adds
-up the results of sequences that were divided.
+One launch fills the chip, and its blocks divide the keys of the batch among themselves, on the device. A second launch
+adds up the results of sequences that were divided.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     least: int = 1
     extra: int = 4
     turns: int = 0
+    seesaw: int = 1
 
     @property
     def stages(self) -> int:
@@ -48,14 +49,15 @@ class Plan(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory: queries, the ring of keys, barriers, and 1 KiB to align them."""
-        return 2 * SIZE * (HEADS + self.stages * self.keys) + 8 * 4 * self.stages + 32 + 1024
+        return 2 * SIZE * (HEADS + self.stages * self.keys) + 8 * 6 * self.stages + 32 + 1024
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}", f"-DBOX={self.box}",
-            f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DTURNS={self.turns}", f"-DBF16={int(self.bf16)}",
+            f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DTURNS={self.turns}", f"-DSEESAW={self.seesaw}",
+            f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
@@ -74,9 +76,22 @@ __device__ __forceinline__ void weigh(float (&c)[128], const unsigned (&a)[4], u
 """
 
 
+def weigh_shared(bf16: bool) -> str:
+    """Return CUDA C++ of weigh() with weights from shared memory."""
+    kind = "bf16" if bf16 else "f16"
+    sums = ", ".join(f"%{i}" for i in range(128))
+    operands = ", ".join(f'"+f"(c[{i}])' for i in range(128))
+    return f"""
+__device__ __forceinline__ void weigh(float (&c)[128], unsigned long long a, unsigned long long b) {{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.{kind}.{kind} {{{sums}}}, %128, %129, 1, 1, 1, 0, 1;"
+        : {operands} : "l"(a), "l"(b) : "memory");
+}}
+"""
+
+
 def source(p: Plan) -> str:
     """Return the whole text that NVRTC compiles."""
-    return multiply(p.keys, "bf16" if p.bf16 else "f16") + weigh(p.bf16) + text(SOURCE)
+    return multiply(p.keys, "bf16" if p.bf16 else "f16") + weigh(p.bf16) + weigh_shared(p.bf16) + text(SOURCE)
 
 
 @lru_cache(maxsize=64)

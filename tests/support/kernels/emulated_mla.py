@@ -22,13 +22,15 @@ BODIES = {
     "load_now": "return *at;",
     "load_number": "return *at;",
     "load_part": "return *at;",
+    "store_pair": "memcpy(at_of(at), &v, 4);",
+    "groups_meet": "meets(all_groups);",
     "store_zeros": "memset(at_of(at), 0, 16);",
     "group_meets": "meets(of_groups[group]);",
 }
 BEFORE = """#define CLUSTER 1
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
-static Meeting changes, of_groups[2] = {{128}, {128}};  // of barriers; of warpgroups
+static Meeting changes, all_groups = {256}, of_groups[2] = {{128}, {128}};  // of barriers; of warpgroups
 inline unsigned char* at_of(uint32_t address) { return at(address); }
 inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
 
@@ -69,9 +71,28 @@ template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, u
     }
 }
 
+inline void add_weighted(float (&c)[128], const float (&rows)[2][16], unsigned long long b) {  // b: rows are k
+    for (int i = 0; i < 128; i += i % 4 == 1 ? 3 : 1) {
+        const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; k++) {
+            const uint32_t row = field(b, 0) + k / 8 * field(b, 32) + k % 8 * 128;
+            const float v = stored(row + column / 64 * field(b, 16) + column % 64 * 2);
+            c[i] += rows[0][k] * v, c[i + 2] += rows[1][k] * v;
+        }
+    }
+}
+
+inline void weigh(float (&c)[128], unsigned long long a, unsigned long long b) {  // both in shared memory
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
+    float rows[2][16];
+    for (int i = 0; i < 32; i++)
+        rows[i / 16][i % 16] = stored(field(a, 0) + (row / 8 + i / 16) * field(a, 32) + row % 8 * 128 + i % 16 * 2);
+    add_weighted(c, rows, b);
+}
+
 struct Weights { uint32_t of[4]; };
 
-inline void weigh(float (&c)[128], const uint32_t (&a)[4], unsigned long long b) {  // b: rows are k
+inline void weigh(float (&c)[128], const uint32_t (&a)[4], unsigned long long b) {
     const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
     struct Row { float of[2][16]; };
     const Row row = among(Weights{{a[0], a[1], a[2], a[3]}}, [&](auto lane) {
@@ -82,13 +103,7 @@ inline void weigh(float (&c)[128], const uint32_t (&a)[4], unsigned long long b)
         }
         return r;
     });
-    for (int i = 0; i < 128; i += i % 4 == 1 ? 3 : 1) {
-        const int column = i / 4 * 8 + 2 * quad + i % 2;
-        for (int k = 0; k < 16; k++) {
-            const float v = stored(field(b, 0) + column / 64 * field(b, 16) + k / 8 * field(b, 32) + k % 8 * 128 + column % 64 * 2);
-            c[i] += row.of[0][k] * v, c[i + 2] += row.of[1][k] * v;
-        }
-    }
+    add_weighted(c, row.of, b);
 }
 """
 MAIN = """
@@ -101,8 +116,8 @@ void one() {
     const u64 batch = head[0], heads = head[1], size = head[3], blocks = head[5];
     const TensorMap q_map = {{(u64)q.data(), 576, heads, batch, 576, heads * 576, 64}};
     const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
-    mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(), batch, heads,
-               head[2], size, head[4], scales[0], scales[1]);
+    mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(), batch,
+               heads, head[2], size, head[4], scales[0], scales[1]);
 }
 
 void two() { mla_combine(out.data(), parts.data(), sums.data(), counts.data(), head[1], per_combine); }

@@ -18,6 +18,7 @@ struct __align__(128) TensorMap { u64 opaque[16]; };
 constexpr int LATENT = 512, PIECES = 9, THREADS = 384, MOST = 160;  // pieces of 64 channels; workers
 constexpr int QUERIES = PIECES * 8192, PIECE = 128 * KEYS, STAGE = PIECES * PIECE;
 constexpr int GROUPS = 3, IN_GROUP = PIECES / GROUPS;  // pieces with a barrier
+#define LOWEST __int_as_float(0xff800000)
 constexpr float GROWTH = 8;  // of a maximum, as a power of 2, that leaves sums as they are
 static_assert(KEYS % BOX == 0 && BOX % 8 == 0, "a copy begins where the swizzle does");
 
@@ -42,9 +43,15 @@ __device__ __forceinline__ void store_zeros(u32 at) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
 }
 
+__device__ __forceinline__ void store_pair(u32 at, u32 v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void show_to_multiply() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void group_meets(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+
+__device__ __forceinline__ void groups_meet() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
 
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
@@ -151,12 +158,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
     int* __restrict__ counts, int batch, int heads, int rows, int block_size, int table_stride, float scale, float v_scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
     __shared__ int notes[4];
+    __shared__ float tops[2][64], totals[2][2][64];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
     const u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + QUERIES;
-    const u32 full = ring + STAGES * STAGE, empty = full + 8 * GROUPS * STAGES, asked = empty + 8 * STAGES, turns = asked + 16;
+    const u32 full = ring + STAGES * STAGE, empty = full + 8 * GROUPS * STAGES, asked = empty + 16 * STAGES;
+    const u32 turns = asked + 16, weights = turns + 16;  // weights: of each stage
     const int row = blockIdx.x % rows;  // of blocks, which has up to 64 heads
     Shares shares = {lens, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
 
@@ -164,7 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
         for (int i = 0; i < GROUPS * STAGES; i++) make_barrier(full + 8 * i, 1);
-        for (int i = 0; i < STAGES; i++) make_barrier(empty + 8 * i, 8);
+        for (int i = 0; i < 2 * STAGES; i++) make_barrier(empty + 8 * i, SEESAW ? 4 : 8);
+        for (int i = 0; i < STAGES; i++) make_barrier(weights + 8 * i, 4);
         make_barrier(asked, 1), make_barrier(asked + 8, 8);
         make_barrier(turns, 4), make_barrier(turns + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -195,18 +205,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
             __syncwarp();
             if (lane < PIECES) load_box(queries + 8192 * lane, q_map, 64 * lane, 64 * row, p.seq, asked);
             for (int tile = p.begin; tile < p.end; tile++) {
-                const int count = max(min(KEYS / BOX, boxes - box), 0);
+                const int count = max(min(KEYS / BOX, boxes - box), 0), at = (box - first_box) % 32;
+                if (at == 0 && box > first_box) here = ahead, ahead = page_of(box + 32 + lane);
+#if SEESAW
+#pragma unroll
+                for (int i = 0; i < 2; i++) {  // what the warpgroup of this tile frees first is read first
+                    const int half = i ? 1 - stage : stage, barrier = full + 8 * (2 * stage + half);
+                    wait(empty + 8 * (2 * stage + half), parity);
+                    if (lane == 0) expect(barrier, count * BOX * 128 * (4 + i));
+                    __syncwarp();
+                    for (int j = 0; j < count; j++) {
+                        const int page = __shfl_sync(~0u, here, at + j), piece = lane == 4 ? 8 : 4 * half + lane;
+                        if (lane < 4 + i)
+                            load_box(ring + STAGE * stage + PIECE * piece + 128 * BOX * j, kv_map, 64 * piece,
+                                     (box + j) * BOX % block_size, page, barrier);
+                    }
+                }
+#else
                 wait(empty + 8 * stage, parity);
                 if (lane < GROUPS) expect(full + 8 * (GROUPS * stage + lane), count * BOX * 128 * IN_GROUP);
                 __syncwarp();
-                for (int i = 0; i < count; i++, box++) {
-                    const int at = (box - first_box) % 32;
-                    if (at == 0 && box > first_box) here = ahead, ahead = page_of(box + 32 + lane);
-                    const int page = __shfl_sync(~0u, here, at);
+                for (int j = 0; j < count; j++) {
+                    const int page = __shfl_sync(~0u, here, at + j);
                     if (lane < PIECES)
-                        load_box(ring + STAGE * stage + PIECE * lane + 128 * BOX * i, kv_map, 64 * lane, box * BOX % block_size,
-                                 page, full + 8 * (GROUPS * stage + lane / IN_GROUP));
+                        load_box(ring + STAGE * stage + PIECE * lane + 128 * BOX * j, kv_map, 64 * lane,
+                                 (box + j) * BOX % block_size, page, full + 8 * (GROUPS * stage + lane / IN_GROUP));
                 }
+#endif
+                box += count;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
@@ -215,10 +241,146 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
 
     asm volatile("setmaxnreg.inc.sync.aligned.u32 240;" ::: "memory");
     const int half = warp / 4, quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of channels; of heads
+#if SEESAW
+    u32 of_queries = 0;
+    const u32 own = ring + STAGE * half, others = ring + STAGE * (1 - half), mine = half * 4 * PIECE;  // mine: of the channels
+    for (int before = 0, part = 0; next_part(shares, p); before += p.end - p.begin, part++) {
+        const int tiles = p.end - p.begin;
+        float sum[LATENT / 4], top[2], total[2] = {};
+        top[0] = top[1] = LOWEST;
+#pragma unroll
+        for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
+        auto scale_sums = [&](const float (&by)[2]) {
+            if (!__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) return;
+            total[0] *= by[0], total[1] *= by[1];
+#pragma unroll
+            for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
+        };
+        auto weigh_others = [&](int tile) {  // tile: of all that this block has had
+            wait(weights + 8 * (1 - half), tile / 2 & 1);
+            float by[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float now = tops[1 - half][row_of_lane + 8 * r];
+                by[r] = now == top[r] ? 1 : power_of_2(top[r] - now), top[r] = now;
+            }
+            scale_sums(by);
+        };
+        auto multiply_others = [&] {
+            begin_multiply();
+#pragma unroll
+            for (int i = 0; i < KEYS / 16; i++)
+                weigh(sum, descriptor(others + 8 * PIECE) + i * 2, transposed(others + mine) + i * 2048 / 16);
+            commit_multiply();
+        };
+        auto drop_past = [&](int left, u32 values) {  // what lies past the end can be NaN
+            for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
+#pragma unroll
+                for (int piece = 0; piece < 4; piece++) store_zeros(values + PIECE * piece + 16 * i);
+            show_to_multiply();
+            group_meets(half);
+        };
+        wait(asked, of_queries);
+        of_queries ^= 1;
+        const int first = (before ^ half) & 1;
+        if (first >= tiles && lane == 0) arrive(asked + 8);
+        for (int t = first; t < tiles; t += 2) {
+            const u32 parity = (before + t) / 2 & 1;
+            float score[KEYS / 2];
+#pragma unroll
+            for (int group = 0; group < 2; group++) {
+                const int from = group ? 1 - half : half;
+                wait(full + 8 * (2 * half + from), parity);
+                if (group == 0) begin_multiply();
+#pragma unroll
+                for (int i = 0; i < 4 * (4 + group); i++) {  // 16 channels are 32 bytes
+                    const u32 piece = i / 4 == 4 ? 8 : 4 * from + i / 4;
+                    multiply(score, descriptor(queries + 8192 * piece) + i % 4 * 2, descriptor(own + PIECE * piece) + i % 4 * 2, group + i);
+                }
+            }
+            commit_multiply();
+            finish_multiply<0>();
+            if (t + 2 >= tiles && lane == 0) arrive(asked + 8);
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
+            group_meets(half);  // all have read the rotary keys, which weights replace
+            if (t > 0) weigh_others(before + t - 1), multiply_others();
+
+            const int left = p.len - (p.begin + t) * KEYS;
+            if (left < KEYS) {
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; i++)
+                    if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = LOWEST;
+            }
+            float by[2];
+            u32 weight[KEYS / 16][4];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
+                float most = score[2 * r];
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; i++)
+                    if (i % 4 / 2 == r) most = fmaxf(most, score[i]);
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
+                const bool grows = most > top[r] + GROWTH;
+                by[r] = grows ? power_of_2(top[r] - most) : 1;
+                if (grows) top[r] = most;
+                if (quad == 0) tops[half][row_of_lane + 8 * r] = top[r];
+                const float base = top[r] == LOWEST ? 0 : top[r];
+                float added = 0;
+#pragma unroll
+                for (int i = 2 * r; i < KEYS / 2; i += 4) {
+                    const float low = power_of_2(fmaf(score[i], scale, -base)), high = power_of_2(fmaf(score[i + 1], scale, -base));
+                    added += low + high;
+                    weight[i / 8][i % 8 / 2] = narrow(low, high);
+                    const u32 row_at = row_of_lane + 8 * r, column = i / 4 * 16 + 4 * quad;  // bytes
+                    store_pair(own + 8 * PIECE + row_at * 128 + (column ^ (row_at % 8) * 16), weight[i / 8][i % 8 / 2]);
+                }
+                total[r] = fmaf(total[r], by[r], added);
+            }
+            show_to_multiply();
+            __syncwarp();
+            if (lane == 0) arrive(weights + 8 * half);
+            finish_multiply<0>();
+            if (t > 0 && lane == 0) arrive(empty + 8 * (2 * (1 - half) + half));
+#pragma unroll
+            for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+            if (__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) {
+#pragma unroll
+                for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
+            }
+            if (left < KEYS) drop_past(left, own + mine);
+            begin_multiply();
+#pragma unroll
+            for (int i = 0; i < KEYS / 16; i++) weigh(sum, weight[i], transposed(own + mine) + i * 2048 / 16);
+            commit_multiply();
+            finish_multiply<0>();
+            if (lane == 0) arrive(empty + 8 * (2 * half + half));
+        }
+        if ((before + tiles - 1 ^ half) & 1) {
+            weigh_others(before + tiles - 1);
+            const int left = p.len - (p.end - 1) * KEYS;
+            if (left < KEYS) drop_past(left, others + mine);
+            multiply_others();
+            finish_multiply<0>();
+            if (lane == 0) arrive(empty + 8 * (2 * (1 - half) + half));
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            total[r] += __shfl_xor_sync(~0u, total[r], 1);
+            total[r] += __shfl_xor_sync(~0u, total[r], 2);
+            if (quad == 0) totals[part % 2][half][row_of_lane + 8 * r] = total[r];
+        }
+        groups_meet();
+#pragma unroll
+        for (int r = 0; r < 2; r++) total[r] += totals[part % 2][1 - half][row_of_lane + 8 * r];
+#pragma unroll
+        for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+#else
     u32 parity = 0, of_queries = 0, turn = 0;
     while (next_part(shares, p)) {
         float sum[LATENT / 4], top[2], total[2] = {};
-        top[0] = top[1] = __int_as_float(0xff800000);
+        top[0] = top[1] = LOWEST;
 #pragma unroll
         for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
         wait(asked, of_queries);
@@ -251,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
             if (left < KEYS) {  // past the end: no weight, and no NaN that it would be multiplied by
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++)
-                    if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = __int_as_float(0xff800000);
+                    if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = LOWEST;
                 for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
 #pragma unroll
                     for (int piece = 0; piece < 4; piece++) store_zeros(values + PIECE * piece + 16 * i);
@@ -277,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
                 for (int i = 0; i < LATENT / 4; i++) sum[i] *= base[i % 4 / 2];
             }
 #pragma unroll
-            for (int r = 0; r < 2; r++) base[r] = top[r] == __int_as_float(0xff800000) ? 0 : top[r];
+            for (int r = 0; r < 2; r++) base[r] = top[r] == LOWEST ? 0 : top[r];
             u32 weight[KEYS / 16][4];
 #pragma unroll
             for (int i = 0; i < KEYS / 2; i += 2) {
@@ -296,13 +458,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
         }
 #pragma unroll
         for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
-
-        const int slot = slot_of(shares.of, p.index);
-        if (thread == 0 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = p.count;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             total[r] += __shfl_xor_sync(~0u, total[r], 1);
             total[r] += __shfl_xor_sync(~0u, total[r], 2);
+        }
+#endif
+        const int slot = slot_of(shares.of, p.index);
+        if (thread == 0 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = p.count;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
             const int head = 64 * row + row_of_lane + 8 * r, channel = 256 * half + 2 * quad;
             if (head >= heads) continue;
             const float by = total[r] == 0 ? 0 : v_scale / total[r];
@@ -333,15 +498,15 @@ extern "C" __global__ void __launch_bounds__(256) mla_combine(
     for (int unit = threadIdx.x / 32; unit < 4 * min(rows, heads - from); unit += 8) {
         const int head = from + unit / 4, channel = unit % 4 * 128 + 4 * lane;
         auto place = [&](int part) { return (long long)slot_of(first + part, part) * heads + head; };
-        float share[MOST / 32], most = __int_as_float(0xff800000), all = 0;
+        float share[MOST / 32], most = LOWEST, all = 0;
 #pragma unroll
         for (int i = 0; i < MOST / 32; i++) {
-            share[i] = 32 * i + lane < count ? load_number(sums + place(32 * i + lane)) : __int_as_float(0xff800000);
+            share[i] = 32 * i + lane < count ? load_number(sums + place(32 * i + lane)) : LOWEST;
             most = fmaxf(most, share[i]);
         }
 #pragma unroll
         for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
-        const float base = most == __int_as_float(0xff800000) ? 0 : most;
+        const float base = most == LOWEST ? 0 : most;
 #pragma unroll
         for (int i = 0; i < MOST / 32; i++) share[i] = power_of_2(share[i] - base), all += share[i];
 #pragma unroll
