@@ -1,0 +1,110 @@
+"""The CUDA C++ kernel of mla_decode: emulated against float64, its machine code, unsupported calls."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.kernels import emulated_mla
+
+from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit import hopper
+from fastkernels.overrides.latent_attention import mla_decode_cuda as cuda
+from fastkernels.overrides.latent_attention.mla_decode import reference
+
+NO_NVRTC = cuda_rtc.unavailable()
+SCALE = 192**-0.5
+
+
+def arguments(lens: list[int], heads: int, size: int, dtype: torch.dtype) -> list[Any]:
+    """Queries, a cache whose free slots are NaN, lengths, and a table whose unused entries must not be read."""
+    g = torch.Generator().manual_seed(sum(lens))
+    blocks = [-(-n // size) for n in lens]
+    order, at = torch.randperm(sum(blocks), generator=g).int(), 0
+    table = torch.full((len(lens), max(*blocks, 1) + 1), 1 << 30, dtype=torch.int32)
+    cache = torch.randn(sum(blocks) + 1, size, cuda.SIZE, generator=g).to(dtype)
+    for i, n in enumerate(blocks):
+        table[i, :n] = order[at : at + n]
+        at += n
+        if n:
+            cache[order[at - 1], lens[i] - (n - 1) * size :] = math.nan
+    q = (torch.randn(len(lens), heads, cuda.SIZE, generator=g) * 2).to(dtype)
+    return [q, cache, torch.tensor(lens, dtype=torch.int32), table]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("lens", "heads", "size", "workers", "parts", "params"),
+    [
+        # Equal parts: a tile each; one sequence with more, whose last tile is not full
+        ([130, 60], 16, 64, 4, [3, 1], {}),
+        # Equal ranges of all tiles: sequences that begin and end within a worker's range, or have no keys
+        ([0, 130, 64, 1, 300], 16, 64, 3, [1, 2, 1, 1, 1], {}),
+        pytest.param([700, 40, 150, 64, 3, 200], 70, 32, 2, [1, 1, 1, 1, 1, 1], {"extra": 1}, marks=pytest.mark.slow),
+        pytest.param([1000, 1, 65], 5, 128, 3, [2, 1, 1], {}, marks=pytest.mark.slow),
+        pytest.param([0, 130, 64, 1, 300], 130, 16, 4, [1, 2, 1, 1, 2], {"extra": 1}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_emulated_kernel_matches_float64(
+    lens: list[int], heads: int, size: int, workers: int, parts: list[int], params: dict[str, int], dtype: torch.dtype,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Runs the CUDA text with CPU lanes and emulated PTX: shares of workers, barriers, swizzle, softmax, combination."""
+    q, cache, seq_lens, table = arguments(lens, heads, size, dtype)
+    got, counts = emulated_mla.decode(q, cache, seq_lens, table, SCALE, workers, tmp_path, 0.5, **params)
+    used = torch.where(table == 1 << 30, 0, table)
+    want = reference(q.double(), cache.double(), seq_lens, used, max(lens), SCALE, cuda.RANK, 0.5)
+    error = (got.double() - want).abs()
+    assert counts == parts
+    assert float(error.max()) < (8e-3 if dtype == torch.bfloat16 else 1e-3)
+    assert float(error.square().mean().sqrt()) < 4e-3 * float(want.square().mean().sqrt())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("box", [16, 64])
+def test_kernel_compiles(box: int, bf16: bool) -> None:
+    p = cuda.Plan(box, bf16)
+    assert p.shared <= 224 * 1024
+    assert cuda_rtc.cubin(cuda.source(p), ("--gpu-architecture=sm_90a", *p.options))[:4] == b"\x7fELF"
+
+
+def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, cache, lens, table = arguments([40], 16, 64, torch.bfloat16)
+    rest = [lens, table, 40, SCALE, cuda.RANK]
+    reason = cuda.supports(q, cache, *rest)
+    assert reason is not None and (reason == NO_NVRTC or "Hopper" in reason)
+    # The other reasons, on a simulated Hopper GPU
+    monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert cuda.supports(q, cache, *rest) is None
+    refused: dict[str, list[Any]] = {
+        "not both bfloat16 or float16": [q.float(), cache, *rest],
+        "not 512 . 64": [q, cache, *rest[:4], 576],
+        "blocks of 40 tokens": [q, cache[:, :40], *rest],
+        "is not positive": [q, cache, *rest[:3], -1.0, cuda.RANK],
+        "not int32": [q, cache, lens.long(), *rest[1:]],
+        "must be contiguous": [q, cache, lens, table.t().repeat(1, 2).t().t(), *rest[2:]],
+        "rows must be contiguous and start": [q.transpose(1, 2).contiguous().transpose(1, 2), cache, *rest],
+    }
+    for text, args in refused.items():
+        with pytest.raises(AssertionError, match=text):
+            assert cuda.supports(*args) is None, cuda.supports(*args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("lens", [[5000], [0, 1, 63, 64, 65, 700, 1025], [600] * 32, [1100] * 150])
+def test_kernel_matches_float64(lens: list[int], heads: int) -> None:
+    q, cache, seq_lens, table = (t.cuda() for t in arguments(lens, heads, 64, torch.bfloat16))
+    got = cuda.decode(q, cache, seq_lens, table, max(lens), SCALE, cuda.RANK)
+    used = torch.where(table == 1 << 30, 0, table)
+    want = reference(q.double(), cache.double(), seq_lens, used, max(lens), SCALE, cuda.RANK)
+    torch.testing.assert_close(got.double(), want, atol=8e-3, rtol=8e-3)
