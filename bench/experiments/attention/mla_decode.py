@@ -225,7 +225,9 @@ BASELINES: dict[str, Callable[[list[Any]], Callable[..., Any]]] = {
 # -- times
 
 
-def time_case(run: Run, at: Timed, sets: list[dict[str, Any]], baselines: list[str], bad: set[str]) -> None:
+def time_case(
+    run: Run, at: Timed, sets: list[dict[str, Any]], baselines: list[str], bad: set[str], eager: bool = False
+) -> None:
     dtype = torch.bfloat16 if run.cuda else torch.float16
     calls = inputs(
         run, at.lens, at.heads, 64, dtype, at.capacity or max(at.lens), 1 if run.quick else at.calls
@@ -243,6 +245,12 @@ def time_case(run: Run, at: Timed, sets: list[dict[str, Any]], baselines: list[s
             if wrong := problem(partial(named[name], *calls[0]), want):
                 run.row("time", name, at._asdict(), wrong, "skipped")
                 del named[name]
+    if eager:  # for a profiler
+        for fn in named.values():
+            for _ in range(4):
+                fn(*calls[0])
+        torch.cuda.synchronize()
+        return
     todo = {n: [partial(fn, *args) for args in calls] for n, fn in named.items()}
     times = {n: [us / len(calls) for us in passes] for n, passes in rounds(run, todo).items()}
     us = {n: statistics.median(each) for n, each in times.items()}
@@ -277,6 +285,7 @@ def main() -> None:
     parser.add_argument("--baselines", default=",".join(BASELINES))
     parser.add_argument("--providers", default=",".join(OURS))
     parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="call everything four times, for a profiler")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
     parser.add_argument("--compile-flashinfer", action="store_true", help=argparse.SUPPRESS)
@@ -318,9 +327,8 @@ def main() -> None:
             ready = child is None or child.poll() is not None
             if not ready:
                 late.append(case)
-            time_case(
-                run, case, sets, baselines if ready else [b for b in baselines if b != "flashinfer"], bad
-            )
+            now = baselines if ready else [b for b in baselines if b != "flashinfer"]
+            time_case(run, case, sets, now, bad, options.eager)
         if child is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(run.left(), 0.1))

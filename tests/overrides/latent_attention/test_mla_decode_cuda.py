@@ -76,8 +76,8 @@ def test_kernel_compiles(box: int, bf16: bool) -> None:
 
 
 def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, cache, lens, table = arguments([40], 16, 64, torch.bfloat16)
-    rest = [lens, table, 40, SCALE, cuda.RANK]
+    q, cache, lens, table = arguments([40, 70], 16, 64, torch.bfloat16)
+    rest = [lens, table, 70, SCALE, cuda.RANK]
     reason = cuda.supports(q, cache, *rest)
     assert reason is not None and (reason == NO_NVRTC or "Hopper" in reason)
     # The other reasons, on a simulated Hopper GPU
@@ -87,16 +87,15 @@ def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cuda.supports(q, cache, *rest) is None
     refused: dict[str, list[Any]] = {
         "not both bfloat16 or float16": [q.float(), cache, *rest],
-        "not 512 . 64": [q, cache, *rest[:4], 576],
+        "are not 512 + 64": [q, cache, *rest[:4], 500],
         "blocks of 40 tokens": [q, cache[:, :40], *rest],
         "is not positive": [q, cache, *rest[:3], -1.0, cuda.RANK],
         "not int32": [q, cache, lens.long(), *rest[1:]],
-        "must be contiguous": [q, cache, lens, table.t().repeat(1, 2).t().t(), *rest[2:]],
+        "must be contiguous": [q, cache, lens, table.t().contiguous().t(), *rest[2:]],
         "rows must be contiguous and start": [q.transpose(1, 2).contiguous().transpose(1, 2), cache, *rest],
     }
     for text, args in refused.items():
-        with pytest.raises(AssertionError, match=text):
-            assert cuda.supports(*args) is None, cuda.supports(*args)
+        assert text in str(cuda.supports(*args)), text
 
 
 @pytest.mark.gpu
