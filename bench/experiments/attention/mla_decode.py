@@ -115,8 +115,11 @@ def inputs(
 
 def compile_sets(sets: list[dict[str, Any]]) -> None:
     """Compile the CUDA kernels that are checked or timed, in parallel, into the cache on disk."""
-    kinds = dict.fromkeys((cuda.plan(torch.empty(1, dtype=getattr(torch, kind)), torch.empty(1, size), **p))
-                          for _, _, size, kind, _ in CHECKS for p in sets or [{}])  # fmt: skip
+    kinds = dict.fromkeys(
+        cuda.plan(torch.empty(1, heads, dtype=getattr(torch, kind)), torch.empty(1, size), **p)
+        for _, heads, size, kind, _ in CHECKS
+        for p in sets or [{}]
+    )
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda p: cubin(cuda.source(p), ("--gpu-architecture=sm_90a", *p.options)), kinds))
 

@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     extra: int = 4
     turns: int = 0
     seesaw: int = 1
+    cluster: int = 1
 
     @property
     def stages(self) -> int:
@@ -49,14 +50,16 @@ class Plan(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory: queries, the ring of keys, barriers, and 1 KiB to align them."""
-        return 2 * SIZE * (HEADS + self.stages * self.keys) + 8 * 6 * self.stages + 32 + 1024
+        return 2 * SIZE * (HEADS + self.stages * self.keys) + 8 * 6 * self.stages + 32 + 1552 + 1024
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
+        clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
         return (
             "--std=c++17", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}", f"-DBOX={self.box}",
             f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DTURNS={self.turns}", f"-DSEESAW={self.seesaw}",
+            f"-DCLUSTER={self.cluster}", f"-DCLUSTERED={clustered}",
             f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
@@ -109,8 +112,10 @@ _loaded: set[tuple[torch.device, Plan]] = set()
 
 def plan(q: torch.Tensor, kv_cache: torch.Tensor, **params: int) -> Plan:
     """Return the constants for a call."""
-    keys = params.get("keys", 64)
-    box = next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0 and n <= keys)
+    pairs = params.get("seesaw", 1) and -(-q.shape[1] // HEADS) % 2 == 0
+    params = {"cluster": 2 if pairs else 1, **params}
+    most = params.get("keys", 64) // params["cluster"]
+    box = next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0 and n <= most)
     return Plan(box, q.dtype == torch.bfloat16, **params)
 
 

@@ -14,23 +14,27 @@ from fastkernels.overrides.latent_attention import mla_decode_cuda as cuda
 
 SHARED = (
     "shared_address", "make_barrier", "arrive", "expect", "wait", "begin_multiply", "commit_multiply",
-    "finish_multiply", "power_of_2", "widen", "narrow",
+    "finish_multiply", "power_of_2", "widen", "narrow", "arrive_at", "rank_in_cluster",
 )  # fmt: skip
 BODIES = {
     **{name: emulated_tiled.BODIES[name] for name in SHARED},
     "load_box": "copy(to, map.opaque, channel, row, block, barrier);",
+    "load_box_for_both": "for (int i = 0; i < CLUSTER; i++)"
+    " copy(in_block(to, i), map.opaque, channel, row, block, in_block(barrier, i));",
+    "cluster_meets": "arrive_at_cluster(), wait_for_cluster();",
     "load_now": "return *at;",
     "load_number": "return *at;",
     "load_part": "return *at;",
     "store_pair": "memcpy(at_of(at), &v, 4);",
-    "groups_meet": "meets(all_groups);",
+    "groups_meet": "meets(all_groups[rank_of_block()]);",
     "store_zeros": "memset(at_of(at), 0, 16);",
-    "group_meets": "meets(of_groups[group]);",
+    "group_meets": "meets(of_groups[rank_of_block()][group]);",
 }
-BEFORE = """#define CLUSTER 1
+BEFORE = """#define SHARED_MEMORY (CLUSTER << 18)
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
-static Meeting changes, all_groups = {256}, of_groups[2] = {{128}, {128}};  // of barriers; of warpgroups
+static Meeting changes;  // of barriers
+static Meeting all_groups[2] = {{256}, {256}}, of_groups[2][2] = {{{128}, {128}}, {{128}, {128}}};  // of warpgroups
 inline unsigned char* at_of(uint32_t address) { return at(address); }
 inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
 
@@ -50,7 +54,7 @@ inline uint32_t field(unsigned long long descriptor, int from) { return (descrip
 
 inline float stored(uint32_t address) {
     uint16_t bits;
-    memcpy(&bits, at(swizzled(address)), 2);
+    memcpy(&bits, block_memory() + swizzled(address), 2);
     return number(bits);
 }
 
@@ -132,10 +136,10 @@ int main(int, char** names) {
     out.assign(batch * heads * 512, 0xffff), counts.assign(2 * batch, -1);
     parts.assign((size_t)2 * workers * heads * 512, NAN), sums.assign(2 * workers * heads, NAN);
     gridDim.x = workers * head[2];
-    for (int block = 0; block < gridDim.x; block++) {
+    for (int block = 0; block < gridDim.x; block += CLUSTER) {
         memset(shared_memory, 0xff, sizeof shared_memory);
         barriers.clear();
-        run_cluster(1, block, THREADS, one);
+        run_cluster(CLUSTER, block, THREADS, one);
     }
     const int combines = batch * ((heads + per_combine - 1) / per_combine);
     for (int block = 0; block < combines; block++) run_cluster(1, block, 256, two);
@@ -154,12 +158,13 @@ def decode(
     p = cuda.plan(q, kv_cache, **params)
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
+        'extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)': "void",
         'extern "C" __global__ void __launch_bounds__(256)': "void",
         "__syncthreads();": "meet_block();",
         "multiply(score,": "multiply_16(score,",
     }
-    source = ported(text(cuda.SOURCE), BODIES, written, p.options)
+    told = [o for o in p.options if not o.startswith("-DCLUSTERED")]
+    source = ported(text(cuda.SOURCE), BODIES, written, told)
     end = source.index("typedef unsigned int u32;")
     source = source[:end] + BEFORE + source[end:] + MAIN
     (batch, heads), rows = q.shape[:2], -(-q.shape[1] // cuda.HEADS)

@@ -20,11 +20,36 @@ constexpr int QUERIES = PIECES * 8192, PIECE = 128 * KEYS, STAGE = PIECES * PIEC
 constexpr int GROUPS = 3, IN_GROUP = PIECES / GROUPS;  // pieces with a barrier
 #define LOWEST __int_as_float(0xff800000)
 constexpr float GROWTH = 8;  // of a maximum, as a power of 2, that leaves sums as they are
-static_assert(KEYS % BOX == 0 && BOX % 8 == 0, "a copy begins where the swizzle does");
+static_assert(KEYS % (BOX * CLUSTER) == 0 && BOX % 8 == 0, "a copy begins where the swizzle does");
 
 __device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int channel, int row, int block, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(to), "l"(&map), "r"(channel), "r"(row), "r"(block), "r"(barrier) : "memory");
+}
+
+// To the same place in both blocks of a cluster.
+__device__ __forceinline__ void load_box_for_both(u32 to, const TensorMap& map, int channel, int row, int block, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3, %4}], [%5], %6;"
+        ::"r"(to), "l"(&map), "r"(channel), "r"(row), "r"(block), "r"(barrier), "h"((u16)3) : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+        " mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+        ::"r"(barrier), "r"(rank) : "memory");
+}
+
+__device__ __forceinline__ void cluster_meets() {
+    asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ int rank_in_cluster() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
 }
 
 __device__ __forceinline__ int load_now(const int* at) {  // after griddepcontrol.wait
@@ -149,16 +174,19 @@ __device__ __forceinline__ bool next_part(Shares& s, Part& p) {
     return true;
 }
 
+struct Notes {  // in shared memory
+    int share, even, seq, before;
+    float tops[2][64], totals[2][2][64];  // of each row: by a warpgroup; of two parts, by a warpgroup
+};
+
 // Where a worker stores its part: at most one that is a sequence's first of several, and one that is a later one.
 __device__ __forceinline__ int slot_of(int worker, int index) { return 2 * worker + (index == 0); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, float* __restrict__ parts, float* __restrict__ sums,
     int* __restrict__ counts, int batch, int heads, int rows, int block_size, int table_stride, float scale, float v_scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    __shared__ int notes[4];
-    __shared__ float tops[2][64], totals[2][2][64];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32;
@@ -166,6 +194,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
     const u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + QUERIES;
     const u32 full = ring + STAGES * STAGE, empty = full + 8 * GROUPS * STAGES, asked = empty + 16 * STAGES;
     const u32 turns = asked + 16, weights = turns + 16;  // weights: of each stage
+    Notes& notes = *(Notes*)(memory + (weights + 8 * STAGES - shared_address(memory)));
+    const int rank = CLUSTER == 1 ? 0 : rank_in_cluster();
     const int row = blockIdx.x % rows;  // of blocks, which has up to 64 heads
     Shares shares = {lens, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
 
@@ -173,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
         for (int i = 0; i < GROUPS * STAGES; i++) make_barrier(full + 8 * i, 1);
-        for (int i = 0; i < 2 * STAGES; i++) make_barrier(empty + 8 * i, SEESAW ? 4 : 8);
+        for (int i = 0; i < 2 * STAGES; i++) make_barrier(empty + 8 * i, SEESAW ? 4 * CLUSTER : 8);
         for (int i = 0; i < STAGES; i++) make_barrier(weights + 8 * i, 4);
         make_barrier(asked, 1), make_barrier(asked + 8, 8);
         make_barrier(turns, 4), make_barrier(turns + 8, 4);
@@ -183,18 +213,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (warp == 8) {
         divide(shares, gridDim.x / rows);
-        if (lane == 0) notes[0] = shares.share, notes[1] = shares.even, notes[2] = shares.seq, notes[3] = shares.before;
+        if (lane == 0) notes.share = shares.share, notes.even = shares.even, notes.seq = shares.seq, notes.before = shares.before;
     }
-    __syncthreads();
-    shares.share = notes[0], shares.even = notes[1], shares.seq = notes[2], shares.before = notes[3];
+    if (CLUSTER == 1) __syncthreads();
+    else cluster_meets();
+    shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
     int stage = 0;
     Part p;
 
     if (warp >= 8) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;" ::: "memory");
-        if (warp > 8) return;
         u32 parity = 1, of_queries = 1;
-        while (next_part(shares, p)) {
+        while (warp == 8 && next_part(shares, p)) {
             const int* const pages = table + (long long)p.seq * table_stride;
             const int first_box = p.begin * (KEYS / BOX), boxes = min(p.end * (KEYS / BOX), quotient(p.len, BOX));
             auto page_of = [&](int box) { return box < boxes ? load_now(pages + box * BOX / block_size) : 0; };
@@ -216,9 +246,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
                     __syncwarp();
                     for (int j = 0; j < count; j++) {
                         const int page = __shfl_sync(~0u, here, at + j), piece = lane == 4 ? 8 : 4 * half + lane;
-                        if (lane < 4 + i)
-                            load_box(ring + STAGE * stage + PIECE * piece + 128 * BOX * j, kv_map, 64 * piece,
-                                     (box + j) * BOX % block_size, page, barrier);
+                        const u32 to = ring + STAGE * stage + PIECE * piece + 128 * BOX * j;
+                        const int from = (box + j) * BOX % block_size;
+                        if (lane >= 4 + i || j % CLUSTER != rank) continue;
+                        if (CLUSTER == 1) load_box(to, kv_map, 64 * piece, from, page, barrier);
+                        else load_box_for_both(to, kv_map, 64 * piece, from, page, barrier);
                     }
                 }
 #else
@@ -236,254 +268,258 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_decode(
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
-        return;
-    }
-
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;" ::: "memory");
-    const int half = warp / 4, quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of channels; of heads
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;" ::: "memory");
+        const int half = warp / 4, quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of channels; of heads
 #if SEESAW
-    u32 of_queries = 0;
-    const u32 own = ring + STAGE * half, others = ring + STAGE * (1 - half), mine = half * 4 * PIECE;  // mine: of the channels
-    for (int before = 0, part = 0; next_part(shares, p); before += p.end - p.begin, part++) {
-        const int tiles = p.end - p.begin;
-        float sum[LATENT / 4], top[2], total[2] = {};
-        top[0] = top[1] = LOWEST;
+        u32 of_queries = 0;
+        const u32 own = ring + STAGE * half, others = ring + STAGE * (1 - half), mine = half * 4 * PIECE;  // mine: of the channels
+        for (int before = 0, part = 0; next_part(shares, p); before += p.end - p.begin, part++) {
+            const int tiles = p.end - p.begin;
+            float sum[LATENT / 4], top[2], total[2] = {};
+            top[0] = top[1] = LOWEST;
 #pragma unroll
-        for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
-        auto scale_sums = [&](const float (&by)[2]) {
-            if (!__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) return;
-            total[0] *= by[0], total[1] *= by[1];
-#pragma unroll
-            for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
-        };
-        auto weigh_others = [&](int tile) {  // tile: of all that this block has had
-            wait(weights + 8 * (1 - half), tile / 2 & 1);
-            float by[2];
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float now = tops[1 - half][row_of_lane + 8 * r];
-                by[r] = now == top[r] ? 1 : power_of_2(top[r] - now), top[r] = now;
-            }
-            scale_sums(by);
-        };
-        auto multiply_others = [&] {
-            begin_multiply();
-#pragma unroll
-            for (int i = 0; i < KEYS / 16; i++)
-                weigh(sum, descriptor(others + 8 * PIECE) + i * 2, transposed(others + mine) + i * 2048 / 16);
-            commit_multiply();
-        };
-        auto drop_past = [&](int left, u32 values) {  // what lies past the end can be NaN
-            for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
-#pragma unroll
-                for (int piece = 0; piece < 4; piece++) store_zeros(values + PIECE * piece + 16 * i);
-            show_to_multiply();
-            group_meets(half);
-        };
-        wait(asked, of_queries);
-        of_queries ^= 1;
-        const int first = (before ^ half) & 1;
-        if (first >= tiles && lane == 0) arrive(asked + 8);
-        for (int t = first; t < tiles; t += 2) {
-            const u32 parity = (before + t) / 2 & 1;
-            float score[KEYS / 2];
-#pragma unroll
-            for (int group = 0; group < 2; group++) {
-                const int from = group ? 1 - half : half;
-                wait(full + 8 * (2 * half + from), parity);
-                if (group == 0) begin_multiply();
-#pragma unroll
-                for (int i = 0; i < 4 * (4 + group); i++) {  // 16 channels are 32 bytes
-                    const u32 piece = i / 4 == 4 ? 8 : 4 * from + i / 4;
-                    multiply(score, descriptor(queries + 8192 * piece) + i % 4 * 2, descriptor(own + PIECE * piece) + i % 4 * 2, group + i);
-                }
-            }
-            commit_multiply();
-            finish_multiply<0>();
-            if (t + 2 >= tiles && lane == 0) arrive(asked + 8);
-#pragma unroll
-            for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
-            group_meets(half);  // all have read the rotary keys, which weights replace
-            if (t > 0) weigh_others(before + t - 1), multiply_others();
-
-            const int left = p.len - (p.begin + t) * KEYS;
-            if (left < KEYS) {
-#pragma unroll
-                for (int i = 0; i < KEYS / 2; i++)
-                    if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = LOWEST;
-            }
-            float by[2];
-            u32 weight[KEYS / 16][4];
-#pragma unroll
-            for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
-                float most = score[2 * r];
-#pragma unroll
-                for (int i = 0; i < KEYS / 2; i++)
-                    if (i % 4 / 2 == r) most = fmaxf(most, score[i]);
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
-                const bool grows = most > top[r] + GROWTH;
-                by[r] = grows ? power_of_2(top[r] - most) : 1;
-                if (grows) top[r] = most;
-                if (quad == 0) tops[half][row_of_lane + 8 * r] = top[r];
-                const float base = top[r] == LOWEST ? 0 : top[r];
-                float added = 0;
-#pragma unroll
-                for (int i = 2 * r; i < KEYS / 2; i += 4) {
-                    const float low = power_of_2(fmaf(score[i], scale, -base)), high = power_of_2(fmaf(score[i + 1], scale, -base));
-                    added += low + high;
-                    weight[i / 8][i % 8 / 2] = narrow(low, high);
-                    const u32 row_at = row_of_lane + 8 * r, column = i / 4 * 16 + 4 * quad;  // bytes
-                    store_pair(own + 8 * PIECE + row_at * 128 + (column ^ (row_at % 8) * 16), weight[i / 8][i % 8 / 2]);
-                }
-                total[r] = fmaf(total[r], by[r], added);
-            }
-            show_to_multiply();
-            __syncwarp();
-            if (lane == 0) arrive(weights + 8 * half);
-            finish_multiply<0>();
-            if (t > 0 && lane == 0) arrive(empty + 8 * (2 * (1 - half) + half));
-#pragma unroll
-            for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
-            if (__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) {
+            for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
+            auto scale_sums = [&](const float (&by)[2]) {
+                if (!__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) return;
+                total[0] *= by[0], total[1] *= by[1];
 #pragma unroll
                 for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
-            }
-            if (left < KEYS) drop_past(left, own + mine);
-            begin_multiply();
+            };
+            auto weigh_others = [&](int tile) {  // tile: of all that this block has had
+                wait(weights + 8 * (1 - half), tile / 2 & 1);
+                float by[2];
 #pragma unroll
-            for (int i = 0; i < KEYS / 16; i++) weigh(sum, weight[i], transposed(own + mine) + i * 2048 / 16);
-            commit_multiply();
-            finish_multiply<0>();
-            if (lane == 0) arrive(empty + 8 * (2 * half + half));
-        }
-        if ((before + tiles - 1 ^ half) & 1) {
-            weigh_others(before + tiles - 1);
-            const int left = p.len - (p.end - 1) * KEYS;
-            if (left < KEYS) drop_past(left, others + mine);
-            multiply_others();
-            finish_multiply<0>();
-            if (lane == 0) arrive(empty + 8 * (2 * (1 - half) + half));
-        }
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            total[r] += __shfl_xor_sync(~0u, total[r], 1);
-            total[r] += __shfl_xor_sync(~0u, total[r], 2);
-            if (quad == 0) totals[part % 2][half][row_of_lane + 8 * r] = total[r];
-        }
-        groups_meet();
-#pragma unroll
-        for (int r = 0; r < 2; r++) total[r] += totals[part % 2][1 - half][row_of_lane + 8 * r];
-#pragma unroll
-        for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
-#else
-    u32 parity = 0, of_queries = 0, turn = 0;
-    while (next_part(shares, p)) {
-        float sum[LATENT / 4], top[2], total[2] = {};
-        top[0] = top[1] = LOWEST;
-#pragma unroll
-        for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
-        wait(asked, of_queries);
-        of_queries ^= 1;
-        for (int tile = p.begin; tile < p.end; tile++) {
-            const u32 keys = ring + STAGE * stage, values = keys + half * 4 * PIECE;
-            float score[KEYS / 2];
-            if (TURNS) {
-                if (half || turn) wait(turns + 8 * half, half ? turn & 1 : turn - 1 & 1);
-                turn++;
-            }
-#pragma unroll
-            for (int group = 0; group < GROUPS; group++) {
-                wait(full + 8 * (GROUPS * stage + group), parity);
-                if (group == 0) begin_multiply();
-#pragma unroll
-                for (int i = 0; i < 4 * IN_GROUP; i++) {  // 16 channels are 32 bytes
-                    const int piece = IN_GROUP * group + i / 4;
-                    multiply(score, descriptor(queries + 8192 * piece) + i % 4 * 2, descriptor(keys + PIECE * piece) + i % 4 * 2, group + i);
+                for (int r = 0; r < 2; r++) {
+                    const float now = notes.tops[1 - half][row_of_lane + 8 * r];
+                    by[r] = now == top[r] ? 1 : power_of_2(top[r] - now), top[r] = now;
                 }
-            }
-            commit_multiply();
-            if (TURNS && lane == 0) arrive(turns + 8 * (1 - half));
-            finish_multiply<0>();
-            if (tile == p.end - 1 && lane == 0) arrive(asked + 8);
+                scale_sums(by);
+            };
+            auto multiply_others = [&] {
+                begin_multiply();
 #pragma unroll
-            for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
-
-            const int left = p.len - tile * KEYS;
-            if (left < KEYS) {  // past the end: no weight, and no NaN that it would be multiplied by
-#pragma unroll
-                for (int i = 0; i < KEYS / 2; i++)
-                    if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = LOWEST;
+                for (int i = 0; i < KEYS / 16; i++)
+                    weigh(sum, descriptor(others + 8 * PIECE) + i * 2, transposed(others + mine) + i * 2048 / 16);
+                commit_multiply();
+            };
+            auto release = [&](int stage) {  // this half of the channels
+                if (CLUSTER == 1 && lane == 0) arrive(empty + 8 * (2 * stage + half));
+                if (CLUSTER > 1 && lane < CLUSTER) arrive_at(empty + 8 * (2 * stage + half), lane);
+            };
+            auto drop_past = [&](int left, u32 values) {  // what lies past the end can be NaN
                 for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
 #pragma unroll
                     for (int piece = 0; piece < 4; piece++) store_zeros(values + PIECE * piece + 16 * i);
                 show_to_multiply();
                 group_meets(half);
+            };
+            wait(asked, of_queries);
+            of_queries ^= 1;
+            const int first = (before ^ half) & 1;
+            if (first >= tiles && lane == 0) arrive(asked + 8);
+            for (int t = first; t < tiles; t += 2) {
+                const u32 parity = (before + t) / 2 & 1;
+                float score[KEYS / 2];
+#pragma unroll
+                for (int group = 0; group < 2; group++) {
+                    const int from = group ? 1 - half : half;
+                    wait(full + 8 * (2 * half + from), parity);
+                    if (group == 0) begin_multiply();
+#pragma unroll
+                    for (int i = 0; i < 4 * (4 + group); i++) {  // 16 channels are 32 bytes
+                        const u32 piece = i / 4 == 4 ? 8 : 4 * from + i / 4;
+                        multiply(score, descriptor(queries + 8192 * piece) + i % 4 * 2, descriptor(own + PIECE * piece) + i % 4 * 2, group + i);
+                    }
+                }
+                commit_multiply();
+                finish_multiply<0>();
+                if (t + 2 >= tiles && lane == 0) arrive(asked + 8);
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
+                group_meets(half);  // all have read the rotary keys, which weights replace
+                if (t > 0) weigh_others(before + t - 1), multiply_others();
+
+                const int left = p.len - (p.begin + t) * KEYS;
+                if (left < KEYS) {
+#pragma unroll
+                    for (int i = 0; i < KEYS / 2; i++)
+                        if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = LOWEST;
+                }
+                float by[2];
+                u32 weight[KEYS / 16][4];
+#pragma unroll
+                for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
+                    float most = score[2 * r];
+#pragma unroll
+                    for (int i = 0; i < KEYS / 2; i++)
+                        if (i % 4 / 2 == r) most = fmaxf(most, score[i]);
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
+                    const bool grows = most > top[r] + GROWTH;
+                    by[r] = grows ? power_of_2(top[r] - most) : 1;
+                    if (grows) top[r] = most;
+                    if (quad == 0) notes.tops[half][row_of_lane + 8 * r] = top[r];
+                    const float base = top[r] == LOWEST ? 0 : top[r];
+                    float added = 0;
+#pragma unroll
+                    for (int i = 2 * r; i < KEYS / 2; i += 4) {
+                        const float low = power_of_2(fmaf(score[i], scale, -base)), high = power_of_2(fmaf(score[i + 1], scale, -base));
+                        added += low + high;
+                        weight[i / 8][i % 8 / 2] = narrow(low, high);
+                        const u32 row_at = row_of_lane + 8 * r, column = i / 4 * 16 + 4 * quad;  // bytes
+                        store_pair(own + 8 * PIECE + row_at * 128 + (column ^ (row_at % 8) * 16), weight[i / 8][i % 8 / 2]);
+                    }
+                    total[r] = fmaf(total[r], by[r], added);
+                }
+                show_to_multiply();
+                __syncwarp();
+                if (lane == 0) arrive(weights + 8 * half);
+                finish_multiply<0>();
+                if (t > 0) release(1 - half);
+#pragma unroll
+                for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+                if (__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) {
+#pragma unroll
+                    for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
+                }
+                if (left < KEYS) drop_past(left, own + mine);
+                begin_multiply();
+#pragma unroll
+                for (int i = 0; i < KEYS / 16; i++) weigh(sum, weight[i], transposed(own + mine) + i * 2048 / 16);
+                commit_multiply();
+                finish_multiply<0>();
+                release(half);
             }
-            float base[2];
-            u32 grows = 0;
-#pragma unroll
-            for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
-                float most = score[2 * r];
-#pragma unroll
-                for (int i = 0; i < KEYS / 2; i++)
-                    if (i % 4 / 2 == r) most = fmaxf(most, score[i]);
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
-                const float decay = most > top[r] + GROWTH ? power_of_2(top[r] - most) : 1;
-                if (most > top[r] + GROWTH) top[r] = most, grows = 1;
-                total[r] *= decay, base[r] = decay;
-            }
-            if (__ballot_sync(~0u, grows)) {
-#pragma unroll
-                for (int i = 0; i < LATENT / 4; i++) sum[i] *= base[i % 4 / 2];
+            if ((before + tiles - 1 ^ half) & 1) {
+                weigh_others(before + tiles - 1);
+                const int left = p.len - (p.end - 1) * KEYS;
+                if (left < KEYS) drop_past(left, others + mine);
+                multiply_others();
+                finish_multiply<0>();
+                release(1 - half);
             }
 #pragma unroll
-            for (int r = 0; r < 2; r++) base[r] = top[r] == LOWEST ? 0 : top[r];
-            u32 weight[KEYS / 16][4];
-#pragma unroll
-            for (int i = 0; i < KEYS / 2; i += 2) {
-                const int r = i % 4 / 2;
-                const float low = power_of_2(fmaf(score[i], scale, -base[r])), high = power_of_2(fmaf(score[i + 1], scale, -base[r]));
-                total[r] += low + high;
-                weight[i / 8][i % 8 / 2] = narrow(low, high);
+            for (int r = 0; r < 2; r++) {
+                total[r] += __shfl_xor_sync(~0u, total[r], 1);
+                total[r] += __shfl_xor_sync(~0u, total[r], 2);
+                if (quad == 0) notes.totals[part % 2][half][row_of_lane + 8 * r] = total[r];
             }
-            begin_multiply();
+            groups_meet();
 #pragma unroll
-            for (int i = 0; i < KEYS / 16; i++) weigh(sum, weight[i], transposed(values) + i * 2048 / 16);
-            commit_multiply();
-            finish_multiply<0>();
-            if (lane == 0) arrive(empty + 8 * stage);
-            if (++stage == STAGES) stage = 0, parity ^= 1;
-        }
+            for (int r = 0; r < 2; r++) total[r] += notes.totals[part % 2][1 - half][row_of_lane + 8 * r];
 #pragma unroll
-        for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+            for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+#else
+        u32 parity = 0, of_queries = 0, turn = 0;
+        while (next_part(shares, p)) {
+            float sum[LATENT / 4], top[2], total[2] = {};
+            top[0] = top[1] = LOWEST;
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            total[r] += __shfl_xor_sync(~0u, total[r], 1);
-            total[r] += __shfl_xor_sync(~0u, total[r], 2);
-        }
+            for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
+            wait(asked, of_queries);
+            of_queries ^= 1;
+            for (int tile = p.begin; tile < p.end; tile++) {
+                const u32 keys = ring + STAGE * stage, values = keys + half * 4 * PIECE;
+                float score[KEYS / 2];
+                if (TURNS) {
+                    if (half || turn) wait(turns + 8 * half, half ? turn & 1 : turn - 1 & 1);
+                    turn++;
+                }
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    wait(full + 8 * (GROUPS * stage + group), parity);
+                    if (group == 0) begin_multiply();
+#pragma unroll
+                    for (int i = 0; i < 4 * IN_GROUP; i++) {  // 16 channels are 32 bytes
+                        const int piece = IN_GROUP * group + i / 4;
+                        multiply(score, descriptor(queries + 8192 * piece) + i % 4 * 2, descriptor(keys + PIECE * piece) + i % 4 * 2, group + i);
+                    }
+                }
+                commit_multiply();
+                if (TURNS && lane == 0) arrive(turns + 8 * (1 - half));
+                finish_multiply<0>();
+                if (tile == p.end - 1 && lane == 0) arrive(asked + 8);
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
+
+                const int left = p.len - tile * KEYS;
+                if (left < KEYS) {  // past the end: no weight, and no NaN that it would be multiplied by
+#pragma unroll
+                    for (int i = 0; i < KEYS / 2; i++)
+                        if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = LOWEST;
+                    for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
+#pragma unroll
+                        for (int piece = 0; piece < 4; piece++) store_zeros(values + PIECE * piece + 16 * i);
+                    show_to_multiply();
+                    group_meets(half);
+                }
+                float base[2];
+                u32 grows = 0;
+#pragma unroll
+                for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
+                    float most = score[2 * r];
+#pragma unroll
+                    for (int i = 0; i < KEYS / 2; i++)
+                        if (i % 4 / 2 == r) most = fmaxf(most, score[i]);
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
+                    const float decay = most > top[r] + GROWTH ? power_of_2(top[r] - most) : 1;
+                    if (most > top[r] + GROWTH) top[r] = most, grows = 1;
+                    total[r] *= decay, base[r] = decay;
+                }
+                if (__ballot_sync(~0u, grows)) {
+#pragma unroll
+                    for (int i = 0; i < LATENT / 4; i++) sum[i] *= base[i % 4 / 2];
+                }
+#pragma unroll
+                for (int r = 0; r < 2; r++) base[r] = top[r] == LOWEST ? 0 : top[r];
+                u32 weight[KEYS / 16][4];
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; i += 2) {
+                    const int r = i % 4 / 2;
+                    const float low = power_of_2(fmaf(score[i], scale, -base[r])), high = power_of_2(fmaf(score[i + 1], scale, -base[r]));
+                    total[r] += low + high;
+                    weight[i / 8][i % 8 / 2] = narrow(low, high);
+                }
+                begin_multiply();
+#pragma unroll
+                for (int i = 0; i < KEYS / 16; i++) weigh(sum, weight[i], transposed(values) + i * 2048 / 16);
+                commit_multiply();
+                finish_multiply<0>();
+                if (lane == 0) arrive(empty + 8 * stage);
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+#pragma unroll
+            for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                total[r] += __shfl_xor_sync(~0u, total[r], 1);
+                total[r] += __shfl_xor_sync(~0u, total[r], 2);
+            }
 #endif
-        const int slot = slot_of(shares.of, p.index);
-        if (thread == 0 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = p.count;
+            const int slot = slot_of(shares.of, p.index);
+            if (thread == 0 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = p.count;
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int head = 64 * row + row_of_lane + 8 * r, channel = 256 * half + 2 * quad;
-            if (head >= heads) continue;
-            const float by = total[r] == 0 ? 0 : v_scale / total[r];
-            if (p.count == 1) {
-                u32* const to = (u32*)(out + ((long long)p.seq * heads + head) * LATENT + channel);
+            for (int r = 0; r < 2; r++) {
+                const int head = 64 * row + row_of_lane + 8 * r, channel = 256 * half + 2 * quad;
+                if (head >= heads) continue;
+                const float by = total[r] == 0 ? 0 : v_scale / total[r];
+                if (p.count == 1) {
+                    u32* const to = (u32*)(out + ((long long)p.seq * heads + head) * LATENT + channel);
 #pragma unroll
-                for (int i = 0; i < 32; i++) to[4 * i] = narrow(sum[4 * i + 2 * r] * by, sum[4 * i + 2 * r + 1] * by);
-            } else {
-                const long long at = (long long)slot * heads + head;
-                float2* const to = (float2*)(parts + at * LATENT + channel);
+                    for (int i = 0; i < 32; i++) to[4 * i] = narrow(sum[4 * i + 2 * r] * by, sum[4 * i + 2 * r + 1] * by);
+                } else {
+                    const long long at = (long long)slot * heads + head;
+                    float2* const to = (float2*)(parts + at * LATENT + channel);
 #pragma unroll
-                for (int i = 0; i < 32; i++) to[4 * i] = make_float2(sum[4 * i + 2 * r] * by, sum[4 * i + 2 * r + 1] * by);
-                if (half == 0 && quad == 0) sums[at] = total[r] == 0 ? top[r] : top[r] + log2f(total[r]);
+                    for (int i = 0; i < 32; i++) to[4 * i] = make_float2(sum[4 * i + 2 * r] * by, sum[4 * i + 2 * r + 1] * by);
+                    if (half == 0 && quad == 0) sums[at] = total[r] == 0 ? top[r] : top[r] + log2f(total[r]);
+                }
             }
         }
     }
+    if (CLUSTER > 1) cluster_meets();  // neither ends while the other one copies or arrives
 }
 
 // out: weighted sums of parts. A warp adds up a quarter of a head's channels; blocks have `rows` heads each.
