@@ -23,7 +23,7 @@ from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 SOURCE = Path(__file__).parent / "csrc" / "mla_decode.cu"
 RANK, SIZE = 512, 576  # channels of a latent, and with the rotary key
 HEADS = 64  # of a block
-THREADS, COMBINE_THREADS = 384, 256
+THREADS, COMBINE_THREADS = 384, 64
 MAX_WORKERS = 160
 LOG2E = 1.4426950408889634
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
@@ -178,7 +178,7 @@ def decode(
     stream = torch.cuda.current_stream(device).cuda_stream
     early = overlaps(device) and torch.cuda.is_current_stream_capturing()
     kernel.launch(workers * rows, THREADS, stream, (q_map, kv_map, *pointers, *numbers), overlap=early)
-    per_block = 2
+    per_block = 1
     while batch * cdiv(heads, per_block) > 1024 and per_block < 16:
         per_block *= 2
     grid = batch * cdiv(heads, per_block)

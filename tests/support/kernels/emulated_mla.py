@@ -142,7 +142,7 @@ int main(int, char** names) {
         run_cluster(CLUSTER, block, THREADS, one);
     }
     const int combines = batch * ((heads + per_combine - 1) / per_combine);
-    for (int block = 0; block < combines; block++) run_cluster(1, block, 256, two);
+    for (int block = 0; block < combines; block++) run_cluster(1, block, COMBINE_THREADS, two);
     fwrite(out.data(), 2, out.size(), fopen(names[2], "wb"));
     fwrite(counts.data(), 4, counts.size(), fopen("counts", "wb"));
     fflush(nullptr);
@@ -152,14 +152,14 @@ int main(int, char** names) {
 
 def decode(
     q: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, scale: float,
-    workers: int, folder: Path, k_scale: float = 1.0, per_combine: int = 2, **params: int,
+    workers: int, folder: Path, k_scale: float = 1.0, per_combine: int = 3, **params: int,
 ) -> tuple[torch.Tensor, list[int]]:  # fmt: skip
     """Return the kernel's result, and how many parts each sequence had. Raises RuntimeError with its error."""
     p = cuda.plan(q, kv_cache, **params)
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)': "void",
-        'extern "C" __global__ void __launch_bounds__(256)': "void",
+        'extern "C" __global__ void CLUSTERED __maxnreg__(160)': "void",
+        'extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16)': "void",
         "__syncthreads();": "meet_block();",
         "multiply(score,": "multiply_16(score,",
     }

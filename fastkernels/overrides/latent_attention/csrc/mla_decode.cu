@@ -15,7 +15,7 @@
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
-constexpr int LATENT = 512, PIECES = 9, THREADS = 384, MOST = 160;  // pieces of 64 channels; workers
+constexpr int LATENT = 512, PIECES = 9, THREADS = 384, COMBINE_THREADS = 64, MOST = 160;  // pieces of 64 channels; workers
 constexpr int QUERIES = PIECES * 8192, PIECE = 128 * KEYS, STAGE = PIECES * PIECE;
 constexpr int GROUPS = 3, IN_GROUP = PIECES / GROUPS;  // pieces with a barrier
 #define LOWEST __int_as_float(0xff800000)
@@ -182,7 +182,8 @@ struct Notes {  // in shared memory
 // Where a worker stores its part: at most one that is a sequence's first of several, and one that is a later one.
 __device__ __forceinline__ int slot_of(int worker, int index) { return 2 * worker + (index == 0); }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) mla_decode(
+// 160 registers of each thread leave room for a block of mla_combine, which then need not be started when this ends.
+extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, float* __restrict__ parts, float* __restrict__ sums,
     int* __restrict__ counts, int batch, int heads, int rows, int block_size, int table_stride, float scale, float v_scale) {
@@ -269,7 +270,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) mla_decode(
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;" ::: "memory");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;" ::: "memory");
         const int half = warp / 4, quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of channels; of heads
 #if SEESAW
         u32 of_queries = 0;
@@ -523,7 +524,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) mla_decode(
 }
 
 // out: weighted sums of parts. A warp adds up a quarter of a head's channels; blocks have `rows` heads each.
-extern "C" __global__ void __launch_bounds__(256) mla_combine(
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
     u16* __restrict__ out, const float* __restrict__ parts, const float* __restrict__ sums, const int* __restrict__ counts,
     int heads, int rows) {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -531,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(256) mla_combine(
     const int lane = threadIdx.x % 32, blocks = quotient(heads, rows), seq = blockIdx.x / blocks, from = blockIdx.x % blocks * rows;
     const int first = load_now(counts + 2 * seq), count = load_now(counts + 2 * seq + 1);
     if (count == 1) return;
-    for (int unit = threadIdx.x / 32; unit < 4 * min(rows, heads - from); unit += 8) {
+    for (int unit = threadIdx.x / 32; unit < 4 * min(rows, heads - from); unit += COMBINE_THREADS / 32) {
         const int head = from + unit / 4, channel = unit % 4 * 128 + 4 * lane;
         auto place = [&](int part) { return (long long)slot_of(first + part, part) * heads + head; };
         float share[MOST / 32], most = LOWEST, all = 0;
