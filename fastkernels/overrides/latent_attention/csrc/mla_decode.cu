@@ -13,6 +13,12 @@
 // the smallest part), EXTRA, TURNS (warpgroups compute scores one after the other), BF16. multiply() for scores and weigh()
 // precede this file.
 
+#ifdef TRACE
+#define MARK(i) if (lane == 0 && warp % 4 == 0 && marks < 64) counts[2 * batch + (blockIdx.x * 3 + warp / 4) * 64 + marks++] = (i) << 24 | (int)(clock64() & 0xffffff);
+#else
+#define MARK(i)
+#endif
+
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
 constexpr int LATENT = 512, PIECES = 9, THREADS = 384, COMBINE_THREADS = 64, MOST = 160;  // pieces of 64 channels; workers
@@ -192,6 +198,10 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
+#ifdef TRACE
+    int marks = 0;
+#endif
+    MARK(1)
     const u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + QUERIES;
     const u32 full = ring + STAGES * STAGE, empty = full + 8 * GROUPS * STAGES, asked = empty + 16 * STAGES;
     const u32 turns = asked + 16, weights = turns + 16;  // weights: of each stage
@@ -212,12 +222,14 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
         show_to_multiply();
     }
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    MARK(2)
     if (warp == 8) {
         divide(shares, gridDim.x / rows);
         if (lane == 0) notes.share = shares.share, notes.even = shares.even, notes.seq = shares.seq, notes.before = shares.before;
     }
     if (CLUSTER == 1) __syncthreads();
     else cluster_meets();
+    MARK(3)
     shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
     int stage = 0;
     Part p;
@@ -230,6 +242,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
             const int first_box = p.begin * (KEYS / BOX), boxes = min(p.end * (KEYS / BOX), quotient(p.len, BOX));
             auto page_of = [&](int box) { return box < boxes ? load_now(pages + box * BOX / block_size) : 0; };
             int here = page_of(first_box + lane), ahead = page_of(first_box + 32 + lane), box = first_box;
+            MARK(4)
             wait(asked + 8, of_queries);
             of_queries ^= 1;
             if (lane == 0) expect(asked, QUERIES);
@@ -243,6 +256,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 for (int i = 0; i < 2; i++) {  // what the warpgroup of this tile frees first is read first
                     const int half = i ? 1 - stage : stage, barrier = full + 8 * (2 * stage + half);
                     wait(empty + 8 * (2 * stage + half), parity);
+                    MARK(5 + i)
                     if (lane == 0) expect(barrier, count * BOX * 128 * (4 + i));
                     __syncwarp();
                     for (int j = 0; j < count; j++) {
@@ -317,6 +331,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
             };
             wait(asked, of_queries);
             of_queries ^= 1;
+            MARK(7)
             const int first = (before ^ half) & 1;
             if (first >= tiles && lane == 0) arrive(asked + 8);
             for (int t = first; t < tiles; t += 2) {
@@ -326,6 +341,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 for (int group = 0; group < 2; group++) {
                     const int from = group ? 1 - half : half;
                     wait(full + 8 * (2 * half + from), parity);
+                    MARK(8 + group)
                     if (group == 0) begin_multiply();
 #pragma unroll
                     for (int i = 0; i < 4 * (4 + group); i++) {  // 16 channels are 32 bytes
@@ -335,6 +351,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 }
                 commit_multiply();
                 finish_multiply<0>();
+                MARK(10)
                 if (t + 2 >= tiles && lane == 0) arrive(asked + 8);
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
@@ -376,7 +393,9 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 show_to_multiply();
                 __syncwarp();
                 if (lane == 0) arrive(weights + 8 * half);
+                MARK(11)
                 finish_multiply<0>();
+                MARK(12)
                 if (t > 0) release(1 - half);
 #pragma unroll
                 for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
@@ -391,6 +410,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 commit_multiply();
                 finish_multiply<0>();
                 release(half);
+                MARK(13)
             }
             if ((before + tiles - 1 ^ half) & 1) {
                 weigh_others(before + tiles - 1);
@@ -399,6 +419,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 multiply_others();
                 finish_multiply<0>();
                 release(1 - half);
+                MARK(14)
             }
 #pragma unroll
             for (int r = 0; r < 2; r++) {
@@ -407,6 +428,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 if (quad == 0) notes.totals[part % 2][half][row_of_lane + 8 * r] = total[r];
             }
             groups_meet();
+            MARK(15)
 #pragma unroll
             for (int r = 0; r < 2; r++) total[r] += notes.totals[part % 2][1 - half][row_of_lane + 8 * r];
 #pragma unroll
@@ -520,6 +542,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
             }
         }
     }
+    MARK(16)
     if (CLUSTER > 1) cluster_meets();  // neither ends while the other one copies or arrives
 }
 
