@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import math
 import statistics
 import subprocess
@@ -43,6 +44,7 @@ SCALE = (128 + ROPE) ** -0.5  # of heads before absorption
 COLD, CALLS = 160 << 20, 160  # bytes of a graph's caches: above L2; most calls in a graph
 MEAN = 1024  # keys of a ragged batch's sequences
 RMS = 6e-3
+HANGS = 15  # seconds after which a check ends the process
 EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 700, 1025]
 # Lengths, heads, block size, dtype, keys that the graph is captured for (0: the longest length)
 CHECKS: tuple[tuple[list[int], int, int, str, int], ...] = (
@@ -145,11 +147,13 @@ def check_all(run: Run, sets: list[dict[str, Any]], bad: set[str]) -> None:
         want = OP.reference(*wide)
         about = {"lengths": str(lens)[:30], "heads": heads, "block_size": size, "dtype": kind}
         for name, fn in ours(run, args, sets).items():
+            faulthandler.dump_traceback_later(HANGS, exit=True)
             with poisoned():
                 wrong = problem(partial(fn, *args), want, rms=RMS)
             if not wrong and run.cuda and len(lens) in (13, 32):
                 one = fn(*args)
                 wrong = other_bits([partial(fn, *args)] * 2, [one, one])
+            faulthandler.cancel_dump_traceback_later()
             if wrong:
                 bad.add(name)
             run.row("check", name, about, wrong)
