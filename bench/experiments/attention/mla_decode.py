@@ -118,7 +118,11 @@ def inputs(
 def compile_sets(sets: list[dict[str, Any]]) -> None:
     """Compile the CUDA kernels that are checked or timed, in parallel, into the cache on disk."""
     kinds = dict.fromkeys(
-        cuda.plan(torch.empty(1, heads, dtype=getattr(torch, kind)), torch.empty(1, size), **p)
+        cuda.plan(
+            torch.empty(1, heads, dtype=getattr(torch, kind)),
+            torch.empty(1, size),
+            **{name: n for name, n in p.items() if name != "ahead"},
+        )  # fmt: skip
         for _, heads, size, kind, _ in CHECKS
         for p in sets or [{}]
     )

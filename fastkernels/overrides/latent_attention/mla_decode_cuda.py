@@ -28,7 +28,7 @@ MAX_WORKERS = 160
 TRACE, last = 0, [None]
 LOG2E = 1.4426950408889634
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
-TYPES = (_M, _M, *[_P] * 6, *[_I] * 5, _F, _F)
+TYPES = (_M, _M, *[_P] * 6, *[_I] * 7, _F, _F)
 COMBINE_TYPES = (*[_P] * 4, _I, _I)
 
 
@@ -156,7 +156,7 @@ def refused(
 
 def decode(
     q: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_k: int,
-    scale: float, head_size_v: int, k_scale: float = 1.0, out: torch.Tensor | None = None, **params: int,
+    scale: float, head_size_v: int, k_scale: float = 1.0, out: torch.Tensor | None = None, ahead: int = 0, **params: int,
 ) -> torch.Tensor:  # fmt: skip
     """Run the kernel with the arguments of mla_decode.reference; params: fields of Plan."""
     mla_cases.check("mla_decode", q, kv_cache, head_size_v)
@@ -176,10 +176,21 @@ def decode(
     sizes = (SIZE, kv_cache.shape[1], kv_cache.shape[0])
     kv_map = cuda_rtc.tensor_map_of(kv_cache.data_ptr(), sizes, kv_cache.stride()[1::-1], (64, p.box, 1))
     pointers = [t.data_ptr() for t in (seq_lens, block_table, out, parts, sums, counts)]
-    numbers = (batch, heads, rows, kv_cache.shape[1], block_table.stride(0), scale * k_scale * LOG2E, k_scale)
-    stream = torch.cuda.current_stream(device).cuda_stream
     early = overlaps(device) and torch.cuda.is_current_stream_capturing()
-    kernel.launch(workers * rows, THREADS, stream, (q_map, kv_map, *pointers, *numbers), overlap=early)
+    numbers = (
+        batch,
+        heads,
+        rows,
+        kv_cache.shape[1],
+        *block_table.shape[1:],
+        block_table.stride(0),
+        ahead if early else 0,
+    )
+    scales = scale * k_scale * LOG2E, k_scale
+    stream = torch.cuda.current_stream(device).cuda_stream
+    kernel.launch(
+        workers * rows, THREADS, stream, (q_map, kv_map, *pointers, *numbers, *scales), overlap=early
+    )
     per_block = 1
     while batch * cdiv(heads, per_block) > 1024 and per_block < 16:
         per_block *= 2

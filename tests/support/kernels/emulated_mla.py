@@ -18,6 +18,7 @@ SHARED = (
 )  # fmt: skip
 BODIES = {
     **{name: emulated_tiled.BODIES[name] for name in SHARED},
+    "bring_to_l2": "",
     "load_box": "copy(to, map.opaque, channel, row, block, barrier);",
     "load_box_for_both": "for (int i = 0; i < CLUSTER; i++)"
     " copy(in_block(to, i), map.opaque, channel, row, block, in_block(barrier, i));",
@@ -121,7 +122,7 @@ void one() {
     const TensorMap q_map = {{(u64)q.data(), 576, heads, batch, 576, heads * 576, 64}};
     const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
     mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(), batch,
-               heads, head[2], size, head[4], scales[0], scales[1]);
+               heads, head[2], size, head[4], head[4], 2, scales[0], scales[1]);
 }
 
 void two() { mla_combine(out.data(), parts.data(), sums.data(), counts.data(), head[1], per_combine); }

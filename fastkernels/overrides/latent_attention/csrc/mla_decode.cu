@@ -58,10 +58,17 @@ __device__ __forceinline__ int rank_in_cluster() {
     return rank;
 }
 
-__device__ __forceinline__ int load_now(const int* at) {  // after griddepcontrol.wait
+template <bool EARLY>
+__device__ __forceinline__ int load_now(const int* at) {  // early: before griddepcontrol.wait, and not into L1
     int v;
-    asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    if (EARLY) asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    else asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
+}
+
+__device__ __forceinline__ void bring_to_l2(const TensorMap& map, int channel, int row, int block) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
+                 ::"l"(&map), "r"(channel), "r"(row), "r"(block) : "memory");
 }
 
 __device__ __forceinline__ float load_number(const float* at) {
@@ -118,10 +125,11 @@ __device__ __forceinline__ int sum_of_lanes(int v) {
 }
 
 // By a whole warp.
+template <bool EARLY>
 __device__ __forceinline__ void divide(Shares& s, int workers) {
     const int lane = threadIdx.x % 32;
     int total = 0;
-    for (int i = lane; i < s.batch; i += 32) total += tiles_of(load_now(s.lens + i));
+    for (int i = lane; i < s.batch; i += 32) total += tiles_of(load_now<EARLY>(s.lens + i));
     total = sum_of_lanes(total);
     s.share = max(quotient(total + EXTRA * s.batch, workers), LEAST + EXTRA), s.even = 0;
     if (s.batch <= workers) {  // lanes try part sizes from the smallest possible one to twice as much
@@ -129,7 +137,7 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
         const float inverse = 1.0f / size;
         int parts = 0;
         for (int i = 0; i < s.batch; i += 32) {
-            const int mine = i + lane < s.batch ? tiles_of(load_now(s.lens + i + lane)) : 0;
+            const int mine = i + lane < s.batch ? tiles_of(load_now<EARLY>(s.lens + i + lane)) : 0;
             for (int j = 0; j < min(32, s.batch - i); j++)
                 parts += (int)(((float)(__shfl_sync(~0u, mine, j) + size) - 0.5f) * inverse);  // rounded up
         }
@@ -142,7 +150,7 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
     const int from = s.even ? s.of : s.of * s.share;
     s.before = 0;
     for (s.seq = 0; s.seq < s.batch; s.seq += 32) {
-        const int i = s.seq + lane, tiles = i < s.batch ? tiles_of(load_now(s.lens + i)) : 0;
+        const int i = s.seq + lane, tiles = i < s.batch ? tiles_of(load_now<EARLY>(s.lens + i)) : 0;
         const int count = i >= s.batch ? 0 : s.even ? quotient(tiles, s.share) : tiles + EXTRA;
         int upto = count;
 #pragma unroll
@@ -162,9 +170,10 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
 }
 
 // False: there is no further part.
+template <bool EARLY>
 __device__ __forceinline__ bool next_part(Shares& s, Part& p) {
     if (s.seq >= s.batch) return false;
-    p.seq = s.seq, p.len = load_now(s.lens + s.seq);
+    p.seq = s.seq, p.len = load_now<EARLY>(s.lens + s.seq);
     const int tiles = tiles_of(p.len);
     if (s.even) {
         p.count = quotient(tiles, s.share), p.index = s.of - s.before, p.first = s.before;
@@ -192,7 +201,8 @@ __device__ __forceinline__ int slot_of(int worker, int index) { return 2 * worke
 extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, float* __restrict__ parts, float* __restrict__ sums,
-    int* __restrict__ counts, int batch, int heads, int rows, int block_size, int table_stride, float scale, float v_scale) {
+    int* __restrict__ counts, int batch, int heads, int rows, int block_size, int width, int table_stride,
+    int ahead, float scale, float v_scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -221,10 +231,23 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         show_to_multiply();
     }
+    // The previous kernel may still run: lengths and pages may be stale, and what they name is brought to L2 only.
+    if (ahead && warp == 8 && rank == 0) {
+        Shares early = shares;
+        Part p;
+        divide<true>(early, gridDim.x / rows);
+        if (next_part<true>(early, p)) {
+            const int box = p.begin * (KEYS / BOX) + lane, page = box * BOX / block_size;
+            if (lane < ahead * (KEYS / BOX) && box * BOX < p.len && (u32)page < (u32)width) {
+                const int block = load_now<true>(table + (long long)p.seq * table_stride + page);
+                for (int piece = 0; piece < PIECES; piece++) bring_to_l2(kv_map, 64 * piece, box * BOX % block_size, block);
+            }
+        }
+    }
     asm volatile("griddepcontrol.wait;" ::: "memory");
     MARK(2)
     if (warp == 8) {
-        divide(shares, gridDim.x / rows);
+        divide<false>(shares, gridDim.x / rows);
         if (lane == 0) notes.share = shares.share, notes.even = shares.even, notes.seq = shares.seq, notes.before = shares.before;
     }
     if (CLUSTER == 1) __syncthreads();
@@ -237,10 +260,10 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
     if (warp >= 8) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;" ::: "memory");
         u32 parity = 1, of_queries = 1;
-        while (warp == 8 && next_part(shares, p)) {
+        while (warp == 8 && next_part<false>(shares, p)) {
             const int* const pages = table + (long long)p.seq * table_stride;
             const int first_box = p.begin * (KEYS / BOX), boxes = min(p.end * (KEYS / BOX), quotient(p.len, BOX));
-            auto page_of = [&](int box) { return box < boxes ? load_now(pages + box * BOX / block_size) : 0; };
+            auto page_of = [&](int box) { return box < boxes ? load_now<false>(pages + box * BOX / block_size) : 0; };
             int here = page_of(first_box + lane), ahead = page_of(first_box + 32 + lane), box = first_box;
             MARK(4)
             wait(asked + 8, of_queries);
@@ -289,7 +312,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
 #if SEESAW
         u32 of_queries = 0;
         const u32 own = ring + STAGE * half, others = ring + STAGE * (1 - half), mine = half * 4 * PIECE;  // mine: of the channels
-        for (int before = 0, part = 0; next_part(shares, p); before += p.end - p.begin, part++) {
+        for (int before = 0, part = 0; next_part<false>(shares, p); before += p.end - p.begin, part++) {
             const int tiles = p.end - p.begin;
             float sum[LATENT / 4], top[2], total[2] = {};
             top[0] = top[1] = LOWEST;
@@ -435,7 +458,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
             for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
 #else
         u32 parity = 0, of_queries = 0, turn = 0;
-        while (next_part(shares, p)) {
+        while (next_part<false>(shares, p)) {
             float sum[LATENT / 4], top[2], total[2] = {};
             top[0] = top[1] = LOWEST;
 #pragma unroll
@@ -553,7 +576,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const int lane = threadIdx.x % 32, blocks = quotient(heads, rows), seq = blockIdx.x / blocks, from = blockIdx.x % blocks * rows;
-    const int first = load_now(counts + 2 * seq), count = load_now(counts + 2 * seq + 1);
+    const int first = load_now<false>(counts + 2 * seq), count = load_now<false>(counts + 2 * seq + 1);
     if (count == 1) return;
     for (int unit = threadIdx.x / 32; unit < 4 * min(rows, heads - from); unit += COMBINE_THREADS / 32) {
         const int head = from + unit / 4, channel = unit % 4 * 128 + 4 * lane;
