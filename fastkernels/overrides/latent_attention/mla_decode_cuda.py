@@ -1,4 +1,4 @@
-"""mla_decode in CUDA C++ for Hopper: csrc/mla_decode.cu, compiled at its first call.
+"""mla_decode and decodes of mla_sparse in CUDA C++ for Hopper: csrc/mla_decode.cu, compiled at its first call.
 
 One launch fills the chip, and its blocks divide the keys of the batch among themselves, on the device. A second launch
 adds up the results of sequences that were divided.
@@ -22,13 +22,16 @@ from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 
 SOURCE = Path(__file__).parent / "csrc" / "mla_decode.cu"
 RANK, SIZE = 512, 576  # channels of a latent, and with the rotary key
-HEADS = 64  # of a block
+HEADS, KEYS = 64, 64  # of a block; of a tile
 THREADS, COMBINE_THREADS = 384, 64
 MAX_WORKERS = 160
-TRACE, last = 0, [None]
+SHARED = (
+    3 * 2 * SIZE * KEYS + 96 + 1552 + 1024
+)  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
 LOG2E = 1.4426950408889634
+AHEAD = 2  # tiles of a block that are brought to L2 while the previous kernel of a CUDA graph still runs
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
-TYPES = (_M, _M, *[_P] * 6, *[_I] * 7, _F, _F)
+TYPES = (_M, _M, *[_P] * 8, ctypes.c_longlong, *[_I] * 9, _F, _F)
 COMBINE_TYPES = (*[_P] * 4, _I, _I)
 
 
@@ -36,66 +39,46 @@ class Plan(NamedTuple):
     """The constants that a kernel is compiled with; csrc/mla_decode.cu describes them."""
 
     box: int
+    cluster: int
     bf16: bool
-    keys: int = 64
+    sparse: bool = False
     least: int = 1
     extra: int = 4
-    turns: int = 0
-    seesaw: int = 1
-    cluster: int = 1
-
-    @property
-    def stages(self) -> int:
-        return 128 // self.keys
-
-    @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory: queries, the ring of keys, barriers, and 1 KiB to align them."""
-        return 2 * SIZE * (HEADS + self.stages * self.keys) + 8 * 6 * self.stages + 32 + 1552 + 1024
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
         return (
-            "--std=c++17", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}", f"-DBOX={self.box}",
-            f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DTURNS={self.turns}", f"-DSEESAW={self.seesaw}",
-            f"-DCLUSTER={self.cluster}", f"-DCLUSTERED={clustered}",
-            f"-DBF16={int(self.bf16)}",
+            "--std=c++17", f"-DBOX={self.box}", f"-DCLUSTER={self.cluster}", f"-DCLUSTERED={clustered}",
+            f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
-def weigh(bf16: bool) -> str:
-    """Return CUDA C++ of weigh(): wgmma for 256 channels, with weights from registers and keys in rows."""
-    kind = "bf16" if bf16 else "f16"
+def weigh(bf16: bool, shared: bool) -> str:
+    """Return CUDA C++ of weigh(): wgmma for 256 channels and keys in rows; weights are in shared memory or registers."""
     sums = ", ".join(f"%{i}" for i in range(128))
     operands = ", ".join(f'"+f"(c[{i}])' for i in range(128))
+    weights, given, rest = (
+        "{%128, %129, %130, %131}, %132",
+        '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])',
+        "1, 1, 1, 1",
+    )
+    if shared:
+        weights, given, rest = "%128, %129", '"l"(a)', "1, 1, 1, 0, 1"
     return f"""
-__device__ __forceinline__ void weigh(float (&c)[128], const unsigned (&a)[4], unsigned long long b) {{
+__device__ __forceinline__ void weigh(float (&c)[128], {"u64 a" if shared else "const u32 (&a)[4]"}, u64 b) {{
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.{kind}.{kind}"
-        " {{{sums}}}, {{%128, %129, %130, %131}}, %132, 1, 1, 1, 1;"
-        : {operands} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
-}}
-"""
-
-
-def weigh_shared(bf16: bool) -> str:
-    """Return CUDA C++ of weigh() with weights from shared memory."""
-    kind = "bf16" if bf16 else "f16"
-    sums = ", ".join(f"%{i}" for i in range(128))
-    operands = ", ".join(f'"+f"(c[{i}])' for i in range(128))
-    return f"""
-__device__ __forceinline__ void weigh(float (&c)[128], unsigned long long a, unsigned long long b) {{
-    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.{kind}.{kind} {{{sums}}}, %128, %129, 1, 1, 1, 0, 1;"
-        : {operands} : "l"(a), "l"(b) : "memory");
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.{"bf16.bf16" if bf16 else "f16.f16"} {{{sums}}}, {weights}, {rest};"
+        : {operands} : {given}, "l"(b) : "memory");
 }}
 """
 
 
 def source(p: Plan) -> str:
     """Return the whole text that NVRTC compiles."""
-    return multiply(p.keys, "bf16" if p.bf16 else "f16") + weigh(p.bf16) + weigh_shared(p.bf16) + text(SOURCE)
+    products = weigh(p.bf16, False) + weigh(p.bf16, True)
+    return multiply(KEYS, "bf16" if p.bf16 else "f16") + text() + products + SOURCE.read_text()
 
 
 @lru_cache(maxsize=64)
@@ -103,7 +86,7 @@ def _kernels(device: torch.device, p: Plan) -> tuple[cuda_rtc.Kernel, cuda_rtc.K
     _loaded.add((device, p))
     made = source(p)
     return (
-        cuda_rtc.Kernel(made, "mla_decode", p.options, device.index, TYPES, p.shared),
+        cuda_rtc.Kernel(made, "mla_decode", p.options, device.index, TYPES, SHARED),
         cuda_rtc.Kernel(made, "mla_combine", p.options, device.index, COMBINE_TYPES, 0),
     )
 
@@ -111,22 +94,35 @@ def _kernels(device: torch.device, p: Plan) -> tuple[cuda_rtc.Kernel, cuda_rtc.K
 _loaded: set[tuple[torch.device, Plan]] = set()
 
 
-def plan(q: torch.Tensor, kv_cache: torch.Tensor, **params: int) -> Plan:
+def plan(q: torch.Tensor, kv_cache: torch.Tensor, sparse: bool = False, **params: int) -> Plan:
     """Return the constants for a call."""
-    pairs = params.get("seesaw", 1) and -(-q.shape[1] // HEADS) % 2 == 0
-    params = {"cluster": 2 if pairs else 1, **params}
-    most = params.get("keys", 64) // params["cluster"]
-    box = next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0 and n <= most)
-    return Plan(box, q.dtype == torch.bfloat16, **params)
+    cluster = params.pop("cluster", 1 if sparse or cdiv(q.shape[1], HEADS) % 2 else 2)
+    box = next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0 and n <= KEYS // cluster)
+    return Plan(KEYS if sparse else box, cluster, q.dtype == torch.bfloat16, sparse, **params)
 
 
 def supports(q: torch.Tensor, kv_cache: torch.Tensor, *rest: Any) -> str | None:
-    """Return why the kernel does not support this call, None if it does."""
-    if (reason := no_hopper(SOURCE, q.device) or refused(q, kv_cache, *rest)) is not None:
-        return reason
-    if torch.cuda.is_current_stream_capturing() and (q.device, plan(q, kv_cache)) not in _loaded:
+    """Return why the kernel does not support this call of mla_decode, None if it does."""
+    return no_hopper(SOURCE, q.device) or refused(q, kv_cache, *rest) or _not_loaded(q, kv_cache, False)
+
+
+def _not_loaded(q: torch.Tensor, kv_cache: torch.Tensor, sparse: bool) -> str | None:
+    if torch.cuda.is_current_stream_capturing() and (q.device, plan(q, kv_cache, sparse)) not in _loaded:
         return "its kernel was not loaded by a call before a CUDA graph was captured"
     return None
+
+
+def supports_sparse(
+    q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
+    block_table: torch.Tensor, max_seqlen_q: int, scale: float, head_size_v: int, k_scale: float = 1.0,
+) -> str | None:  # fmt: skip
+    """Return why the kernel does not support this call of mla_sparse, None if it does."""
+    if max_seqlen_q != 1 or len(q) != len(block_table):
+        return "the kernel is for decodes: one query per sequence, without padding"
+    if indices.dtype != torch.int32 or not indices.is_contiguous():
+        return f"indices are {indices.dtype} with strides {tuple(indices.stride())}, not contiguous int32"
+    rest = (seq_lens, block_table, 0, scale, head_size_v, k_scale)
+    return no_hopper(SOURCE, q.device) or refused(q, kv_cache, *rest) or _not_loaded(q, kv_cache, True)
 
 
 def refused(
@@ -147,7 +143,7 @@ def refused(
     if seq_lens.stride(-1) != 1 or block_table.stride(-1) != 1:
         return "seq_lens and the rows of the block table must be contiguous"
     for name, t in (("q", q), ("kv_cache", kv_cache)):
-        if t.data_ptr() % 16 or t.stride(2) != 1 or any(s % 8 or not 0 < s < 1 << 38 for s in t.stride()[:2]):
+        if t.data_ptr() % 16 or t.stride(2) != 1 or any(s % 8 or not 0 < s < 1 << 31 for s in t.stride()[:2]):
             return (
                 f"{name} has strides {tuple(t.stride())}: its rows must be contiguous and start at 16 bytes"
             )
@@ -156,40 +152,53 @@ def refused(
 
 def decode(
     q: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_k: int,
-    scale: float, head_size_v: int, k_scale: float = 1.0, out: torch.Tensor | None = None, ahead: int = 0, **params: int,
+    scale: float, head_size_v: int, k_scale: float = 1.0, out: torch.Tensor | None = None, **params: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Run the kernel with the arguments of mla_decode.reference; params: fields of Plan."""
+    """Run the kernel with the arguments of mla_decode.reference. params: fields of Plan, and `ahead` instead of AHEAD."""
     mla_cases.check("mla_decode", q, kv_cache, head_size_v)
     out = mla_cases.memory("mla_decode", q, head_size_v, out)
+    return _run(q, kv_cache, None, seq_lens, block_table, scale, k_scale, out, **params)
+
+
+def decode_sparse(
+    q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, cu_seqlens_q: torch.Tensor, seq_lens: torch.Tensor,
+    block_table: torch.Tensor, max_seqlen_q: int, scale: float, head_size_v: int, k_scale: float = 1.0,
+    out: torch.Tensor | None = None, **params: int,
+) -> torch.Tensor:  # fmt: skip
+    """Run the kernel with the arguments of mla_sparse.reference, one query per sequence."""
+    mla_cases.check("mla_sparse", q, kv_cache, head_size_v)
+    out = mla_cases.memory("mla_sparse", q, head_size_v, out)
+    return _run(q, kv_cache, indices, seq_lens, block_table, scale, k_scale, out, **params)
+
+
+def _run(
+    q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor | None, seq_lens: torch.Tensor,
+    block_table: torch.Tensor, scale: float, k_scale: float, out: torch.Tensor, ahead: int = AHEAD, **params: int,
+) -> torch.Tensor:  # fmt: skip
     batch, heads = q.shape[:2]
     if out.numel() == 0:
         return out
-    device = q.device
-    kernel, combine = _kernels(device, p := plan(q, kv_cache, **params))
+    device, sparse, (blocks, block_size, _) = q.device, indices is not None, kv_cache.shape
+    kernel, combine = _kernels(device, p := plan(q, kv_cache, sparse, **params))
     rows = cdiv(heads, HEADS)
     workers = max(min(multiprocessors(device) // rows, MAX_WORKERS), 1)
     parts = torch.empty(2 * workers * heads * (RANK + 1), dtype=torch.float32, device=device)
-    counts = torch.empty(2 * batch + TRACE, dtype=torch.int32, device=device)
-    last[0] = counts
+    counts = torch.empty(2 * batch, dtype=torch.int32, device=device)
     sums = parts[2 * workers * heads * RANK :]
     q_map = cuda_rtc.tensor_map_of(q.data_ptr(), (SIZE, heads, batch), q.stride()[1::-1], (64, HEADS, 1))
-    sizes = (SIZE, kv_cache.shape[1], kv_cache.shape[0])
-    kv_map = cuda_rtc.tensor_map_of(kv_cache.data_ptr(), sizes, kv_cache.stride()[1::-1], (64, p.box, 1))
+    boxes = (SIZE, block_size, blocks), kv_cache.stride()[1::-1], (64, min(p.box, block_size), 1)
+    kv_map = cuda_rtc.tensor_map_of(kv_cache.data_ptr(), *boxes)
     pointers = [t.data_ptr() for t in (seq_lens, block_table, out, parts, sums, counts)]
+    chosen = (None, None) if indices is None else (indices.data_ptr(), kv_cache.data_ptr())
+    most = (1 << 31) - 1 if indices is None else indices.shape[1]
     early = overlaps(device) and torch.cuda.is_current_stream_capturing()
     numbers = (
-        batch,
-        heads,
-        rows,
-        kv_cache.shape[1],
-        *block_table.shape[1:],
-        block_table.stride(0),
-        ahead if early else 0,
-    )
-    scales = scale * k_scale * LOG2E, k_scale
+        *kv_cache.stride()[:2], most, batch, heads, rows, block_size, block_table.shape[1], block_table.stride(0),
+        ahead if early and not sparse else 0, scale * k_scale * LOG2E, k_scale,
+    )  # fmt: skip
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(
-        workers * rows, THREADS, stream, (q_map, kv_map, *pointers, *numbers, *scales), overlap=early
+        workers * rows, THREADS, stream, (q_map, kv_map, *pointers, *chosen, *numbers), overlap=early
     )
     per_block = 1
     while batch * cdiv(heads, per_block) > 1024 and per_block < 16:

@@ -19,6 +19,9 @@ SHARED = (
 BODIES = {
     **{name: emulated_tiled.BODIES[name] for name in SHARED},
     "bring_to_l2": "",
+    "copy_or_zero": "there ? memcpy(at_of(to), from, 16) : memset(at_of(to), 0, 16);",
+    "arrive_when_copied": "count(barrier, 1, 0), changes.held++;",
+    "copies_end": "",
     "load_box": "copy(to, map.opaque, channel, row, block, barrier);",
     "load_box_for_both": "for (int i = 0; i < CLUSTER; i++)"
     " copy(in_block(to, i), map.opaque, channel, row, block, in_block(barrier, i));",
@@ -113,27 +116,29 @@ inline void weigh(float (&c)[128], const uint32_t (&a)[4], unsigned long long b)
 """
 MAIN = """
 static std::vector<u16> q, cache, out;
-static std::vector<int> head, lens, table, counts;
+static std::vector<int> head, lens, table, indices, counts;
 static std::vector<float> parts, sums, scales;
 static int per_combine;
 
 void one() {
-    const u64 batch = head[0], heads = head[1], size = head[3], blocks = head[5];
+    const u64 batch = head[0], heads = head[1], size = head[3], blocks = head[5], topk = head[8];
     const TensorMap q_map = {{(u64)q.data(), 576, heads, batch, 576, heads * 576, 64}};
     const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
-    mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(), batch,
-               heads, head[2], size, head[4], head[4], 2, scales[0], scales[1]);
+    mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(),
+               indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads, head[2], size, head[4],
+               head[4], 2, scales[0], scales[1]);
 }
 
 void two() { mla_combine(out.data(), parts.data(), sums.data(), counts.data(), head[1], per_combine); }
 
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
-    head = numbers<int>(file, 8), scales = numbers<float>(file, 2);
+    head = numbers<int>(file, 9), scales = numbers<float>(file, 2);
     const int batch = head[0], heads = head[1], workers = head[6];
     per_combine = head[7];
     q = numbers<u16>(file, batch * heads * 576), cache = numbers<u16>(file, (size_t)head[5] * head[3] * 576);
     lens = numbers<int>(file, batch), table = numbers<int>(file, batch * head[4]);
+    indices = numbers<int>(file, batch * head[8]);
     out.assign(batch * heads * 512, 0xffff), counts.assign(2 * batch, -1);
     parts.assign((size_t)2 * workers * heads * 512, NAN), sums.assign(2 * workers * heads, NAN);
     gridDim.x = workers * head[2];
@@ -153,10 +158,11 @@ int main(int, char** names) {
 
 def decode(
     q: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, scale: float,
-    workers: int, folder: Path, k_scale: float = 1.0, per_combine: int = 3, **params: int,
+    workers: int, folder: Path, k_scale: float = 1.0, indices: torch.Tensor | None = None, per_combine: int = 3,
+    **params: int,
 ) -> tuple[torch.Tensor, list[int]]:  # fmt: skip
     """Return the kernel's result, and how many parts each sequence had. Raises RuntimeError with its error."""
-    p = cuda.plan(q, kv_cache, **params)
+    p = cuda.plan(q, kv_cache, indices is not None, **params)
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
         'extern "C" __global__ void CLUSTERED __maxnreg__(160)': "void",
@@ -170,8 +176,9 @@ def decode(
     source = source[:end] + BEFORE + source[end:] + MAIN
     (batch, heads), rows = q.shape[:2], -(-q.shape[1] // cuda.HEADS)
     sizes = (batch, heads, rows, kv_cache.shape[1], block_table.shape[1], len(kv_cache), workers, per_combine)
-    given = struct.pack("8i2f", *sizes, scale * k_scale * cuda.LOG2E, k_scale)
-    tensors = (q.view(torch.int16), kv_cache.view(torch.int16), seq_lens, block_table)
+    chosen = torch.empty(batch, 0, dtype=torch.int32) if indices is None else indices
+    given = struct.pack("9i2f", *sizes, chosen.shape[1], scale * k_scale * cuda.LOG2E, k_scale)
+    tensors = (q.view(torch.int16), kv_cache.view(torch.int16), seq_lens, block_table, chosen)
     given += b"".join(t.contiguous().numpy().tobytes() for t in tensors)
     found = run(source, given, folder)
     counts = struct.unpack(f"{2 * batch}i", (folder / "counts").read_bytes())[1::2]

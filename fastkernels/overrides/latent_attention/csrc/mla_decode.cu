@@ -1,29 +1,28 @@
 // Latent attention of one query per sequence on Hopper: 512 channels of a latent and 64 of a rotary key, 16-bit, float32 sums.
 //
 // A block computes up to 64 heads of a sequence over a range of its keys, its part. One warp copies queries, and keys in tiles
-// of KEYS, to shared memory (tensor maps, 128-byte swizzle). Two warpgroups each compute all scores of a tile, and then the
-// sums of half of the channels: a tile's latents are wgmma's right operand twice, first with the channels, then with the keys
-// as its k. Scores are computed twice, so that warpgroups exchange nothing.
+// of 64, to shared memory (tensor maps, 128-byte swizzle). Two warpgroups take turns: each computes the scores of every other
+// tile and passes its weights on, so that while one computes exponentials the other multiplies. Each adds up half of the
+// channels of all tiles. A tile is wgmma's right operand twice, with the channels and then with the keys as its k; when its
+// scores are known, weights take the place of its rotary keys.
 //
-// Workers are the blocks that share a row of heads. The lengths are divided among them on the device, so one CUDA graph serves
-// all lengths: each sequence into equal parts, one part a worker, if that gives no worker much more than the mean; else each
-// worker takes an equal range of all tiles, and a sequence counts EXTRA more of them. Results of parts go to mla_combine.
+// With CLUSTER = 2 the blocks of a sequence's 128 heads each read half of the keys and copy them to both.
 //
-// Compile-time constants: KEYS (32 or 64), STAGES, BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of
-// the smallest part), EXTRA, TURNS (warpgroups compute scores one after the other), BF16. multiply() for scores and weigh()
-// precede this file.
-
-#ifdef TRACE
-#define MARK(i) if (lane == 0 && warp % 4 == 0 && marks < 64) counts[2 * batch + (blockIdx.x * 3 + warp / 4) * 64 + marks++] = (i) << 24 | (int)(clock64() & 0xffffff);
-#else
-#define MARK(i)
-#endif
+// Workers are the blocks (clusters) of a sequence's heads. The lengths are divided among them on the device, so one CUDA graph
+// serves all lengths: each sequence into equal parts, one part a worker, if no worker then gets more than in equal ranges of
+// all tiles, where a sequence counts EXTRA more. The results of a sequence with several parts go to mla_combine.
+//
+// A maximum that grows by less than GROWTH (a power of 2) is kept: weights may exceed 1, and sums need not be scaled.
+//
+// Compile-time constants: BOX (keys of one copy, which are in one block of the cache), CLUSTER, LEAST (tiles of the smallest
+// part), EXTRA, SPARSE (a sequence's keys are chosen by indices; see mla_sparse), BF16. multiply() for scores and weigh(), with
+// weights from registers and from shared memory, precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
 constexpr int LATENT = 512, PIECES = 9, THREADS = 384, COMBINE_THREADS = 64, MOST = 160;  // pieces of 64 channels; workers
-constexpr int QUERIES = PIECES * 8192, PIECE = 128 * KEYS, STAGE = PIECES * PIECE;
-constexpr int GROUPS = 3, IN_GROUP = PIECES / GROUPS;  // pieces with a barrier
+constexpr int KEYS = 64, PIECE = 128 * 64, TILE = PIECES * PIECE;  // bytes; queries are as large as a tile
+constexpr int BOXES = KEYS / BOX;
 #define LOWEST __int_as_float(0xff800000)
 constexpr float GROWTH = 8;  // of a maximum, as a power of 2, that leaves sums as they are
 static_assert(KEYS % (BOX * CLUSTER) == 0 && BOX % 8 == 0, "a copy begins where the swizzle does");
@@ -77,6 +76,16 @@ __device__ __forceinline__ float load_number(const float* at) {
     return v;
 }
 
+__device__ __forceinline__ void copy_or_zero(u32 to, const u16* from, bool there) {  // 16 bytes
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void copies_end() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 __device__ __forceinline__ void store_zeros(u32 at) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
 }
@@ -104,11 +113,12 @@ __device__ __forceinline__ u64 transposed(u32 address) {
 
 __device__ __forceinline__ int quotient(int a, int b) { return (a + b - 1) / b; }
 
-__device__ __forceinline__ int tiles_of(int len) { return max(quotient(len, KEYS), 1); }
+__device__ __forceinline__ int tiles_of(int keys) { return max(quotient(keys, KEYS), 1); }
 
 // What worker `of` does, and how all keys are divided.
 struct Shares {
     const int* lens;
+    int most;  // keys of a sequence that count
     int batch, of, share, even;  // even: a sequence is divided into parts of up to `share` tiles
     int seq, before;  // the next sequence, and what all sequences before it count
 };
@@ -129,7 +139,7 @@ template <bool EARLY>
 __device__ __forceinline__ void divide(Shares& s, int workers) {
     const int lane = threadIdx.x % 32;
     int total = 0;
-    for (int i = lane; i < s.batch; i += 32) total += tiles_of(load_now<EARLY>(s.lens + i));
+    for (int i = lane; i < s.batch; i += 32) total += tiles_of(min(load_now<EARLY>(s.lens + i), s.most));
     total = sum_of_lanes(total);
     s.share = max(quotient(total + EXTRA * s.batch, workers), LEAST + EXTRA), s.even = 0;
     if (s.batch <= workers) {  // lanes try part sizes from the smallest possible one to twice as much
@@ -137,7 +147,7 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
         const float inverse = 1.0f / size;
         int parts = 0;
         for (int i = 0; i < s.batch; i += 32) {
-            const int mine = i + lane < s.batch ? tiles_of(load_now<EARLY>(s.lens + i + lane)) : 0;
+            const int mine = i + lane < s.batch ? tiles_of(min(load_now<EARLY>(s.lens + i + lane), s.most)) : 0;
             for (int j = 0; j < min(32, s.batch - i); j++)
                 parts += (int)(((float)(__shfl_sync(~0u, mine, j) + size) - 0.5f) * inverse);  // rounded up
         }
@@ -150,7 +160,7 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
     const int from = s.even ? s.of : s.of * s.share;
     s.before = 0;
     for (s.seq = 0; s.seq < s.batch; s.seq += 32) {
-        const int i = s.seq + lane, tiles = i < s.batch ? tiles_of(load_now<EARLY>(s.lens + i)) : 0;
+        const int i = s.seq + lane, tiles = i < s.batch ? tiles_of(min(load_now<EARLY>(s.lens + i), s.most)) : 0;
         const int count = i >= s.batch ? 0 : s.even ? quotient(tiles, s.share) : tiles + EXTRA;
         int upto = count;
 #pragma unroll
@@ -173,7 +183,7 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
 template <bool EARLY>
 __device__ __forceinline__ bool next_part(Shares& s, Part& p) {
     if (s.seq >= s.batch) return false;
-    p.seq = s.seq, p.len = load_now<EARLY>(s.lens + s.seq);
+    p.seq = s.seq, p.len = min(load_now<EARLY>(s.lens + s.seq), s.most);
     const int tiles = tiles_of(p.len);
     if (s.even) {
         p.count = quotient(tiles, s.share), p.index = s.of - s.before, p.first = s.before;
@@ -201,33 +211,27 @@ __device__ __forceinline__ int slot_of(int worker, int index) { return 2 * worke
 extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, float* __restrict__ parts, float* __restrict__ sums,
-    int* __restrict__ counts, int batch, int heads, int rows, int block_size, int width, int table_stride,
-    int ahead, float scale, float v_scale) {
+    int* __restrict__ counts, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
+    int key_stride, int most, int batch, int heads, int rows, int block_size, int width, int table_stride, int ahead, float scale,
+    float v_scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
-#ifdef TRACE
-    int marks = 0;
-#endif
-    MARK(1)
-    const u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + QUERIES;
-    const u32 full = ring + STAGES * STAGE, empty = full + 8 * GROUPS * STAGES, asked = empty + 16 * STAGES;
-    const u32 turns = asked + 16, weights = turns + 16;  // weights: of each stage
-    Notes& notes = *(Notes*)(memory + (weights + 8 * STAGES - shared_address(memory)));
+    const u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + TILE;  // two tiles
+    // Barriers: of a tile and a half of its channels; of queries, there and read; of a tile's weights.
+    const u32 full = ring + 2 * TILE, empty = full + 32, asked = empty + 32, weights = asked + 16;
+    Notes& notes = *(Notes*)(memory + (weights + 16 - shared_address(memory)));
     const int rank = CLUSTER == 1 ? 0 : rank_in_cluster();
     const int row = blockIdx.x % rows;  // of blocks, which has up to 64 heads
-    Shares shares = {lens, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
+    Shares shares = {lens, most, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
 
     if (warp == 0 && lane == 0) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
-        for (int i = 0; i < GROUPS * STAGES; i++) make_barrier(full + 8 * i, 1);
-        for (int i = 0; i < 2 * STAGES; i++) make_barrier(empty + 8 * i, SEESAW ? 4 * CLUSTER : 8);
-        for (int i = 0; i < STAGES; i++) make_barrier(weights + 8 * i, 4);
-        make_barrier(asked, 1), make_barrier(asked + 8, 8);
-        make_barrier(turns, 4), make_barrier(turns + 8, 4);
+        for (int i = 0; i < 4; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1), make_barrier(empty + 8 * i, 4 * CLUSTER);
+        make_barrier(asked, 1), make_barrier(asked + 8, 8), make_barrier(weights, 4), make_barrier(weights + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         show_to_multiply();
     }
@@ -237,81 +241,114 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
         Part p;
         divide<true>(early, gridDim.x / rows);
         if (next_part<true>(early, p)) {
-            const int box = p.begin * (KEYS / BOX) + lane, page = box * BOX / block_size;
-            if (lane < ahead * (KEYS / BOX) && box * BOX < p.len && (u32)page < (u32)width) {
+            const int box = p.begin * BOXES + lane, page = box * BOX / block_size;
+            if (lane < ahead * BOXES && box * BOX < p.len && (u32)page < (u32)width) {
                 const int block = load_now<true>(table + (long long)p.seq * table_stride + page);
                 for (int piece = 0; piece < PIECES; piece++) bring_to_l2(kv_map, 64 * piece, box * BOX % block_size, block);
             }
         }
     }
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    MARK(2)
     if (warp == 8) {
         divide<false>(shares, gridDim.x / rows);
         if (lane == 0) notes.share = shares.share, notes.even = shares.even, notes.seq = shares.seq, notes.before = shares.before;
     }
     if (CLUSTER == 1) __syncthreads();
     else cluster_meets();
-    MARK(3)
     shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
     int stage = 0;
     Part p;
 
     if (warp >= 8) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;" ::: "memory");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SPARSE ? 48 : 24) : "memory");
         u32 parity = 1, of_queries = 1;
-        while (warp == 8 && next_part<false>(shares, p)) {
-            const int* const pages = table + (long long)p.seq * table_stride;
-            const int first_box = p.begin * (KEYS / BOX), boxes = min(p.end * (KEYS / BOX), quotient(p.len, BOX));
-            auto page_of = [&](int box) { return box < boxes ? load_now<false>(pages + box * BOX / block_size) : 0; };
-            int here = page_of(first_box + lane), ahead = page_of(first_box + 32 + lane), box = first_box;
-            MARK(4)
+        auto read_queries = [&] {
             wait(asked + 8, of_queries);
             of_queries ^= 1;
-            if (lane == 0) expect(asked, QUERIES);
+            if (lane == 0) expect(asked, TILE);
             __syncwarp();
-            if (lane < PIECES) load_box(queries + 8192 * lane, q_map, 64 * lane, 64 * row, p.seq, asked);
+            if (lane < PIECES) load_box(queries + PIECE * lane, q_map, 64 * lane, 64 * row, p.seq, asked);
+        };
+#if SPARSE
+        const int own_row = warp % 4 * 16 + lane / 8;  // of a tile; and 4, 8 and 12 below. Eight lanes read 128 bytes
+        while (next_part<false>(shares, p)) {
+            const int *const pages = table + (long long)p.seq * table_stride, *const chosen = indices + (long long)p.seq * most;
+            struct { int of[4]; } index, page, next;
+            auto index_of = [&](int tile, int i) {
+                const int at = KEYS * tile + own_row + 4 * i;
+                return tile < p.end && at < p.len ? load_now<false>(chosen + at) : -1;
+            };
+#pragma unroll
+            for (int i = 0; i < 4; i++) index.of[i] = index_of(p.begin, i), next.of[i] = index_of(p.begin + 1, i);
+#pragma unroll
+            for (int i = 0; i < 4; i++) page.of[i] = index.of[i] < 0 ? 0 : load_now<false>(pages + index.of[i] / block_size);
+            if (warp == 8) read_queries();
             for (int tile = p.begin; tile < p.end; tile++) {
-                const int count = max(min(KEYS / BOX, boxes - box), 0), at = (box - first_box) % 32;
+                const u16* from[4];
+                bool there[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    there[i] = index.of[i] >= 0;
+                    from[i] = cache + 8 * (lane % 8);
+                    if (there[i]) from[i] += page.of[i] * block_stride + (long long)(index.of[i] % block_size) * key_stride;
+                    index.of[i] = next.of[i];
+                    page.of[i] = index.of[i] < 0 ? 0 : load_now<false>(pages + index.of[i] / block_size);
+                    next.of[i] = index_of(tile + 2, i);
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int half = i ? 1 - stage : stage;
+                    wait(empty + 8 * (2 * stage + half), parity);
+#pragma unroll
+                    for (int j = 0; j < 4 + i; j++) {
+                        const int piece = j == 4 ? 8 : 4 * half + j;
+#pragma unroll
+                        for (int k = 0; k < 4; k++) {
+                            const int to = own_row + 4 * k;
+                            copy_or_zero(ring + TILE * stage + PIECE * piece + 128 * to + 16 * (lane % 8 ^ to % 8), from[k] + 64 * piece, there[k]);
+                        }
+                    }
+                    arrive_when_copied(full + 8 * (2 * stage + half));
+                }
+                parity ^= stage, stage ^= 1;
+            }
+        }
+        copies_end();
+#else
+        while (warp == 8 && next_part<false>(shares, p)) {
+            const int* const pages = table + (long long)p.seq * table_stride;
+            const int first_box = p.begin * BOXES, boxes = min(p.end * BOXES, quotient(p.len, BOX));
+            auto page_of = [&](int box) { return box < boxes ? load_now<false>(pages + box * BOX / block_size) : 0; };
+            int here = page_of(first_box + lane), ahead = page_of(first_box + 32 + lane), box = first_box;
+            read_queries();
+            for (int tile = p.begin; tile < p.end; tile++) {
+                const int count = max(min(BOXES, boxes - box), 0), at = (box - first_box) % 32;
                 if (at == 0 && box > first_box) here = ahead, ahead = page_of(box + 32 + lane);
-#if SEESAW
 #pragma unroll
                 for (int i = 0; i < 2; i++) {  // what the warpgroup of this tile frees first is read first
                     const int half = i ? 1 - stage : stage, barrier = full + 8 * (2 * stage + half);
                     wait(empty + 8 * (2 * stage + half), parity);
-                    MARK(5 + i)
                     if (lane == 0) expect(barrier, count * BOX * 128 * (4 + i));
                     __syncwarp();
                     for (int j = 0; j < count; j++) {
                         const int page = __shfl_sync(~0u, here, at + j), piece = lane == 4 ? 8 : 4 * half + lane;
-                        const u32 to = ring + STAGE * stage + PIECE * piece + 128 * BOX * j;
+                        const u32 to = ring + TILE * stage + PIECE * piece + 128 * BOX * j;
                         const int from = (box + j) * BOX % block_size;
                         if (lane >= 4 + i || j % CLUSTER != rank) continue;
                         if (CLUSTER == 1) load_box(to, kv_map, 64 * piece, from, page, barrier);
                         else load_box_for_both(to, kv_map, 64 * piece, from, page, barrier);
                     }
                 }
-#else
-                wait(empty + 8 * stage, parity);
-                if (lane < GROUPS) expect(full + 8 * (GROUPS * stage + lane), count * BOX * 128 * IN_GROUP);
-                __syncwarp();
-                for (int j = 0; j < count; j++) {
-                    const int page = __shfl_sync(~0u, here, at + j);
-                    if (lane < PIECES)
-                        load_box(ring + STAGE * stage + PIECE * lane + 128 * BOX * j, kv_map, 64 * lane,
-                                 (box + j) * BOX % block_size, page, full + 8 * (GROUPS * stage + lane / IN_GROUP));
-                }
-#endif
                 box += count;
-                if (++stage == STAGES) stage = 0, parity ^= 1;
+                parity ^= stage, stage ^= 1;
             }
         }
+#endif
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;" ::: "memory");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SPARSE ? 216 : 224) : "memory");
         const int half = warp / 4, quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of channels; of heads
-#if SEESAW
         u32 of_queries = 0;
-        const u32 own = ring + STAGE * half, others = ring + STAGE * (1 - half), mine = half * 4 * PIECE;  // mine: of the channels
+        const u32 own = ring + TILE * half, others = ring + TILE * (1 - half), mine = half * 4 * PIECE;  // mine: of the channels
         for (int before = 0, part = 0; next_part<false>(shares, p); before += p.end - p.begin, part++) {
             const int tiles = p.end - p.begin;
             float sum[LATENT / 4], top[2], total[2] = {};
@@ -335,6 +372,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 scale_sums(by);
             };
             auto multiply_others = [&] {
+                if (SPARSE) show_to_multiply();
                 begin_multiply();
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; i++)
@@ -354,27 +392,31 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
             };
             wait(asked, of_queries);
             of_queries ^= 1;
-            MARK(7)
             const int first = (before ^ half) & 1;
             if (first >= tiles && lane == 0) arrive(asked + 8);
             for (int t = first; t < tiles; t += 2) {
                 const u32 parity = (before + t) / 2 & 1;
                 float score[KEYS / 2];
+                u32 there[2] = {};  // of the tile's keys
+#pragma unroll
+                for (int i = 0; SPARSE && i < 2; i++) {
+                    const int at = (p.begin + t) * KEYS + 32 * i + lane;
+                    there[i] = __ballot_sync(~0u, at < p.len && load_now<false>(indices + (long long)p.seq * most + at) >= 0);
+                }
 #pragma unroll
                 for (int group = 0; group < 2; group++) {
                     const int from = group ? 1 - half : half;
                     wait(full + 8 * (2 * half + from), parity);
-                    MARK(8 + group)
+                    if (SPARSE) show_to_multiply();
                     if (group == 0) begin_multiply();
 #pragma unroll
                     for (int i = 0; i < 4 * (4 + group); i++) {  // 16 channels are 32 bytes
                         const u32 piece = i / 4 == 4 ? 8 : 4 * from + i / 4;
-                        multiply(score, descriptor(queries + 8192 * piece) + i % 4 * 2, descriptor(own + PIECE * piece) + i % 4 * 2, group + i);
+                        multiply(score, descriptor(queries + PIECE * piece) + i % 4 * 2, descriptor(own + PIECE * piece) + i % 4 * 2, group + i);
                     }
                 }
                 commit_multiply();
                 finish_multiply<0>();
-                MARK(10)
                 if (t + 2 >= tiles && lane == 0) arrive(asked + 8);
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
@@ -382,10 +424,15 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 if (t > 0) weigh_others(before + t - 1), multiply_others();
 
                 const int left = p.len - (p.begin + t) * KEYS;
-                if (left < KEYS) {
+                if (!SPARSE && left < KEYS) {
 #pragma unroll
                     for (int i = 0; i < KEYS / 2; i++)
                         if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = LOWEST;
+                }
+                if (SPARSE && ~(there[0] & there[1])) {
+#pragma unroll
+                    for (int i = 0; i < KEYS / 2; i++)
+                        if (!(there[i / 16] >> (i / 4 % 4 * 8 + quad * 2 + i % 2) & 1)) score[i] = LOWEST;
                 }
                 float by[2];
                 u32 weight[KEYS / 16][4];
@@ -416,9 +463,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 show_to_multiply();
                 __syncwarp();
                 if (lane == 0) arrive(weights + 8 * half);
-                MARK(11)
                 finish_multiply<0>();
-                MARK(12)
                 if (t > 0) release(1 - half);
 #pragma unroll
                 for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
@@ -426,23 +471,21 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
 #pragma unroll
                     for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
                 }
-                if (left < KEYS) drop_past(left, own + mine);
+                if (!SPARSE && left < KEYS) drop_past(left, own + mine);
                 begin_multiply();
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; i++) weigh(sum, weight[i], transposed(own + mine) + i * 2048 / 16);
                 commit_multiply();
                 finish_multiply<0>();
                 release(half);
-                MARK(13)
             }
             if ((before + tiles - 1 ^ half) & 1) {
                 weigh_others(before + tiles - 1);
                 const int left = p.len - (p.end - 1) * KEYS;
-                if (left < KEYS) drop_past(left, others + mine);
+                if (!SPARSE && left < KEYS) drop_past(left, others + mine);
                 multiply_others();
                 finish_multiply<0>();
                 release(1 - half);
-                MARK(14)
             }
 #pragma unroll
             for (int r = 0; r < 2; r++) {
@@ -451,99 +494,10 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 if (quad == 0) notes.totals[part % 2][half][row_of_lane + 8 * r] = total[r];
             }
             groups_meet();
-            MARK(15)
 #pragma unroll
             for (int r = 0; r < 2; r++) total[r] += notes.totals[part % 2][1 - half][row_of_lane + 8 * r];
 #pragma unroll
             for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
-#else
-        u32 parity = 0, of_queries = 0, turn = 0;
-        while (next_part<false>(shares, p)) {
-            float sum[LATENT / 4], top[2], total[2] = {};
-            top[0] = top[1] = LOWEST;
-#pragma unroll
-            for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
-            wait(asked, of_queries);
-            of_queries ^= 1;
-            for (int tile = p.begin; tile < p.end; tile++) {
-                const u32 keys = ring + STAGE * stage, values = keys + half * 4 * PIECE;
-                float score[KEYS / 2];
-                if (TURNS) {
-                    if (half || turn) wait(turns + 8 * half, half ? turn & 1 : turn - 1 & 1);
-                    turn++;
-                }
-#pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    wait(full + 8 * (GROUPS * stage + group), parity);
-                    if (group == 0) begin_multiply();
-#pragma unroll
-                    for (int i = 0; i < 4 * IN_GROUP; i++) {  // 16 channels are 32 bytes
-                        const int piece = IN_GROUP * group + i / 4;
-                        multiply(score, descriptor(queries + 8192 * piece) + i % 4 * 2, descriptor(keys + PIECE * piece) + i % 4 * 2, group + i);
-                    }
-                }
-                commit_multiply();
-                if (TURNS && lane == 0) arrive(turns + 8 * (1 - half));
-                finish_multiply<0>();
-                if (tile == p.end - 1 && lane == 0) arrive(asked + 8);
-#pragma unroll
-                for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
-
-                const int left = p.len - tile * KEYS;
-                if (left < KEYS) {  // past the end: no weight, and no NaN that it would be multiplied by
-#pragma unroll
-                    for (int i = 0; i < KEYS / 2; i++)
-                        if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = LOWEST;
-                    for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
-#pragma unroll
-                        for (int piece = 0; piece < 4; piece++) store_zeros(values + PIECE * piece + 16 * i);
-                    show_to_multiply();
-                    group_meets(half);
-                }
-                float base[2];
-                u32 grows = 0;
-#pragma unroll
-                for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
-                    float most = score[2 * r];
-#pragma unroll
-                    for (int i = 0; i < KEYS / 2; i++)
-                        if (i % 4 / 2 == r) most = fmaxf(most, score[i]);
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
-                    const float decay = most > top[r] + GROWTH ? power_of_2(top[r] - most) : 1;
-                    if (most > top[r] + GROWTH) top[r] = most, grows = 1;
-                    total[r] *= decay, base[r] = decay;
-                }
-                if (__ballot_sync(~0u, grows)) {
-#pragma unroll
-                    for (int i = 0; i < LATENT / 4; i++) sum[i] *= base[i % 4 / 2];
-                }
-#pragma unroll
-                for (int r = 0; r < 2; r++) base[r] = top[r] == LOWEST ? 0 : top[r];
-                u32 weight[KEYS / 16][4];
-#pragma unroll
-                for (int i = 0; i < KEYS / 2; i += 2) {
-                    const int r = i % 4 / 2;
-                    const float low = power_of_2(fmaf(score[i], scale, -base[r])), high = power_of_2(fmaf(score[i + 1], scale, -base[r]));
-                    total[r] += low + high;
-                    weight[i / 8][i % 8 / 2] = narrow(low, high);
-                }
-                begin_multiply();
-#pragma unroll
-                for (int i = 0; i < KEYS / 16; i++) weigh(sum, weight[i], transposed(values) + i * 2048 / 16);
-                commit_multiply();
-                finish_multiply<0>();
-                if (lane == 0) arrive(empty + 8 * stage);
-                if (++stage == STAGES) stage = 0, parity ^= 1;
-            }
-#pragma unroll
-            for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                total[r] += __shfl_xor_sync(~0u, total[r], 1);
-                total[r] += __shfl_xor_sync(~0u, total[r], 2);
-            }
-#endif
             const int slot = slot_of(shares.of, p.index);
             if (thread == 0 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = p.count;
 #pragma unroll
@@ -565,7 +519,6 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
             }
         }
     }
-    MARK(16)
     if (CLUSTER > 1) cluster_meets();  // neither ends while the other one copies or arrives
 }
 
