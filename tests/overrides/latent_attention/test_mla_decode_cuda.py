@@ -14,6 +14,7 @@ from support.kernels import emulated_mla
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.latent_attention import mla_decode_cuda as cuda
+from fastkernels.overrides.latent_attention import mla_sparse
 from fastkernels.overrides.latent_attention.mla_decode import reference
 
 NO_NVRTC = cuda_rtc.unavailable()
@@ -65,13 +66,36 @@ def test_emulated_kernel_matches_float64(
     assert float(error.square().mean().sqrt()) < 4e-3 * float(want.square().mean().sqrt())
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("lens", "heads", "topk", "workers"),
+    [([400, 90, 30, 0], 16, 150, 5), pytest.param([400, 30, 99, 0, 1], 70, 100, 3, marks=pytest.mark.slow)],
+)
+def test_emulated_sparse_kernel_matches_float64(
+    lens: list[int], heads: int, topk: int, workers: int, tmp_path: Path
+) -> None:
+    """The first sequence attends to some keys, the third one to none."""
+    q, cache, seq_lens, table = arguments(lens, heads, 16, torch.bfloat16)
+    indices = torch.full((len(lens), topk), -1, dtype=torch.int32)
+    for i, n in enumerate(lens):
+        chosen = torch.randperm(n, generator=torch.Generator().manual_seed(i))[:topk].sort().values
+        indices[i, : len(chosen) if i != 2 else 0] = chosen.int() if i != 2 else chosen[:0].int()
+    got, _ = emulated_mla.decode(q, cache, seq_lens, table, SCALE, workers, tmp_path, indices=indices)
+    used, starts = torch.where(table == 1 << 30, 0, table), torch.arange(len(lens) + 1, dtype=torch.int32)
+    want = mla_sparse.reference(
+        q.double(), cache.double(), indices, starts, seq_lens, used, 1, SCALE, cuda.RANK
+    )
+    assert float((got.double() - want).abs().max()) < 1.6e-2
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
 @pytest.mark.parametrize("bf16", [True, False])
-@pytest.mark.parametrize("box", [16, 64])
-def test_kernel_compiles(box: int, bf16: bool) -> None:
-    p = cuda.Plan(box, bf16)
-    assert p.shared <= 224 * 1024
+@pytest.mark.parametrize(
+    ("box", "cluster", "sparse"), [(64, 1, False), (32, 2, False), (16, 1, False), (64, 1, True)]
+)
+def test_kernel_compiles(box: int, cluster: int, sparse: bool, bf16: bool) -> None:
+    p = cuda.Plan(box, cluster, bf16, sparse)
     assert cuda_rtc.cubin(cuda.source(p), ("--gpu-architecture=sm_90a", *p.options))[:4] == b"\x7fELF"
 
 
@@ -96,6 +120,12 @@ def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     for text, args in refused.items():
         assert text in str(cuda.supports(*args)), text
+    indices, starts = torch.zeros(2, 8, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    sparse = [q, cache, indices, starts, lens, table, 1, SCALE, cuda.RANK]
+    assert cuda.supports_sparse(*sparse) is None
+    assert "one query per sequence" in str(cuda.supports_sparse(*sparse[:6], 2, *sparse[7:]))
+    assert "not contiguous int32" in str(cuda.supports_sparse(*sparse[:2], indices.long(), *sparse[3:]))
+    assert "not 512 + 64" in str(cuda.supports_sparse(*sparse[:8], 500))
 
 
 @pytest.mark.gpu

@@ -125,8 +125,8 @@ void one() {
     const TensorMap q_map = {{(u64)q.data(), 576, heads, batch, 576, heads * 576, 64}};
     const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
     mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(),
-               indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads, head[2], size, head[4],
-               head[4], 2, scales[0], scales[1]);
+               indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads, head[2], size,
+               head[4], head[4], 2, scales[0], scales[1]);
 }
 
 void two() { mla_combine(out.data(), parts.data(), sums.data(), counts.data(), head[1], per_combine); }
