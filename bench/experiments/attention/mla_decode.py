@@ -121,7 +121,7 @@ def compile_sets(sets: list[dict[str, Any]]) -> None:
         cuda.plan(
             torch.empty(1, heads, dtype=getattr(torch, kind)),
             torch.empty(1, size),
-            **{name: n for name, n in p.items() if name != "ahead"},
+            **p,
         )  # fmt: skip
         for _, heads, size, kind, _ in CHECKS
         for p in sets or [{}]

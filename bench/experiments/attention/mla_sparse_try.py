@@ -10,7 +10,7 @@ from experiments.attention.mla_decode import inputs, SCALE
 from fastkernels.core import registry
 import statistics, faulthandler
 
-faulthandler.dump_traceback_later(24, exit=True)
+faulthandler.dump_traceback_later(38, exit=True)
 run = Run("sparse", "mla_sparse", Namespace(device="cuda", quick=False, out=sys.argv[1], seconds=60))
 OP = registry.get("mla_sparse")
 P = {p.name: p for p in OP.op.providers}

@@ -5,7 +5,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from argparse import Namespace
 from experiments.common.graph_clock import Run
 from experiments.attention.mla_decode import Timed, inputs
-from fastkernels.overrides.latent_attention import mla_decode_old as m
+from fastkernels.overrides.latent_attention import mla_decode_cuda as m
 
 run = Run("trace", "mla_decode", Namespace(device="cuda", quick=False, out="/dev/null", seconds=60))
 
@@ -17,7 +17,7 @@ class Traced(m.Plan):
 
 
 plan0 = m.plan
-m.plan = lambda q, c, **p: Traced(*plan0(q, c, seesaw=1, **p))
+m.plan = lambda q, c, *a, **p: Traced(*plan0(q, c, *a, **p))
 m.TRACE = 160 * 3 * 64
 NAMES = {
     1: "start",

@@ -16,7 +16,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases
 from fastkernels.overrides.attention.paged_cache import take_blocks
-from fastkernels.overrides.latent_attention import mla_cases, mla_decode_cuda, mla_decode_old, mla_triton
+from fastkernels.overrides.latent_attention import mla_cases, mla_decode_cuda, mla_triton
 from fastkernels.overrides.latent_attention.mla_cpu import attend_rows
 
 
@@ -80,7 +80,6 @@ mla_decode = define(
     providers=(
         Provider("triton", _triton, supports=mla_triton.supports, out=True),
         Provider("cuda", mla_decode_cuda.decode, supports=mla_decode_cuda.supports, out=True),
-        Provider("old", mla_decode_old.decode, supports=mla_decode_old.supports, out=True),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),

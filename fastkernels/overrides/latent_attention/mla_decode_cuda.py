@@ -26,12 +26,12 @@ HEADS, KEYS = 64, 64  # of a block; of a tile
 THREADS, COMBINE_THREADS = 384, 64
 MAX_WORKERS = 160
 SHARED = (
-    3 * 2 * SIZE * KEYS + 96 + 1552 + 1024
+    3 * 2 * SIZE * KEYS + 224 + 1552 + 2048 + 1024
 )  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
 LOG2E = 1.4426950408889634
-AHEAD = 2  # tiles of a block that are brought to L2 while the previous kernel of a CUDA graph still runs
+TRACE, last = 0, [None]
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
-TYPES = (_M, _M, *[_P] * 8, ctypes.c_longlong, *[_I] * 9, _F, _F)
+TYPES = (_M, _M, *[_P] * 8, ctypes.c_longlong, *[_I] * 8, _F, _F)
 COMBINE_TYPES = (*[_P] * 4, _I, _I)
 
 
@@ -42,8 +42,9 @@ class Plan(NamedTuple):
     cluster: int
     bf16: bool
     sparse: bool = False
-    least: int = 1
+    least: int = 2
     extra: int = 4
+    prefetch: int = 1
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -51,7 +52,8 @@ class Plan(NamedTuple):
         clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DCLUSTER={self.cluster}", f"-DCLUSTERED={clustered}",
-            f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DPREFETCH={self.prefetch}",
+            f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
@@ -154,7 +156,7 @@ def decode(
     q: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_k: int,
     scale: float, head_size_v: int, k_scale: float = 1.0, out: torch.Tensor | None = None, **params: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Run the kernel with the arguments of mla_decode.reference. params: fields of Plan, and `ahead` instead of AHEAD."""
+    """Run the kernel with the arguments of mla_decode.reference. params: fields of Plan."""
     mla_cases.check("mla_decode", q, kv_cache, head_size_v)
     out = mla_cases.memory("mla_decode", q, head_size_v, out)
     return _run(q, kv_cache, None, seq_lens, block_table, scale, k_scale, out, **params)
@@ -173,7 +175,7 @@ def decode_sparse(
 
 def _run(
     q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor | None, seq_lens: torch.Tensor,
-    block_table: torch.Tensor, scale: float, k_scale: float, out: torch.Tensor, ahead: int = AHEAD, **params: int,
+    block_table: torch.Tensor, scale: float, k_scale: float, out: torch.Tensor, **params: int,
 ) -> torch.Tensor:  # fmt: skip
     batch, heads = q.shape[:2]
     if out.numel() == 0:
@@ -183,7 +185,7 @@ def _run(
     rows = cdiv(heads, HEADS)
     workers = max(min(multiprocessors(device) // rows, MAX_WORKERS), 1)
     parts = torch.empty(2 * workers * heads * (RANK + 1), dtype=torch.float32, device=device)
-    counts = torch.empty(2 * batch, dtype=torch.int32, device=device)
+    last[0] = counts = torch.empty(2 * batch + TRACE, dtype=torch.int32, device=device)
     sums = parts[2 * workers * heads * RANK :]
     q_map = cuda_rtc.tensor_map_of(q.data_ptr(), (SIZE, heads, batch), q.stride()[1::-1], (64, HEADS, 1))
     boxes = (SIZE, block_size, blocks), kv_cache.stride()[1::-1], (64, min(p.box, block_size), 1)
@@ -194,15 +196,15 @@ def _run(
     early = overlaps(device) and torch.cuda.is_current_stream_capturing()
     numbers = (
         *kv_cache.stride()[:2], most, batch, heads, rows, block_size, block_table.shape[1], block_table.stride(0),
-        ahead if early and not sparse else 0, scale * k_scale * LOG2E, k_scale,
+        scale * k_scale * LOG2E, k_scale,
     )  # fmt: skip
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(
         workers * rows, THREADS, stream, (q_map, kv_map, *pointers, *chosen, *numbers), overlap=early
     )
-    per_block = 1
-    while batch * cdiv(heads, per_block) > 1024 and per_block < 16:
+    per_block = 1  # quarters of a head
+    while batch * cdiv(4 * heads, per_block) > 4096 and per_block < 16:
         per_block *= 2
-    grid = batch * cdiv(heads, per_block)
+    grid = batch * cdiv(4 * heads, per_block)
     combine.launch(grid, COMBINE_THREADS, stream, (*pointers[2:], heads, per_block), overlap=overlaps(device))
     return out

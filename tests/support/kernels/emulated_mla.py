@@ -32,12 +32,14 @@ BODIES = {
     "store_pair": "memcpy(at_of(at), &v, 4);",
     "groups_meet": "meets(all_groups[rank_of_block()]);",
     "store_zeros": "memset(at_of(at), 0, 16);",
+    "plan_is_ready": "arrive_at(plan[rank_of_block()]);",
+    "wait_for_plan": "meets(plan[rank_of_block()]);",
     "group_meets": "meets(of_groups[rank_of_block()][group]);",
 }
 BEFORE = """#define SHARED_MEMORY (CLUSTER << 18)
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
-static Meeting changes;  // of barriers
+static Meeting changes, plan[2] = {{SPARSE ? 384 : 288}, {SPARSE ? 384 : 288}};  // of barriers
 static Meeting all_groups[2] = {{256}, {256}}, of_groups[2][2] = {{{128}, {128}}, {{128}, {128}}};  // of warpgroups
 inline unsigned char* at_of(uint32_t address) { return at(address); }
 inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
@@ -126,7 +128,7 @@ void one() {
     const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
     mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(),
                indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads, head[2], size,
-               head[4], head[4], 2, scales[0], scales[1]);
+               head[4], head[4], scales[0], scales[1]);
 }
 
 void two() { mla_combine(out.data(), parts.data(), sums.data(), counts.data(), head[1], per_combine); }
@@ -147,7 +149,7 @@ int main(int, char** names) {
         barriers.clear();
         run_cluster(CLUSTER, block, THREADS, one);
     }
-    const int combines = batch * ((heads + per_combine - 1) / per_combine);
+    const int combines = batch * ((4 * heads + per_combine - 1) / per_combine);
     for (int block = 0; block < combines; block++) run_cluster(1, block, COMBINE_THREADS, two);
     fwrite(out.data(), 2, out.size(), fopen(names[2], "wb"));
     fwrite(counts.data(), 4, counts.size(), fopen("counts", "wb"));

@@ -18,6 +18,12 @@
 // part), EXTRA, SPARSE (a sequence's keys are chosen by indices; see mla_sparse), BF16. multiply() for scores and weigh(), with
 // weights from registers and from shared memory, precede this file.
 
+#ifdef TRACE
+#define MARK(i) if (lane == 0 && warp % 4 == 0 && marks < 64) counts[2 * batch + (blockIdx.x * 3 + warp / 4) * 64 + marks++] = (i) << 24 | (int)(clock64() & 0xffffff);
+#else
+#define MARK(i)
+#endif
+
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
 constexpr int LATENT = 512, PIECES = 9, THREADS = 384, COMBINE_THREADS = 64, MOST = 160;  // pieces of 64 channels; workers
@@ -57,11 +63,9 @@ __device__ __forceinline__ int rank_in_cluster() {
     return rank;
 }
 
-template <bool EARLY>
-__device__ __forceinline__ int load_now(const int* at) {  // early: before griddepcontrol.wait, and not into L1
+__device__ __forceinline__ int load_now(const int* at) {  // from L2: the previous kernel may have written it
     int v;
-    if (EARLY) asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    else asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
 }
 
@@ -98,6 +102,10 @@ __device__ __forceinline__ void show_to_multiply() { asm volatile("fence.proxy.a
 
 __device__ __forceinline__ void group_meets(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
+__device__ __forceinline__ void plan_is_ready() { asm volatile("bar.arrive 4, %0;" ::"n"(SPARSE ? 384 : 288) : "memory"); }
+
+__device__ __forceinline__ void wait_for_plan() { asm volatile("bar.sync 4, %0;" ::"n"(SPARSE ? 384 : 288) : "memory"); }
+
 __device__ __forceinline__ void groups_meet() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
 
 __device__ __forceinline__ float power_of_2(float x) {
@@ -115,12 +123,22 @@ __device__ __forceinline__ int quotient(int a, int b) { return (a + b - 1) / b; 
 
 __device__ __forceinline__ int tiles_of(int keys) { return max(quotient(keys, KEYS), 1); }
 
+constexpr int KEPT = 512;  // sequences whose lengths are kept in shared memory
+
+struct Notes {  // in shared memory
+    int share, even, seq, before;
+    float tops[2][64], totals[2][2][64];  // of each row: by a warpgroup; of two parts, by a warpgroup
+    int lens[KEPT];
+};
+
 // What worker `of` does, and how all keys are divided.
 struct Shares {
-    const int* lens;
+    const int *kept, *lens;
     int most;  // keys of a sequence that count
     int batch, of, share, even;  // even: a sequence is divided into parts of up to `share` tiles
     int seq, before;  // the next sequence, and what all sequences before it count
+
+    __device__ __forceinline__ int len(int i) const { return min(batch <= KEPT ? kept[i] : load_now(lens + i), most); }
 };
 
 struct Part {
@@ -135,21 +153,20 @@ __device__ __forceinline__ int sum_of_lanes(int v) {
 }
 
 // By a whole warp.
-template <bool EARLY>
 __device__ __forceinline__ void divide(Shares& s, int workers) {
     const int lane = threadIdx.x % 32;
     int total = 0;
-    for (int i = lane; i < s.batch; i += 32) total += tiles_of(min(load_now<EARLY>(s.lens + i), s.most));
+    for (int i = lane; i < s.batch; i += 32) total += tiles_of(s.len(i));
     total = sum_of_lanes(total);
     s.share = max(quotient(total + EXTRA * s.batch, workers), LEAST + EXTRA), s.even = 0;
     if (s.batch <= workers) {  // lanes try part sizes from the smallest possible one to twice as much
         const int least = max(quotient(total, workers), LEAST), size = least + (least * lane + 30) / 31;
-        const float inverse = 1.0f / size;
+        const float inverse = 1.0f / size, up = size - 0.5f;
         int parts = 0;
         for (int i = 0; i < s.batch; i += 32) {
-            const int mine = i + lane < s.batch ? tiles_of(min(load_now<EARLY>(s.lens + i + lane), s.most)) : 0;
-            for (int j = 0; j < min(32, s.batch - i); j++)
-                parts += (int)(((float)(__shfl_sync(~0u, mine, j) + size) - 0.5f) * inverse);  // rounded up
+            const float mine = i + lane < s.batch ? tiles_of(s.len(i + lane)) : 0;
+#pragma unroll
+            for (int j = 0; j < 32; j++) parts += (int)((__shfl_sync(~0u, mine, j) + up) * inverse);  // rounded up
         }
         const u32 enough = __ballot_sync(~0u, parts <= workers);
         if (enough) {
@@ -160,7 +177,7 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
     const int from = s.even ? s.of : s.of * s.share;
     s.before = 0;
     for (s.seq = 0; s.seq < s.batch; s.seq += 32) {
-        const int i = s.seq + lane, tiles = i < s.batch ? tiles_of(min(load_now<EARLY>(s.lens + i), s.most)) : 0;
+        const int i = s.seq + lane, tiles = i < s.batch ? tiles_of(s.len(i)) : 0;
         const int count = i >= s.batch ? 0 : s.even ? quotient(tiles, s.share) : tiles + EXTRA;
         int upto = count;
 #pragma unroll
@@ -180,10 +197,9 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
 }
 
 // False: there is no further part.
-template <bool EARLY>
 __device__ __forceinline__ bool next_part(Shares& s, Part& p) {
     if (s.seq >= s.batch) return false;
-    p.seq = s.seq, p.len = min(load_now<EARLY>(s.lens + s.seq), s.most);
+    p.seq = s.seq, p.len = s.len(s.seq);
     const int tiles = tiles_of(p.len);
     if (s.even) {
         p.count = quotient(tiles, s.share), p.index = s.of - s.before, p.first = s.before;
@@ -199,11 +215,6 @@ __device__ __forceinline__ bool next_part(Shares& s, Part& p) {
     return true;
 }
 
-struct Notes {  // in shared memory
-    int share, even, seq, before;
-    float tops[2][64], totals[2][2][64];  // of each row: by a warpgroup; of two parts, by a warpgroup
-};
-
 // Where a worker stores its part: at most one that is a sequence's first of several, and one that is a later one.
 __device__ __forceinline__ int slot_of(int worker, int index) { return 2 * worker + (index == 0); }
 
@@ -212,55 +223,80 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, float* __restrict__ parts, float* __restrict__ sums,
     int* __restrict__ counts, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
-    int key_stride, int most, int batch, int heads, int rows, int block_size, int width, int table_stride, int ahead, float scale,
-    float v_scale) {
+    int key_stride, int most, int batch, int heads, int rows, int block_size, int width, int table_stride, float scale, float v_scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
+#ifdef TRACE
+    int marks = 0;
+#endif
+    MARK(1)
     const u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + TILE;  // two tiles
-    // Barriers: of a tile and a half of its channels; of queries, there and read; of a tile's weights.
-    const u32 full = ring + 2 * TILE, empty = full + 32, asked = empty + 32, weights = asked + 16;
+    // Barriers: of a tile's pieces; of its halves when they are read; of queries, there and read; of a tile's weights.
+    const u32 full = ring + 2 * TILE, empty = full + 8 * 2 * PIECES, asked = empty + 32, weights = asked + 16;
     Notes& notes = *(Notes*)(memory + (weights + 16 - shared_address(memory)));
     const int rank = CLUSTER == 1 ? 0 : rank_in_cluster();
-    const int row = blockIdx.x % rows;  // of blocks, which has up to 64 heads
-    Shares shares = {lens, most, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
+    const int row = blockIdx.x % rows, workers = gridDim.x / rows;  // row: of blocks, which has up to 64 heads
+    Shares shares = {notes.lens, lens, most, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
+    int stage = 0;
+    Part p;
 
-    if (warp == 0 && lane == 0) {
+    if (thread == 256) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
-        for (int i = 0; i < 4; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1), make_barrier(empty + 8 * i, 4 * CLUSTER);
+        for (int i = 0; i < 2 * PIECES; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1);
+        for (int i = 0; i < 4; i++) make_barrier(empty + 8 * i, 4 * CLUSTER);
         make_barrier(asked, 1), make_barrier(asked + 8, 8), make_barrier(weights, 4), make_barrier(weights + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         show_to_multiply();
     }
-    // The previous kernel may still run: lengths and pages may be stale, and what they name is brought to L2 only.
-    if (ahead && warp == 8 && rank == 0) {
-        Shares early = shares;
-        Part p;
-        divide<true>(early, gridDim.x / rows);
-        if (next_part<true>(early, p)) {
-            const int box = p.begin * BOXES + lane, page = box * BOX / block_size;
-            if (lane < ahead * BOXES && box * BOX < p.len && (u32)page < (u32)width) {
-                const int block = load_now<true>(table + (long long)p.seq * table_stride + page);
-                for (int piece = 0; piece < PIECES; piece++) bring_to_l2(kv_map, 64 * piece, box * BOX % block_size, block);
-            }
-        }
-    }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    if (warp == 8) {
-        divide<false>(shares, gridDim.x / rows);
-        if (lane == 0) notes.share = shares.share, notes.even = shares.even, notes.seq = shares.seq, notes.before = shares.before;
-    }
     if (CLUSTER == 1) __syncthreads();
     else cluster_meets();
-    shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
-    int stage = 0;
-    Part p;
-
     if (warp >= 8) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SPARSE ? 48 : 24) : "memory");
+        // The previous kernel may still run and write lengths. The plan is made meanwhile, and again if they have changed.
+        bool more = false;
+        int here = 0;  // pages of the part's next keys
+        auto page_of = [&](int box) {
+            const int page = box * BOX / block_size;
+            const bool there = box < p.end * BOXES && box * BOX < p.len && (u32)page < (u32)width;
+            return there ? load_now(table + (long long)p.seq * table_stride + page) : 0;
+        };
+        if (warp == 8) {
+            for (int i = lane; i < batch && batch <= KEPT; i += 32) notes.lens[i] = load_now(lens + i);
+            __syncwarp();
+            Shares first = shares;
+            divide(first, workers);
+            for (bool again = false;; again = true) {
+                shares.share = first.share, shares.even = first.even, shares.seq = first.seq, shares.before = first.before;
+                more = next_part(first, p);
+                if (!again) asm volatile("griddepcontrol.wait;" ::: "memory");
+                MARK(2)
+                if (!SPARSE && more) here = page_of(p.begin * BOXES + lane);
+                if (again) break;
+                int changed = batch > KEPT;
+                for (int i = lane; i < batch && batch <= KEPT; i += 32) {
+                    const int len = load_now(lens + i);
+                    if (len != notes.lens[i]) notes.lens[i] = len, changed = 1;
+                }
+                __syncwarp();
+                if (!__ballot_sync(~0u, changed)) break;
+                first = shares;
+                divide(first, workers);
+            }
+            if (lane == 0) notes.share = shares.share, notes.even = shares.even, notes.seq = shares.seq, notes.before = shares.before;
+            shares = first;
+            __syncwarp();
+            plan_is_ready();
+            MARK(3)
+        }
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 48;" ::: "memory");
+        if (SPARSE && warp > 8) {
+            wait_for_plan();
+            shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
+            more = next_part(shares, p);
+        }
         u32 parity = 1, of_queries = 1;
         auto read_queries = [&] {
             wait(asked + 8, of_queries);
@@ -271,17 +307,17 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
         };
 #if SPARSE
         const int own_row = warp % 4 * 16 + lane / 8;  // of a tile; and 4, 8 and 12 below. Eight lanes read 128 bytes
-        while (next_part<false>(shares, p)) {
+        for (; more; more = next_part(shares, p)) {
             const int *const pages = table + (long long)p.seq * table_stride, *const chosen = indices + (long long)p.seq * most;
             struct { int of[4]; } index, page, next;
             auto index_of = [&](int tile, int i) {
                 const int at = KEYS * tile + own_row + 4 * i;
-                return tile < p.end && at < p.len ? load_now<false>(chosen + at) : -1;
+                return tile < p.end && at < p.len ? load_now(chosen + at) : -1;
             };
 #pragma unroll
             for (int i = 0; i < 4; i++) index.of[i] = index_of(p.begin, i), next.of[i] = index_of(p.begin + 1, i);
 #pragma unroll
-            for (int i = 0; i < 4; i++) page.of[i] = index.of[i] < 0 ? 0 : load_now<false>(pages + index.of[i] / block_size);
+            for (int i = 0; i < 4; i++) page.of[i] = index.of[i] < 0 ? 0 : load_now(pages + index.of[i] / block_size);
             if (warp == 8) read_queries();
             for (int tile = p.begin; tile < p.end; tile++) {
                 const u16* from[4];
@@ -292,7 +328,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                     from[i] = cache + 8 * (lane % 8);
                     if (there[i]) from[i] += page.of[i] * block_stride + (long long)(index.of[i] % block_size) * key_stride;
                     index.of[i] = next.of[i];
-                    page.of[i] = index.of[i] < 0 ? 0 : load_now<false>(pages + index.of[i] / block_size);
+                    page.of[i] = index.of[i] < 0 ? 0 : load_now(pages + index.of[i] / block_size);
                     next.of[i] = index_of(tile + 2, i);
                 }
 #pragma unroll
@@ -305,51 +341,63 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
 #pragma unroll
                         for (int k = 0; k < 4; k++) {
                             const int to = own_row + 4 * k;
-                            copy_or_zero(ring + TILE * stage + PIECE * piece + 128 * to + 16 * (lane % 8 ^ to % 8), from[k] + 64 * piece, there[k]);
+                            copy_or_zero(ring + TILE * stage + PIECE * piece + 128 * to + 16 * (lane % 8 ^ to % 8),
+                                         from[k] + 64 * piece, there[k]);
                         }
+                        arrive_when_copied(full + 8 * (PIECES * stage + piece));
                     }
-                    arrive_when_copied(full + 8 * (2 * stage + half));
                 }
                 parity ^= stage, stage ^= 1;
             }
         }
         copies_end();
 #else
-        while (warp == 8 && next_part<false>(shares, p)) {
-            const int* const pages = table + (long long)p.seq * table_stride;
+        for (bool known = true; more; more = next_part(shares, p), known = false) {
             const int first_box = p.begin * BOXES, boxes = min(p.end * BOXES, quotient(p.len, BOX));
-            auto page_of = [&](int box) { return box < boxes ? load_now<false>(pages + box * BOX / block_size) : 0; };
-            int here = page_of(first_box + lane), ahead = page_of(first_box + 32 + lane), box = first_box;
+            if (!known) here = page_of(first_box + lane);
+            int ahead = page_of(first_box + 32 + lane), box = first_box;
             read_queries();
             for (int tile = p.begin; tile < p.end; tile++) {
                 const int count = max(min(BOXES, boxes - box), 0), at = (box - first_box) % 32;
                 if (at == 0 && box > first_box) here = ahead, ahead = page_of(box + 32 + lane);
+                // A lane has a piece. What the warpgroup of this tile frees first is read first.
 #pragma unroll
-                for (int i = 0; i < 2; i++) {  // what the warpgroup of this tile frees first is read first
-                    const int half = i ? 1 - stage : stage, barrier = full + 8 * (2 * stage + half);
+                for (int i = 0; i < 2; i++) {
+                    const int half = i ? 1 - stage : stage, piece = lane == 4 ? 8 : 4 * half + lane;
+                    const u32 barrier = full + 8 * (PIECES * stage + piece);
                     wait(empty + 8 * (2 * stage + half), parity);
-                    if (lane == 0) expect(barrier, count * BOX * 128 * (4 + i));
-                    __syncwarp();
+                    MARK(5 + i)
+                    if (lane < 4 + i) expect(barrier, count * BOX * 128);
                     for (int j = 0; j < count; j++) {
-                        const int page = __shfl_sync(~0u, here, at + j), piece = lane == 4 ? 8 : 4 * half + lane;
+                        const int page = __shfl_sync(~0u, here, at + j), from = (box + j) * BOX % block_size;
                         const u32 to = ring + TILE * stage + PIECE * piece + 128 * BOX * j;
-                        const int from = (box + j) * BOX % block_size;
                         if (lane >= 4 + i || j % CLUSTER != rank) continue;
                         if (CLUSTER == 1) load_box(to, kv_map, 64 * piece, from, page, barrier);
                         else load_box_for_both(to, kv_map, 64 * piece, from, page, barrier);
                     }
                 }
                 box += count;
+                // The tile that is copied when this one has been read
+                for (int j = 0; j < min(BOXES, boxes - box - BOXES) && PREFETCH && row == 0; j++) {
+                    const int later = at + 2 * BOXES + j, one = __shfl_sync(~0u, here, later % 32);
+                    const int other = __shfl_sync(~0u, ahead, later % 32);
+                    if (lane < PIECES)
+                        bring_to_l2(kv_map, 64 * lane, (box + BOXES + j) * BOX % block_size, later < 32 ? one : other);
+                }
                 parity ^= stage, stage ^= 1;
             }
         }
 #endif
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SPARSE ? 216 : 224) : "memory");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;" ::: "memory");
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        wait_for_plan();
+        shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
+        MARK(3)
         const int half = warp / 4, quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of channels; of heads
         u32 of_queries = 0;
         const u32 own = ring + TILE * half, others = ring + TILE * (1 - half), mine = half * 4 * PIECE;  // mine: of the channels
-        for (int before = 0, part = 0; next_part<false>(shares, p); before += p.end - p.begin, part++) {
+        for (int before = 0, part = 0; next_part(shares, p); before += p.end - p.begin, part++) {
             const int tiles = p.end - p.begin;
             float sum[LATENT / 4], top[2], total[2] = {};
             top[0] = top[1] = LOWEST;
@@ -401,19 +449,18 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
 #pragma unroll
                 for (int i = 0; SPARSE && i < 2; i++) {
                     const int at = (p.begin + t) * KEYS + 32 * i + lane;
-                    there[i] = __ballot_sync(~0u, at < p.len && load_now<false>(indices + (long long)p.seq * most + at) >= 0);
+                    there[i] = __ballot_sync(~0u, at < p.len && load_now(indices + (long long)p.seq * most + at) >= 0);
                 }
 #pragma unroll
-                for (int group = 0; group < 2; group++) {
-                    const int from = group ? 1 - half : half;
-                    wait(full + 8 * (2 * half + from), parity);
+                for (int i = 0; i < PIECES; i++) {
+                    const u32 piece = i == 8 ? 8 : (i + 4 * half) % 8;
+                    wait(full + 8 * (PIECES * half + piece), parity);
+                    if (i == 0 || i == 4 || i == 8) { MARK(8 + i / 4) }
                     if (SPARSE) show_to_multiply();
-                    if (group == 0) begin_multiply();
+                    if (i == 0) begin_multiply();
 #pragma unroll
-                    for (int i = 0; i < 4 * (4 + group); i++) {  // 16 channels are 32 bytes
-                        const u32 piece = i / 4 == 4 ? 8 : 4 * from + i / 4;
-                        multiply(score, descriptor(queries + PIECE * piece) + i % 4 * 2, descriptor(own + PIECE * piece) + i % 4 * 2, group + i);
-                    }
+                    for (int k = 0; k < 4; k++)  // 16 channels are 32 bytes
+                        multiply(score, descriptor(queries + PIECE * piece) + k * 2, descriptor(own + PIECE * piece) + k * 2, i + k);
                 }
                 commit_multiply();
                 finish_multiply<0>();
@@ -438,6 +485,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 u32 weight[KEYS / 16][4];
 #pragma unroll
                 for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
+                    if (r == 1 && t > 0) finish_multiply<0>(), release(1 - half);
                     float most = score[2 * r];
 #pragma unroll
                     for (int i = 0; i < KEYS / 2; i++)
@@ -463,8 +511,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 show_to_multiply();
                 __syncwarp();
                 if (lane == 0) arrive(weights + 8 * half);
-                finish_multiply<0>();
-                if (t > 0) release(1 - half);
+                MARK(11)
 #pragma unroll
                 for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
                 if (__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) {
@@ -478,6 +525,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 commit_multiply();
                 finish_multiply<0>();
                 release(half);
+                MARK(13)
             }
             if ((before + tiles - 1 ^ half) & 1) {
                 weigh_others(before + tiles - 1);
@@ -494,6 +542,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 if (quad == 0) notes.totals[part % 2][half][row_of_lane + 8 * r] = total[r];
             }
             groups_meet();
+            MARK(15)
 #pragma unroll
             for (int r = 0; r < 2; r++) total[r] += notes.totals[part % 2][1 - half][row_of_lane + 8 * r];
 #pragma unroll
@@ -519,20 +568,23 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
             }
         }
     }
+    MARK(16)
     if (CLUSTER > 1) cluster_meets();  // neither ends while the other one copies or arrives
 }
 
-// out: weighted sums of parts. A warp adds up a quarter of a head's channels; blocks have `rows` heads each.
+// out: weighted sums of parts. Two warps add up a quarter of a head's channels; blocks have `rows` such quarters each.
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
     u16* __restrict__ out, const float* __restrict__ parts, const float* __restrict__ sums, const int* __restrict__ counts,
     int heads, int rows) {
+    __shared__ float4 halves[32];
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int lane = threadIdx.x % 32, blocks = quotient(heads, rows), seq = blockIdx.x / blocks, from = blockIdx.x % blocks * rows;
-    const int first = load_now<false>(counts + 2 * seq), count = load_now<false>(counts + 2 * seq + 1);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = quotient(4 * heads, rows), seq = blockIdx.x / blocks;
+    const int from = blockIdx.x % blocks * rows;
+    const int first = load_now(counts + 2 * seq), count = load_now(counts + 2 * seq + 1);
     if (count == 1) return;
-    for (int unit = threadIdx.x / 32; unit < 4 * min(rows, heads - from); unit += COMBINE_THREADS / 32) {
-        const int head = from + unit / 4, channel = unit % 4 * 128 + 4 * lane;
+    for (int unit = from; unit < min(from + rows, 4 * heads); unit++) {
+        const int head = unit / 4, channel = unit % 4 * 128 + 4 * lane;
         auto place = [&](int part) { return (long long)slot_of(first + part, part) * heads + head; };
         float share[MOST / 32], most = LOWEST, all = 0;
 #pragma unroll
@@ -553,13 +605,19 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
         for (int i = 0; i < MOST / 32; i++) {
             if (32 * i >= count) break;
 #pragma unroll 8
-            for (int j = 0; j < min(32, count - 32 * i); j++) {
+            for (int j = warp; j < min(32, count - 32 * i); j += 2) {
                 const float4 v = load_part((const float4*)(parts + place(32 * i + j) * LATENT + channel));
                 const float w = __shfl_sync(~0u, share[i], j);
                 sum.x += w * v.x, sum.y += w * v.y, sum.z += w * v.z, sum.w += w * v.w;
             }
         }
-        *(uint2*)(out + ((long long)seq * heads + head) * LATENT + channel) =
-            make_uint2(narrow(sum.x * by, sum.y * by), narrow(sum.z * by, sum.w * by));
+        if (warp == 1) halves[lane] = sum;
+        __syncthreads();
+        if (warp == 0) {
+            const float4 more = halves[lane];
+            *(uint2*)(out + ((long long)seq * heads + head) * LATENT + channel) = make_uint2(
+                narrow((sum.x + more.x) * by, (sum.y + more.y) * by), narrow((sum.z + more.z) * by, (sum.w + more.w) * by));
+        }
+        __syncthreads();
     }
 }
