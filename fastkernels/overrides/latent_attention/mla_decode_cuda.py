@@ -184,9 +184,10 @@ def _run(
     kernel, combine = _kernels(device, p := plan(q, kv_cache, sparse, **params))
     rows = cdiv(heads, HEADS)
     workers = max(min(multiprocessors(device) // rows, MAX_WORKERS), 1)
-    parts = torch.empty(2 * workers * heads * (RANK + 1), dtype=torch.float32, device=device)
+    # Of a part of a head: 512 channels in float16; the logarithm of its sum, and the scales of two halves
+    parts = torch.empty(2 * workers * heads * (RANK // 2 + 4), dtype=torch.float32, device=device)
     last[0] = counts = torch.empty(2 * batch + TRACE, dtype=torch.int32, device=device)
-    sums = parts[2 * workers * heads * RANK :]
+    sums = parts[workers * heads * RANK :]
     q_map = cuda_rtc.tensor_map_of(q.data_ptr(), (SIZE, heads, batch), q.stride()[1::-1], (64, HEADS, 1))
     boxes = (SIZE, block_size, blocks), kv_cache.stride()[1::-1], (64, min(p.box, block_size), 1)
     kv_map = cuda_rtc.tensor_map_of(kv_cache.data_ptr(), *boxes)

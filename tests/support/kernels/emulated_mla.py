@@ -34,6 +34,9 @@ BODIES = {
     "store_zeros": "memset(at_of(at), 0, 16);",
     "plan_is_ready": "arrive_at(plan[rank_of_block()]);",
     "wait_for_plan": "meets(plan[rank_of_block()]);",
+    "narrow_half": "const _Float16 v[2] = {(_Float16)low, (_Float16)high}; u32 bits; memcpy(&bits, v, 4); return bits;",
+    "widen_half": "_Float16 f; memcpy(&f, &bits, 2); return f;",
+    "load_four": "return *at;",
     "group_meets": "meets(of_groups[rank_of_block()][group]);",
 }
 BEFORE = """#define SHARED_MEMORY (CLUSTER << 18)
@@ -42,6 +45,7 @@ BEFORE = """#define SHARED_MEMORY (CLUSTER << 18)
 static Meeting changes, plan[2] = {{SPARSE ? 384 : 288}, {SPARSE ? 384 : 288}};  // of barriers
 static Meeting all_groups[2] = {{256}, {256}}, of_groups[2][2] = {{{128}, {128}}, {{128}, {128}}};  // of warpgroups
 inline unsigned char* at_of(uint32_t address) { return at(address); }
+inline int __float_as_int(float f) { int bits; memcpy(&bits, &f, 4); return bits; }
 inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
 
 // Of a tensor map: its address, channels, rows, blocks, strides of the last two, and rows of a box.
@@ -119,7 +123,8 @@ inline void weigh(float (&c)[128], const uint32_t (&a)[4], unsigned long long b)
 MAIN = """
 static std::vector<u16> q, cache, out;
 static std::vector<int> head, lens, table, indices, counts;
-static std::vector<float> parts, sums, scales;
+static std::vector<float> sums, scales;
+static std::vector<uint4> parts;
 static int per_combine;
 
 void one() {
@@ -131,7 +136,7 @@ void one() {
                head[4], head[4], scales[0], scales[1]);
 }
 
-void two() { mla_combine(out.data(), parts.data(), sums.data(), counts.data(), head[1], per_combine); }
+void two() { mla_combine(out.data(), (uint2*)parts.data(), sums.data(), counts.data(), head[1], per_combine); }
 
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
@@ -142,7 +147,7 @@ int main(int, char** names) {
     lens = numbers<int>(file, batch), table = numbers<int>(file, batch * head[4]);
     indices = numbers<int>(file, batch * head[8]);
     out.assign(batch * heads * 512, 0xffff), counts.assign(2 * batch, -1);
-    parts.assign((size_t)2 * workers * heads * 512, NAN), sums.assign(2 * workers * heads, NAN);
+    parts.assign((size_t)2 * workers * heads * 64, {~0u, ~0u, ~0u, ~0u}), sums.assign(8 * workers * heads, NAN);
     gridDim.x = workers * head[2];
     for (int block = 0; block < gridDim.x; block += CLUSTER) {
         memset(shared_memory, 0xff, sizeof shared_memory);

@@ -80,6 +80,24 @@ __device__ __forceinline__ float load_number(const float* at) {
     return v;
 }
 
+__device__ __forceinline__ u32 narrow_half(float low, float high) {  // float16, whatever the dtype
+    u32 bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
+__device__ __forceinline__ float widen_half(u16 bits) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+    return f;
+}
+
+__device__ __forceinline__ uint2 load_four(const uint2* at) {  // another multiprocessor wrote it: not from L1
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void copy_or_zero(u32 to, const u16* from, bool there) {  // 16 bytes
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
@@ -221,7 +239,7 @@ __device__ __forceinline__ int slot_of(int worker, int index) { return 2 * worke
 // 160 registers of each thread leave room for a block of mla_combine, which then need not be started when this ends.
 extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
-    const int* __restrict__ table, u16* __restrict__ out, float* __restrict__ parts, float* __restrict__ sums,
+    const int* __restrict__ table, u16* __restrict__ out, uint4* __restrict__ parts, float* __restrict__ sums,
     int* __restrict__ counts, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
     int key_stride, int most, int batch, int heads, int rows, int block_size, int width, int table_stride, float scale, float v_scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -552,19 +570,33 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int head = 64 * row + row_of_lane + 8 * r, channel = 256 * half + 2 * quad;
-                if (head >= heads) continue;
-                const float by = total[r] == 0 ? 0 : v_scale / total[r];
+                float by = total[r] == 0 ? 0 : v_scale / total[r], peak = 0;
                 if (p.count == 1) {
+                    if (head >= heads) continue;
                     u32* const to = (u32*)(out + ((long long)p.seq * heads + head) * LATENT + channel);
 #pragma unroll
                     for (int i = 0; i < 32; i++) to[4 * i] = narrow(sum[4 * i + 2 * r] * by, sum[4 * i + 2 * r + 1] * by);
-                } else {
-                    const long long at = (long long)slot * heads + head;
-                    float2* const to = (float2*)(parts + at * LATENT + channel);
-#pragma unroll
-                    for (int i = 0; i < 32; i++) to[4 * i] = make_float2(sum[4 * i + 2 * r] * by, sum[4 * i + 2 * r + 1] * by);
-                    if (half == 0 && quad == 0) sums[at] = total[r] == 0 ? top[r] : top[r] + log2f(total[r]);
+                    continue;
                 }
+                // In float16, times a power of 2 with which the largest is from 2^14 to 2^15: it is stored with the sum
+#pragma unroll
+                for (int i = 0; i < 32; i++) peak = fmaxf(peak, fmaxf(fabsf(sum[4 * i + 2 * r]), fabsf(sum[4 * i + 2 * r + 1])));
+                peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+                peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2)) * fabsf(by);
+                const int exponent = max(__float_as_int(peak) >> 23, 15);
+                by *= __int_as_float((268 - exponent) << 23);
+                if (head >= heads) continue;
+                const long long at = (long long)slot * heads + head;
+                uint4* const to = parts + at * 64 + 32 * half + quad;
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    u32 v[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) v[j] = narrow_half(sum[16 * i + 4 * j + 2 * r] * by, sum[16 * i + 4 * j + 2 * r + 1] * by);
+                    to[4 * i] = make_uint4(v[0], v[1], v[2], v[3]);
+                }
+                if (quad == 0) sums[4 * at + 1 + half] = __int_as_float((exponent - 14) << 23);
+                if (half == 0 && quad == 0) sums[4 * at] = total[r] == 0 ? top[r] : top[r] + log2f(total[r]);
             }
         }
     }
@@ -574,7 +606,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
 
 // out: weighted sums of parts. Two warps add up a quarter of a head's channels; blocks have `rows` such quarters each.
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
-    u16* __restrict__ out, const float* __restrict__ parts, const float* __restrict__ sums, const int* __restrict__ counts,
+    u16* __restrict__ out, const uint2* __restrict__ parts, const float* __restrict__ sums, const int* __restrict__ counts,
     int heads, int rows) {
     __shared__ float4 halves[32];
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -584,19 +616,22 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
     const int first = load_now(counts + 2 * seq), count = load_now(counts + 2 * seq + 1);
     if (count == 1) return;
     for (int unit = from; unit < min(from + rows, 4 * heads); unit++) {
-        const int head = unit / 4, channel = unit % 4 * 128 + 4 * lane;
+        const int head = unit / 4, quarter = unit % 4;
         auto place = [&](int part) { return (long long)slot_of(first + part, part) * heads + head; };
         float share[MOST / 32], most = LOWEST, all = 0;
 #pragma unroll
         for (int i = 0; i < MOST / 32; i++) {
-            share[i] = 32 * i + lane < count ? load_number(sums + place(32 * i + lane)) : LOWEST;
+            share[i] = 32 * i + lane < count ? load_number(sums + 4 * place(32 * i + lane)) : LOWEST;
             most = fmaxf(most, share[i]);
         }
 #pragma unroll
         for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
         const float base = most == LOWEST ? 0 : most;
 #pragma unroll
-        for (int i = 0; i < MOST / 32; i++) share[i] = power_of_2(share[i] - base), all += share[i];
+        for (int i = 0; i < MOST / 32; i++) {
+            share[i] = power_of_2(share[i] - base), all += share[i];
+            if (32 * i + lane < count) share[i] *= load_number(sums + 4 * place(32 * i + lane) + 1 + quarter / 2);
+        }
 #pragma unroll
         for (int i = 16; i; i /= 2) all += __shfl_xor_sync(~0u, all, i);
         const float by = all == 0 ? 0 : 1 / all;
@@ -606,17 +641,20 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
             if (32 * i >= count) break;
 #pragma unroll 8
             for (int j = warp; j < min(32, count - 32 * i); j += 2) {
-                const float4 v = load_part((const float4*)(parts + place(32 * i + j) * LATENT + channel));
+                const uint2 v = load_four(parts + place(32 * i + j) * 128 + 32 * quarter + lane);
                 const float w = __shfl_sync(~0u, share[i], j);
-                sum.x += w * v.x, sum.y += w * v.y, sum.z += w * v.z, sum.w += w * v.w;
+                sum.x += w * widen_half((u16)v.x), sum.y += w * widen_half((u16)(v.x >> 16));
+                sum.z += w * widen_half((u16)v.y), sum.w += w * widen_half((u16)(v.y >> 16));
             }
         }
         if (warp == 1) halves[lane] = sum;
         __syncthreads();
-        if (warp == 0) {
+        if (warp == 0) {  // two channels of eight, and of the next eight
             const float4 more = halves[lane];
-            *(uint2*)(out + ((long long)seq * heads + head) * LATENT + channel) = make_uint2(
-                narrow((sum.x + more.x) * by, (sum.y + more.y) * by), narrow((sum.z + more.z) * by, (sum.w + more.w) * by));
+            const int channel = 128 * quarter + lane / 8 * 32 + lane % 2 * 16 + lane / 2 % 4 * 2;
+            u32* const to = (u32*)(out + ((long long)seq * heads + head) * LATENT + channel);
+            to[0] = narrow((sum.x + more.x) * by, (sum.y + more.y) * by);
+            to[4] = narrow((sum.z + more.z) * by, (sum.w + more.w) * by);
         }
         __syncthreads();
     }
