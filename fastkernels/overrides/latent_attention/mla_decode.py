@@ -124,5 +124,5 @@ SPEC = OpSpec(
     flops=mla_cases.FLOPS,
     extremes={**mla_cases.EXTREMES, "one_key": lambda args: args[2].fill_(1)},
     tolerance=cases.TOLERANCE,
-    baseline="flashmla",
+    baseline="fa3",
 )
