@@ -45,6 +45,7 @@ class Plan(NamedTuple):
     least: int = 2
     extra: int = 4
     prefetch: int = 1
+    order: int = 0
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -52,13 +53,13 @@ class Plan(NamedTuple):
         clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DCLUSTER={self.cluster}", f"-DCLUSTERED={clustered}",
-            f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DPREFETCH={self.prefetch}",
+            f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DPREFETCH={self.prefetch}", f"-DORDER={self.order}",
             f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
 def weigh(bf16: bool, shared: bool) -> str:
-    """Return CUDA C++ of weigh(): wgmma for 256 channels and keys in rows; weights are in shared memory or registers."""
+    """Return CUDA C++ of weigh(): wgmma for 256 channels and keys in rows; weights in shared memory or registers."""
     sums = ", ".join(f"%{i}" for i in range(128))
     operands = ", ".join(f'"+f"(c[{i}])' for i in range(128))
     weights, given, rest = (
@@ -71,7 +72,7 @@ def weigh(bf16: bool, shared: bool) -> str:
     return f"""
 __device__ __forceinline__ void weigh(float (&c)[128], {"u64 a" if shared else "const u32 (&a)[4]"}, u64 b) {{
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.{"bf16.bf16" if bf16 else "f16.f16"} {{{sums}}}, {weights}, {rest};"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.{kind} {{{sums}}}, {weights}, {rest};"
         : {operands} : {given}, "l"(b) : "memory");
 }}
 """

@@ -462,6 +462,12 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
             if (first >= tiles && lane == 0) arrive(asked + 8);
             for (int t = first; t < tiles; t += 2) {
                 const u32 parity = (before + t) / 2 & 1;
+                if (ORDER && t > 0) {
+                    weigh_others(before + t - 1), multiply_others();
+                    finish_multiply<0>(), release(1 - half);
+#pragma unroll
+                    for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+                }
                 float score[KEYS / 2];
                 u32 there[2] = {};  // of the tile's keys
 #pragma unroll
@@ -486,7 +492,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
                 group_meets(half);  // all have read the rotary keys, which weights replace
-                if (t > 0) weigh_others(before + t - 1), multiply_others();
+                if (!ORDER && t > 0) weigh_others(before + t - 1), multiply_others();
 
                 const int left = p.len - (p.begin + t) * KEYS;
                 if (!SPARSE && left < KEYS) {
@@ -503,7 +509,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(160) mla_decode(
                 u32 weight[KEYS / 16][4];
 #pragma unroll
                 for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
-                    if (r == 1 && t > 0) finish_multiply<0>(), release(1 - half);
+                    if (!ORDER && r == 1 && t > 0) finish_multiply<0>(), release(1 - half);
                     float most = score[2 * r];
 #pragma unroll
                     for (int i = 0; i < KEYS / 2; i++)
