@@ -23,13 +23,13 @@ from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 SOURCE = Path(__file__).parent / "csrc" / "mla_decode.cu"
 RANK, SIZE = 512, 576  # channels of a latent, and with the rotary key
 HEADS, KEYS = 64, 64  # of a block; of a tile
+GROUP = 3  # pieces of 64 channels that are copied at once
 THREADS, COMBINE_THREADS = 384, 64
 MAX_WORKERS = 160
 SHARED = (
     3 * 2 * SIZE * KEYS + 224 + 1552 + 2048 + 1024
 )  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
 LOG2E = 1.4426950408889634
-TRACE, last = 0, [None]
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
 TYPES = (_M, _M, *[_P] * 8, ctypes.c_longlong, *[_I] * 8, _F, _F)
 COMBINE_TYPES = (*[_P] * 4, _I, _I)
@@ -39,27 +39,28 @@ class Plan(NamedTuple):
     """The constants that a kernel is compiled with; csrc/mla_decode.cu describes them."""
 
     box: int
-    cluster: int
     bf16: bool
     sparse: bool = False
     least: int = 2
     extra: int = 4
-    prefetch: int = 1
-    order: int = 0
+    twice: int = 0
+    first: int = 1
+    prefetch: int = 0
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
-        clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
         return (
-            "--std=c++17", f"-DBOX={self.box}", f"-DCLUSTER={self.cluster}", f"-DCLUSTERED={clustered}",
-            f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DPREFETCH={self.prefetch}", f"-DORDER={self.order}",
-            f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            "--std=c++17", f"-DBOX={self.box}", 
+            f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",  
+            f"-DTWICE={self.twice}", f"-DFIRST={self.first}",
+            f"-DPREFETCH={self.prefetch}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
 def weigh(bf16: bool, shared: bool) -> str:
     """Return CUDA C++ of weigh(): wgmma for 256 channels and keys in rows; weights in shared memory or registers."""
+    kind = "bf16.bf16" if bf16 else "f16.f16"
     sums = ", ".join(f"%{i}" for i in range(128))
     operands = ", ".join(f'"+f"(c[{i}])' for i in range(128))
     weights, given, rest = (
@@ -99,9 +100,10 @@ _loaded: set[tuple[torch.device, Plan]] = set()
 
 def plan(q: torch.Tensor, kv_cache: torch.Tensor, sparse: bool = False, **params: int) -> Plan:
     """Return the constants for a call."""
-    cluster = params.pop("cluster", 1 if sparse or cdiv(q.shape[1], HEADS) % 2 else 2)
-    box = next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0 and n <= KEYS // cluster)
-    return Plan(KEYS if sparse else box, cluster, q.dtype == torch.bfloat16, sparse, **params)
+    box = KEYS if sparse else next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0)
+    # Blocks of up to 64 heads wait for memory; with more heads they multiply longer than they wait
+    params = (dict(twice=1) if q.shape[1] <= HEADS else dict(prefetch=1)) | params
+    return Plan(box, q.dtype == torch.bfloat16, sparse, **params)
 
 
 def supports(q: torch.Tensor, kv_cache: torch.Tensor, *rest: Any) -> str | None:
@@ -174,6 +176,13 @@ def decode_sparse(
     return _run(q, kv_cache, indices, seq_lens, block_table, scale, k_scale, out, **params)
 
 
+def _pieces(t: torch.Tensor, rows: int, pieces: int) -> cuda_rtc.TensorMap:
+    """Describe [A, B, 576]: boxes of so many pieces of 64 channels of so many rows of one of A."""
+    outer, inner = t.stride()[:2]
+    sizes = (64, t.shape[1], SIZE // 64, t.shape[0])
+    return cuda_rtc.tensor_map_of(t.data_ptr(), sizes, (inner, 64, outer), (64, rows, pieces, 1))
+
+
 def _run(
     q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor | None, seq_lens: torch.Tensor,
     block_table: torch.Tensor, scale: float, k_scale: float, out: torch.Tensor, **params: int,
@@ -181,17 +190,16 @@ def _run(
     batch, heads = q.shape[:2]
     if out.numel() == 0:
         return out
-    device, sparse, (blocks, block_size, _) = q.device, indices is not None, kv_cache.shape
+    device, sparse, block_size = q.device, indices is not None, kv_cache.shape[1]
     kernel, combine = _kernels(device, p := plan(q, kv_cache, sparse, **params))
     rows = cdiv(heads, HEADS)
     workers = max(min(multiprocessors(device) // rows, MAX_WORKERS), 1)
     # Of a part of a head: 512 channels in float16; the logarithm of its sum, and the scales of two halves
     parts = torch.empty(2 * workers * heads * (RANK // 2 + 4), dtype=torch.float32, device=device)
-    last[0] = counts = torch.empty(2 * batch + TRACE, dtype=torch.int32, device=device)
+    counts = torch.empty(2 * batch, dtype=torch.int32, device=device)
     sums = parts[workers * heads * RANK :]
-    q_map = cuda_rtc.tensor_map_of(q.data_ptr(), (SIZE, heads, batch), q.stride()[1::-1], (64, HEADS, 1))
-    boxes = (SIZE, block_size, blocks), kv_cache.stride()[1::-1], (64, min(p.box, block_size), 1)
-    kv_map = cuda_rtc.tensor_map_of(kv_cache.data_ptr(), *boxes)
+    q_map = _pieces(q, HEADS, GROUP)
+    kv_map = _pieces(kv_cache, min(p.box, block_size), GROUP if p.box == KEYS else 1)
     pointers = [t.data_ptr() for t in (seq_lens, block_table, out, parts, sums, counts)]
     chosen = (None, None) if indices is None else (indices.data_ptr(), kv_cache.data_ptr())
     most = (1 << 31) - 1 if indices is None else indices.shape[1]

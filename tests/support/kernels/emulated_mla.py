@@ -14,7 +14,7 @@ from fastkernels.overrides.latent_attention import mla_decode_cuda as cuda
 
 SHARED = (
     "shared_address", "make_barrier", "arrive", "expect", "wait", "begin_multiply", "commit_multiply",
-    "finish_multiply", "power_of_2", "widen", "narrow", "arrive_at", "rank_in_cluster",
+    "finish_multiply", "power_of_2", "widen", "narrow",
 )  # fmt: skip
 BODIES = {
     **{name: emulated_tiled.BODIES[name] for name in SHARED},
@@ -22,42 +22,39 @@ BODIES = {
     "copy_or_zero": "there ? memcpy(at_of(to), from, 16) : memset(at_of(to), 0, 16);",
     "arrive_when_copied": "count(barrier, 1, 0), changes.held++;",
     "copies_end": "",
-    "load_box": "copy(to, map.opaque, channel, row, block, barrier);",
-    "load_box_for_both": "for (int i = 0; i < CLUSTER; i++)"
-    " copy(in_block(to, i), map.opaque, channel, row, block, in_block(barrier, i));",
-    "cluster_meets": "arrive_at_cluster(), wait_for_cluster();",
+    "load_box": "copy(to, map.opaque, row, piece, block, barrier);",
     "load_now": "return *at;",
     "load_number": "return *at;",
     "load_part": "return *at;",
     "store_pair": "memcpy(at_of(at), &v, 4);",
-    "groups_meet": "meets(all_groups[rank_of_block()]);",
+    "groups_meet": "meets(all_groups);",
     "store_zeros": "memset(at_of(at), 0, 16);",
-    "plan_is_ready": "arrive_at(plan[rank_of_block()]);",
-    "wait_for_plan": "meets(plan[rank_of_block()]);",
+    "plan_is_ready": "arrive_at(plan);",
+    "wait_for_plan": "meets(plan);",
     "narrow_half": "const _Float16 v[2] = {(_Float16)low, (_Float16)high}; u32 bits; memcpy(&bits, v, 4); return bits;",
     "widen_half": "_Float16 f; memcpy(&f, &bits, 2); return f;",
     "load_four": "return *at;",
-    "group_meets": "meets(of_groups[rank_of_block()][group]);",
+    "group_meets": "meets(of_groups[group]);",
 }
-BEFORE = """#define SHARED_MEMORY (CLUSTER << 18)
+BEFORE = """#define CLUSTER 1
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
-static Meeting changes, plan[2] = {{SPARSE ? 384 : 288}, {SPARSE ? 384 : 288}};  // of barriers
-static Meeting all_groups[2] = {{256}, {256}}, of_groups[2][2] = {{{128}, {128}}, {{128}, {128}}};  // of warpgroups
+static Meeting changes, plan = {SPARSE ? 384 : 288};  // of barriers
+static Meeting all_groups = {256}, of_groups[2] = {{128}, {128}};  // of warpgroups
 inline unsigned char* at_of(uint32_t address) { return at(address); }
 inline int __float_as_int(float f) { int bits; memcpy(&bits, &f, 4); return bits; }
 inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
 
-// Of a tensor map: its address, channels, rows, blocks, strides of the last two, and rows of a box.
-static void copy(uint32_t to, const unsigned long long* map, int channel, int row, int block, uint32_t barrier) {
-    if (block < 0 || block >= (int)map[3] || row >= (int)map[2]) fail("a copy outside of the tensor");
-    for (int i = 0; i < 64 * (int)map[6]; i++) {
-        const int r = row + i / 64, c = channel + i % 64;
-        uint16_t v = 0;
-        if (r < (int)map[2] && c < (int)map[1]) v = ((const uint16_t*)map[0])[block * map[5] + r * map[4] + c];
+// Of a tensor map: its address, rows, blocks, strides of rows and of blocks, rows and pieces of 64 channels of a box.
+static void copy(uint32_t to, const unsigned long long* map, int row, int piece, int block, uint32_t barrier) {
+    const int rows = map[5], pieces = map[6];
+    if (block < 0 || block >= (int)map[2] || row >= (int)map[1] || piece + pieces > 9) fail("a copy outside of the tensor");
+    for (int i = 0; i < 64 * rows * pieces; i++) {
+        const int r = row + i / 64 % rows, c = 64 * (piece + i / 64 / rows) + i % 64;
+        const uint16_t v = r < (int)map[1] ? ((const uint16_t*)map[0])[block * map[4] + r * map[3] + c] : 0;
         memcpy(at(swizzled(to + 2 * i)), &v, 2);
     }
-    count(barrier, 0, -128 * (long)map[6]), changes.held++;
+    count(barrier, 0, -128L * rows * pieces), changes.held++;
 }
 
 inline uint32_t field(unsigned long long descriptor, int from) { return (descriptor >> from & 0x3fff) << 4; }
@@ -129,8 +126,8 @@ static int per_combine;
 
 void one() {
     const u64 batch = head[0], heads = head[1], size = head[3], blocks = head[5], topk = head[8];
-    const TensorMap q_map = {{(u64)q.data(), 576, heads, batch, 576, heads * 576, 64}};
-    const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
+    const TensorMap q_map = {{(u64)q.data(), heads, batch, 576, heads * 576, 64, GROUP}};
+    const TensorMap kv_map = {{(u64)cache.data(), size, blocks, 576, size * 576, BOX, AT_ONCE}};
     mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(),
                indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads, head[2], size,
                head[4], head[4], scales[0], scales[1]);
@@ -149,10 +146,10 @@ int main(int, char** names) {
     out.assign(batch * heads * 512, 0xffff), counts.assign(2 * batch, -1);
     parts.assign((size_t)2 * workers * heads * 64, {~0u, ~0u, ~0u, ~0u}), sums.assign(8 * workers * heads, NAN);
     gridDim.x = workers * head[2];
-    for (int block = 0; block < gridDim.x; block += CLUSTER) {
+    for (int block = 0; block < gridDim.x; block++) {
         memset(shared_memory, 0xff, sizeof shared_memory);
         barriers.clear();
-        run_cluster(CLUSTER, block, THREADS, one);
+        run_cluster(1, block, THREADS, one);
     }
     const int combines = batch * ((4 * heads + per_combine - 1) / per_combine);
     for (int block = 0; block < combines; block++) run_cluster(1, block, COMBINE_THREADS, two);
@@ -172,13 +169,12 @@ def decode(
     p = cuda.plan(q, kv_cache, indices is not None, **params)
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void CLUSTERED __maxnreg__(160)': "void",
+        'extern "C" __global__ void __maxnreg__(160)': "void",
         'extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16)': "void",
         "__syncthreads();": "meet_block();",
         "multiply(score,": "multiply_16(score,",
     }
-    told = [o for o in p.options if not o.startswith("-DCLUSTERED")]
-    source = ported(text(cuda.SOURCE), BODIES, written, told)
+    source = ported(text(cuda.SOURCE), BODIES, written, p.options)
     end = source.index("typedef unsigned int u32;")
     source = source[:end] + BEFORE + source[end:] + MAIN
     (batch, heads), rows = q.shape[:2], -(-q.shape[1] // cuda.HEADS)
