@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core import cuda_rtc
+from fastkernels.core.dispatch import ForOthers
 from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
@@ -26,9 +27,8 @@ HEADS, KEYS = 64, 64  # of a block; of a tile
 GROUP = 3  # pieces of 64 channels that are copied at once
 THREADS, COMBINE_THREADS = 384, 64
 MAX_WORKERS = 160
-SHARED = (
-    3 * 2 * SIZE * KEYS + 224 + 1552 + 2048 + 1024
-)  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
+# Bytes: queries and two tiles, barriers, notes; 1 KiB to align them
+SHARED = 3 * 2 * SIZE * KEYS + 224 + 1552 + 2048 + 1024
 LOG2E = 1.4426950408889634
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
 TYPES = (_M, _M, *[_P] * 8, ctypes.c_longlong, *[_I] * 8, _F, _F)
@@ -51,10 +51,9 @@ class Plan(NamedTuple):
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
-            "--std=c++17", f"-DBOX={self.box}", 
-            f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",  
-            f"-DTWICE={self.twice}", f"-DFIRST={self.first}",
-            f"-DPREFETCH={self.prefetch}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
+            f"-DTWICE={self.twice}", f"-DFIRST={self.first}", f"-DPREFETCH={self.prefetch}",
+            f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
@@ -102,7 +101,7 @@ def plan(q: torch.Tensor, kv_cache: torch.Tensor, sparse: bool = False, **params
     """Return the constants for a call."""
     box = KEYS if sparse else next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0)
     # Blocks of up to 64 heads wait for memory; with more heads they multiply longer than they wait
-    params = (dict(twice=1) if q.shape[1] <= HEADS else dict(prefetch=1)) | params
+    params = {"twice" if q.shape[1] <= HEADS else "prefetch": 1, **params}
     return Plan(box, q.dtype == torch.bfloat16, sparse, **params)
 
 
@@ -123,7 +122,7 @@ def supports_sparse(
 ) -> str | None:  # fmt: skip
     """Return why the kernel does not support this call of mla_sparse, None if it does."""
     if max_seqlen_q != 1 or len(q) != len(block_table):
-        return "the kernel is for decodes: one query per sequence, without padding"
+        return ForOthers("it is for decodes: one query per sequence, without padding")
     if indices.dtype != torch.int32 or not indices.is_contiguous():
         return f"indices are {indices.dtype} with strides {tuple(indices.stride())}, not contiguous int32"
     rest = (seq_lens, block_table, 0, scale, head_size_v, k_scale)

@@ -171,8 +171,8 @@ mla_sparse = define(
         *q.shape[:2], head_size_v
     ),
     providers=(
-        Provider("triton", _triton, supports=_supports_triton, out=True),
         Provider("cuda", mla_decode_cuda.decode_sparse, supports=mla_decode_cuda.supports_sparse, out=True),
+        Provider("triton", _triton, supports=_supports_triton, out=True),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )

@@ -48,7 +48,7 @@ inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f;
 // Of a tensor map: its address, rows, blocks, strides of rows and of blocks, rows and pieces of 64 channels of a box.
 static void copy(uint32_t to, const unsigned long long* map, int row, int piece, int block, uint32_t barrier) {
     const int rows = map[5], pieces = map[6];
-    if (block < 0 || block >= (int)map[2] || row >= (int)map[1] || piece + pieces > 9) fail("a copy outside of the tensor");
+    if (block < 0 || block >= (int)map[2] || row >= (int)map[1] || piece + pieces > 9) fail("a copy of nothing");
     for (int i = 0; i < 64 * rows * pieces; i++) {
         const int r = row + i / 64 % rows, c = 64 * (piece + i / 64 / rows) + i % 64;
         const uint16_t v = r < (int)map[1] ? ((const uint16_t*)map[0])[block * map[4] + r * map[3] + c] : 0;
