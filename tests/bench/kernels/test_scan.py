@@ -20,8 +20,7 @@ OWN = {
     "attention/fa3.py": {"dynamic-code", "fallback", "inspection", "patching"},
     "attention/flashinfer.py": {"baseline-library", "pointer-cache"},  # keeps plans for a batch of the host
     "linear/linear.py": {"pointer-cache"},  # finds the copy of a weight that oneDNN packed
-    "linear/linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},
-    "linear/linear_fp8_libraries.py": {"baseline-library", "dynamic-code"},
+    "linear/linear_fp8_libraries.py": {"baseline-library", "dynamic-code", "fallback"},
     "moe/expert_libraries.py": {"dynamic-code"},
     "kit/libraries.py": {"baseline-library"},
     # CUDA C++, read from the package and launched by the driver
