@@ -262,6 +262,7 @@ SPEC = OpSpec(
         _case("gate_up_32", 32, 4096, 28672, weight=32, tag="model"),
         _case("gate_up_2k", 2048, 4096, 28672, tag="model"),
         _case("tokens_63", 63, 256, 130, bias=True),
+        _case("tiles_19", 19, 640, 208, bias=True),
         _case("half_5", 5, 288, 48, "float16"),
         _case("float32", 7, 192, 17, "float32", bias=True),
         _case("one", 1, 32, 1),

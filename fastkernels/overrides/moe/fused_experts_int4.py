@@ -363,6 +363,7 @@ SPEC = OpSpec(
         _odd("odd_63", 63, 5, 2, 64, 96, 32, "bfloat16"),
         _odd("zeros_33", 33, 12, 3, 128, 64, 64, "float16", zeros=True),
         _odd("channel", 9, 3, 1, 96, 160, 0, zeros=True),
+        _odd("rows_19", 19, 9, 2, 256, 128, 128, "bfloat16", elsewhere=True, zeros=True),
         _odd("few", 2, 40, 3, 96, 32, 32),
         _odd("elsewhere", 19, 7, 3, 64, 160, 32, elsewhere=True),
         _odd("one", 1, 1, 1, 32, 32, 32),

@@ -271,6 +271,7 @@ SPEC = OpSpec(
         ),
         _odd("odd_63", 63, 5, 2, 64, 80, "bfloat16"),
         _odd("elsewhere", 19, 7, 3, 64, 48, "float16", elsewhere=True),
+        _odd("rows_19", 19, 9, 2, 160, 96, "bfloat16", elsewhere=True),
         _odd("few", 2, 40, 3, 96, 32),
         _odd("one", 1, 1, 1, 16, 16),
         _odd("none", 0, 4, 2, 64, 64),

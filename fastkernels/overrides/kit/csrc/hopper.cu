@@ -105,10 +105,11 @@ constexpr u32 ONE = BF16 ? 0x43004300u : 0x64006400u;
 
 __device__ __forceinline__ u32 difference(u32 two, u32 mask, u32 zero) {  // q - z of both
     u32 v;
+    asm(
 #if BF16
-    asm("sub.rn.bf16x2 %0, %1, %2;"
+        "sub.rn.bf16x2 %0, %1, %2;"
 #else
-    asm("sub.rn.f16x2 %0, %1, %2;"
+        "sub.rn.f16x2 %0, %1, %2;"
 #endif
         : "=r"(v) : "r"((two & mask) | ONE), "r"(zero));
     return v;
