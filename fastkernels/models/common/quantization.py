@@ -258,6 +258,8 @@ def _compressed_tensors(f: _Fields) -> Scheme:
     targets = () if "Linear" in targets else targets
     name = "compressed-tensors"
     made = partial(Scheme, name, layout=name, skipped=f.names("ignore"), targets=targets)
+    if group.raw.get("format") is not None:  # instead of the one of all groups
+        f = group
     if kind == "int":
         group.absent("input_activations")
         f.one_of("format", "pack-quantized", default="pack-quantized")

@@ -310,7 +310,7 @@ def _ternary_tensors(scheme: Scheme) -> Tensors:
     if scheme.layout == "online":
         return {"weight": (("weight", _rounded), ("weight_scale", _mean))}
     divides = scheme.layout == "bitlinear"
-    scale = (("weight_scale", lambda t: t.float().reciprocal() if divides else t),)
+    scale = (("weight_scale", (lambda t: _reciprocal(t.float())) if divides else same),)
     return {"weight": (("weight", _quarters),), "weight_scale": scale}
 
 
@@ -319,6 +319,12 @@ def _of_dtype(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype != dtype:
         raise ValueError(f"its dtype is {tensor.dtype}, not {dtype}")
     return tensor
+
+
+def _reciprocal(divisor: torch.Tensor) -> torch.Tensor:
+    if not divisor.is_meta and divisor.eq(0).any():
+        raise ValueError("weights are divided by it, and it is 0")
+    return _one(divisor).reciprocal()
 
 
 def _nvfp4_scale(scale: torch.Tensor) -> torch.Tensor:
@@ -334,7 +340,7 @@ def _nvfp4_tensors(scheme: Scheme) -> Tensors:
     if scheme.layout == "modelopt":
         factor = (("weight_factor", _one),)
         return {"weight": weight, **scale, "weight_scale_2": factor, "input_scale": ()}
-    divisor = (("weight_factor", lambda t: _one(t).reciprocal()),)
+    divisor = (("weight_factor", _reciprocal),)
     return {"weight_packed": weight, "weight_global_scale": divisor, **scale, "input_global_scale": ()}
 
 
