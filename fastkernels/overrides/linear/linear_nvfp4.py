@@ -113,10 +113,11 @@ def _supports_cuda(
     return int4_linear_cuda.supports_cuda(x, weight, scale, None, bias)
 
 
-def _cuda(
+def linear_nvfp4_cuda(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_factor: torch.Tensor,
     bias: torch.Tensor | None = None, **params: Any,
 ) -> torch.Tensor:  # fmt: skip
+    """params: the last ones of int4_linear_cuda's plan."""
     check(x, weight, weight_scale, weight_factor, bias)
     how = (UNIT, False, bias is not None, True, False)
     return int4_linear_cuda.run(x, weight, weight_scale, weight_factor, bias, *how, fp4=True, **params)
@@ -215,7 +216,7 @@ linear_nvfp4 = define(
     "linear_nvfp4(Tensor x, Tensor weight, Tensor weight_scale, Tensor weight_factor, Tensor? bias=None) -> Tensor",
     fake=_fake,
     providers=(
-        Provider("cuda", _cuda, devices=("cuda",), supports=_supports_cuda),
+        Provider("cuda", linear_nvfp4_cuda, devices=("cuda",), supports=_supports_cuda),
         Provider("triton", linear_nvfp4_cublas, devices=("cuda",), supports=supports_cublas),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", reference, devices=("cuda", "cpu")),
