@@ -291,9 +291,10 @@ def _torch(
         if not 0 <= expert < w1.shape[0]:
             continue
         tokens, choice = torch.where(ids == expert)
-        both = F.linear(hidden_states[tokens], _floats(w1, w1_scale, w1_zero, expert, acc).to(dtype))
-        y = F.linear(silu_and_mul.run(both), _floats(w2, w2_scale, w2_zero, expert, acc).to(dtype))
-        out.index_add_(0, tokens, y.to(acc) * topk_weights[tokens, choice, None].to(acc))
+        # In float32: the error of rounded weights is as large as a small result.
+        both = F.linear(hidden_states[tokens].to(acc), _floats(w1, w1_scale, w1_zero, expert, acc)).to(dtype)
+        y = F.linear(silu_and_mul.run(both).to(acc), _floats(w2, w2_scale, w2_zero, expert, acc))
+        out.index_add_(0, tokens, y * topk_weights[tokens, choice, None].to(acc))
     return out.to(dtype)
 
 

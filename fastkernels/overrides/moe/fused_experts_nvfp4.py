@@ -18,7 +18,6 @@ from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.linear.linear_nvfp4 import GROUP, decoded, dequantize_nvfp4
-from fastkernels.overrides.moe import fused_experts as dense
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.cases import (
     AXES,
@@ -29,6 +28,7 @@ from fastkernels.overrides.moe.cases import (
     per_expert,
     routing,
 )
+from fastkernels.overrides.moe.fused_experts import fused_experts, local_ids
 from fastkernels.overrides.moe.sorted_pairs import sorts
 
 T = torch.Tensor
@@ -50,7 +50,7 @@ def reference(
     """
     check(hidden_states, w1, w2, w1_scale, w2_scale, w1_factor, w2_factor, topk_weights, topk_ids)
     acc = torch.promote_types(hidden_states.dtype, torch.float32)
-    x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), dense.local_ids(topk_ids, expert_map)
+    x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
     out = torch.zeros_like(x)
     for e in range(w1.shape[0]):
         factor = torch.where(ids == e, weights, 0).sum(1, keepdim=True)
@@ -187,7 +187,7 @@ def _dense(
         dequantized(w, scale, factor, hidden_states.dtype)
         for w, scale, factor in ((w1, w1_scale, w1_factor), (w2, w2_scale, w2_factor))
     )
-    return dense.fused_experts.run(hidden_states, *made, topk_weights, topk_ids, expert_map, False)
+    return fused_experts.run(hidden_states, *made, topk_weights, topk_ids, expert_map, False)
 
 
 def _torch(
@@ -196,15 +196,19 @@ def _torch(
 ) -> T:  # fmt: skip
     """Run the experts one after another on their own rows. It reads the ids on the host, so it is for the CPU only."""
     check(hidden_states, w1, w2, w1_scale, w2_scale, w1_factor, w2_factor, topk_weights, topk_ids)
-    ids, dtype = dense.local_ids(topk_ids, expert_map), hidden_states.dtype
-    out = torch.zeros(hidden_states.shape, dtype=torch.promote_types(dtype, torch.float32))
+    ids, dtype = local_ids(topk_ids, expert_map), hidden_states.dtype
+    acc = torch.promote_types(dtype, torch.float32)
+    out = torch.zeros(hidden_states.shape, dtype=acc)
     for e in ids.unique().tolist():
         if not 0 <= e < w1.shape[0]:
             continue
         tokens, choice = torch.where(ids == e)
-        both = hidden_states[tokens] @ dequantize_nvfp4(w1[e], w1_scale[e], w1_factor[e], dtype).t()
-        y = silu_and_mul.run(both) @ dequantize_nvfp4(w2[e], w2_scale[e], w2_factor[e], dtype).t()
-        out.index_add_(0, tokens, y.to(out.dtype) * topk_weights[tokens, choice, None].to(out.dtype))
+        both = hidden_states[tokens].to(acc) @ dequantize_nvfp4(w1[e], w1_scale[e], w1_factor[e], acc).t()
+        y = (
+            silu_and_mul.run(both.to(dtype)).to(acc)
+            @ dequantize_nvfp4(w2[e], w2_scale[e], w2_factor[e], acc).t()
+        )
+        out.index_add_(0, tokens, y * topk_weights[tokens, choice, None].to(acc))
     return out.to(dtype)
 
 
@@ -273,6 +277,7 @@ SPEC = OpSpec(
         _odd("elsewhere", 19, 7, 3, 64, 48, "float16", elsewhere=True),
         _odd("rows_19", 19, 9, 2, 160, 96, "bfloat16", elsewhere=True),
         _odd("few", 2, 40, 3, 96, 32),
+        _odd("all", 70, 2, 2, 64, 32),
         _odd("one", 1, 1, 1, 16, 16),
         _odd("none", 0, 4, 2, 64, 64),
     ),
