@@ -110,9 +110,9 @@ FORMATS = {
     ),
     "nvfp4": Format("llama-3.1-8b", NVFP4, 32),
     "bitnet": Format("bitnet-b1.58-2b-4t", TERNARY, 30, hosts=(OURS,)),  # vLLM has no BitNet model
-    "fp8-block-experts": Format("qwen3-30b-a3b", BLOCKS, 12),
-    "int4-experts": Format("qwen3-30b-a3b", compressed("pack-quantized", INT4, None), 12),
-    "nvfp4-experts": Format("qwen3-30b-a3b", NVFP4, 12),
+    "fp8-block-experts": Format("qwen3-30b-a3b", BLOCKS, 24),
+    "int4-experts": Format("qwen3-30b-a3b", compressed("pack-quantized", INT4, None), 24),
+    "nvfp4-experts": Format("qwen3-30b-a3b", NVFP4, 24),
 }  # fmt: skip
 
 

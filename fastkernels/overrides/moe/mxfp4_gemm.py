@@ -78,9 +78,11 @@ def plan(k: int, topk: int, is_sorted: bool, glu: int, **params: int) -> Plan:
     if params.get("form", MXFP4) == MXFP4:
         # For GPT-OSS-20B's matrices on an H100, 2026-11-27: the fastest of 16 sets at one token and of 20 at 32.
         own = {"rows": 5, "parts": 2} if is_sorted else {"rows": 3, "parts": 3}
+    elif is_sorted:
+        # For Qwen3-30B's matrices in int4 on an H100, 2026-11-28: of 18 sets at 32 tokens, and the next ones.
+        own = {"rows": 6, "parts": 1, "ahead": 4}
     else:
-        steps = cdiv(k, 128)
-        own = {"rows": 4, "parts": 2} if is_sorted else {"rows": 2, "parts": 4 if steps >= 12 else 2}
+        own = {"rows": 2, "parts": 4, "ahead": 2} if cdiv(k, 128) >= 12 else {"rows": 4, "parts": 2, "ahead": 4}
     return Plan(k, topk, int(glu), not glu, is_sorted, **{**own, **params})
 
 
