@@ -70,7 +70,7 @@ class Plan(NamedTuple):
         )  # fmt: skip
 
 
-def plan(k: int, topk: int, is_sorted: bool, glu: int, **params: int) -> Plan:
+def plan(k: int, topk: int, is_sorted: bool, glu: int, **params: Any) -> Plan:
     """Return the plan of a product, with SwiGLU (glu: its kind) or weighted by the pairs.
 
     params  fields from `rows` on
@@ -82,7 +82,9 @@ def plan(k: int, topk: int, is_sorted: bool, glu: int, **params: int) -> Plan:
         # For Qwen3-30B's matrices in int4 on an H100, 2026-11-28: of 18 sets at 32 tokens, and the next ones.
         own = {"rows": 6, "parts": 1, "ahead": 4}
     else:
-        own = {"rows": 2, "parts": 4, "ahead": 2} if cdiv(k, 128) >= 12 else {"rows": 4, "parts": 2, "ahead": 4}
+        own = (
+            {"rows": 2, "parts": 4, "ahead": 2} if cdiv(k, 128) >= 12 else {"rows": 4, "parts": 2, "ahead": 4}
+        )
     return Plan(k, topk, int(glu), not glu, is_sorted, **{**own, **params})
 
 
@@ -136,6 +138,7 @@ def unavailable(device: torch.device) -> str | None:
     return no_hopper(COMMON, device) or no_hopper(SOURCE, device)
 
 
+Matrix = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # weights, scales and more of experts
 loaded: set[tuple[torch.device, tuple[Any, ...]]] = set()  # plans of both CUDA C++ kernels
 
 
@@ -178,7 +181,7 @@ def mxfp4_gemm(
 
 
 def mlp(
-    x: torch.Tensor, first: tuple[Any, ...], second: tuple[Any, ...], weights: torch.Tensor, ids: torch.Tensor,
+    x: torch.Tensor, first: Matrix, second: Matrix, weights: torch.Tensor, ids: torch.Tensor,
     expert_map: torch.Tensor | None, plans: list[Plan],
 ) -> torch.Tensor:  # fmt: skip
     """Return the sums over experts of an MLP with SiLU. first, second: w, scales and more of `mxfp4_gemm`."""
