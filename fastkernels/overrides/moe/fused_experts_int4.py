@@ -231,14 +231,17 @@ def _plans(
 ) -> list[few.Plan]:
     """Return the plans of both products in CUDA C++."""
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
-    is_sorted, found = sorts(ids.numel(), experts, expert_map), []
-    for w, scale, topk, glu in ((w1, w1_scale, ids.shape[1], 2), (w2, w2_scale, 1, 0)):
-        k, half = 2 * w.shape[2], scale.dtype == torch.float16
-        group = k // scale.shape[2]
-        found.append(
-            few.plan(k, topk, is_sorted, glu, form=few.INT4, group=group, zero=zeros, half_scales=half)
-        )
-    return found
+    is_sorted = sorts(ids.numel(), experts, expert_map)
+
+    def make(tokens: int) -> list[few.Plan]:
+        found = []
+        for w, scale, topk, glu in ((w1, w1_scale, ids.shape[1], 2), (w2, w2_scale, 1, 0)):
+            k, half = 2 * w.shape[2], scale.dtype == torch.float16
+            more = {"group": k // scale.shape[2], "zero": zeros, "half_scales": half, "tokens": tokens}
+            found.append(few.plan(k, topk, is_sorted, glu, form=few.INT4, **more))
+        return found
+
+    return few.fitting(make)
 
 
 def _supports_cuda(

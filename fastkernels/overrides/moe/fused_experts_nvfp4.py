@@ -97,10 +97,13 @@ def check(
 def _plans(ids: T, w1: T, w2: T, expert_map: T | None) -> list[few.Plan]:
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
     is_sorted = sorts(ids.numel(), experts, expert_map)
-    return [
-        few.plan(2 * w.shape[2], topk, is_sorted, glu, form=few.NVFP4)
-        for w, topk, glu in ((w1, ids.shape[1], 2), (w2, 1, 0))
-    ]
+    products = ((w1, ids.shape[1], 2), (w2, 1, 0))
+    return few.fitting(
+        lambda tokens: [
+            few.plan(2 * w.shape[2], topk, is_sorted, glu, form=few.NVFP4, tokens=tokens)
+            for w, topk, glu in products
+        ]
+    )
 
 
 def _supports_cuda(
@@ -270,7 +273,7 @@ SPEC = OpSpec(
     op=fused_experts_nvfp4,
     cases=(
         *(
-            Case(f"qwen3_{n}", {"tokens": n, **QWEN3_30B}, "bfloat16", tags=("model",))
+            Case(f"decode_{n}", {"tokens": n, **QWEN3_30B}, "bfloat16", tags=("model",))
             for n in (1, 32, 256, 4096)
         ),
         _odd("odd_63", 63, 5, 2, 64, 80, "bfloat16"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from fastkernels.overrides.moe.sorted_pairs import Sorted, sort_pairs
 
 FOLDER = Path(__file__).parent / "csrc"
 COMMON, SOURCE = FOLDER / "mxfp4.cu", FOLDER / "mxfp4_gemm.cu"
-TOKENS = 8  # pairs of a block
+TOKENS = 8  # pairs of a block, at most
 MOST_ROWS = 8  # average pairs per expert; with more, larger tiles decode less often
 SHARED = 227 * 1024  # bytes of shared memory of a block
 MXFP4, INT4, NVFP4 = 0, 1, 2  # Plan.form
@@ -42,6 +43,7 @@ class Plan(NamedTuple):
     group: int = 128
     zero: bool = False
     half_scales: bool = False
+    tokens: int = 8
 
     @property
     def threads(self) -> int:
@@ -51,7 +53,7 @@ class Plan(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of shared memory: activations, later the sums of parts."""
-        activations = 8 * (256 * cdiv(self.k, 128) + 64)
+        activations = self.tokens * (256 * cdiv(self.k, 128) + 64)
         of_row = (self.k // 32, 2 * self.k // self.group, self.k // 16)[self.form]
         halves = self.glu == 2
         regions = (2 if halves else 1) * (2 if self.form == INT4 and self.zero else 1)
@@ -66,7 +68,7 @@ class Plan(NamedTuple):
             f"-DWEIGHTED={int(self.weighted)}", f"-DSORTED={int(self.sorted)}", f"-DROWS={self.rows}",
             f"-DPARTS={self.parts}", f"-DAHEAD={self.ahead}", f"-DRESIDENT={self.resident}",
             f"-DFORM={self.form}", f"-DGROUP={self.group}", f"-DHAS_ZERO={int(self.zero)}",
-            f"-DHALF_SCALES={int(self.half_scales)}",
+            f"-DHALF_SCALES={int(self.half_scales)}", f"-DTOKENS={self.tokens}",
         )  # fmt: skip
 
 
@@ -80,12 +82,21 @@ def plan(k: int, topk: int, is_sorted: bool, glu: int, **params: Any) -> Plan:
         own = {"rows": 5, "parts": 2} if is_sorted else {"rows": 3, "parts": 3}
     elif is_sorted:
         # For Qwen3-30B's matrices in int4 on an H100, 2026-11-28: of 18 sets at 32 tokens, and the next ones.
-        own = {"rows": 6, "parts": 1, "ahead": 4}
+        own = {"rows": 6, "parts": 1 if k < 8192 else 2, "ahead": 4}
     else:
         own = (
             {"rows": 2, "parts": 4, "ahead": 2} if cdiv(k, 128) >= 12 else {"rows": 4, "parts": 2, "ahead": 4}
         )
+    own["tokens"] = params.pop("tokens", TOKENS) if is_sorted else 1
     return Plan(k, topk, int(glu), not glu, is_sorted, **{**own, **params})
+
+
+def fitting(make: Callable[[int], list[Plan]]) -> list[Plan]:
+    """Return make(tokens of a block) with the most tokens for which the plans fit shared memory, if any does."""
+    for tokens in (TOKENS, 4, 2):
+        if too_large(*(plans := make(tokens))) is None:
+            return plans
+    return plans
 
 
 def unsuitable(
@@ -189,6 +200,6 @@ def mlp(
     if ids.numel() == 0 or first[0].numel() == 0:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     experts = first[0].shape[0] if expert_map is None else expert_map.numel()
-    pairs = sort_pairs(ids, experts, expert_map, TOKENS)
+    pairs = sort_pairs(ids, experts, expert_map, plans[0].tokens)
     inner = mxfp4_gemm(x.clone() if x.data_ptr() % 16 else x, *first, pairs, plans[0])
     return sum_over_experts(mxfp4_gemm(inner, *second, pairs, plans[1], weights), ids, experts, expert_map)

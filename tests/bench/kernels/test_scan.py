@@ -34,6 +34,7 @@ OWN = {
     "rope/rotary_emb_cpp.py": {"native-library"},
     "kit/selection.py": {"files"},  # weights of the selection model
     "linear/int4_linear_cuda.py": {"native-library"},
+    "linear/linear_ternary.py": {"native-library"},
     "linear/skinny_linear_cuda.py": {"native-library"},
     "attention/attention_decode_cuda.py": {"native-library"},
     "linear/wgmma_linear_cuda.py": {"native-library"},

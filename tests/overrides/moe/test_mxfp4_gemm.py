@@ -172,7 +172,7 @@ def test_triton_experts_match_float64(more: tuple[str, ...]) -> None:
     [
         # several blocks of an expert, the last tile within the one before it
         (11, 2, 3, 80, 256, 2, "int4", 128, True, {"rows": 2, "parts": 2}),
-        (11, 2, 3, 72, 384, 0, "int4", 384, False, {"rows": 1, "parts": 2}),
+        (11, 2, 3, 72, 384, 0, "int4", 384, False, {"rows": 1, "parts": 2, "tokens": 4}),
         (1, 3, 16, 48, 384, 2, "int4", 128, False, {}),  # pairs are not sorted
         (1, 3, 16, 40, 1152, 0, "int4", 128, True, {"rows": 2, "parts": 2, "ahead": 2}),
         (7, 2, 5, 80, 480, 2, "nvfp4", 32, False, {"rows": 3, "parts": 2}),
@@ -186,7 +186,8 @@ def test_emulated_product_of_other_formats_matches_float64(
     g = torch.Generator().manual_seed(tokens + n)
     w, _, _, ids = _data(tokens, topk, experts, n, k)
     x = torch.randn(tokens if glu else tokens * topk, k, generator=g).bfloat16()
-    weights, pairs = torch.rand(tokens * topk, generator=g), sort_pairs(ids, experts, None, few.TOKENS)
+    weights = torch.rand(tokens * topk, generator=g)
+    pairs = sort_pairs(ids, experts, None, params.get("tokens", few.TOKENS))
     if form == "int4":
         scales = (torch.rand(experts, n, k // group, generator=g) * 0.2 * k**-0.5).to(
             torch.float16 if zeros else torch.bfloat16
@@ -212,3 +213,16 @@ def test_emulated_product_of_other_formats_matches_float64(
         gate, up = want.chunk(2)
         want = torch.nn.functional.silu(gate) * up if glu else want * weights[pair].double()
         torch.testing.assert_close(got[pair].double(), want, rtol=0.01, atol=0.002)
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(2048, 8), (14336, 4), (28672, 2), (65536, 0)])
+def test_blocks_of_wide_matrices_have_fewer_tokens(width: int, tokens: int) -> None:
+    found = few.fitting(
+        lambda tokens: [few.plan(k, 2, True, 0, form=few.INT4, tokens=tokens) for k in (4096, width)]
+    )
+    reason = few.too_large(*found)
+    assert (
+        [p.tokens for p in found] == [tokens] * 2 if tokens else f"{width} weights do not fit" in str(reason)
+    )
+    assert (reason is None) == (tokens > 0)
+    assert few.plan(width, 2, False, 0, form=few.INT4).tokens == 1

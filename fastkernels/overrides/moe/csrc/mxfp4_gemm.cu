@@ -1,6 +1,6 @@
 // Grouped matrix product of few rows per expert with 4-bit weights on Hopper: bf16 activations, float32 sums.
 //
-// A block multiplies 16 ROWS rows of an expert's matrix by up to 8 tokens. The weight is the left operand of the tensor
+// A block multiplies 16 ROWS rows of an expert's matrix by up to TOKENS tokens. The weight is the left operand of the tensor
 // cores (m16), and tokens are their n8. Lanes read 32 adjacent weights of two rows, which are one block of the format, from
 // memory into registers, AHEAD steps early, and turn them into bfloat16 there: weights never pass through shared memory.
 // The order of the k axis is free if both operands share it: quad i of a step of 128 has weights 32 i to 32 i + 31.
@@ -15,7 +15,8 @@
 //      with HAS_ZERO their zero points, 8 bits
 //   2  NVFP4: a scale in e4m3 for 16 weights; more: the factor of each row, float32
 //
-// Compile-time constants: K (a multiple of 32), TOPK (pairs of one row of a), ROWS (tiles of 16 rows of a block), PARTS
+// Compile-time constants: K (a multiple of 32), TOKENS (8, fewer with a large K, 1 if pairs are not sorted), TOPK (pairs of
+// one row of a), ROWS (tiles of 16 rows of a block), PARTS
 // (warps that divide the steps of a tile among themselves), AHEAD (steps), RESIDENT (blocks per SM), GLU (1: rows 2 i and
 // 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU; 2: rows i and n / 2 + i, and the result is
 // that of silu_and_mul), WEIGHTED (rows of the result are multiplied by the pairs' weights), SORTED (pairs are sorted;
@@ -32,7 +33,7 @@ constexpr int HEIGHT = HALVES ? 8 : 16, REGIONS = (HALVES ? 2 : 1) * (INTEGERS &
 constexpr int SCALES = (HEIGHT * ROWS * OF_ROW + 30) / 16;  // 16-byte words of a region
 constexpr int TOGETHER = WARPS % 4 == 0 ? 4 : WARPS % 3 == 0 ? 3 : WARPS % 2 == 0 ? 2 : 1;  // warps that load a token
 constexpr int EACH = ((STEPS + 1) / 2 + TOGETHER - 1) / TOGETHER;  // 16-byte words of it for each of their lanes
-static_assert(K % 32 == 0 && AHEAD >= 1, "what lanes hold");
+static_assert(K % 32 == 0 && AHEAD >= 1 && TOKENS <= 8 && (SORTED || TOKENS == 1), "what lanes hold");
 static_assert(!INTEGERS || (GROUP % 128 == 0 && K % GROUP == 0), "a step has one scale");
 
 __device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -53,9 +54,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     if (GLU) kernels_before_end();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     int mine = lane ? n_pairs : block;
-    if (SORTED) mine = lane < 8 ? load_from_l2(pairs + block * 8 + lane) : n_pairs;
+    if (SORTED) mine = lane < TOKENS ? load_from_l2(pairs + block * TOKENS + lane) : n_pairs;
     const int expert = load_from_l2(experts + block), end = SORTED ? load_from_l2(total) : 0;
-    if ((SORTED && block * 8 >= end) || expert < 0 || expert >= count) {
+    if ((SORTED && block * TOKENS >= end) || expert < 0 || expert >= count) {
         if (!GLU) kernels_before_end();  // no kernel ends before those in front of it
         return;
     }
@@ -66,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
         const long long first = matrix + begin + (HALVES && i % 2 ? height : 0);
         return i < (HALVES ? 2 : 1) ? scales + first * OF_ROW : (const unsigned char*)more + first * (OF_ROW / 2);
     };
-    unsigned char* const scale_memory = memory + 8 * PITCH;
+    unsigned char* const scale_memory = memory + TOKENS * PITCH;
     const int row = min(begin + warp / PARTS * HEIGHT, height - HEIGHT) + (GLU == 1 ? 2 * group : group);
     const int other = GLU == 1 ? 1 : HALVES ? height : 8;  // from a lane's row to its other row in the same tile
     const uint4* from = weight + (matrix + row) * BLOCKS + 4 * part + quad;
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     meet();
 
     float acc[4] = {};
-    const unsigned char* tokens = memory + group * PITCH + 16 * quad + 256 * part;
+    const unsigned char* tokens = memory + min(group, TOKENS - 1) * PITCH + 16 * quad + 256 * part;
     int first = 0;  // block of the format in this lane's first slot
 #pragma unroll 1
     for (int turn = 0; turn < TURNS; turn += SLOTS) {
