@@ -184,9 +184,9 @@ def fits(params: dict[str, int], m: int, n: int, k: int, sms: int = 132) -> bool
 
 def supports_cuda(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, most: int = MAX_TOKENS,
 ) -> str | None:  # fmt: skip
-    """Return why the CUDA C++ kernel does not support this call, None if it does."""
+    """Return why the CUDA C++ kernel does not support this call of at most `most` tokens, None if it does."""
     if (reason := no_hopper(SOURCE, x.device)) is not None:
         return reason
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -194,8 +194,8 @@ def supports_cuda(
     k = 2 * weight.shape[1]
     if not k or k % STEP:
         return f"K = {k} is not a multiple of {STEP}"
-    if x.numel() // k > MAX_TOKENS:
-        return f"more than {MAX_TOKENS} tokens"  # without the number: each reason is reported once
+    if x.numel() // k > most:
+        return f"more than {most} tokens"  # without the number: each reason is reported once
     if weight.shape[0] % 16:
         return f"N = {weight.shape[0]} is not a multiple of 16"
     if STEP % (group := k // weight_scale.shape[1]) and group % STEP:
@@ -236,26 +236,26 @@ def run(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bias: torch.Tensor | None,
     *how: Any, **params: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Launch the kernel. how, params: of `plan`, from `group` on; zero: with fp4, the rows' factors."""
+    """Launch the kernel, for each 64 tokens. how, params: of `plan`, from `group` on; zero: with fp4, rows' factors."""
     n, k = weight.shape[0], 2 * weight.shape[1]
     rows = x.reshape(-1, k)
     if rows.stride(1) != 1 or rows.stride(0) % 8:
         rows = rows.contiguous()
-    m = rows.shape[0]
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    if m == 0 or n == 0:
+    if not out.numel():
         return out
-    p = plan(m, n, k, *how, multiprocessors(x.device), **params)
-    partial = taken = None
-    if p.splits > 1:
-        tiles = cdiv(n, 16 * p.height)
-        partial = torch.empty(
-            p.splits * tiles * p.height * p.tiles * 128, dtype=torch.float32, device=x.device
-        )
-        taken = tickets.get(x.device, tiles)
-    tensors = (rows, weight, scale, zero, bias, out, partial, taken)
-    args = (*(None if t is None else t.data_ptr() for t in tensors), m, n, rows.stride(0))
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    _kernel(x.device, p.options, p.shared).launch(p.grid, 32 * p.warps, stream, args, overlap=early)
+    for part, to in zip(rows.split(MAX_TOKENS), out.view(-1, n).split(MAX_TOKENS), strict=True):
+        p = plan(len(part), n, k, *how, multiprocessors(x.device), **params)
+        partial = taken = None
+        if p.splits > 1:
+            tiles = cdiv(n, 16 * p.height)
+            partial = torch.empty(
+                p.splits * tiles * p.height * p.tiles * 128, dtype=torch.float32, device=x.device
+            )
+            taken = tickets.get(x.device, tiles)
+        tensors = (part, weight, scale, zero, bias, to, partial, taken)
+        args = (*(None if t is None else t.data_ptr() for t in tensors), len(part), n, rows.stride(0))
+        _kernel(x.device, p.options, p.shared).launch(p.grid, 32 * p.warps, stream, args, overlap=early)
     return out

@@ -24,6 +24,7 @@ from fastkernels.overrides.linear import int4_linear_cuda
 from fastkernels.overrides.linear.linear_int4 import STEP, UNIT, pack_int4, tiled, unpack_int4, untiled
 
 GROUP = 16  # columns that share a scale
+MOST_TOKENS = 192  # of the CUDA C++ kernel, in parts of 64; more repay dequantized weights
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of 3 bits; the fourth is the sign
 
 
@@ -110,7 +111,7 @@ def _supports_cuda(
     if not weight_factor.is_contiguous() or weight_scale.dtype != FP8:
         return f"weight_factor has strides {weight_factor.stride()}, weight_scale is {weight_scale.dtype}"
     scale = weight_scale.view(torch.bfloat16)  # two in 16 bits
-    return int4_linear_cuda.supports_cuda(x, weight, scale, None, bias)
+    return int4_linear_cuda.supports_cuda(x, weight, scale, None, bias, MOST_TOKENS)
 
 
 def linear_nvfp4_cuda(
