@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from fastkernels.core.forward_context import AttentionMetadata, get_forward_context
 from fastkernels.overrides.attention.attention import PagedAttention
-from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.attention.paged_cache import take_blocks
 from fastkernels.overrides.cache.concat_and_cache_mla import concat_and_cache_mla
 from fastkernels.overrides.latent_attention.mla_decode import mla_decode
+from fastkernels.overrides.latent_attention.mla_expanded import mla_expanded
 from fastkernels.overrides.latent_attention.mla_prefill import mla_prefill
 from fastkernels.overrides.latent_attention.mla_rope_store import mla_rope_store
 from fastkernels.overrides.latent_attention.mla_sparse import mla_sparse
@@ -24,14 +23,12 @@ from fastkernels.overrides.latent_attention.sparse_indexer import chosen
 class Expansion:
     """The plan of a step that expands the keys of its prompts: sequences after the first metadata.num_decodes.
 
-    blocks        [N] of the cache, sequence after sequence
-    block_table   [B', max_blocks] int32: where each sequence has its blocks among those N
-    cu_seqlens_q  [B' + 1] int32, without the tokens of decodes
+    blocks  [N] of the cache, sequence after sequence
+    starts  [B'] int32: the first token of each sequence among those blocks
     """
 
     blocks: torch.Tensor
-    block_table: torch.Tensor
-    cu_seqlens_q: torch.Tensor
+    starts: torch.Tensor
 
 
 class LatentAttention(PagedAttention):
@@ -51,7 +48,7 @@ class LatentAttention(PagedAttention):
 
     kv_cache: tuple[torch.Tensor] | None  # type: ignore[assignment]
     ops: tuple[str, ...] = (
-        "mla_rope_store", "concat_and_cache_mla", "mla_decode", "mla_prefill", "attention_prefill"
+        "mla_rope_store", "concat_and_cache_mla", "mla_decode", "mla_prefill", "mla_expanded"
     )  # fmt: skip
 
     def __init__(
@@ -128,34 +125,23 @@ class LatentAttention(PagedAttention):
 
     def _expanded(self, q: torch.Tensor, m: AttentionMetadata, plan: Expansion) -> torch.Tensor:
         """Decodes in the absorbed form, prompts with expanded keys."""
-        n, lens = m.num_decodes, m.seq_lens[m.num_decodes :]
-        latents = take_blocks(self.kv_cache[0], plan.blocks).to(q.dtype)  # type: ignore[index]
+        n, rank = m.num_decodes, self.kv_lora_rank
+        latents = take_blocks(self.kv_cache[0], plan.blocks).to(q.dtype).flatten(0, 1)  # type: ignore[index]
         latents = latents if self.k_scale == 1.0 else latents * self.k_scale
-        both, rope = (
-            self._kv_b_proj[0](latents[..., : self.kv_lora_rank])[0],
-            latents[..., self.kv_lora_rank :],
-        )
-        both = both.unflatten(-1, (self.num_heads, -1))
-        nope, value = both.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-        key = torch.cat((nope, rope.unsqueeze(2).expand(*nope.shape[:3], -1)), dim=-1)
-        size = key.shape[-1]
-        if size < self.v_head_dim:  # the kernels need keys and values of one size
-            key, query = (F.pad(t, (0, self.v_head_dim - size)) for t in (key, q[n:]))
-        else:
-            value, query = F.pad(value, (0, size - self.v_head_dim)), q[n:]
-        out = attention_prefill(
-            query, key, value.contiguous(), plan.cu_seqlens_q, lens, plan.block_table, m.max_seqlen_q, m.max_seqlen_k,
-            self.scale,
-        )[..., : self.v_head_dim].flatten(1)  # fmt: skip
-        if n == 0:
-            return out
-        decodes = replace(
-            m, seq_lens=m.seq_lens[:n], block_table=m.block_table[:n], max_seqlen_q=1, plan=None,
-            max_seqlen_k=m.max_decode_seqlen_k,
+        both = self._kv_b_proj[0](latents[:, :rank])[0].unflatten(-1, (self.num_heads, -1))
+        out = mla_expanded(
+            q, both, latents[:, rank:], m.cu_seqlens_q[n:], plan.starts, m.seq_lens[n:], m.max_seqlen_q, self.scale,
+            m.padded,
         )  # fmt: skip
-        queries = self._queries(q[:n])
-        queries[..., self.kv_lora_rank :] = q[:n, :, self.qk_nope_head_dim :]
-        return torch.cat((self._absorbed(q[:n], queries, decodes), out))
+        if n:
+            decodes = replace(
+                m, seq_lens=m.seq_lens[:n], block_table=m.block_table[:n], max_seqlen_q=1, plan=None,
+                max_seqlen_k=m.max_decode_seqlen_k,
+            )  # fmt: skip
+            queries = self._queries(q[:n])
+            queries[..., rank:] = q[:n, :, self.qk_nope_head_dim :]
+            self._absorbed(q[:n], queries, decodes, out=out[:n])
+        return out.flatten(1)
 
     def _absorbed(
         self,
@@ -163,23 +149,24 @@ class LatentAttention(PagedAttention):
         queries: torch.Tensor,
         metadata: AttentionMetadata,
         indices: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Queries and results go through kv_b_proj, and the stored latents stay as they are.
 
         q: [T, H, nope + rope], of which `nope` is read; queries: [T, H, rank + rope] with the rotated channels, of
-        which `rank` is written
+        which `rank` is written; out: [T, H, v_head_dim], for the results
         """
         rank, nope = self.kv_lora_rank, self.qk_nope_head_dim
         up = self._kv_b_proj[0].weight.view(self.num_heads, -1, rank)
         torch.bmm(q[..., :nope].transpose(0, 1), up[:, :nope], out=queries[..., :rank].transpose(0, 1))
         if indices is not None:
-            out = self._attend_sparse(queries, indices, metadata)
+            latents = self._attend_sparse(queries, indices, metadata)
         elif metadata.backend is not None:
-            out = metadata.backend.forward(self, queries, None, None, metadata)
+            latents = metadata.backend.forward(self, queries, None, None, metadata)
         else:
-            out = self.attend(queries, metadata)
-        values = q.new_empty(len(q), self.num_heads, self.v_head_dim)
-        torch.bmm(out.transpose(0, 1), up[:, nope:].transpose(1, 2), out=values.transpose(0, 1))
+            latents = self.attend(queries, metadata)
+        values = q.new_empty(len(q), self.num_heads, self.v_head_dim) if out is None else out
+        torch.bmm(latents.transpose(0, 1), up[:, nope:].transpose(1, 2), out=values.transpose(0, 1))
         return values.flatten(1)
 
     def store(self, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: AttentionMetadata) -> None:

@@ -51,7 +51,8 @@ class MlaBackend(AttentionBackend):
         self.name = self._decode.name
 
     def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
-        return metadata_of(self, inputs, block_table, self._expansion(inputs, block_table))
+        padded = inputs.input_ids.shape[0] > int(inputs.host_query_lens.sum())
+        return metadata_of(self, inputs, block_table, self._expansion(inputs, block_table), padded)
 
     def _expansion(self, inputs: Inputs, block_table: torch.Tensor) -> Expansion | None:
         """The plan for expanded keys of this step's prompts; None where latents are less work, or on request."""
@@ -63,26 +64,24 @@ class MlaBackend(AttentionBackend):
             return None  # each query attends to keys of its own
         size = layer.qk_nope_head_dim + layer.head_size - layer.kv_lora_rank
         # Operations for each head: less for a query and a key, more for a key
-        less = layer.head_size + layer.kv_lora_rank - size - max(size, layer.v_head_dim)
+        less = layer.head_size + layer.kv_lora_rank - size - layer.v_head_dim
         more = layer.kv_lora_rank * (layer.qk_nope_head_dim + layer.v_head_dim)
         counts = -(-lens // self._block_size)
         tokens = int(counts.sum()) * self._block_size
-        channels = 3 * max(size, layer.v_head_dim) + layer.qk_nope_head_dim + layer.v_head_dim
+        channels = layer.qk_nope_head_dim + layer.v_head_dim
         if (
             less * int((queries * lens).sum()) < more * tokens
             or tokens * layer.num_heads * channels > MOST_EXPANDED
         ):
             return None
-        device, total, longest = block_table.device, int(counts.sum()), int(counts.max())
+        device, total = block_table.device, int(counts.sum())
         there = (
             inputs.seq_lens[n:] + (self._block_size - 1)
         ) // self._block_size  # without a copy from the host
         starts = there.cumsum(0) - there
         row = torch.repeat_interleave(there, output_size=total)
         column = torch.arange(total, device=device) - starts[row]
-        table = starts[:, None] + torch.arange(longest, device=device)
-        blocks = block_table[n:].long()[row, column]
-        return Expansion(blocks, table.clamp_(max=total - 1).int(), inputs.cu_seqlens_q[n:] - n)
+        return Expansion(block_table[n:].long()[row, column], (starts * self._block_size).int())
 
     def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
         if self.name == "reference":
