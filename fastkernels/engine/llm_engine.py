@@ -31,7 +31,7 @@ from fastkernels.models.common.plan import plan
 
 
 def _least_tokens(config: Any) -> int:
-    """The tokens of a shortened step. A mixture reads all its experts, and multiplies each token with a part of them."""
+    """The tokens of a shortened step. A mixture reads all its experts; each token is multiplied with few of them."""
     made = plan(config)
     return LEAST_TOKENS * max(made.weight_bytes // made.read_bytes, 1)
 

@@ -77,7 +77,7 @@ BLOCKS = {
 
 @dataclass(frozen=True)
 class Format:
-    """A model's shapes and its quantization; None: bf16. layers: measured by default; fields: that differ or are more."""
+    """A model's shapes and its quantization (None: bf16). layers: measured by default; fields: of the config, that differ."""
 
     model: str
     quantization: dict[str, Any] | None
@@ -223,8 +223,12 @@ class Pair:
         for process in self.processes:
             for load in self.loads:
                 found = []
-                for run, tokens in enumerate((1, 1, 1 + TRACED)):  # the profiler's own start is in the first run
-                    prompts = prompts_of(f"{self.name} {run} {load}", load.requests, load.input_len, self.vocab)
+                for run, tokens in enumerate(
+                    (1, 1, 1 + TRACED)
+                ):  # the profiler's own start is in the first run
+                    prompts = prompts_of(
+                        f"{self.name} {run} {load}", load.requests, load.input_len, self.vocab
+                    )
                     process.tell({"prompts": prompts, "output_len": tokens, "arrivals": True, "traced": True})
                     found.append(process.answer(self.options.timeout))
                 _, prompt, both = found
@@ -293,7 +297,9 @@ def main() -> None:
         "--together", type=int, default=1, help="formats whose engines start at once (default: 1)"
     )
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each load, after one more")
-    parser.add_argument("--kernels", action="store_true", help="write kernels.jsonl: launches and time of each kernel")
+    parser.add_argument(
+        "--kernels", action="store_true", help="write kernels.jsonl: launches and time of each kernel"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a start or a run")
     options = parser.parse_args()
     names = [name for name in options.formats.split(",") if name]

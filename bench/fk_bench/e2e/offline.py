@@ -220,10 +220,13 @@ class Toggled:
         return found
 
     def _call(self, action: str) -> list[dict[str, Any]]:
-        if self.host == "fastkernels":  # in this process
+        if self.host == "fastkernels":  # its runner is in this process
             from fk_integrations.core import proof
 
-            return [(proof.stop() if action == "trace_stop" else proof.start(_device())) or {}]
+            if action == "trace_stop":
+                return [proof.stop()]
+            proof.start(_device())
+            return []
         from fastkernels.patch import Request, find_host
 
         replies = find_host(self.engine).call(self.engine, Request(action))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -139,7 +140,8 @@ class DecoderLatentAttention(nn.Module):
                 self.selection.indices = self.indexer(positions, hidden_states, q_latent)
             q, _ = self.q_b_proj(q_latent)
         q = q.view(-1, self.num_heads, a.nope_size + a.rope_size)
-        norm, rope, indices = self.kv_a_layernorm, self.rotary_emb, self.selection.indices
+        norm: Any = self.kv_a_layernorm
+        rope, indices = self.rotary_emb, self.selection.indices
         if self._fuses(latent):
             out = self.attn.from_projections(
                 positions, q, latent, norm.weight, norm.variance_epsilon, rope.cos_sin_cache, rope.is_neox_style,

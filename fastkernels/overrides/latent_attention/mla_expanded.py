@@ -1,12 +1,11 @@
 """Attention of prompts in multi-head latent attention, over keys and values that kv_b_proj has expanded.
 
-Each head has a key [nope; rotary], whose rotary part all heads share, and a value of another size. Both parts of the key
-and the value are read where the projection and the cache have them.
+Each head has a key [nope; rotary], whose rotary part all heads share, and a value of another size. Both parts of the
+key and the value are read where the projection and the cache have them.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.expressions import Expr
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases
-from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.overrides.kit.launch import next_power_of_2, shared_memory
 
 LOG2_E = 1.4426950408889634
+LARGE_TILE = 172_032  # bytes of shared memory of 128 rows and three stages of 64 keys, in 16 bits
 
 
 def reference(
@@ -77,7 +77,9 @@ def _attend_keys(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION) * scale
         if EDGE:
-            scores = tl.where((cols[None, :] <= last[:, None]) & (cols < high)[None, :], scores, float("-inf"))
+            scores = tl.where(
+                (cols[None, :] <= last[:, None]) & (cols < high)[None, :], scores, float("-inf")
+            )
         new_top = tl.maximum(top, tl.max(scores, 1))
         # Before the first key, -inf - -inf would be NaN
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -146,7 +148,13 @@ def _mla_expanded_kernel(
 
 
 def _check(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor) -> None:
-    if q.dim() != 3 or kv.dim() != 3 or k_rope.dim() != 2 or q.shape[1] != kv.shape[1] or len(kv) != len(k_rope):
+    if (
+        q.dim() != 3
+        or kv.dim() != 3
+        or k_rope.dim() != 2
+        or q.shape[1] != kv.shape[1]
+        or len(kv) != len(k_rope)
+    ):
         raise ValueError(
             f"mla_expanded: q [T, H, N + P], kv [K, H, N + V] and k_rope [K, P] do not match: {tuple(q.shape)},"
             f" {tuple(kv.shape)} and {tuple(k_rope.shape)}"
@@ -174,14 +182,6 @@ def _supports_triton(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, *_
     return None
 
 
-@cache
-def _large(device: torch.device) -> bool:
-    """Whether a program may have the shared memory of the larger tile."""
-    if device.type != "cuda":
-        return True
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) >= 172_032
-
-
 def _triton(
     q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, cu_seqlens_q: torch.Tensor, starts: torch.Tensor,
     seq_lens: torch.Tensor, max_seqlen_q: int, scale: float, padded: bool = True,
@@ -195,8 +195,15 @@ def _triton(
     if batch == 0 or max_seqlen_q == 0:
         return out
     sizes = [max(next_power_of_2(n), 16) for n in (nope, rope, value)]
-    fits = q.dtype != torch.float32 and sizes[0] + sizes[2] <= 256 and sizes[1] <= 64 and _large(q.device)
-    block_m, block_n, warps, stages = (128, 64, 8, 3) if fits else (64, 32, 4, 1 if q.dtype == torch.float32 else 2)
+    fits = (
+        shared_memory(q.device) >= LARGE_TILE
+        and q.dtype != torch.float32
+        and sizes[0] + sizes[2] <= 256
+        and sizes[1] <= 64
+    )
+    block_m, block_n, warps, stages = (
+        (128, 64, 8, 3) if fits else (64, 32, 4, 1 if q.dtype == torch.float32 else 2)
+    )
     block_m = min(block_m, max(next_power_of_2(max_seqlen_q), 16))
     _mla_expanded_kernel[((tokens // block_m + batch) * heads,)](
         q, kv, k_rope, out, cu_seqlens_q, starts, seq_lens, *q.stride()[:2], *kv.stride()[:2], k_rope.stride(0),
@@ -225,7 +232,9 @@ mla_expanded = define(
 def _values(call: Call) -> dict[str, torch.Tensor]:
     """Sequences begin at multiples of the block size, as after a gather of their blocks."""
     d, device = call.sizes, call.device
-    counts = torch.tensor([0, *(-(-n // d["block_size"]) * d["block_size"] for n in d["seq_lens"])], device=device)
+    counts = torch.tensor(
+        [0, *(-(-n // d["block_size"]) * d["block_size"] for n in d["seq_lens"])], device=device
+    )
     firsts = torch.tensor([0, *d["q_lens"]], device=device).cumsum(0)
     return {
         "cu_seqlens_q": firsts.to(torch.int32), "starts": counts.cumsum(0)[:-1].to(torch.int32),
@@ -233,12 +242,14 @@ def _values(call: Call) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def _case(name: str, q_lens: list[int], seq_lens: list[int], tag: str, dtype: str = "bfloat16", **dims: Any) -> Case:
+def _case(
+    name: str, q_lens: list[int], seq_lens: list[int], tag: str, dtype: str = "bfloat16", **dims: Any
+) -> Case:
     sizes = {"heads": 16, "nope": 128, "rope": 64, "value": 128, "block_size": 16}
     return Case(name, {"q_lens": q_lens, "seq_lens": seq_lens, **sizes, **dims}, dtype, tags=(tag,))
 
 
-_SMALL = {"heads": 3, "nope": 24, "rope": 16, "value": 20}
+_SMALL: dict[str, Any] = {"heads": 3, "nope": 24, "rope": 16, "value": 20}
 SPEC = OpSpec(
     name="mla_expanded",
     level=1,

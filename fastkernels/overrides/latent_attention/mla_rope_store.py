@@ -213,7 +213,15 @@ def _all_padding(args: list[Any]) -> None:
 
 
 def _case(name: str, tokens: int, tag: str, dtype: str = "bfloat16", weight: float = 1, **dims: Any) -> Case:
-    given = {"tokens": tokens, "heads": 16, "latent": 512, "rope": 64, "block_size": 16, "neox": False, **dims}
+    given = {
+        "tokens": tokens,
+        "heads": 16,
+        "latent": 512,
+        "rope": 64,
+        "block_size": 16,
+        "neox": False,
+        **dims,
+    }
     return Case(name, given, dtype, weight, tags=(tag,))
 
 
@@ -242,7 +250,9 @@ SPEC = OpSpec(
             "kv_cache", "blocks block_size latent+rope", mutated=True,
             bytes="stored * (latent + rope) * itemsize(dtype)",
         ),
-        Tensor("rotated", "tokens heads rope", "kv_dtype", mutated=True, bytes="tokens * heads * rope * itemsize(kv_dtype)"),
+        Tensor(
+            "rotated", "tokens heads rope", "kv_dtype", mutated=True, bytes="tokens * heads * rope * itemsize(kv_dtype)"
+        ),
         Tensor("slot_mapping", "tokens", "slots", values=random_slots),
         Tensor(
             "cos_sin_cache", "max_positions rope", "cache", values=cases.table,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.overrides.cache.store_kvcache import fp8_refusal
-from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2, shared_memory
 from fastkernels.overrides.kit.overlap import follow, overlap
 
 MIN_SPLIT = 256  # keys: a smaller split costs more to combine than it saves
@@ -130,14 +130,6 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-@cache
-def _shared_memory(device: torch.device) -> int:
-    """The bytes that a program may have."""
-    if device.type != "cuda":
-        return WIDE_TILE
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
-
-
 def splits_for(device: torch.device, programs: int, max_seqlen_k: int) -> int:
     """Return the most splits: one program per SM, none under MIN_SPLIT, a power of two."""
     wanted = min(-(-_multiprocessors(device) // programs), -(-max_seqlen_k // MIN_SPLIT), 64)
@@ -174,7 +166,7 @@ def attend(
     block_m, block_n, warps = 16, 16 if q.dtype == torch.float32 else 32, 4
     grid = cdiv(heads, block_m), batch
     if cu_seqlens_q is not None:
-        if q.dtype != torch.float32 and _shared_memory(q.device) >= WIDE_TILE:
+        if q.dtype != torch.float32 and shared_memory(q.device) >= WIDE_TILE:
             block_m, warps = 64, 8
         grid, splits = (len(q) * heads // block_m + batch, 1), 1
     splits = splits or splits_for(q.device, math.prod(grid), max_seqlen_k)

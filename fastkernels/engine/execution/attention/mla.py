@@ -97,7 +97,9 @@ class MlaBackend(AttentionBackend):
         n, layer = step.num_decodes, self._layer
         pairs = int((step.query_lens[n:].astype(np.int64) * step.seq_lens[n:]).sum())
         work = pairs * layer.num_heads * (layer.head_size + layer.kv_lora_rank)
-        return hides_launches or work > MOST_ABSORBED or int(step.seq_lens[:n].max(initial=0)) > LONGEST_DECODE
+        return (
+            hides_launches or work > MOST_ABSORBED or int(step.seq_lens[:n].max(initial=0)) > LONGEST_DECODE
+        )
 
     def forward(
         self,
