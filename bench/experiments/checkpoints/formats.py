@@ -77,7 +77,7 @@ BLOCKS = {
 
 @dataclass(frozen=True)
 class Format:
-    """A model's shapes and its quantization (None: bf16). layers: measured by default; fields: of the config, that differ."""
+    """A model's shapes and its quantization; None: bf16. layers: measured by default; fields: of the config."""
 
     model: str
     quantization: dict[str, Any] | None
