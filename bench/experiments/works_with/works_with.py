@@ -43,7 +43,7 @@ OPS = [
 ]  # fmt: skip
 LATENT = ["mla_decode", "grouped_topk"]  # more ops of models with latent attention
 UNNAMED = {("tp", "vllm")}  # (feature, host) patched without a list of ops, as most users do; others with OPS
-# The ops that a feature runs, besides those of all
+# The ops of a feature, in addition to those of all features
 MORE = {
     "moe": ["fused_experts"], "moe_fp8": ["fused_experts_fp8"], "ep": ["fused_experts"],
     "mla": ["fused_experts", *LATENT],

@@ -6,6 +6,7 @@ key and the value are read where the projection and the cache have them.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fastkernels.core.case import Case
 from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.expressions import Expr
+from fastkernels.core.shapes import near, near_size, varied
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases
 from fastkernels.overrides.kit.launch import next_power_of_2, shared_memory
@@ -230,23 +232,33 @@ mla_expanded = define(
 
 
 def _values(call: Call) -> dict[str, torch.Tensor]:
-    """Sequences begin at multiples of the block size, as after a gather of their blocks."""
+    """Leave unused rows between the sequences, as after a gather of their blocks."""
     d, device = call.sizes, call.device
-    counts = torch.tensor(
-        [0, *(-(-n // d["block_size"]) * d["block_size"] for n in d["seq_lens"])], device=device
-    )
+    lens = torch.tensor(d["seq_lens"], dtype=torch.int64, device=device)
+    gap = (d["rows"] - sum(d["seq_lens"])) // max(len(lens), 1)
     firsts = torch.tensor([0, *d["q_lens"]], device=device).cumsum(0)
-    return {
-        "cu_seqlens_q": firsts.to(torch.int32), "starts": counts.cumsum(0)[:-1].to(torch.int32),
-        "seq_lens": torch.tensor(d["seq_lens"], dtype=torch.int32, device=device),
-    }  # fmt: skip
+    starts = (lens + gap).cumsum(0) - lens - gap
+    return {"cu_seqlens_q": firsts.int(), "starts": starts.int(), "seq_lens": lens.int()}
 
 
 def _case(
     name: str, q_lens: list[int], seq_lens: list[int], tag: str, dtype: str = "bfloat16", **dims: Any
 ) -> Case:
-    sizes = {"heads": 16, "nope": 128, "rope": 64, "value": 128, "block_size": 16}
+    sizes = {"heads": 16, "nope": 128, "rope": 64, "value": 128}
     return Case(name, {"q_lens": q_lens, "seq_lens": seq_lens, **sizes, **dims}, dtype, tags=(tag,))
+
+
+def _draw(case: Case, rng: random.Random) -> dict[str, Any]:
+    d = case.dims
+    like = {**d, "kv_heads": d["heads"], "head_size": d["value"], "block_size": 16}
+    drawn = cases.draw_batch(Case(case.name, like, case.dtype), rng)
+    found = {name: n for name, n in drawn.items() if name in (*d, "rows")}
+    sizes = {name: near_size(d[name], rng) for name in ("nope", "rope", "value")}
+    return {**found, "heads": near(d["heads"], rng), **sizes, **({"rows": None} if "rows" in d else {})}
+
+
+def _vary(case: Case, rng: random.Random) -> Case:
+    return varied(case, lambda: _draw(case, rng), SPEC.bytes_moved, SPEC.flops)
 
 
 _SMALL: dict[str, Any] = {"heads": 3, "nope": 24, "rope": 16, "value": 20}
@@ -258,12 +270,13 @@ SPEC = OpSpec(
     cases=(
         _case("prefill_8x1024", [1024] * 8, [1024] * 8, "model"),
         _case("chunked", [2048, 512], [8192, 4096], "model", heads=128),
-        _case("one", [1], [1], "odd", "float32", heads=1, nope=1, rope=1, value=1, block_size=1),
+        _case("one", [1], [1], "odd", "float32", heads=1, nope=1, rope=1, value=1),
         _case("odd", [5, 1, 9], [5, 17, 31], "odd", **_SMALL),
         _case("half", [3, 70], [40, 170], "odd", "float16", heads=2),
         _case("padding", [5, 1], [5, 17], "odd", "float32", padding=3, **_SMALL),
         _case("empty_sequence", [4, 0, 2], [4, 0, 19], "odd", **_SMALL),
         _case("long", [2, 70], [130, 70], "odd", "float32", **_SMALL),
+        _case("large_value", [9, 20], [9, 33], "odd", heads=2, nope=48, rope=16, value=96),
     ),
     arguments=(
         Tensor("q", "tokens heads nope+rope", bytes="attended * heads * (nope + rope) * itemsize(dtype)"),
@@ -278,14 +291,15 @@ SPEC = OpSpec(
     ),
     outputs=(Tensor("out", "tokens heads value", bytes="attended * heads * value * itemsize(dtype)"),),
     axes={
-        **{name: cases.AXES[name] for name in ("seq_lens", "heads", "block_size", "sequences", "pairs", "keys_read")},
+        **{name: cases.AXES[name] for name in ("seq_lens", "heads", "sequences", "pairs", "keys_read")},
         **cases.RAGGED,
-        "rows": Axis(lambda s: sum(-(-n // s["block_size"]) * s["block_size"] for n in s["seq_lens"]), varies=True),
+        "rows": Axis(lambda s: sum(n + 5 for n in s["seq_lens"]), stated=True),
         "nope": Axis.width(), "rope": Axis.width(), "value": Axis.width(),
         "scale": Axis(Expr("(nope + rope) ** -0.5")),
     },
     values=_values,
     flops="2 * pairs * heads * (nope + rope + value)",
+    vary=_vary,
     activations=("kv",),  # the result is not linear in keys; values dominate its size
     tolerance=cases.TOLERANCE,
 )  # fmt: skip
