@@ -111,10 +111,10 @@ FORMATS = {
     "int4-experts": Format("qwen3-30b-a3b", compressed("pack-quantized", INT4, None), 12),
     "nvfp4-experts": Format("qwen3-30b-a3b", NVFP4, 12),
     "latent-v2-lite": Format("deepseek-v2-lite", None, 27),
-    "latent-moonlight": Format("moonlight-16b-a3b", None, 27, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
-    "latent-fp8-block": Format("deepseek-r1", BLOCKS, 5, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
-    "latent-sparse": Format("deepseek-v3.2", BLOCKS, 5, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
-    "latent-glm": Format("glm-4.7-flash", None, 6, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
+    "latent-moonlight": Format("moonlight-16b-a3b", None, 27),
+    "latent-fp8-block": Format("deepseek-r1", BLOCKS, 5),
+    "latent-sparse": Format("deepseek-v3.2", BLOCKS, 5),
+    "latent-glm": Format("glm-4.7-flash", None, 6),
 }  # fmt: skip
 
 
