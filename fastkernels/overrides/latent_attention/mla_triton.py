@@ -179,8 +179,8 @@ def attend(
         *q.stride()[:2], *kv_cache.stride()[:2], *out.stride()[:2], block_table.stride(0), kv_cache.shape[1], batch,
         heads, rank, size - rank, scale * k_scale, k_scale, RAGGED=cu_seqlens_q is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_P=max(next_power_of_2(size - rank), 16), num_warps=8 if block_m == 64 else 4, num_stages=2,
-        **overlap(q.device, early=False),
+        BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_P=max(next_power_of_2(size - rank), 16),
+        num_warps=8 if block_m == 64 else 4, num_stages=2, **overlap(q.device, early=False),
     )  # fmt: skip
     if splits > 1:
         combine(part, lse, out)
