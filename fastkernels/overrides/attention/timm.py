@@ -14,7 +14,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend
 from fastkernels.overrides.attention.windows import attend_in_windows, position_bias, relative_positions
 from fastkernels.overrides.kit.chips import H100
-from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.kit.modules import changed, product, stacked_products
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
 
@@ -63,15 +63,18 @@ def _with_rope(module: Any, x: torch.Tensor, rope: torch.Tensor | None, dtype: t
     return torch.cat((prefix, patches), dim=2).to(dtype).transpose(1, 2)
 
 
-def _turned(module: Any, qkv: torch.Tensor, rope: torch.Tensor | None) -> Sequence[torch.Tensor]:
-    """Queries, keys and values of qkv [B, N, 3, H, D], the first two normalized and rotated; in one op if possible."""
-    q, k, v = qkv.unbind(2)
+def _turned(module: Any, qkv: torch.Tensor, rope: torch.Tensor | None, of: int = 2) -> Sequence[torch.Tensor]:
+    """Queries, keys and values of qkv, the first two normalized and rotated; in one op if possible.
+
+    qkv: [B, N, 3, H, D], or with of=0 [3, B, N, H, D].
+    """
+    q, k, v = qkv.unbind(of)
     plain = all(
         isinstance(norm, nn.Identity) and not changed(norm) for norm in (module.q_norm, module.k_norm)
     )
     if plain and rope is not None and rope.dim() == 2:
-        both = _with_rope(module, qkv[:, :, :2].flatten(2, 3), rope, v.dtype)
-        return *both.unflatten(2, (2, -1)).unbind(2), v
+        both = _with_rope(module, qkv.narrow(of, 0, 2).flatten(of, of + 1), rope, v.dtype)
+        return *both.unflatten(of, (2, -1)).unbind(of), v
     return *(_with_rope(module, t, rope, v.dtype) for t in (module.q_norm(q), module.k_norm(k))), v
 
 
@@ -266,10 +269,14 @@ def before_projection(
     """Return what the output projection of an Attention, AttentionRope or EvaAttention, ours or the host's, takes."""
     if module.qkv is None:
         layers = (module.q_proj, module.k_proj, module.v_proj)
-        q, k, v = (layer(x).unflatten(-1, (-1, module.head_dim)) for layer in layers)
-        q, k = (_with_rope(module, t, rope, v.dtype) for t in (module.q_norm(q), module.k_norm(k)))
+        found = stacked_products(layers, x)
+        if found is not None:
+            q, k, v = _turned(module, found.unflatten(-1, (-1, module.head_dim)), rope, of=0)
+        else:
+            q, k, v = (layer(x).unflatten(-1, (-1, module.head_dim)) for layer in layers)
+            q, k = (_with_rope(module, t, rope, v.dtype) for t in (module.q_norm(q), module.k_norm(k)))
     else:
-        packed = _packed(module, x) if hasattr(module, "q_bias") else module.qkv(x)
+        packed = _packed(module, x) if hasattr(module, "q_bias") else product(module.qkv, x)
         q, k, v = _turned(module, packed.unflatten(-1, (3, module.num_heads, module.head_dim)), rope)
     attended = module.norm(attend(q, k, v, module.scale, attn_mask, _dropout(module), is_causal))
     gate = getattr(module, "gate", None)  # timm 1.0.27 and later
@@ -279,7 +286,7 @@ def before_projection(
 def _packed(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Queries, keys and values [B, N, 3 * attn_dim]; the three biases are parameters of their own."""
     if module.q_bias is None:
-        return module.qkv(x)
+        return product(module.qkv, x)
     bias = torch.cat((module.q_bias, module.k_bias, module.v_bias))
     if module.qkv_bias_separate:
         return module.qkv(x) + bias

@@ -15,7 +15,13 @@ from fastkernels.core.declaration import Axis, Tensor
 from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.overrides.kit.modules import plain_linear
-from fastkernels.overrides.linear.tiled_linear_cuda import LEAST, RESIDUAL, linear_tiled, supports_tiled
+from fastkernels.overrides.linear.tiled_linear_cuda import (
+    LEAST,
+    RESIDUAL,
+    for_tiles,
+    linear_tiled,
+    supports_tiled,
+)
 
 
 def reference(
@@ -113,9 +119,7 @@ def adds(linear: Any, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     """
     if linear.in_features >= LONG[0] and x.numel() < LONG[1] * x.shape[-1]:
         return False
-    sizes = linear.in_features % 8 == 0 and linear.out_features % 32 == 0 and linear.in_features >= 64
-    many = x.dtype in (torch.float16, torch.bfloat16) and x.numel() >= LEAST * x.shape[-1]
-    return plain_linear(linear, x) and sizes and many and (scale is None or scale.dtype == x.dtype)
+    return plain_linear(linear, x) and for_tiles(linear, x) and (scale is None or scale.dtype == x.dtype)
 
 
 def _case(

@@ -8,6 +8,8 @@ import torch
 
 from fastkernels.overrides.attention.timm import before_projection, only_hosts
 from fastkernels.overrides.block.linear_residual import adds, linear_residual
+from fastkernels.overrides.block.timm import gate_and_up, gated
+from fastkernels.overrides.block.two_linears import fuses_swiglu, not_silu
 from fastkernels.overrides.diffusion.gated_residual import add_residual
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.linear.timm import hidden
@@ -33,16 +35,23 @@ def add_both(
     else:
         x = x + _through(block.attn(y, **options), scales[0], between[0])
     y = block.norm2(x)
-    if _known(block.mlp, _MLP, between[1]) and adds(block.mlp.fc2, y, scales[1]):
-        fc2 = block.mlp.fc2
-        return linear_residual(x, hidden(block.mlp, y), fc2.weight, fc2.bias, scales[1])
-    return x + _through(block.mlp(y), scales[1], between[1])
+    mlp, with_gate = block.mlp, _known(block.mlp, _GATED, between[1]) and _is_swiglu(block.mlp, y)
+    if (with_gate or _known(mlp, _MLP, between[1])) and adds(mlp.fc2, y, scales[1]):
+        before_fc2 = gated(mlp, y) if with_gate else hidden(mlp, y)
+        return linear_residual(x, before_fc2, mlp.fc2.weight, mlp.fc2.bias, scales[1])
+    return x + _through(mlp(y), scales[1], between[1])
 
 
-_ATTENTION, _MLP = (
+_ATTENTION, _MLP, _GATED = (
     tuple(prefix + name for name in names for prefix in ("", "Timm"))
-    for names in (("Attention", "AttentionRope", "EvaAttention"), ("Mlp",))
+    for names in (("Attention", "AttentionRope", "EvaAttention"), ("Mlp",), ("GluMlp", "SwiGLU"))
 )
+
+
+def _is_swiglu(mlp: Any, x: torch.Tensor) -> bool:
+    """Whether one kernel computes what the last layer of a GluMlp or SwiGLU takes."""
+    silu_first = not_silu(mlp, "act") is None and not getattr(mlp, "gate_last", False)
+    return silu_first and fuses_swiglu(x, *gate_and_up(mlp))
 
 
 def _known(layer: Any, names: tuple[str, ...], between: tuple[Any, ...]) -> bool:

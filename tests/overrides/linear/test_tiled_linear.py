@@ -68,32 +68,67 @@ def test_emulated_kernel_matches_float64(
     assert float(error.max()) <= 1 and float((got == want.to(dtype)).float().mean()) > 0.99
 
 
+def of_several(m: int, n: int, k: int, f: int, parts: int) -> tuple[list[Any], torch.Tensor]:
+    """(x, weights, biases of which the last is absent, scale, residual) and the exact results."""
+    several = [arguments(m, n, k, tiled.GELU_TANH + i, torch.bfloat16) for i in range(parts)]
+    x, weights = several[0][0], [a[1] for a in several]
+    biases = [*(a[2] for a in several[:-1]), None]
+    each = torch.stack([expected(tiled.NONE, x, w, b) for w, b in zip(weights, biases, strict=True)])
+    return [x, *weights, *biases, None, None], F.silu(each[0]) * each[1] if f == tiled.SWIGLU else each
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("parts", "n", "f", "params"),
+    [
+        (2, 96, tiled.SWIGLU, {"rows": 64, "columns": 64}),
+        (3, 96, tiled.NONE, {"rows": 128, "columns": 64, "cooperate": True}),  # tiles that end past a weight
+        pytest.param(2, 96, tiled.SWIGLU, {"rows": 64, "columns": 128, "cluster": 2}, marks=pytest.mark.slow),
+        pytest.param(2, 96, tiled.SWIGLU, {"rows": 128, "columns": 64, "shares": "x", "cluster": 2},
+                     marks=pytest.mark.slow),
+        pytest.param(3, 64, tiled.NONE, {"rows": 128, "columns": 64, "shares": "x", "cluster": 2},
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_emulated_kernel_of_several_weights_matches_float64(
+    parts: int, n: int, f: int, params: dict[str, Any], tmp_path: Path
+) -> None:
+    args, want = of_several(150, n, 136, f, parts)
+    got = emulated_tiled.linear_tiled(args, f, params, 4, 3, tmp_path, parts)
+    assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-5)).max()) <= 1
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     m=st.integers(1, 9000), n=st.integers(1, 300).map(lambda i: 32 * i), k=st.integers(8, 900).map(lambda i: 8 * i),
-    params=st.sampled_from(tiled.PARAMS), sms=st.sampled_from([7, 78, 114, 132]),
+    params=st.sampled_from(tiled.PARAMS), sms=st.sampled_from([7, 78, 114, 132]), parts=st.integers(1, 3),
 )  # fmt: skip
-def test_plan_covers_the_result_and_fits(m: int, n: int, k: int, params: dict[str, Any], sms: int) -> None:
-    p = tiled.plan(m, n, **params, sms=sms)
-    down, right = -(-m // p.rows), -(-n // p.columns)
+def test_plan_covers_the_result_and_fits(
+    m: int, n: int, k: int, params: dict[str, Any], sms: int, parts: int
+) -> None:
+    p = tiled.plan(m, n, **params, sms=sms, parts=parts)
+    down, right = -(-m // p.rows), parts * -(-n // p.columns)
     along = down if p.shares == "w" else right
     assert p.tiles * p.cluster == down * right // along * -(-along // p.cluster) * p.cluster
     assert 0 < p.grid <= sms and p.grid % p.cluster == 0
     assert 2 <= p.stages <= tiled.MAX_STAGES and p.shared <= 227 * 1024
     x_rows, w_rows = p.boxes
     assert x_rows % 8 == 0 and w_rows % 32 == 0 and max(x_rows, w_rows) <= 256
-    for f in (tiled.GELU, tiled.RESIDUAL):
-        chosen = tiled.choose(m, n, k, f, sms)
+    for f in (tiled.GELU, tiled.RESIDUAL, tiled.SWIGLU):
+        chosen = tiled.choose(m, n, k, f, sms, parts)
         assert chosen in tiled.PARAMS and tiled.fits(chosen, f)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
-@pytest.mark.parametrize("f", [tiled.NONE, tiled.GELU, tiled.GELU_TANH, tiled.RESIDUAL])
-def test_every_set_compiles(f: int) -> None:
+@pytest.mark.parametrize(
+    ("f", "parts"),
+    [*((f, 1) for f in (tiled.NONE, tiled.GELU, tiled.GELU_TANH, tiled.RESIDUAL)), (tiled.NONE, 3), (tiled.SWIGLU, 2)],
+)
+def test_every_set_compiles(f: int, parts: int) -> None:
     for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
-        p = tiled.plan(2048, 4096, **params)
-        told = ("--gpu-architecture=sm_90a", *p.options(f, f % 2 == 1))
+        p = tiled.plan(2048, 4096, **params, f=f, parts=parts)
+        told = ("--gpu-architecture=sm_90a", *p.options(f % 2 == 1))
         assert cuda_rtc.cubin(tiled.source(p, f % 2 == 1), told)[:4] == b"\x7fELF"
 
 
@@ -135,6 +170,17 @@ def test_every_set_matches_float64(f: int, dtype: torch.dtype) -> None:
             want = expected(f, x, weight, bias, scale, residual)
             rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
             assert bool(((got.double() - want).abs() <= rounding * want.abs() + 4e-5).all()), (params, m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("f", "parts"), [(tiled.NONE, 3), (tiled.SWIGLU, 2)])
+def test_every_set_of_several_weights_matches_float64(f: int, parts: int) -> None:
+    for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
+        for m, n, k in ((333, 992, 328), (2056, 768, 768)):
+            args, want = of_several(m, n, k, f, parts)
+            x, *more = (t if t is None else t.cuda() for t in args)
+            got = tiled.linears_tiled(x, more[:parts], more[parts : 2 * parts], f, **params)
+            assert bool(((got.double().cpu() - want).abs() <= 2.0**-8 * want.abs() + 4e-5).all()), (params, m)
 
 
 def test_bad_sizes_of_linear_residual_are_named() -> None:
