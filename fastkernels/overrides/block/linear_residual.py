@@ -108,7 +108,7 @@ linear_residual = define(
 )
 
 
-LONG = (4096, 4096)  # columns of x at least, tokens at most
+LONG = ((4096, 4096), (2048, 1024))  # columns of x at least, tokens below
 
 
 def adds(linear: Any, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
@@ -117,7 +117,7 @@ def adds(linear: Any, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     Long sums of few tokens (LONG) were slower than cuBLAS and a pass. DINOv3 ViT-L on an H100, 2026-11-27: 13.0 us and
     11.2 for 261 tokens, 32.6 and 30.8 for 2,088, 100.7 and 102.4 for 8,352.
     """
-    if linear.in_features >= LONG[0] and x.numel() < LONG[1] * x.shape[-1]:
+    if any(linear.in_features >= k and x.numel() < m * x.shape[-1] for k, m in LONG):
         return False
     return plain_linear(linear, x) and for_tiles(linear, x) and (scale is None or scale.dtype == x.dtype)
 

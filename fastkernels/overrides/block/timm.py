@@ -9,6 +9,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.block.two_linears import not_linear, not_silu, swiglu
+from fastkernels.overrides.diffusion.gated_residual import apply_norm
 
 
 def _pair(value: Any) -> tuple[Any, Any]:
@@ -22,7 +23,7 @@ def gate_and_up(module: Any) -> tuple[nn.Linear, ...]:
 
 def gated(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Return what the last layer of a GluMlp or SwiGLU, ours or the host's, takes."""
-    return module.norm(module.drop1(swiglu(x, *gate_and_up(module))))
+    return apply_norm(module.norm, module.drop1(swiglu(x, *gate_and_up(module))))
 
 
 class TimmGluMlp(nn.Module):

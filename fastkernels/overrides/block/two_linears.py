@@ -9,7 +9,7 @@ from torch import nn
 from fastkernels.core.dispatch import functional
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.modules import changed, plain_linear
-from fastkernels.overrides.linear.tiled_linear_cuda import SWIGLU, for_tiles, linears_tiled, supports_tiled
+from fastkernels.overrides.linear.tiled_linear_cuda import SWIGLU, linears_tiled, runs_tiled, supports_tiled
 
 
 def not_linear(module: nn.Module, *names: str) -> str | None:
@@ -52,7 +52,7 @@ _swiglu = functional(
 
 def fuses_swiglu(x: torch.Tensor, *linears: nn.Linear) -> bool:
     """Whether one kernel computes SiLU(gate(x)) * up(x) of plain layers, or of one that has both: many tokens."""
-    return all(plain_linear(linear, x) and for_tiles(linear, x, len(linears) == 1) for linear in linears)
+    return all(plain_linear(linear, x) and runs_tiled(linear, x, len(linears) == 1) for linear in linears)
 
 
 def swiglu(x: torch.Tensor, *linears: nn.Linear) -> torch.Tensor:

@@ -10,7 +10,7 @@ from fastkernels.overrides.attention.timm import before_projection, only_hosts
 from fastkernels.overrides.block.linear_residual import adds, linear_residual
 from fastkernels.overrides.block.timm import gate_and_up, gated
 from fastkernels.overrides.block.two_linears import fuses_swiglu, not_silu
-from fastkernels.overrides.diffusion.gated_residual import add_residual
+from fastkernels.overrides.diffusion.gated_residual import add_residual, apply_norm
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.linear.timm import hidden
 
@@ -27,14 +27,15 @@ def add_both(
     if not torch.compiler.is_compiling():
         x, normed = add_residual(x, block.attn(block.norm1(x), **options), scales[0], between[0], block.norm2)
         return add_residual(x, block.mlp(normed), scales[1], between[1])[0]
-    y = block.norm1(x)
+    y = apply_norm(block.norm1, x)
     if _known(block.attn, _ATTENTION, between[0]) and adds(block.attn.proj, y, scales[0]):
         proj = block.attn.proj
         attended = before_projection(block.attn, y, **options)
         x = linear_residual(x, attended, proj.weight, proj.bias, scales[0])
+        y = apply_norm(block.norm2, x)
     else:
         x = x + _through(block.attn(y, **options), scales[0], between[0])
-    y = block.norm2(x)
+        y = block.norm2(x)
     mlp, with_gate = block.mlp, _known(block.mlp, _GATED, between[1]) and _is_swiglu(block.mlp, y)
     if (with_gate or _known(mlp, _MLP, between[1])) and adds(mlp.fc2, y, scales[1]):
         before_fc2 = gated(mlp, y) if with_gate else hidden(mlp, y)

@@ -42,9 +42,10 @@ def _into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _products(
+def compute_products(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]
 ) -> torch.Tensor:  # fmt: skip
+    """Products of x [..., K] with weights of one shape [N, K], each with a bias [N] or None, as [weights, ..., N]."""
     if is_faster(x, weights, biases):
         return linears_tiled(x, weights, biases)
     rows, n = x.reshape(-1, x.shape[-1]), weights[0].shape[0]
@@ -64,7 +65,7 @@ def _products(
 
 _linear_products = functional(
     "linear_products(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor",
-    _products,
+    compute_products,
     lambda x, weights, biases: x.new_empty((len(weights), *x.shape[:-1], weights[0].shape[0])),
 )
 

@@ -1,6 +1,7 @@
 """y = f(x W^T + b) for many tokens with Hopper's wgmma, in CUDA C++: csrc/tiled_linear.cu, compiled at its first call.
 
-f is the identity, GELU, residual + scale * (...), or of two weights SiLU(gate) * up: cuBLASLt has GELU with tanh only.
+f is the identity, GELU, residual + scale * (...), of two weights SiLU(gate) * up, or the rotation of queries and keys;
+cuBLASLt has GELU with tanh only.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ SHARED = 226 * 1024  # bytes of a ring
 MAX_STAGES = 12
 GROUP = 8
 LEAST = 128  # tokens for which it was faster than a product and a pass
-LONGEST = 1536  # columns of x for which it was faster than cuBLAS without an epilogue
+# Without an epilogue it took 0.76 to 0.98 of cuBLAS's time in 21 sizes of encoders up to this K, but 1.05 and 1.07
+# for 1,024 and 1,029 tokens (H100, 2026-11-27).
+LONGEST, SLOWER = 1536, range(900, 1300)
 _P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
 # f: its number in the source
-NONE, GELU, GELU_TANH, RESIDUAL, SWIGLU = range(5)
+NONE, GELU, GELU_TANH, RESIDUAL, SWIGLU, ROTATED_HALVES, ROTATED_NEIGHBORS = range(7)
+HEAD = 64  # channels of a head that is rotated
 
 # rows, columns  of a tile
 # cooperate      both warpgroups multiply a tile, instead of taking tiles in turn
@@ -46,6 +50,19 @@ PARAMS: tuple[dict[str, Any], ...] = tuple(
     for shares, cluster in (("w", 1), ("w", 2), ("x", 2))
     if shares == "x" or columns // cluster % 32 == 0
 )  # fmt: skip
+
+
+class Turns(ctypes.Structure):
+    """Cosines and sines, each with a row of HEAD numbers for a token, and the columns that are rotated.
+
+    row     numbers from one token's to the next token's
+    tokens  of an image, of which the first `prefix` have no row
+    turned  columns of the results that are rotated, the first ones
+    """
+
+    _fields_ = (
+        ("cosines", _P), ("sines", _P), ("row", _I), ("tokens", _I), ("prefix", _I), ("turned", _I),
+    )  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -102,8 +119,8 @@ def plan(
 
 def fits(params: dict[str, Any], f: int) -> bool:
     """Return whether a thread's sums and the residuals that it reads ahead fit in registers, and tiles have halves."""
-    if f == SWIGLU:
-        return params["columns"] % 64 == 0
+    if f >= SWIGLU and params["columns"] % 64:
+        return False
     return f != RESIDUAL or params["rows"] * params["columns"] < 128 * 192 * (1 + params["cooperate"])
 
 
@@ -153,12 +170,18 @@ def for_tiles(linear: Any, x: torch.Tensor, halves: bool = False) -> bool:
     return sizes and linear.in_features >= 64 and many
 
 
+def runs_tiled(linear: Any, x: torch.Tensor, halves: bool = False) -> bool:
+    """Whether to multiply with this kernel: in code that torch.compile traces, blocks are ours on Hopper only."""
+    fits = for_tiles(linear, x, halves)
+    return fits and (torch.compiler.is_compiling() or supports_tiled(x, linear.weight, linear.bias) is None)
+
+
 def is_faster(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> bool:  # fmt: skip
     """Whether this kernel multiplies x and weights of one shape faster than cuBLAS, without an epilogue."""
-    k, many = x.shape[-1], x.numel() >= LEAST * x.shape[-1]
-    if not x.is_cuda or not many or k > LONGEST:
+    k = x.shape[-1]
+    if not x.is_cuda or not LEAST * k <= x.numel() or k > LONGEST or x.numel() // k in SLOWER:
         return False
     return all(supports_tiled(x, *each) is None for each in zip(weights, biases, strict=True))
 
@@ -170,7 +193,7 @@ def source(p: Plan, bf16: bool) -> str:
 
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, p: Plan, bf16: bool) -> cuda_rtc.Kernel:
-    types = (_M, _M * p.parts, _P * p.parts, _P, _P, _P, _I, _I, _I)
+    types = (_M, _M * p.parts, _P * p.parts, _P, _P, _P, _I, _I, _I, Turns)
     return cuda_rtc.Kernel(source(p, bf16), "tiled_linear", p.options(bf16), device.index, types, p.shared)
 
 
@@ -189,21 +212,28 @@ def linear_tiled(
 
 
 def linears_tiled(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], f: int = NONE, **params: Any
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], f: int = NONE,
+    cos: torch.Tensor | None = None, sin: torch.Tensor | None = None, **params: Any,
 ) -> torch.Tensor:  # fmt: skip
     """weights: of one shape [N, K], each with a bias [N] or None. Returns their products with x, [weights, ..., N].
 
-    With SWIGLU they are gate and up, and the result is SiLU(gate) * up, [..., N].
+    With SWIGLU they are gate and up, and the result is SiLU(gate) * up, [..., N]. With ROTATED_.. x is [B, S, K], and
+    the first two thirds of all columns are heads of HEAD channels, rotated in the last tokens of S by cos and sin
+    [P, HEAD] as in rope_nd.
     """
-    shape = (*x.shape[:-1], weights[0].shape[0])
+    n = weights[0].shape[0]
+    shape, turns = (*x.shape[:-1], n), None
     out = x.new_empty(shape if f == SWIGLU else (len(weights), *shape))
-    _launch(x, weights, biases, f, out, **params)
+    if cos is not None and sin is not None:
+        tokens, turned = x.shape[1], 2 * len(weights) * n // 3
+        turns = Turns(cos.data_ptr(), sin.data_ptr(), cos.stride(0), tokens, tokens - len(cos), turned)
+    _launch(x, weights, biases, f, out, turns=turns, **params)
     return out
 
 
 def _launch(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], f: int, out: torch.Tensor,
-    scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, **params: Any,
+    scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, turns: Turns | None = None, **params: Any,
 ) -> None:  # fmt: skip
     (n, k), parts = weights[0].shape, len(weights)
     rows = x.reshape(-1, k)
@@ -220,11 +250,13 @@ def _launch(
     w_maps = (_weight_map(weight.data_ptr(), n, k, weight.stride(0), w_rows) for weight in weights)
     scale, residual = (None if t is None else t.contiguous() for t in (scale, residual))
     added, *pointers = (
-        [None if t is None else t.data_ptr() for t in some] for some in (biases, (scale,), (residual,), (out,))
+        [None if t is None else t.data_ptr() for t in some]
+        for some in (biases, (scale,), (residual,), (out,))
     )
     stream = torch.cuda.current_stream(x.device).cuda_stream
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
     given = (x_map, (_M * parts)(*w_maps), (_P * parts)(*added), *(p for (p,) in pointers), m, n, k)
+    given += (turns or Turns(),)
     kernel.launch(p.grid, THREADS, stream, given, overlap=early)
 
 

@@ -18,6 +18,7 @@ from fastkernels.overrides.block import linear_residual as residuals
 from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.linear import tiled_linear_cuda as tiled
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
+from fastkernels.overrides.rope.rope_nd import reference as rope_reference
 
 NO_NVRTC = cuda_rtc.unavailable()
 
@@ -98,6 +99,46 @@ def test_emulated_kernel_of_several_weights_matches_float64(
     assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-5)).max()) <= 1
 
 
+TOKENS, PREFIX = 50, 3
+
+
+def rotated(args: list[Any], heads: int, halves: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of cosines and sines, exact results) of queries, keys and values of one or three weights."""
+    x, parts = args[0].view(-1, TOKENS, args[0].shape[-1]), (len(args) - 3) // 2
+    g = torch.Generator().manual_seed(heads)
+    table = torch.randn(TOKENS - PREFIX, 2 * tiled.HEAD, generator=g).to(x.dtype)
+    several = zip(args[1 : 1 + parts], args[1 + parts : 1 + 2 * parts], strict=True)
+    every = torch.cat([expected(tiled.NONE, x, w, b) for w, b in several], -1).unflatten(-1, (3 * heads, -1))
+    cos, sin = table[:, : tiled.HEAD], table[:, tiled.HEAD :]
+    turned = rope_reference(every[:, :, : 2 * heads], cos, sin, halves)
+    want = torch.cat((turned, every[:, :, 2 * heads :]), 2).flatten(2)
+    return table, want.unflatten(-1, (parts, -1)).movedim(-2, 0)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("parts", "halves", "params"),
+    [
+        (1, True, {"rows": 64, "columns": 128}),  # of a tile's two heads, one is rotated
+        (3, False, {"rows": 128, "columns": 64, "cooperate": True}),
+        pytest.param(
+            3, True, {"rows": 64, "columns": 64, "shares": "x", "cluster": 2}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_emulated_rotation_matches_float64(
+    parts: int, halves: bool, params: dict[str, Any], tmp_path: Path
+) -> None:
+    f = tiled.ROTATED_HALVES if halves else tiled.ROTATED_NEIGHBORS
+    heads = 1
+    args, _ = of_several(3 * TOKENS, 3 * heads * tiled.HEAD // parts, 72, tiled.NONE, parts)
+    table, want = rotated(args, heads, halves)
+    turns = (TOKENS, PREFIX, 2 * heads * tiled.HEAD)
+    got = emulated_tiled.linear_tiled([*args, table], f, params, 2, 3, tmp_path, parts, turns)
+    want = want.flatten(1, 2).squeeze(0) if parts == 1 else want.flatten(1, 2)
+    assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-5)).max()) <= 1
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     m=st.integers(1, 9000), n=st.integers(1, 300).map(lambda i: 32 * i), k=st.integers(8, 900).map(lambda i: 8 * i),
@@ -123,7 +164,13 @@ def test_plan_covers_the_result_and_fits(
 @pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
 @pytest.mark.parametrize(
     ("f", "parts"),
-    [*((f, 1) for f in (tiled.NONE, tiled.GELU, tiled.GELU_TANH, tiled.RESIDUAL)), (tiled.NONE, 3), (tiled.SWIGLU, 2)],
+    [
+        *((f, 1) for f in (tiled.NONE, tiled.GELU, tiled.GELU_TANH, tiled.RESIDUAL)),
+        (tiled.NONE, 3),
+        (tiled.SWIGLU, 2),
+        (tiled.ROTATED_HALVES, 1),
+        (tiled.ROTATED_NEIGHBORS, 3),
+    ],
 )
 def test_every_set_compiles(f: int, parts: int) -> None:
     for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
@@ -181,6 +228,24 @@ def test_every_set_of_several_weights_matches_float64(f: int, parts: int) -> Non
             x, *more = (t if t is None else t.cuda() for t in args)
             got = tiled.linears_tiled(x, more[:parts], more[parts : 2 * parts], f, **params)
             assert bool(((got.double().cpu() - want).abs() <= 2.0**-8 * want.abs() + 4e-5).all()), (params, m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("halves", "parts"), [(True, 1), (False, 3)])
+def test_every_set_that_rotates_matches_float64(halves: bool, parts: int) -> None:
+    f = tiled.ROTATED_HALVES if halves else tiled.ROTATED_NEIGHBORS
+    for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
+        for images, heads, k in ((7, 5, 328), (42, 12, 768)):
+            args, _ = of_several(images * TOKENS, 3 * heads * tiled.HEAD // parts, k, tiled.NONE, parts)
+            table, want = rotated(args, heads, halves)
+            x, *more = (t if t is None else t.cuda() for t in args)
+            cos, sin = table.cuda().split(tiled.HEAD, 1)
+            several = more[:parts], more[parts : 2 * parts]
+            got = tiled.linears_tiled(x.view(images, TOKENS, k), *several, f, cos, sin, **params)
+            assert bool(((got.double().cpu() - want).abs() <= 2.0**-8 * want.abs() + 1e-4).all()), (
+                params,
+                images,
+            )
 
 
 def test_bad_sizes_of_linear_residual_are_named() -> None:

@@ -1,7 +1,8 @@
 // y = f(x W^T + b) for many tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding. f is the
 // identity, GELU, or residual + scale * (...) with one scale a column (LayerScale), computed from the float32 sums. W may
 // be PARTS tensors of N rows each: results [PARTS, M, N], as of queries, keys and values; or, with f = SiLU(gate) * up, one
-// result [M, N] of two of them, whose tiles have half of their columns from each.
+// result [M, N] of two of them, whose tiles have half of their columns from each. Or queries and keys, all columns before
+// `turned`, are rotated by their token's row of cosines and sines: heads of 64 channels, whose pairs a thread holds.
 //
 // Blocks are persistent. One thread reads x and W into a ring of STAGES pieces of 64 columns (tensor maps, 128-byte
 // swizzle). Two warpgroups take the block's tiles of BM x BN in turn: while one computes f and stores, the other multiplies.
@@ -15,12 +16,14 @@
 // that these columns are eight that lie next to each other, 16 bytes of the result.
 //
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
-// share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up), BF16.
+// share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
+// 5: rotation of pairs that are 32 channels apart, 6: of neighbors), BF16.
 // multiply() precedes this file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 struct Weights { TensorMap of[PARTS]; };
 struct Biases { const u16* of[PARTS]; };
+struct Turns { const u16 *cosines, *sines; int row, tokens, prefix, turned; };  // row: numbers from one token's to the next
 
 constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
 constexpr int ATOMS = ROWS / 64, SUMS = BN / 2;  // of each thread, for 64 rows
@@ -136,7 +139,8 @@ __device__ __forceinline__ float high_of(u32 pair) { return widen((u16)(pair >> 
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ Weights weights, const __grid_constant__ Biases biases_of,
-    const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K) {
+    const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K,
+    const Turns turns_of) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -268,11 +272,46 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
 #pragma unroll
                 for (int s = 0; s < SUMS; s++) asm volatile("" : "+f"(sums[atom][s])::"memory");  // not read earlier
 
+#if BEHIND >= 5
+            constexpr int APART = BEHIND == 5;  // blocks of columns between the channels of a pair
+#pragma unroll
+            for (int block = 0; block < BLOCKS && part * N + column + 32 * block < turns_of.turned; block += 1 + APART) {
+                const uint4 added[] = {bias_of(block), bias_of(block + APART)};
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) {
+                    const int position = row_of(i) % turns_of.tokens - turns_of.prefix;
+                    const u32 at = max(position, 0) * turns_of.row + (column + 32 * block + 8 * quad) % 64;
+                    uint4 cosines[2], sines[2];
+#pragma unroll
+                    for (int h = 0; h <= APART; h++) {
+                        cosines[h] = load_16((const uint4*)(turns_of.cosines + at + 32 * h));
+                        sines[h] = load_16((const uint4*)(turns_of.sines + at + 32 * h));
+                    }
+#pragma unroll
+                    for (int pair = 0; pair < 4 * (1 + APART); pair++) {
+                        const int j = pair % 4, e = pair / 4;
+                        auto one = [&](const uint4* v, int second) {  // of a pair
+                            const u32 two = pair_of(v[APART * second], j);
+                            return (APART ? e : second) ? high_of(two) : low_of(two);
+                        };
+                        float* sum = sums[i / 2] + 16 * block + 4 * j + i % 2 * 2 + e;
+                        float& a = sum[0], &b = sum[APART ? 16 : 1];
+                        const float p = a + one(added, 0), q = b + one(added, 1);
+                        a = position < 0 ? p : fmaf(p, one(cosines, 0), -q * one(sines, 0));
+                        b = position < 0 ? q : fmaf(q, one(cosines, 1), p * one(sines, 1));
+                    }
+                }
+            }
+#endif
+
             // Sums 4j to 4j + 3 of a block: columns 8 * quad + 2j and the one after, of a row and of the 8th below.
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
                 const bool more = EARLY && block + 1 < BLOCKS;
-                const uint4 added = EARLY || block == 0 ? biases : bias_of(block);
+                uint4 added = EARLY || block == 0 ? biases : bias_of(block);
+#if BEHIND >= 5
+                if (part * N + column + 32 * block < turns_of.turned) added = make_uint4(0, 0, 0, 0);
+#endif
                 if (more) biases = bias_of(block + 1);
 #if BEHIND == 4
                 const uint4 added_up = EARLY || block == 0 ? biases_up : bias_of_up(block);
