@@ -12,10 +12,10 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend
+from fastkernels.overrides.attention.timm_projections import in_one_kernel
 from fastkernels.overrides.attention.windows import attend_in_windows, position_bias, relative_positions
 from fastkernels.overrides.kit.chips import H100
-from fastkernels.overrides.kit.modules import changed, product, stacked_products
-from fastkernels.overrides.rope.linear_rope import rotated_products
+from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
 
@@ -54,7 +54,7 @@ def _with_rope(module: Any, x: torch.Tensor, rope: torch.Tensor | None, dtype: t
     """Rotate x [B, N, H, D] except for its prefix tokens, which have no position; the result has that dtype."""
     if rope is None:
         return x
-    if _of_tokens(module, x, rope):
+    if rope.dim() == 2 and x.shape[1] - len(rope) == module.num_prefix_tokens:
         sin, cos = rope.chunk(2, dim=-1)
         return rope_nd(x, cos, sin, getattr(module, "rotate_half", False)).to(dtype)
     rope_nd.note("positions of each image or head")
@@ -64,25 +64,13 @@ def _with_rope(module: Any, x: torch.Tensor, rope: torch.Tensor | None, dtype: t
     return torch.cat((prefix, patches), dim=2).to(dtype).transpose(1, 2)
 
 
-def _of_tokens(module: Any, x: torch.Tensor, rope: torch.Tensor) -> bool:
-    """Whether rope has a row for each token of x [B, N, ...] but its prefix."""
-    return rope.dim() == 2 and x.shape[1] - len(rope) == module.num_prefix_tokens
-
-
-def _plain(module: Any) -> bool:
-    """Whether queries and keys are not normalized."""
-    return all(isinstance(norm, nn.Identity) and not changed(norm) for norm in (module.q_norm, module.k_norm))
-
-
-def _turned(module: Any, qkv: torch.Tensor, rope: torch.Tensor | None, of: int = 2) -> Sequence[torch.Tensor]:
-    """Queries, keys and values of qkv, the first two normalized and rotated; in one op if possible.
-
-    qkv: [B, N, 3, H, D], or with of=0 [3, B, N, H, D].
-    """
-    q, k, v = qkv.unbind(of)
-    if _plain(module) and rope is not None and rope.dim() == 2:
-        both = _with_rope(module, qkv.narrow(of, 0, 2).flatten(of, of + 1), rope, v.dtype)
-        return *both.unflatten(of, (2, -1)).unbind(of), v
+def _turned(module: Any, qkv: torch.Tensor, rope: torch.Tensor | None) -> Sequence[torch.Tensor]:
+    """Queries, keys and values of qkv [B, N, 3, H, D], the first two normalized and rotated; in one op if possible."""
+    q, k, v = qkv.unbind(2)
+    plain = all(isinstance(n, nn.Identity) and not changed(n) for n in (module.q_norm, module.k_norm))
+    if plain and rope is not None and rope.dim() == 2:
+        both = _with_rope(module, qkv[:, :, :2].flatten(2, 3), rope, v.dtype)
+        return *both.unflatten(2, (2, -1)).unbind(2), v
     return *(_with_rope(module, t, rope, v.dtype) for t in (module.q_norm(q), module.k_norm(k))), v
 
 
@@ -275,53 +263,24 @@ def before_projection(
     is_causal: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Return what the output projection of an Attention, AttentionRope or EvaAttention, ours or the host's, takes."""
-    q, k, v = _in_one_kernel(module, x, rope) or _projected(module, x, rope)
+    if (found := in_one_kernel(module, x, rope)) is not None:
+        q, k, v = found
+    elif module.qkv is None:
+        layers = (module.q_proj, module.k_proj, module.v_proj)
+        q, k, v = (layer(x).unflatten(-1, (-1, module.head_dim)) for layer in layers)
+        q, k = (_with_rope(module, t, rope, v.dtype) for t in (module.q_norm(q), module.k_norm(k)))
+    else:
+        packed = _packed(module, x) if hasattr(module, "q_bias") else module.qkv(x)
+        q, k, v = _turned(module, packed.unflatten(-1, (3, module.num_heads, module.head_dim)), rope)
     attended = module.norm(attend(q, k, v, module.scale, attn_mask, _dropout(module), is_causal))
     gate = getattr(module, "gate", None)  # timm 1.0.27 and later
     return attended if gate is None else attended * gate(x).sigmoid()
 
 
-def _in_one_kernel(
-    module: Any, x: torch.Tensor, rope: torch.Tensor | None
-) -> Sequence[torch.Tensor] | None:  # fmt: skip
-    """Queries, keys and values, the first two rotated, if one kernel computes that."""
-    if rope is None or not _plain(module) or not _of_tokens(module, x, rope):
-        return None
-    packed = module.qkv is not None
-    if packed and getattr(module, "q_bias", None) is not None:
-        return None
-    layers = (module.qkv,) if packed else (module.q_proj, module.k_proj, module.v_proj)
-    sin, cos = rope.chunk(2, dim=-1)
-    found = rotated_products(layers, x, cos, sin, getattr(module, "rotate_half", False))
-    if found is None:
-        return None
-    return (
-        found[0].unflatten(-1, (3, -1, module.head_dim)).unbind(2)
-        if packed
-        else _heads(module, found).unbind()
-    )
-
-
-def _heads(module: Any, x: torch.Tensor) -> torch.Tensor:
-    return x.unflatten(-1, (-1, module.head_dim))
-
-
-def _projected(module: Any, x: torch.Tensor, rope: torch.Tensor | None) -> Sequence[torch.Tensor]:
-    if module.qkv is not None:
-        packed = _packed(module, x) if hasattr(module, "q_bias") else product(module.qkv, x)
-        return _turned(module, packed.unflatten(-1, (3, module.num_heads, module.head_dim)), rope)
-    layers = (module.q_proj, module.k_proj, module.v_proj)
-    found = stacked_products(layers, x)
-    if found is not None:
-        return _turned(module, _heads(module, found), rope, of=0)
-    q, k, v = (_heads(module, layer(x)) for layer in layers)
-    return *(_with_rope(module, t, rope, v.dtype) for t in (module.q_norm(q), module.k_norm(k))), v
-
-
 def _packed(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Queries, keys and values [B, N, 3 * attn_dim]; the three biases are parameters of their own."""
     if module.q_bias is None:
-        return product(module.qkv, x)
+        return module.qkv(x)
     bias = torch.cat((module.q_bias, module.k_bias, module.v_bias))
     if module.qkv_bias_separate:
         return module.qkv(x) + bias

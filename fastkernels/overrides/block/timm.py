@@ -8,22 +8,17 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.block.two_linears import not_linear, not_silu, swiglu
-from fastkernels.overrides.diffusion.gated_residual import apply_norm
+from fastkernels.overrides.block.swiglu import swiglu
+from fastkernels.overrides.block.two_linears import not_linear, not_silu
 
 
 def _pair(value: Any) -> tuple[Any, Any]:
     return (value[0], value[1]) if isinstance(value, (tuple, list)) else (value, value)
 
 
-def gate_and_up(module: Any) -> tuple[nn.Linear, ...]:
-    """The first layer of a GluMlp, ours or the host's, or the first two of a SwiGLU."""
-    return (module.fc1_g, module.fc1_x) if hasattr(module, "fc1_g") else (module.fc1,)
-
-
-def gated(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return what the last layer of a GluMlp or SwiGLU, ours or the host's, takes."""
-    return apply_norm(module.norm, module.drop1(swiglu(x, *gate_and_up(module))))
+def _finish(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Dropout, norm, output projection and dropout, which follow the gate."""
+    return module.drop2(module.fc2(module.norm(module.drop1(x))))
 
 
 class TimmGluMlp(nn.Module):
@@ -69,7 +64,7 @@ class TimmGluMlp(nn.Module):
         return not_silu(module, "act")
 
     def forward(self, x):
-        return self.drop2(self.fc2(gated(self, x)))
+        return _finish(self, swiglu(x, self.fc1))
 
 
 class TimmSwiGLU(nn.Module):
@@ -112,7 +107,7 @@ class TimmSwiGLU(nn.Module):
         return not_silu(module, "act")
 
     def forward(self, x):
-        return self.drop2(self.fc2(gated(self, x)))
+        return _finish(self, swiglu(x, self.fc1_g, self.fc1_x))
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from fastkernels.core.dispatch import functional
-from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.modules import changed, plain_linear
-from fastkernels.overrides.linear.tiled_linear_cuda import SWIGLU, linears_tiled, runs_tiled, supports_tiled
 
 
 def not_linear(module: nn.Module, *names: str) -> str | None:
@@ -30,39 +26,6 @@ def not_silu(module: nn.Module, name: str) -> str | None:
     if act not in ("SiLU", "SiLUActivation"):
         return f"{name} is {act}, not SiLU"
     return f"{name} has hooks or a replaced forward" if changed(part) else None
-
-
-def _linear_swiglu(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None
-) -> torch.Tensor:  # fmt: skip
-    given = ((gate, gate_bias), (up, up_bias))
-    if x.is_cuda and all(supports_tiled(x, *each) is None for each in given):
-        return linears_tiled(x, (gate, up), (gate_bias, up_bias), SWIGLU)
-    first, second = (F.linear(x, *each) for each in given)
-    return F.silu(first) * second
-
-
-# One kernel on Hopper: a gate's rows and those of `up` are halves of its tiles.
-_swiglu = functional(
-    "linear_swiglu(Tensor x, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias) -> Tensor",
-    _linear_swiglu,
-    lambda x, gate, *_: x.new_empty((*x.shape[:-1], gate.shape[0])),
-)
-
-
-def fuses_swiglu(x: torch.Tensor, *linears: nn.Linear) -> bool:
-    """Whether one kernel computes SiLU(gate(x)) * up(x) of plain layers, or of one that has both: many tokens."""
-    return all(plain_linear(linear, x) and runs_tiled(linear, x, len(linears) == 1) for linear in linears)
-
-
-def swiglu(x: torch.Tensor, *linears: nn.Linear) -> torch.Tensor:
-    """Return SiLU(gate(x)) * up(x). linears: gate and up; or one layer whose halves they are."""
-    if fuses_swiglu(x, *linears):
-        weights, biases = [layer.weight for layer in linears], [layer.bias for layer in linears]
-        if len(linears) == 1:
-            weights, biases = weights[0].chunk(2), (None, None) if biases[0] is None else biases[0].chunk(2)
-        return _swiglu(x, *weights, *biases)
-    return silu_and_mul(linears[0](x) if len(linears) == 1 else side_by_side(x, *linears))
 
 
 def side_by_side(x: torch.Tensor, gate: nn.Linear, up: nn.Linear) -> torch.Tensor:

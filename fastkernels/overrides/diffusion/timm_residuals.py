@@ -8,8 +8,8 @@ import torch
 
 from fastkernels.overrides.attention.timm import before_projection, only_hosts
 from fastkernels.overrides.block.linear_residual import adds, linear_residual
-from fastkernels.overrides.block.timm import gate_and_up, gated
-from fastkernels.overrides.block.two_linears import fuses_swiglu, not_silu
+from fastkernels.overrides.block.swiglu import fuses_swiglu, swiglu
+from fastkernels.overrides.block.two_linears import not_silu
 from fastkernels.overrides.diffusion.gated_residual import add_residual, apply_norm
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.linear.timm import hidden
@@ -38,7 +38,7 @@ def add_both(
         y = block.norm2(x)
     mlp, with_gate = block.mlp, _known(block.mlp, _GATED, between[1]) and _is_swiglu(block.mlp, y)
     if (with_gate or _known(mlp, _MLP, between[1])) and adds(mlp.fc2, y, scales[1]):
-        before_fc2 = gated(mlp, y) if with_gate else hidden(mlp, y)
+        before_fc2 = _gated(mlp, y) if with_gate else hidden(mlp, y)
         return linear_residual(x, before_fc2, mlp.fc2.weight, mlp.fc2.bias, scales[1])
     return x + _through(mlp(y), scales[1], between[1])
 
@@ -52,7 +52,16 @@ _ATTENTION, _MLP, _GATED = (
 def _is_swiglu(mlp: Any, x: torch.Tensor) -> bool:
     """Whether one kernel computes what the last layer of a GluMlp or SwiGLU takes."""
     silu_first = not_silu(mlp, "act") is None and not getattr(mlp, "gate_last", False)
-    return silu_first and fuses_swiglu(x, *gate_and_up(mlp))
+    return silu_first and fuses_swiglu(x, *_gate_and_up(mlp))
+
+
+def _gate_and_up(mlp: Any) -> tuple[Any, ...]:
+    return (mlp.fc1_g, mlp.fc1_x) if hasattr(mlp, "fc1_g") else (mlp.fc1,)
+
+
+def _gated(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return what the last layer of a GluMlp or SwiGLU, ours or the host's, takes."""
+    return apply_norm(mlp.norm, mlp.drop1(swiglu(x, *_gate_and_up(mlp))))
 
 
 def _known(layer: Any, names: tuple[str, ...], between: tuple[Any, ...]) -> bool:

@@ -51,10 +51,10 @@ def compute_products(
     rows, n = x.reshape(-1, x.shape[-1]), weights[0].shape[0]
     out = x.new_empty((len(weights), len(rows), n))
     given = [bias for bias in biases if bias is not None]
-    batches = [(i, i + 1) for i in range(len(weights))]
+    spans = [(i, i + 1) for i in range(len(weights))]
     if len(given) in (0, len(weights)):
-        batches = cublaslt.batches(rows, weights, given)
-    for first, last in batches:
+        spans = cublaslt.batches(rows, weights, given)
+    for first, last in spans:
         span = slice(first, last)
         if last - first > 1 and cublaslt.products(rows, weights[span], given[span], out[span]):
             continue

@@ -249,14 +249,12 @@ def _launch(
     x_map = cuda_rtc.tensor_map(rows.data_ptr(), m, k, rows.stride(0) if m > 1 else k, x_rows)
     w_maps = (_weight_map(weight.data_ptr(), n, k, weight.stride(0), w_rows) for weight in weights)
     scale, residual = (None if t is None else t.contiguous() for t in (scale, residual))
-    added, *pointers = (
-        [None if t is None else t.data_ptr() for t in some]
-        for some in (biases, (scale,), (residual,), (out,))
+    added, pointers = (
+        [None if t is None else t.data_ptr() for t in some] for some in (biases, (scale, residual, out))
     )
     stream = torch.cuda.current_stream(x.device).cuda_stream
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
-    given = (x_map, (_M * parts)(*w_maps), (_P * parts)(*added), *(p for (p,) in pointers), m, n, k)
-    given += (turns or Turns(),)
+    given = (x_map, (_M * parts)(*w_maps), (_P * parts)(*added), *pointers, m, n, k, turns or Turns())
     kernel.launch(p.grid, THREADS, stream, given, overlap=early)
 
 
