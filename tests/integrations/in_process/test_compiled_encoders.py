@@ -35,10 +35,7 @@ def build(name: str) -> tuple[Any, list[Any], torch.Tensor]:
     """(model, blocks that are compiled, its input)."""
     torch.manual_seed(0)
     if name in TIMM:  # 144 or 169 patches
-        heads = (
-            1 if name == "eva02" else 2
-        )  # of 64 channels, whose rotation has a kernel with their products, or of 32
-        sizes = {"img_size": 192, "embed_dim": 64, "depth": 1, "num_heads": heads}
+        sizes = {"img_size": 192, "embed_dim": 64, "depth": 1, "num_heads": 1}
         more = {"dinov3": {"dynamic_img_size": False}, "eva02": {"mlp_ratio": 3}}.get(name, {})
         model = timm.create_model(TIMM[name], **sizes, **more).eval()
         blocks, x = list(model.blocks), torch.randn(1, 3, 192, 192)
@@ -61,10 +58,7 @@ def build(name: str) -> tuple[Any, list[Any], torch.Tensor]:
         ("swinv2", {"window_attention"}),
         ("vjepa2", {"attention_dense", "rope_nd"}),
         ("vit", {"attention_dense", "layer_norm", "linear_gelu", "linear_products", "linear_residual"}),
-        (
-            "dinov3",
-            {"attention_dense", "rope_nd", "layer_norm", "linear_gelu", "linear_products", "linear_residual"},
-        ),
+        ("dinov3", {"attention_dense", "layer_norm", "linear_gelu", "linear_rope", "linear_residual"}),
         ("eva02", {"attention_dense", "layer_norm", "linear_rope", "linear_residual", "linear_swiglu"}),
         ("siglip", {"attention_dense", "layer_norm", "linear_gelu", "linear_products", "linear_residual"}),
     ],
