@@ -244,9 +244,8 @@ class TransformersVJEPA2RopeAttention(nn.Module):
         projected = [layer(hidden_states) for layer in layers] if found is None else found
         q, k, v = (t.unflatten(-1, heads) for t in projected)
         if found is None:
-            batch = (
-                len(q) if position_mask is None else 1
-            )  # or a row of the table for each token of the batch
+            # Positions of a mask have a row of the table for each token of the batch
+            batch = len(q) if position_mask is None else 1
             q, k = (rope_nd(t.reshape(batch, -1, *t.shape[2:]), *table, False).view(t.shape) for t in (q, k))
         return self.proj(attend(q, k, v, self.scaling, None, self.dropout_prob * self.training)), None
 
