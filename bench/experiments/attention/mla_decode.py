@@ -3,9 +3,9 @@
     python bench/experiments/attention/mla_decode.py --out rows.jsonl [--seconds 85] [--sets keys=32/turns=1,..]
 
 Each timing captures several calls in one CUDA graph, each with its own cache and queries as the layers of a model have
-them, and takes the slope between n and 2n interleaved replays. What vLLM prepares once per step is prepared once:
-FlashMLA's schedule (`flashmla-schedule` makes it in each call), FlashInfer's plan, and FA3's metadata (`vllm`, its default
-on Hopper, FLASH_ATTN_MLA, with up to 32 splits; our provider `fa3` makes it in each call).
+them, and takes the slope between n and 2n interleaved replays. Preparations of vLLM's steps are made once:
+FlashMLA's schedule (`flashmla-schedule` makes it in each call), FlashInfer's plan, and FA3's metadata (`vllm` is its
+default on Hopper, FLASH_ATTN_MLA, with up to 32 splits; our provider `fa3` makes the metadata in each call).
 
 Lengths `ragged` are exponentially distributed around 1024. FlashInfer compiles for a minute; cases that were timed
 before are timed again with it at the end. `--device cpu --quick` runs the same code on tiny shapes in Triton's

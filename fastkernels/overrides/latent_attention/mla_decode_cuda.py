@@ -67,10 +67,11 @@ def weigh(bf16: bool, shared: bool) -> str:
         '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])',
         "1, 1, 1, 1",
     )
+    left = "unsigned long long a" if shared else "const unsigned (&a)[4]"
     if shared:
         weights, given, rest = "%128, %129", '"l"(a)', "1, 1, 1, 0, 1"
     return f"""
-__device__ __forceinline__ void weigh(float (&c)[128], {"u64 a" if shared else "const u32 (&a)[4]"}, u64 b) {{
+__device__ __forceinline__ void weigh(float (&c)[128], {left}, unsigned long long b) {{
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.{kind} {{{sums}}}, {weights}, {rest};"
         : {operands} : {given}, "l"(b) : "memory");
@@ -81,7 +82,7 @@ __device__ __forceinline__ void weigh(float (&c)[128], {"u64 a" if shared else "
 def source(p: Plan) -> str:
     """Return the whole text that NVRTC compiles."""
     products = weigh(p.bf16, False) + weigh(p.bf16, True)
-    return multiply(KEYS, "bf16" if p.bf16 else "f16") + text() + products + SOURCE.read_text()
+    return multiply(KEYS, "bf16" if p.bf16 else "f16") + products + text(SOURCE)
 
 
 @lru_cache(maxsize=64)

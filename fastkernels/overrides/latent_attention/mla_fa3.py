@@ -40,7 +40,7 @@ def decode(
         return out
     (latent, rope), keys = q.split([head_size_v, q.shape[2] - head_size_v], dim=-1), kv_cache.unsqueeze(2)
     key, value, starts = keys[..., head_size_v:], keys[..., :head_size_v], _query_starts(len(q), q.device)
-    entry, is_vllm = fa3._entry()
+    entry, is_vllm = fa3.entry_point()
     if is_vllm:
         entry(
             rope, key, value, 1, starts, max_seqlen_k, seqused_k=seq_lens, q_v=latent, softmax_scale=scale, causal=True,

@@ -165,7 +165,7 @@ def _no_vllm_top_k(logits: T, topk: int, row_ends: T | None = None) -> str | Non
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "mla_decode": (
-        # What vLLM chooses on Hopper, by the name FLASH_ATTN_MLA
+        # vLLM's default on Hopper, FLASH_ATTN_MLA
         Baseline("fa3", "host", _fa3, ("vllm.vllm_flash_attn",), refuses=_no_fa3),
         Baseline("flashmla", "host", _flashmla, ("vllm",), refuses=_no_flashmla),
         from_flashinfer(_flashinfer_mla_decode, _no_flashinfer_mla, graph=False),

@@ -120,7 +120,7 @@ struct Notes {  // in shared memory
     int lens[KEPT];
 };
 
-// What worker `of` does, and how all keys are divided.
+// The work of worker `of`, and how all keys are divided.
 struct Shares {
     const int *kept, *lens;
     int most;  // keys of a sequence that count
