@@ -223,12 +223,12 @@ def _triton(
         SOFTCAP=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT,
         BLOCK_G=max(next_power_of_2(group), 16), BLOCK_N=32 if block_d >= 256 else 64, BLOCK_D=block_d,
-        num_warps=4, num_stages=2, **overlap(q.device, early=early),
+        num_warps=8 if block_d > 256 else 4, num_stages=2, **overlap(q.device, early=early),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(batch * heads,)](
             part, lse, out, sinks, heads, d, SINKS=sinks is not None, SPLITS=splits,
-            BLOCK_S=next_power_of_2(splits), BLOCK_D=block_d, num_warps=4,
+            BLOCK_S=next_power_of_2(splits), BLOCK_D=block_d, num_warps=8 if block_d > 256 else 4,
             **overlap(q.device, early=early),
         )  # fmt: skip
     return out
