@@ -79,6 +79,7 @@ class LayerInputs(nn.Module):
         self.embed_tokens = VllmVocabParallelEmbedding(
             d.vocab, layers * d.size, prefix=f"{prefix}.embed_tokens"
         )
+        self.embed_tokens.scale = self.size**0.5  # for random weights
         self.projection = VllmReplicatedLinear(
             hidden, layers * d.size, bias=False, prefix=f"{prefix}.projection"
         )

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fastkernels.core.case import Case
 from fastkernels.core.declaration import Scalar, Tensor
-from fastkernels.core.dispatch import Key, Provider, define
+from fastkernels.core.dispatch import ForOthers, Key, Provider, define
 from fastkernels.core.shapes import optional, unless
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import (
@@ -234,6 +234,15 @@ def _triton(
     return out
 
 
+def _supports_triton(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *rest: Any, sinks: Any = None
+) -> str | None:
+    has_sinks = sinks is not None or any(isinstance(value, torch.Tensor) for value in rest[3:])
+    if q.shape[2] > 256 and not has_sinks and attention_decode_split.supports_split(q, key_cache, value_cache, *rest) is None:
+        return ForOthers("triton-split takes a third to a half of its time for head sizes over 256 (H100)")
+    return supports_triton(q, key_cache, value_cache)
+
+
 _STARTS: dict[torch.device, torch.Tensor] = {}
 
 
@@ -325,7 +334,7 @@ attention_decode = define(
             out=True,
         ),
         Provider("fa3", _fa3, module=fa3.MODULES, supports=fa3.supports, out=True),
-        Provider("triton", _triton, supports=supports_triton, out=True),
+        Provider("triton", _triton, supports=_supports_triton, out=True),
         Provider(
             "triton-split",
             attention_decode_split.decode_split,

@@ -45,9 +45,9 @@ def _set(
 #              have equally many
 PARAMS: tuple[dict[str, int], ...] = (
     _set(2, 64, 4, 4, 128), _set(3, 64, 4, 3, 256), _set(4, 32, 2, 4), _set(1, 64, 4, 7), _set(6, 32, 2, 3),
-    _set(4, 32, 2, 4, 64, EVEN), _set(1, 32, 8, 4), _set(2, 16, 4, 4), _set(1, 32, 8, 4, 64, EVEN),
+    _set(4, 32, 2, 4, 64, EVEN), _set(1, 32, 4, 4), _set(2, 32, 4, 2), _set(1, 32, 4, 4, 64, EVEN),
 )  # fmt: skip
-WIDE = PARAMS[-3:]  # for head sizes over 256, which the others have too few warps for: they would spill
+WIDE = PARAMS[-3:]  # for head sizes over 256, which take all registers of four warps
 
 
 def has_room(params: dict[str, int], head_size: int, itemsize: int) -> bool:
