@@ -15,7 +15,8 @@ import torch
 from fastkernels.models.common.weights import EMBEDDING_STD, MX_SCALE, STD, random_generator
 
 EMBEDDING = "VocabParallelEmbedding"  # the class of vLLM and SGLang
-SCALED = "normalizer", "embed_scale_per_layer"  # Gemma's buffers: the scales of its embedding and Gemma 4's second one
+# Gemma's buffers: the scales of its embedding, and of Gemma 4's inputs of layers
+SCALED = "normalizer", "embed_scale_per_layer"
 ONES = "layer_scalar", "scale", "per_expert_scale"  # Gemma 4's factors
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -492,7 +492,7 @@ class DecoderModel(nn.Module):
     def __init__(self, d: description.Decoder) -> None:
         super().__init__()
         self.embed_tokens = VllmVocabParallelEmbedding(d.vocab, d.hidden, prefix="model.embed_tokens")
-        self.embed_tokens.scale = d.embedding_scale  # for random weights
+        self.embed_tokens.__dict__["scale"] = d.embedding_scale  # for random weights
         self.positions = d.positions
         if d.positions is not None:
             rows = d.positions.count + d.positions.offset

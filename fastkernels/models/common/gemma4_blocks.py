@@ -67,7 +67,9 @@ class ExpertsBesideMlp(nn.Module):
         """The experts' sum for their input x [T, H]. routed: [T, H], the input of the router's projection."""
         weights, ids = self.router(routed)
         e = self.experts
-        return parallel.all_reduce(fused_experts_gelu(x, e.w13_weight, e.w2_weight, weights, ids, e.expert_map))
+        return parallel.all_reduce(
+            fused_experts_gelu(x, e.w13_weight, e.w2_weight, weights, ids, e.expert_map)
+        )
 
 
 class LayerInputs(nn.Module):
@@ -79,7 +81,7 @@ class LayerInputs(nn.Module):
         self.embed_tokens = VllmVocabParallelEmbedding(
             d.vocab, layers * d.size, prefix=f"{prefix}.embed_tokens"
         )
-        self.embed_tokens.scale = self.size**0.5  # for random weights
+        self.embed_tokens.__dict__["scale"] = self.size**0.5  # for random weights
         self.projection = VllmReplicatedLinear(
             hidden, layers * d.size, bias=False, prefix=f"{prefix}.projection"
         )

@@ -28,7 +28,12 @@ class Sandwich:
         return (self.op,)
 
     def run(
-        self, layers: Any, norm: nn.Module, positions: torch.Tensor, hidden: torch.Tensor, inputs: torch.Tensor | None
+        self,
+        layers: Any,
+        norm: nn.Module,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        inputs: torch.Tensor | None,
     ) -> torch.Tensor:
         """hidden [T, H], which is overwritten, to the norm of the last layer's result. inputs: [T, layers, size]."""
         befores = [layer.norm(0) for layer in layers]
@@ -45,24 +50,37 @@ class Sandwich:
         """Return the input of what follows the layer. after: the norm there, or None."""
         attend, mlp = (getattr(layer, name) for name in layer.parts)
         _, after_attention, before_mlp, after_mlp = (layer.norm(i) for i in range(4))
-        moe, last, branch = layer.moe, after_mlp, ()
+        moe, last = layer.moe, after_mlp
+        branch: tuple[Any, ...] = ()
         y, *routed = self._add(attend(positions, x), residual, after_attention, before_mlp, moe)
         done = mlp(y)
         if moe is not None:
             last, branch = moe.after_mlp, (moe.compute(*routed), moe.after.weight, after_mlp.weight)
         if layer.layer_input is not None:
-            sandwich_norm(done, residual, last.weight, self.eps, self.offset, None, None, None, 1.0, None, *branch)
+            sandwich_norm(
+                done, residual, last.weight, self.eps, self.offset, None, None, None, 1.0, None, *branch
+            )
             done, last, branch = layer.layer_input.project(residual, layer_input), layer.layer_input.norm, ()
         weight = None if after is None else after.weight
         out = sandwich_norm(
-            done, residual, last.weight, self.eps, self.offset, weight, None, None, 1.0, layer.layer_scalar, *branch
+            done,
+            residual,
+            last.weight,
+            self.eps,
+            self.offset,
+            weight,
+            None,
+            None,
+            1.0,
+            layer.layer_scalar,
+            *branch,
         )
         return residual if after is None else out[0]
 
     def _add(
         self, out: torch.Tensor, residual: torch.Tensor, norm: Any, before_mlp: Any, moe: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Add the norm of the attention's output; return the input of the MLP, and those of a router and its experts."""
+        """Add the norm of the attention's output. Return the inputs of the MLP, and of a router and its experts."""
         nexts = [None if before_mlp is None else before_mlp.weight]
         if moe is not None:
             nexts += [moe.router.norm.weight, moe.before.weight, moe.router.factor]

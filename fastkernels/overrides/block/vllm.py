@@ -144,7 +144,7 @@ class LlamaAttention(SelfAttention):
         )  # fmt: skip
 
     def _rest_of_norms(self) -> tuple[Any, ...]:
-        """What rope_store_kvcache adds to the norms' weights, if not 0."""
+        """Return the arguments of rope_store_kvcache after the scales that are not defaults."""
         return (1.0,) if any(type(norm) is VllmGemmaRMSNorm for norm in self._head_norms()) else ()
 
 

@@ -202,9 +202,16 @@ SPEC = OpSpec(
         Tensor("topk_ids", "tokens topk", "int32"),
         Tensor("token_expert_indices", "tokens topk", "int32"),
     ),
-    axes={"tokens": Axis.per_call(), "experts": Axis.count(), "topk": Axis.count(), "scaled": Axis.option(False)},
+    axes={
+        "tokens": Axis.per_call(),
+        "experts": Axis.count(),
+        "topk": Axis.count(),
+        "scaled": Axis.option(False),
+    },
     constraints=("topk <= experts",),
-    permutable=lambda *args: Permutable(rows=(0,), columns=(0, 3) if args[3:] and args[3] is not None else (0,)),
+    permutable=lambda *args: Permutable(
+        rows=(0,), columns=(0, 3) if args[3:] and args[3] is not None else (0,)
+    ),
     extremes={"equal_logits": _equal, "one_masked": _masked},
     flops="5 * tokens * experts",
     # Weights are float32 and ids are exact for every dtype of the logits.

@@ -70,7 +70,9 @@ def _sandwich_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < H
-    w = _weight(w_ptr, cols, inside, offset)  # no kernel writes weights: they are read while the previous one runs
+    w = _weight(
+        w_ptr, cols, inside, offset
+    )  # no kernel writes weights: they are read while the previous one runs
     if NEXT:
         w0 = _weight(next_ptr, cols, inside, offset)
     if OTHER:
@@ -184,7 +186,9 @@ sandwich_norm = define(
 )
 
 
-def _case(name: str, tokens: int, hidden: int, tag: str, dtype: str = "bfloat16", weight: int = 1, **more: Any) -> Case:
+def _case(
+    name: str, tokens: int, hidden: int, tag: str, dtype: str = "bfloat16", weight: int = 1, **more: Any
+) -> Case:
     return Case(name, {"tokens": tokens, "hidden": hidden, **more}, dtype, weight, (tag,))
 
 

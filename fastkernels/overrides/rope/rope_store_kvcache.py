@@ -107,8 +107,8 @@ def _rope_store_kernel(
     q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     kc_stride_b, kc_stride_s, kc_stride_h, vc_stride_b, vc_stride_s, vc_stride_h, table_stride,
     block_size, n_q, n_k, q_blocks, k_blocks, D, HALF, eps, k_scale, v_scale, offset,
-    NEOX: tl.constexpr, NORM: tl.constexpr, NORM_V: tl.constexpr, FP8: tl.constexpr, REST: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    NEOX: tl.constexpr, NORM: tl.constexpr, NORM_V: tl.constexpr, FP8: tl.constexpr, REST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program per (token, block of heads): blocks of the query's heads, then the key's, then the value's.
