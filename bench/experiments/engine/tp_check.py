@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, help="folder with a config.json; weights are not read")
     parser.add_argument("--size", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=1, help="expert_parallel_size of those ranks")
     parser.add_argument(
         "--requests", type=lambda text: [int(n) for n in text.split(",")], default=[1, 64, 256]
     )
@@ -175,7 +176,8 @@ def run(args: argparse.Namespace, folder: Path, results: Results) -> None:
         start = time.perf_counter()
         llm = LLM(
             str(folder), device=args.device, load_format="dummy", skip_tokenizer_init=True, tensor_parallel_size=size,
-            max_model_len=args.max_model_len, gpu_memory_utilization=args.memory, **settings,
+            max_model_len=args.max_model_len, gpu_memory_utilization=args.memory,
+            expert_parallel_size=args.experts if size > 1 else 1, **settings,
         )  # fmt: skip
         print(f"size {size}: {time.perf_counter() - start:.1f} s to start", flush=True)
         return llm

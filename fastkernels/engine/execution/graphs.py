@@ -110,7 +110,7 @@ class Graphs:
         decode = tokens == len(step.slots)
         sizes = self._decode if decode else self._mixed
         at = bisect.bisect_left(sizes, tokens)
-        apart = not decode and tokens > HIDDEN_TOKENS and self._backend.takes_apart(step.num_decodes)
+        apart = not decode and self._backend.takes_apart(step, tokens > HIDDEN_TOKENS)
         if at == len(sizes) or apart:
             return None
         key = self._key(sizes[at], decode)
