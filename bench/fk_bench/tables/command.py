@@ -43,6 +43,7 @@ TABLES: dict[str, tuple[Maker, str]] = {
     "throughput": (patch.throughput, "models"),
     "engines": (patch.engines, "engines"),
     "text-models": (speeds.text, "engines"),
+    "formats": (speeds.formats, "engines"),
     "image-models": (speeds.images, "engines"),  # not part of `make bench-h200`: its markers name files
 }
 # {command of rows: tables that --out makes of a file in no group}
@@ -51,6 +52,7 @@ OTHERS = {
     "skinny_linear": ("linear",),
     "decode_attention": ("attention",),
     "patch-compare": ("models", "throughput", "engines", "text-models"),
+    "formats": ("formats",),
     "e2e": ("image-models",),
 }
 DOCUMENTS = ("README.md", "docs/*.md", "docs/reports/*.md")

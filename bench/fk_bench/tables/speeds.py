@@ -19,6 +19,8 @@ from fk_bench.explain.tables import Table
 from fk_bench.tables.origin import Files, machine
 
 LOADS = "1x512+128", "32x512+128", "64x1024+128"
+FORMATS = "formats"  # the command of bench/experiments/checkpoints/formats.py
+FORMAT_LOADS = "1x512+128", "8x512+128", "32x512+128", "64x1024+128"
 BATCHES = 1, 8, 32
 SOURCE = "paper", "measured", "rows"
 # arXiv 2605.23215: speedup over the reference on an H200 (vLLM 0.18), mean of its scenarios. By model type or name.
@@ -44,12 +46,43 @@ def text(files: Files) -> Iterator[Table]:
         ])  # fmt: skip
         used += found
     if cells:
-        loads = (load.partition("x") for load in LOADS)
-        at = ", ".join(f"{requests} x ({tokens.replace('+', ', ')})" for requests, _, tokens in loads)
+        at = _at(LOADS)
         columns = [
             "model", "chip", "stock vLLM, tok/s", "patched / stock", "mean", "our engine / stock", "mean", *SOURCE,
         ]  # fmt: skip
         yield f"Output tokens/s at {at} ({machine(used)}):", columns, cells
+
+
+def formats(files: Files) -> Iterator[Table]:
+    """Number formats and cut models: our engine next to vLLM, medians of runs at four loads."""
+    cells, used = [], []
+    for (name, chip, layers), (file, found) in _newest(files, _is_format, ("layers",)).items():
+        ours, host = (_medians(found, engine) for engine in ("fastkernels", "vllm"))
+        steps = [
+            (ours[load][0], host[load][0]) if load in ours and load in host else None for load in FORMAT_LOADS
+        ]
+        rates = [
+            ours[load][1] / host[load][1] if load in ours and load in host else None for load in FORMAT_LOADS
+        ]
+        if any(rates):
+            cells.append([
+                name, str(found[0].case.get("shapes", "")), str(layers), chip,
+                _joined([pair and pair[1] for pair in steps], "{:.2f}".format),
+                _joined([pair and pair[0] for pair in steps], "{:.2f}".format),
+                *_ratios([pair and pair[1] / pair[0] for pair in steps]), *_ratios(rates),
+                *_source("", file, found)[1:],
+            ])  # fmt: skip
+            used += found
+    if cells:
+        columns = [
+            "format", "shapes of", "layers", "chip", "vLLM, ms a token", "ours, ms", "vLLM / ours", "mean",
+            "tokens/s, ours / vLLM", "mean", *SOURCE[1:],
+        ]  # fmt: skip
+        yield (
+            f"Time per output token and output tokens/s at {_at(FORMAT_LOADS)} ({machine(used)}):",
+            columns,
+            cells,
+        )
 
 
 def images(files: Files) -> Iterator[Table]:
@@ -111,6 +144,15 @@ def _is_text(row: Row) -> bool:
     )
 
 
+def _is_format(row: Row) -> bool:
+    return (
+        row.command == FORMATS
+        and row.status is Status.OK
+        and row.case.get("load") in FORMAT_LOADS
+        and row.case.get("run", -1) >= 0
+    )
+
+
 def _is_encoder(row: Row) -> bool:
     return _is_image(row) and row.case["result"] == "features"
 
@@ -145,6 +187,23 @@ def _chip(row: Row) -> str:
 
 def _last(rows: Iterable[Row]) -> str:
     return max(row.time for row in rows)
+
+
+def _medians(rows: Sequence[Row], host: str) -> dict[str, tuple[float, float]]:
+    """Return {load: (time per output token in ms, output tokens/s)} of an engine, medians of its runs."""
+    runs: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.subject.host == host:
+            runs.setdefault(row.case["load"], []).append((row.metrics["tpot_ms"], row.metrics[OUTPUT]))
+    return {
+        load: (statistics.median(t for t, _ in found), statistics.median(o for _, o in found))
+        for load, found in runs.items()
+    }
+
+
+def _at(loads: Sequence[str]) -> str:
+    parts = (load.partition("x") for load in loads)
+    return ", ".join(f"{requests} x ({tokens.replace('+', ', ')})" for requests, _, tokens in parts)
 
 
 def _fastest(rows: Sequence[Row], batch: int, patched: bool) -> float | None:

@@ -77,6 +77,36 @@ def test_rows_without_our_engine_are_left_out() -> None:
     assert not list(speeds.text({"a": text(110.0, 120.0, with_engine=False)}))
 
 
+def format_rows(
+    name: str, layers: int, times: dict[str, tuple[float, ...]], load: str = "8x512+128"
+) -> list[Row]:
+    """Runs of a number format, numbered from -1: {engine: ms a token}; 1,000 / ms tokens/s."""
+    return [
+        make_row(
+            host, {"load": load, "run": run, "layers": layers, "shapes": "llama-3.1-8b"},
+            {"tpot_ms": ms, "output_tokens_per_s": 1e3 / ms}, command="formats", subject=Subject(model=name, host=host),
+        ).model_copy(update={"machine": H100, "time": "2026-11-01", "run_id": f"{name}{layers}"})
+        for host, found in times.items() for run, ms in enumerate(found, -1)
+    ]  # fmt: skip
+
+
+def test_formats_have_a_row_for_each_depth() -> None:
+    rows = [
+        *format_rows("awq", 32, {"vllm": (90.0, 6.0, 8.0, 6.0), "fastkernels": (1.0, 4.0, 4.0, 5.0)}),
+        *format_rows("awq", 8, {"vllm": (1.0, 3.0), "fastkernels": (1.0, 2.0)}),
+        *format_rows("awq", 8, {"vllm": (1.0, 2.0)}, load="32x512+128"),
+        *format_rows("bitnet", 30, {"fastkernels": (1.0, 2.0)}),
+    ]
+    ((title, columns, cells),) = speeds.formats({"a": rows})
+    assert "at 1 x (512, 128), 8 x (512, 128), 32 x (512, 128), 64 x (1024, 128) (NVIDIA H100" in title
+    whole = [
+        "awq", "llama-3.1-8b", "32", "H100", "-, 6.00, -, -", "-, 4.00, -, -", "-, 1.500, -, -", "1.500",
+        "-, 1.500, -, -", "1.500", "2026-11-01", "`a`",
+    ]  # fmt: skip
+    assert [row[:3] for row in cells] == [["awq", "llama-3.1-8b", "8"], ["awq", "llama-3.1-8b", "32"]]
+    assert cells[1] == whole and len(columns) == len(whole)
+
+
 def images(lane: str, ms: float, batch: int = 8, image_size: int = 256) -> Row:
     case = {"kind": "pictures", "result": "features", "batch": batch, "image_size": image_size}
     subject = Subject(model="siglip2", lane=lane, host="timm")
