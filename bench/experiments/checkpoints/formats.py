@@ -147,7 +147,9 @@ def write_config(name: str, folder: Path, layers: int | None = None) -> Path:
         if fields.get(kinds):
             fields[kinds] = fields[kinds][: fields["num_hidden_layers"]]
     if of_layers := fields.get("per_layer_config"):
-        fields["per_layer_config"] = {i: v for i, v in of_layers.items() if int(i) < fields["num_hidden_layers"]}
+        fields["per_layer_config"] = {
+            i: v for i, v in of_layers.items() if int(i) < fields["num_hidden_layers"]
+        }
     if chosen.quantization is not None:
         fields["quantization_config"] = dict(chosen.quantization)
         if "num_experts" in fields and "ignore" in chosen.quantization:  # routers stay unquantized
