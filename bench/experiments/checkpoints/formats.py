@@ -111,7 +111,9 @@ FORMATS = {
     "int4": Format("llama-3.1-8b", compressed("pack-quantized", INT4, None), 32),
     "mxfp4": Format("gpt-oss-20b", {"quant_method": "mxfp4", "modules_to_not_convert": DENSE_IN_GPT_OSS}, 12),
     "mxfp4-120b": Format("gpt-oss-120b", {"quant_method": "mxfp4", "modules_to_not_convert": DENSE_IN_GPT_OSS}, 8),
-    "modelopt-fp8": Format("llama-3.1-8b", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, 32),
+    "modelopt-fp8": Format(
+        "llama-3.1-8b", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, 32
+    ),
     "modelopt-nvfp4": Format(
         "llama-3.1-8b",
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}, 32,
