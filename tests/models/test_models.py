@@ -169,10 +169,7 @@ def test_logits_equal_transformers(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "counts"),
     [
-        (
-            "gemma4_text",
-            {"rope_store_kvcache": 3, "sandwich_norm": 15},
-        ),  # two layers have no cache of their own
+        ("gemma4_text", {"rope_store_kvcache": 3, "sandwich_norm": 15}),
         ("gemma4_experts", {"sandwich_norm": 4, "rope_store_kvcache": 2}),
         ("gemma3_text", {"sandwich_norm": 6, "rope_store_kvcache": 3}),
         ("olmo2", {"sandwich_norm": 4}),

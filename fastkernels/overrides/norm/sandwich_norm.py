@@ -6,6 +6,7 @@ norms before the next block, in one launch. Gemma 4 adds a second branch (expert
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, OpSpec, Scalar, Tensor
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.kit.rows import FLOATS, unsupported_vector
+from fastkernels.overrides.kit.rows import FLOATS
 
 T = torch.Tensor
 WIDEST = 8192  # a program has a row of each tensor in its registers
@@ -102,40 +103,30 @@ def _sandwich_norm_kernel(
         tl.store(out_at, (y * _weight(third_ptr, cols, inside, offset)).to(x.dtype), mask=inside)
 
 
-def _check(
-    x: T, residual: T, weight: T, eps: float, offset: float = 0.0, next_weight: T | None = None,
-    second_weight: T | None = None, third_weight: T | None = None, factor: float = 1.0, scalar: T | None = None,
-    other: T | None = None, other_weight: T | None = None, sum_weight: T | None = None,
-) -> tuple[int, ...]:  # fmt: skip
-    """Return the shape of the result. Raises ValueError for arguments that do not match."""
-    nexts = [w for w in (next_weight, second_weight, third_weight) if w is not None]
+def _check(x: T, residual: T, weights: Sequence[T | None], branch: Sequence[T | None]) -> None:
+    """Raise ValueError for arguments that do not match. branch: other, other_weight, sum_weight."""
     if x.dim() != 2 or residual.shape != x.shape or residual.dtype != x.dtype:
         raise ValueError(
             f"sandwich_norm: x must be [T, H] and the residual like it, got {tuple(x.shape)} {x.dtype} and"
             f" {tuple(residual.shape)} {residual.dtype}"
         )
-    if len({t is None for t in (other, other_weight, sum_weight)}) > 1:
-        raise ValueError("sandwich_norm: other, other_weight and sum_weight must be given together")
-    if other is not None and other.shape != x.shape:
-        raise ValueError(f"sandwich_norm: other {tuple(other.shape)} is not like x {tuple(x.shape)}")
-    for w in (weight, *nexts, *(w for w in (other_weight, sum_weight) if w is not None)):
-        if w.shape != x.shape[1:]:
+    other, *more = branch
+    if len({t is None for t in branch}) > 1 or (other is not None and other.shape != x.shape):
+        raise ValueError(
+            "sandwich_norm: other must be like x, and given together with other_weight and sum_weight"
+        )
+    for w in (*weights, *more):
+        if w is not None and w.shape != x.shape[1:]:
             raise ValueError(f"sandwich_norm: weight {tuple(w.shape)} is not for x {tuple(x.shape)}")
-    return (len(nexts), *x.shape)
 
 
-def _supports_triton(
-    x: T, residual: T, weight: T, eps: float, offset: float = 0.0, next_weight: T | None = None,
-    second_weight: T | None = None, third_weight: T | None = None, factor: float = 1.0, scalar: T | None = None,
-    other: T | None = None, *more: T | None,
-) -> str | None:  # fmt: skip
+def _supports_triton(x: T, *rest: Any) -> str | None:
     if x.shape[-1] > WIDEST:
         return f"hidden size {x.shape[-1]} is over {WIDEST}"
-    for name, t in (("x", x), ("residual", residual), ("other", other)):
-        if t is not None and (t.dtype not in FLOATS or t.stride(-1) != 1):
-            return f"{name} of dtype {t.dtype} has strides {tuple(t.stride())}: rows must be contiguous, of floats"
-    vectors = (weight, next_weight, second_weight, third_weight, scalar, *more)
-    return next((reason for t in vectors if (reason := unsupported_vector(t, "weight"))), None)
+    for t in (x, *rest):
+        if isinstance(t, torch.Tensor) and (t.dtype not in FLOATS or t.stride(-1) != 1):
+            return f"a tensor of dtype {t.dtype} has strides {tuple(t.stride())}: rows must be contiguous, of floats"
+    return None
 
 
 def _triton(
@@ -144,8 +135,8 @@ def _triton(
     other: T | None = None, other_weight: T | None = None, sum_weight: T | None = None,
 ) -> T:  # fmt: skip
     nexts, branch = (next_weight, second_weight, third_weight), (other, other_weight, sum_weight)
-    shape = _check(x, residual, weight, eps, offset, *nexts, factor, scalar, *branch)
-    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    _check(x, residual, (weight, *nexts), branch)
+    out = _fake(x, residual, weight, eps, offset, *nexts)
     tokens, hidden = x.shape
     if tokens == 0:
         return out
@@ -160,9 +151,10 @@ def _triton(
     return out
 
 
-def _reference(x: T, residual: T, *args: Any, **kwargs: Any) -> T:
-    _check(x, residual, *args, **kwargs)
-    out, new = reference(x, residual, *args, **kwargs)
+def _reference(x: T, residual: T, *args: Any) -> T:
+    weight, _, _, *more = (*args, *[None] * (11 - len(args)))
+    _check(x, residual, (weight, *more[:3]), more[5:])
+    out, new = reference(x, residual, *args)
     residual.copy_(new)
     return out
 
