@@ -152,8 +152,8 @@ def _triton(
 
 
 def _reference(x: T, residual: T, *args: Any) -> T:
-    weight, _, _, *more = (*args, *[None] * (11 - len(args)))
-    _check(x, residual, (weight, *more[:3]), more[5:])
+    given = [*args, *[None] * (11 - len(args))]
+    _check(x, residual, (given[0], *given[3:6]), given[8:])
     out, new = reference(x, residual, *args)
     residual.copy_(new)
     return out
