@@ -130,7 +130,7 @@ FORMATS = {
     "gemma-3-4b": Format("gemma-3-4b", None, 34),
     "gemma-3-12b": Format("gemma-3-12b", None, 48),
     "gemma-4-e4b": Format("gemma-4-e4b", None, 42, vllm=GEMMA4),
-    "gemma-4-26b-a4b": Format("gemma-4-26b-a4b", None, 6, vllm=GEMMA4_MOE),
+    "gemma-4-26b-a4b": Format("gemma-4-26b-a4b", None, 12, vllm=GEMMA4_MOE),
     "latent-glm": Format("glm-4.7-flash", None, 6, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
 }  # fmt: skip
 
