@@ -5,11 +5,13 @@
     formats.py --vllm .venv-vllm/bin/python --out FOLDER --models MODEL_FOLDER,MODEL_FOLDER
 
 For each format the two offline engines start side by side, share the GPU, and are measured in turn with the same
-prompts, token by token, each while the other is idle. --together 2 starts those of two formats at once, if all of them
-fit into the GPU's memory. Models have published shapes and --layers decoder layers (0:
-all); only their config.json is written, and each engine fills the weights itself (load format 'dummy'). With --models
-the weights are those of checkpoints (make_checkpoint.py). CUDA graphs of vLLM are captured for the measured batch sizes
-only, which shortens its start.
+prompts, token by token, each while the other is idle. The engines of the next format start meanwhile: they read
+modules, without the GPU, for longer than the measurement takes. --together 2 starts two formats at first, and one more
+whenever one is measured; the engines of three must fit into the GPU's memory.
+
+Models have published shapes and --layers decoder layers (0: all); only their config.json is written, and each engine
+fills the weights itself (load format 'dummy'). With --models the weights are those of checkpoints (make_checkpoint.py).
+CUDA graphs of vLLM are captured for the measured batch sizes only, which shortens its start.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,18 +122,16 @@ FORMATS = {
     ),
     "nvfp4": Format("llama-3.1-8b", NVFP4, 32),
     "bitnet": Format("bitnet-b1.58-2b-4t", TERNARY, 30, hosts=(OURS,)),  # vLLM has no BitNet model
-    "fp8-block-experts": Format("qwen3-30b-a3b", BLOCKS, 12),
-    "int4-experts": Format("qwen3-30b-a3b", compressed("pack-quantized", INT4, None), 12),
-    "nvfp4-experts": Format("qwen3-30b-a3b", NVFP4, 12),
+    "fp8-block-experts": Format("qwen3-30b-a3b", BLOCKS, 24),
+    "int4-experts": Format("qwen3-30b-a3b", compressed("pack-quantized", INT4, None), 24),
+    "nvfp4-experts": Format("qwen3-30b-a3b", NVFP4, 24),
     "latent-v2-lite": Format("deepseek-v2-lite", None, 27),
-    "latent-moonlight": Format("moonlight-16b-a3b", None, 27, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
-    "latent-fp8-block": Format("deepseek-r1", BLOCKS, 5, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
-    "latent-sparse": Format("deepseek-v3.2", BLOCKS, 5, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
-    "gemma-3-4b": Format("gemma-3-4b", None, 34),
-    "gemma-3-12b": Format("gemma-3-12b", None, 48),
+    "latent-moonlight": Format("moonlight-16b-a3b", None, 27),
+    "latent-fp8-block": Format("deepseek-r1", BLOCKS, 5),
+    "latent-sparse": Format("deepseek-v3.2", BLOCKS, 5),
+    "latent-glm": Format("glm-4.7-flash", None, 6),
     "gemma-4-e4b": Format("gemma-4-e4b", None, 42, vllm=GEMMA4),
     "gemma-4-26b-a4b": Format("gemma-4-26b-a4b", None, 12, vllm=GEMMA4_MOE),
-    "latent-glm": Format("glm-4.7-flash", None, 6, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
 }  # fmt: skip
 
 
@@ -177,8 +177,9 @@ class Pair:
     """The engines of one model, side by side."""
 
     def __init__(
-        self, name: str, path: Path, hosts: Sequence[str], options: argparse.Namespace, load_format: str
-    ):
+        self, name: str, path: Path, hosts: Sequence[str], options: argparse.Namespace, load_format: str,
+        shapes: str,
+    ):  # fmt: skip
         self.name, self.options, self.loads = name, options, options.loads
         longest = max(load.input_len + load.output_len for load in self.loads) + 16
         most = max(load.requests for load in self.loads)
@@ -186,7 +187,9 @@ class Pair:
         sizes = [(load.requests, load.input_len + load.output_len) for load in self.loads]
         need = sharing.need(name, str(path), "bfloat16", sharing.kv_tokens(sizes, longest), gpu)
         self.vocab = vocab_size(str(path))
-        self.case = {"dtype": machine.fast_dtype(), "load_format": load_format, "layers": _layers(path)}
+        self.case = {
+            "dtype": machine.fast_dtype(), "load_format": load_format, "layers": _layers(path), "shapes": shapes,
+        }  # fmt: skip
         settings = {
             "model": str(path), "dtype": machine.fast_dtype(), "load_format": load_format, "max_model_len": longest,
             "max_num_seqs": max(most, 8), "kv_tokens": None, "kv_bytes": need.kv, "gpu": gpu,
@@ -208,34 +211,45 @@ class Pair:
         ]  # fmt: skip
         self.versions = {p.name: machine.interpreter(p.python).versions for p in self.processes}
 
-    def ready(self) -> Iterator[Row]:
-        """Wait for the engines; a host that fails has one row that says why."""
-        for process in list(self.processes):
+    def measure(self, ready: Callable[[], None]) -> Iterator[Row]:
+        """The rows of all runs; a host that fails has one row that says why. ready: called when both have started."""
+        limit, left = self.options.timeout, []
+        for process in self.processes:
             began = time.monotonic()
             try:
-                process.answer(self.options.timeout)
+                process.answer(limit)
+                left.append(process)
                 print(
                     f"{self.name}: {process.name} ready after {time.monotonic() - process.started:.0f} s",
                     flush=True,
                 )
             except HostFailed as error:
                 yield self._row(process, {}, {"waited_s": time.monotonic() - began}, str(error))
-                process.stop()
-                self.processes.remove(process)
-
-    def measure(self) -> Iterator[Row]:
-        """The rows of all runs, up to the first one that fails."""
-        limit, ready = self.options.timeout, list(self.processes)
+        ready()
         for run in range(-1, self.options.repeats):  # run -1 may compile or allocate
             for load in self.loads:
                 prompts = prompts_of(f"{self.name} {run} {load}", load.requests, load.input_len, self.vocab)
-                for process in list(ready):
+                for process in list(left):
                     where = {"run": run, "load": str(load), **asdict(load)}
                     try:
                         yield self._row(process, where, tokens_of(process, prompts, load, limit))
                     except HostFailed as error:
                         yield self._row(process, where, {}, str(error))
-                        ready.remove(process)
+                        left.remove(process)
+
+    def stop(self, pool: ThreadPoolExecutor) -> None:
+        for process in self.processes:
+            pool.submit(process.stop)
+
+    def write_kernels(self, path: Path) -> None:
+        """Append lines of `kernels` to a file, up to the first host that fails."""
+        try:
+            with open(path, "a") as file:
+                for line in self.kernels():
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+        except HostFailed as error:
+            print(f"{self.name}: {error}", file=sys.stderr, flush=True)
 
     def kernels(self) -> Iterator[dict[str, Any]]:
         """Yield, for each host and load, the kernels of a prompt step and of a decode step: launches and us of each.
@@ -316,7 +330,7 @@ def main() -> None:
     )
     parser.add_argument("--loads", default=LOADS, help=f"REQUESTSxINPUT+OUTPUT tokens (default: {LOADS})")
     parser.add_argument(
-        "--together", type=int, default=1, help="formats whose engines start at once (default: 1)"
+        "--together", type=int, default=1, help="formats whose engines start at first (default: 1)"
     )
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each load, after one more")
     parser.add_argument(
@@ -335,32 +349,35 @@ def main() -> None:
     folders = [Path(one) for one in options.models.split(",") if one]
     made: list[Row] = []
     todo = [str(folder) for folder in folders] or names
-    for first in range(0, len(todo), max(options.together, 1)):
-        began, pairs = time.monotonic(), []
+    waiting: deque[Pair] = deque()
+
+    def start() -> None:
+        if todo:
+            name = todo.pop(0)
+            hosts = FORMATS[name].hosts if not folders else (VLLM, OURS)
+            path = Path(name) if folders else write_config(name, options.out / "configs", options.layers)
+            used = [host for host in hosts if options.vllm != "none" or host == OURS]
+            shapes = Path(name).name if folders else FORMATS[name].model
+            waiting.append(Pair(Path(name).name, path, used, options, "auto" if folders else "dummy", shapes))
+
+    with ThreadPoolExecutor() as ended:  # vLLM takes seconds to end
         try:
-            for name in todo[first : first + max(options.together, 1)]:
-                hosts = FORMATS[name].hosts if not folders else (VLLM, OURS)
-                path = Path(name) if folders else write_config(name, options.out / "configs", options.layers)
-                used = [host for host in hosts if options.vllm != "none" or host == OURS]
-                pairs.append(Pair(Path(name).name, path, used, options, "auto" if folders else "dummy"))
-            for row in chain.from_iterable(
-                part() for part in (*(p.ready for p in pairs), *(p.measure for p in pairs))
-            ):
-                made.append(row)
-                append(options.out / "rows.jsonl", [row])
-                if row.status is not Status.OK:
-                    print(f"{row.subject.model}: {row.reason}", file=sys.stderr, flush=True)
-            if options.kernels:
-                with open(options.out / "kernels.jsonl", "a") as file:
-                    for line in chain.from_iterable(pair.kernels() for pair in pairs):
-                        file.write(json.dumps(line) + "\n")
-                        file.flush()
-        except HostFailed as error:
-            print(error, file=sys.stderr, flush=True)
+            for _ in range(options.together):
+                start()
+            while waiting:
+                began, pair = time.monotonic(), waiting[0]
+                for row in pair.measure(start):
+                    made.append(row)
+                    append(options.out / "rows.jsonl", [row])
+                    if row.status is not Status.OK:
+                        print(f"{pair.name}: {row.reason}", file=sys.stderr, flush=True)
+                if options.kernels:
+                    pair.write_kernels(options.out / "kernels.jsonl")
+                waiting.popleft().stop(ended)
+                print(f"{pair.name}: {time.monotonic() - began:.0f} s", flush=True)
         finally:
-            with ThreadPoolExecutor() as pool:  # vLLM takes seconds to end
-                list(pool.map(HostProcess.stop, (process for pair in pairs for process in pair.processes)))
-        print(f"{', '.join(pair.name for pair in pairs)}: {time.monotonic() - began:.0f} s", flush=True)
+            for pair in waiting:
+                pair.stop(ended)
     results = summary(made)
     columns = [
         "format",

@@ -86,7 +86,10 @@ class Graphs:
     ):
         self._forward, self._backend, self._batch = forward, backend, batch
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
-        self._decode, self._mixed = decode_sizes(max_num_seqs), mixed_sizes(max_tokens)
+        self._decode, self._mixed = (
+            decode_sizes(max_num_seqs),
+            mixed_sizes(min(max_tokens, backend.most_mixed)),
+        )
         most = max([*self._decode, *self._mixed])
         self._packed = torch.zeros(
             packed_words(most, max_num_seqs, batch.groups), dtype=torch.int64, device=device

@@ -172,7 +172,7 @@ def _load_one(
         converted = convert(tensor)
         if parameter is None:
             return  # the conversion was a check
-        _check_dtype(parameter, converted)
+        _check_dtype(parameter, converted, key)
         _copy(parameter, loader, converted, shard, key)
     except torch.OutOfMemoryError:
         raise
@@ -182,13 +182,13 @@ def _load_one(
         ) from error
 
 
-def _check_dtype(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+def _check_dtype(parameter: nn.Parameter, tensor: torch.Tensor, key: str) -> None:
     if tensor.is_meta:
         return  # names and shapes are reported first
     if parameter.dtype in DTYPES and tensor.dtype not in DTYPES:
-        raise ValueError(
-            f"its dtype is {tensor.dtype}: a quantized weight, which config.quantization_config does not name"
-        )
+        unknown = ": a quantized weight, which config.quantization_config does not name"
+        scale = "scale" in key.rpartition(".")[2]
+        raise ValueError(f"its dtype is {tensor.dtype}{f', not {parameter.dtype}' if scale else unknown}")
     if parameter.dtype not in DTYPES and tensor.dtype != parameter.dtype:
         raise ValueError(
             f"its dtype is {tensor.dtype}, not {parameter.dtype} as config.quantization_config has it"

@@ -268,7 +268,7 @@ SPEC = OpSpec(
     reference=reference,
     op=mla_expanded,
     cases=(
-        _case("prefill_8x1024", [1024] * 8, [1024] * 8, "model"),
+        _case("prefill_8k", [1024] * 8, [1024] * 8, "model"),
         _case("chunked", [2048, 512], [8192, 4096], "model", heads=128),
         _case("one", [1], [1], "odd", "float32", heads=1, nope=1, rope=1, value=1),
         _case("odd", [5, 1, 9], [5, 17, 31], "odd", **_SMALL),

@@ -35,13 +35,10 @@ def reference(
     and rotary keys; weight: [R]; kv_cache: [blocks, block_size, R + P]; rotated: [T, H, P], which gets the rotated
     queries and may be query itself; the others as in those ops. Returns new (kv_cache, rotated).
     """
-    rank, size = weight.shape[0], query.shape[2]
-    normed, _ = rms_norm.reference(latent[:, :rank], weight, eps)
-    key = latent[:, None, rank:]
-    new, turned = rotary_emb.reference(positions, query, key, size, cos_sin_cache, is_neox_style, cast_cache)
-    assert turned is not None
-    stored = concat_and_cache_mla.reference(normed, turned[:, 0], kv_cache, slot_mapping, k_scale)
-    return stored, new
+    kv_cache, rotated = kv_cache.clone(), rotated.clone()
+    how = (slot_mapping, cos_sin_cache, is_neox_style, cast_cache, eps, k_scale)
+    _reference(positions, query, latent, weight, kv_cache, rotated, *how)
+    return kv_cache, rotated
 
 
 @triton.jit(do_not_specialize=["heads"])

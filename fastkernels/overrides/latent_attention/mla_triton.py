@@ -163,11 +163,10 @@ def attend(
     if batch == 0 or max_seqlen_q == 0:
         return out
     # float32 tiles of 512 channels and 32 keys would exceed shared memory with two stages
-    block_m, block_n, warps = 16, 16 if q.dtype == torch.float32 else 32, 4
+    block_m, block_n = 16, 16 if q.dtype == torch.float32 else 32
     grid = cdiv(heads, block_m), batch
     if cu_seqlens_q is not None:
-        if q.dtype != torch.float32 and shared_memory(q.device) >= WIDE_TILE:
-            block_m, warps = 64, 8
+        block_m = 64 if q.dtype != torch.float32 and shared_memory(q.device) >= WIDE_TILE else 16
         grid, splits = (len(q) * heads // block_m + batch, 1), 1
     splits = splits or splits_for(q.device, math.prod(grid), max_seqlen_k)
     part, lse = out, out  # unused with one split
@@ -180,8 +179,8 @@ def attend(
         *q.stride()[:2], *kv_cache.stride()[:2], *out.stride()[:2], block_table.stride(0), kv_cache.shape[1], batch,
         heads, rank, size - rank, scale * k_scale, k_scale, RAGGED=cu_seqlens_q is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_P=max(next_power_of_2(size - rank), 16), num_warps=warps, num_stages=2,
-        **overlap(q.device, early=False),
+        BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_P=max(next_power_of_2(size - rank), 16),
+        num_warps=8 if block_m == 64 else 4, num_stages=2, **overlap(q.device, early=False),
     )  # fmt: skip
     if splits > 1:
         combine(part, lse, out)

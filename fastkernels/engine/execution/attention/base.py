@@ -31,6 +31,7 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    most_mixed: int = 2048  # tokens of the largest mixed batch in a graph
 
     @abstractmethod
     def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:

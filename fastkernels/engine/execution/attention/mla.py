@@ -32,6 +32,8 @@ class MlaBackend(AttentionBackend):
     Raises ValueError for an unsupported provider.
     """
 
+    most_mixed = 1024  # outside graphs, more tokens hide their launches and expand their keys
+
     def __init__(
         self,
         provider: str | None,

@@ -28,6 +28,7 @@ ARCH = Architecture(
             "num_attention_heads": 20, "num_key_value_heads": 20, "vocab_size": 154880, "rms_norm_eps": 1e-5,
             "max_position_embeddings": 202752, "n_routed_experts": 64, "n_shared_experts": 1,
             "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid",
             "routed_scaling_factor": 1.8, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192,
             "qk_rope_head_dim": 64, "v_head_dim": 256,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
