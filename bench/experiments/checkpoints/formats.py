@@ -41,6 +41,7 @@ from experiments.checkpoints import make_checkpoint
 
 COMMAND = "formats"
 OURS, VLLM = "fastkernels", "vllm"
+TRACED, KERNELS = 16, 50  # decode steps of a traced run; kernels of a step that are listed
 LOADS = "1x512+128,8x512+128,32x512+128"
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 # DeepGEMM's warm-up of all row counts takes minutes; the runs before the timed ones compile what they need.
@@ -78,10 +79,10 @@ BLOCKS = {
 
 @dataclass(frozen=True)
 class Format:
-    """A model's shapes and its quantization. layers: measured by default; fields: of the config, that differ."""
+    """A model's shapes and its quantization; None: bf16. layers: measured by default; fields: of the config."""
 
     model: str
-    quantization: dict[str, Any]
+    quantization: dict[str, Any] | None
     layers: int
     fields: dict[str, Any] = field(default_factory=dict)
     hosts: tuple[str, ...] = (VLLM, OURS)
@@ -113,6 +114,11 @@ FORMATS = {
     "fp8-block-experts": Format("qwen3-30b-a3b", BLOCKS, 24),
     "int4-experts": Format("qwen3-30b-a3b", compressed("pack-quantized", INT4, None), 24),
     "nvfp4-experts": Format("qwen3-30b-a3b", NVFP4, 24),
+    "latent-v2-lite": Format("deepseek-v2-lite", None, 27),
+    "latent-moonlight": Format("moonlight-16b-a3b", None, 27),
+    "latent-fp8-block": Format("deepseek-r1", BLOCKS, 5),
+    "latent-sparse": Format("deepseek-v3.2", BLOCKS, 5),
+    "latent-glm": Format("glm-4.7-flash", None, 6),
 }  # fmt: skip
 
 
@@ -126,12 +132,14 @@ def write_config(name: str, folder: Path, layers: int | None = None) -> Path:
     fields |= chosen.fields
     count = chosen.layers if layers is None else layers
     fields["num_hidden_layers"] = min(count or fields["num_hidden_layers"], fields["num_hidden_layers"])
-    if fields.get("layer_types"):
-        fields["layer_types"] = fields["layer_types"][: fields["num_hidden_layers"]]
-    fields["quantization_config"] = dict(chosen.quantization)
-    if "num_experts" in fields and "ignore" in chosen.quantization:  # routers stay unquantized
-        gates = [f"model.layers.{i}.mlp.gate" for i in range(fields["num_hidden_layers"])]
-        fields["quantization_config"]["ignore"] = ["lm_head", *gates]
+    for kinds in ("layer_types", "mlp_layer_types"):
+        if fields.get(kinds):
+            fields[kinds] = fields[kinds][: fields["num_hidden_layers"]]
+    if chosen.quantization is not None:
+        fields["quantization_config"] = dict(chosen.quantization)
+        if "num_experts" in fields and "ignore" in chosen.quantization:  # routers stay unquantized
+            gates = [f"model.layers.{i}.mlp.gate" for i in range(fields["num_hidden_layers"])]
+            fields["quantization_config"]["ignore"] = ["lm_head", *gates]
     (made := folder / name).mkdir(parents=True, exist_ok=True)
     (made / "config.json").write_text(json.dumps(fields, indent=1))
     return made
@@ -215,6 +223,49 @@ class Pair:
         for process in self.processes:
             pool.submit(process.stop)
 
+    def write_kernels(self, path: Path) -> None:
+        """Append lines of `kernels` to a file, up to the first host that fails."""
+        try:
+            with open(path, "a") as file:
+                for line in self.kernels():
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+        except HostFailed as error:
+            print(f"{self.name}: {error}", file=sys.stderr, flush=True)
+
+    def kernels(self) -> Iterator[dict[str, Any]]:
+        """Yield, for each host and load, the kernels of a prompt step and of a decode step: launches and us of each.
+
+        The decode step is the difference of runs of 1 and of 1 + TRACED tokens; negative: kernels of prompts only.
+        """
+        for process in self.processes:
+            for load in self.loads:
+                found = []
+                for run, tokens in enumerate(
+                    (1, 1, 1 + TRACED)
+                ):  # the profiler's own start is in the first run
+                    prompts = prompts_of(
+                        f"{self.name} {run} {load}", load.requests, load.input_len, self.vocab
+                    )
+                    process.tell({"prompts": prompts, "output_len": tokens, "arrivals": True, "traced": True})
+                    found.append(process.answer(self.options.timeout))
+                _, prompt, both = found
+                line: dict[str, Any] = {"model": self.name, "host": process.name, "load": str(load)}
+                for name, one, other, steps in (("prompt", prompt, {}, 1), ("decode", both, prompt, TRACED)):
+                    less = other.get("us", {}), other.get("launches", {})
+                    of_kernel = {
+                        kernel: [
+                            (n - less[1].get(kernel, 0)) / steps, (one["us"][kernel] - less[0].get(kernel, 0.0)) / steps
+                        ]
+                        for kernel, n in one["launches"].items()
+                    }  # fmt: skip
+                    slowest = sorted(of_kernel.items(), key=lambda item: -item[1][1])[:KERNELS]
+                    line[name] = {
+                        "busy_us": (one["busy_us"] - other.get("busy_us", 0.0)) / steps,
+                        "kernels": {kernel[:160]: values for kernel, values in slowest},
+                    }
+                yield line
+
     def _row(
         self, process: HostProcess, where: dict[str, Any], metrics: dict[str, float], problem: str = ""
     ) -> Row:
@@ -264,6 +315,9 @@ def main() -> None:
         "--together", type=int, default=1, help="formats whose engines start at first (default: 1)"
     )
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each load, after one more")
+    parser.add_argument(
+        "--kernels", action="store_true", help="write kernels.jsonl: launches and time of each kernel"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a start or a run")
     options = parser.parse_args()
     names = [name for name in options.formats.split(",") if name]
@@ -299,6 +353,8 @@ def main() -> None:
                     append(options.out / "rows.jsonl", [row])
                     if row.status is not Status.OK:
                         print(f"{pair.name}: {row.reason}", file=sys.stderr, flush=True)
+                if options.kernels:
+                    pair.write_kernels(options.out / "kernels.jsonl")
                 waiting.popleft().stop(ended)
                 print(f"{pair.name}: {time.monotonic() - began:.0f} s", flush=True)
         finally:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from fastkernels.core.dispatch import Unsupported  # type: ignore[attr-defined]  # of fork.py
+from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.block.two_linears import side_by_side
 from fastkernels.overrides.diffusion.gated_residual import add_residual
 from fastkernels.overrides.diffusion.qk_norm_rope import qk_norm_rope
 
@@ -60,6 +62,18 @@ def products(linears: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
     return linear(x)
+
+
+def rotated_products(linears: Any, x: torch.Tensor, *rotation: Any) -> None:
+    return None
+
+
+def in_one_kernel(module: Any, x: torch.Tensor, rope: torch.Tensor | None) -> Any:
+    return None
+
+
+def swiglu(x: torch.Tensor, *linears: Any) -> torch.Tensor:
+    return silu_and_mul(linears[0](x) if len(linears) == 1 else side_by_side(x, *linears))
 
 
 def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:

@@ -279,7 +279,8 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
         if parameter.dtype == torch.uint8:
             whole.random_(0, 256, generator=generator)
         elif parameter.dtype not in DTYPES:
-            whole.copy_(torch.empty_like(whole, dtype=torch.float32).normal_(0.0, 1.0, generator=generator))
+            for part in whole if whole.dim() > 2 else [whole]:  # an expert at a time needs less memory
+                part.copy_(torch.empty_like(part, dtype=torch.float32).normal_(0.0, 1.0, generator=generator))
         else:
             embedding = isinstance(owner, VllmVocabParallelEmbedding)
             whole.normal_(0.0, EMBEDDING_STD if embedding else STD, generator=generator)

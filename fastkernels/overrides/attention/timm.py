@@ -12,6 +12,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend
+from fastkernels.overrides.attention.timm_projections import in_one_kernel
 from fastkernels.overrides.attention.windows import attend_in_windows, position_bias, relative_positions
 from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed
@@ -66,9 +67,7 @@ def _with_rope(module: Any, x: torch.Tensor, rope: torch.Tensor | None, dtype: t
 def _turned(module: Any, qkv: torch.Tensor, rope: torch.Tensor | None) -> Sequence[torch.Tensor]:
     """Queries, keys and values of qkv [B, N, 3, H, D], the first two normalized and rotated; in one op if possible."""
     q, k, v = qkv.unbind(2)
-    plain = all(
-        isinstance(norm, nn.Identity) and not changed(norm) for norm in (module.q_norm, module.k_norm)
-    )
+    plain = all(isinstance(n, nn.Identity) and not changed(n) for n in (module.q_norm, module.k_norm))
     if plain and rope is not None and rope.dim() == 2:
         both = _with_rope(module, qkv[:, :, :2].flatten(2, 3), rope, v.dtype)
         return *both.unflatten(2, (2, -1)).unbind(2), v
@@ -264,7 +263,9 @@ def before_projection(
     is_causal: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Return what the output projection of an Attention, AttentionRope or EvaAttention, ours or the host's, takes."""
-    if module.qkv is None:
+    if (found := in_one_kernel(module, x, rope)) is not None:
+        q, k, v = found
+    elif module.qkv is None:
         layers = (module.q_proj, module.k_proj, module.v_proj)
         q, k, v = (layer(x).unflatten(-1, (-1, module.head_dim)) for layer in layers)
         q, k = (_with_rope(module, t, rope, v.dtype) for t in (module.q_norm(q), module.k_norm(k)))

@@ -15,7 +15,13 @@ from fastkernels.core.declaration import Axis, Tensor
 from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.overrides.kit.modules import plain_linear
-from fastkernels.overrides.linear.tiled_linear_cuda import LEAST, RESIDUAL, linear_tiled, supports_tiled
+from fastkernels.overrides.linear.tiled_linear_cuda import (
+    LEAST,
+    RESIDUAL,
+    for_tiles,
+    linear_tiled,
+    supports_tiled,
+)
 
 
 def reference(
@@ -102,7 +108,7 @@ linear_residual = define(
 )
 
 
-LONG = (4096, 4096)  # columns of x at least, tokens at most
+LONG = ((4096, 4096), (2048, 1024))  # columns of x at least, tokens below
 
 
 def adds(linear: Any, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
@@ -111,11 +117,9 @@ def adds(linear: Any, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     Long sums of few tokens (LONG) were slower than cuBLAS and a pass. DINOv3 ViT-L on an H100, 2026-11-27: 13.0 us and
     11.2 for 261 tokens, 32.6 and 30.8 for 2,088, 100.7 and 102.4 for 8,352.
     """
-    if linear.in_features >= LONG[0] and x.numel() < LONG[1] * x.shape[-1]:
+    if any(linear.in_features >= k and x.numel() < m * x.shape[-1] for k, m in LONG):
         return False
-    sizes = linear.in_features % 8 == 0 and linear.out_features % 32 == 0 and linear.in_features >= 64
-    many = x.dtype in (torch.float16, torch.bfloat16) and x.numel() >= LEAST * x.shape[-1]
-    return plain_linear(linear, x) and sizes and many and (scale is None or scale.dtype == x.dtype)
+    return plain_linear(linear, x) and for_tiles(linear, x) and (scale is None or scale.dtype == x.dtype)
 
 
 def _case(

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
-from fastkernels.overrides.block.two_linears import not_linear, not_silu, side_by_side
+from fastkernels.overrides.block.swiglu import swiglu
+from fastkernels.overrides.block.two_linears import not_linear, not_silu
 
 
 def _pair(value: Any) -> tuple[Any, Any]:
@@ -64,7 +64,7 @@ class TimmGluMlp(nn.Module):
         return not_silu(module, "act")
 
     def forward(self, x):
-        return _finish(self, silu_and_mul(self.fc1(x)))
+        return _finish(self, swiglu(x, self.fc1))
 
 
 class TimmSwiGLU(nn.Module):
@@ -107,7 +107,7 @@ class TimmSwiGLU(nn.Module):
         return not_silu(module, "act")
 
     def forward(self, x):
-        return _finish(self, silu_and_mul(side_by_side(x, self.fc1_g, self.fc1_x)))
+        return _finish(self, swiglu(x, self.fc1_g, self.fc1_x))
 
 
 _NOTE = "decided at first calls on a GPU, elsewhere replaced on request"

@@ -110,16 +110,16 @@ def _torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """Copy the patches into the rows of a matrix, in the order in which the weight lies in memory."""
     _check(x, weight, bias)
     grid, patch = _grid(x, weight), weight.shape[2:]
-    for dim, (count, size) in enumerate(zip(grid, patch, strict=True), start=2):
-        x = x.narrow(dim, 0, count * size)
-    (gt, gh, gw), (pt, ph, pw) = grid, patch
-    parts = x.view(*x.shape[:2], gt, pt, gh, ph, gw, pw)
+    batch, channels, *steps = x.stride()
+    between = [step * size for step, size in zip(steps, patch, strict=True)]
     last = weight.permute(0, 2, 3, 4, 1)
     if last.is_contiguous():  # channels last
-        patches, flat = parts.permute(0, 2, 4, 6, 3, 5, 7, 1), last.flatten(1)
+        inner, strides, weight = (*patch, x.shape[1]), (*steps, channels), last
     else:
-        patches, flat = parts.permute(0, 2, 4, 6, 1, 3, 5, 7), weight.flatten(1)
-    return F.linear(patches.flatten(4), flat, bias)
+        inner, strides = (x.shape[1], *patch), (channels, *steps)
+    # One view, whose operators would otherwise take longer than the product
+    patches = x.as_strided((x.shape[0], *grid, *inner), (batch, *between, *strides), x.storage_offset())
+    return F.linear(patches.flatten(4), weight.flatten(1), bias)
 
 
 def _empty(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

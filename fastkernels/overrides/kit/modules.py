@@ -10,6 +10,7 @@ from torch import nn
 
 from fastkernels.core.dispatch import functional
 from fastkernels.overrides.kit import cublaslt
+from fastkernels.overrides.linear.tiled_linear_cuda import is_faster, linears_tiled
 
 
 def changed(module: Any) -> bool:
@@ -41,21 +42,31 @@ def _into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _products(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> torch.Tensor:
+def compute_products(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]
+) -> torch.Tensor:  # fmt: skip
+    """Products of x [..., K] with weights of one shape [N, K], each with a bias [N] or None, as [weights, ..., N]."""
     rows, n = x.reshape(-1, x.shape[-1]), weights[0].shape[0]
+    given = [bias for bias in biases if bias is not None]
+    spans = [(i, i + 1) for i in range(len(weights))]
+    if len(given) in (0, len(weights)):
+        spans = cublaslt.batches(rows, weights, given)
+    one_batch = len(spans) == 1 < len(weights)  # as fast as the tiled kernel
+    if not one_batch and is_faster(x, weights, biases):
+        return linears_tiled(x, weights, biases)
     out = x.new_empty((len(weights), len(rows), n))
-    for first, last in cublaslt.batches(rows, weights, biases):
+    for first, last in spans:
         span = slice(first, last)
-        if last - first > 1 and cublaslt.products(rows, weights[span], biases[span], out[span]):
+        if last - first > 1 and cublaslt.products(rows, weights[span], given[span], out[span]):
             continue
         for i in range(first, last):
-            _into(out[i], rows, weights[i], biases[i] if biases else None)
+            _into(out[i], rows, weights[i], biases[i])
     return out.view(len(weights), *x.shape[:-1], n)
 
 
 _linear_products = functional(
-    "linear_products(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
-    _products,
+    "linear_products(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor",
+    compute_products,
     lambda x, weights, biases: x.new_empty((len(weights), *x.shape[:-1], weights[0].shape[0])),
 )
 
@@ -65,11 +76,16 @@ def products(linears: Sequence[Any], x: torch.Tensor) -> Sequence[torch.Tensor]:
 
     Small products leave half of a GPU idle: queries, keys and values, or keys and values of a text.
     """
+    found = stacked_products(linears, x)
+    return [layer(x) for layer in linears] if found is None else found.unbind()
+
+
+def stacked_products(linears: Sequence[Any], x: torch.Tensor) -> torch.Tensor | None:
+    """The results of `products` in one tensor [layers, ..., N], if the layers are plain ones of one size."""
     plain = all(plain_linear(layer, x) for layer in linears)
-    if not plain or len({(layer.weight.shape, layer.bias is None) for layer in linears}) > 1:
-        return [layer(x) for layer in linears]
-    biases = [] if linears[0].bias is None else [layer.bias for layer in linears]
-    return _linear_products(x, [layer.weight for layer in linears], biases).unbind()
+    if not plain or len({layer.weight.shape for layer in linears}) > 1:
+        return None
+    return _linear_products(x, [layer.weight for layer in linears], [layer.bias for layer in linears])
 
 
 def product(linear: Any, x: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """y = f(x W^T + b) for many tokens with Hopper's wgmma, in CUDA C++: csrc/tiled_linear.cu, compiled at its first call.
 
-f is the identity, GELU, or residual + scale * (...), which cuBLASLt lacks or, of GELU, has with tanh only.
+f is the identity, GELU, residual + scale * (...), of two weights SiLU(gate) * up, or the rotation of queries and keys;
+cuBLASLt has GELU with tanh only.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +28,14 @@ SHARED = 226 * 1024  # bytes of a ring
 MAX_STAGES = 12
 GROUP = 8
 LEAST = 128  # tokens for which it was faster than a product and a pass
+# Without an epilogue it took 0.76 to 0.98 of cuBLAS's time in 21 sizes of encoders up to this K, but 1.05 and 1.07
+# for 1,024 and 1,029 tokens (H100, 2026-11-27).
+LONGEST, SLOWER = 1536, range(900, 1300)
 _P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
-TYPES = (_M, _M, _P, _P, _P, _P, _I, _I, _I)
 # f: its number in the source
-NONE, GELU, GELU_TANH, RESIDUAL = range(4)
+NONE, GELU, GELU_TANH, RESIDUAL, SWIGLU, ROTATED_HALVES, ROTATED_NEIGHBORS = range(7)
+HEAD = 64  # channels of a head that is rotated
+EPILOGUE = (0.227, 0.428, 0.428, 0.235, 0.428, 0.428, 0.428)  # cycles of each f for a column of a row
 
 # rows, columns  of a tile
 # cooperate      both warpgroups multiply a tile, instead of taking tiles in turn
@@ -47,11 +53,26 @@ PARAMS: tuple[dict[str, Any], ...] = tuple(
 )  # fmt: skip
 
 
+class Turns(ctypes.Structure):
+    """Cosines and sines, each with a row of HEAD numbers for a token, and the columns that are rotated.
+
+    row     numbers from one token's to the next token's
+    tokens  of an image, of which the first `prefix` have no row
+    turned  columns of the results that are rotated, the first ones
+    """
+
+    _fields_ = (
+        ("cosines", _P), ("sines", _P), ("row", _I), ("tokens", _I), ("prefix", _I), ("turned", _I),
+    )  # fmt: skip
+
+
 class Plan(NamedTuple):
     """How a call is divided: tiles of rows x columns, clusters of blocks that share W or x, and blocks in all."""
 
+    f: int
+    parts: int  # weights
     rows: int
-    columns: int
+    columns: int  # of a weight; of two with SWIGLU
     cooperate: bool
     shares: str
     cluster: int
@@ -69,56 +90,64 @@ class Plan(NamedTuple):
 
     @property
     def boxes(self) -> tuple[int, int]:
-        """Rows of x and W that a block reads for a tile; a cluster's other blocks read the rest of what it shares."""
+        """Rows of a copy of x and W; a cluster's other blocks read the rest of what it shares."""
         x, w = (self.cluster if self.shares == shared else 1 for shared in "xw")
-        return self.rows // x, self.columns // w
+        return self.rows // x, self.columns // (2 if self.f == SWIGLU else w)
 
-    def options(self, f: int, bf16: bool) -> tuple[str, ...]:
+    def options(self, bf16: bool) -> tuple[str, ...]:
         """Return NVRTC's options, without the architecture."""
         clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
         return (
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
             f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
-            f"-DGROUP={GROUP}", f"-DBEHIND={f}", f"-DBF16={int(bf16)}", f"-DCLUSTERED={clustered}",
+            f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
+            f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def plan(
     m: int, n: int, rows: int, columns: int, cooperate: bool = False, shares: str = "w", cluster: int = 1,
-    sms: int = 132,
+    sms: int = 132, f: int = NONE, parts: int = 1,
 ) -> Plan:  # fmt: skip
-    """Return the plan for a result [m, n] on a chip with so many SMs."""
-    down, right = -(-m // rows), -(-n // columns)
+    """Return the plan for results [m, n] of so many weights, or of two with SWIGLU, on a chip with so many SMs."""
+    down = -(-m // rows)
+    right = -(-2 * n // columns) if f == SWIGLU else parts * -(-n // columns)
     tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
-    return Plan(rows, columns, cooperate, shares, cluster, tiles, cluster * min(tiles, sms // cluster))
+    grid = cluster * min(tiles, sms // cluster)
+    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid)
 
 
 def fits(params: dict[str, Any], f: int) -> bool:
-    """Return whether a thread's sums and the residuals that it reads ahead fit in registers."""
+    """Return whether a thread's sums and the residuals that it reads ahead fit in registers, and tiles have halves."""
+    if f >= SWIGLU and params["columns"] % 64:
+        return False
     return f != RESIDUAL or params["rows"] * params["columns"] < 128 * 192 * (1 + params["cooperate"])
 
 
 def cycles(p: Plan, k: int, sms: int = 132) -> float:
     """Return about how many cycles the busiest block takes, to compare plans.
 
-    A fit to 28 shapes of vision transformers on an H100, 2026-11-27: its choice takes 1.6% longer than the fastest set
-    in the mean. A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at 52 a cycle and SM.
+    A fit to 64 shapes of vision transformers on an H100, 2026-11-28: its choice takes 1.5% longer than the fastest set
+    in the mean. A piece of 64 columns takes 2 cycles for each column of 64 rows, or its bytes at 61 a cycle and SM.
     Clusters wait for each other at each tile. The epilogue counts where no other tile is multiplied meanwhile.
     """
     pieces, rounds = -(-k // 64), -(-p.tiles // (p.grid // p.cluster))
-    reading = 128 * sum(p.boxes) * p.grid / sms / 52
-    piece = max(p.rows * p.columns / 32, reading) + (299 if p.cooperate else 266)
-    behind = 0.141 * p.rows * p.columns
-    once = 2800 + 1.234 * rounds * behind if p.cooperate else behind
-    return rounds * (pieces * piece + (2260 if p.cluster > 1 else 0)) + once
+    x_rows, w_rows = p.boxes
+    if p.f == SWIGLU and (p.shares, p.cluster) != ("w", 2):
+        w_rows *= 2
+    reading = 128 * (x_rows + w_rows) * p.grid / sms / 61.5
+    piece = max(p.rows * p.columns / 32, reading) + (286 if p.cooperate else 318)
+    behind = EPILOGUE[p.f] * p.rows * p.columns
+    once = 1978 + 0.584 * rounds * behind if p.cooperate else behind
+    return rounds * (pieces * piece + (1281 if p.cluster > 1 else 0)) + once
 
 
 @lru_cache(maxsize=4096)
-def choose(m: int, n: int, k: int, f: int = NONE, sms: int = 132) -> dict[str, Any]:
-    """Return the default parameters for x [m, k] and weight [n, k]."""
+def choose(m: int, n: int, k: int, f: int = NONE, sms: int = 132, parts: int = 1) -> dict[str, Any]:
+    """Return the default parameters for x [m, k] and so many weights [n, k]."""
     sets = (p for p in PARAMS if fits(p, f))
-    return min(sets, key=lambda p: (cycles(plan(m, n, **p, sms=sms), k, sms), p["cluster"]))
+    return min(sets, key=lambda p: (cycles(plan(m, n, **p, sms=sms, f=f, parts=parts), k, sms), p["cluster"]))
 
 
 def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
@@ -128,11 +157,34 @@ def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     n, k = weight.shape
     if n % 32 or k < 64:
         return f"N = {n} is not a multiple of 32, or K = {k} under 64, the columns of one copy"
-    if x.numel() // k * n >= 1 << 32:
+    if x.numel() // k * 3 * n >= 1 << 32:  # of up to three weights
         return "2^32 results or more"
     if weight.stride(0) < k:
         return f"weight has strides {tuple(weight.stride())}: its rows must not overlap"
     return None
+
+
+def for_tiles(linear: Any, x: torch.Tensor, halves: bool = False) -> bool:
+    """Whether a layer's sizes, or those of its halves, suit the kernel: many tokens of 16-bit numbers."""
+    sizes = linear.in_features % 8 == 0 and linear.out_features % (64 if halves else 32) == 0
+    many = x.dtype in (torch.float16, torch.bfloat16) and x.numel() >= LEAST * x.shape[-1]
+    return sizes and linear.in_features >= 64 and many
+
+
+def runs_tiled(linear: Any, x: torch.Tensor, halves: bool = False) -> bool:
+    """Whether to multiply with this kernel: in code that torch.compile traces, blocks are ours on Hopper only."""
+    fits = for_tiles(linear, x, halves)
+    return fits and (torch.compiler.is_compiling() or supports_tiled(x, linear.weight, linear.bias) is None)
+
+
+def is_faster(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> bool:  # fmt: skip
+    """Whether this kernel multiplies x and weights of one shape faster than cuBLAS, without an epilogue."""
+    k = x.shape[-1]
+    if not x.is_cuda or not LEAST * k <= x.numel() or k > LONGEST or x.numel() // k in SLOWER:
+        return False
+    return all(supports_tiled(x, *each) is None for each in zip(weights, biases, strict=True))
 
 
 def source(p: Plan, bf16: bool) -> str:
@@ -141,8 +193,9 @@ def source(p: Plan, bf16: bool) -> str:
 
 
 @lru_cache(maxsize=256)
-def _kernel(device: torch.device, p: Plan, f: int, bf16: bool) -> cuda_rtc.Kernel:
-    return cuda_rtc.Kernel(source(p, bf16), "tiled_linear", p.options(f, bf16), device.index, TYPES, p.shared)
+def _kernel(device: torch.device, p: Plan, bf16: bool) -> cuda_rtc.Kernel:
+    types = (_M, _M * p.parts, _P * p.parts, _P, _P, _P, _I, _I, _I, Turns)
+    return cuda_rtc.Kernel(source(p, bf16), "tiled_linear", p.options(bf16), device.index, types, p.shared)
 
 
 def linear_tiled(
@@ -154,29 +207,59 @@ def linear_tiled(
     params: one of PARAMS; the defaults are those of `choose`. In a CUDA graph this kernel prefetches the weight while
     the previous kernel still runs, which must not write it.
     """
-    n, k = weight.shape
+    out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
+    _launch(x, (weight,), (bias,), f, out, scale, residual, **params)
+    return out
+
+
+def linears_tiled(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], f: int = NONE,
+    cos: torch.Tensor | None = None, sin: torch.Tensor | None = None, **params: Any,
+) -> torch.Tensor:  # fmt: skip
+    """weights: of one shape [N, K], each with a bias [N] or None. Returns their products with x, [weights, ..., N].
+
+    With SWIGLU they are gate and up, and the result is SiLU(gate) * up, [..., N]. With ROTATED_.. x is [B, S, K], and
+    the first two thirds of all columns are heads of HEAD channels, rotated in the last tokens of S by cos and sin
+    [P, HEAD] as in rope_nd.
+    """
+    n = weights[0].shape[0]
+    shape, turns = (*x.shape[:-1], n), None
+    out = x.new_empty(shape if f == SWIGLU else (len(weights), *shape))
+    if cos is not None and sin is not None:
+        tokens, turned = x.shape[1], 2 * len(weights) * n // 3
+        turns = Turns(cos.data_ptr(), sin.data_ptr(), cos.stride(0), tokens, tokens - len(cos), turned)
+    _launch(x, weights, biases, f, out, turns=turns, **params)
+    return out
+
+
+def _launch(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], f: int, out: torch.Tensor,
+    scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, turns: Turns | None = None, **params: Any,
+) -> None:  # fmt: skip
+    (n, k), parts = weights[0].shape, len(weights)
     rows = x.reshape(-1, k)
     m = rows.shape[0]
-    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if m == 0 or n == 0:
-        return out
+        return
     if m > 1 and rows.stride(0) < k:  # expanded from one row
         rows = rows.contiguous()
     sms = multiprocessors(x.device)
-    p = plan(m, n, **(params or choose(m, n, k, f, sms)), sms=sms)
-    kernel = _kernel(x.device, p._replace(tiles=0, grid=0), f, x.dtype == torch.bfloat16)
+    p = plan(m, n, **(params or choose(m, n, k, f, sms, parts)), sms=sms, f=f, parts=parts)
+    kernel = _kernel(x.device, p._replace(tiles=0, grid=0), x.dtype == torch.bfloat16)
     x_rows, w_rows = p.boxes
     x_map = cuda_rtc.tensor_map(rows.data_ptr(), m, k, rows.stride(0) if m > 1 else k, x_rows)
-    row = weight.stride(0)  # 32 rows are 4 x 4 pairs, which the box transposes
-    w_map = cuda_rtc.tensor_map_of(
-        weight.data_ptr(),
-        (k, 2, 4, 4, n // 32),
-        (row, 8 * row, 2 * row, 32 * row),
-        (64, 2, 4, 4, w_rows // 32),
-    )
+    w_maps = (_weight_map(weight.data_ptr(), n, k, weight.stride(0), w_rows) for weight in weights)
     scale, residual = (None if t is None else t.contiguous() for t in (scale, residual))
-    pointers = (None if t is None else t.data_ptr() for t in (bias, scale, residual, out))
+    added, pointers = (
+        [None if t is None else t.data_ptr() for t in some] for some in (biases, (scale, residual, out))
+    )
     stream = torch.cuda.current_stream(x.device).cuda_stream
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
-    kernel.launch(p.grid, THREADS, stream, (x_map, w_map, *pointers, m, n, k), overlap=early)
-    return out
+    given = (x_map, (_M * parts)(*w_maps), (_P * parts)(*added), *pointers, m, n, k, turns or Turns())
+    kernel.launch(p.grid, THREADS, stream, given, overlap=early)
+
+
+def _weight_map(address: int, n: int, k: int, row: int, box: int) -> cuda_rtc.TensorMap:
+    """Describe a weight: 32 rows are 4 x 4 pairs, which the box transposes."""
+    sizes, strides = (k, 2, 4, 4, n // 32), (row, 8 * row, 2 * row, 32 * row)
+    return cuda_rtc.tensor_map_of(address, sizes, strides, (64, 2, 4, 4, box // 32))

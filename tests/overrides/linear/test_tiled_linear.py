@@ -18,6 +18,7 @@ from fastkernels.overrides.block import linear_residual as residuals
 from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.linear import tiled_linear_cuda as tiled
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
+from fastkernels.overrides.rope.rope_nd import reference as rope_reference
 
 NO_NVRTC = cuda_rtc.unavailable()
 
@@ -68,32 +69,113 @@ def test_emulated_kernel_matches_float64(
     assert float(error.max()) <= 1 and float((got == want.to(dtype)).float().mean()) > 0.99
 
 
+def of_several(m: int, n: int, k: int, f: int, parts: int) -> tuple[list[Any], torch.Tensor]:
+    """(x, weights, biases of which the last is absent, scale, residual) and the exact results."""
+    several = [arguments(m, n, k, tiled.GELU_TANH + i, torch.bfloat16) for i in range(parts)]
+    x, weights = several[0][0], [a[1] for a in several]
+    biases = [*(a[2] for a in several[:-1]), None]
+    each = torch.stack([expected(tiled.NONE, x, w, b) for w, b in zip(weights, biases, strict=True)])
+    return [x, *weights, *biases, None, None], F.silu(each[0]) * each[1] if f == tiled.SWIGLU else each
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("parts", "n", "f", "params"),
+    [
+        (2, 96, tiled.SWIGLU, {"rows": 64, "columns": 64}),
+        (3, 96, tiled.NONE, {"rows": 128, "columns": 64, "cooperate": True}),  # tiles that end past a weight
+        pytest.param(2, 96, tiled.SWIGLU, {"rows": 64, "columns": 128, "cluster": 2}, marks=pytest.mark.slow),
+        pytest.param(2, 96, tiled.SWIGLU, {"rows": 128, "columns": 64, "shares": "x", "cluster": 2},
+                     marks=pytest.mark.slow),
+        pytest.param(3, 64, tiled.NONE, {"rows": 128, "columns": 64, "shares": "x", "cluster": 2},
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_emulated_kernel_of_several_weights_matches_float64(
+    parts: int, n: int, f: int, params: dict[str, Any], tmp_path: Path
+) -> None:
+    args, want = of_several(150, n, 136, f, parts)
+    got = emulated_tiled.linear_tiled(args, f, params, 4, 3, tmp_path, parts)
+    assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-5)).max()) <= 1
+
+
+TOKENS, PREFIX = 50, 3
+
+
+def rotated(args: list[Any], heads: int, halves: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of cosines and sines, exact results) of queries, keys and values of one or three weights."""
+    x, parts = args[0].view(-1, TOKENS, args[0].shape[-1]), (len(args) - 3) // 2
+    g = torch.Generator().manual_seed(heads)
+    table = torch.randn(TOKENS - PREFIX, 2 * tiled.HEAD, generator=g).to(x.dtype)
+    several = zip(args[1 : 1 + parts], args[1 + parts : 1 + 2 * parts], strict=True)
+    every = torch.cat([expected(tiled.NONE, x, w, b) for w, b in several], -1).unflatten(-1, (3 * heads, -1))
+    cos, sin = table[:, : tiled.HEAD], table[:, tiled.HEAD :]
+    turned = rope_reference(every[:, :, : 2 * heads], cos, sin, halves)
+    want = torch.cat((turned, every[:, :, 2 * heads :]), 2).flatten(2)
+    return table, want.unflatten(-1, (parts, -1)).movedim(-2, 0)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("parts", "halves", "params"),
+    [
+        (1, True, {"rows": 64, "columns": 128}),  # of a tile's two heads, one is rotated
+        (3, False, {"rows": 128, "columns": 64, "cooperate": True}),
+        pytest.param(
+            3, True, {"rows": 64, "columns": 64, "shares": "x", "cluster": 2}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_emulated_rotation_matches_float64(
+    parts: int, halves: bool, params: dict[str, Any], tmp_path: Path
+) -> None:
+    f = tiled.ROTATED_HALVES if halves else tiled.ROTATED_NEIGHBORS
+    heads = 1
+    args, _ = of_several(3 * TOKENS, 3 * heads * tiled.HEAD // parts, 72, tiled.NONE, parts)
+    table, want = rotated(args, heads, halves)
+    turns = (TOKENS, PREFIX, 2 * heads * tiled.HEAD)
+    got = emulated_tiled.linear_tiled([*args, table], f, params, 2, 3, tmp_path, parts, turns)
+    want = want.flatten(1, 2).squeeze(0) if parts == 1 else want.flatten(1, 2)
+    assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-5)).max()) <= 1
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     m=st.integers(1, 9000), n=st.integers(1, 300).map(lambda i: 32 * i), k=st.integers(8, 900).map(lambda i: 8 * i),
-    params=st.sampled_from(tiled.PARAMS), sms=st.sampled_from([7, 78, 114, 132]),
+    params=st.sampled_from(tiled.PARAMS), sms=st.sampled_from([7, 78, 114, 132]), parts=st.integers(1, 3),
 )  # fmt: skip
-def test_plan_covers_the_result_and_fits(m: int, n: int, k: int, params: dict[str, Any], sms: int) -> None:
-    p = tiled.plan(m, n, **params, sms=sms)
-    down, right = -(-m // p.rows), -(-n // p.columns)
+def test_plan_covers_the_result_and_fits(
+    m: int, n: int, k: int, params: dict[str, Any], sms: int, parts: int
+) -> None:
+    p = tiled.plan(m, n, **params, sms=sms, parts=parts)
+    down, right = -(-m // p.rows), parts * -(-n // p.columns)
     along = down if p.shares == "w" else right
     assert p.tiles * p.cluster == down * right // along * -(-along // p.cluster) * p.cluster
     assert 0 < p.grid <= sms and p.grid % p.cluster == 0
     assert 2 <= p.stages <= tiled.MAX_STAGES and p.shared <= 227 * 1024
     x_rows, w_rows = p.boxes
     assert x_rows % 8 == 0 and w_rows % 32 == 0 and max(x_rows, w_rows) <= 256
-    for f in (tiled.GELU, tiled.RESIDUAL):
-        chosen = tiled.choose(m, n, k, f, sms)
+    for f in (tiled.GELU, tiled.RESIDUAL, tiled.SWIGLU):
+        chosen = tiled.choose(m, n, k, f, sms, parts)
         assert chosen in tiled.PARAMS and tiled.fits(chosen, f)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
-@pytest.mark.parametrize("f", [tiled.NONE, tiled.GELU, tiled.GELU_TANH, tiled.RESIDUAL])
-def test_every_set_compiles(f: int) -> None:
+@pytest.mark.parametrize(
+    ("f", "parts"),
+    [
+        *((f, 1) for f in (tiled.NONE, tiled.GELU, tiled.GELU_TANH, tiled.RESIDUAL)),
+        (tiled.NONE, 3),
+        (tiled.SWIGLU, 2),
+        (tiled.ROTATED_HALVES, 1),
+        (tiled.ROTATED_NEIGHBORS, 3),
+    ],
+)
+def test_every_set_compiles(f: int, parts: int) -> None:
     for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
-        p = tiled.plan(2048, 4096, **params)
-        told = ("--gpu-architecture=sm_90a", *p.options(f, f % 2 == 1))
+        p = tiled.plan(2048, 4096, **params, f=f, parts=parts)
+        told = ("--gpu-architecture=sm_90a", *p.options(f % 2 == 1))
         assert cuda_rtc.cubin(tiled.source(p, f % 2 == 1), told)[:4] == b"\x7fELF"
 
 
@@ -135,6 +217,35 @@ def test_every_set_matches_float64(f: int, dtype: torch.dtype) -> None:
             want = expected(f, x, weight, bias, scale, residual)
             rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
             assert bool(((got.double() - want).abs() <= rounding * want.abs() + 4e-5).all()), (params, m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("f", "parts"), [(tiled.NONE, 3), (tiled.SWIGLU, 2)])
+def test_every_set_of_several_weights_matches_float64(f: int, parts: int) -> None:
+    for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
+        for m, n, k in ((333, 992, 328), (2056, 768, 768)):
+            args, want = of_several(m, n, k, f, parts)
+            x, *more = (t if t is None else t.cuda() for t in args)
+            got = tiled.linears_tiled(x, more[:parts], more[parts : 2 * parts], f, **params)
+            assert bool(((got.double().cpu() - want).abs() <= 2.0**-8 * want.abs() + 4e-5).all()), (params, m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("halves", "parts"), [(True, 1), (False, 3)])
+def test_every_set_that_rotates_matches_float64(halves: bool, parts: int) -> None:
+    f = tiled.ROTATED_HALVES if halves else tiled.ROTATED_NEIGHBORS
+    for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
+        for images, heads, k in ((7, 5, 328), (42, 12, 768)):
+            args, _ = of_several(images * TOKENS, 3 * heads * tiled.HEAD // parts, k, tiled.NONE, parts)
+            table, want = rotated(args, heads, halves)
+            x, *more = (t if t is None else t.cuda() for t in args)
+            cos, sin = table.cuda().split(tiled.HEAD, 1)
+            several = more[:parts], more[parts : 2 * parts]
+            got = tiled.linears_tiled(x.view(images, TOKENS, k), *several, f, cos, sin, **params)
+            assert bool(((got.double().cpu() - want).abs() <= 2.0**-8 * want.abs() + 1e-4).all()), (
+                params,
+                images,
+            )
 
 
 def test_bad_sizes_of_linear_residual_are_named() -> None:

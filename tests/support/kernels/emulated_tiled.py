@@ -72,44 +72,59 @@ template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, u
 }
 """
 MAIN = """
-static std::vector<uint4> x, w, bias, scale, residual, out;
+static std::vector<uint4> x, w[PARTS], bias[PARTS], scale, residual, out, table;
 static std::vector<int> head;
 
 void one() {
     const TensorMap x_map = {{(u64)x.data(), (u64)head[0], (u64)head[2], (u64)head[2], (u64)X_SLICE, 0}};
-    const TensorMap w_map = {{(u64)w.data(), (u64)head[1], (u64)head[2], (u64)head[2], (u64)W_SLICE, 1}};
     auto given = [](std::vector<uint4>& v) { return v.empty() ? nullptr : (u16*)v.data(); };
-    tiled_linear(x_map, w_map, given(bias), given(scale), given(residual), (u16*)out.data(), head[0], head[1], head[2]);
+    Weights weights;
+    Biases biases;
+    for (int i = 0; i < PARTS; i++) {
+        weights.of[i] = {{(u64)w[i].data(), (u64)head[1], (u64)head[2], (u64)head[2], (u64)W_BOX, 1}};
+        biases.of[i] = given(bias[i]);
+    }
+    const u16* cosines = given(table);
+    const Turns turns = {cosines, cosines + 64, 128, head[4], head[5], head[6]};
+    u16* to = (u16*)out.data();
+    tiled_linear(x_map, weights, biases, given(scale), given(residual), to, head[0], head[1], head[2], turns);
 }
 
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
-    head = numbers<int>(file, 7);
+    head = numbers<int>(file, 10 + PARTS);
     const int M = head[0], N = head[1], K = head[2], grid = head[3];
-    x = numbers<uint4>(file, M * K / 8), w = numbers<uint4>(file, N * K / 8);
-    bias = numbers<uint4>(file, head[4] / 8), scale = numbers<uint4>(file, head[5] / 8);
-    residual = numbers<uint4>(file, head[6] / 8);
-    out.assign(M * N / 8, {~0u, ~0u, ~0u, ~0u});
+    const int numbers_out = (GATED ? 1 : PARTS) * M * N;
+    x = numbers<uint4>(file, M * K / 8);
+    for (auto& one : w) one = numbers<uint4>(file, N * K / 8);
+    for (int i = 0; i < PARTS; i++) bias[i] = numbers<uint4>(file, head[7 + i] / 8);
+    scale = numbers<uint4>(file, head[7 + PARTS] / 8), residual = numbers<uint4>(file, head[8 + PARTS] / 8);
+    table = numbers<uint4>(file, head[9 + PARTS] / 8);
+    out.assign(numbers_out / 8, {~0u, ~0u, ~0u, ~0u});
     gridDim.x = grid;
     for (int block = 0; block < grid; block += CLUSTER) {
         memset(shared_memory, 0xff, sizeof shared_memory);
         run_cluster(CLUSTER, block, THREADS, one);
     }
-    fwrite(out.data(), 2, M * N, fopen(names[2], "wb"));
+    fwrite(out.data(), 2, numbers_out, fopen(names[2], "wb"));
     fflush(nullptr);
 }
 """
 
 
 def linear_tiled(
-    args: list[torch.Tensor | None], f: int, params: dict[str, int | str], sms: int, stages: int, folder: Path
-) -> torch.Tensor:
-    """Return the kernel's result for x, weight, bias, scale and residual. Raises RuntimeError with its error."""
-    x, weight = args[0], args[1]
+    args: list[torch.Tensor | None], f: int, params: dict[str, int | str], sms: int, stages: int, folder: Path,
+    parts: int = 1, turns: tuple[int, int, int] = (1, 0, 0),
+) -> torch.Tensor:  # fmt: skip
+    """Return the kernel's result for x, weights, biases, scale, residual, and rows of 64 cosines and 64 sines.
+
+    turns: tokens of an image, those without a row, columns that are rotated. Raises RuntimeError with its error.
+    """
+    x, weight = args[:2]
     assert x is not None and weight is not None
     (m, k), n, bf16 = x.shape, weight.shape[0], x.dtype == torch.bfloat16
-    p = tiled.plan(m, n, **params, sms=sms)  # type: ignore[arg-type]
-    told = [o for o in p.options(f, bf16) if not o.startswith(("-DSTAGES", "-DCLUSTERED"))]
+    p = tiled.plan(m, n, **params, sms=sms, f=f, parts=parts)  # type: ignore[arg-type]
+    told = [o for o in p.options(bf16) if not o.startswith(("-DSTAGES", "-DCLUSTERED"))]
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
         'extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)': "void",
@@ -118,8 +133,9 @@ def linear_tiled(
     source = ported(text(tiled.SOURCE), BODIES, written, [*told, f"-DSTAGES={stages}"])
     end = source.index("typedef unsigned int u32;")
     source = source[:end] + BEFORE + source[end:] + MAIN
-    sizes = (0 if t is None else t.numel() for t in args[2:])
-    given = struct.pack("7i", m, n, k, p.grid, *sizes)
+    args = [*args, *[None] * (4 + 2 * parts - len(args))]
+    sizes = [0 if t is None else t.numel() for t in args[1 + parts :]]
+    given = struct.pack(f"{7 + len(sizes)}i", m, n, k, p.grid, *turns, *sizes)
     given += b"".join(t.view(torch.int16).numpy().tobytes() for t in args if t is not None)
-    found = run(source, given, folder)
-    return torch.frombuffer(bytearray(found), dtype=x.dtype).view(m, n)
+    found = torch.frombuffer(bytearray(run(source, given, folder)), dtype=x.dtype)
+    return found.view(m, n) if f == tiled.SWIGLU or parts == 1 else found.view(parts, m, n)

@@ -1,5 +1,8 @@
 // y = f(x W^T + b) for many tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding. f is the
-// identity, GELU, or residual + scale * (...) with one scale a column (LayerScale), computed from the float32 sums.
+// identity, GELU, or residual + scale * (...) with one scale a column (LayerScale), computed from the float32 sums. W may
+// be PARTS tensors of N rows each: results [PARTS, M, N], as of queries, keys and values; or, with f = SiLU(gate) * up, one
+// result [M, N] of two of them, whose tiles have half of their columns from each. Or queries and keys, all columns before
+// `turned`, are rotated by their token's row of cosines and sines: heads of 64 channels, whose pairs a thread holds.
 //
 // Blocks are persistent. One thread reads x and W into a ring of STAGES pieces of 64 columns (tensor maps, 128-byte
 // swizzle). Two warpgroups take the block's tiles of BM x BN in turn: while one computes f and stores, the other multiplies.
@@ -13,24 +16,32 @@
 // that these columns are eight that lie next to each other, 16 bytes of the result.
 //
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
-// share W in L2), BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual), BF16. multiply() precedes this
-// file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
+// share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
+// 5: rotation of pairs that are 32 channels apart, 6: of neighbors), BF16.
+// multiply() precedes this file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
+struct Weights { TensorMap of[PARTS]; };
+struct Biases { const u16* of[PARTS]; };
+struct Turns { const u16 *cosines, *sines; int row, tokens, prefix, turned; };  // row: numbers from one token's to the next
 
 constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
 constexpr int ATOMS = ROWS / 64, SUMS = BN / 2;  // of each thread, for 64 rows
 constexpr int X_STAGE = 128 * BM, W_STAGE = 128 * BN;
 constexpr int X_SLICE = SHARE_W ? BM : BM / CLUSTER, W_SLICE = SHARE_W ? BN / CLUSTER : BN;  // rows that a block reads
-constexpr int BLOCKS = BN / 32, PLACES = 2 * ATOMS;  // of 32 columns; rows of a thread
+constexpr bool GATED = BEHIND == 4;
+constexpr int WIDTH = GATED ? BN / 2 : BN;  // columns of a tile's result
+constexpr int W_BOX = GATED ? BN / 2 : W_SLICE;  // rows of one copy
+constexpr int BLOCKS = WIDTH / 32, PLACES = 2 * ATOMS;  // of 32 columns; rows of a thread
 constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
-#if BEHIND == 3
+#if BEHIND == 3 || BEHIND >= 5
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
 constexpr bool MANY = ATOMS * SUMS >= 160;  // sums: the two warpgroups have all registers but a few
-constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
+constexpr bool EARLY = BEHIND != 3 && BEHIND < 5 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
 static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
-static_assert(X_SLICE % 8 == 0 && W_SLICE % 32 == 0, "slices begin where the swizzle and blocks of columns do");
+static_assert(X_SLICE % 8 == 0 && W_BOX % 32 == 0, "slices begin where the swizzle and blocks of columns do");
+static_assert(!GATED || PARTS == 2, "gate and up");
 
 // Of x: rows in their order. Of W: rows 32b + 8q + 2j + e as 32b + 8j + 2q + e, `row` a multiple of 32.
 #define COPY "cp.async.bulk.tensor."
@@ -108,6 +119,8 @@ __device__ __forceinline__ float activate(float x) {
     // (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)), with u = sqrt(2 / pi) (x + 0.044715 x^3).
     const float u = x * fmaf(x * x, -2.302208198f * 0.044715f, -2.302208198f);
     return x * reciprocal(1 + power_of_2(u));
+#elif BEHIND == 4
+    return x * reciprocal(1 + power_of_2(-1.442695041f * x));
 #else
     return x;
 #endif
@@ -125,29 +138,32 @@ __device__ __forceinline__ float low_of(u32 pair) { return widen((u16)pair); }
 __device__ __forceinline__ float high_of(u32 pair) { return widen((u16)(pair >> 16)); }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const u16* __restrict__ bias,
-    const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K) {
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ Weights weights, const __grid_constant__ Biases biases_of,
+    const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K,
+    const Turns turns_of) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32, rank = rank_in_cluster();
     const int group = __shfl_sync(~0u, thread / 128, 0);  // a warpgroup; the compiler sees that it is alike in a warp
-    const int pieces = (K + 63) / 64, m_tiles = (M + BM - 1) / BM, n_tiles = (N + BN - 1) / BN;
+    const int pieces = (K + 63) / 64, m_tiles = (M + BM - 1) / BM;
+    const int of_part = (N + WIDTH - 1) / WIDTH, n_tiles = GATED ? of_part : PARTS * of_part;
     // Of clusters: m_count by n_count.
     const int m_count = SHARE_W ? (m_tiles + CLUSTER - 1) / CLUSTER : m_tiles;
     const int n_count = SHARE_W ? n_tiles : (n_tiles + CLUSTER - 1) / CLUSTER;
     const int tiles = m_count * n_count, first = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
     const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + STAGES * X_STAGE;
     const u32 full = w_ring + STAGES * W_STAGE, empty = full + 8 * STAGES, turns = empty + 8 * STAGES;
-    auto place = [&](int tile, int& row, int& column) {
+    auto place = [&](int tile, int& row, int& column, int& part) {
         const int band = tile / (GROUP * n_count), in_band = tile % (GROUP * n_count), height = min(GROUP, m_count - band * GROUP);
-        const int m = band * GROUP + in_band % height, n = in_band / height;
-        row = (SHARE_W ? m * CLUSTER + rank : m) * BM, column = (SHARE_W ? n : n * CLUSTER + rank) * BN;
+        const int m = band * GROUP + in_band % height, n = SHARE_W ? in_band / height : in_band / height * CLUSTER + rank;
+        part = GATED || PARTS == 1 ? 0 : min(n / of_part, PARTS - 1);  // the last block of a cluster may have no columns
+        row = (SHARE_W ? m * CLUSTER + rank : m) * BM, column = (n - part * of_part) * WIDTH;
     };
 
     if (thread == 0) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
-        asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
+        for (int i = 0; i < PARTS; i++) asm volatile("prefetch.tensormap [%0];" ::"l"(&weights.of[i]) : "memory");
         for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 4 * (1 + COOPERATE) * CLUSTER);
         make_barrier(turns, 4), make_barrier(turns + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -158,26 +174,28 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     if (group == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MANY ? 24 : 40) : "memory");
         if (thread == 0) {
-            auto read_weights = [&](int stage, int piece, int column) {
+            auto read_weights = [&](int stage, int piece, int column, int part) {
                 expect(full + 8 * stage, X_STAGE + W_STAGE);
-                const int from = SHARE_W ? W_SLICE * rank : 0;
-                load_w(w_ring + stage * W_STAGE + 128 * from, w_map, 64 * piece, column + from, full + 8 * stage);
+                const int first = SHARE_W ? W_SLICE * rank : 0;
+                for (int from = first; from < first + W_SLICE; from += W_BOX)
+                    load_w(w_ring + stage * W_STAGE + 128 * from, weights.of[GATED ? from / W_BOX : part], 64 * piece,
+                           column + (GATED ? 0 : from), full + 8 * stage);
             };
-            int row, column, stage = 0, ahead = 0;
+            int row, column, part, stage = 0, ahead = 0;
             u32 parity = 1;
             if (first < tiles) {  // the weight is there before the previous kernel ends
-                place(first, row, column);
-                for (; ahead < min(STAGES, pieces); ahead++) read_weights(ahead, ahead, column);
+                place(first, row, column, part);
+                for (; ahead < min(STAGES, pieces); ahead++) read_weights(ahead, ahead, column, part);
             }
             asm volatile("griddepcontrol.wait;" ::: "memory");
             for (int tile = first; tile < tiles; tile += clusters) {
-                place(tile, row, column);
+                place(tile, row, column, part);
                 for (int piece = 0; piece < pieces; piece++) {
                     if (ahead > 0) {
                         ahead--;
                     } else {
                         wait(empty + 8 * stage, parity);
-                        read_weights(stage, piece, column);
+                        read_weights(stage, piece, column, part);
                     }
                     const int from = SHARE_W ? 0 : X_SLICE * rank;
                     load_x(x_ring + stage * X_STAGE + 128 * from, x_map, 64 * piece, row + from, full + 8 * stage);
@@ -196,8 +214,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 piece += pieces;
                 continue;
             }
-            int row, column;
-            place(tile, row, column);
+            int row, column, part;
+            place(tile, row, column, part);
             row += own_rows;
             int stage = piece % STAGES, used = -1;
             u32 parity = piece / STAGES & 1;
@@ -230,8 +248,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 used = stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
-            auto bias_of = [&](int block) { return eight(bias, inside(block), 0); };
+            auto bias_of = [&](int block) { return eight(biases_of.of[part], inside(block), 0); };
             uint4 biases = bias_of(0);
+#if BEHIND == 4
+            auto bias_of_up = [&](int block) { return eight(biases_of.of[1], inside(block), 0); };
+            uint4 biases_up = bias_of_up(0);
+#endif
 #if BEHIND == 3
             auto scale_of = [&](int block) { return eight(scale, inside(block), ONES); };
             auto residual_of = [&](int i, int block) {
@@ -242,6 +264,22 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
 #pragma unroll
                 for (int i = 0; i < PLACES; i++) residuals[i] = residual_of(i, 0);
 #endif
+#if BEHIND >= 5
+            struct Turn { uint4 cosines[2], sines[2]; };  // of channels 8 * quad and 32 + 8 * quad, and the 7 behind each
+            auto turn_of = [&](int i) {
+                const int position = row_of(i) % turns_of.tokens - turns_of.prefix;
+                Turn v;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const u32 at = max(position, 0) * turns_of.row + 32 * half + 8 * quad;
+                    v.cosines[half] = load_16((const uint4*)(turns_of.cosines + at));
+                    v.sines[half] = load_16((const uint4*)(turns_of.sines + at));
+                    if (position < 0) v.cosines[half] = make_uint4(ONES, ONES, ONES, ONES), v.sines[half] = make_uint4(0, 0, 0, 0);
+                }
+                return v;
+            };
+            Turn next = turn_of(0);
+#endif
             finish_multiply<0>();
             release(used);
             piece += pieces;
@@ -250,12 +288,59 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
 #pragma unroll
                 for (int s = 0; s < SUMS; s++) asm volatile("" : "+f"(sums[atom][s])::"memory");  // not read earlier
 
+#if BEHIND >= 5
+#pragma unroll
+            for (int block = 0; block < (biases_of.of[part] ? BLOCKS : 0); block++) {
+                const uint4 added = block == 0 ? biases : bias_of(block);
+#pragma unroll
+                for (int s = 0; s < ATOMS * 16; s++) {  // 4j to 4j + 3 of each atom: a pair of columns of two rows
+                    const u32 two = pair_of(added, s % 16 / 4);
+                    sums[s / 16][16 * block + s % 16] += s % 2 ? high_of(two) : low_of(two);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < PLACES; i++) {
+                const Turn turn = EARLY || i == 0 ? next : turn_of(i);
+                if (EARLY && i + 1 < PLACES) next = turn_of(i + 1);
+#pragma unroll
+                for (int head = 0; head < WIDTH / 64; head++) {
+                    if (part * N + column + 64 * head >= turns_of.turned) break;
+#pragma unroll
+                    for (int pair = 0; pair < 8; pair++) {
+#if BEHIND == 5  // channels c and c + 32
+                        const int at = pair / 2 * 4 + pair % 2, other = at + 16;
+                        auto of = [&](const uint4* v, int second) {
+                            return pair % 2 ? high_of(pair_of(v[second], pair / 2)) : low_of(pair_of(v[second], pair / 2));
+                        };
+#else  // 2c and 2c + 1
+                        const int at = pair / 4 * 16 + pair % 4 * 4, other = at + 1;
+                        auto of = [&](const uint4* v, int second) {
+                            return second ? high_of(pair_of(v[pair / 4], pair % 4)) : low_of(pair_of(v[pair / 4], pair % 4));
+                        };
+#endif
+                        float* sum = sums[i / 2] + 32 * head + i % 2 * 2;
+                        const float p = sum[at], q = sum[other];
+                        sum[at] = fmaf(p, of(turn.cosines, 0), -q * of(turn.sines, 0));
+                        sum[other] = fmaf(q, of(turn.cosines, 1), p * of(turn.sines, 1));
+                    }
+                }
+            }
+#endif
+
             // Sums 4j to 4j + 3 of a block: columns 8 * quad + 2j and the one after, of a row and of the 8th below.
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
                 const bool more = EARLY && block + 1 < BLOCKS;
+#if BEHIND >= 5
+                const uint4 added = make_uint4(0, 0, 0, 0);  // already
+#else
                 const uint4 added = EARLY || block == 0 ? biases : bias_of(block);
                 if (more) biases = bias_of(block + 1);
+#endif
+#if BEHIND == 4
+                const uint4 added_up = EARLY || block == 0 ? biases_up : bias_of_up(block);
+                if (more) biases_up = bias_of_up(block + 1);
+#endif
 #if BEHIND == 3
                 const uint4 factors = EARLY || block == 0 ? scales : scale_of(block);
                 if (more) scales = scale_of(block + 1);
@@ -275,9 +360,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                         low = fmaf(low, low_of(pair_of(factors, j)), low_of(pair_of(other, j)));
                         high = fmaf(high, high_of(pair_of(factors, j)), high_of(pair_of(other, j)));
 #endif
-                        v[j] = narrow(activate(low), activate(high));
+                        low = activate(low), high = activate(high);
+#if BEHIND == 4
+                        const float* up = sum + 16 * BLOCKS;
+                        low *= up[0] + low_of(pair_of(added_up, j)), high *= up[1] + high_of(pair_of(added_up, j));
+#endif
+                        v[j] = narrow(low, high);
                     }
-                    if (there(i, block)) *(uint4*)(out + ((u32)row_of(i) * N + column_of(block))) = make_uint4(v[0], v[1], v[2], v[3]);
+                    u16* to = out + (((u32)part * M + row_of(i)) * N + column_of(block));
+                    if (there(i, block)) *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
                 }
             }
         }
