@@ -81,6 +81,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = 
         {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4},
     ),
     "window": ("mistral", {}, {"disable_hybrid_swa_memory": True}),
+    "sinks": ("gpt_oss", {}, {"disable_hybrid_swa_memory": True}),
     "sleep": ("llama", {"enable_sleep_mode": True}, {"enable_memory_saver": True}),
     "moe": ("mixtral", {}, {}),
     "moe_fp8": ("mixtral_fp8", {}, {}),
