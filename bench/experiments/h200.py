@@ -64,9 +64,9 @@ FIRST_TOKENS = ("--load", "c=4,in=1920,out=8,prompts=48")
 PREFILLS = ("--load", "c=1,in=600,out=8,prompts=40", "--load", "c=8,in=512,out=8,prompts=240", *FIRST_TOKENS)
 AGREE, NO_AGREE = ("--agreement-prompts", "2", "--min-agreement", "0"), ("--agreement-prompts", "0")
 # Features of works_with.py by host and part; the features of a part run concurrently on its GPUs (3 to 6 a GPU fit).
-SHARED = {"a": "plain,fp8,gptq,awq,fp8_kv,lora", "b": "spec,ngram,window,sleep,moe,moe_fp8"}
+SHARED = {"a": "plain,fp8,gptq,awq,fp8_kv,lora", "b": "spec,ngram,window,sleep", "c": "moe,moe_fp8,sinks"}
 WORKS = {
-    "vllm": {**SHARED, "two": "tp,tp_norms,pp"},
+    "vllm": {**SHARED, "c": f"{SHARED['c']},mla", "two": "tp,tp_norms,pp,ep"},
     "sglang": {**SHARED, "marlin": "gptq_marlin,awq_marlin", "two": "tp,pp"},
 }
 PREBUILT = ("works-vllm-two", "works-sglang-marlin")  # parts that compile host kernels before their cells

@@ -24,9 +24,16 @@ from fastkernels.engine.scheduling.detokenizer import Detokenizer
 from fastkernels.engine.scheduling.engine_core import EngineCore, StepResult
 from fastkernels.engine.scheduling.outputs import News, RequestGroup
 from fastkernels.engine.scheduling.request import Request, RequestOutput
-from fastkernels.engine.scheduling.scheduler import QueueFull, Scheduler
+from fastkernels.engine.scheduling.scheduler import LEAST_TOKENS, QueueFull, Scheduler
 from fastkernels.engine.structured.constraint import Constraint
 from fastkernels.engine.structured.grammars import Grammars
+from fastkernels.models.common.plan import plan
+
+
+def _least_tokens(config: Any) -> int:
+    """The tokens of a shortened step. A mixture reads all its experts; each token is multiplied with few of them."""
+    made = plan(config)
+    return LEAST_TOKENS * max(made.weight_bytes // made.read_bytes, 1)
 
 
 class LLMEngine(Engine):
@@ -47,8 +54,9 @@ class LLMEngine(Engine):
         ]
         self.blocks = groups[0]
         self.scheduler = Scheduler(
-            groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting
-        )
+            groups, config.max_num_seqs, limits.max_num_batched_tokens, config.max_waiting,
+            _least_tokens(self.hf_config),
+        )  # fmt: skip
         overlap = config.async_scheduling
         depth = 2 if (self.executor.device.type == "cuda" if overlap is None else overlap) else 1
         self.core = EngineCore(self.scheduler, self.executor, depth)

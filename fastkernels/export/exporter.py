@@ -125,6 +125,7 @@ NO_PLACE = {
     "linear_residual": "the blocks of gated_residual call it in code that torch.compile traces",
     "fused_experts_gelu": "fused_experts replaces the product of a host's experts with any activation: export that",
     "fused_experts_int4": "hosts pack and order such weights for their own kernels when they load them",
+    "fused_experts_nvfp4": "hosts pack and order such weights for their own kernels when they load them",
     "fused_experts_swigluoai": "hosts pack and order such weights for their own kernels when they load them",
 }
 # Our kernel in these modules' files is another op's: attention itself stays the function that the host calls.

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"fastkernels": ROOT, "fk_integrations": ROOT / "integrations", "fk_bench": ROOT / "bench"}
 TREES = ("fastkernels", "integrations", "bench/fk_bench", "tests")
 MOST_FILES, MOST_IN_FAMILY = 20, 25
-MOST_BYTES = 9_250_000  # of the tracked files
+MOST_BYTES = 9_500_000  # of the tracked files
 ANY_NUMBER = ("tests/cheats", "tests/cheats/honest")
 INIT_LINES = 3  # of the docstring of an __init__.py
 

@@ -24,10 +24,10 @@ def test_plan_has_checkpoint_keys_and_sizes(name: str, tmp_path_factory: pytest.
 
 
 PUBLISHED = {  # thousand million parameters, as their model cards state
-    "deepseek-r1": 671.0, "dots.llm1": 142.8, "gemma-2-9b": 9.24, "glm-4.5-air": 106.9, "granite-3.3-8b": 8.17,
-    "glm-5": 744.0, "llama-3.1-8b": 8.03, "llama-3.2-3b": 3.21, "mixtral-8x7b": 46.7, "olmo-2-1124-7b": 7.30,
-    "phi-4": 14.7, "qwen2.5-0.5b": 0.494, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8, "qwen2.5-32b": 32.8,
-    "qwen3-4b": 4.02, "qwen3-14b": 14.8,
+    "deepseek-r1": 671.0, "deepseek-v2-lite": 15.7, "moonlight-16b-a3b": 16.0, "dots.llm1": 142.8,
+    "gemma-2-9b": 9.24, "glm-4.5-air": 106.9, "granite-3.3-8b": 8.17, "glm-5": 744.0, "llama-3.1-8b": 8.03,
+    "llama-3.2-3b": 3.21, "mixtral-8x7b": 46.7, "olmo-2-1124-7b": 7.30, "phi-4": 14.7, "qwen2.5-0.5b": 0.494,
+    "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8, "qwen2.5-32b": 32.8, "qwen3-4b": 4.02, "qwen3-14b": 14.8,
 }  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def test_plan_counts_the_bytes(made: Any) -> None:
     quantized.finish(model)
     kept = sum(p.numel() * p.element_size() for p in model.parameters())
     assert plan(str(folder)).weight_bytes == kept
-    assert kept < plan(str(dense)).weight_bytes or "nvfp4" in name or "8_bits" in name
+    assert kept < plan(str(dense)).weight_bytes or "8_bits" in name
 
 
 def test_engine_serves_quantized_checkpoints(made: Any) -> None:
@@ -102,12 +102,12 @@ def test_random_quantized_weights_are_the_same_for_all_ranks(base: Path, tmp_pat
             with parallel.build_as(rank, size):
                 model = build.build(folder, config, torch.device("cpu"), torch.float32, "dummy")
             layer = model.get_submodule("model.layers.0.self_attn.o_proj")
-            tiles = name == "gptq_64"  # of a rank's own columns
-            found.append(
-                untile_int4(layer.weight, layer.weight_scale, None)[0] if tiles else layer.weight.data
-            )
-        whole, first, second = (t.view(torch.uint8) for t in found)
+            found.append(layer.quant_method.dequantize(layer))
+        whole, first, second = found
         assert torch.equal(torch.cat((first, second), 1), whole) and len(whole.unique()) > 8
+
+
+INT4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}
 
 
 def group(**weights: Any) -> dict[str, Any]:
@@ -135,6 +135,8 @@ def group(**weights: Any) -> dict[str, Any]:
          "leaves model.layers.0.self_attn.k_proj unquantized: one weight here has model.layers.0.self_attn.q_proj"),
         ({**CHANNEL, "config_groups": {"a": {"targets": ["LlamaMLP"], "weights": {"num_bits": 4}}}},
          "a.targets='LlamaMLP' is not supported, only 'Linear'"),
+        ({**CHANNEL, "config_groups": {"a": {**INT4, "format": "marlin-24"}}},
+         "config_groups.a.format='marlin-24' is not supported, only 'pack-quantized'"),
         ({**CHANNEL, "ignore": "lm_head"}, "ignore='lm_head' is not a list of module names"),
     ],
 )  # fmt: skip
@@ -173,6 +175,14 @@ def edited(base: Path, folder: Path, name: str, change: Callable[[Tensors], Any]
          f"{KEY}weight of shape (256, 256) does not fit: its dtype is torch.float32, not torch.float8_e4m3fn"),
         ("compressed_channel", lambda t: t.update({KEY + "weight_scale": torch.tensor(0.1)}),
          f"{KEY}weight_scale of shape () does not fit: expected a scale for each row (strategy 'channel')"),
+        ("fp8_blocks", lambda t: t.update({KEY + "weight_scale_inv": t[KEY + "weight_scale_inv"].to(FP8)}),
+         f"{KEY}weight_scale_inv of shape (2, 2) does not fit: its dtype is torch.float8_e4m3fn, not torch.float32"),
+        ("compressed_nvfp4", lambda t: t[KEY + "weight_global_scale"].fill_(0),
+         f"{KEY}weight_global_scale of shape () does not fit: weights are divided by it, and it is 0"),
+        ("modelopt_nvfp4", lambda t: t[KEY + "weight_scale"].view(torch.uint8)[3, 3].fill_(0x81),
+         f"{KEY}weight_scale of shape (256, 16) does not fit: it has a scale that is negative or NaN"),
+        ("modelopt_nvfp4", lambda t: t.update({KEY + "weight": t[KEY + "weight"].view(torch.int8)}),
+         f"{KEY}weight of shape (256, 128) does not fit: its dtype is torch.int8, not torch.uint8"),
         ("gptq_128", lambda t: t.update({KEY + "qweight": t[KEY + "qweight"].flatten()}),
          f"{KEY}qweight of shape (8192,) does not fit: expected two dimensions"),
         ("gptq_128", lambda t: t.pop(KEY + "scales"), f"keys missing from it: {KEY}scales"),

@@ -79,10 +79,8 @@ def test_logits_equal_dequantized_experts(bases: Any, tmp_path: Path, kind: str,
     described = plan(str(folder))
     assert described.weight_bytes == kept
     ops = {item.op for item in described}
-    if "nvfp4" in name:  # dequantized at load
-        assert "fused_experts" in ops and not any("weight_packed" in n for n, _ in model.named_parameters())
-        return
-    assert kept < plan(str(dense)).weight_bytes and ops & {"fused_experts_fp8", "fused_experts_int4"}
+    assert kept < plan(str(dense)).weight_bytes
+    assert ops & {"fused_experts_fp8", "fused_experts_int4", "fused_experts_nvfp4"}
 
 
 @torch.inference_mode()

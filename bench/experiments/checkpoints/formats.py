@@ -5,10 +5,13 @@
     formats.py --vllm .venv-vllm/bin/python --out FOLDER --models MODEL_FOLDER,MODEL_FOLDER
 
 For each format the two offline engines start side by side, share the GPU, and are measured in turn with the same
-prompts, token by token, each while the other is idle. Models have published shapes and --layers decoder layers (0:
-all); only their config.json is written, and each engine fills the weights itself (load format 'dummy'). With --models
-the weights are those of checkpoints (make_checkpoint.py). CUDA graphs of vLLM are captured for the measured batch sizes
-only, which shortens its start.
+prompts, token by token, each while the other is idle. The engines of the next format start meanwhile: they read
+modules, without the GPU, for longer than the measurement takes. --together 2 starts two formats at first, and one more
+whenever one is measured; the engines of three must fit into the GPU's memory.
+
+Models have published shapes and --layers decoder layers (0: all); only their config.json is written, and each engine
+fills the weights itself (load format 'dummy'). With --models the weights are those of checkpoints (make_checkpoint.py).
+CUDA graphs of vLLM are captured for the measured batch sizes only, which shortens its start.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +41,7 @@ from experiments.checkpoints import make_checkpoint
 
 COMMAND = "formats"
 OURS, VLLM = "fastkernels", "vllm"
+TRACED, KERNELS = 16, 50  # decode steps of a traced run; kernels of a step that are listed
 LOADS = "1x512+128,8x512+128,32x512+128"
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 # DeepGEMM's warm-up of all row counts takes minutes; the runs before the timed ones compile what they need.
@@ -58,6 +64,9 @@ def float8(strategy: str, inputs: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+# vLLM multiplies these weights by unquantized activations on GPUs without FP4 units, as our engine does.
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+NVFP4 = compressed("nvfp4-pack-quantized", FP4, {**FP4, "dynamic": "local"})
 TERNARY = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 DENSE_IN_GPT_OSS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 BLOCKS = {
@@ -70,31 +79,46 @@ BLOCKS = {
 
 @dataclass(frozen=True)
 class Format:
-    """A model's shapes and its quantization. layers: measured by default; fields: of the config, that differ."""
+    """A model's shapes and its quantization; None: bf16. layers: measured by default; fields: of the config."""
 
     model: str
-    quantization: dict[str, Any]
+    quantization: dict[str, Any] | None
     layers: int
     fields: dict[str, Any] = field(default_factory=dict)
     hosts: tuple[str, ...] = (VLLM, OURS)
 
 
 FORMATS = {
-    "fp8-tensor": Format("llama-3.1-8b", float8("tensor", {"strategy": "tensor", "dynamic": False}), 16),
-    "fp8-channel": Format("llama-3.1-8b", float8("channel", {"strategy": "token", "dynamic": True}), 16),
-    "fp8-block": Format("llama-3.1-8b", BLOCKS, 16),
+    "fp8-tensor": Format("llama-3.1-8b", float8("tensor", {"strategy": "tensor", "dynamic": False}), 32),
+    "fp8-channel": Format("llama-3.1-8b", float8("channel", {"strategy": "token", "dynamic": True}), 32),
+    "fp8-block": Format("llama-3.1-8b", BLOCKS, 32),
     "gptq": Format(
-        "llama-3.1-8b", {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}, 16
+        "llama-3.1-8b", {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}, 32
     ),
     "awq": Format(
         "llama-3.1-8b",
-        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}, 16,
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}, 32,
     ),
-    "int4": Format("llama-3.1-8b", compressed("pack-quantized", INT4, None), 16),
+    "int4": Format("llama-3.1-8b", compressed("pack-quantized", INT4, None), 32),
     "mxfp4": Format("gpt-oss-20b", {"quant_method": "mxfp4", "modules_to_not_convert": DENSE_IN_GPT_OSS}, 12),
+    "mxfp4-120b": Format("gpt-oss-120b", {"quant_method": "mxfp4", "modules_to_not_convert": DENSE_IN_GPT_OSS}, 8),
+    "modelopt-fp8": Format(
+        "llama-3.1-8b", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, 32
+    ),
+    "modelopt-nvfp4": Format(
+        "llama-3.1-8b",
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}, 32,
+    ),
+    "nvfp4": Format("llama-3.1-8b", NVFP4, 32),
     "bitnet": Format("bitnet-b1.58-2b-4t", TERNARY, 30, hosts=(OURS,)),  # vLLM has no BitNet model
-    "fp8-block-experts": Format("qwen3-30b-a3b", BLOCKS, 12),
-    "int4-experts": Format("qwen3-30b-a3b", compressed("pack-quantized", INT4, None), 12),
+    "fp8-block-experts": Format("qwen3-30b-a3b", BLOCKS, 24),
+    "int4-experts": Format("qwen3-30b-a3b", compressed("pack-quantized", INT4, None), 24),
+    "nvfp4-experts": Format("qwen3-30b-a3b", NVFP4, 24),
+    "latent-v2-lite": Format("deepseek-v2-lite", None, 27),
+    "latent-moonlight": Format("moonlight-16b-a3b", None, 27),
+    "latent-fp8-block": Format("deepseek-r1", BLOCKS, 5),
+    "latent-sparse": Format("deepseek-v3.2", BLOCKS, 5),
+    "latent-glm": Format("glm-4.7-flash", None, 6),
 }  # fmt: skip
 
 
@@ -108,12 +132,14 @@ def write_config(name: str, folder: Path, layers: int | None = None) -> Path:
     fields |= chosen.fields
     count = chosen.layers if layers is None else layers
     fields["num_hidden_layers"] = min(count or fields["num_hidden_layers"], fields["num_hidden_layers"])
-    if fields.get("layer_types"):
-        fields["layer_types"] = fields["layer_types"][: fields["num_hidden_layers"]]
-    fields["quantization_config"] = dict(chosen.quantization)
-    if "num_experts" in fields and "ignore" in chosen.quantization:  # routers stay unquantized
-        gates = [f"model.layers.{i}.mlp.gate" for i in range(fields["num_hidden_layers"])]
-        fields["quantization_config"]["ignore"] = ["lm_head", *gates]
+    for kinds in ("layer_types", "mlp_layer_types"):
+        if fields.get(kinds):
+            fields[kinds] = fields[kinds][: fields["num_hidden_layers"]]
+    if chosen.quantization is not None:
+        fields["quantization_config"] = dict(chosen.quantization)
+        if "num_experts" in fields and "ignore" in chosen.quantization:  # routers stay unquantized
+            gates = [f"model.layers.{i}.mlp.gate" for i in range(fields["num_hidden_layers"])]
+            fields["quantization_config"]["ignore"] = ["lm_head", *gates]
     (made := folder / name).mkdir(parents=True, exist_ok=True)
     (made / "config.json").write_text(json.dumps(fields, indent=1))
     return made
@@ -134,8 +160,9 @@ class Pair:
     """The engines of one model, side by side."""
 
     def __init__(
-        self, name: str, path: Path, hosts: Sequence[str], options: argparse.Namespace, load_format: str
-    ):
+        self, name: str, path: Path, hosts: Sequence[str], options: argparse.Namespace, load_format: str,
+        shapes: str,
+    ):  # fmt: skip
         self.name, self.options, self.loads = name, options, options.loads
         longest = max(load.input_len + load.output_len for load in self.loads) + 16
         most = max(load.requests for load in self.loads)
@@ -143,7 +170,9 @@ class Pair:
         sizes = [(load.requests, load.input_len + load.output_len) for load in self.loads]
         need = sharing.need(name, str(path), "bfloat16", sharing.kv_tokens(sizes, longest), gpu)
         self.vocab = vocab_size(str(path))
-        self.case = {"dtype": machine.fast_dtype(), "load_format": load_format, "layers": _layers(path)}
+        self.case = {
+            "dtype": machine.fast_dtype(), "load_format": load_format, "layers": _layers(path), "shapes": shapes,
+        }  # fmt: skip
         settings = {
             "model": str(path), "dtype": machine.fast_dtype(), "load_format": load_format, "max_model_len": longest,
             "max_num_seqs": max(most, 8), "kv_tokens": None, "kv_bytes": need.kv, "gpu": gpu,
@@ -164,34 +193,78 @@ class Pair:
         ]  # fmt: skip
         self.versions = {p.name: machine.interpreter(p.python).versions for p in self.processes}
 
-    def measure(self) -> Iterator[Row]:
-        """The rows of all runs; a host that fails has one row that says why."""
-        limit, ready = self.options.timeout, []
+    def measure(self, ready: Callable[[], None]) -> Iterator[Row]:
+        """The rows of all runs; a host that fails has one row that says why. ready: called when both have started."""
+        limit, left = self.options.timeout, []
         for process in self.processes:
             began = time.monotonic()
             try:
                 process.answer(limit)
-                ready.append(process)
+                left.append(process)
                 print(
                     f"{self.name}: {process.name} ready after {time.monotonic() - process.started:.0f} s",
                     flush=True,
                 )
             except HostFailed as error:
                 yield self._row(process, {}, {"waited_s": time.monotonic() - began}, str(error))
+        ready()
         for run in range(-1, self.options.repeats):  # run -1 may compile or allocate
             for load in self.loads:
                 prompts = prompts_of(f"{self.name} {run} {load}", load.requests, load.input_len, self.vocab)
-                for process in list(ready):
+                for process in list(left):
                     where = {"run": run, "load": str(load), **asdict(load)}
                     try:
                         yield self._row(process, where, tokens_of(process, prompts, load, limit))
                     except HostFailed as error:
                         yield self._row(process, where, {}, str(error))
-                        ready.remove(process)
+                        left.remove(process)
 
-    def stop(self) -> None:
+    def stop(self, pool: ThreadPoolExecutor) -> None:
         for process in self.processes:
-            process.stop()
+            pool.submit(process.stop)
+
+    def write_kernels(self, path: Path) -> None:
+        """Append lines of `kernels` to a file, up to the first host that fails."""
+        try:
+            with open(path, "a") as file:
+                for line in self.kernels():
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+        except HostFailed as error:
+            print(f"{self.name}: {error}", file=sys.stderr, flush=True)
+
+    def kernels(self) -> Iterator[dict[str, Any]]:
+        """Yield, for each host and load, the kernels of a prompt step and of a decode step: launches and us of each.
+
+        The decode step is the difference of runs of 1 and of 1 + TRACED tokens; negative: kernels of prompts only.
+        """
+        for process in self.processes:
+            for load in self.loads:
+                found = []
+                for run, tokens in enumerate(
+                    (1, 1, 1 + TRACED)
+                ):  # the profiler's own start is in the first run
+                    prompts = prompts_of(
+                        f"{self.name} {run} {load}", load.requests, load.input_len, self.vocab
+                    )
+                    process.tell({"prompts": prompts, "output_len": tokens, "arrivals": True, "traced": True})
+                    found.append(process.answer(self.options.timeout))
+                _, prompt, both = found
+                line: dict[str, Any] = {"model": self.name, "host": process.name, "load": str(load)}
+                for name, one, other, steps in (("prompt", prompt, {}, 1), ("decode", both, prompt, TRACED)):
+                    less = other.get("us", {}), other.get("launches", {})
+                    of_kernel = {
+                        kernel: [
+                            (n - less[1].get(kernel, 0)) / steps, (one["us"][kernel] - less[0].get(kernel, 0.0)) / steps
+                        ]
+                        for kernel, n in one["launches"].items()
+                    }  # fmt: skip
+                    slowest = sorted(of_kernel.items(), key=lambda item: -item[1][1])[:KERNELS]
+                    line[name] = {
+                        "busy_us": (one["busy_us"] - other.get("busy_us", 0.0)) / steps,
+                        "kernels": {kernel[:160]: values for kernel, values in slowest},
+                    }
+                yield line
 
     def _row(
         self, process: HostProcess, where: dict[str, Any], metrics: dict[str, float], problem: str = ""
@@ -208,16 +281,18 @@ def _layers(path: Path) -> int:
 
 
 def summary(made: Sequence[Row]) -> list[dict[str, Any]]:
-    """A line for each format and load: the median TPOT of each host in ms, and vLLM's as a multiple of ours."""
-    lines: dict[tuple[str, str], dict[str, list[float]]] = {}
+    """A line for each format and load: the medians of each host in ms, and vLLM's TPOT as a multiple of ours."""
+    lines: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in made:
         if row.status is Status.OK and row.case.get("run", -1) >= 0 and "tpot_ms" in row.metrics:
             found = lines.setdefault((row.subject.model or "", row.case["load"]), {})
-            found.setdefault(str(row.subject.host), []).append(row.metrics["tpot_ms"])
+            found.setdefault(str(row.subject.host), []).append(row)
     results = []
     for (model, load), hosts in lines.items():
         line: dict[str, Any] = {"format": model, "load": load}
-        line |= {f"{host}_tpot_ms": statistics.median(values) for host, values in hosts.items()}
+        for host, rows in hosts.items():
+            for metric in ("tpot_ms", "ttft_ms"):
+                line[f"{host}_{metric}"] = statistics.median(row.metrics[metric] for row in rows)
         if len(hosts) == 2:
             line["ratio"] = line[f"{VLLM}_tpot_ms"] / line[f"{OURS}_tpot_ms"]
         results.append(line)
@@ -236,7 +311,13 @@ def main() -> None:
         "--layers", type=int, help="0: the model's number (default: a number for each format)"
     )
     parser.add_argument("--loads", default=LOADS, help=f"REQUESTSxINPUT+OUTPUT tokens (default: {LOADS})")
+    parser.add_argument(
+        "--together", type=int, default=1, help="formats whose engines start at first (default: 1)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each load, after one more")
+    parser.add_argument(
+        "--kernels", action="store_true", help="write kernels.jsonl: launches and time of each kernel"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a start or a run")
     options = parser.parse_args()
     names = [name for name in options.formats.split(",") if name]
@@ -249,24 +330,47 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     folders = [Path(one) for one in options.models.split(",") if one]
     made: list[Row] = []
-    for name in [str(folder) for folder in folders] or names:
-        began = time.monotonic()
-        hosts = FORMATS[name].hosts if not folders else (VLLM, OURS)
-        path = Path(name) if folders else write_config(name, options.out / "configs", options.layers)
-        used = [host for host in hosts if options.vllm != "none" or host == OURS]
-        pair = Pair(Path(name).name, path, used, options, "auto" if folders else "dummy")
+    todo = [str(folder) for folder in folders] or names
+    waiting: deque[Pair] = deque()
+
+    def start() -> None:
+        if todo:
+            name = todo.pop(0)
+            hosts = FORMATS[name].hosts if not folders else (VLLM, OURS)
+            path = Path(name) if folders else write_config(name, options.out / "configs", options.layers)
+            used = [host for host in hosts if options.vllm != "none" or host == OURS]
+            shapes = Path(name).name if folders else FORMATS[name].model
+            waiting.append(Pair(Path(name).name, path, used, options, "auto" if folders else "dummy", shapes))
+
+    with ThreadPoolExecutor() as ended:  # vLLM takes seconds to end
         try:
-            for row in pair.measure():
-                made.append(row)
-                append(options.out / "rows.jsonl", [row])
-                if row.status is not Status.OK:
-                    print(f"{name}: {row.reason}", file=sys.stderr, flush=True)
+            for _ in range(options.together):
+                start()
+            while waiting:
+                began, pair = time.monotonic(), waiting[0]
+                for row in pair.measure(start):
+                    made.append(row)
+                    append(options.out / "rows.jsonl", [row])
+                    if row.status is not Status.OK:
+                        print(f"{pair.name}: {row.reason}", file=sys.stderr, flush=True)
+                if options.kernels:
+                    pair.write_kernels(options.out / "kernels.jsonl")
+                waiting.popleft().stop(ended)
+                print(f"{pair.name}: {time.monotonic() - began:.0f} s", flush=True)
         finally:
-            pair.stop()
-        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+            for pair in waiting:
+                pair.stop(ended)
     results = summary(made)
-    columns = ["format", "load", "vLLM TPOT ms", "ours TPOT ms", "vLLM / ours"]
-    keys = f"{VLLM}_tpot_ms", f"{OURS}_tpot_ms", "ratio"
+    columns = [
+        "format",
+        "load",
+        "vLLM TPOT ms",
+        "ours TPOT ms",
+        "vLLM / ours",
+        "vLLM TTFT ms",
+        "ours TTFT ms",
+    ]
+    keys = f"{VLLM}_tpot_ms", f"{OURS}_tpot_ms", "ratio", f"{VLLM}_ttft_ms", f"{OURS}_ttft_ms"
     cells = [[r["format"], r["load"], *(f"{r[k]:.3f}" if k in r else "-" for k in keys)] for r in results]
     table("", columns, cells)
     failed = sorted({row.subject.model or "" for row in made if row.status is not Status.OK})

@@ -1,6 +1,6 @@
 """Check tensor parallelism of our engine: same model as on one GPU, throughput, and recovery from a killed worker.
 
-    tp_check.py --out rows.jsonl [--size 2] [--model FOLDER] [--requests 1,64,256] [--no-kill]
+    tp_check.py --out rows.jsonl [--size 2] [--experts 2] [--model FOLDER] [--requests 1,64,256] [--no-kill]
 
 Dummy weights in Llama-3.1-8B's shapes, or those of --model's config.json. Runs one engine after the other with CUDA
 graphs: on one GPU, then on `size`. Tokens of a random model diverge by rounding alone, so the log-probabilities of the
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", type=Path, help="folder with a config.json; weights are not read")
     parser.add_argument("--size", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=1, help="expert_parallel_size of those ranks")
     parser.add_argument(
         "--requests", type=lambda text: [int(n) for n in text.split(",")], default=[1, 64, 256]
     )
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--memory", type=float, default=0.8, help="gpu_memory_utilization")
+    parser.add_argument("--cache", type=float, help="GiB of the KV cache on each GPU, instead of --memory")
     parser.add_argument("--no-kill", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -175,7 +177,9 @@ def run(args: argparse.Namespace, folder: Path, results: Results) -> None:
         start = time.perf_counter()
         llm = LLM(
             str(folder), device=args.device, load_format="dummy", skip_tokenizer_init=True, tensor_parallel_size=size,
-            max_model_len=args.max_model_len, gpu_memory_utilization=args.memory, **settings,
+            max_model_len=args.max_model_len, gpu_memory_utilization=args.memory,
+            expert_parallel_size=args.experts if size > 1 else 1,
+            kv_cache_memory=None if args.cache is None else int(args.cache * 2**30), **settings,
         )  # fmt: skip
         print(f"size {size}: {time.perf_counter() - start:.1f} s to start", flush=True)
         return llm

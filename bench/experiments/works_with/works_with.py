@@ -41,8 +41,13 @@ OPS = [
     "rms_norm", "gemma_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_emb", "embedding", "linear", "attention",
     "fused_experts", "fused_experts_fp8",
 ]  # fmt: skip
+LATENT = ["mla_decode", "grouped_topk"]  # more ops of models with latent attention
 UNNAMED = {("tp", "vllm")}  # (feature, host) patched without a list of ops, as most users do; others with OPS
-EXPERTS = {"moe": ["fused_experts"], "moe_fp8": ["fused_experts_fp8"]}  # the ops that a feature runs
+# The ops of a feature, in addition to those of all features
+MORE = {
+    "moe": ["fused_experts"], "moe_fp8": ["fused_experts_fp8"], "ep": ["fused_experts"],
+    "mla": ["fused_experts", *LATENT],
+}  # fmt: skip
 QUANTIZED = "quant_method is "
 LEFT = "left to the host: "
 
@@ -76,6 +81,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = 
         {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4},
     ),
     "window": ("mistral", {}, {"disable_hybrid_swa_memory": True}),
+    "sinks": ("gpt_oss", {}, {"disable_hybrid_swa_memory": True}),
     "sleep": ("llama", {"enable_sleep_mode": True}, {"enable_memory_saver": True}),
     "moe": ("mixtral", {}, {}),
     "moe_fp8": ("mixtral_fp8", {}, {}),
@@ -86,6 +92,15 @@ FEATURES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None]] = 
         None,
     ),
     "pp": ("llama", {"pipeline_parallel_size": 2}, {"pp_size": 2}),
+    "mla": ("deepseek_v3", {}, None),
+    "ep": (
+        "mixtral",
+        {
+            "tensor_parallel_size": 2, "enable_expert_parallel": True,
+            "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+        },
+        None,
+    ),
 }  # fmt: skip
 # (feature, host): {op: part of its row's reason}; 'live': part of the PatchError of a live patch
 EXPECTED: dict[tuple[str, str], dict[str, str]] = {
@@ -114,7 +129,7 @@ ENVIRONMENT = {
 
 def named(feature: str, host: str) -> list[str] | None:
     """Return the ops that a patch of this cell requests; None: no list."""
-    return None if (feature, host) in UNNAMED else OPS
+    return None if (feature, host) in UNNAMED else OPS + (LATENT if feature == "mla" else [])
 
 
 def made(args: argparse.Namespace, feature: str) -> tuple[Path, str | None]:
@@ -172,8 +187,8 @@ class Cell:
         """Record and judge the report's rows."""
         active = {r.op for r in rows if r.state == "active" and r.calls > 0}
         norm = "gemma_rms_norm" if any("Gemma" in r.host_class and r.modules for r in rows) else "rms_norm"
-        experts = EXPERTS.get(self.args.child, [])
-        for op in (norm, "rotary_emb", "embedding", "linear", "attention", *experts):
+        attention = () if self.args.child == "mla" else ("attention",)
+        for op in (norm, "rotary_emb", "embedding", "linear", *attention, *MORE.get(self.args.child, ())):
             reasons = "; ".join(dict.fromkeys(r.reason for r in rows if r.op == op and r.reason))
             if op in self.expected and self.expected[op] not in reasons:
                 self.problems.append(f"{op} expected {self.expected[op]!r}, got {reasons!r}")
@@ -337,7 +352,7 @@ def cells(args: argparse.Namespace, feature: str) -> int:
     wrong, skip = 0, None
     if FEATURES[feature][1 + (args.host == "sglang")] is None:
         skip = f"no feature of {args.host}"
-    elif feature in ("tp", "tp_norms", "pp") and torch.cuda.device_count() < 2:
+    elif feature in ("tp", "tp_norms", "pp", "ep") and torch.cuda.device_count() < 2:
         skip = "it needs two GPUs"
     for way in args.ways.split(","):
         begun = time.monotonic()

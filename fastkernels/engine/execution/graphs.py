@@ -86,7 +86,10 @@ class Graphs:
     ):
         self._forward, self._backend, self._batch = forward, backend, batch
         self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
-        self._decode, self._mixed = decode_sizes(max_num_seqs), mixed_sizes(max_tokens)
+        self._decode, self._mixed = (
+            decode_sizes(max_num_seqs),
+            mixed_sizes(min(max_tokens, backend.most_mixed)),
+        )
         most = max([*self._decode, *self._mixed])
         self._packed = torch.zeros(
             packed_words(most, max_num_seqs, batch.groups), dtype=torch.int64, device=device
@@ -110,7 +113,7 @@ class Graphs:
         decode = tokens == len(step.slots)
         sizes = self._decode if decode else self._mixed
         at = bisect.bisect_left(sizes, tokens)
-        apart = not decode and tokens > HIDDEN_TOKENS and self._backend.takes_apart(step.num_decodes)
+        apart = not decode and self._backend.takes_apart(step, tokens > HIDDEN_TOKENS)
         if at == len(sizes) or apart:
             return None
         key = self._key(sizes[at], decode)

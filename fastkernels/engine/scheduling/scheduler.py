@@ -25,7 +25,7 @@ from fastkernels.engine.cache.blocks import BlockManager, hash_block, known_pref
 from fastkernels.engine.scheduling.request import BlockTable, Request, Status
 
 AGING = 10.0  # seconds of waiting that equal one level of priority
-LEAST_TOKENS = 2048  # of a shortened step: fewer tokens take a GPU nearly as long
+LEAST_TOKENS = 2048  # of a dense model's shortened step: fewer tokens take a GPU nearly as long
 PARTS = 5  # most steps that the remaining prompts may take with shortened steps
 
 
@@ -67,6 +67,7 @@ class Scheduler:
     """Holds all unfinished requests, running and waiting, with their slots and blocks.
 
     groups: the blocks of each group of layers; those of layers that see all tokens come first. `blocks` is the first.
+    least_tokens: of a shortened step
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_waiting: int,
+        least_tokens: int = LEAST_TOKENS,
     ):
+        self.least_tokens = least_tokens
         self.groups, self.blocks = groups, groups[0]
         self._windowed = [(i, group) for i, group in enumerate(groups) if group.window is not None]
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
@@ -208,14 +211,14 @@ class Scheduler:
     def _budget(self, prefills: list[Request]) -> int:
         """The token budget of this step, shortened depending on `prefills` and the waiting requests."""
         most, left, prompts = self.max_num_batched_tokens, 0, 0
-        if most < 2 * LEAST_TOKENS or len(self._planned) > LEAST_TOKENS // 2:
+        if most < 2 * self.least_tokens or len(self._planned) > self.least_tokens // 2:
             return most
         for request in itertools.chain(prefills, (r for _, r in self._waiting if r.status is Status.WAITING)):
             left += request.num_tokens - request.num_computed_tokens
             prompts += 1
             if left > PARTS * (most // 2):
                 return most
-        while prompts > 1 and most // 2 >= max(LEAST_TOKENS, left / PARTS):
+        while prompts > 1 and most // 2 >= max(self.least_tokens, left / PARTS):
             most //= 2
         return most
 

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 
 MOST = 4096  # programs of a launch that starts early (H200)
 
@@ -39,6 +40,11 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: A
 
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def shared_memory(device: torch.device) -> int:
+    found = driver.active.utils.get_device_properties(device.index or 0) if device.type == "cuda" else {}
+    return found.get("max_shared_mem", 232_448)
 
 
 class Tickets:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.core.dispatch import Op
-from fastkernels.models.common import description
+from fastkernels.models.common import beside, description
 from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.description import (
     NUMBERED,
@@ -348,14 +348,20 @@ class DecoderExperts(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids = self._route(x)
-        out = self.experts.compute(x, weights, ids)
-        if self.shared_experts is not None:
-            shared = self.shared_experts(x)
-            if self.shared_expert_gate is not None:
-                shared = shared * self.shared_expert_gate(x)[0].sigmoid()
-            out = out + shared
-        return parallel.all_reduce(out)
+        if self.shared_experts is None:
+            return parallel.all_reduce(self._routed(x))
+        out, shared = beside.both(x, lambda: self._routed(x), lambda: self._shared(x))
+        return parallel.all_reduce(out + shared)
+
+    def _routed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts.compute(x, *self._route(x))
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.shared_experts is not None
+        shared: torch.Tensor = self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            shared = shared * self.shared_expert_gate(x)[0].sigmoid()
+        return shared
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights and ids of each token's experts: [T, top_k]."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.models.common.description import Indexer, LatentAttention, Norm
+from fastkernels.overrides.cache.concat_and_cache_mla import concat_and_cache_mla
 from fastkernels.overrides.latent_attention import mla_attention
+from fastkernels.overrides.latent_attention.mla_rope_store import mla_rope_store
 from fastkernels.overrides.latent_attention.sparse_indexer import SparseAttnIndexer
 from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
@@ -17,7 +20,18 @@ from fastkernels.overrides.linear.vllm import (
     VllmReplicatedLinear,
     VllmRowParallelLinear,
 )
-from fastkernels.overrides.rope.vllm import get_rope
+from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.norm.vllm import VllmRMSNorm
+from fastkernels.overrides.rope.rotary_emb import rotary_emb
+from fastkernels.overrides.rope.vllm import (
+    OF_TABLES,
+    VllmDeepseekScalingRotaryEmbedding,
+    VllmDeepseekScalingRotaryEmbedding_0_26,
+    get_rope,
+)
+
+# Their tables are not rounded to the dtype of the queries.
+UNCAST = VllmDeepseekScalingRotaryEmbedding, VllmDeepseekScalingRotaryEmbedding_0_26
 
 
 class DecoderIndexer(nn.Module):
@@ -121,13 +135,36 @@ class DecoderLatentAttention(nn.Module):
         else:
             both, _ = self.fused_qkv_a_proj(hidden_states)
             q, latent = both.split([a.query_rank, a.rank + a.rope_size], dim=-1)
-            q_latent = self.q_a_layernorm(q.contiguous())
+            q_latent = self.q_a_layernorm(q)
             if self.indexer is not None:
                 self.selection.indices = self.indexer(positions, hidden_states, q_latent)
             q, _ = self.q_b_proj(q_latent)
         q = q.view(-1, self.num_heads, a.nope_size + a.rope_size)
-        kv_c, k_pe = latent.split([a.rank, a.rope_size], dim=-1)
-        kv_c = self.kv_a_layernorm(kv_c.contiguous())
-        self.rotary_emb(positions, q[..., a.nope_size :], k_pe.unsqueeze(1))  # in place
-        out, _ = self.o_proj(self.attn(q, kv_c, k_pe, self.selection.indices))
-        return out
+        norm: Any = self.kv_a_layernorm
+        rope, indices = self.rotary_emb, self.selection.indices
+        if self._fuses(latent):
+            out = self.attn.from_projections(
+                positions, q, latent, norm.weight, norm.variance_epsilon, rope.cos_sin_cache, rope.is_neox_style,
+                type(rope) in OF_TABLES, indices,
+            )  # fmt: skip
+        else:
+            kv_c, k_pe = latent.split([a.rank, a.rope_size], dim=-1)
+            kv_c = norm(kv_c.contiguous())
+            rope(positions, q[..., a.nope_size :], k_pe.unsqueeze(1))  # in place
+            out = self.attn(q, kv_c, k_pe, indices)
+        return self.o_proj(out)[0]
+
+    def _fuses(self, latent: torch.Tensor) -> bool:
+        """Whether mla_rope_store replaces the norm, rotary_emb and concat_and_cache_mla of this call.
+
+        It does on a GPU, or where it is requested by name, if none of the other ops is requested by name.
+        """
+        return (
+            mla_rope_store.requested != "off"
+            and (latent.is_cuda or mla_rope_store.requested == "named")
+            and not any(op.requested for op in (rms_norm, rotary_emb, concat_and_cache_mla))
+            and type(self.kv_a_layernorm) is VllmRMSNorm
+            and type(self.rotary_emb) in (*OF_TABLES, *UNCAST)
+            and type(self.attn) is mla_attention.LatentAttention
+            and self.attn.kv_cache is not None
+        )

@@ -24,7 +24,7 @@ GROUPS = (32, 64, 128, -1)  # columns that share an int4 scale; -1: all
 # a config or not
 UNQUANTIZED = ("gate", "router", "shared_expert_gate", "weights_proj")
 EXPERT_KINDS = ("fp8", "fp8_block", "int4", "nvfp4")  # number formats of a mixture's experts
-AS_DENSE = ("int8", "nvfp4")  # number formats that are dequantized at load
+AS_DENSE = ("int8",)  # number formats that are dequantized at load
 # Layers whose weight is read by more than their own product: they are dequantized at load.
 DENSE = ("kv_b_proj",)
 
@@ -34,8 +34,8 @@ class Scheme:
     """The number format of a checkpoint's linear layers.
 
     method    `quant_method` in the config
-    kind      'fp8' (a scale per tensor or row), 'fp8_block', 'int4', 'ternary', or one that is dequantized at load:
-              'int8', 'nvfp4'
+    kind      'fp8' (a scale per tensor or row), 'fp8_block', 'int4', 'nvfp4', 'ternary', or 'int8', which is
+              dequantized at load
     layout    names and order of the tensors: 'fp8', 'compressed-tensors', 'gptq', 'gptq_v2', 'awq', 'modelopt',
               'bitlinear', 'autobitlinear' or 'online' (BitNet's weights before quantization)
     static    x has a scale in the checkpoint
@@ -104,18 +104,21 @@ class Scheme:
             "fp8_block": rows * columns + 4 * -(-rows // BLOCK) * -(-columns // BLOCK),
             "int4": rows * columns // 2 + (max(dtype_bytes, 2) + self.zeros) * scales,
             "ternary": rows * columns // 4 + 4 * rows,
+            "nvfp4": rows * columns * 9 // 16 + 4 * rows,
             **dict.fromkeys(AS_DENSE, rows * columns * dtype_bytes),
         }
         return sizes[self.kind] + 4 * (self.static and not of_expert)
 
     @property
     def op(self) -> str:
-        ops = {"int4": "linear_int4", "ternary": "linear_ternary", **dict.fromkeys(AS_DENSE, "linear")}
+        ops = {"int4": "linear_int4", "nvfp4": "linear_nvfp4", "ternary": "linear_ternary", "int8": "linear"}
         return ops.get(self.kind, "linear_fp8")
 
     @property
     def expert_op(self) -> str:
-        return {"int4": "fused_experts_int4", "nvfp4": "fused_experts"}.get(self.kind, "fused_experts_fp8")
+        return {"int4": "fused_experts_int4", "nvfp4": "fused_experts_nvfp4"}.get(
+            self.kind, "fused_experts_fp8"
+        )
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -255,6 +258,8 @@ def _compressed_tensors(f: _Fields) -> Scheme:
     targets = () if "Linear" in targets else targets
     name = "compressed-tensors"
     made = partial(Scheme, name, layout=name, skipped=f.names("ignore"), targets=targets)
+    if group.raw.get("format") is not None:  # instead of the one of all groups
+        f = group
     if kind == "int":
         group.absent("input_activations")
         f.one_of("format", "pack-quantized", default="pack-quantized")

@@ -24,10 +24,10 @@ from fastkernels.overrides.linear.quantized import (
     Fp8LinearMethod,
     Int4LinearMethod,
     Int8Weight,
-    Nvfp4Weight,
+    Nvfp4LinearMethod,
     TernaryLinearMethod,
 )
-from fastkernels.overrides.moe.quantized import Fp8ExpertsMethod, Int4ExpertsMethod, Nvfp4ExpertsAsDenseMethod
+from fastkernels.overrides.moe.quantized import Fp8ExpertsMethod, Int4ExpertsMethod, Nvfp4ExpertsMethod
 from fastkernels.overrides.moe.sparse_moe import Experts
 
 log = logging.getLogger("fastkernels")
@@ -69,8 +69,9 @@ def methods(config: Any) -> Methods | None:
 def announce(scheme: Scheme) -> None:
     """Log once what is not done in the checkpoint's number format."""
     if scheme.kind in AS_DENSE:
-        name = {"int8": "8-bit integer", "nvfp4": "NVFP4"}[scheme.kind]
-        log.warning("%s weights are dequantized while they are loaded: no kernel here multiplies them", name)
+        log.warning(
+            "8-bit integer weights are dequantized while they are loaded: no kernel here multiplies them"
+        )
 
 
 @lru_cache
@@ -85,7 +86,7 @@ def _method(scheme: Scheme) -> Callable[[], Any]:
         method = Int4LinearMethod if scheme.kind == "int4" else Int8Weight
         return lambda: method(scheme.group, scheme.zeros, scale_dtype, scheme.act_order)
     if scheme.kind == "nvfp4":
-        return Nvfp4Weight
+        return Nvfp4LinearMethod
     if scheme.kind == "ternary":
         return TernaryLinearMethod
     return lambda: Fp8LinearMethod(scheme.kind == "fp8_block", scheme.static)
@@ -96,7 +97,7 @@ def _experts_method(scheme: Scheme) -> Callable[[], Any]:
         scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16
         return lambda: Int4ExpertsMethod(scheme.group, scheme.zeros, scale_dtype)
     if scheme.kind == "nvfp4":
-        return Nvfp4ExpertsAsDenseMethod
+        return Nvfp4ExpertsMethod
     return lambda: Fp8ExpertsMethod(scheme.kind == "fp8_block", scheme.static)
 
 
@@ -309,18 +310,38 @@ def _ternary_tensors(scheme: Scheme) -> Tensors:
     if scheme.layout == "online":
         return {"weight": (("weight", _rounded), ("weight_scale", _mean))}
     divides = scheme.layout == "bitlinear"
-    scale = (("weight_scale", lambda t: t.float().reciprocal() if divides else t),)
+    scale = (("weight_scale", (lambda t: _reciprocal(t.float())) if divides else same),)
     return {"weight": (("weight", _quarters),), "weight_scale": scale}
 
 
+def _of_dtype(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself. Raises ValueError for another dtype: its bits would mean something else."""
+    if tensor.dtype != dtype:
+        raise ValueError(f"its dtype is {tensor.dtype}, not {dtype}")
+    return tensor
+
+
+def _reciprocal(divisor: torch.Tensor) -> torch.Tensor:
+    if not divisor.is_meta and divisor.eq(0).any():
+        raise ValueError("weights are divided by it, and it is 0")
+    return _one(divisor).reciprocal()
+
+
+def _nvfp4_scale(scale: torch.Tensor) -> torch.Tensor:
+    _of_dtype(torch.float8_e4m3fn, scale)
+    if not scale.is_meta and scale.view(torch.uint8).gt(0x7E).any():
+        raise ValueError("it has a scale that is negative or NaN")
+    return scale
+
+
 def _nvfp4_tensors(scheme: Scheme) -> Tensors:
-    scale = {"weight_scale": (("weight_scale", same),)}
+    weight = (("weight", partial(_of_dtype, torch.uint8)),)
+    scale = {"weight_scale": (("weight_scale", _nvfp4_scale),)}
     if scheme.layout == "modelopt":
-        factor = (("weight_global", _one),)
-        return {"weight": (("weight_packed", same),), **scale, "weight_scale_2": factor, "input_scale": ()}
-    divisor = (("weight_global", lambda t: _one(t).reciprocal()),)
-    named = {"weight_packed": (("weight_packed", same),), "weight_global_scale": divisor}
-    return {**named, **scale, "input_global_scale": ()}
+        factor = (("weight_factor", _one),)
+        return {"weight": weight, **scale, "weight_scale_2": factor, "input_scale": ()}
+    divisor = (("weight_factor", _reciprocal),)
+    return {"weight_packed": weight, "weight_global_scale": divisor, **scale, "input_global_scale": ()}
 
 
 def _tensors(scheme: Scheme) -> Tensors:

@@ -172,7 +172,7 @@ def _load_one(
         converted = convert(tensor)
         if parameter is None:
             return  # the conversion was a check
-        _check_dtype(parameter, converted)
+        _check_dtype(parameter, converted, key)
         _copy(parameter, loader, converted, shard, key)
     except torch.OutOfMemoryError:
         raise
@@ -182,13 +182,13 @@ def _load_one(
         ) from error
 
 
-def _check_dtype(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+def _check_dtype(parameter: nn.Parameter, tensor: torch.Tensor, key: str) -> None:
     if tensor.is_meta:
         return  # names and shapes are reported first
     if parameter.dtype in DTYPES and tensor.dtype not in DTYPES:
-        raise ValueError(
-            f"its dtype is {tensor.dtype}: a quantized weight, which config.quantization_config does not name"
-        )
+        unknown = ": a quantized weight, which config.quantization_config does not name"
+        scale = "scale" in key.rpartition(".")[2]
+        raise ValueError(f"its dtype is {tensor.dtype}{f', not {parameter.dtype}' if scale else unknown}")
     if parameter.dtype not in DTYPES and tensor.dtype != parameter.dtype:
         raise ValueError(
             f"its dtype is {tensor.dtype}, not {parameter.dtype} as config.quantization_config has it"
@@ -279,7 +279,8 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
         if parameter.dtype == torch.uint8:
             whole.random_(0, 256, generator=generator)
         elif parameter.dtype not in DTYPES:
-            whole.copy_(torch.empty_like(whole, dtype=torch.float32).normal_(0.0, 1.0, generator=generator))
+            for part in whole if whole.dim() > 2 else [whole]:  # an expert at a time needs less memory
+                part.copy_(torch.empty_like(part, dtype=torch.float32).normal_(0.0, 1.0, generator=generator))
         else:
             embedding = isinstance(owner, VllmVocabParallelEmbedding)
             whole.normal_(0.0, EMBEDDING_STD if embedding else STD, generator=generator)

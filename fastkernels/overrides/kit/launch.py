@@ -1,4 +1,4 @@
-"""Helpers for code that launches kernels: integer sizes, the number of multiprocessors, and split counters."""
+"""Helpers for code that launches kernels: integer sizes, the device's limits, and split counters."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ def next_power_of_2(n: int) -> int:
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of a CUDA device; on other devices, an H200's."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that a program may have on a CUDA device; on other devices, an H200's."""
+    if device.type != "cuda":
+        return 232_448
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 class Tickets:

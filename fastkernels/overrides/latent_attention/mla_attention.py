@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from fastkernels.core.forward_context import AttentionMetadata, get_forward_context
 from fastkernels.overrides.attention.attention import PagedAttention
-from fastkernels.overrides.attention.attention_prefill import attention_prefill
 from fastkernels.overrides.attention.paged_cache import take_blocks
 from fastkernels.overrides.cache.concat_and_cache_mla import concat_and_cache_mla
 from fastkernels.overrides.latent_attention.mla_decode import mla_decode
+from fastkernels.overrides.latent_attention.mla_expanded import mla_expanded
 from fastkernels.overrides.latent_attention.mla_prefill import mla_prefill
+from fastkernels.overrides.latent_attention.mla_rope_store import mla_rope_store
 from fastkernels.overrides.latent_attention.mla_sparse import mla_sparse
 from fastkernels.overrides.latent_attention.sparse_indexer import chosen
 
@@ -23,14 +23,12 @@ from fastkernels.overrides.latent_attention.sparse_indexer import chosen
 class Expansion:
     """The plan of a step that expands the keys of its prompts: sequences after the first metadata.num_decodes.
 
-    blocks        [N] of the cache, sequence after sequence
-    block_table   [B', max_blocks] int32: where each sequence has its blocks among those N
-    cu_seqlens_q  [B' + 1] int32, without the tokens of decodes
+    blocks  [N] of the cache, sequence after sequence
+    starts  [B'] int32: the first token of each sequence among those blocks
     """
 
     blocks: torch.Tensor
-    block_table: torch.Tensor
-    cu_seqlens_q: torch.Tensor
+    starts: torch.Tensor
 
 
 class LatentAttention(PagedAttention):
@@ -49,7 +47,9 @@ class LatentAttention(PagedAttention):
     """
 
     kv_cache: tuple[torch.Tensor] | None  # type: ignore[assignment]
-    ops: tuple[str, ...] = ("concat_and_cache_mla", "mla_decode", "mla_prefill", "attention_prefill")
+    ops: tuple[str, ...] = (
+        "mla_rope_store", "concat_and_cache_mla", "mla_decode", "mla_prefill", "mla_expanded"
+    )  # fmt: skip
 
     def __init__(
         self, num_heads: int, scale: float, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int,
@@ -91,67 +91,83 @@ class LatentAttention(PagedAttention):
         if self.kv_cache is None:
             raise RuntimeError("no KV cache is bound: set kv_cache = (latents,) on every attention layer")
         metadata = get_forward_context().of(self)
+        self.store(kv_c_normed, k_pe, metadata)
         if isinstance(metadata.plan, Expansion):
-            return self._expanded(q, kv_c_normed, k_pe, metadata, metadata.plan)
-        return self._absorbed(q, kv_c_normed, k_pe, metadata, indices)
+            return self._expanded(q, metadata, metadata.plan)
+        queries = self._queries(q)
+        queries[..., self.kv_lora_rank :] = q[..., self.qk_nope_head_dim :]
+        return self._absorbed(q, queries, metadata, indices)
 
-    def _expanded(
-        self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, m: AttentionMetadata, plan: Expansion
-    ) -> torch.Tensor:
-        """Decodes in the absorbed form, prompts with expanded keys."""
-        self.store(kv_c, k_pe, m)
-        n, lens = m.num_decodes, m.seq_lens[m.num_decodes :]
-        latents = take_blocks(self.kv_cache[0], plan.blocks).to(q.dtype)  # type: ignore[index]
-        latents = latents if self.k_scale == 1.0 else latents * self.k_scale
-        both, rope = (
-            self._kv_b_proj[0](latents[..., : self.kv_lora_rank])[0],
-            latents[..., self.kv_lora_rank :],
-        )
-        both = both.unflatten(-1, (self.num_heads, -1))
-        nope, value = both.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-        key = torch.cat((nope, rope.unsqueeze(2).expand(*nope.shape[:3], -1)), dim=-1)
-        size = key.shape[-1]
-        if size < self.v_head_dim:  # the kernels need keys and values of one size
-            key, query = (F.pad(t, (0, self.v_head_dim - size)) for t in (key, q[n:]))
-        else:
-            value, query = F.pad(value, (0, size - self.v_head_dim)), q[n:]
-        out = attention_prefill(
-            query, key, value.contiguous(), plan.cu_seqlens_q, lens, plan.block_table, m.max_seqlen_q, m.max_seqlen_k,
-            self.scale,
-        )[..., : self.v_head_dim].flatten(1)  # fmt: skip
-        if n == 0:
-            return out
-        decodes = replace(
-            m, seq_lens=m.seq_lens[:n], block_table=m.block_table[:n], max_seqlen_q=1, plan=None,
-            max_seqlen_k=m.max_decode_seqlen_k,
+    def from_projections(
+        self, positions: torch.Tensor, q: torch.Tensor, latent: torch.Tensor, weight: torch.Tensor, eps: float,
+        table: torch.Tensor, is_neox_style: bool, cast_cache: bool, indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """`forward` with the norm of the latents and the rotary embedding, see mla_rope_store. May overwrite q.
+
+        q: [T, H, nope + rope]; latent: [T, rank + rope]; weight: [rank], of the norm
+        """
+        assert self.kv_cache is not None
+        metadata, rotary = get_forward_context().of(self), q[..., self.qk_nope_head_dim :]
+        in_place = isinstance(metadata.plan, Expansion)
+        queries = q if in_place else self._queries(q)
+        mla_rope_store(
+            positions, rotary, latent, weight, self.kv_cache[0],
+            rotary if in_place else queries[..., self.kv_lora_rank :], metadata.slot_mapping, table, is_neox_style,
+            cast_cache, eps, self.k_scale,
         )  # fmt: skip
-        return torch.cat((self._absorbed(q[:n], None, None, decodes), out))
+        if isinstance(metadata.plan, Expansion):
+            return self._expanded(q, metadata, metadata.plan)
+        return self._absorbed(q, queries, metadata, indices)
+
+    def _queries(self, q: torch.Tensor) -> torch.Tensor:
+        """Memory for the absorbed queries, [T, H, rank + rope]."""
+        return q.new_empty(*q.shape[:2], self.head_size)
+
+    def _expanded(self, q: torch.Tensor, m: AttentionMetadata, plan: Expansion) -> torch.Tensor:
+        """Decodes in the absorbed form, prompts with expanded keys."""
+        n, rank = m.num_decodes, self.kv_lora_rank
+        latents = take_blocks(self.kv_cache[0], plan.blocks).to(q.dtype).flatten(0, 1)  # type: ignore[index]
+        latents = latents if self.k_scale == 1.0 else latents * self.k_scale
+        both = self._kv_b_proj[0](latents[:, :rank])[0].unflatten(-1, (self.num_heads, -1))
+        out = mla_expanded(
+            q, both, latents[:, rank:], m.cu_seqlens_q[n:], plan.starts, m.seq_lens[n:], m.max_seqlen_q, self.scale,
+            m.padded,
+        )  # fmt: skip
+        if n:
+            decodes = replace(
+                m, seq_lens=m.seq_lens[:n], block_table=m.block_table[:n], max_seqlen_q=1, plan=None,
+                max_seqlen_k=m.max_decode_seqlen_k,
+            )  # fmt: skip
+            queries = self._queries(q[:n])
+            queries[..., rank:] = q[:n, :, self.qk_nope_head_dim :]
+            self._absorbed(q[:n], queries, decodes, out=out[:n])
+        return out.flatten(1)
 
     def _absorbed(
         self,
         q: torch.Tensor,
-        kv_c_normed: torch.Tensor | None,
-        k_pe: torch.Tensor | None,
+        queries: torch.Tensor,
         metadata: AttentionMetadata,
         indices: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queries and results go through kv_b_proj, and latents stay as they are; without latents none are stored."""
-        up = self._kv_b_proj[0].weight.view(self.num_heads, -1, self.kv_lora_rank)
-        nope, rope = q.split([self.qk_nope_head_dim, q.shape[2] - self.qk_nope_head_dim], dim=-1)
-        absorbed = torch.bmm(nope.transpose(0, 1), up[:, : self.qk_nope_head_dim]).transpose(0, 1)
-        queries = torch.cat((absorbed, rope), dim=-1)
+        """Queries and results go through kv_b_proj, and the stored latents stay as they are.
+
+        q: [T, H, nope + rope], of which `nope` is read; queries: [T, H, rank + rope] with the rotated channels, of
+        which `rank` is written; out: [T, H, v_head_dim], for the results
+        """
+        rank, nope = self.kv_lora_rank, self.qk_nope_head_dim
+        up = self._kv_b_proj[0].weight.view(self.num_heads, -1, rank)
+        torch.bmm(q[..., :nope].transpose(0, 1), up[:, :nope], out=queries[..., :rank].transpose(0, 1))
         if indices is not None:
-            assert kv_c_normed is not None and k_pe is not None
-            self.store(kv_c_normed, k_pe, metadata)
-            out = self._attend_sparse(queries, indices, metadata)
+            latents = self._attend_sparse(queries, indices, metadata)
         elif metadata.backend is not None:
-            out = metadata.backend.forward(self, queries, kv_c_normed, k_pe, metadata)
+            latents = metadata.backend.forward(self, queries, None, None, metadata)
         else:
-            if kv_c_normed is not None and k_pe is not None:
-                self.store(kv_c_normed, k_pe, metadata)
-            out = self.attend(queries, metadata)
-        values = torch.bmm(out.transpose(0, 1), up[:, self.qk_nope_head_dim :].transpose(1, 2))
-        return values.transpose(0, 1).reshape(len(q), self.num_heads * self.v_head_dim)
+            latents = self.attend(queries, metadata)
+        values = q.new_empty(len(q), self.num_heads, self.v_head_dim) if out is None else out
+        torch.bmm(latents.transpose(0, 1), up[:, nope:].transpose(1, 2), out=values.transpose(0, 1))
+        return values.flatten(1)
 
     def store(self, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: AttentionMetadata) -> None:
         """Write the step's latents into the cache."""

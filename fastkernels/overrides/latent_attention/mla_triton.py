@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -10,17 +11,18 @@ import triton
 import triton.language as tl
 
 from fastkernels.overrides.cache.store_kvcache import fp8_refusal
-from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.kit.launch import cdiv, next_power_of_2, shared_memory
 from fastkernels.overrides.kit.overlap import follow, overlap
 
 MIN_SPLIT = 256  # keys: a smaller split costs more to combine than it saves
 MAX_SIZE = 1024  # channels of a latent, padded to a power of two
+WIDE_TILE = 150_000  # bytes of shared memory of 64 rows and two stages of 32 keys, in 16 bits
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "batch"])
 def _mla_kernel(
     q_ptr, kv_ptr, out_ptr, part_ptr, lse_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
-    kv_stride_b, kv_stride_s, out_stride_t, out_stride_h, table_stride, block_size, heads, R, P, scale, k_scale,
+    kv_stride_b, kv_stride_s, out_stride_t, out_stride_h, table_stride, block_size, batch, heads, R, P, scale, k_scale,
     RAGGED: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -28,11 +30,21 @@ def _mla_kernel(
     # One program per (block of rows, sequence, split). A row is one head of one query, heads first: rows of a block
     # share the keys that it reads, whatever the number of heads.
     seq, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    start, n_q = seq, 1
+    start, n_q, first = seq, 1, tl.program_id(0) * BLOCK_M
     if RAGGED:
-        start = tl.load(cu_ptr + seq).to(tl.int64)
-        n_q = tl.load(cu_ptr + seq + 1) - start.to(tl.int32)
-    first = tl.program_id(0) * BLOCK_M
+        # The grid depends on shapes only, so that a CUDA graph serves any lengths: blocks of sequence i begin at number
+        # i + (rows before it) // BLOCK_M. Late queries see the most keys: they go first.
+        block = tl.num_programs(0) - 1 - tl.program_id(0)
+        before = tl.load(cu_ptr)
+        found, most = batch * 0, batch - 1
+        while found < most:
+            middle = (found + most + 1) // 2
+            is_past = (tl.load(cu_ptr + middle) - before) * heads // BLOCK_M + middle > block
+            found, most = tl.where(is_past, found, middle), tl.where(is_past, middle - 1, most)
+        queries = tl.load(cu_ptr + found)
+        n_q = tl.load(cu_ptr + found + 1) - queries
+        first = (block - found - (queries - before) * heads // BLOCK_M) * BLOCK_M
+        seq, start = found.to(tl.int64), queries.to(tl.int64)
     n_rows = n_q * heads
     if first < n_rows:
         n_k = tl.load(len_ptr + seq)
@@ -152,22 +164,23 @@ def attend(
         return out
     # float32 tiles of 512 channels and 32 keys would exceed shared memory with two stages
     block_m, block_n = 16, 16 if q.dtype == torch.float32 else 32
-    tiles = cdiv(max_seqlen_q * heads, block_m)
+    grid = cdiv(heads, block_m), batch
     if cu_seqlens_q is not None:
-        splits = 1
-    splits = splits or splits_for(q.device, batch * tiles, max_seqlen_k)
+        block_m = 64 if q.dtype != torch.float32 and shared_memory(q.device) >= WIDE_TILE else 16
+        grid, splits = (len(q) * heads // block_m + batch, 1), 1
+    splits = splits or splits_for(q.device, math.prod(grid), max_seqlen_k)
     part, lse = out, out  # unused with one split
     if splits > 1:
         part = torch.empty(batch, heads, splits, rank, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
     block_r = max(next_power_of_2(rank), 16)
-    _mla_kernel[(tiles, batch, splits)](
+    _mla_kernel[(*grid, splits)](
         q, kv_cache, out, part, lse, seq_lens if cu_seqlens_q is None else cu_seqlens_q, seq_lens, block_table,
-        *q.stride()[:2], *kv_cache.stride()[:2], *out.stride()[:2], block_table.stride(0), kv_cache.shape[1], heads,
-        rank, size - rank, scale * k_scale, k_scale, RAGGED=cu_seqlens_q is not None,
+        *q.stride()[:2], *kv_cache.stride()[:2], *out.stride()[:2], block_table.stride(0), kv_cache.shape[1], batch,
+        heads, rank, size - rank, scale * k_scale, k_scale, RAGGED=cu_seqlens_q is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT, BLOCK_M=block_m,
-        BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_P=max(next_power_of_2(size - rank), 16), num_warps=4, num_stages=2,
-        **overlap(q.device, early=False),
+        BLOCK_N=block_n, BLOCK_R=block_r, BLOCK_P=max(next_power_of_2(size - rank), 16),
+        num_warps=8 if block_m == 64 else 4, num_stages=2, **overlap(q.device, early=False),
     )  # fmt: skip
     if splits > 1:
         combine(part, lse, out)

@@ -49,6 +49,7 @@ class Plan(NamedTuple):
     splits: int
     stream: int
     grid: int
+    fp4: bool = False
 
     @property
     def shared(self) -> int:
@@ -69,7 +70,7 @@ class Plan(NamedTuple):
             f"-DHEIGHT={self.height}", f"-DPARTS={self.parts}", f"-DSPLITS={self.splits}", f"-DAHEAD={self.ahead}",
             f"-DSTREAM={self.stream}", f"-DRAGGED={int(self.ragged)}",
             f"-DHAS_ZERO={int(self.zero)}", f"-DHAS_BIAS={int(self.bias)}", f"-DBF16={int(self.bf16)}",
-            f"-DHALF_SCALES={int(self.half_scales)}",
+            f"-DHALF_SCALES={int(self.half_scales)}", f"-DFP4={int(self.fp4)}",
             # 1 to 5% faster at 1 token on an H100; not at 16
             f"-DEVICTED={int(self.tokens == 1)}",
         )  # fmt: skip
@@ -104,9 +105,9 @@ def streams(m: int, n: int, k: int, sms: int = 132, warps: int = WARPS) -> bool:
 def plan(
     m: int, n: int, k: int, group: int, zero: bool = False, bias: bool = False, bf16: bool = True,
     half_scales: bool = False, sms: int = 132, height: int = 0, ahead: int = 0, warps: int = WARPS, parts: int = 0,
-    splits: int = 0, stream: int | None = None,
+    splits: int = 0, stream: int | None = None, fp4: bool = False,
 ) -> Plan:  # fmt: skip
-    """Return the plan of a product of m tokens with a weight [n, k].
+    """Return the plan of a product of m tokens with a weight [n, k]; fp4: as linear_nvfp4 has it, with groups of 32.
 
     stream  0: warps have parts of a tile, 1: each warp has as many steps of its block's tiles as the others. None:
             what `streams` says, 0 if height, ahead, parts or splits are given
@@ -132,7 +133,7 @@ def plan(
     def finished(h: int, ahead: int, p: int, s: int) -> Plan:
         flags = (n % (16 * h) != 0, zero, bias, bf16, half_scales)
         grid = s * blocks_of(h, s)
-        return Plan(k, group, tiles, tokens, *flags, warps, h, ahead, p, s, stream, grid)
+        return Plan(k, group, tiles, tokens, *flags, warps, h, ahead, p, s, stream, grid, fp4)
 
     if stream:
         h, most_ahead = height or 1, ahead or (4 if m <= 4 else 3 if m <= 16 else 2)
@@ -183,9 +184,9 @@ def fits(params: dict[str, int], m: int, n: int, k: int, sms: int = 132) -> bool
 
 def supports_cuda(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, most: int = MAX_TOKENS,
 ) -> str | None:  # fmt: skip
-    """Return why the CUDA C++ kernel does not support this call, None if it does."""
+    """Return why the CUDA C++ kernel does not support this call of at most `most` tokens, None if it does."""
     if (reason := no_hopper(SOURCE, x.device)) is not None:
         return reason
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -193,8 +194,8 @@ def supports_cuda(
     k = 2 * weight.shape[1]
     if not k or k % STEP:
         return f"K = {k} is not a multiple of {STEP}"
-    if x.numel() // k > MAX_TOKENS:
-        return f"more than {MAX_TOKENS} tokens"  # without the number: each reason is reported once
+    if x.numel() // k > most:
+        return f"more than {most} tokens"  # without the number: each reason is reported once
     if weight.shape[0] % 16:
         return f"N = {weight.shape[0]} is not a multiple of 16"
     if STEP % (group := k // weight_scale.shape[1]) and group % STEP:
@@ -226,28 +227,35 @@ def linear_int4_cuda(
 
     In a CUDA graph this kernel prefetches the weight while the previous kernel still runs, which must not write it.
     """
+    k = 2 * weight.shape[1]
+    how = (k // weight_scale.shape[1], weight_zero is not None, bias is not None, x.dtype == torch.bfloat16)
+    return run(x, weight, weight_scale, weight_zero, bias, *how, weight_scale.dtype != x.dtype, **params)
+
+
+def run(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bias: torch.Tensor | None,
+    *how: Any, **params: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Launch the kernel, for each 64 tokens. how, params: of `plan`, from `group` on; zero: with fp4, rows' factors."""
     n, k = weight.shape[0], 2 * weight.shape[1]
     rows = x.reshape(-1, k)
     if rows.stride(1) != 1 or rows.stride(0) % 8:
         rows = rows.contiguous()
-    m = rows.shape[0]
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
-    if m == 0 or n == 0:
+    if not out.numel():
         return out
-    p = plan(
-        m, n, k, k // weight_scale.shape[1], weight_zero is not None, bias is not None, x.dtype == torch.bfloat16,
-        weight_scale.dtype != x.dtype, multiprocessors(x.device), **params,
-    )  # fmt: skip
-    partial = taken = None
-    if p.splits > 1:
-        tiles = cdiv(n, 16 * p.height)
-        partial = torch.empty(
-            p.splits * tiles * p.height * p.tiles * 128, dtype=torch.float32, device=x.device
-        )
-        taken = tickets.get(x.device, tiles)
-    tensors = (rows, weight, weight_scale, weight_zero, bias, out, partial, taken)
-    args = (*(None if t is None else t.data_ptr() for t in tensors), m, n, rows.stride(0))
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    _kernel(x.device, p.options, p.shared).launch(p.grid, 32 * p.warps, stream, args, overlap=early)
+    for part, to in zip(rows.split(MAX_TOKENS), out.view(-1, n).split(MAX_TOKENS), strict=True):
+        p = plan(len(part), n, k, *how, multiprocessors(x.device), **params)
+        partial = taken = None
+        if p.splits > 1:
+            tiles = cdiv(n, 16 * p.height)
+            partial = torch.empty(
+                p.splits * tiles * p.height * p.tiles * 128, dtype=torch.float32, device=x.device
+            )
+            taken = tickets.get(x.device, tiles)
+        tensors = (part, weight, scale, zero, bias, to, partial, taken)
+        args = (*(None if t is None else t.data_ptr() for t in tensors), len(part), n, rows.stride(0))
+        _kernel(x.device, p.options, p.shared).launch(p.grid, 32 * p.warps, stream, args, overlap=early)
     return out

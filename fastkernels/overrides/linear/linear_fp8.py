@@ -19,7 +19,6 @@ from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.fp8 import FP8, empty_outputs
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda
-from fastkernels.overrides.linear.linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
 from fastkernels.overrides.linear.linear_fp8_scales import (
     BLOCK,
     ROW,
@@ -106,7 +105,9 @@ linear_fp8 = define(
             "deepgemm", libraries.linear_fp8_deepgemm, module=libraries.DEEP_GEMM,
             supports=libraries.supports_deepgemm,
         ),
-        Provider("flashinfer", linear_fp8_flashinfer, module="flashinfer", supports=supports_flashinfer),
+        Provider(
+            "flashinfer", libraries.linear_fp8_flashinfer, module="flashinfer", supports=libraries.supports_flashinfer
+        ),
         # The CUTLASS kernel of the installed host. Either stands for the other in a tuned table.
         Provider(
             "cutlass", libraries.linear_fp8_cutlass, module="vllm", supports=libraries.supports_cutlass,

@@ -6,6 +6,9 @@ columns: byte i of a unit has columns i, i + 16, i + 32 and i + 48 from the lowe
 
 from __future__ import annotations
 
+import ctypes
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +16,23 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from fastkernels.core import cuda_rtc
 from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Call, Tensor
 from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.spec import OpSpec
+from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2, tickets
+from fastkernels.overrides.kit.overlap import overlaps
 
 UNIT = 64  # columns that are packed together
 STEP = 128  # columns that the kernel reads at a time
 LEAST = 1e-5  # lower bound of a token's largest value
+SOURCE = Path(__file__).parent / "csrc" / "ternary_linear.cu"
+MAX_TOKENS, MOST_WARPS = 8, 16  # of the CUDA C++ kernel
+SHARED = 227 * 1024  # bytes of shared memory of a block
+_P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
+TYPES = (*[_P] * 5, _I, _I, _L)
 
 
 def pack_ternary(values: torch.Tensor) -> torch.Tensor:
@@ -187,6 +198,66 @@ def linear_ternary_triton(
     return out
 
 
+def plan(m: int, k: int, bf16: bool, bias: bool, wide: bool) -> tuple[int, int, tuple[str, ...]]:
+    """Return the warps of a block, the bytes of its shared memory, and NVRTC's options without the architecture."""
+    steps, units, tokens = cdiv(k, 256), k // UNIT, next_power_of_2(m)
+    warps = cdiv(steps, cdiv(steps, MOST_WARPS))
+    shared = tokens * (k + (0 if units % 2 else 64)) + 512 * warps + 4 * tokens * warps
+    return warps, shared, (
+        "--std=c++17", f"-DK={k}", f"-DTOKENS={tokens}", f"-DWARPS={warps}", f"-DBF16={int(bf16)}",
+        f"-DHAS_BIAS={int(bias)}", f"-DWIDE={int(wide)}",
+    )  # fmt: skip
+
+
+def supports_cuda(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> str | None:
+    """Return why the CUDA C++ kernel does not support this call, None if it does."""
+    if (reason := no_hopper(SOURCE, x.device) or supports_triton(x, weight, weight_scale, bias)) is not None:
+        return reason
+    k = x.shape[-1]
+    if x.dtype == torch.float32 or (bias is not None and bias.dtype != x.dtype):
+        return (
+            f"x is {x.dtype}{'' if bias is None else f' and bias {bias.dtype}'}, not of one type of 16 bits"
+        )
+    if weight_scale.dtype not in (x.dtype, torch.float32):
+        return f"weight_scale is {weight_scale.dtype}, x is {x.dtype}"
+    if not k or x.numel() > MAX_TOKENS * k:
+        return f"more than {MAX_TOKENS} tokens, or no columns"
+    if plan(MAX_TOKENS, k, True, False, True)[1] > SHARED:
+        return f"K = {k} does not fit shared memory"
+    if x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return "x and weight must begin at a multiple of 16 bytes"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _kernel(device: torch.device, shared: int, options: tuple[str, ...]) -> cuda_rtc.Kernel:
+    return cuda_rtc.Kernel(text(SOURCE), "ternary_linear", options, device.index, TYPES, shared)
+
+
+def linear_ternary_cuda(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """In a CUDA graph this kernel reads the weight while the previous kernel still runs, which must not write it."""
+    check(x, weight, weight_scale, bias)
+    n, k = weight.shape[0], x.shape[-1]
+    out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    rows = x.reshape(-1, k)
+    if rows.stride(1) != 1 or rows.stride(0) % 8:
+        rows = rows.contiguous()
+    m, wide = rows.shape[0], weight_scale.dtype == torch.float32
+    warps, shared, options = plan(m, k, x.dtype == torch.bfloat16, bias is not None, wide)
+    tensors = (rows, weight, weight_scale, bias, out)
+    args = (*(None if t is None else t.data_ptr() for t in tensors), m, n, rows.stride(0))
+    early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    _kernel(x.device, shared, options).launch(cdiv(n, 16), 32 * warps, stream, args, overlap=early)
+    return out
+
+
 def _torch(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -214,6 +285,7 @@ linear_ternary = define(
     "linear_ternary(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None) -> Tensor",
     fake=_fake,
     providers=(
+        Provider("cuda", linear_ternary_cuda, devices=("cuda",), supports=supports_cuda),
         Provider("triton", linear_ternary_triton, devices=("cuda",), supports=supports_triton),
         Provider("torch", _torch, devices=("cuda", "cpu")),
         Provider("reference", reference, devices=("cuda", "cpu")),

@@ -11,21 +11,24 @@ import torch.nn.functional as F
 
 from fastkernels.core.baseline import Baseline, Function, Preparation, dense, filled, first, half, inductor
 from fastkernels.overrides.kit.libraries import T, from_blas, from_torch
-from fastkernels.overrides.linear.linear_fp8_flashinfer import linear_fp8_flashinfer, supports_flashinfer
 from fastkernels.overrides.linear.linear_fp8_libraries import (
     DEEP_GEMM,
     linear_fp8_cublas,
     linear_fp8_cutlass,
     linear_fp8_deepgemm,
+    linear_fp8_flashinfer,
     linear_fp8_sgl,
     supports_cublas,
     supports_cutlass,
     supports_deepgemm,
+    supports_flashinfer,
     supports_sgl,
 )
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, granularity
 from fastkernels.overrides.linear.linear_int4 import linear_int4_cublas, unpack_int4, untile_int4
 from fastkernels.overrides.linear.linear_int4 import supports_cublas as supports_int4_cublas
+from fastkernels.overrides.linear.linear_nvfp4 import linear_nvfp4_cublas
+from fastkernels.overrides.linear.linear_nvfp4 import supports_cublas as supports_nvfp4_cublas
 from fastkernels.overrides.linear.linear_ternary import quantize_int8, unpack_ternary
 
 
@@ -137,6 +140,9 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
             prepares=(Preparation((1, 2, 3), _marlin_weights), Preparation((4,), _marlin_bias)),
         ),
         Baseline("cublas", "library", lambda: linear_int4_cublas, refuses=supports_int4_cublas),
+    ),
+    "linear_nvfp4": (
+        Baseline("cublas", "library", lambda: linear_nvfp4_cublas, refuses=supports_nvfp4_cublas),
     ),
     "linear_ternary": (Baseline("unpacked", "library", lambda: _unpacked),),
     "linear_fp8": (

@@ -24,6 +24,8 @@ from fastkernels.overrides.linear.linear_int4 import (
     unpack_int4,
     untile_int4,
 )
+from fastkernels.overrides.linear.linear_nvfp4 import GROUP as NVFP4_GROUP
+from fastkernels.overrides.linear.linear_nvfp4 import dequantized, from_checkpoint, linear_nvfp4
 from fastkernels.overrides.linear.linear_ternary import UNIT as TERNARY_UNIT
 from fastkernels.overrides.linear.linear_ternary import linear_ternary, unpack_ternary
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
@@ -254,25 +256,11 @@ class TernaryLinearMethod:
         return linear_ternary(x, layer.weight, layer.weight_scale, bias)
 
 
-NVFP4_GROUP = 16
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of 3 bits; the fourth is the sign
+class Nvfp4LinearMethod:
+    """Weights in NVFP4 for the op `linear_nvfp4`, which multiplies x as it is.
 
-
-def dequantize_nvfp4(
-    packed: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the weight [N, K] of packed [N, K / 2], scale [N, K / 16] and factor [N]."""
-    values = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
-    q = values[torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()]
-    wide = scale.float() * factor[:, None]
-    return (q.unflatten(-1, (-1, NVFP4_GROUP)) * wide.unsqueeze(-1)).flatten(-2).to(dtype)
-
-
-class Nvfp4Weight:
-    """Weight in NVFP4, for DequantizedMethod.
-
-    Loaded are weight_packed [N, K / 2] (even columns in the low half of a byte), weight_scale [N, K / 16] in float8,
-    and weight_global [N], a factor for each matrix that is repeated for its rows.
+    Loaded are weight [N, K / 2] (even columns in the low half of a byte), weight_scale [N, K / 16] in float8 and
+    weight_factor [N], the factor of each matrix, repeated for its rows. Weight and scales are in tiles after loading.
     """
 
     def create_weights(
@@ -280,20 +268,26 @@ class Nvfp4Weight:
         output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
     ) -> None:  # fmt: skip
         n, k = sum(output_partition_sizes), input_size_per_partition
-        check_multiple(layer, NVFP4_GROUP, k, [], "group")
+        check_multiple(layer, UNIT, k, [], "packing")
         both: dict[str, Any] = {"input_dim": 1, "output_dim": 0, **extra_weight_attrs}
-        register(layer, "weight_packed", (n, k // 2), torch.uint8, **both)
+        register(layer, "weight", (n, k // 2), torch.uint8, **both)
         register(layer, "weight_scale", (n, k // NVFP4_GROUP), FP8, **both)
         register(
-            layer, "weight_global", (n,), torch.float32, output_dim=0, per_matrix=True, **extra_weight_attrs
+            layer, "weight_factor", (n,), torch.float32, output_dim=0, per_matrix=True, **extra_weight_attrs
         )
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Do nothing: the tensors are as they were loaded."""
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Put the weight and its scales in the op's order."""
+        weight, scale = from_checkpoint(layer.weight.data, layer.weight_scale.data)
+        layer.weight.data.copy_(weight)
+        layer.weight_scale.data.copy_(scale)
 
     def dequantize(self, layer: Any) -> torch.Tensor:
         """Return the weight [N, K] in float32."""
-        return dequantize_nvfp4(layer.weight_packed, layer.weight_scale, layer.weight_global, torch.float32)
+        return dequantized(layer.weight, layer.weight_scale, layer.weight_factor)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear_nvfp4(x, layer.weight, layer.weight_scale, layer.weight_factor, bias)
 
 
 class DequantizedMethod:

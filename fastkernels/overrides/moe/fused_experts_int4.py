@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Tensor
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
-from fastkernels.overrides.linear.linear_int4 import UNIT, dequantize_int4
+from fastkernels.overrides.kit.launch import cdiv
+from fastkernels.overrides.linear.linear_int4 import UNIT, centered, dequantize_int4
+from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.cases import (
     AXES,
     FLOPS,
@@ -26,8 +30,8 @@ from fastkernels.overrides.moe.cases import (
 )
 from fastkernels.overrides.moe.fused_experts import local_ids
 from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
-from fastkernels.overrides.moe.int4_gemm import int4_gemm, int4_tiles
-from fastkernels.overrides.moe.sorted_pairs import sort_pairs
+from fastkernels.overrides.moe.moe_tiles import Tiles
+from fastkernels.overrides.moe.sorted_pairs import Sorted, sort_pairs, sorts
 
 T = torch.Tensor
 
@@ -98,6 +102,94 @@ def check(
         )
 
 
+# The number of pairs changes between calls: one compiled kernel serves all of them.
+@triton.jit(do_not_specialize=["E", "n_pairs", "n_blocks"])
+def _int4_gemm_kernel(
+    a_ptr, b_ptr, s_ptr, z_ptr, c_ptr, scale_ptr, pairs_ptr, experts_ptr, total_ptr, N, E, n_pairs, n_blocks, a_stride,
+    K: tl.constexpr, GROUP: tl.constexpr, TOPK: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_SCALE: tl.constexpr,
+    SORTED: tl.constexpr, UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):  # fmt: skip
+    # GROUP_M blocks of rows run next to each other, column by column, and share an expert's matrix through L2.
+    pid = tl.program_id(0)
+    columns = tl.cdiv(N, BLOCK_N)
+    first = pid // (GROUP_M * columns) * GROUP_M
+    height = min(n_blocks - first, GROUP_M)
+    block = first + pid % (GROUP_M * columns) % height
+    col = pid % (GROUP_M * columns) // height
+    if block * BLOCK_M >= (tl.load(total_ptr) if SORTED else n_blocks * BLOCK_M):
+        return
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    if (expert < 0) | (expert >= E):
+        return
+    if SORTED:
+        pairs = tl.load(pairs_ptr + block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))
+    else:
+        pairs = tl.where(tl.arange(0, BLOCK_M) == 0, block, n_pairs)
+    there = pairs < n_pairs
+    rows = (tl.where(there, pairs, 0) // TOPK).to(tl.int64)
+    cols = col * BLOCK_N + tl.arange(0, BLOCK_N)
+    # As in linear_int4: the weight is the left matrix, BLOCK_K divides GROUP, a byte has columns that are 16 apart.
+    at = expert * N + tl.minimum(cols, N - 1)  # a row past the end is the last row again
+    bytes = tl.arange(0, BLOCK_K // 2)
+    b_at = b_ptr + at[:, None] * (K // 2) + bytes[None, :]
+    a_at = a_ptr + rows[None, :] * a_stride + (bytes // 16 * 32 + bytes % 16)[:, None]
+    scales: tl.constexpr = K // GROUP
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        b = tl.load(b_at + k // 2)
+        low = tl.load(a_at + k, mask=there[None, :], other=0.0)
+        high = tl.load(a_at + k + 16, mask=there[None, :], other=0.0)
+        scale = tl.load(s_ptr + at * scales + k // GROUP).to(tl.float32)
+        if HAS_ZERO:
+            zero = tl.load(z_ptr + at * scales + k // GROUP)[:, None]
+        else:
+            zero = tl.full((BLOCK_N, 1), 8, dtype=tl.uint8)
+        if UPCAST:
+            low, high = low.to(tl.float32), high.to(tl.float32)
+        part = tl.dot(centered(b & 15, zero, a_ptr, UPCAST), low, input_precision="ieee")
+        part = tl.dot(centered(b >> 4, zero, a_ptr, UPCAST), high, part, input_precision="ieee")
+        acc += part * scale[:, None]
+    out = tl.trans(acc)
+    if HAS_SCALE:
+        out *= tl.load(scale_ptr + pairs, mask=there, other=0.0).to(tl.float32)[:, None]
+    to = c_ptr + pairs.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(to, out.to(c_ptr.dtype.element_ty), mask=there[:, None] & (cols < N)[None, :])
+
+
+def int4_gemm(
+    a: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, b_zero: torch.Tensor | None, pairs: Sorted, topk: int,
+    scale: torch.Tensor | None, t: Tiles,
+) -> torch.Tensor:  # fmt: skip
+    """a: [pairs / topk, K]; b: uint8 [E, N, K / 2] and its scales and zero points [E, N, G] as in linear_int4, both
+    contiguous; scale: one factor per pair, or None.
+
+    Returns [pairs, N] in a's dtype: row i is scale[i] * b[e] @ a[i / topk], e the expert of pair i. Rows without a
+    local expert are not written.
+    """
+    n, k = b.shape[1], a.shape[1]
+    out = torch.empty((pairs.n_pairs, n), dtype=a.dtype, device=a.device)
+    group = k // b_scale.shape[2]
+    grid = (pairs.blocks * cdiv(n, t.block_n),)
+    _int4_gemm_kernel[grid](
+        a, b, b_scale, b_zero, out, scale, pairs.pairs, pairs.experts, pairs.total, n, b.shape[0], pairs.n_pairs,
+        pairs.blocks, a.stride(0), K=k, GROUP=group, TOPK=topk, HAS_ZERO=b_zero is not None,
+        HAS_SCALE=scale is not None, SORTED=pairs.pairs is not None,
+        UPCAST=a.device.type == "cpu" or a.dtype == torch.float32, BLOCK_M=t.block_m, BLOCK_N=t.block_n,
+        BLOCK_K=next(size for size in (128, 64, 32) if size <= t.block_k and group % size == 0), GROUP_M=t.group_m,
+        num_warps=t.num_warps, num_stages=t.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def int4_tiles(rows: int, dtype: torch.dtype) -> Tiles:
+    """Return the tiles for an average number of rows per expert; decoded weights take registers, so tiles are small."""
+    block_m = 16 if rows <= 16 else 64
+    if dtype == torch.float32:
+        return Tiles(block_m, 64, 32, 8, 4, 2)
+    return Tiles(16, 64, 128, 1, 4, 4) if block_m == 16 else Tiles(64, 128, 64, 8, 8, 3)
+
+
 def _supports_triton(
     hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, w1_zero: T | None = None,
     w2_zero: T | None = None, expert_map: T | None = None,
@@ -134,6 +226,61 @@ def _triton(
     return sum_over_experts(out, ids, experts, expert_map)
 
 
+def _plans(
+    ids: T, w1: T, w2: T, w1_scale: T, w2_scale: T, zeros: bool, expert_map: T | None
+) -> list[few.Plan]:
+    """Return the plans of both products in CUDA C++."""
+    experts = w1.shape[0] if expert_map is None else expert_map.numel()
+    is_sorted = sorts(ids.numel(), experts, expert_map)
+
+    def make(tokens: int) -> list[few.Plan]:
+        found = []
+        for w, scale, topk, glu in ((w1, w1_scale, ids.shape[1], 2), (w2, w2_scale, 1, 0)):
+            k, half = 2 * w.shape[2], scale.dtype == torch.float16
+            more = {"group": k // scale.shape[2], "zero": zeros, "half_scales": half, "tokens": tokens}
+            found.append(few.plan(k, topk, is_sorted, glu, form=few.INT4, **more))
+        return found
+
+    return few.fitting(make)
+
+
+def _supports_cuda(
+    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, w1_zero: T | None = None,
+    w2_zero: T | None = None, expert_map: T | None = None,
+) -> str | None:  # fmt: skip
+    experts = w1.shape[0] if expert_map is None else expert_map.numel()
+    if topk_ids.numel() > few.MOST_ROWS * experts:
+        return f"more than {few.MOST_ROWS} rows an expert"
+    if hidden_states.dtype != torch.bfloat16 or topk_weights.dtype != torch.float32:
+        return f"hidden_states is {hidden_states.dtype} and topk_weights {topk_weights.dtype}, not bfloat16 and float32"
+    if (w1_zero is None) != (w2_zero is None):
+        return "one of w1 and w2 has zero points"
+    for name, w, scale, zero in (("w1", w1, w1_scale, w1_zero), ("w2", w2, w2_scale, w2_zero)):
+        group = 2 * w.shape[2] // max(scale.shape[2], 1)
+        if not group or group % 128:
+            return f"groups of {group} columns of {name} are not multiples of 128"
+        if scale.dtype not in (torch.bfloat16, torch.float16):
+            return f"{name}_scale is {scale.dtype}, not bfloat16 or float16"
+        if (reason := few.wrong_matrix(w, name, scale=scale, zero=zero)) is not None:
+            return reason
+    plans = _plans(topk_ids, w1, w2, w1_scale, w2_scale, w1_zero is not None, expert_map)
+    return (
+        few.too_large(*plans)
+        or few.unavailable(hidden_states.device)
+        or few.not_loaded(hidden_states.device, *plans)
+    )
+
+
+def _cuda(
+    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, w1_zero: T | None = None,
+    w2_zero: T | None = None, expert_map: T | None = None,
+) -> T:  # fmt: skip
+    check(hidden_states, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, w1_zero, w2_zero)
+    plans = _plans(topk_ids, w1, w2, w1_scale, w2_scale, w1_zero is not None, expert_map)
+    first, second = (w1, w1_scale, w1_zero), (w2, w2_scale, w2_zero)
+    return few.mlp(hidden_states, first, second, topk_weights, topk_ids, expert_map, plans)
+
+
 def _torch(
     hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, w1_zero: T | None = None,
     w2_zero: T | None = None, expert_map: T | None = None,
@@ -147,9 +294,10 @@ def _torch(
         if not 0 <= expert < w1.shape[0]:
             continue
         tokens, choice = torch.where(ids == expert)
-        both = F.linear(hidden_states[tokens], _floats(w1, w1_scale, w1_zero, expert, acc).to(dtype))
-        y = F.linear(silu_and_mul.run(both), _floats(w2, w2_scale, w2_zero, expert, acc).to(dtype))
-        out.index_add_(0, tokens, y.to(acc) * topk_weights[tokens, choice, None].to(acc))
+        # In float32: the error of rounded weights is as large as a small result.
+        both = F.linear(hidden_states[tokens].to(acc), _floats(w1, w1_scale, w1_zero, expert, acc)).to(dtype)
+        y = F.linear(silu_and_mul.run(both).to(acc), _floats(w2, w2_scale, w2_zero, expert, acc))
+        out.index_add_(0, tokens, y * topk_weights[tokens, choice, None].to(acc))
     return out.to(dtype)
 
 
@@ -159,6 +307,7 @@ fused_experts_int4 = define(
     " -> Tensor",
     fake=lambda x, *args, **kwargs: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     providers=(
+        Provider("cuda", _cuda, devices=("cuda",), supports=_supports_cuda),
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", reference, devices=("cuda", "cpu")),
@@ -218,6 +367,7 @@ SPEC = OpSpec(
         _odd("odd_63", 63, 5, 2, 64, 96, 32, "bfloat16"),
         _odd("zeros_33", 33, 12, 3, 128, 64, 64, "float16", zeros=True),
         _odd("channel", 9, 3, 1, 96, 160, 0, zeros=True),
+        _odd("rows_19", 19, 9, 2, 256, 128, 128, "bfloat16", elsewhere=True, zeros=True),
         _odd("few", 2, 40, 3, 96, 32, 32),
         _odd("elsewhere", 19, 7, 3, 64, 160, 32, elsewhere=True),
         _odd("one", 1, 1, 1, 32, 32, 32),

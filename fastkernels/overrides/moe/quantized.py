@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
 from fastkernels.overrides.linear.linear_int4 import UNIT
-from fastkernels.overrides.linear.quantized import NVFP4_GROUP, check_multiple, dequantize_nvfp4
-from fastkernels.overrides.moe.fused_experts import fused_experts
+from fastkernels.overrides.linear.linear_nvfp4 import GROUP as NVFP4_GROUP
+from fastkernels.overrides.linear.quantized import check_multiple
 from fastkernels.overrides.moe.fused_experts_fp8 import fused_experts_fp8
 from fastkernels.overrides.moe.fused_experts_int4 import fused_experts_int4
+from fastkernels.overrides.moe.fused_experts_nvfp4 import fused_experts_nvfp4
 
 
 class Fp8ExpertsMethod:
@@ -93,35 +93,24 @@ class Int4ExpertsMethod:
         )  # fmt: skip
 
 
-class Nvfp4ExpertsAsDenseMethod:
-    """Weights in NVFP4, dequantized once after loading: then the experts are unquantized ones.
+class Nvfp4ExpertsMethod:
+    """Weights in NVFP4 for the op `fused_experts_nvfp4`, with the factor of each matrix repeated for its rows."""
 
-    The loaded parameters are those of Nvfp4Weight, for both matrices.
-    """
-
-    op = "fused_experts"
+    op = "fused_experts_nvfp4"
 
     def create_weights(self, layer: Any, n: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
         for name, rows, columns in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
             check_multiple(layer, NVFP4_GROUP, columns, [], "group")
             shared = 0 if name == "w13" else 1
-            layer.add(f"{name}_weight_packed", (n, rows, columns // 2), torch.uint8, shared)
+            layer.add(f"{name}_weight", (n, rows, columns // 2), torch.uint8, shared)
             layer.add(f"{name}_weight_scale", (n, rows, columns // NVFP4_GROUP), FP8, shared)
-            layer.add(f"{name}_weight_global", (n, rows), torch.float32, 0 if name == "w13" else None)
-        self.dtype = dtype
+            layer.add(f"{name}_weight_factor", (n, rows), torch.float32, 0 if name == "w13" else None)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the loaded parameters by the weights, one expert at a time to save memory."""
-        for matrix in ("w13", "w2"):
-            names = [f"{matrix}_weight_{part}" for part in ("packed", "scale", "global")]
-            packed, scale, factor = (layer.get_parameter(name).data for name in names)
-            n, rows, half = packed.shape
-            dense = packed.new_empty((n, rows, 2 * half), dtype=self.dtype)
-            for i in range(n):
-                dense[i] = dequantize_nvfp4(packed[i], scale[i], factor[i], self.dtype)
-            for name in names:
-                delattr(layer, name)
-            layer.register_parameter(f"{matrix}_weight", nn.Parameter(dense, requires_grad=False))
+        """Do nothing: the op uses the tensors as they were loaded."""
 
     def apply(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return fused_experts(x, layer.w13_weight, layer.w2_weight, weights, ids, layer.expert_map, False)
+        return fused_experts_nvfp4(
+            x, layer.w13_weight, layer.w2_weight, layer.w13_weight_scale, layer.w2_weight_scale,
+            layer.w13_weight_factor, layer.w2_weight_factor, weights, ids, layer.expert_map,
+        )  # fmt: skip

@@ -19,7 +19,10 @@ SMALL = {
     "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 LAYERS = 2
-OPS = {"fp8": "linear_fp8", "bitnet": "linear_ternary", "mxfp4": "fused_experts_swigluoai"}
+OPS = {
+    "fp8": "linear_fp8", "bitnet": "linear_ternary", "mxfp4": "fused_experts_swigluoai", "modelopt-fp8": "linear_fp8",
+    "nvfp4": "linear_nvfp4", "modelopt-nvfp4": "linear_nvfp4", "latent-sparse": "mla_sparse", "latent": "mla_decode",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", formats.FORMATS)

@@ -20,8 +20,7 @@ OWN = {
     "attention/fa3.py": {"dynamic-code", "fallback", "inspection", "patching"},
     "attention/flashinfer.py": {"baseline-library", "pointer-cache"},  # keeps plans for a batch of the host
     "linear/linear.py": {"pointer-cache"},  # finds the copy of a weight that oneDNN packed
-    "linear/linear_fp8_flashinfer.py": {"dynamic-code", "fallback"},
-    "linear/linear_fp8_libraries.py": {"baseline-library", "dynamic-code"},
+    "linear/linear_fp8_libraries.py": {"baseline-library", "dynamic-code", "fallback"},
     "moe/expert_libraries.py": {"dynamic-code"},
     "kit/libraries.py": {"baseline-library"},
     # CUDA C++, read from the package and launched by the driver
@@ -35,6 +34,7 @@ OWN = {
     "rope/rotary_emb_cpp.py": {"native-library"},
     "kit/selection.py": {"files"},  # weights of the selection model
     "linear/int4_linear_cuda.py": {"native-library"},
+    "linear/linear_ternary.py": {"native-library"},
     "linear/skinny_linear_cuda.py": {"native-library"},
     "attention/attention_decode_cuda.py": {"native-library"},
     "linear/wgmma_linear_cuda.py": {"native-library"},

@@ -74,6 +74,7 @@ WITHOUT = {
     "mla_decode",
     "mla_prefill",
     "mla_sparse",
+    "mla_rope_store",
     "rope_store_kvcache",
 }  # their references use other modules of ours
 

@@ -18,8 +18,9 @@ import torch
 from support.kernels import warm
 from support.kernels.step_kernel_cases import problems
 from support.step_driver import OTHER, PROMPT, Driver, make_runner
-from support.tiny import make_tiny_llama
+from support.tiny import make_tiny, make_tiny_llama
 
+from fastkernels.engine.execution.attention import mla
 from fastkernels.engine.execution.attention.base import metadata_of
 from fastkernels.engine.execution.generate import Generate
 from fastkernels.engine.execution.graphs import Graphs, Outputs
@@ -346,6 +347,27 @@ def test_long_step_with_many_decodes_runs_eagerly(tiny: Path, monkeypatch: pytes
         driver.run(*((slot, [20 + slot]) for slot in range(decodes)), (7, PROMPT[: 10 - decodes]))
         replayed.append(runner.graphs.replays["mixed"] - before)
     assert replayed == [0, 1, 1, 1]
+
+
+def test_latent_attention_has_graphs_of_mixed_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows attend to latents in the kernel of prompts; a step with too long a decode or prompt runs eagerly."""
+    folder = make_tiny(tmp_path / "latent", "deepseek_v2", "float32")
+    found, replays = [], []
+    for graphs, decode, work in (
+        (False, 64, 1 << 34),
+        (True, 64, 1 << 34),
+        (True, 10, 1 << 34),
+        (True, 64, 1),
+    ):
+        monkeypatch.setattr(mla, "LONGEST_DECODE", decode)
+        monkeypatch.setattr(mla, "MOST_ABSORBED", work)
+        runner = runner_of(folder, "cpu", graphs)
+        found.append([out.token_ids.tolist() for out in play(runner)])
+        replays.append(0 if runner.graphs is None else runner.graphs.replays["mixed"])
+    assert all(tokens == found[0] for tokens in found)
+    assert replays[1] > replays[2] > replays[3] == replays[0] == 0
 
 
 @pytest.mark.gpu

@@ -6,10 +6,11 @@ import pytest
 from support.cache_model import CacheModel, continuation
 
 from fastkernels.engine.cache.blocks import BlockManager
+from fastkernels.engine.llm_engine import _least_tokens
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling.engine_core import EngineCore
 from fastkernels.engine.scheduling.request import Request, Status
-from fastkernels.engine.scheduling.scheduler import AGING, QueueFull, Scheduler
+from fastkernels.engine.scheduling.scheduler import AGING, LEAST_TOKENS, QueueFull, Scheduler
 
 
 def make_core(
@@ -65,9 +66,12 @@ def test_decodes_and_a_chunk_share_a_step(depth: int) -> None:
     assert batch.num_decodes == 1 and batch.offsets == [4, -1]
 
 
-def steps_of(prompts: list[int], budget: int = 8192, decodes: int = 0) -> list[list[tuple[str, int]]]:
+def steps_of(
+    prompts: list[int], budget: int = 8192, decodes: int = 0, least: int = LEAST_TOKENS
+) -> list[list[tuple[str, int]]]:
     """The (name, tokens) that prompts of these lengths compute in each step."""
     core = make_core(num_blocks=20_000, seqs=2000, budget=budget, waiting=2000, caching=False)
+    core.scheduler.least_tokens = least
     for i in range(decodes):
         core.scheduler.add(make_request(f"-{i}", [1, 2], 1000))
     while core.scheduler.num_waiting:
@@ -114,6 +118,15 @@ def test_steps_are_shortened_only_if_useful(
     prompts: list[int], budget: int, decodes: int, want: list[int]
 ) -> None:
     assert [sum(n for _, n in step) for step in steps_of(prompts, budget, decodes)] == want
+
+
+def test_mixture_of_experts_has_long_steps() -> None:
+    """Each step reads all experts, so that shortened ones take as long: DeepSeek-V2-Lite reads a sixth for a token."""
+    from fk_bench.e2e.model_configs import load_config
+
+    assert _least_tokens(load_config("deepseek-v2-lite")[1]) == 6 * LEAST_TOKENS
+    assert _least_tokens(load_config("llama-3.1-8b")[1]) == LEAST_TOKENS
+    assert [sum(n for _, n in step) for step in steps_of([512] * 32, least=6 * LEAST_TOKENS)] == [8192, 8192]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

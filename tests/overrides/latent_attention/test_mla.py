@@ -12,11 +12,13 @@ import torch
 from support.step_driver import Driver, make_runner
 from support.tiny import make_tiny
 
+from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.execution.attention import make_backend
 from fastkernels.overrides.latent_attention import mla_decode, mla_prefill
 from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
 
+PROMPT = [(i * 37) % 500 for i in range(150)]
 HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 3, 24, 16, 20, 48, 8
 
 
@@ -108,8 +110,7 @@ def test_large_scores_are_not_rounded(dtype: torch.dtype) -> None:
 def test_long_prompts_attend_to_expanded_keys(tmp_path: Path) -> None:
     """A prompt, and then a chunk after a cached prefix next to a decode: tokens as with latents alone."""
     folder = make_tiny(tmp_path, "deepseek_v3", "float32")
-    ids = [(i * 37) % 500 for i in range(150)]
-    found = []
+    ids, found = PROMPT, []
     for name in (None, "reference"):
         runner = make_runner(folder, attention_backend=name, max_model_len=200, max_num_batched_tokens=128)
         plans: list[Any] = []
@@ -126,6 +127,28 @@ def test_long_prompts_attend_to_expanded_keys(tmp_path: Path) -> None:
         found.append(tokens)
         expanded = [isinstance(p.plan, Expansion) for p in plans]
         assert expanded == ([True] * 3 if name is None else [False] * 3)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "deepseek_v32"])
+def test_model_with_the_fused_op_equals_the_separate_ops(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt with expanded keys, then a short one next to a decode, and decodes."""
+    folder = make_tiny(tmp_path, kind, "float32")
+    found = []
+    for fused in (False, True):
+        if fused:
+            monkeypatch.setenv("FASTKERNELS_PROVIDER", "mla_rope_store:reference")
+        OPS["mla_rope_store"].reset()
+        runner = make_runner(folder, max_model_len=200, max_num_batched_tokens=128)
+        driver = Driver(runner)
+        for slot in (0, 1):
+            driver.enter(slot)
+        steps = [((0, PROMPT[:100]),), ((0, PROMPT[100:101]), (1, PROMPT[:3])), ((0, [5]), (1, [7]))]
+        found.append([driver.run(*rows) for rows in steps])
+        layers = len([m for m in runner.model.modules() if isinstance(m, LatentAttention)])
+        assert OPS["mla_rope_store"].calls == (len(steps) * layers if fused else 0)
     assert found[0] == found[1]
 
 

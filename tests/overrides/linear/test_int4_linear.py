@@ -153,16 +153,19 @@ def test_tiles_are_adjacent(n: int, c: int, columns: int) -> None:
 
 
 @pytest.mark.slow
-def test_experiment_runs_on_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "groups"), [(("--groups", "128,64", "--zeros"), (128, 64)), (("--nvfp4",), (32,))]
+)
+def test_experiment_runs_on_the_cpu(tmp_path: Path, more: tuple[str, ...], groups: tuple[int, ...]) -> None:
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, str(ROOT / "bench/experiments/linear/linear_int4.py"), "--device", "cpu", "--quick",
-               "--tokens", "1,5", "--groups", "128,64", "--zeros", "--out", str(out)]  # fmt: skip
+               "--tokens", "1,5", *more, "--out", str(out)]  # fmt: skip
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     rows, warnings = read(out)
     assert not warnings and {(r.case["tokens"], r.case["group"]) for r in rows} == {
-        (m, group) for m in (1, 5) for group in (128, 64)
+        (m, group) for m in (1, 5) for group in groups
     }
     for r in rows:
         assert r.status == Status.OK and r.metrics["us"] > 0

@@ -19,7 +19,7 @@ from support.kernels.linear_fp8 import FP8, args, randn
 from fastkernels.core import cuda_rtc
 from fastkernels.core import tuning as tuned
 from fastkernels.overrides.kit import hopper
-from fastkernels.overrides.linear import linear_fp8_flashinfer as flashinfer
+from fastkernels.overrides.linear import linear_fp8_libraries as flashinfer
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
 from fastkernels.overrides.linear import linear_fp8_scales as scales
 from fastkernels.overrides.linear import wgmma_linear_cuda as wgmma16
@@ -142,7 +142,9 @@ def test_flashinfer_supports_the_hosts_calls_only(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(flashinfer, "_called", set())
-    monkeypatch.setattr(flashinfer, "product", lambda: lambda x, w, xs, ws: reference(x, w, xs, ws))
+    monkeypatch.setattr(
+        flashinfer, "flashinfer_product", lambda: lambda x, w, xs, ws: reference(x, w, xs, ws)
+    )
     x, weight, xs, ws = args(5, 64, 256, scales.BLOCK)
     assert "column-major" in str(flashinfer.supports_flashinfer(x, weight, xs, ws))
     xs = torch.nn.functional.pad(xs.t(), (0, 3)).t()[:5]  # as quantize_fp8 pads them
@@ -154,7 +156,7 @@ def test_flashinfer_supports_the_hosts_calls_only(monkeypatch: pytest.MonkeyPatc
     assert "not compiled" in str(flashinfer.supports_flashinfer(*call))
     assert torch.equal(flashinfer.linear_fp8_flashinfer(*call), reference(*call))
     assert flashinfer.supports_flashinfer(*call) is None
-    monkeypatch.setattr(flashinfer, "product", lambda: "there is no nvcc")
+    monkeypatch.setattr(flashinfer, "flashinfer_product", lambda: "there is no nvcc")
     assert flashinfer.supports_flashinfer(*call) == "there is no nvcc"
     with pytest.raises(RuntimeError, match="no nvcc"):
         flashinfer.linear_fp8_flashinfer(*call)

@@ -13,7 +13,10 @@ from support.kernels import emulated_mxfp4, warm
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.activation import swigluoai_and_mul as swiglu
 from fastkernels.overrides.kit import mxfp4
+from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.hopper import text
+from fastkernels.overrides.linear.linear_int4 import dequantize_int4
+from fastkernels.overrides.linear.linear_nvfp4 import dequantize_nvfp4
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.moe_align import moe_align, padded_size
 from fastkernels.overrides.moe.sorted_pairs import Sorted, sort_pairs
@@ -161,3 +164,65 @@ def test_triton_experts_match_float64(more: tuple[str, ...]) -> None:
         env["FASTKERNELS_PROVIDER"] = "swigluoai_and_mul:triton"
     done = warm.run(["-c", TILES, *more], env)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("tokens", "topk", "experts", "n", "k", "glu", "form", "group", "zeros", "params"),
+    [
+        # several blocks of an expert, the last tile within the one before it
+        (11, 2, 3, 80, 256, 2, "int4", 128, True, {"rows": 2, "parts": 2}),
+        (11, 2, 3, 72, 384, 0, "int4", 384, False, {"rows": 1, "parts": 2, "tokens": 4}),
+        (1, 3, 16, 48, 384, 2, "int4", 128, False, {}),  # pairs are not sorted
+        (1, 3, 16, 40, 1152, 0, "int4", 128, True, {"rows": 2, "parts": 2, "ahead": 2}),
+        (7, 2, 5, 80, 480, 2, "nvfp4", 32, False, {"rows": 3, "parts": 2}),
+        (1, 3, 16, 40, 160, 0, "nvfp4", 32, False, {}),
+    ],
+)
+def test_emulated_product_of_other_formats_matches_float64(
+    tokens: int, topk: int, experts: int, n: int, k: int, glu: int, form: str, group: int, zeros: bool,
+    params: dict[str, int], tmp_path: Path,
+) -> None:  # fmt: skip
+    g = torch.Generator().manual_seed(tokens + n)
+    w, _, _, ids = _data(tokens, topk, experts, n, k)
+    x = torch.randn(tokens if glu else tokens * topk, k, generator=g).bfloat16()
+    weights = torch.rand(tokens * topk, generator=g)
+    pairs = sort_pairs(ids, experts, None, params.get("tokens", few.TOKENS))
+    if form == "int4":
+        scales = (torch.rand(experts, n, k // group, generator=g) * 0.2 * k**-0.5).to(
+            torch.float16 if zeros else torch.bfloat16
+        )
+        more = torch.randint(0, 16, scales.shape, dtype=torch.uint8, generator=g)
+        matrices = [
+            dequantize_int4(w[e], scales[e], more[e] if zeros else None, torch.float64)
+            for e in range(experts)
+        ]
+    else:
+        scales = torch.randint(0, 127, (experts, n, k // 16), dtype=torch.uint8, generator=g).view(FP8)
+        more = (torch.rand(experts, n, generator=g) + 0.5) * 0.003 * k**-0.5
+        matrices = [
+            dequantize_nvfp4(w[e], scales[e], more[e].double(), torch.float64) for e in range(experts)
+        ]
+    p = few.plan(
+        k, topk if glu else 1, pairs.pairs is not None, glu, form=("mxfp4", "int4", "nvfp4").index(form), group=group,
+        zero=zeros, half_scales=form == "int4" and scales.dtype == torch.float16, **params,
+    )  # fmt: skip
+    got = emulated_mxfp4.product(x, w, scales, more, pairs, p, weights, 0, 0, tmp_path)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        want = matrices[expert] @ x[pair // p.topk].double()
+        gate, up = want.chunk(2)
+        want = torch.nn.functional.silu(gate) * up if glu else want * weights[pair].double()
+        torch.testing.assert_close(got[pair].double(), want, rtol=0.01, atol=0.002)
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(2048, 8), (14336, 4), (28672, 2), (65536, 0)])
+def test_blocks_of_wide_matrices_have_fewer_tokens(width: int, tokens: int) -> None:
+    found = few.fitting(
+        lambda tokens: [few.plan(k, 2, True, 0, form=few.INT4, tokens=tokens) for k in (4096, width)]
+    )
+    reason = few.too_large(*found)
+    assert (
+        [p.tokens for p in found] == [tokens] * 2 if tokens else f"{width} weights do not fit" in str(reason)
+    )
+    assert (reason is None) == (tokens > 0)
+    assert few.plan(width, 2, False, 0, form=few.INT4).tokens == 1

@@ -24,6 +24,8 @@ BODIES = {
             "halves",
             "multiply",
             "narrow",
+            "product",
+            "difference",
         )
     },
     "load_scale": "return *at;",
@@ -41,9 +43,6 @@ BODIES = {
     "make_barrier": "barriers_of_sums[barrier] = {arrivals};",
     "arrive": "arrive_at(barriers_of_sums[barrier]);",
     "wait": "Meeting& m = barriers_of_sums[barrier]; while ((m.held & 1) == (int)parity) wait_past(m, m.held);",
-    "difference": "u32 v = 0; for (int i = 0; i < 2; i++) v |= (u32)rounded(number(half_of(two & mask | ONE, i))"
-    " - number(half_of(zero, i))) << 16 * i; return v;",
-    "product": emulated_mxfp4.BODIES["product"],
     "begin_product": "for (float& sum : c) sum = 0; multiply(c, a0, a1, a2, a3, b0, b1);",
     "add_product": "multiply(c, a0, a1, a2, a3, b0, b1);",
 }
@@ -100,6 +99,8 @@ def product(
     """Return the result of linear_int4_cuda; what it does not write is NaN. x may have rows that are apart."""
     memory = x if x._base is None else x._base
     m, n = x.shape[0], weight.shape[0]
+    if p.fp4:  # zero: factors, in the place of zero points
+        zero = torch.nn.functional.pad(zero.view(torch.uint8), (0, n * (p.k // p.group - 4)))
     given = struct.pack("5i", m, n, x.stride(0), p.grid, memory.numel()) + b"".join(
         t.contiguous().view(torch.uint8).numpy().tobytes() for t in (memory, weight, scale, zero, bias)
     )

@@ -87,6 +87,7 @@ inline void finish_groups(int left) {
 MAIN = emulated_mxfp4.MAIN
 for before, after in (
     ("mxfp4_gemm(a.data(), weight.data()", "mxfp4_prompt(a.data(), (unsigned char*)weight.data()"),
+    ("more.data()", "(u16*)more.data()"),
     ("run_cluster(", "ring_barriers.clear(), under_way.clear(), run_cluster("),
     ("gridDim.x = head[3];", "of_weights = bounds(weight), of_scales = bounds(scales), gridDim.x = head[3];"),
 ):
@@ -114,11 +115,11 @@ def product(
     columns = n // 2 if p.glu else n
     head = (
         n, experts, pairs.n_pairs, grid, a.numel() // 8, w.numel() // 16, scales.numel(), pairs.pairs.numel(),
-        pairs.experts.numel(), pairs.n_pairs * columns,
+        pairs.experts.numel(), pairs.n_pairs * columns, 2 * bias.numel(),
     )  # fmt: skip
     tensors = (
         a.view(torch.int16), w, scales, bias.view(torch.int16), weights, pairs.pairs, pairs.experts, pairs.total,
     )  # fmt: skip
-    given = struct.pack("10i2f", *head, alpha, limit)
+    given = struct.pack("11i2f", *head, alpha, limit)
     found = run(program(p), given + b"".join(t.contiguous().numpy().tobytes() for t in tensors), folder)
     return torch.frombuffer(bytearray(found), dtype=torch.bfloat16).view(pairs.n_pairs, columns)

@@ -12,6 +12,7 @@ import torch
 from fastkernels.core.dispatch import Op
 from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.engine.execution.input_batch import Inputs
+from fastkernels.engine.execution.step import StepInput
 from fastkernels.overrides.cache.store_kvcache import store_kvcache
 
 
@@ -30,6 +31,7 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    most_mixed: int = 2048  # tokens of the largest mixed batch in a graph
 
     @abstractmethod
     def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
@@ -47,8 +49,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """`inputs` are the static tensors of the graph with this metadata. block_tables: of all slots."""
 
-    def takes_apart(self, num_decodes: int) -> bool:
-        """Whether a mixed batch with `num_decodes` rows of one query runs faster outside a graph."""
+    def takes_apart(self, step: StepInput, hides_launches: bool) -> bool:
+        """Whether a mixed batch runs faster outside a graph. hides_launches: the GPU takes longer than the launches."""
         return False
 
     def function(self, op: Op) -> Callable[..., torch.Tensor]:

@@ -12,12 +12,17 @@ from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, metadata_of
 from fastkernels.engine.execution.attention.ops import choose
 from fastkernels.engine.execution.input_batch import Inputs
+from fastkernels.engine.execution.step import StepInput
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
 from fastkernels.overrides.latent_attention.mla_decode import mla_decode
 from fastkernels.overrides.latent_attention.mla_prefill import mla_prefill
 
 MOST_EXPANDED = 1 << 28  # numbers in expanded keys and values of a step: 512 MiB in 16 bits
+# A graph saves a layer about 0.15 ms of launches. That is as long as the work of so many multiply-adds, half of them
+# masked, and one decode of so many keys, which has no splits there.
+MOST_ABSORBED = 1 << 34
+LONGEST_DECODE = 4096
 
 
 class MlaBackend(AttentionBackend):
@@ -26,6 +31,8 @@ class MlaBackend(AttentionBackend):
     provider  'triton' or 'reference'; None: the first available provider of each op that supports the layers
     Raises ValueError for an unsupported provider.
     """
+
+    most_mixed = 1024  # outside graphs, more tokens hide their launches and expand their keys
 
     def __init__(
         self,
@@ -46,7 +53,8 @@ class MlaBackend(AttentionBackend):
         self.name = self._decode.name
 
     def plan(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
-        return metadata_of(self, inputs, block_table, self._expansion(inputs, block_table))
+        padded = inputs.input_ids.shape[0] > int(inputs.host_query_lens.sum())
+        return metadata_of(self, inputs, block_table, self._expansion(inputs, block_table), padded)
 
     def _expansion(self, inputs: Inputs, block_table: torch.Tensor) -> Expansion | None:
         """The plan for expanded keys of this step's prompts; None where latents are less work, or on request."""
@@ -58,35 +66,42 @@ class MlaBackend(AttentionBackend):
             return None  # each query attends to keys of its own
         size = layer.qk_nope_head_dim + layer.head_size - layer.kv_lora_rank
         # Operations for each head: less for a query and a key, more for a key
-        less = layer.head_size + layer.kv_lora_rank - size - max(size, layer.v_head_dim)
+        less = layer.head_size + layer.kv_lora_rank - size - layer.v_head_dim
         more = layer.kv_lora_rank * (layer.qk_nope_head_dim + layer.v_head_dim)
         counts = -(-lens // self._block_size)
         tokens = int(counts.sum()) * self._block_size
-        channels = 3 * max(size, layer.v_head_dim) + layer.qk_nope_head_dim + layer.v_head_dim
+        channels = layer.qk_nope_head_dim + layer.v_head_dim
         if (
             less * int((queries * lens).sum()) < more * tokens
             or tokens * layer.num_heads * channels > MOST_EXPANDED
         ):
             return None
-        device, total, longest = block_table.device, int(counts.sum()), int(counts.max())
+        device, total = block_table.device, int(counts.sum())
         there = (
             inputs.seq_lens[n:] + (self._block_size - 1)
         ) // self._block_size  # without a copy from the host
         starts = there.cumsum(0) - there
         row = torch.repeat_interleave(there, output_size=total)
         column = torch.arange(total, device=device) - starts[row]
-        table = starts[:, None] + torch.arange(longest, device=device)
-        blocks = block_table[n:].long()[row, column]
-        return Expansion(blocks, table.clamp_(max=total - 1).int(), inputs.cu_seqlens_q[n:] - n)
+        return Expansion(block_table[n:].long()[row, column], (starts * self._block_size).int())
 
     def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
         if self.name == "reference":
             raise CannotCapture("reference: its memory grows with the longest possible context")
-        if not inputs.decode_only:
-            raise CannotCapture(
-                f"{self.name}: rows with one query run in a separate kernel, and a graph would fix their number"
-            )
+        if not inputs.decode_only and self._prefill.name == "reference":
+            raise CannotCapture("reference: it reads the lengths of prompts on the host")
+        if not inputs.decode_only and self._layer.topk is not None:
+            raise CannotCapture("sparse attention: scores of prompts are computed in parts, by their lengths")
         return metadata_of(self, inputs, block_table)
+
+    def takes_apart(self, step: StepInput, hides_launches: bool) -> bool:
+        """Graphs attend to latents, decodes in the kernel of prompts; outside them, long prompts expand their keys."""
+        n, layer = step.num_decodes, self._layer
+        pairs = int((step.query_lens[n:].astype(np.int64) * step.seq_lens[n:]).sum())
+        work = pairs * layer.num_heads * (layer.head_size + layer.kv_lora_rank)
+        return (
+            hides_launches or work > MOST_ABSORBED or int(step.seq_lens[:n].max(initial=0)) > LONGEST_DECODE
+        )
 
     def forward(
         self,
@@ -96,9 +111,7 @@ class MlaBackend(AttentionBackend):
         v: torch.Tensor | None,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """q: absorbed queries [T, H, rank + rope]; k: latents [T, rank]; v: rotary keys [T, rope]."""
-        if k is not None and v is not None:
-            layer.store(k, v, metadata)
+        """q: absorbed queries [T, H, rank + rope]. The layer has stored its latents, which have no k and v."""
         decode, prefill = self._call(mla_decode, self._decode), self._call(mla_prefill, self._prefill)
         return layer.attend(q, metadata, decode, prefill)
 

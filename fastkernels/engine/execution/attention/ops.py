@@ -11,6 +11,7 @@ from fastkernels.core.dispatch import Op, Provider
 from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.engine.execution.attention.base import AttentionBackend, CannotCapture, metadata_of, store
 from fastkernels.engine.execution.input_batch import Inputs
+from fastkernels.engine.execution.step import StepInput
 from fastkernels.overrides.attention.attention_decode import attention_decode
 from fastkernels.overrides.attention.attention_prefill import attention_prefill
 
@@ -52,7 +53,10 @@ class OpsBackend(AttentionBackend):
             )
         return metadata_of(self, inputs, block_table)
 
-    def takes_apart(self, num_decodes: int) -> bool:
+    def takes_apart(self, step: StepInput, hides_launches: bool) -> bool:
+        return hides_launches and self._apart(step.num_decodes)
+
+    def _apart(self, num_decodes: int) -> bool:
         return num_decodes >= DECODES_APART and self._captured_in_one()
 
     def forward(
@@ -68,7 +72,7 @@ class OpsBackend(AttentionBackend):
         if m.decode_only:
             return self._run_decode(layer, q, m.seq_lens, m.block_table, m.max_seqlen_k)
         in_one = self._in_one(attention_prefill, self._prefill)
-        if n == 0 or (in_one and not self.takes_apart(n)):
+        if n == 0 or (in_one and not self._apart(n)):
             return self._run_prefill(layer, q, m, 0)
         out = self._run_prefill(layer, q, m, n)
         provider = self._mixed_decode if in_one else None

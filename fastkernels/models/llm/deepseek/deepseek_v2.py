@@ -36,4 +36,18 @@ ARCH = Architecture(
     },
     experts="fastkernels.models.common.decoder:expert_mapping",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
+    public={
+        "deepseek-ai/DeepSeek-V2-Lite": {
+            "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 163840, "n_routed_experts": 64, "n_shared_experts": 2,
+            "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False,
+            "scoring_func": "softmax", "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "kv_lora_rank": 512,
+            "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.707, "mscale_all_dim": 0.707,
+            },
+        },
+    },
 )  # fmt: skip

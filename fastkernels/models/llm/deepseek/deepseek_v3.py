@@ -30,12 +30,23 @@ ARCH = Architecture(
             "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "rms_norm_eps": 1e-6,
             "max_position_embeddings": 163840, "n_routed_experts": 256, "n_shared_experts": 1,
             "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid",
             "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536,
             "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_nextn_predict_layers": 1,
             "rope_parameters": {
                 "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
                 "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
             },
+        },
+        "moonshotai/Moonlight-16B-A3B": {
+            "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 163840, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192, "n_routed_experts": 64, "n_shared_experts": 2,
+            "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+            "routed_scaling_factor": 2.446, "first_k_dense_replace": 1, "kv_lora_rank": 512, "q_lora_rank": None,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
         },
     },
 )  # fmt: skip

@@ -30,6 +30,7 @@ ARCH = Architecture(
             "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "rms_norm_eps": 1e-6,
             "max_position_embeddings": 163840, "n_routed_experts": 256, "n_shared_experts": 1,
             "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid",
             "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536,
             "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_nextn_predict_layers": 1,
             "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128,

@@ -35,6 +35,7 @@ ARCH = Architecture(
             "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 154880, "rms_norm_eps": 1e-5,
             "max_position_embeddings": 202752, "n_routed_experts": 256, "n_shared_experts": 1,
             "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid",
             "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 2048,
             "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "num_nextn_predict_layers": 1,
             "index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128,

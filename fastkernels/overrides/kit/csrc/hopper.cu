@@ -80,6 +80,41 @@ __device__ __forceinline__ u32 product(u32 a, u32 b) {  // of pairs
     return v;
 }
 
+// Weights i and i + 4 of eight in e2m1 as bfloat16, 2^-126 times their values: the three low bits are a bfloat16 when they
+// follow the sign by six zeros. One multiplication is two shifts: of the sign and of the other bits. It is not executed by
+// the unit for masks and shifts, which has the most to do.
+__device__ __forceinline__ void pairs_of_e2m1(u32 (&to)[4], u32 word) {
+    const u32 rest = word >> 8;
+    to[0] = (word & 0x000F000F) * 0x1040 & 0x81C081C0;
+    to[1] = (word & 0x00F000F0) * 0x0104 & 0x81C081C0;
+    to[2] = (rest & 0x000F000F) * 0x1040 & 0x81C081C0;
+    to[3] = (rest & 0x00F000F0) * 0x0104 & 0x81C081C0;
+}
+
+// Two scales in e4m3 as bfloat16 pairs, 2^100 times the scales. Their bits, shifted by 4, are a bfloat16 of 2^-120 times the
+// value, also where it is subnormal. With weights of 2^-126 times their values, 2^26 is left for the sums.
+__device__ __forceinline__ void two_scales(u32 (&to)[2], u32 bits) {
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        to[i] = product(product((bits >> 8 * i & 0xFF) * 0x00100010u, 0x76807680u), 0x76807680u);
+}
+constexpr float REST_OF_TWO = 67108864.f;  // 2^26
+
+// Integers below 16 are the last bits of 128 (bfloat16) and 1024 (float16).
+constexpr u32 ONE = BF16 ? 0x43004300u : 0x64006400u;
+
+__device__ __forceinline__ u32 difference(u32 two, u32 mask, u32 zero) {  // q - z of both
+    u32 v;
+    asm(
+#if BF16
+        "sub.rn.bf16x2 %0, %1, %2;"
+#else
+        "sub.rn.f16x2 %0, %1, %2;"
+#endif
+        : "=r"(v) : "r"((two & mask) | ONE), "r"(zero));
+    return v;
+}
+
 // a [16, 16], b [16, 8].
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile(

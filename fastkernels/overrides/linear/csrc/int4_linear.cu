@@ -1,6 +1,9 @@
 // y = x W^T + b for M <= 64 tokens on Hopper with 4-bit weights: x [M, K], 16-bit; W, its scales and zero points in
 // tiles, as linear_int4.py describes. A step, 128 columns of 16 rows, is 1 KiB of adjacent memory.
 //
+// With FP4, weights are e2m1 and their scales e4m3, two adjacent ones for the 32 columns of a unit (linear_nvfp4.py); the
+// pointer to zero points is the rows' factors in float32. Products of both have 6 significant bits: exact in bfloat16.
+//
 // The weight is the left operand of the tensor cores (m16), tokens are their n8. A lane reads the 32 columns of a unit,
 // 16 bytes, of each of its rows from memory into registers, AHEAD steps early and beyond the end of a tile, and turns
 // them into 16-bit numbers there: weights never pass through shared memory. x is copied to shared memory once, so a
@@ -23,8 +26,8 @@
 //
 // Compile-time constants: K and GROUP (columns that share a scale), multiples of 128 and 32; TILES (of 8 tokens);
 // WARPS; HEIGHT (tiles of 16 rows of a warp); PARTS; SPLITS; STREAM; AHEAD (steps); RAGGED (the last has one tile less);
-// HAS_ZERO; HAS_BIAS; BF16; HALF_SCALES (float16 scales of bfloat16 x); EVICTED (L2 gives up W before anything else).
-// Includes no header.
+// HAS_ZERO; HAS_BIAS; BF16; HALF_SCALES (float16 scales of bfloat16 x); FP4; EVICTED (L2 gives up W before anything
+// else). Includes no header.
 
 constexpr int THREADS = 32 * WARPS, SLOTS = WARPS / PARTS, STEPS = K / 128, GROUPS = K / GROUP, ROWS = 16 * HEIGHT;
 constexpr int SCALED = GROUP < 128 ? 128 / GROUP : 1;  // groups of a step
@@ -42,6 +45,7 @@ static_assert(K % 128 == 0 && K % GROUP == 0 && GROUP % 32 == 0 && (128 % GROUP 
               "a step is 128 columns, in which whole units have one scale");
 static_assert(WARPS % PARTS == 0 && SPLITS <= STEPS && (!STREAM || PARTS == 1), "warps of a tile, steps of a split");
 static_assert(16 * BUFFERS * SLOTS <= 512, "two barriers for each buffer");
+static_assert(!FP4 || (BF16 && GROUP == 32 && !HAS_ZERO), "two float8 scales for a unit");
 
 __device__ __forceinline__ u32 load_scale(const u16* at) {
     u16 v;
@@ -52,20 +56,6 @@ __device__ __forceinline__ u32 load_scale(const u16* at) {
 __device__ __forceinline__ u32 load_zero(const unsigned char* at) {
     u32 v;
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(at));
-    return v;
-}
-
-// Integers below 16 are the last bits of 128 (bfloat16) and 1024 (float16).
-constexpr u32 ONE = BF16 ? 0x43004300u : 0x64006400u;
-
-__device__ __forceinline__ u32 difference(u32 two, u32 mask, u32 zero) {  // q - z of both
-    u32 v;
-#if BF16
-    asm("sub.rn.bf16x2 %0, %1, %2;"
-#else
-    asm("sub.rn.f16x2 %0, %1, %2;"
-#endif
-        : "=r"(v) : "r"((two & mask) | ONE), "r"(zero));
     return v;
 }
 
@@ -259,13 +249,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
             for (int r = 0; r < 2; r++) {
                 const int row = tile * ROWS + 16 * h + 8 * r + group;
                 if (row >= N) continue;
-                const float add = HAS_BIAS ? widen(bias[row]) : 0;
+                const float add = HAS_BIAS ? widen(bias[row]) : 0, by = FP4 ? ((const float*)zeros)[row] * REST_OF_TWO : 1;
 #pragma unroll
                 for (int t = 0; t < TILES; t++)
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
                         const int token = 8 * t + 2 * quad + i;
-                        if (token < M) out[(long long)token * N + row] = (u16)narrow(acc[h][t][2 * r + i] + add, 0);
+                        if (token < M) out[(long long)token * N + row] = (u16)narrow(acc[h][t][2 * r + i] * by + add, 0);
                     }
             }
     };
@@ -274,6 +264,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     auto step = [&](const uint4(&words)[HEIGHT][2], const u32(&scale)[HEIGHT][2], const u32(&zero)[HEIGHT][2],
                     const unsigned char* at) {
         float sums[HEIGHT][TILES][4];
+        u32 by[HEIGHT][2][2];
+        if (FP4)
+#pragma unroll
+            for (int j = 0; j < 2 * HEIGHT; j++) two_scales(by[j / 2][j % 2], scale[j / 2][j % 2]);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 v[HEIGHT][2][4];
@@ -283,8 +277,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
                 for (int r = 0; r < 2; r++) {
                     const uint4& of = words[h][r];
                     const u32 word = i == 0 ? of.x : i == 1 ? of.y : i == 2 ? of.z : of.w;
+                    if (FP4) pairs_of_e2m1(v[h][r], word);
 #pragma unroll
                     for (int n = 0; n < 4; n++) {
+                        if (FP4) {
+                            v[h][r][n] = product(v[h][r][n], by[h][r][n % 2]);
+                            continue;
+                        }
                         v[h][r][n] = difference(word >> 4 * n, mask, zero[h][r] * 0x00010001u | ONE);
                         if (!EXACT) v[h][r][n] = product(v[h][r][n], scale_in_dtype(scale[h][r]));
                     }

@@ -1,4 +1,4 @@
-// The decoding of e2m1 in registers and the functions of SwiGLU, for both kernels with MXFP4 weights.
+// The decoding of MXFP4 in registers and the functions of SwiGLU, for both kernels with 4-bit weights of experts.
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"); }
 
@@ -15,6 +15,12 @@ __device__ __forceinline__ int load_from_l2(const int* at) {  // not an earlier 
     return v;
 }
 
+__device__ __forceinline__ float from_half(u16 bits) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+    return f;
+}
+
 __device__ __forceinline__ float power(float x) {  // e^x
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
@@ -27,20 +33,16 @@ __device__ __forceinline__ float inverse(float x) {
     return y;
 }
 
-// The three low bits of e2m1 are a bfloat16 when they follow its sign by six zeros: 2^-126 times the value. The factor
-// is 2^62 times the scale, so that it is a bfloat16 for scales up to 2^65 and infinite above; the rest is RESTORE.
+// Pairs of e2m1 are 2^-126 times their values. The factor is 2^62 times the scale, so that it is a bfloat16 for scales up
+// to 2^65 and infinite above; the rest is RESTORE.
 constexpr float RESTORE = 18446744073709551616.f;  // 2^64
 
 __device__ __forceinline__ u32 factor(u32 scale) { return (u32)min((int)scale + 62, 255) * 0x00800080u; }
 
-// One multiplication is two shifts: of the sign and of the other bits. It is not executed by the unit for masks and
-// shifts, which has the most to do.
 __device__ __forceinline__ void decode(u32 (&to)[4], u32 word, u32 by) {  // weights i and i + 4 of eight
-    const u32 rest = word >> 8;
-    to[0] = product((word & 0x000F000F) * 0x1040 & 0x81C081C0, by);
-    to[1] = product((word & 0x00F000F0) * 0x0104 & 0x81C081C0, by);
-    to[2] = product((rest & 0x000F000F) * 0x1040 & 0x81C081C0, by);
-    to[3] = product((rest & 0x00F000F0) * 0x0104 & 0x81C081C0, by);
+    pairs_of_e2m1(to, word);
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = product(to[i], by);
 }
 
 __device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }

@@ -1,6 +1,6 @@
-// Grouped matrix product of few rows per expert with MXFP4 weights on Hopper: bf16 activations, float32 sums.
+// Grouped matrix product of few rows per expert with 4-bit weights on Hopper: bf16 activations, float32 sums.
 //
-// A block multiplies 16 ROWS rows of an expert's matrix by up to 8 tokens. The weight is the left operand of the tensor
+// A block multiplies 16 ROWS rows of an expert's matrix by up to TOKENS tokens. The weight is the left operand of the tensor
 // cores (m16), and tokens are their n8. Lanes read 32 adjacent weights of two rows, which are one block of the format, from
 // memory into registers, AHEAD steps early, and turn them into bfloat16 there: weights never pass through shared memory.
 // The order of the k axis is free if both operands share it: quad i of a step of 128 has weights 32 i to 32 i + 31.
@@ -9,20 +9,32 @@
 //
 // The second product (not GLU) loads its first weights before the first one ends.
 //
-// Compile-time constants: K (a multiple of 32), TOPK (pairs of one row of a), ROWS (tiles of 16 rows of a block), PARTS
-// (warps that divide the steps of a tile among themselves), AHEAD (steps), RESIDENT (blocks per SM), GLU (rows 2 i and
-// 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU), WEIGHTED (rows of the result are multiplied
-// by the pairs' weights), SORTED (pairs are sorted; otherwise block i has pair i alone). A matrix has 16 rows or more.
+// FORM is the weights' format, and `more` what it has in addition to weights and scales:
+//   0  MXFP4: a scale of 8 bits for 32 weights; more: the bias of each row, bfloat16
+//   1  integers, packed as those of linear_int4, of which GROUP share a scale of 16 bits (HALF_SCALES: float16); more:
+//      with HAS_ZERO their zero points, 8 bits
+//   2  NVFP4: a scale in e4m3 for 16 weights; more: the factor of each row, float32
+//
+// Compile-time constants: K (a multiple of 32), TOKENS (8, fewer with a large K, 1 if pairs are not sorted), TOPK (pairs of
+// one row of a), ROWS (tiles of 16 rows of a block), PARTS
+// (warps that divide the steps of a tile among themselves), AHEAD (steps), RESIDENT (blocks per SM), GLU (1: rows 2 i and
+// 2 i + 1 are a gate and an up value, and the result is their clamped SwiGLU; 2: rows i and n / 2 + i, and the result is
+// that of silu_and_mul), WEIGHTED (rows of the result are multiplied by the pairs' weights), SORTED (pairs are sorted;
+// otherwise block i has pair i alone). A matrix has 16 rows or more.
 
 constexpr int WARPS = ROWS * PARTS, THREADS = 32 * WARPS;
 constexpr int STEPS = (K + 127) / 128, TURNS = (STEPS + PARTS - 1) / PARTS, BLOCKS = K / 32;  // of the format, in a row
 constexpr int SLOTS = AHEAD + 1;  // steps in registers: none is copied, since one is loaded while another is multiplied
 constexpr int PITCH = 256 * STEPS + 64;  // bytes of a token in shared memory: two adjacent tokens use different banks
-constexpr int SCALES = (16 * ROWS * BLOCKS + 30) / 16;  // 16-byte words with the scales of a block's rows
+constexpr bool INTEGERS = FORM == 1, HALVES = GLU == 2;
+constexpr int OF_ROW = INTEGERS ? 2 * (K / GROUP) : FORM == 2 ? 2 * BLOCKS : BLOCKS;  // bytes of a row's scales
+// Regions of the scales, and of zero points, of a block's rows: with HALVES those of gates and of up values.
+constexpr int HEIGHT = HALVES ? 8 : 16, REGIONS = (HALVES ? 2 : 1) * (INTEGERS && HAS_ZERO ? 2 : 1);
+constexpr int SCALES = (HEIGHT * ROWS * OF_ROW + 30) / 16;  // 16-byte words of a region
 constexpr int TOGETHER = WARPS % 4 == 0 ? 4 : WARPS % 3 == 0 ? 3 : WARPS % 2 == 0 ? 2 : 1;  // warps that load a token
 constexpr int EACH = ((STEPS + 1) / 2 + TOGETHER - 1) / TOGETHER;  // 16-byte words of it for each of their lanes
-constexpr int BELOW = (GLU ? 1 : 8) * BLOCKS;  // 16-byte words from a lane's row to its other row in the same tile
-static_assert(K % 32 == 0 && AHEAD >= 1, "what lanes hold");
+static_assert(K % 32 == 0 && AHEAD >= 1 && TOKENS <= 8 && (SORTED || TOKENS == 1), "what lanes hold");
+static_assert(!INTEGERS || (GROUP % 128 == 0 && K % GROUP == 0), "a step has one scale");
 
 __device__ __forceinline__ void kernels_before_end() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -31,54 +43,72 @@ __device__ __forceinline__ uint4 permuted(const uint4& v) {  // of eight numbers
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
-    const uint4* a, const uint4* weight, const unsigned char* scales, const u16* bias, u16* out, const float* weights,
+    const uint4* a, const uint4* weight, const unsigned char* scales, const void* more, u16* out, const float* weights,
     const int* pairs, const int* experts, const int* total, int n, int count, int n_pairs, float alpha, float limit) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
-    const int columns = (n + 16 * ROWS - 1) / (16 * ROWS), block = blockIdx.x / columns, part = warp % PARTS;
-    const int begin = min(blockIdx.x % columns * 16 * ROWS, n - 16);
+    const int height = HALVES ? n / 2 : n;  // rows of a region in the matrix
+    const int columns = (height + HEIGHT * ROWS - 1) / (HEIGHT * ROWS), block = blockIdx.x / columns, part = warp % PARTS;
+    const int begin = min(blockIdx.x % columns * HEIGHT * ROWS, height - HEIGHT);
     // The next kernel starts behind this wait: pairs, experts and total, which were complete then, can be read before its own.
     if (GLU) kernels_before_end();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     int mine = lane ? n_pairs : block;
-    if (SORTED) mine = lane < 8 ? load_from_l2(pairs + block * 8 + lane) : n_pairs;
+    if (SORTED) mine = lane < TOKENS ? load_from_l2(pairs + block * TOKENS + lane) : n_pairs;
     const int expert = load_from_l2(experts + block), end = SORTED ? load_from_l2(total) : 0;
-    if ((SORTED && block * 8 >= end) || expert < 0 || expert >= count) {
+    if ((SORTED && block * TOKENS >= end) || expert < 0 || expert >= count) {
         if (!GLU) kernels_before_end();  // no kernel ends before those in front of it
         return;
     }
 
     // Rows of the matrix: both values of a pair in one lane. A tile that would end behind the matrix is the last 16 rows.
     const long long matrix = (long long)expert * n;
-    const uint4* scales_from = (const uint4*)((u64)(scales + (matrix + begin) * BLOCKS) & ~15ull);
-    const int shift = (int)((u64)(scales + (matrix + begin) * BLOCKS) & 15);
-    unsigned char* const scale_memory = memory + 8 * PITCH;
-    const int row = min(begin + warp / PARTS * 16, n - 16) + (GLU ? 2 * group : group);
+    auto region = [&](int i) {
+        const long long first = matrix + begin + (HALVES && i % 2 ? height : 0);
+        return i < (HALVES ? 2 : 1) ? scales + first * OF_ROW : (const unsigned char*)more + first * (OF_ROW / 2);
+    };
+    unsigned char* const scale_memory = memory + TOKENS * PITCH;
+    const int row = min(begin + warp / PARTS * HEIGHT, height - HEIGHT) + (GLU == 1 ? 2 * group : group);
+    const int other = GLU == 1 ? 1 : HALVES ? height : 8;  // from a lane's row to its other row in the same tile
     const uint4* from = weight + (matrix + row) * BLOCKS + 4 * part + quad;
-    const unsigned char* scale_of = scale_memory + shift + (row - begin) * BLOCKS + 4 * part + quad;
+    // Of this lane's two rows: scales and zero points of their first columns.
+    auto place = [&](int r, bool zero) {
+        const int i = (HALVES ? r : 0) + (zero ? REGIONS / 2 : 0), bytes = zero ? OF_ROW / 2 : OF_ROW;
+        const int first = (int)((u64)region(i) & 15) + (row - begin + (HALVES ? 0 : r * other)) * bytes;
+        return scale_memory + 16 * SCALES * i + first;
+    };
     uint4 words[SLOTS][2] = {};
     int left = (BLOCKS - quad - 4 * part + 4 * PARTS - 1) / (4 * PARTS);  // turns of this lane
     auto fetch = [&](int slot, int turn) {
         if (turn >= left) return;  // earlier weights, which are multiplied by zeros
 #pragma unroll
-        for (int i = 0; i < 2; i++) words[slot][i] = load_weights(from + i * BELOW + 4 * PARTS * turn);
+        for (int i = 0; i < 2; i++) words[slot][i] = load_weights(from + i * other * BLOCKS + 4 * PARTS * turn);
     };
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) fetch(i, i);
-    uint4 scale_words[(SCALES + THREADS - 1) / THREADS];
-    const int scale_count = (min(16 * ROWS, n - begin) * BLOCKS + shift + 15) / 16;
+    uint4 scale_words[REGIONS][(SCALES + THREADS - 1) / THREADS];
+    auto words_of = [&](int i) {
+        const int bytes = i < (HALVES ? 2 : 1) ? OF_ROW : OF_ROW / 2;
+        return (min(HEIGHT * ROWS, height - begin) * bytes + (int)((u64)region(i) & 15) + 15) / 16;
+    };
 #pragma unroll
-    for (int i = 0; i * THREADS < SCALES; i++)
-        if (i * THREADS + thread < scale_count) scale_words[i] = load_16(scales_from + i * THREADS + thread);
+    for (int r = 0; r < REGIONS; r++) {
+        const uint4* scales_from = (const uint4*)((u64)region(r) & ~15ull);
+#pragma unroll
+        for (int i = 0; i * THREADS < SCALES; i++)
+            if (i * THREADS + thread < words_of(r)) scale_words[r][i] = load_16(scales_from + i * THREADS + thread);
+    }
 
     if (!GLU) kernels_before_end();
 
     // Activations of the pairs, which stand before padding. Of eight in 16 bytes, i is next to i + 4, as weights are after
-    // decoding. Sums of padding are not stored, so that it can be anything.
+    // decoding; with INTEGERS, i is next to i + 2, and those 16 columns later are in the same 16 bytes. Sums of padding are
+    // not stored, so that it can be anything.
     const int filled = __popc(__ballot_sync(~0u, mine < n_pairs));
     const int at = warp % TOGETHER * 32 + lane;
     const uint4* source = a + at;
-    unsigned char* target = memory + at / 16 * 256 + at % 4 * 64 + at / 4 % 4 * 16;
+    unsigned char* target =
+        memory + at / 16 * 256 + (INTEGERS ? at % 2 * 128 + at / 2 % 2 * 8 : at % 4 * 64) + at / 4 % 4 * 16;
 #pragma unroll 1
     for (int token = warp / TOGETHER; token < filled; token += WARPS / TOGETHER) {
         uint4 v[EACH];  // all are on their way at once
@@ -91,18 +121,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
         }
 #pragma unroll
         for (int i = 0; i < EACH; i++)
-            if (at + 32 * TOGETHER * i < 16 * STEPS)
-                *(uint4*)(target + token * PITCH + 512 * TOGETHER * i) = permuted(v[i]);
+            if (at + 32 * TOGETHER * i < 16 * STEPS) {
+                unsigned char* const to = target + token * PITCH + 512 * TOGETHER * i;
+                if (INTEGERS) {
+                    *(uint2*)to = make_uint2(halves(v[i].x, v[i].y, 0x5410), halves(v[i].x, v[i].y, 0x7632));
+                    *(uint2*)(to + 64) = make_uint2(halves(v[i].z, v[i].w, 0x5410), halves(v[i].z, v[i].w, 0x7632));
+                } else {
+                    *(uint4*)to = permuted(v[i]);
+                }
+            }
     }
 #pragma unroll
-    for (int i = 0; i * THREADS < SCALES; i++)
-        if (i * THREADS + thread < scale_count) ((uint4*)scale_memory)[i * THREADS + thread] = scale_words[i];
+    for (int r = 0; r < REGIONS; r++)
+#pragma unroll
+        for (int i = 0; i * THREADS < SCALES; i++)
+            if (i * THREADS + thread < words_of(r))
+                ((uint4*)scale_memory)[r * SCALES + i * THREADS + thread] = scale_words[r][i];
     const float share = WEIGHTED && mine < n_pairs ? weights[mine] : 1;
-    const u16 add[2] = {bias[matrix + row], bias[matrix + row + (GLU ? 1 : 8)]};
+    float add[2] = {}, factors[2] = {INTEGERS ? 1 : RESTORE, INTEGERS ? 1 : RESTORE};
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (FORM == 0) add[r] = widen(((const u16*)more)[matrix + row + r * other]);
+        if (FORM == 2) factors[r] = ((const float*)more)[matrix + row + r * other] * REST_OF_TWO;
+    }
+    const unsigned char* const scale_of[2] = {place(0, false), place(1, false)};
     meet();
 
     float acc[4] = {};
-    const unsigned char* tokens = memory + group * PITCH + 16 * quad + 256 * part;
+    const unsigned char* tokens = memory + min(group, TOKENS - 1) * PITCH + 16 * quad + 256 * part;
     int first = 0;  // block of the format in this lane's first slot
 #pragma unroll 1
     for (int turn = 0; turn < TURNS; turn += SLOTS) {
@@ -112,16 +158,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
             fetch((slot + AHEAD) % SLOTS, slot + AHEAD);
             __syncwarp();  // otherwise the loads are moved behind the multiplications
             if ((turn + slot) * PARTS + part >= STEPS) break;  // the last turn of some parts
-            const int at = min(first + 4 * PARTS * slot, BLOCKS - 1 - 4 * part - quad);
-            const u32 by[2] = {factor(scale_of[at]), factor(scale_of[at + BELOW])};
+            const int at = min(first + 4 * PARTS * slot + 4 * part + quad, BLOCKS - 1);
+            u32 by[2][2];
+            float sums[4] = {};
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                if (FORM == 0) by[r][0] = factor(scale_of[r][at]);
+                if (FORM == 1) by[r][0] = (HAS_ZERO ? place(r, true)[at / (GROUP / 32)] : 8) * 0x00010001u | ONE;
+                if (FORM == 2) two_scales(by[r], ((const u16*)scale_of[r])[at]);
+            }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const uint4 b = *(const uint4*)(tokens + 256 * PARTS * slot + 64 * i);
                 u32 v[2][4];
-                decode(v[0], word_of(words[slot][0], i), by[0]), decode(v[1], word_of(words[slot][1], i), by[1]);
-                multiply(acc, v[0][0], v[1][0], v[0][1], v[1][1], b.x, b.y);
-                multiply(acc, v[0][2], v[1][2], v[0][3], v[1][3], b.z, b.w);
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const u32 word = word_of(words[slot][r], i);
+                    if (!INTEGERS) {
+                        decode(v[r], word, by[r][FORM == 2 ? i / 2 : 0]);
+                        continue;
+                    }
+                    // columns that are adjacent in this word, then those 16 columns later
+                    v[r][0] = difference(word, 0x000F000F, by[r][0]), v[r][1] = difference(word >> 8, 0x000F000F, by[r][0]);
+                    v[r][2] = difference(word >> 4, 0x000F000F, by[r][0]);
+                    v[r][3] = difference(word >> 12, 0x000F000F, by[r][0]);
+                }
+                multiply(INTEGERS ? sums : acc, v[0][0], v[1][0], v[0][1], v[1][1], b.x, b.y);
+                multiply(INTEGERS ? sums : acc, v[0][2], v[1][2], v[0][3], v[1][3], b.z, b.w);
             }
+            if (INTEGERS)
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const u16 bits = ((const u16*)scale_of[j / 2])[at / (GROUP / 32)];
+                    acc[j] += (HALF_SCALES ? from_half(bits) : widen(bits)) * sums[j];
+                }
         }
         left -= SLOTS, first += 4 * PARTS * SLOTS, from += 4 * PARTS * SLOTS, tokens += 256 * PARTS * SLOTS;
         asm volatile("" : "+l"(from));  // otherwise every load's address is computed again
@@ -145,7 +215,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
         const int pair = __shfl_sync(~0u, mine, 2 * quad + i);
         const float by = __shfl_sync(~0u, share, 2 * quad + i);
         if (pair >= n_pairs) continue;
-        const float y[2] = {acc[i] * RESTORE + widen(add[0]), acc[i + 2] * RESTORE + widen(add[1])};
+        const float y[2] = {acc[i] * factors[0] + add[0], acc[i + 2] * factors[1] + add[1]};
+        if (HALVES) {
+            out[(long long)pair * height + row] = (u16)narrow(y[0] * inverse(1 + power(-y[0])) * y[1], 0);
+            continue;
+        }
         if (GLU) {
             const float gate = y[0] > limit ? limit : y[0];  // not fminf, which drops a NaN
             const float up = y[1] > limit ? limit : y[1] < -limit ? -limit : y[1];
@@ -154,6 +228,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
             continue;
         }
 #pragma unroll
-        for (int r = 0; r < 2; r++) out[(long long)pair * n + row + 8 * r] = (u16)narrow(y[r] * by, 0);
+        for (int r = 0; r < 2; r++) out[(long long)pair * n + row + other * r] = (u16)narrow(y[r] * by, 0);
     }
 }
