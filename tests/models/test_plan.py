@@ -47,3 +47,12 @@ def test_public_sizes_give_the_published_parameters(name: str) -> None:
     from fk_bench.e2e.model_configs import load_config
 
     assert plan(load_config(name)[1]).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=5e-3)
+
+
+@pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention"])
+def test_sparse_layers_have_a_name_of_each_release(kind: str) -> None:
+    from fk_bench.e2e.model_configs import load_config
+
+    config = load_config("deepseek-v3.2")[1]
+    config.layer_types = [kind] * config.num_hidden_layers
+    assert "mla_sparse" in plan(config).ops()

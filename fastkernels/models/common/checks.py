@@ -16,7 +16,8 @@ POSITIVE = (
     "num_local_experts", "num_experts_per_tok", "sliding_window", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group", "index_topk", "index_n_heads", "index_head_dim",
 )  # fmt: skip
-LAYER_TYPES = ("full_attention", "sliding_attention", "indexed_attention")
+# The last two are names of sparse attention, in transformers' releases.
+LAYER_TYPES = "full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention"
 PADDING = 64  # of the vocabulary
 MOST_RANKS = 64
 

@@ -18,7 +18,7 @@ from fastkernels.overrides.latent_attention.mla_attention import Expansion, Late
 from fastkernels.overrides.latent_attention.mla_decode import mla_decode
 from fastkernels.overrides.latent_attention.mla_prefill import mla_prefill
 
-MOST_EXPANDED = 1 << 28  # numbers in expanded keys and values of a step: 512 MiB in 16 bits
+MOST_EXPANDED = 1 << 29  # numbers in expanded keys and values of a step: 1 GiB in 16 bits
 # A graph saves a layer about 0.15 ms of launches. That is as long as the work of so many multiply-adds, half of them
 # masked, and one decode of so many keys, which has no splits there.
 MOST_ABSORBED = 1 << 34
