@@ -169,7 +169,10 @@ def test_logits_equal_transformers(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "counts"),
     [
-        ("gemma4_text", {"rope_store_kvcache": 2}),  # layers with windows and a cache of their own
+        ("gemma4_text", {"rope_store_kvcache": 3, "sandwich_norm": 15}),
+        ("gemma4_experts", {"sandwich_norm": 4, "rope_store_kvcache": 2}),
+        ("gemma3_text", {"sandwich_norm": 6, "rope_store_kvcache": 3}),
+        ("olmo2", {"sandwich_norm": 4}),
         ("gpt_oss", {"rope_store_kvcache": 2}),  # YaRN
         ("starcoder2", {"linear_gelu": 2, "gated_residual": 4}),
         ("nemotron", {"gated_residual": 4}),
@@ -179,7 +182,7 @@ def test_fusions_of_gpus_keep_logits(
     kind: str, counts: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requested by name, fusions run on a CPU, too. counts: calls in one of the three forward passes."""
-    folder = make_tiny(tmp_path, kind, "float32")
+    folder = make_tiny(tmp_path, *(fields := MODELS.get(kind, (kind, {})))[:1], "float32", **fields[1])
     ops = [OPS[name] for name in counts]
     monkeypatch.setenv("FASTKERNELS_PROVIDER", ",".join(f"{name}:reference" for name in counts))
     before = [op.calls for op in ops]

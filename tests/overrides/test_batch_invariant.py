@@ -18,6 +18,7 @@ from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
 from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.norm.rms_norm import rms_norm
+from fastkernels.overrides.norm.sandwich_norm import sandwich_norm
 from fastkernels.overrides.norm.t5_layer_norm import t5_layer_norm
 from fastkernels.overrides.recurrence.gated_delta_rule import gated_delta_rule
 from fastkernels.overrides.recurrence.selective_scan import selective_scan
@@ -78,6 +79,7 @@ def _weight(x: torch.Tensor) -> torch.Tensor:
 RUNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rms_norm": lambda x: rms_norm(x, _weight(x), 1e-6),
     "gemma_rms_norm": lambda x: gemma_rms_norm(x, _weight(x), 1e-6),
+    "sandwich_norm": lambda x: sandwich_norm(x, x.clone(), _weight(x), 1e-6, 0.0, _weight(x))[0],
     "layer_norm": lambda x: layer_norm(x, _weight(x), _weight(x), 1e-6),
     "gelu_and_mul": lambda x: gelu_and_mul(x, "tanh"),
     "gelu": lambda x: gelu(x, "tanh"),

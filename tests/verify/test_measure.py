@@ -118,6 +118,17 @@ def test_an_unknown_provider_is_an_error(linear: Any) -> None:
         outcome(linear, ["other"])
 
 
+def test_our_engine_compares_with_what_supports_the_call(linear: Any) -> None:
+    usual, quick, slow, *_ = PROVIDERS
+    linear.providers = replace(usual, supports=refuse), PROVIDERS[-1], slow, quick
+    linear.key = replace(linear.key, propose=lambda *_: [("quick", {"tile": 4})])
+    points = [Point("linear", (24, 16, torch.float32), (3,), ())]
+    (entry,) = measure.measure(points, "r1", CPU, CHIP, 60.0, own=True).entries
+    assert (entry.provider, entry.baseline) == ("quick", "slow")
+    (entry,) = measure.measure(points, "r1", CPU, CHIP, 60.0).entries  # a host runs its own kernel
+    assert (entry.provider, entry.baseline) == ("quick", "usual")
+
+
 def test_only_three_proposals_are_measured(linear: Any) -> None:
     (said,) = outcome(linear, ["slow", "wrong", "nan", "quick"]).said.values()
     assert set(said) == {"slow", "wrong", "nan"}

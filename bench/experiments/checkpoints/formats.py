@@ -79,15 +79,26 @@ BLOCKS = {
 
 @dataclass(frozen=True)
 class Format:
-    """A model's shapes and its quantization; None: bf16. layers: measured by default; fields: of the config."""
+    """A model's shapes and its quantization; None: bf16.
+
+    layers: measured by default; fields: of the config; vllm: more arguments of vLLM's engine
+    """
 
     model: str
     quantization: dict[str, Any] | None
     layers: int
     fields: dict[str, Any] = field(default_factory=dict)
     hosts: tuple[str, ...] = (VLLM, OURS)
+    vllm: dict[str, Any] = field(default_factory=dict)
 
 
+# vLLM 0.26 reads fields of Gemma 4's config that transformers keeps by layer from 5.15 on. Its FlashAttention-4 needs
+# CUTLASS's Python package; without it vLLM uses its Triton kernels.
+GEMMA4: dict[str, Any] = {
+    "hf_overrides": {"allow_global_per_layer_attribute_access": True, "global_head_dim": 512},
+    "attention_config": {"backend": "TRITON_ATTN"},
+}
+GEMMA4_MOE = {**GEMMA4, "hf_overrides": {**GEMMA4["hf_overrides"], "num_global_key_value_heads": 2}}
 FORMATS = {
     "fp8-tensor": Format("llama-3.1-8b", float8("tensor", {"strategy": "tensor", "dynamic": False}), 32),
     "fp8-channel": Format("llama-3.1-8b", float8("channel", {"strategy": "token", "dynamic": True}), 32),
@@ -119,6 +130,8 @@ FORMATS = {
     "latent-fp8-block": Format("deepseek-r1", BLOCKS, 5),
     "latent-sparse": Format("deepseek-v3.2", BLOCKS, 5),
     "latent-glm": Format("glm-4.7-flash", None, 6),
+    "gemma-4-e4b": Format("gemma-4-e4b", None, 42, vllm=GEMMA4),
+    "gemma-4-26b-a4b": Format("gemma-4-26b-a4b", None, 12, vllm=GEMMA4_MOE),
 }  # fmt: skip
 
 
@@ -135,6 +148,10 @@ def write_config(name: str, folder: Path, layers: int | None = None) -> Path:
     for kinds in ("layer_types", "mlp_layer_types"):
         if fields.get(kinds):
             fields[kinds] = fields[kinds][: fields["num_hidden_layers"]]
+    if of_layers := fields.get("per_layer_config"):
+        fields["per_layer_config"] = {
+            i: v for i, v in of_layers.items() if int(i) < fields["num_hidden_layers"]
+        }
     if chosen.quantization is not None:
         fields["quantization_config"] = dict(chosen.quantization)
         if "num_experts" in fields and "ignore" in chosen.quantization:  # routers stay unquantized
@@ -182,7 +199,8 @@ class Pair:
         captured = {
             "compilation_config": {"cudagraph_capture_sizes": sorted({load.requests for load in self.loads})}
         }
-        of_host = {OURS: {}, VLLM: {"max_num_batched_tokens": 8192, **(captured if gpu else {})}}
+        more = FORMATS[name].vllm if gpu and name in FORMATS else {}
+        of_host = {OURS: {}, VLLM: {"max_num_batched_tokens": 8192, **(captured if gpu else {}), **more}}
         pythons = {OURS: sys.executable, VLLM: options.vllm}
         self.processes = [
             HostProcess(

@@ -15,16 +15,21 @@ import torch
 from fastkernels.models.common.weights import EMBEDDING_STD, MX_SCALE, STD, random_generator
 
 EMBEDDING = "VocabParallelEmbedding"  # the class of vLLM and SGLang
+# Gemma's buffers: the scales of its embedding, and of Gemma 4's inputs of layers
+SCALED = "normalizer", "embed_scale_per_layer"
+ONES = "layer_scalar", "scale", "per_expert_scale"  # Gemma 4's factors
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def draw(model: torch.nn.Module, seed: int = 0) -> None:
-    """Draw the weights as `weights.dummy` does: matrices N(0, 0.02), embeddings N(0, 10), norms 1, biases 0.
+    """Draw the weights as `weights.dummy` does: matrices N(0, 0.02), embeddings N(0, 10) after their scale, norms and
+    factors 1, biases 0.
 
     Quantized weights get random bits, in FP8 N(0, 1), where the hosts leave zeros. Their scales keep the host's values,
     those of MXFP4 get that of `weights.dummy`. Values change in place, so that captured graphs read them.
     """
     drawn = set[int]()  # an embedding that is also the head is drawn as the embedding
+    scales = {name.rpartition(".")[2]: float(t) for name, t in model.named_buffers() if name.endswith(SCALED)}
     with torch.inference_mode():
         for path, module in model.named_modules():
             own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -37,10 +42,12 @@ def draw(model: torch.nn.Module, seed: int = 0) -> None:
                     continue
                 if name.endswith("bias"):  # of a router, or the correction of its scores, among others
                     tensor.zero_()
-                elif name.endswith("weight") and tensor.dim() == 1:
+                elif (name.endswith("weight") and tensor.dim() == 1) or name in ONES:
                     tensor.fill_(1.0)
                 elif name.endswith("weight"):
-                    std = EMBEDDING_STD if type(module).__name__ == EMBEDDING else STD
+                    std = STD
+                    if type(module).__name__ == EMBEDDING:
+                        std = EMBEDDING_STD / scales.get(SCALED["per_layer" in path], 1.0)
                     tensor.normal_(
                         0.0, std, generator=random_generator(seed, f"{path}.{name}", tensor.device)
                     )

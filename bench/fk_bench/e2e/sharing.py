@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -102,6 +103,8 @@ def capacity(gpu: bool) -> int:
 
 def _of_gpu(kind: str) -> int:
     command = ["nvidia-smi", f"--query-gpu=memory.{kind}", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES", ""):  # nvidia-smi lists the others, too
+        command += ["-i", visible]
     out = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     return min(int(line) for line in out.stdout.splitlines() if line.strip()) << 20
 

@@ -25,6 +25,7 @@ from fastkernels.models.common.description import (
 from fastkernels.models.common.gemma4_blocks import ExpertsBesideMlp, LayerInputBlock, LayerInputs
 from fastkernels.models.common.latent import DecoderLatentAttention
 from fastkernels.models.common.registry import describe
+from fastkernels.models.common.sandwich import sandwich_of
 from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.activation.vllm import (
     VllmGELU,
@@ -56,6 +57,7 @@ from fastkernels.overrides.moe import sparse_moe
 from fastkernels.overrides.moe.grouped_topk import grouped_topk
 from fastkernels.overrides.moe.topk_softmax import topk_softmax
 from fastkernels.overrides.norm.layer_norm import layer_norm
+from fastkernels.overrides.norm.sandwich_norm import sandwich_norm
 from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmLayerNorm, VllmRMSNorm
 from fastkernels.overrides.rope.vllm import get_rope
 
@@ -214,17 +216,21 @@ class DecoderAttention(HeadNorms, LlamaAttention):
             return super()._attend(positions, hidden_states, *batch)
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, qkv.shape[-1] - self.q_size - self.kv_size], dim=-1)
-        v = self.v_norm((v if v.shape[-1] else k).unflatten(-1, (-1, self.head_dim))).flatten(-2)
+        v = v if v.shape[-1] else k
         if not torch.compiler.is_compiling() and self._fuses(qkv):
             self._rope_and_store(positions, q, k, v)
             k = v = None
         else:
+            v = self.v_norm(v.unflatten(-1, (-1, self.head_dim))).flatten(-2)
             q, k = self.rotary_emb(positions, *self._before_rope(q, k))
         out, _ = self.o_proj(self.attn(q, k, v))
         return out
 
     def _head_norms(self) -> tuple[Any, ...]:
         return (self.q_norm, self.k_norm) if self.norms == "head" else ()
+
+    def _rest_of_norms(self) -> tuple[Any, ...]:
+        return super()._rest_of_norms() if self.v_norm is None else (0.0, True)
 
     def _before_rope(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.norms == "wide":
@@ -235,7 +241,8 @@ class DecoderAttention(HeadNorms, LlamaAttention):
         return self.attn_sub_norm(out) if hasattr(self, "attn_sub_norm") else out
 
     def _fuses(self, qkv: torch.Tensor) -> bool:
-        return self.norms != "wide" and super()._fuses(qkv)
+        one_eps = self.v_norm is None or self.v_norm.variance_epsilon == self.q_norm.variance_epsilon
+        return self.norms != "wide" and one_eps and super()._fuses(qkv)
 
     def _load_sinks(self, param: nn.Parameter, loaded: torch.Tensor) -> None:
         size, rank = len(param), parallel.get_tp_rank()
@@ -453,14 +460,17 @@ class DecoderLayer(nn.Module):
         )  # fmt: skip
         self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False) if layer.scaled else None
 
+    def norm(self, i: int) -> nn.Module | None:
+        """The norm before attention (0), after it (1), before the MLP (2), or after it (3)."""
+        name = self.norms[i]
+        return None if name is None else getattr(self, name)
+
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None,
         layer_input: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         attend, mlp = (getattr(self, name) for name in self.parts)
-        before_attention, after_attention, before_mlp, after_mlp = (
-            None if name is None else getattr(self, name) for name in self.norms
-        )
+        before_attention, after_attention, before_mlp, after_mlp = (self.norm(i) for i in range(4))
         x, residual = add_and_norm(before_attention, hidden, residual)
         out = attend(positions, x)
         out = out if after_attention is None else after_attention(out)
@@ -488,6 +498,7 @@ class DecoderModel(nn.Module):
     def __init__(self, d: description.Decoder) -> None:
         super().__init__()
         self.embed_tokens = VllmVocabParallelEmbedding(d.vocab, d.hidden, prefix="model.embed_tokens")
+        self.embed_tokens.__dict__["scale"] = d.embedding_scale  # for random weights
         self.positions = d.positions
         if d.positions is not None:
             rows = d.positions.count + d.positions.offset
@@ -505,6 +516,7 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = make_norm(d.norm, d.hidden)
         self.scale = d.embedding_scale
+        self.sandwich = sandwich_of(d)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden, residual = self.embed_tokens(input_ids), None
@@ -512,13 +524,11 @@ class DecoderModel(nn.Module):
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype)
         if self.positions is not None:
             hidden = hidden + self.embed_positions(positions + self.positions.offset)
-        if self.layer_inputs is not None:
-            inputs = self.layer_inputs(input_ids, hidden)
-            for i, layer in enumerate(self.layers):
-                hidden, residual = layer(positions, hidden, residual, inputs[:, i])
-            return add_and_norm(self.norm, hidden, residual)[0]
-        for layer in self.layers:
-            hidden, residual = layer(positions, hidden, residual)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, hidden)
+        if self.sandwich is not None and _fuses(sandwich_norm, self.sandwich.apart, hidden):
+            return self.sandwich.run(self.layers, self.norm, positions, hidden, inputs)
+        for i, layer in enumerate(self.layers):
+            hidden, residual = layer(positions, hidden, residual, None if inputs is None else inputs[:, i])
         return add_and_norm(self.norm, hidden, residual)[0]
 
 

@@ -20,7 +20,7 @@ MakeNorm = Callable[[Norm, int], nn.Module]
 
 
 class Router(nn.Module):
-    """x [T, H] to the weights and ids of each token's experts, [T, top_k].
+    """norm(x) * factor [T, H] to the weights and ids of each token's experts, [T, top_k].
 
     The norm's weight is the checkpoint's factor of the normalized x.
     """
@@ -34,9 +34,9 @@ class Router(nn.Module):
         self.per_expert_scale = nn.Parameter(torch.ones(experts.count), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores, _ = self.proj(self.norm(x) * self.factor)
-        weights, ids, _ = topk_softmax(scores, self.top_k, True)
-        return weights * self.per_expert_scale[ids.long()], ids
+        scores, _ = self.proj(x)
+        weights, ids, _ = topk_softmax(scores, self.top_k, True, self.per_expert_scale)
+        return weights, ids
 
 
 class ExpertsBesideMlp(nn.Module):
@@ -60,10 +60,16 @@ class ExpertsBesideMlp(nn.Module):
         self.after_mlp, self.before, self.after = (make_norm(norm, hidden) for _ in range(3))
 
     def forward(self, mlp: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        weights, ids = self.router(residual)
+        x = self.router.norm(residual) * self.router.factor
+        return self.after_mlp(mlp) + self.after(self.compute(x, self.before(residual)))
+
+    def compute(self, routed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The experts' sum for their input x [T, H]. routed: [T, H], the input of the router's projection."""
+        weights, ids = self.router(routed)
         e = self.experts
-        out = fused_experts_gelu(self.before(residual), e.w13_weight, e.w2_weight, weights, ids, e.expert_map)
-        return self.after_mlp(mlp) + self.after(parallel.all_reduce(out))
+        return parallel.all_reduce(
+            fused_experts_gelu(x, e.w13_weight, e.w2_weight, weights, ids, e.expert_map)
+        )
 
 
 class LayerInputs(nn.Module):
@@ -75,6 +81,7 @@ class LayerInputs(nn.Module):
         self.embed_tokens = VllmVocabParallelEmbedding(
             d.vocab, layers * d.size, prefix=f"{prefix}.embed_tokens"
         )
+        self.embed_tokens.__dict__["scale"] = self.size**0.5  # for random weights
         self.projection = VllmReplicatedLinear(
             hidden, layers * d.size, bias=False, prefix=f"{prefix}.projection"
         )
@@ -100,6 +107,10 @@ class LayerInputBlock(nn.Module):
         self.norm = make_norm(d.norm, hidden)
 
     def forward(self, x: torch.Tensor, layer_input: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.project(x, layer_input))
+
+    def project(self, x: torch.Tensor, layer_input: torch.Tensor) -> torch.Tensor:
+        """The same before the norm."""
         gate, _ = self.gate(x)
         projected, _ = self.projection(F.gelu(gate, approximate="tanh") * layer_input)
-        return self.norm(projected)
+        return projected

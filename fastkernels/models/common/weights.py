@@ -247,7 +247,7 @@ def random_generator(seed: int, name: str, device: torch.device) -> torch.Genera
 
 
 def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None = None) -> None:
-    """Random weights: matrices N(0, 0.02), embeddings N(0, 10), vectors (norms) 1, biases 0.
+    """Random weights: matrices N(0, 0.02), embeddings N(0, 10) after their scale, vectors (norms) 1, biases 0.
 
     They depend on seed, device and parameter name only. With `shapes`, the unsharded shapes, every rank draws the
     whole parameter and keeps its shard, so that the model is the same for every number of ranks.
@@ -283,7 +283,8 @@ def dummy(model: nn.Module, seed: int, shapes: Mapping[str, torch.Size] | None =
                 part.copy_(torch.empty_like(part, dtype=torch.float32).normal_(0.0, 1.0, generator=generator))
         else:
             embedding = isinstance(owner, VllmVocabParallelEmbedding)
-            whole.normal_(0.0, EMBEDDING_STD if embedding else STD, generator=generator)
+            std = EMBEDDING_STD / getattr(owner, "scale", 1.0) if embedding else STD
+            whole.normal_(0.0, std, generator=generator)
         if getattr(parameter, "turned", False):  # checkpoints have it transposed
             whole = whole.transpose(1, 2)
         _copy(parameter, getattr(parameter, "weight_loader", None), whole, None, name)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core import cuda_rtc
+from fastkernels.core.dispatch import ForOthers
 from fastkernels.overrides.attention.paged_cache import check, memory
 from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, tickets
@@ -219,8 +220,10 @@ def refused(
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
     if sinks is not None and (sinks.dtype not in (torch.float32, q.dtype) or not sinks.is_contiguous()):
         return f"sinks are {sinks.dtype} with strides {sinks.stride()}, not contiguous float32 or {q.dtype}"
-    if q.shape[2] % 8 or q.shape[2] > WIDTHS[-1]:
-        return f"head size {q.shape[2]} is not a multiple of 8 up to {WIDTHS[-1]}"
+    if q.shape[2] > WIDTHS[-1]:
+        return ForOthers(f"head size {q.shape[2]} is over {WIDTHS[-1]}")
+    if q.shape[2] % 8:
+        return f"head size {q.shape[2]} is not a multiple of 8"
     if (group := q.shape[1] // key_cache.shape[2]) > MAX_HEADS:
         return f"{group} query heads on one key head are over {MAX_HEADS}"
     if q.shape[0] > MAX_BATCH:

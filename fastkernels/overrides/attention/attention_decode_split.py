@@ -20,7 +20,7 @@ from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, t
 from fastkernels.overrides.kit.overlap import follow, overlap
 
 MAX_SPLITS = 128
-MAX_HEAD_SIZE, MAX_GROUP = 256, 64  # group: query heads per key head
+MAX_HEAD_SIZE, MAX_GROUP = 512, 64  # group: query heads per key head
 SHARED = 216 * 1024  # bytes of shared memory for the tiles of a program
 REGISTERS = 1 << 16  # of an SM
 COMBINED = 2048  # float32 values of parts that a warp adds at once; at most four warps count
@@ -45,13 +45,16 @@ def _set(
 #              have equally many
 PARAMS: tuple[dict[str, int], ...] = (
     _set(2, 64, 4, 4, 128), _set(3, 64, 4, 3, 256), _set(4, 32, 2, 4), _set(1, 64, 4, 7), _set(6, 32, 2, 3),
-    _set(4, 32, 2, 4, 64, EVEN),
+    _set(4, 32, 2, 4, 64, EVEN), _set(1, 32, 4, 4), _set(2, 32, 4, 2), _set(1, 32, 4, 4, 64, EVEN),
 )  # fmt: skip
+WIDE = PARAMS[-3:]  # for head sizes over 256, which take all registers of four warps
 
 
 def has_room(params: dict[str, int], head_size: int, itemsize: int) -> bool:
-    """Return whether tiles of keys and values with so many bytes per channel fit an SM's shared memory."""
+    """Return whether a set is for this head size, and its tiles of so many bytes per channel fit an SM's memory."""
     width = max(next_power_of_2(head_size), 16) * itemsize
+    if (params in WIDE) != (head_size > 256):
+        return False
     return 2 * params["block_n"] * width * (params["num_stages"] - 1) <= SHARED
 
 

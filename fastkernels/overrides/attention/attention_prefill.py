@@ -162,6 +162,22 @@ def _without_padding(q: torch.Tensor, out: torch.Tensor | None, padded: bool) ->
     return out.zero_() if padded else out
 
 
+def _tile(q: torch.Tensor, block_d: int, rows: int) -> tuple[int, int, int]:
+    """Return (BLOCK_M, BLOCK_N, num_warps) for a longest sequence with so many rows.
+
+    Tiles of heads over 256 fill the shared memory: 192 KB on Hopper, 98 KB elsewhere. With 4 warps they would spill.
+    """
+    single = q.dtype == torch.float32
+    if rows <= 16:
+        return 16, 32 if block_d >= 256 or single else 64, 8 if block_d > 256 else 4
+    if block_d > 256:
+        large = q.is_cuda and not single and torch.cuda.get_device_capability(q.device)[0] == 9
+        return 64 if large else 32, 16 if single else 32, 8
+    if block_d == 256 or single:
+        return 64, 32, 4
+    return 128, 64, 8
+
+
 def _triton(
     q: torch.Tensor,
     key_cache: torch.Tensor,
@@ -187,16 +203,15 @@ def _triton(
         return out
     kv_heads = key_cache.shape[2]
     group = q.shape[1] // kv_heads
-    block_m = 16 if max_seqlen_q * group <= 16 else 64 if block_d >= 256 or q.dtype == torch.float32 else 128
+    block_m, block_n, num_warps = _tile(q, block_d, max_seqlen_q * group)
     block_m = max(block_m, next_power_of_2(group))
-    block_n = 32 if block_d >= 256 or q.dtype == torch.float32 else 64
     _attention_prefill_kernel[((q.shape[0] // (block_m // group) + batch) * kv_heads,)](
         q, key_cache, value_cache, out, cu_seqlens_q, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2], block_table.stride(0),
         sinks, batch, kv_heads, q.shape[2], scale * k_scale, v_scale, window_left, softcap,
         BLOCK_SIZE=key_cache.shape[1], GROUP=group, SINKS=sinks is not None, WINDOW=window_left >= 0,
         SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=8 if block_m >= 128 else 4, num_stages=2,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return out
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.core.dispatch import ForOthers
 from fastkernels.overrides.attention.paged_cache import check, supports_triton
 
 MODULES = ("vllm.vllm_flash_attn", "flash_attn_interface")
@@ -101,10 +102,10 @@ def supports(
         return "FlashAttention-3 reads fp8 caches with fp8 queries only, which are less exact"
     if q.dtype not in (torch.float16, torch.bfloat16) or key_cache.dtype != q.dtype:
         return f"FlashAttention-3 needs float16 or bfloat16, got q {q.dtype} and cache {key_cache.dtype}"
-    if q.shape[-1] % 8 or q.shape[-1] > 256:
-        return (
-            f"FlashAttention-3 needs a head size that is a multiple of 8 and at most 256, got {q.shape[-1]}"
-        )
+    if q.shape[-1] % 8:
+        return f"FlashAttention-3 needs a head size that is a multiple of 8, got {q.shape[-1]}"
+    if q.shape[-1] > 256:
+        return ForOthers(f"FlashAttention-3 takes head sizes up to 256, got {q.shape[-1]}")
     if key_cache.shape[1] % 16:
         return f"FlashAttention-3 is used with block sizes that are multiples of 16, got {key_cache.shape[1]}"
     return supports_triton(q, key_cache, value_cache)

@@ -9,6 +9,8 @@ import torch
 
 from fastkernels.overrides.cache.store_kvcache import fp8_refusal
 
+MAX_HEAD_SIZE = 512  # of Triton's kernels: that of Gemma 4's layers with full attention
+
 
 def take_blocks(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Return cache[blocks]. An fp8 cache is indexed as bytes: PyTorch does not index fp8 on every device."""
@@ -68,8 +70,8 @@ def supports_triton(
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, q is {q.dtype}"
     if key_cache.dtype == torch.float8_e4m3fn and (reason := fp8_refusal(q.device)) is not None:
         return reason
-    if q.shape[-1] > 256:
-        return f"head size {q.shape[-1]} is over 256"
+    if q.shape[-1] > MAX_HEAD_SIZE:
+        return f"head size {q.shape[-1]} is over {MAX_HEAD_SIZE}"
     for name, t in (("q", q), ("key_cache", key_cache), ("value_cache", value_cache)):
         if t.stride(-1) != 1:
             return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"

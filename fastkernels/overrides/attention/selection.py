@@ -115,7 +115,8 @@ def decode_candidates(call: Call, chip: Chip) -> tuple[Candidate, ...]:
     if min(call) < 1 or call.head_size > split.MAX_HEAD_SIZE or call.group > split.MAX_GROUP:
         return ()
     hopper = chip.capability[0] == HOPPER
-    if hopper and call.head_size % 8 == 0 and call.group <= cuda.MAX_HEADS and call.batch <= cuda.MAX_BATCH:
+    fits_cuda = call.head_size % 8 == 0 and call.head_size <= cuda.WIDTHS[-1]
+    if hopper and fits_cuda and call.group <= cuda.MAX_HEADS and call.batch <= cuda.MAX_BATCH:
         for i, p in enumerate(cuda.PARAMS):
             plan = cuda.plan_of(p, call.group, call.head_size, call.block_size, call.batch)
             if cuda.has_room(plan) and p["per_sm"] <= plan.resident:  # else its blocks run in two rounds

@@ -31,8 +31,9 @@ from fastkernels.overrides.linear.vllm import (
     VllmRowParallelLinear,
 )
 from fastkernels.overrides.moe.vllm import VllmMixtralMoE
+from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.rms_norm import rms_norm
-from fastkernels.overrides.norm.vllm import VllmRMSNorm
+from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmRMSNorm
 from fastkernels.overrides.rope.rope_store_kvcache import rope_store_kvcache
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
 from fastkernels.overrides.rope.vllm import OF_TABLES, get_rope
@@ -122,12 +123,12 @@ class LlamaAttention(SelfAttention):
         return (
             rope_store_kvcache.requested != "off"
             and (qkv.is_cuda or rope_store_kvcache.requested == "named")
-            and not any(op.requested for op in ((*apart, rms_norm) if norms else apart))
+            and not any(op.requested for op in ((*apart, rms_norm, gemma_rms_norm) if norms else apart))
             and type(self.rotary_emb) in OF_TABLES
             and type(self.attn) is VllmAttention
             and self.attn.kv_cache is not None
-            and all(type(norm) is VllmRMSNorm and norm.variance_size_override is None for norm in norms)
-            and len({norm.variance_epsilon for norm in norms}) <= 1
+            and all(type(n) is VllmGemmaRMSNorm or _is_plain(n) for n in norms)
+            and len({(type(n), n.variance_epsilon) for n in norms}) <= 1
         )
 
     def _rope_and_store(
@@ -139,8 +140,16 @@ class LlamaAttention(SelfAttention):
         rope_store_kvcache(
             positions, q.unflatten(-1, by_head), k.unflatten(-1, by_head), v.unflatten(-1, by_head), *attn.kv_cache,
             get_forward_context().of(attn).slot_mapping, rope.cos_sin_cache, rope.is_neox_style, *weights,
-            norms[0].variance_epsilon if norms else 1e-6, attn.k_scale, attn.v_scale,
+            norms[0].variance_epsilon if norms else 1e-6, attn.k_scale, attn.v_scale, *self._rest_of_norms(),
         )  # fmt: skip
+
+    def _rest_of_norms(self) -> tuple[Any, ...]:
+        """Return the arguments of rope_store_kvcache after the scales that are not defaults."""
+        return (1.0,) if any(type(norm) is VllmGemmaRMSNorm for norm in self._head_norms()) else ()
+
+
+def _is_plain(norm: Any) -> bool:
+    return type(norm) is VllmRMSNorm and norm.variance_size_override is None
 
 
 class Qwen3Attention(HeadNorms, LlamaAttention):

@@ -87,7 +87,8 @@ def plan(k: int, topk: int, is_sorted: bool, glu: int, **params: Any) -> Plan:
         own = (
             {"rows": 2, "parts": 4, "ahead": 2} if cdiv(k, 128) >= 12 else {"rows": 4, "parts": 2, "ahead": 4}
         )
-    own["tokens"] = params.pop("tokens", TOKENS) if is_sorted else 1
+    tokens = params.pop("tokens", TOKENS)
+    own["tokens"] = tokens if is_sorted else 1
     return Plan(k, topk, int(glu), not glu, is_sorted, **{**own, **params})
 
 

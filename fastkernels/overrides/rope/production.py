@@ -44,22 +44,24 @@ def _rope_store() -> Function:
 
     def rope_store_kvcache(
         positions: T, query: T, key: T, value: T, key_cache: T, value_cache: T, slots: T, table: T, neox: bool,
-        q_weight: T | None = None, k_weight: T | None = None, eps: float = 1e-6, *scales: float,
+        q_weight: T | None = None, k_weight: T | None = None, eps: float = 1e-6, k_scale: float = 1.0,
+        v_scale: float = 1.0, *_: Any,
     ) -> None:  # fmt: skip
         rope(positions, query, key, query.shape[-1], table, neox)
-        store(key, value, key_cache, value_cache, slots, *scales)
+        store(key, value, key_cache, value_cache, slots, k_scale, v_scale)
 
     return rope_store_kvcache
 
 
 def _no_rope_store(
     positions: T, query: T, key: T, value: T, key_cache: T, value_cache: T, slots: T, table: T, neox: bool,
-    q_weight: T | None = None, k_weight: T | None = None, eps: float = 1e-6, *scales: float,
+    q_weight: T | None = None, k_weight: T | None = None, eps: float = 1e-6, k_scale: float = 1.0,
+    v_scale: float = 1.0, offset: float = 0.0, norm_value: bool = False,
 ) -> str | None:  # fmt: skip
-    if q_weight is not None:
+    if q_weight is not None or norm_value:
         return "vLLM has no such kernel: its norms are separate, and Inductor fuses them with other ops"
     rope = _no_rotary(positions, query, key, query.shape[-1], table, neox)
-    return first(rope, no_vllm_store(key, value, key_cache, value_cache, slots, *scales))
+    return first(rope, no_vllm_store(key, value, key_cache, value_cache, slots, k_scale, v_scale))
 
 
 def _sglang_rotary_emb() -> Function:

@@ -47,26 +47,33 @@ def reference(
     eps: float = 1e-6,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    offset: float = 0.0,
+    norm_value: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Apply rms_norm to each head (with q_weight, k_weight: [D]), rotary_emb and store_kvcache, with their roundings.
 
     rms_norm is without cast_x_before_out_mul: it rounds once, after the product with the weight. rotary_emb has
-    cast_cache. positions: [T]; query: [T, Hq, D]; key, value: [T, Hkv, D]; the others as in those ops.
+    cast_cache. offset is added to both weights: 1 for gemma_rms_norm. norm_value: value heads are normalized without a
+    weight (Gemma 4). positions: [T]; query: [T, Hq, D]; key, value: [T, Hkv, D]; the others as in those ops.
     Returns new (query, key_cache, value_cache); key is not changed.
     """
-    query, key = _normed(query, q_weight, eps), _normed(key, k_weight, eps)
+    query, key = _normed(query, q_weight, eps, offset), _normed(key, k_weight, eps, offset)
+    value = rms_norm.reference(value, None, eps)[0] if norm_value else value
     query, turned = rotary_emb.reference(positions, query, key, query.shape[-1], cos_sin_cache, is_neox_style)
     assert turned is not None
     caches = store_kvcache.reference(turned, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     return query, *caches
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return x if weight is None else rms_norm.reference(x, weight, eps, None, None, False)[0]
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
+    if weight is None:
+        return x
+    weight = weight if offset == 0.0 else weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+    return rms_norm.reference(x, weight, eps, None, None, False)[0]
 
 
 @triton.jit
-def _normalize(x1, x2, rest, w_ptr, at1, at2, pair, more, HALF, D, eps, REST: tl.constexpr):
+def _normalize(x1, x2, rest, w_ptr, at1, at2, pair, more, HALF, D, eps, offset, REST: tl.constexpr):
     # As rms_norm: rounded to the dtype once, after the product with the weight. x1, x2, rest: [heads, ...] in the
     # dtype, zeros where there is no channel.
     dtype = x1.dtype
@@ -76,12 +83,12 @@ def _normalize(x1, x2, rest, w_ptr, at1, at2, pair, more, HALF, D, eps, REST: tl
         rest = rest.to(tl.float32)
         squares += tl.sum(rest * rest, 1)
     scale = tl.rsqrt(squares / D + eps)[:, None]
-    w1 = tl.load(w_ptr + at1, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    w2 = tl.load(w_ptr + at2, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+    w1 = offset + tl.load(w_ptr + at1, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+    w2 = offset + tl.load(w_ptr + at2, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
     x1 = (x1 * scale * w1).to(dtype)
     x2 = (x2 * scale * w2).to(dtype)
     if REST:
-        w = tl.load(w_ptr + more, mask=more < D, other=0.0).to(tl.float32)[None, :]
+        w = offset + tl.load(w_ptr + more, mask=more < D, other=0.0).to(tl.float32)[None, :]
         rest = (rest * scale * w).to(dtype)
     return x1, x2, rest
 
@@ -99,9 +106,9 @@ def _rope_store_kernel(
     pos_ptr, q_ptr, k_ptr, v_ptr, kc_ptr, vc_ptr, slot_ptr, table_ptr, qw_ptr, kw_ptr,
     q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     kc_stride_b, kc_stride_s, kc_stride_h, vc_stride_b, vc_stride_s, vc_stride_h, table_stride,
-    block_size, n_q, n_k, q_blocks, k_blocks, D, HALF, eps, k_scale, v_scale,
-    NEOX: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, REST: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    block_size, n_q, n_k, q_blocks, k_blocks, D, HALF, eps, k_scale, v_scale, offset,
+    NEOX: tl.constexpr, NORM: tl.constexpr, NORM_V: tl.constexpr, FP8: tl.constexpr, REST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program per (token, block of heads): blocks of the query's heads, then the key's, then the value's.
@@ -141,7 +148,7 @@ def _rope_store_kernel(
             w_ptr = qw_ptr
             if not is_query:
                 w_ptr = kw_ptr
-            x1, x2, rest = _normalize(x1, x2, rest, w_ptr, at1, at2, pair, more, HALF, D, eps, REST)
+            x1, x2, rest = _normalize(x1, x2, rest, w_ptr, at1, at2, pair, more, HALF, D, eps, offset, REST)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         a, b, c, d = x1 * cos, x2 * sin, x2 * cos, x1 * sin
         y1, y2 = (a - b).to(dtype), (c + d).to(dtype)
@@ -167,6 +174,9 @@ def _rope_store_kernel(
             dims = tl.arange(0, BLOCK_D)[None, :]
             mask = (heads < n_k) & (dims < D)
             v = tl.load(v_ptr + token * v_stride_t + heads * v_stride_h + dims, mask=mask, other=0.0)
+            if NORM_V:
+                wide = v.to(tl.float32)
+                v = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]).to(v.dtype)
             to = vc_ptr + (slot // block_size) * vc_stride_b + (slot % block_size) * vc_stride_s
             tl.store(
                 to + heads * vc_stride_h + dims,
@@ -190,6 +200,8 @@ def _supports_triton(
     eps: float = 1e-6,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    offset: float = 0.0,
+    norm_value: bool = False,
 ) -> str | None:
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"dtype {query.dtype} is not float16, bfloat16 or float32"
@@ -250,6 +262,8 @@ def _triton(
     eps: float = 1e-6,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    offset: float = 0.0,
+    norm_value: bool = False,
 ) -> None:
     _check(
         positions, query, key, value, key_cache, value_cache, slot_mapping, cos_sin_cache, q_weight, k_weight
@@ -266,7 +280,7 @@ def _triton(
         positions, query, key, value, key_cache, value_cache, slot_mapping, cos_sin_cache, q_weight, k_weight,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *key_cache.stride()[:3],
         *value_cache.stride()[:3], cos_sin_cache.stride(0), key_cache.shape[1], n_q, n_k, q_blocks, k_blocks, d, half,
-        eps, k_scale, v_scale, NEOX=is_neox_style, NORM=q_weight is not None,
+        eps, k_scale, v_scale, offset, NEOX=is_neox_style, NORM=q_weight is not None, NORM_V=norm_value,
         FP8=key_cache.dtype == torch.float8_e4m3fn, REST=rest > 0, BLOCK_H=block_h,
         BLOCK=max(next_power_of_2(half), 1), BLOCK_R=next_power_of_2(max(rest, 1)),
         BLOCK_D=next_power_of_2(d), num_warps=4,
@@ -288,12 +302,15 @@ def _reference(
     eps: float = 1e-6,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    offset: float = 0.0,
+    norm_value: bool = False,
 ) -> None:
     _check(
         positions, query, key, value, key_cache, value_cache, slot_mapping, cos_sin_cache, q_weight, k_weight
     )
-    query.copy_(_normed(query, q_weight, eps))
-    turned = _normed(key, k_weight, eps).clone()
+    query.copy_(_normed(query, q_weight, eps, offset))
+    turned = _normed(key, k_weight, eps, offset).clone()
+    value = rms_norm.reference(value, None, eps)[0] if norm_value else value
     rotary_emb.rotate_in_place(positions, query, turned, query.shape[-1], cos_sin_cache, is_neox_style)
     store_kvcache.store_in_place(turned, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
@@ -311,7 +328,8 @@ def _same_tokens(
 rope_store_kvcache = define(
     "rope_store_kvcache(Tensor positions, Tensor(a!) query, Tensor key, Tensor value, Tensor(b!) key_cache,"
     " Tensor(c!) value_cache, Tensor slot_mapping, Tensor cos_sin_cache, bool is_neox_style, Tensor? q_weight=None,"
-    " Tensor? k_weight=None, float eps=1e-6, float k_scale=1.0, float v_scale=1.0) -> ()",
+    " Tensor? k_weight=None, float eps=1e-6, float k_scale=1.0, float v_scale=1.0, float offset=0.0,"
+    " bool norm_value=False) -> ()",
     fake=_same_tokens,
     providers=(
         Provider("triton", _triton, devices=("cuda",), supports=_supports_triton),
@@ -370,6 +388,8 @@ SPEC = OpSpec(
         _odd("smollm2", tokens=63, heads=9, kv_heads=3),
         _odd("norms", tokens=17, heads=6, padded=3, norms=True),
         _odd("norms_partial", "float16", tokens=7, heads=5, kv_heads=5, head_size=96, rotary_dim=24, norms=True),
+        _odd("gemma_norms", tokens=5, heads=4, head_size=80, norms=True, offset=1.0),
+        _odd("gemma4_norms", "float16", tokens=9, heads=3, kv_heads=1, head_size=48, norms=True, norm_value=True),
         _odd("interleaved_partial", "float32", tokens=5, heads=3, kv_heads=1, head_size=80, rotary_dim=34, neox=False),
         _odd("padded", "float16", tokens=33, block_size=7, padded=2, slots="int32"),
         _odd("neox_partial", tokens=7, kv_heads=4, head_size=96, rotary_dim=24, block_size=32),
@@ -391,6 +411,8 @@ SPEC = OpSpec(
         Scalar("eps", default=1e-6),
         Scalar("k_scale", dim="scales", index=0),
         Scalar("v_scale", dim="scales", index=1),
+        Scalar("offset", default=0.0),
+        Scalar("norm_value", default=False),
     ),
     axes={
         **cases.AXES,

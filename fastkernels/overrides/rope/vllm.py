@@ -315,7 +315,7 @@ class ChosenLongRoPE(VllmRotaryEmbedding):
 # Classes whose forward is `rotary_emb` with their cos_sin_cache
 OF_TABLES = (
     VllmRotaryEmbedding, VllmLlama3RotaryEmbedding, VllmLinearScalingRotaryEmbedding, VllmYaRNScalingRotaryEmbedding,
-    ChosenLongRoPE,
+    ChosenLongRoPE, VllmGemma4RotaryEmbedding,
 )  # fmt: skip
 
 

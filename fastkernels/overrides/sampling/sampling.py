@@ -145,8 +145,8 @@ def _supports_triton(logits: torch.Tensor, *rest: torch.Tensor) -> str | None:
         return f"dtype {logits.dtype} is not float16, bfloat16 or float32"
     if logits.stride(-1) != 1:
         return f"logits has strides {tuple(logits.stride())}: the last dimension must be contiguous"
-    if logits.shape[-1] > 1 << 18:
-        return f"vocabulary {logits.shape[-1]} exceeds the limit of 262144"
+    if logits.shape[-1] > 1 << 22:  # Gemma 3 has 262,208 tokens
+        return f"vocabulary {logits.shape[-1]} exceeds the limit of {1 << 22}"
     for name, t in zip(_NAMES, rest, strict=True):
         if not t.is_contiguous():
             return f"{name} has strides {tuple(t.stride())}, not contiguous"

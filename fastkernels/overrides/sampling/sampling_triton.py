@@ -17,7 +17,7 @@ from fastkernels.overrides.kit.philox import exponential_block
 LANES = 4096
 RACE = 1024  # tokens per iteration of the race
 _GREEDY = tl.constexpr(1e-5)
-# 2^40, the integer mass of the most likely token; a sum of 2^18 of them fits 64 bits.
+# 2^40, the integer mass of the most likely token; a sum of 2^22 of them fits 63 bits.
 _UNIT = tl.constexpr(1099511627776.0)
 
 

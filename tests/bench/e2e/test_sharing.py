@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fk_bench.e2e import sharing
@@ -44,6 +45,20 @@ def test_default_models_have_sizes_and_fit_on_one_gpu(models: tuple[str, ...], t
     groups = waves(needs, H200, at_once=4, copies=copies)
     assert sorted(n.model for group in groups for n in group) == sorted(models)
     assert len(groups) < len(models)
+
+
+def test_memory_is_of_the_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        asked.extend(command)
+        return SimpleNamespace(stdout="81559\n" if "-i" in command else "81559\n5\n")
+
+    monkeypatch.setattr(sharing.subprocess, "run", run)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert sharing._of_gpu("free") == 5 << 20
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert sharing._of_gpu("free") == 81559 << 20 and asked[-2:] == ["-i", "3"]
 
 
 def gpu_of_80_gib(monkeypatch: pytest.MonkeyPatch, *free: float) -> list[float]:

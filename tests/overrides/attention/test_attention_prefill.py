@@ -28,8 +28,9 @@ MANY = """
 import itertools
 import torch
 from fastkernels.overrides.attention import attention_prefill as prefill
-generator, size = torch.Generator().manual_seed(0), 16
-for (heads, kv_heads), window, first in itertools.product(((16, 2), (6, 2), (1, 1)), (-1, 5), (0, 2)):
+generator = torch.Generator().manual_seed(0)
+cases = [*itertools.product(((16, 2), (6, 2), (1, 1)), (-1, 5), (0, 2), (16,)), ((4, 2), 5, 2, 320)]
+for (heads, kv_heads), window, first, size in cases:
     n, keys = torch.tensor([1, 1, 19, 0, 37, 1, 0, 0]), torch.tensor([9, 33, 19, 0, 50, 1, 0, 0]).int()
     starts = torch.cat((torch.zeros(1), n.cumsum(0))).int()
     q = torch.randn(int(starts[-1]) + 3, heads, size, generator=generator)

@@ -45,12 +45,17 @@ def test_proposals_fit_every_model(chip: Chip) -> None:
     "shape, batch",
     [
         ((32, 8, 128, 16, 0, torch.float32), 1), ((32, 8, 128, 16, 0, torch.float8_e4m3fn), 1),
-        ((32, 8, 512, 16, 0, torch.bfloat16), 1), ((32, 8, 128, 16, 0, torch.bfloat16), 0),
+        ((32, 8, 520, 16, 0, torch.bfloat16), 1), ((32, 8, 128, 16, 0, torch.bfloat16), 0),
         ((128, 1, 128, 16, 0, torch.bfloat16), 1),
     ],
 )  # fmt: skip
 def test_other_calls_get_the_triton_kernels(shape: tuple[object, ...], batch: int) -> None:
     assert selection.propose_decode(shape, (batch, 1024), H200) == (("triton-split", {}), ("triton", {}))
+
+
+def test_wide_heads_get_sets_of_their_own() -> None:
+    found = selection.propose_decode((16, 2, 512, 16, 0, torch.bfloat16), (32, 1024), H200)
+    assert found and all(name == "triton-split" and params in split.WIDE for name, params in found)
 
 
 def test_one_short_sequence_is_given_to_a_cluster() -> None:

@@ -17,6 +17,8 @@ from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.linear.linear_int4 import dequantize_int4
 from fastkernels.overrides.linear.linear_nvfp4 import dequantize_nvfp4
+from fastkernels.overrides.moe import fused_experts_int4 as int4
+from fastkernels.overrides.moe import fused_experts_nvfp4 as nvfp4
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.moe_align import moe_align, padded_size
 from fastkernels.overrides.moe.sorted_pairs import Sorted, sort_pairs
@@ -225,4 +227,17 @@ def test_blocks_of_wide_matrices_have_fewer_tokens(width: int, tokens: int) -> N
         [p.tokens for p in found] == [tokens] * 2 if tokens else f"{width} weights do not fit" in str(reason)
     )
     assert (reason is None) == (tokens > 0)
-    assert few.plan(width, 2, False, 0, form=few.INT4).tokens == 1
+
+
+@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
+@pytest.mark.parametrize("tokens", [1, 9])  # not sorted, and sorted
+def test_plans_of_experts_compile(tokens: int) -> None:
+    ids, w1, w2 = (
+        torch.zeros(size, dtype=torch.uint8) for size in ((tokens, 2), (16, 64, 128), (16, 256, 64))
+    )
+    scales = torch.zeros(16, 64, 2).half(), torch.zeros(16, 256, 1).half()
+    for p in (*int4._plans(ids, w1, w2, *scales, True, None), *nvfp4._plans(ids, w1, w2, None)):
+        found = cuda_rtc.nvrtc_compile(
+            text(few.COMMON, few.SOURCE), ("--gpu-architecture=sm_90a", *p.options)
+        )
+        assert found[:4] == b"\x7fELF" and p.tokens == (1 if tokens == 1 else few.TOKENS)

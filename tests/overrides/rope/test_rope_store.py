@@ -20,7 +20,7 @@ from fastkernels.core.forward_context import forward_context
 from fastkernels.core.spec import Case
 from fastkernels.overrides.block.vllm import VllmLlamaDecoderLayer, VllmQwen3DecoderLayer
 from fastkernels.overrides.cache import store_kvcache
-from fastkernels.overrides.norm import rms_norm
+from fastkernels.overrides.norm import gemma_rms_norm, rms_norm
 from fastkernels.overrides.rope import rope_store_kvcache, rotary_emb
 from fastkernels.overrides.rope import vllm as vllm_rope
 
@@ -45,10 +45,13 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_reference_equals_the_separate_ops(case: Any) -> None:
     args = make_args(SPEC, case)
     _, query, key, value, *caches = (a.clone() for a in args[:6])
-    slots, table, neox, q_weight, k_weight, eps, *scales = args[6:]
-    if q_weight is not None:
+    slots, table, neox, q_weight, k_weight, eps, *scales, offset, norm_value = args[6:]
+    if q_weight is not None and offset:
+        query, key = (gemma_rms_norm._reference(x, w, eps) for x, w in ((query, q_weight), (key, k_weight)))
+    elif q_weight is not None:
         query = rms_norm._reference(query, q_weight, eps, None, None, False)
         key = rms_norm._reference(key, k_weight, eps, None, None, False)
+    value = rms_norm._reference(value, None, eps) if norm_value else value
     rotary_emb.rotate_in_place(args[0], query, key, query.shape[-1], table, neox)
     store_kvcache.store_in_place(key, value, *caches, slots, *scales)
     rope_store_kvcache._reference(*args)

@@ -128,6 +128,8 @@ def main(all_sets: bool) -> None:
     small = {"heads": 3, "kv_heads": 1, "head_size": 64, "block_size": 16}
     fp8 = {"seq_lens": [5, 17, 100], **small, "scales": (0.5, 0.75)}
     cases["fp8"] = (fp8, "float8_e4m3fn", split._set(1, 16, 4, 2, 16))
+    wide = {"seq_lens": [70, 33], "heads": 3, "kv_heads": 1, "head_size": 320, "block_size": 16}
+    cases["wide"] = (wide, "float16", {})
     cases["default"] = ({"seq_lens": [150, 70], **small}, "float16", {})
     for name, arguments in list(cases.items())[:: 1 if all_sets else 2]:
         try:

@@ -116,6 +116,7 @@ def others(m: Model, tokens: int) -> None:
         triton(name, wide)
     triton("layer_norm", x, empty(m["hidden"]), empty(m["hidden"]), 1e-5)
     triton("t5_layer_norm", x, empty(m["hidden"]), 1e-6)
+    triton("sandwich_norm", x, empty(tokens, m["hidden"]), empty(m["hidden"]), 1e-6, 1.0, empty(m["hidden"]))
     triton("l2_norm", parts[0])
     triton("rms_norm_gated", x, empty(m["hidden"]), empty(tokens, m["hidden"]), 1e-5, None, False)
     triton("rms_norm_gated", x, empty(m["hidden"]), empty(tokens, m["hidden"]), 1e-5, 1024, False)

@@ -13,7 +13,7 @@ from op_cases import make_args, poison
 from fastkernels.core import registry
 from fastkernels.core.spec import Case
 from fastkernels.overrides.cache import store_kvcache
-from fastkernels.overrides.norm import rms_norm
+from fastkernels.overrides.norm import gemma_rms_norm, rms_norm
 from fastkernels.overrides.rope import rope_store_kvcache, rotary_emb
 
 SPEC = registry.get("rope_store_kvcache")
@@ -24,11 +24,14 @@ def problem(case: Case) -> str | None:
         case = dataclasses.replace(case, dtype="float16")
     args: list[Any] = make_args(SPEC, case)
     positions, query, key, value, *caches = (a.clone() for a in args[:6])
-    slots, table, neox, q_weight, k_weight, eps, *scales = args[6:]
-    if q_weight is not None:
+    slots, table, neox, q_weight, k_weight, eps, *scales, offset, norm_value = args[6:]
+    if q_weight is not None and offset:
+        query, key = (gemma_rms_norm._triton(x, w, eps) for x, w in ((query, q_weight), (key, k_weight)))
+    elif q_weight is not None:
         query, key = (
             rms_norm._triton(x, w, eps, None, None, False) for x, w in ((query, q_weight), (key, k_weight))
         )
+    value = rms_norm._triton(value, None, eps) if norm_value else value
     rotary_emb._triton(positions, query, key, query.shape[-1], table, neox)
     store_kvcache._triton(key, value, *caches, slots, *scales)
     before = args[2].clone()

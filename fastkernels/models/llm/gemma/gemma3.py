@@ -61,6 +61,11 @@ ARCH = Architecture(
     ),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     public={
+        "google/gemma-3-4b": {
+            "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "num_attention_heads": 8,
+            "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "max_position_embeddings": 131072,
+            "query_pre_attn_scalar": 256, "sliding_window": 1024, "tie_word_embeddings": True,
+        },
         "google/gemma-3-12b": {
             "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48, "num_attention_heads": 16,
             "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 262208, "max_position_embeddings": 131072,
