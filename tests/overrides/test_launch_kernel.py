@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from support.kernels.fake_driver import FakeDriver
+from support.kernels.kernel_variants import FakeDriver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 

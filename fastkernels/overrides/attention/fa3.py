@@ -54,7 +54,7 @@ def _alone(module: str) -> Any:
 
 
 @cache
-def _entry() -> tuple[Any, bool]:
+def entry_point() -> tuple[Any, bool]:
     """Return FlashAttention-3's entry point, and whether it is vLLM's build."""
     try:
         return load(MODULES[0]).flash_attn_varlen_func, True
@@ -70,7 +70,7 @@ def _capability(index: int) -> tuple[int, int]:
 @cache
 def _has_sinks() -> bool:
     try:
-        entry, is_vllm = _entry()
+        entry, is_vllm = entry_point()
     except ImportError:
         return False
     return is_vllm and "s_aux" in inspect.signature(entry).parameters
@@ -136,7 +136,7 @@ def attend(
     check("attention", q, key_cache, value_cache)
     if out is None:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    entry, is_vllm = _entry()
+    entry, is_vllm = entry_point()
     window = (window_left, 0 if window_left >= 0 else -1)
     scale *= k_scale
     if is_vllm:
@@ -193,8 +193,8 @@ def attend_dense(
         max_seqlen_q, max_seqlen_k = n_q, n_k
     flat = [t.reshape(-1, *t.shape[2:]) for t in (q, k, v)]
     shared = {"softmax_scale": scale, "causal": False}
-    if _entry()[1]:
-        found = _entry()[0](
+    if entry_point()[1]:
+        found = entry_point()[0](
             *flat, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, fa_version=3, **shared
         )
     else:

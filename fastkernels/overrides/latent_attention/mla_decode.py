@@ -14,9 +14,9 @@ from fastkernels.core.case import Case
 from fastkernels.core.declaration import Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec
-from fastkernels.overrides.attention import cases
+from fastkernels.overrides.attention import cases, fa3
 from fastkernels.overrides.attention.paged_cache import take_blocks
-from fastkernels.overrides.latent_attention import mla_cases, mla_triton
+from fastkernels.overrides.latent_attention import mla_cases, mla_decode_cuda, mla_fa3, mla_triton
 from fastkernels.overrides.latent_attention.mla_cpu import attend_rows
 
 
@@ -78,6 +78,8 @@ mla_decode = define(
         *q.shape[:2], head_size_v
     ),
     providers=(
+        Provider("cuda", mla_decode_cuda.decode, supports=mla_decode_cuda.supports, out=True),
+        Provider("fa3", mla_fa3.decode, module=fa3.MODULES, supports=mla_fa3.supports, out=True),
         Provider("triton", _triton, supports=mla_triton.supports, out=True),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", reference, devices=("cuda", "cpu")),
@@ -123,5 +125,5 @@ SPEC = OpSpec(
     flops=mla_cases.FLOPS,
     extremes={**mla_cases.EXTREMES, "one_key": lambda args: args[2].fill_(1)},
     tolerance=cases.TOLERANCE,
-    baseline="flashmla",
+    baseline="fa3",
 )

@@ -18,7 +18,7 @@ from fastkernels.overrides.attention import cases
 from fastkernels.overrides.attention.paged_cache import take_blocks
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, overlap
-from fastkernels.overrides.latent_attention import mla_cases, mla_triton, sparse_cases
+from fastkernels.overrides.latent_attention import mla_cases, mla_decode_cuda, mla_triton, sparse_cases
 
 MOST_GATHERED = 1 << 26  # numbers of keys that the reference has in memory at a time
 
@@ -171,6 +171,7 @@ mla_sparse = define(
         *q.shape[:2], head_size_v
     ),
     providers=(
+        Provider("cuda", mla_decode_cuda.decode_sparse, supports=mla_decode_cuda.supports_sparse, out=True),
         Provider("triton", _triton, supports=_supports_triton, out=True),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),

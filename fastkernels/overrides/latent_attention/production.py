@@ -14,6 +14,43 @@ from fastkernels.overrides.kit.libraries import T, from_flashinfer, from_vllm, v
 FLASHMLA_HEADS = 64  # of its sparse kernel on Hopper, a multiple
 
 
+def _other_channels(library: str, q: T, head_size_v: int) -> str | None:
+    if (q.shape[2], head_size_v) == (576, 512):
+        return None
+    return (
+        f"{library} has a kernel for 512 + 64 channels only, got {head_size_v} + {q.shape[2] - head_size_v}"
+    )
+
+
+def _fa3() -> Function:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    def mla_decode(
+        q: T, kv_cache: T, seq_lens: T, block_table: T, longest: int, scale: float, head_size_v: int, *_: Any
+    ) -> T:
+        # vLLM makes the schedule once per step for all layers; here it is part of each call. Its CUDA graphs have up to
+        # 32 splits.
+        return flash_attn_varlen_func(
+            q[..., head_size_v:], kv_cache[..., head_size_v:].unsqueeze(-2), kv_cache[..., :head_size_v].unsqueeze(-2),
+            1, decode_starts(len(q), q.device), longest, seqused_k=seq_lens, q_v=q[..., :head_size_v],
+            softmax_scale=scale, causal=True, block_table=block_table, num_splits=32, fa_version=3,
+        )  # fmt: skip
+
+    return mla_decode
+
+
+def _no_fa3(
+    q: T, kv_cache: T, seq_lens: T, block_table: T, longest: int, scale: float, head_size_v: int, k_scale: float = 1.0
+) -> str | None:  # fmt: skip
+    if (reason := _other_channels("FlashAttention-3", q, head_size_v)) is not None:
+        return reason
+    if kv_cache.shape[1] % 16:
+        return f"FlashAttention-3 needs blocks of a multiple of 16 tokens, got {kv_cache.shape[1]}"
+    if k_scale != 1.0 or bool((seq_lens == 0).any()):
+        return "FlashAttention-3 is used without a scale of the cache and without empty sequences"
+    return first(half(q), same(q, kv_cache), dense(q, kv_cache, block_table), filled(q))
+
+
 def _flashmla() -> Function:
     from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
 
@@ -35,8 +72,8 @@ def _flashmla() -> Function:
 def _no_flashmla(
     q: T, kv_cache: T, seq_lens: T, block_table: T, longest: int, scale: float, head_size_v: int, k_scale: float = 1.0
 ) -> str | None:  # fmt: skip
-    if (q.shape[2], head_size_v) != (576, 512):
-        return f"FlashMLA has a kernel for 512 + 64 channels only, got {head_size_v} + {q.shape[2] - head_size_v}"
+    if (reason := _other_channels("FlashMLA", q, head_size_v)) is not None:
+        return reason
     if kv_cache.shape[1] != 64:
         return f"FlashMLA needs blocks of 64 tokens, got {kv_cache.shape[1]}"
     if k_scale != 1.0 or bool((seq_lens == 0).any()):
@@ -54,8 +91,8 @@ def _flashinfer_mla_decode() -> Function:
 
 def _no_flashinfer_mla(q: T, kv_cache: T, *rest: Any) -> str | None:
     head_size_v, k_scale = (rest[4], rest[5:]) if len(rest) < 7 else (rest[6], rest[7:])
-    if (q.shape[2], head_size_v) != (576, 512):
-        return f"FlashInfer has a kernel for 512 + 64 channels only, got {head_size_v} + {q.shape[2] - head_size_v}"
+    if (reason := _other_channels("FlashInfer", q, head_size_v)) is not None:
+        return reason
     if any(scale != 1.0 for scale in k_scale):
         return "FlashInfer is used without a scale of the cache"
     return first(half(q), same(q, kv_cache), dense(q, kv_cache), filled(q))
@@ -128,6 +165,8 @@ def _no_vllm_top_k(logits: T, topk: int, row_ends: T | None = None) -> str | Non
 
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "mla_decode": (
+        # vLLM's default on Hopper, FLASH_ATTN_MLA
+        Baseline("fa3", "host", _fa3, ("vllm.vllm_flash_attn",), refuses=_no_fa3),
         Baseline("flashmla", "host", _flashmla, ("vllm",), refuses=_no_flashmla),
         from_flashinfer(_flashinfer_mla_decode, _no_flashinfer_mla, graph=False),
     ),

@@ -15,7 +15,7 @@ import torch
 import triton
 from fk_bench.core.rows import Status, read
 from support.kernels import warm
-from support.kernels.fake_driver import FakeDriver
+from support.kernels.kernel_variants import FakeDriver
 from support.kernels.op_cases import make_args, mismatch, oracle
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

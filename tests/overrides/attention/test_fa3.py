@@ -86,7 +86,7 @@ def test_sinks_reach_flash_attention(op: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(fa3, "_has_sinks", fa3._has_sinks.__wrapped__)  # not cached
     monkeypatch.setattr(fa3, "supports_triton", lambda *_: None)  # which refuses bfloat16 on a CPU
-    monkeypatch.setattr(fa3, "_entry", lambda: (entry, True))
+    monkeypatch.setattr(fa3, "entry_point", lambda: (entry, True))
     monkeypatch.setattr(fa3, "_capability", lambda index: (9, 0))
     (provider,) = (p for p in registry.get(op).op.providers if p.name == "fa3")
     q, cache = torch.zeros(3, 8, 64).bfloat16(), torch.zeros(2, 16, 2, 64).bfloat16()
@@ -125,6 +125,6 @@ def test_sinks_reach_flash_attention(op: str, monkeypatch: pytest.MonkeyPatch) -
     assert given["s_aux"] is bfloat16[-1] and bfloat16[-1].dtype is torch.bfloat16
     fn(*args)
     assert given["s_aux"] is None
-    monkeypatch.setattr(fa3, "_entry", lambda: (lambda q, k, v: None, True))
+    monkeypatch.setattr(fa3, "entry_point", lambda: (lambda q, k, v: None, True))
     assert provider.supports(*args, None) is None
     assert provider.supports(*args, sinks) == "it has no attention sinks"

@@ -155,8 +155,10 @@ def test_model_with_the_fused_op_equals_the_separate_ops(
 def test_backend_refuses_kernels_of_other_layers() -> None:
     layer, _ = made(torch.float32)
     layer.kv_cache = tuple(torch.zeros(s) for s in layer.cache_shapes(2, BLOCK))
-    with pytest.raises(ValueError, match="attention_backend 'fa3' is not supported: mla_decode has no such"):
-        make_backend("fa3", [layer], torch.device("cpu"), torch.float32)
+    with pytest.raises(
+        ValueError, match="attention_backend 'flashinfer' is not supported: mla_decode has no such"
+    ):
+        make_backend("flashinfer", [layer], torch.device("cpu"), torch.float32)
 
 
 def test_layer_without_cache_is_refused() -> None:

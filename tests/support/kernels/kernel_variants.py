@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from support.kernels.fake_driver import FakeDriver
+from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -17,6 +17,34 @@ from fastkernels.core import registry
 from fastkernels.overrides.embedding.logits_processor import finish_triton
 from fastkernels.overrides.kit import overlap
 from fastkernels.overrides.moe.moe_align import padded_size
+
+
+class FakeDriver:
+    """A CUDA driver of an H200 that records launches instead of running them: Triton compiles kernels for it."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.utils, self.device = self, 0
+
+    def load_binary(self, name: str, kernel: Any, shared: int, device: int) -> tuple[int, ...]:
+        self.loaded = getattr(self, "loaded", 0) + 1
+        return 1, self.loaded, 32, 0, 1024  # module, function, registers, spills, threads
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448, "warpSize": 32}
+
+    def launcher_cls(self, src: Any, metadata: Any) -> Any:
+        return lambda *args: self.launched.append(args)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 100 + device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
 
 BF16, F32 = torch.bfloat16, torch.float32
 Model = dict[str, int]

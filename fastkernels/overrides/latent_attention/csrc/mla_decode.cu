@@ -1,0 +1,620 @@
+// Latent attention of one query per sequence on Hopper: 512 channels of a latent and 64 of a rotary key, 16-bit, float32 sums.
+//
+// A block computes up to 64 heads of a sequence over a range of its keys, its part. One warp copies queries, and keys in tiles
+// of 64, to shared memory (tensor maps, 128-byte swizzle). Each of two warpgroups adds up half of the channels of all tiles. A
+// tile is wgmma's right operand twice, with the channels and then with the keys as its k. With TWICE both warpgroups compute
+// all scores and exchange nothing. Otherwise they take turns: each computes the scores of every other tile and passes its
+// weights on, which take the place of that tile's rotary keys. With FIRST the other one's weights are multiplied before the
+// next scores, otherwise behind them. With PREFETCH the next tile is brought to L2 before shared memory has room for it.
+//
+// A maximum that grows by less than GROWTH (a power of 2) is kept: weights may exceed 1, and sums need not be scaled.
+//
+// Workers are the blocks of a sequence's heads. The lengths are divided among them on the device, so one CUDA graph serves all
+// lengths: each sequence into equal parts, one part a worker, if no worker then gets more than in equal ranges of all tiles,
+// where a sequence counts EXTRA more. The results of a sequence with several parts go to mla_combine, in float16 with a scale.
+//
+// Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part),
+// EXTRA, TWICE, FIRST, PREFETCH, SPARSE (a sequence's keys are chosen by indices; see mla_sparse), BF16. multiply() for scores and weigh(), with weights
+// from registers and from shared memory, precede this file.
+
+struct __align__(128) TensorMap { u64 opaque[16]; };
+
+constexpr int LATENT = 512, PIECES = 9, THREADS = 384, COMBINE_THREADS = 64, MOST = 160;  // pieces of 64 channels; workers
+constexpr int KEYS = 64, PIECE = 128 * 64, TILE = PIECES * PIECE;  // bytes; queries are as large as a tile
+constexpr int GROUP = 3, GROUPS = PIECES / GROUP;  // pieces that share a barrier
+constexpr int BOXES = KEYS / BOX, AT_ONCE = BOX == KEYS ? GROUP : 1;  // copies of a tile's pieces; pieces of a copy
+#define LOWEST __int_as_float(0xff800000)
+constexpr float GROWTH = 8;  // of a maximum, as a power of 2, that leaves sums as they are
+static_assert(KEYS % BOX == 0 && BOX % 8 == 0, "a copy begins where the swizzle does");
+
+__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int row, int piece, int block, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4, %5}], [%6];"
+        ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(piece), "r"(block), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ int load_now(const int* at) {  // from L2: the previous kernel may have written it
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void bring_to_l2(const TensorMap& map, int row, int piece, int block) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];"
+                 ::"l"(&map), "r"(0), "r"(row), "r"(piece), "r"(block) : "memory");
+}
+
+__device__ __forceinline__ float load_number(const float* at) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u32 narrow_half(float low, float high) {  // float16, whatever the dtype
+    u32 bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+
+__device__ __forceinline__ float widen_half(u16 bits) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+    return f;
+}
+
+__device__ __forceinline__ uint2 load_four(const uint2* at) {  // another multiprocessor wrote it: not from L1
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void copy_or_zero(u32 to, const u16* from, bool there) {  // 16 bytes
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void copies_end() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void store_zeros(u32 at) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+}
+
+__device__ __forceinline__ void store_pair(u32 at, u32 v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void show_to_multiply() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void group_meets(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+
+__device__ __forceinline__ void plan_is_ready() { asm volatile("bar.arrive 4, %0;" ::"n"(SPARSE ? 384 : 288) : "memory"); }
+
+__device__ __forceinline__ void wait_for_plan() { asm volatile("bar.sync 4, %0;" ::"n"(SPARSE ? 384 : 288) : "memory"); }
+
+__device__ __forceinline__ void groups_meet() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The right operand whose k are rows of 128 bytes: groups of 8 rows are 1024 bytes apart, 64 columns a piece.
+__device__ __forceinline__ u64 transposed(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(PIECE >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ int quotient(int a, int b) { return (a + b - 1) / b; }
+
+__device__ __forceinline__ int tiles_of(int keys) { return max(quotient(keys, KEYS), 1); }
+
+constexpr int KEPT = 512;  // sequences whose lengths are kept in shared memory
+
+struct Notes {  // in shared memory
+    int share, even, seq, before;
+    float tops[2][64], totals[2][2][64];  // of each row: by a warpgroup; of two parts, by a warpgroup
+    int lens[KEPT];
+};
+
+// The work of worker `of`, and how all keys are divided.
+struct Shares {
+    const int *kept, *lens;
+    int most;  // keys of a sequence that count
+    int batch, of, share, even;  // even: a sequence is divided into parts of up to `share` tiles
+    int seq, before;  // the next sequence, and what all sequences before it count
+
+    __device__ __forceinline__ int len(int i) const { return min(batch <= KEPT ? kept[i] : load_now(lens + i), most); }
+};
+
+struct Part {
+    int seq, len, begin, end;  // tiles
+    int index, count, first;  // of the sequence's parts; the worker of its first one
+};
+
+__device__ __forceinline__ int sum_of_lanes(int v) {
+#pragma unroll
+    for (int i = 16; i; i /= 2) v += __shfl_xor_sync(~0u, v, i);
+    return v;
+}
+
+// By a whole warp.
+__device__ __forceinline__ void divide(Shares& s, int workers) {
+    const int lane = threadIdx.x % 32;
+    int total = 0;
+    for (int i = lane; i < s.batch; i += 32) total += tiles_of(s.len(i));
+    total = sum_of_lanes(total);
+    s.share = max(quotient(total + EXTRA * s.batch, workers), LEAST + EXTRA), s.even = 0;
+    if (s.batch <= workers) {  // lanes try part sizes from the smallest possible one to twice as much
+        const int least = max(quotient(total, workers), LEAST), size = least + (least * lane + 30) / 31;
+        const float inverse = 1.0f / size, up = size - 0.5f;
+        int parts = 0;
+        for (int i = 0; i < s.batch; i += 32) {
+            const float mine = i + lane < s.batch ? tiles_of(s.len(i + lane)) : 0;
+#pragma unroll
+            for (int j = 0; j < 32; j++) parts += (int)((__shfl_sync(~0u, mine, j) + up) * inverse);  // rounded up
+        }
+        const u32 enough = __ballot_sync(~0u, parts <= workers);
+        if (enough) {
+            const int smallest = __shfl_sync(~0u, size, __ffs(enough) - 1);
+            if (smallest <= s.share) s.share = smallest, s.even = 1;
+        }
+    }
+    const int from = s.even ? s.of : s.of * s.share;
+    s.before = 0;
+    for (s.seq = 0; s.seq < s.batch; s.seq += 32) {
+        const int i = s.seq + lane, tiles = i < s.batch ? tiles_of(s.len(i)) : 0;
+        const int count = i >= s.batch ? 0 : s.even ? quotient(tiles, s.share) : tiles + EXTRA;
+        int upto = count;
+#pragma unroll
+        for (int by = 1; by < 32; by *= 2) {
+            const int other = __shfl_up_sync(~0u, upto, by);
+            if (lane >= by) upto += other;
+        }
+        const u32 found = __ballot_sync(~0u, s.before + upto > from);
+        if (found) {
+            const int first = __ffs(found) - 1;
+            s.before += __shfl_sync(~0u, upto - count, first), s.seq += first;
+            return;
+        }
+        s.before += __shfl_sync(~0u, upto, 31);
+    }
+    s.seq = s.batch;
+}
+
+// False: there is no further part.
+__device__ __forceinline__ bool next_part(Shares& s, Part& p) {
+    if (s.seq >= s.batch) return false;
+    p.seq = s.seq, p.len = s.len(s.seq);
+    const int tiles = tiles_of(p.len);
+    if (s.even) {
+        p.count = quotient(tiles, s.share), p.index = s.of - s.before, p.first = s.before;
+        p.begin = p.index * tiles / p.count, p.end = (p.index + 1) * tiles / p.count;
+        s.seq = s.batch;
+        return true;
+    }
+    const int start = s.before + EXTRA, from = s.of * s.share;
+    if (start >= from + s.share) return false;
+    p.first = start / s.share, p.count = (start + tiles - 1) / s.share - p.first + 1, p.index = s.of - p.first;
+    p.begin = max(from - start, 0), p.end = min(from + s.share - start, tiles);
+    s.before += tiles + EXTRA, s.seq++;
+    return true;
+}
+
+// Where a worker stores its part: at most one that is a sequence's first of several, and one that is a later one.
+__device__ __forceinline__ int slot_of(int worker, int index) { return 2 * worker + (index == 0); }
+
+// 160 registers of each thread leave room for a block of mla_combine, which then need not be started when this ends.
+extern "C" __global__ void __maxnreg__(160) mla_decode(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
+    const int* __restrict__ table, u16* __restrict__ out, uint4* __restrict__ parts, float* __restrict__ sums,
+    int* __restrict__ counts, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
+    int key_stride, int most, int batch, int heads, int rows, int block_size, int width, int table_stride, float scale, float v_scale) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int thread = threadIdx.x, lane = thread % 32;
+    const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
+    const u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + TILE;  // two tiles
+    // Barriers: of a tile's groups of pieces; of a tile when it is read; of queries, there and read; of a tile's weights.
+    const u32 full = ring + 2 * TILE, empty = full + 8 * 2 * GROUPS, asked = empty + 16, weights = asked + 16;
+    Notes& notes = *(Notes*)(memory + (weights + 16 - shared_address(memory)));
+    const int row = blockIdx.x % rows, workers = gridDim.x / rows;  // row: of blocks, which has up to 64 heads
+    Shares shares = {notes.lens, lens, most, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
+    int stage = 0;
+    Part p;
+
+    if (thread == 256) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
+        for (int i = 0; i < 2 * GROUPS; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1);
+        make_barrier(empty, 8), make_barrier(empty + 8, 8), make_barrier(weights, 4), make_barrier(weights + 8, 4);
+        make_barrier(asked, 1), make_barrier(asked + 8, 8);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        show_to_multiply();
+    }
+    __syncthreads();
+    if (warp >= 8) {
+        // The previous kernel may still run and write lengths. The plan is made meanwhile, and again if they have changed.
+        bool more = false;
+        int here = 0;  // pages of the part's next keys
+        auto page_of = [&](int box) {
+            const int page = box * BOX / block_size;
+            const bool there = box < p.end * BOXES && box * BOX < p.len && (u32)page < (u32)width;
+            return there ? load_now(table + (long long)p.seq * table_stride + page) : 0;
+        };
+        if (warp == 8) {
+            for (int i = lane; i < batch && batch <= KEPT; i += 32) notes.lens[i] = load_now(lens + i);
+            __syncwarp();
+            Shares first = shares;
+            divide(first, workers);
+            for (bool again = false;; again = true) {
+                shares.share = first.share, shares.even = first.even, shares.seq = first.seq, shares.before = first.before;
+                more = next_part(first, p);
+                if (!again) asm volatile("griddepcontrol.wait;" ::: "memory");
+                if (!SPARSE && more) here = page_of(p.begin * BOXES + lane);
+                if (again) break;
+                int changed = batch > KEPT;
+                for (int i = lane; i < batch && batch <= KEPT; i += 32) {
+                    const int len = load_now(lens + i);
+                    if (len != notes.lens[i]) notes.lens[i] = len, changed = 1;
+                }
+                __syncwarp();
+                if (!__ballot_sync(~0u, changed)) break;
+                first = shares;
+                divide(first, workers);
+            }
+            if (lane == 0) notes.share = shares.share, notes.even = shares.even, notes.seq = shares.seq, notes.before = shares.before;
+            shares = first;
+            __syncwarp();
+            plan_is_ready();
+        }
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 48;" ::: "memory");
+        if (SPARSE && warp > 8) {
+            wait_for_plan();
+            shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
+            more = next_part(shares, p);
+        }
+        u32 parity = 1, of_queries = 1;
+        auto read_queries = [&] {
+            wait(asked + 8, of_queries);
+            of_queries ^= 1;
+            if (lane == 0) expect(asked, TILE);
+            __syncwarp();
+            if (lane < GROUPS) load_box(queries + GROUP * PIECE * lane, q_map, 64 * row, GROUP * lane, p.seq, asked);
+        };
+#if SPARSE
+        const int own_row = warp % 4 * 16 + lane / 8;  // of a tile; and 4, 8 and 12 below. Eight lanes read 128 bytes
+        for (; more; more = next_part(shares, p)) {
+            const int *const pages = table + (long long)p.seq * table_stride, *const chosen = indices + (long long)p.seq * most;
+            struct { int of[4]; } index, page, next;
+            auto index_of = [&](int tile, int i) {
+                const int at = KEYS * tile + own_row + 4 * i;
+                return tile < p.end && at < p.len ? load_now(chosen + at) : -1;
+            };
+#pragma unroll
+            for (int i = 0; i < 4; i++) index.of[i] = index_of(p.begin, i), next.of[i] = index_of(p.begin + 1, i);
+#pragma unroll
+            for (int i = 0; i < 4; i++) page.of[i] = index.of[i] < 0 ? 0 : load_now(pages + index.of[i] / block_size);
+            if (warp == 8) read_queries();
+            for (int tile = p.begin; tile < p.end; tile++) {
+                const u16* from[4];
+                bool there[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    there[i] = index.of[i] >= 0;
+                    from[i] = cache + 8 * (lane % 8);
+                    if (there[i]) from[i] += page.of[i] * block_stride + (long long)(index.of[i] % block_size) * key_stride;
+                    index.of[i] = next.of[i];
+                    page.of[i] = index.of[i] < 0 ? 0 : load_now(pages + index.of[i] / block_size);
+                    next.of[i] = index_of(tile + 2, i);
+                }
+                wait(empty + 8 * stage, parity);
+#pragma unroll
+                for (int piece = 0; piece < PIECES; piece++) {
+#pragma unroll
+                    for (int k = 0; k < 4; k++) {
+                        const int to = own_row + 4 * k;
+                        copy_or_zero(ring + TILE * stage + PIECE * piece + 128 * to + 16 * (lane % 8 ^ to % 8), from[k] + 64 * piece, there[k]);
+                    }
+                    if (piece % GROUP == GROUP - 1) arrive_when_copied(full + 8 * (GROUPS * stage + piece / GROUP));
+                }
+                parity ^= stage, stage ^= 1;
+            }
+        }
+        copies_end();
+#else
+        for (bool known = true; more; more = next_part(shares, p), known = false) {
+            const int first_box = p.begin * BOXES, boxes = min(p.end * BOXES, quotient(p.len, BOX));
+            if (!known) here = page_of(first_box + lane);
+            int ahead = page_of(first_box + 32 + lane), box = first_box;
+            read_queries();
+            for (int tile = p.begin; tile < p.end; tile++) {
+                const int count = max(min(BOXES, boxes - box), 0), at = (box - first_box) % 32;
+                if (at == 0 && box > first_box) here = ahead, ahead = page_of(box + 32 + lane);
+                wait(empty + 8 * stage, parity);
+                if (lane < GROUPS) expect(full + 8 * (GROUPS * stage + lane), count * BOX * 128 * GROUP);
+                __syncwarp();
+                const int piece = AT_ONCE * lane;  // the first one of this lane's copies
+                for (int j = 0; j < count; j++) {
+                    const int page = __shfl_sync(~0u, here, at + j), from = (box + j) * BOX % block_size;
+                    if (piece < PIECES)
+                        load_box(ring + TILE * stage + PIECE * piece + 128 * BOX * j, kv_map, from, piece, page,
+                                 full + 8 * (GROUPS * stage + piece / GROUP));
+                }
+                box += count;
+                // The next tile is brought closer before there is room for it
+                for (int j = 0; j < min(BOXES, boxes - box - BOXES) && PREFETCH && row == 0; j++) {
+                    const int later = at + 2 * BOXES + j, one = __shfl_sync(~0u, here, later % 32);
+                    const int other = __shfl_sync(~0u, ahead, later % 32);
+                    if (piece < PIECES) bring_to_l2(kv_map, (box + BOXES + j) * BOX % block_size, piece, later < 32 ? one : other);
+                }
+                parity ^= stage, stage ^= 1;
+            }
+        }
+#endif
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;" ::: "memory");
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        wait_for_plan();
+        shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
+        const int half = warp / 4, quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of channels; of heads
+        u32 of_queries = 0;
+        const u32 others = ring + TILE * (1 - half), mine = half * 4 * PIECE;  // the other warpgroup's tile; our channels
+        for (int before = 0, part = 0; next_part(shares, p); before += p.end - p.begin, part++) {
+            const int tiles = p.end - p.begin;
+            float sum[LATENT / 4], top[2], total[2] = {};
+            top[0] = top[1] = LOWEST;
+#pragma unroll
+            for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
+            auto scale_sums = [&](const float (&by)[2]) {
+                if (!__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) return;
+                total[0] *= by[0], total[1] *= by[1];
+#pragma unroll
+                for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
+            };
+            auto weigh_others = [&](int tile) {  // tile: of all that this block has had
+                wait(weights + 8 * (1 - half), tile / 2 & 1);
+                float by[2];
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const float now = notes.tops[1 - half][row_of_lane + 8 * r];
+                    by[r] = now == top[r] ? 1 : power_of_2(top[r] - now), top[r] = now;
+                }
+                scale_sums(by);
+            };
+            auto multiply_others = [&] {
+                if (SPARSE) show_to_multiply();
+                begin_multiply();
+#pragma unroll
+                for (int i = 0; i < KEYS / 16; i++)
+                    weigh(sum, descriptor(others + 8 * PIECE) + i * 2, transposed(others + mine) + i * 2048 / 16);
+                commit_multiply();
+            };
+            auto release = [&](int stage) {
+                if (lane == 0) arrive(empty + 8 * stage);
+            };
+            auto drop_past = [&](int left, u32 values) {  // what lies past the end can be NaN
+                for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
+#pragma unroll
+                    for (int piece = 0; piece < 4; piece++) store_zeros(values + PIECE * piece + 16 * i);
+                show_to_multiply();
+                group_meets(half);
+            };
+            wait(asked, of_queries);
+            of_queries ^= 1;
+            const int first = TWICE ? 0 : (before ^ half) & 1, step = TWICE ? 1 : 2;
+            if (first >= tiles && lane == 0) arrive(asked + 8);
+            for (int t = first; t < tiles; t += step) {
+                const u32 parity = (before + t) / 2 & 1;
+                const int place = (before + t) % 2;
+                const u32 own = ring + TILE * place;
+                if (!TWICE && FIRST && t > 0) {
+                    weigh_others(before + t - 1), multiply_others();
+                    finish_multiply<0>(), release(1 - half);
+#pragma unroll
+                    for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+                }
+                float score[KEYS / 2];
+                u32 there[2] = {};  // of the tile's keys
+#pragma unroll
+                for (int i = 0; SPARSE && i < 2; i++) {
+                    const int at = (p.begin + t) * KEYS + 32 * i + lane;
+                    there[i] = __ballot_sync(~0u, at < p.len && load_now(indices + (long long)p.seq * most + at) >= 0);
+                }
+#pragma unroll
+                for (int piece = 0; piece < PIECES; piece++) {
+                    // The first group is multiplied while the others arrive. Waits between products cost about 200 cycles each
+                    if (piece == 0) wait(full + 8 * GROUPS * place, parity);
+                    if (piece == GROUP)
+                        for (int group = 1; group < GROUPS; group++) wait(full + 8 * (GROUPS * place + group), parity);
+                    if (SPARSE && (piece == 0 || piece == GROUP)) show_to_multiply();
+                    if (piece == 0) begin_multiply();
+#pragma unroll
+                    for (int k = 0; k < 4; k++)  // 16 channels are 32 bytes
+                        multiply(score, descriptor(queries + PIECE * piece) + k * 2, descriptor(own + PIECE * piece) + k * 2, piece + k);
+                }
+                commit_multiply();
+                finish_multiply<0>();
+                if (t + step >= tiles && lane == 0) arrive(asked + 8);
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
+                if (!TWICE) {
+                    group_meets(half);  // all have read the rotary keys, which weights replace
+                    if (!FIRST && t > 0) weigh_others(before + t - 1), multiply_others();
+                }
+
+                const int left = p.len - (p.begin + t) * KEYS;
+                if (!SPARSE && left < KEYS) {
+#pragma unroll
+                    for (int i = 0; i < KEYS / 2; i++)
+                        if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = LOWEST;
+                }
+                if (SPARSE && ~(there[0] & there[1])) {
+#pragma unroll
+                    for (int i = 0; i < KEYS / 2; i++)
+                        if (!(there[i / 16] >> (i / 4 % 4 * 8 + quad * 2 + i % 2) & 1)) score[i] = LOWEST;
+                }
+                float by[2];
+                u32 weight[KEYS / 16][4];
+#pragma unroll
+                for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
+                    float most = score[2 * r];
+#pragma unroll
+                    for (int i = 0; i < KEYS / 2; i++)
+                        if (i % 4 / 2 == r) most = fmaxf(most, score[i]);
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
+                    const bool grows = most > top[r] + GROWTH;
+                    by[r] = grows ? power_of_2(top[r] - most) : 1;
+                    if (grows) top[r] = most;
+                    if (!TWICE && quad == 0) notes.tops[half][row_of_lane + 8 * r] = top[r];
+                    const float base = top[r] == LOWEST ? 0 : top[r];
+                    float added = 0;
+#pragma unroll
+                    for (int i = 2 * r; i < KEYS / 2; i += 4) {
+                        const float low = power_of_2(fmaf(score[i], scale, -base)), high = power_of_2(fmaf(score[i + 1], scale, -base));
+                        added += low + high;
+                        weight[i / 8][i % 8 / 2] = narrow(low, high);
+                        const u32 row_at = row_of_lane + 8 * r, column = i / 4 * 16 + 4 * quad;  // bytes
+                        if (!TWICE) store_pair(own + 8 * PIECE + row_at * 128 + (column ^ (row_at % 8) * 16), weight[i / 8][i % 8 / 2]);
+                    }
+                    total[r] = fmaf(total[r], by[r], added);
+                }
+                if (!TWICE) {
+                    show_to_multiply();
+                    __syncwarp();
+                    if (lane == 0) arrive(weights + 8 * half);
+                    if (!FIRST) finish_multiply<0>();
+                    if (!FIRST && t > 0) release(1 - half);
+                }
+#pragma unroll
+                for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+                if (__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) {
+#pragma unroll
+                    for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
+                }
+                if (!SPARSE && left < KEYS) drop_past(left, own + mine);
+                begin_multiply();
+#pragma unroll
+                for (int i = 0; i < KEYS / 16; i++) weigh(sum, weight[i], transposed(own + mine) + i * 2048 / 16);
+                commit_multiply();
+                finish_multiply<0>();
+                release(place);
+            }
+            if (!TWICE && (before + tiles - 1 ^ half) & 1) {
+                weigh_others(before + tiles - 1);
+                const int left = p.len - (p.end - 1) * KEYS;
+                if (!SPARSE && left < KEYS) drop_past(left, others + mine);
+                multiply_others();
+                finish_multiply<0>();
+                release(1 - half);
+            }
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                total[r] += __shfl_xor_sync(~0u, total[r], 1);
+                total[r] += __shfl_xor_sync(~0u, total[r], 2);
+                if (!TWICE && quad == 0) notes.totals[part % 2][half][row_of_lane + 8 * r] = total[r];
+            }
+            if (!TWICE) {
+                groups_meet();
+#pragma unroll
+                for (int r = 0; r < 2; r++) total[r] += notes.totals[part % 2][1 - half][row_of_lane + 8 * r];
+            }
+#pragma unroll
+            for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+            const int slot = slot_of(shares.of, p.index);
+            if (thread == 0 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = p.count;
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int head = 64 * row + row_of_lane + 8 * r, channel = 256 * half + 2 * quad;
+                float by = total[r] == 0 ? 0 : v_scale / total[r], peak = 0;
+                if (p.count == 1) {
+                    if (head >= heads) continue;
+                    u32* const to = (u32*)(out + ((long long)p.seq * heads + head) * LATENT + channel);
+#pragma unroll
+                    for (int i = 0; i < 32; i++) to[4 * i] = narrow(sum[4 * i + 2 * r] * by, sum[4 * i + 2 * r + 1] * by);
+                    continue;
+                }
+                // In float16, times a power of 2 with which the largest is from 2^14 to 2^15: it is stored with the sum
+#pragma unroll
+                for (int i = 0; i < 32; i++) peak = fmaxf(peak, fmaxf(fabsf(sum[4 * i + 2 * r]), fabsf(sum[4 * i + 2 * r + 1])));
+                peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+                peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2)) * fabsf(by);
+                const int exponent = max(__float_as_int(peak) >> 23, 15);
+                by *= __int_as_float((268 - exponent) << 23);
+                if (head >= heads) continue;
+                const long long at = (long long)slot * heads + head;
+                uint4* const to = parts + at * 64 + 32 * half + quad;
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    u32 v[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) v[j] = narrow_half(sum[16 * i + 4 * j + 2 * r] * by, sum[16 * i + 4 * j + 2 * r + 1] * by);
+                    to[4 * i] = make_uint4(v[0], v[1], v[2], v[3]);
+                }
+                if (quad == 0) sums[4 * at + 1 + half] = __int_as_float((exponent - 14) << 23);
+                if (half == 0 && quad == 0) sums[4 * at] = total[r] == 0 ? top[r] : top[r] + log2f(total[r]);
+            }
+        }
+    }
+}
+
+// out: weighted sums of parts. Two warps add up a quarter of a head's channels; blocks have `rows` such quarters each.
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
+    u16* __restrict__ out, const uint2* __restrict__ parts, const float* __restrict__ sums, const int* __restrict__ counts,
+    int heads, int rows) {
+    __shared__ float4 halves[32];
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = quotient(4 * heads, rows), seq = blockIdx.x / blocks;
+    const int from = blockIdx.x % blocks * rows;
+    const int first = load_now(counts + 2 * seq), count = load_now(counts + 2 * seq + 1);
+    if (count == 1) return;
+    for (int unit = from; unit < min(from + rows, 4 * heads); unit++) {
+        const int head = unit / 4, quarter = unit % 4;
+        auto place = [&](int part) { return (long long)slot_of(first + part, part) * heads + head; };
+        float share[MOST / 32], most = LOWEST, all = 0;
+#pragma unroll
+        for (int i = 0; i < MOST / 32; i++) {
+            share[i] = 32 * i + lane < count ? load_number(sums + 4 * place(32 * i + lane)) : LOWEST;
+            most = fmaxf(most, share[i]);
+        }
+#pragma unroll
+        for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
+        const float base = most == LOWEST ? 0 : most;
+#pragma unroll
+        for (int i = 0; i < MOST / 32; i++) {
+            share[i] = power_of_2(share[i] - base), all += share[i];
+            if (32 * i + lane < count) share[i] *= load_number(sums + 4 * place(32 * i + lane) + 1 + quarter / 2);
+        }
+#pragma unroll
+        for (int i = 16; i; i /= 2) all += __shfl_xor_sync(~0u, all, i);
+        const float by = all == 0 ? 0 : 1 / all;
+        float4 sum = {};
+#pragma unroll
+        for (int i = 0; i < MOST / 32; i++) {
+            if (32 * i >= count) break;
+#pragma unroll 8
+            for (int j = warp; j < min(32, count - 32 * i); j += 2) {
+                const uint2 v = load_four(parts + place(32 * i + j) * 128 + 32 * quarter + lane);
+                const float w = __shfl_sync(~0u, share[i], j);
+                sum.x += w * widen_half((u16)v.x), sum.y += w * widen_half((u16)(v.x >> 16));
+                sum.z += w * widen_half((u16)v.y), sum.w += w * widen_half((u16)(v.y >> 16));
+            }
+        }
+        if (warp == 1) halves[lane] = sum;
+        __syncthreads();
+        if (warp == 0) {  // two channels of eight, and of the next eight
+            const float4 more = halves[lane];
+            const int channel = 128 * quarter + lane / 8 * 32 + lane % 2 * 16 + lane / 2 % 4 * 2;
+            u32* const to = (u32*)(out + ((long long)seq * heads + head) * LATENT + channel);
+            to[0] = narrow((sum.x + more.x) * by, (sum.y + more.y) * by);
+            to[4] = narrow((sum.z + more.z) * by, (sum.w + more.w) * by);
+        }
+        __syncthreads();
+    }
+}
