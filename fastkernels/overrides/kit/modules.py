@@ -46,14 +46,15 @@ def compute_products(
     x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None]
 ) -> torch.Tensor:  # fmt: skip
     """Products of x [..., K] with weights of one shape [N, K], each with a bias [N] or None, as [weights, ..., N]."""
-    if is_faster(x, weights, biases):
-        return linears_tiled(x, weights, biases)
     rows, n = x.reshape(-1, x.shape[-1]), weights[0].shape[0]
-    out = x.new_empty((len(weights), len(rows), n))
     given = [bias for bias in biases if bias is not None]
     spans = [(i, i + 1) for i in range(len(weights))]
     if len(given) in (0, len(weights)):
         spans = cublaslt.batches(rows, weights, given)
+    one_batch = len(spans) == 1 < len(weights)  # as fast as the tiled kernel
+    if not one_batch and is_faster(x, weights, biases):
+        return linears_tiled(x, weights, biases)
+    out = x.new_empty((len(weights), len(rows), n))
     for first, last in spans:
         span = slice(first, last)
         if last - first > 1 and cublaslt.products(rows, weights[span], given[span], out[span]):
