@@ -24,11 +24,11 @@ from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 SOURCE = Path(__file__).parent / "csrc" / "mla_decode.cu"
 RANK, SIZE = 512, 576  # channels of a latent, and with the rotary key
 HEADS, KEYS = 64, 64  # of a block; of a tile
-GROUP = 3  # pieces of 64 channels that are copied at once
 THREADS, COMBINE_THREADS = 384, 64
 MAX_WORKERS = 160
-# Bytes: queries and two tiles, barriers, notes; 1 KiB to align them
-SHARED = 3 * 2 * SIZE * KEYS + 224 + 1552 + 2048 + 1024
+SHARED = (
+    3 * 2 * SIZE * KEYS + 224 + 1552 + 2048 + 1024
+)  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
 LOG2E = 1.4426950408889634
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
 TYPES = (_M, _M, *[_P] * 8, ctypes.c_longlong, *[_I] * 8, _F, _F)
@@ -43,8 +43,6 @@ class Plan(NamedTuple):
     sparse: bool = False
     least: int = 2
     extra: int = 4
-    twice: int = 0
-    first: int = 1
     prefetch: int = 0
 
     @property
@@ -52,8 +50,7 @@ class Plan(NamedTuple):
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DTWICE={self.twice}", f"-DFIRST={self.first}", f"-DPREFETCH={self.prefetch}",
-            f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            f"-DPREFETCH={self.prefetch}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
@@ -62,14 +59,10 @@ def weigh(bf16: bool, shared: bool) -> str:
     kind = "bf16.bf16" if bf16 else "f16.f16"
     sums = ", ".join(f"%{i}" for i in range(128))
     operands = ", ".join(f'"+f"(c[{i}])' for i in range(128))
-    weights, given, rest = (
-        "{%128, %129, %130, %131}, %132",
-        '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])',
-        "1, 1, 1, 1",
-    )
-    left = "unsigned long long a" if shared else "const unsigned (&a)[4]"
-    if shared:
-        weights, given, rest = "%128, %129", '"l"(a)', "1, 1, 1, 0, 1"
+    left, weights, given, rest = "unsigned long long a", "%128, %129", '"l"(a)', "1, 1, 1, 0, 1"
+    if not shared:
+        left, weights, rest = "const unsigned (&a)[4]", "{%128, %129, %130, %131}, %132", "1, 1, 1, 1"
+        given = ", ".join(f'"r"(a[{i}])' for i in range(4))
     return f"""
 __device__ __forceinline__ void weigh(float (&c)[128], {left}, unsigned long long b) {{
     asm volatile(
@@ -101,8 +94,7 @@ _loaded: set[tuple[torch.device, Plan]] = set()
 def plan(q: torch.Tensor, kv_cache: torch.Tensor, sparse: bool = False, **params: int) -> Plan:
     """Return the constants for a call."""
     box = KEYS if sparse else next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0)
-    # Blocks of up to 64 heads wait for memory; with more heads they multiply longer than they wait
-    params = {"twice" if q.shape[1] <= HEADS else "prefetch": 1, **params}
+    params = {"prefetch": int(q.shape[1] > HEADS), **params}  # faster with more blocks of heads only
     return Plan(box, q.dtype == torch.bfloat16, sparse, **params)
 
 
@@ -176,13 +168,6 @@ def decode_sparse(
     return _run(q, kv_cache, indices, seq_lens, block_table, scale, k_scale, out, **params)
 
 
-def _pieces(t: torch.Tensor, rows: int, pieces: int) -> cuda_rtc.TensorMap:
-    """Describe [A, B, 576]: boxes of so many pieces of 64 channels of so many rows of one of A."""
-    outer, inner = t.stride()[:2]
-    sizes = (64, t.shape[1], SIZE // 64, t.shape[0])
-    return cuda_rtc.tensor_map_of(t.data_ptr(), sizes, (inner, 64, outer), (64, rows, pieces, 1))
-
-
 def _run(
     q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor | None, seq_lens: torch.Tensor,
     block_table: torch.Tensor, scale: float, k_scale: float, out: torch.Tensor, **params: int,
@@ -190,7 +175,7 @@ def _run(
     batch, heads = q.shape[:2]
     if out.numel() == 0:
         return out
-    device, sparse, block_size = q.device, indices is not None, kv_cache.shape[1]
+    device, sparse, (blocks, block_size, _) = q.device, indices is not None, kv_cache.shape
     kernel, combine = _kernels(device, p := plan(q, kv_cache, sparse, **params))
     rows = cdiv(heads, HEADS)
     workers = max(min(multiprocessors(device) // rows, MAX_WORKERS), 1)
@@ -198,8 +183,9 @@ def _run(
     parts = torch.empty(2 * workers * heads * (RANK // 2 + 4), dtype=torch.float32, device=device)
     counts = torch.empty(2 * batch, dtype=torch.int32, device=device)
     sums = parts[workers * heads * RANK :]
-    q_map = _pieces(q, HEADS, GROUP)
-    kv_map = _pieces(kv_cache, min(p.box, block_size), GROUP if p.box == KEYS else 1)
+    q_map = cuda_rtc.tensor_map_of(q.data_ptr(), (SIZE, heads, batch), q.stride()[1::-1], (64, HEADS, 1))
+    boxes = (SIZE, block_size, blocks), kv_cache.stride()[1::-1], (64, min(p.box, block_size), 1)
+    kv_map = cuda_rtc.tensor_map_of(kv_cache.data_ptr(), *boxes)
     pointers = [t.data_ptr() for t in (seq_lens, block_table, out, parts, sums, counts)]
     chosen = (None, None) if indices is None else (indices.data_ptr(), kv_cache.data_ptr())
     most = (1 << 31) - 1 if indices is None else indices.shape[1]

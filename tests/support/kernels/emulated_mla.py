@@ -22,7 +22,7 @@ BODIES = {
     "copy_or_zero": "there ? memcpy(at_of(to), from, 16) : memset(at_of(to), 0, 16);",
     "arrive_when_copied": "count(barrier, 1, 0), changes.held++;",
     "copies_end": "",
-    "load_box": "copy(to, map.opaque, row, piece, block, barrier);",
+    "load_box": "copy(to, map.opaque, channel, row, block, barrier);",
     "load_now": "return *at;",
     "load_number": "return *at;",
     "load_part": "return *at;",
@@ -45,16 +45,16 @@ inline unsigned char* at_of(uint32_t address) { return at(address); }
 inline int __float_as_int(float f) { int bits; memcpy(&bits, &f, 4); return bits; }
 inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
 
-// Of a tensor map: its address, rows, blocks, strides of rows and of blocks, rows and pieces of 64 channels of a box.
-static void copy(uint32_t to, const unsigned long long* map, int row, int piece, int block, uint32_t barrier) {
-    const int rows = map[5], pieces = map[6];
-    if (block < 0 || block >= (int)map[2] || row >= (int)map[1] || piece + pieces > 9) fail("a copy of nothing");
-    for (int i = 0; i < 64 * rows * pieces; i++) {
-        const int r = row + i / 64 % rows, c = 64 * (piece + i / 64 / rows) + i % 64;
-        const uint16_t v = r < (int)map[1] ? ((const uint16_t*)map[0])[block * map[4] + r * map[3] + c] : 0;
+// Of a tensor map: its address, channels, rows, blocks, strides of the last two, and rows of a box.
+static void copy(uint32_t to, const unsigned long long* map, int channel, int row, int block, uint32_t barrier) {
+    if (block < 0 || block >= (int)map[3] || row >= (int)map[2]) fail("a copy outside of the tensor");
+    for (int i = 0; i < 64 * (int)map[6]; i++) {
+        const int r = row + i / 64, c = channel + i % 64;
+        uint16_t v = 0;
+        if (r < (int)map[2] && c < (int)map[1]) v = ((const uint16_t*)map[0])[block * map[5] + r * map[4] + c];
         memcpy(at(swizzled(to + 2 * i)), &v, 2);
     }
-    count(barrier, 0, -128L * rows * pieces), changes.held++;
+    count(barrier, 0, -128 * (long)map[6]), changes.held++;
 }
 
 inline uint32_t field(unsigned long long descriptor, int from) { return (descriptor >> from & 0x3fff) << 4; }
@@ -126,8 +126,8 @@ static int per_combine;
 
 void one() {
     const u64 batch = head[0], heads = head[1], size = head[3], blocks = head[5], topk = head[8];
-    const TensorMap q_map = {{(u64)q.data(), heads, batch, 576, heads * 576, 64, GROUP}};
-    const TensorMap kv_map = {{(u64)cache.data(), size, blocks, 576, size * 576, BOX, AT_ONCE}};
+    const TensorMap q_map = {{(u64)q.data(), 576, heads, batch, 576, heads * 576, 64}};
+    const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
     mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(),
                indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads, head[2], size,
                head[4], head[4], scales[0], scales[1]);

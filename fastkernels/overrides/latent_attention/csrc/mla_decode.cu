@@ -1,11 +1,10 @@
 // Latent attention of one query per sequence on Hopper: 512 channels of a latent and 64 of a rotary key, 16-bit, float32 sums.
 //
 // A block computes up to 64 heads of a sequence over a range of its keys, its part. One warp copies queries, and keys in tiles
-// of 64, to shared memory (tensor maps, 128-byte swizzle). Each of two warpgroups adds up half of the channels of all tiles. A
-// tile is wgmma's right operand twice, with the channels and then with the keys as its k. With TWICE both warpgroups compute
-// all scores and exchange nothing. Otherwise they take turns: each computes the scores of every other tile and passes its
-// weights on, which take the place of that tile's rotary keys. With FIRST the other one's weights are multiplied before the
-// next scores, otherwise behind them. With PREFETCH the next tile is brought to L2 before shared memory has room for it.
+// of 64, to shared memory (tensor maps, 128-byte swizzle). Two warpgroups take turns: each computes the scores of every other
+// tile and passes its weights on, so that while one computes exponentials the other multiplies. Each adds up half of the
+// channels of all tiles. A tile is wgmma's right operand twice, with the channels and then with the keys as its k; when its
+// scores are known, weights take the place of its rotary keys.
 //
 // A maximum that grows by less than GROWTH (a power of 2) is kept: weights may exceed 1, and sums need not be scaled.
 //
@@ -14,24 +13,21 @@
 // where a sequence counts EXTRA more. The results of a sequence with several parts go to mla_combine, in float16 with a scale.
 //
 // Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part),
-// EXTRA, TWICE, FIRST, PREFETCH, SPARSE (a sequence's keys are chosen by indices; see mla_sparse), BF16. multiply() for scores and weigh(), with weights
-// from registers and from shared memory, precede this file.
+// EXTRA, PREFETCH (the tile after the next one is brought to L2), SPARSE (a sequence's keys are chosen by indices; see
+// mla_sparse), BF16. multiply() for scores and weigh(), with weights from registers and from shared memory, precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
 constexpr int LATENT = 512, PIECES = 9, THREADS = 384, COMBINE_THREADS = 64, MOST = 160;  // pieces of 64 channels; workers
 constexpr int KEYS = 64, PIECE = 128 * 64, TILE = PIECES * PIECE;  // bytes; queries are as large as a tile
-constexpr int GROUP = 3, GROUPS = PIECES / GROUP;  // pieces that share a barrier
-constexpr int BOXES = KEYS / BOX, AT_ONCE = BOX == KEYS ? GROUP : 1;  // copies of a tile's pieces; pieces of a copy
+constexpr int BOXES = KEYS / BOX;
 #define LOWEST __int_as_float(0xff800000)
 constexpr float GROWTH = 8;  // of a maximum, as a power of 2, that leaves sums as they are
 static_assert(KEYS % BOX == 0 && BOX % 8 == 0, "a copy begins where the swizzle does");
 
-__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int row, int piece, int block, u32 barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3, %4, %5}], [%6];"
-        ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(piece), "r"(block), "r"(barrier) : "memory");
+__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int channel, int row, int block, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(to), "l"(&map), "r"(channel), "r"(row), "r"(block), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ int load_now(const int* at) {  // from L2: the previous kernel may have written it
@@ -40,9 +36,9 @@ __device__ __forceinline__ int load_now(const int* at) {  // from L2: the previo
     return v;
 }
 
-__device__ __forceinline__ void bring_to_l2(const TensorMap& map, int row, int piece, int block) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];"
-                 ::"l"(&map), "r"(0), "r"(row), "r"(piece), "r"(block) : "memory");
+__device__ __forceinline__ void bring_to_l2(const TensorMap& map, int channel, int row, int block) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
+                 ::"l"(&map), "r"(channel), "r"(row), "r"(block) : "memory");
 }
 
 __device__ __forceinline__ float load_number(const float* at) {
@@ -219,8 +215,8 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
     const u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + TILE;  // two tiles
-    // Barriers: of a tile's groups of pieces; of a tile when it is read; of queries, there and read; of a tile's weights.
-    const u32 full = ring + 2 * TILE, empty = full + 8 * 2 * GROUPS, asked = empty + 16, weights = asked + 16;
+    // Barriers: of a tile's pieces; of its halves when they are read; of queries, there and read; of a tile's weights.
+    const u32 full = ring + 2 * TILE, empty = full + 8 * 2 * PIECES, asked = empty + 32, weights = asked + 16;
     Notes& notes = *(Notes*)(memory + (weights + 16 - shared_address(memory)));
     const int row = blockIdx.x % rows, workers = gridDim.x / rows;  // row: of blocks, which has up to 64 heads
     Shares shares = {notes.lens, lens, most, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
@@ -230,9 +226,9 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
     if (thread == 256) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
-        for (int i = 0; i < 2 * GROUPS; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1);
-        make_barrier(empty, 8), make_barrier(empty + 8, 8), make_barrier(weights, 4), make_barrier(weights + 8, 4);
-        make_barrier(asked, 1), make_barrier(asked + 8, 8);
+        for (int i = 0; i < 2 * PIECES; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1);
+        for (int i = 0; i < 4; i++) make_barrier(empty + 8 * i, 4);
+        make_barrier(asked, 1), make_barrier(asked + 8, 8), make_barrier(weights, 4), make_barrier(weights + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         show_to_multiply();
     }
@@ -284,7 +280,7 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             of_queries ^= 1;
             if (lane == 0) expect(asked, TILE);
             __syncwarp();
-            if (lane < GROUPS) load_box(queries + GROUP * PIECE * lane, q_map, 64 * row, GROUP * lane, p.seq, asked);
+            if (lane < PIECES) load_box(queries + PIECE * lane, q_map, 64 * lane, 64 * row, p.seq, asked);
         };
 #if SPARSE
         const int own_row = warp % 4 * 16 + lane / 8;  // of a tile; and 4, 8 and 12 below. Eight lanes read 128 bytes
@@ -312,15 +308,21 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
                     page.of[i] = index.of[i] < 0 ? 0 : load_now(pages + index.of[i] / block_size);
                     next.of[i] = index_of(tile + 2, i);
                 }
-                wait(empty + 8 * stage, parity);
 #pragma unroll
-                for (int piece = 0; piece < PIECES; piece++) {
+                for (int i = 0; i < 2; i++) {
+                    const int half = i ? 1 - stage : stage;
+                    wait(empty + 8 * (2 * stage + half), parity);
 #pragma unroll
-                    for (int k = 0; k < 4; k++) {
-                        const int to = own_row + 4 * k;
-                        copy_or_zero(ring + TILE * stage + PIECE * piece + 128 * to + 16 * (lane % 8 ^ to % 8), from[k] + 64 * piece, there[k]);
+                    for (int j = 0; j < 4 + i; j++) {
+                        const int piece = j == 4 ? 8 : 4 * half + j;
+#pragma unroll
+                        for (int k = 0; k < 4; k++) {
+                            const int to = own_row + 4 * k;
+                            copy_or_zero(ring + TILE * stage + PIECE * piece + 128 * to + 16 * (lane % 8 ^ to % 8),
+                                         from[k] + 64 * piece, there[k]);
+                        }
+                        arrive_when_copied(full + 8 * (PIECES * stage + piece));
                     }
-                    if (piece % GROUP == GROUP - 1) arrive_when_copied(full + 8 * (GROUPS * stage + piece / GROUP));
                 }
                 parity ^= stage, stage ^= 1;
             }
@@ -335,22 +337,26 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             for (int tile = p.begin; tile < p.end; tile++) {
                 const int count = max(min(BOXES, boxes - box), 0), at = (box - first_box) % 32;
                 if (at == 0 && box > first_box) here = ahead, ahead = page_of(box + 32 + lane);
-                wait(empty + 8 * stage, parity);
-                if (lane < GROUPS) expect(full + 8 * (GROUPS * stage + lane), count * BOX * 128 * GROUP);
-                __syncwarp();
-                const int piece = AT_ONCE * lane;  // the first one of this lane's copies
-                for (int j = 0; j < count; j++) {
-                    const int page = __shfl_sync(~0u, here, at + j), from = (box + j) * BOX % block_size;
-                    if (piece < PIECES)
-                        load_box(ring + TILE * stage + PIECE * piece + 128 * BOX * j, kv_map, from, piece, page,
-                                 full + 8 * (GROUPS * stage + piece / GROUP));
+                // A lane has a piece. What the warpgroup of this tile frees first is read first.
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const int half = i ? 1 - stage : stage, piece = lane == 4 ? 8 : 4 * half + lane;
+                    const u32 barrier = full + 8 * (PIECES * stage + piece);
+                    wait(empty + 8 * (2 * stage + half), parity);
+                    if (lane < 4 + i) expect(barrier, count * BOX * 128);
+                    for (int j = 0; j < count; j++) {
+                        const int page = __shfl_sync(~0u, here, at + j), from = (box + j) * BOX % block_size;
+                        const u32 to = ring + TILE * stage + PIECE * piece + 128 * BOX * j;
+                        if (lane < 4 + i) load_box(to, kv_map, 64 * piece, from, page, barrier);
+                    }
                 }
                 box += count;
-                // The next tile is brought closer before there is room for it
+                // The tile that is copied when this one has been read
                 for (int j = 0; j < min(BOXES, boxes - box - BOXES) && PREFETCH && row == 0; j++) {
                     const int later = at + 2 * BOXES + j, one = __shfl_sync(~0u, here, later % 32);
                     const int other = __shfl_sync(~0u, ahead, later % 32);
-                    if (piece < PIECES) bring_to_l2(kv_map, (box + BOXES + j) * BOX % block_size, piece, later < 32 ? one : other);
+                    if (lane < PIECES)
+                        bring_to_l2(kv_map, 64 * lane, (box + BOXES + j) * BOX % block_size, later < 32 ? one : other);
                 }
                 parity ^= stage, stage ^= 1;
             }
@@ -363,7 +369,7 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
         shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
         const int half = warp / 4, quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of channels; of heads
         u32 of_queries = 0;
-        const u32 others = ring + TILE * (1 - half), mine = half * 4 * PIECE;  // the other warpgroup's tile; our channels
+        const u32 own = ring + TILE * half, others = ring + TILE * (1 - half), mine = half * 4 * PIECE;  // mine: of the channels
         for (int before = 0, part = 0; next_part(shares, p); before += p.end - p.begin, part++) {
             const int tiles = p.end - p.begin;
             float sum[LATENT / 4], top[2], total[2] = {};
@@ -394,8 +400,8 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
                     weigh(sum, descriptor(others + 8 * PIECE) + i * 2, transposed(others + mine) + i * 2048 / 16);
                 commit_multiply();
             };
-            auto release = [&](int stage) {
-                if (lane == 0) arrive(empty + 8 * stage);
+            auto release = [&](int stage) {  // this half of the channels
+                if (lane == 0) arrive(empty + 8 * (2 * stage + half));
             };
             auto drop_past = [&](int left, u32 values) {  // what lies past the end can be NaN
                 for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
@@ -406,18 +412,10 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             };
             wait(asked, of_queries);
             of_queries ^= 1;
-            const int first = TWICE ? 0 : (before ^ half) & 1, step = TWICE ? 1 : 2;
+            const int first = (before ^ half) & 1;
             if (first >= tiles && lane == 0) arrive(asked + 8);
-            for (int t = first; t < tiles; t += step) {
+            for (int t = first; t < tiles; t += 2) {
                 const u32 parity = (before + t) / 2 & 1;
-                const int place = (before + t) % 2;
-                const u32 own = ring + TILE * place;
-                if (!TWICE && FIRST && t > 0) {
-                    weigh_others(before + t - 1), multiply_others();
-                    finish_multiply<0>(), release(1 - half);
-#pragma unroll
-                    for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
-                }
                 float score[KEYS / 2];
                 u32 there[2] = {};  // of the tile's keys
 #pragma unroll
@@ -426,26 +424,22 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
                     there[i] = __ballot_sync(~0u, at < p.len && load_now(indices + (long long)p.seq * most + at) >= 0);
                 }
 #pragma unroll
-                for (int piece = 0; piece < PIECES; piece++) {
-                    // The first group is multiplied while the others arrive. Waits between products cost about 200 cycles each
-                    if (piece == 0) wait(full + 8 * GROUPS * place, parity);
-                    if (piece == GROUP)
-                        for (int group = 1; group < GROUPS; group++) wait(full + 8 * (GROUPS * place + group), parity);
-                    if (SPARSE && (piece == 0 || piece == GROUP)) show_to_multiply();
-                    if (piece == 0) begin_multiply();
+                for (int i = 0; i < PIECES; i++) {
+                    const u32 piece = i == 8 ? 8 : (i + 4 * half) % 8;
+                    wait(full + 8 * (PIECES * half + piece), parity);
+                    if (SPARSE) show_to_multiply();
+                    if (i == 0) begin_multiply();
 #pragma unroll
                     for (int k = 0; k < 4; k++)  // 16 channels are 32 bytes
-                        multiply(score, descriptor(queries + PIECE * piece) + k * 2, descriptor(own + PIECE * piece) + k * 2, piece + k);
+                        multiply(score, descriptor(queries + PIECE * piece) + k * 2, descriptor(own + PIECE * piece) + k * 2, i + k);
                 }
                 commit_multiply();
                 finish_multiply<0>();
-                if (t + step >= tiles && lane == 0) arrive(asked + 8);
+                if (t + 2 >= tiles && lane == 0) arrive(asked + 8);
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
-                if (!TWICE) {
-                    group_meets(half);  // all have read the rotary keys, which weights replace
-                    if (!FIRST && t > 0) weigh_others(before + t - 1), multiply_others();
-                }
+                group_meets(half);  // all have read the rotary keys, which weights replace
+                if (t > 0) weigh_others(before + t - 1), multiply_others();
 
                 const int left = p.len - (p.begin + t) * KEYS;
                 if (!SPARSE && left < KEYS) {
@@ -462,6 +456,7 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
                 u32 weight[KEYS / 16][4];
 #pragma unroll
                 for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
+                    if (r == 1 && t > 0) finish_multiply<0>(), release(1 - half);
                     float most = score[2 * r];
 #pragma unroll
                     for (int i = 0; i < KEYS / 2; i++)
@@ -471,7 +466,7 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
                     const bool grows = most > top[r] + GROWTH;
                     by[r] = grows ? power_of_2(top[r] - most) : 1;
                     if (grows) top[r] = most;
-                    if (!TWICE && quad == 0) notes.tops[half][row_of_lane + 8 * r] = top[r];
+                    if (quad == 0) notes.tops[half][row_of_lane + 8 * r] = top[r];
                     const float base = top[r] == LOWEST ? 0 : top[r];
                     float added = 0;
 #pragma unroll
@@ -480,17 +475,13 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
                         added += low + high;
                         weight[i / 8][i % 8 / 2] = narrow(low, high);
                         const u32 row_at = row_of_lane + 8 * r, column = i / 4 * 16 + 4 * quad;  // bytes
-                        if (!TWICE) store_pair(own + 8 * PIECE + row_at * 128 + (column ^ (row_at % 8) * 16), weight[i / 8][i % 8 / 2]);
+                        store_pair(own + 8 * PIECE + row_at * 128 + (column ^ (row_at % 8) * 16), weight[i / 8][i % 8 / 2]);
                     }
                     total[r] = fmaf(total[r], by[r], added);
                 }
-                if (!TWICE) {
-                    show_to_multiply();
-                    __syncwarp();
-                    if (lane == 0) arrive(weights + 8 * half);
-                    if (!FIRST) finish_multiply<0>();
-                    if (!FIRST && t > 0) release(1 - half);
-                }
+                show_to_multiply();
+                __syncwarp();
+                if (lane == 0) arrive(weights + 8 * half);
 #pragma unroll
                 for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
                 if (__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) {
@@ -503,9 +494,9 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
                 for (int i = 0; i < KEYS / 16; i++) weigh(sum, weight[i], transposed(own + mine) + i * 2048 / 16);
                 commit_multiply();
                 finish_multiply<0>();
-                release(place);
+                release(half);
             }
-            if (!TWICE && (before + tiles - 1 ^ half) & 1) {
+            if ((before + tiles - 1 ^ half) & 1) {
                 weigh_others(before + tiles - 1);
                 const int left = p.len - (p.end - 1) * KEYS;
                 if (!SPARSE && left < KEYS) drop_past(left, others + mine);
@@ -517,13 +508,11 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             for (int r = 0; r < 2; r++) {
                 total[r] += __shfl_xor_sync(~0u, total[r], 1);
                 total[r] += __shfl_xor_sync(~0u, total[r], 2);
-                if (!TWICE && quad == 0) notes.totals[part % 2][half][row_of_lane + 8 * r] = total[r];
+                if (quad == 0) notes.totals[part % 2][half][row_of_lane + 8 * r] = total[r];
             }
-            if (!TWICE) {
-                groups_meet();
+            groups_meet();
 #pragma unroll
-                for (int r = 0; r < 2; r++) total[r] += notes.totals[part % 2][1 - half][row_of_lane + 8 * r];
-            }
+            for (int r = 0; r < 2; r++) total[r] += notes.totals[part % 2][1 - half][row_of_lane + 8 * r];
 #pragma unroll
             for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
             const int slot = slot_of(shares.of, p.index);
