@@ -337,7 +337,7 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             for (int tile = p.begin; tile < p.end; tile++) {
                 const int count = max(min(BOXES, boxes - box), 0), at = (box - first_box) % 32;
                 if (at == 0 && box > first_box) here = ahead, ahead = page_of(box + 32 + lane);
-                // A lane has a piece. Work that the warpgroup of this tile frees first is read first.
+                // A lane has a piece. The half that this tile's warpgroup frees first is read first.
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int half = i ? 1 - stage : stage, piece = lane == 4 ? 8 : 4 * half + lane;
