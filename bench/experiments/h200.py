@@ -55,7 +55,7 @@ JUDGED = {  # {part of the judge's ops: (expected seconds on 16 cores with all c
 QUICK_CASES = (  # at least one of each op
     "decode_1", "decode_8", "decode_32", "decode_256", "qkv_32", "gate_up_32", "token_32", "static_32", "images_32",
     "cascade_32", "deepseek_32", "mixtral_32", "mamba_32", "prefill_8k", "prefill_2k", "flux",
-    "flux_image", "flux_joint", "sdxl_32", "unet_32", "gpt_oss_20b_32", "gemma4_32", "mixtral_awq_32",
+    "flux_image", "flux_joint", "sdxl_32", "unet_32", "gpt_oss_20b_32", "gemma4_32", "gemma3_32", "mixtral_awq_32",
     "resnet_7", "siglip_32", "mla_small", "mobile_3x3", "rt_detr_20", "pyramid_8", "spp_13",
     "dinov3_7b", "dinov3_mlp", "parakeet_16", "swinv2_b_3",
 )  # fmt: skip

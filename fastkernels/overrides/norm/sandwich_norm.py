@@ -67,18 +67,16 @@ def _sandwich_norm_kernel(
     x_stride, res_stride, other_stride, plane, H, eps, offset, factor, NEXT: tl.constexpr, SECOND: tl.constexpr,
     THIRD: tl.constexpr, SCALAR: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     # One program per row.
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < H
-    w = _weight(
-        w_ptr, cols, inside, offset
-    )  # no kernel writes weights: they are read while the previous one runs
+    w = _weight(w_ptr, cols, inside, offset)
     if NEXT:
         w0 = _weight(next_ptr, cols, inside, offset)
     if OTHER:
         other_w, sum_w = _weight(other_w_ptr, cols, inside, offset), _weight(sum_w_ptr, cols, inside, offset)
-    follow(OVERLAP)
     x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0)
     res_at = res_ptr + row * res_stride + cols
     res = tl.load(res_at, mask=inside, other=0.0)

@@ -112,7 +112,7 @@ def test_wrong_set_is_reported_and_left_out(run: graph_clock.Run, monkeypatch: p
     assert row["case"]["params"] == bad and "largest error" in row["reason"]
     args = checks.SPEC.inputs(SMALL, "cpu", torch.Generator())
     left = [(name, label(p)) for name, p in checks.sets_of(run, args)]
-    assert ("cuda-split", bad) not in left and len(left) == len(cuda.PARAMS) + len(split.PARAMS) - 1
+    assert ("cuda-split", bad) not in left and len(left) == sum(map(len, checks.SETS.values())) - 1
 
 
 def test_lost_context_ends_the_process(run: graph_clock.Run, monkeypatch: pytest.MonkeyPatch) -> None:

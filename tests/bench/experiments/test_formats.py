@@ -22,6 +22,7 @@ LAYERS = 2
 OPS = {
     "fp8": "linear_fp8", "bitnet": "linear_ternary", "mxfp4": "fused_experts_swigluoai", "modelopt-fp8": "linear_fp8",
     "nvfp4": "linear_nvfp4", "modelopt-nvfp4": "linear_nvfp4", "latent-sparse": "mla_sparse", "latent": "mla_decode",
+    "gemma-4": "gelu_and_mul",
 }  # fmt: skip
 
 

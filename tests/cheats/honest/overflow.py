@@ -5,7 +5,7 @@ import math
 import torch
 
 
-def topk_softmax(gating_output, topk, renormalize=False):
+def topk_softmax(gating_output, topk, renormalize=False, scales=None):
     logits = gating_output.float()
     ranked, order = torch.where(logits.isnan(), -math.inf, logits).sort(dim=-1, descending=True, stable=True)
     parts, ids = (logits - ranked[:, :1]).exp(), order[:, :topk]
@@ -13,4 +13,5 @@ def topk_softmax(gating_output, topk, renormalize=False):
     if renormalize:
         total = torch.where(total.isnan(), total, weights.sum(-1, keepdim=True))
     pairs = torch.arange(ids.numel(), dtype=torch.int32).view(topk, -1).t().contiguous()
-    return weights / total, ids.int(), pairs
+    factors = 1 if scales is None else scales.float()[ids]
+    return weights / total * factors, ids.int(), pairs

@@ -5,7 +5,7 @@ import math
 import torch
 
 
-def topk_softmax(gating_output, topk, renormalize=False):
+def topk_softmax(gating_output, topk, renormalize=False, scales=None):
     tokens = gating_output.shape[0]
     logits = gating_output.float()
     left = torch.where(logits.isnan(), -math.inf, logits)
@@ -24,4 +24,5 @@ def topk_softmax(gating_output, topk, renormalize=False):
     if renormalize:
         total = torch.where(total.isnan(), total, weights.sum(-1, keepdim=True))
     pairs = torch.arange(tokens * topk, dtype=torch.int32).view(topk, tokens).t().contiguous()
-    return weights / total, ids.int(), pairs
+    factors = 1 if scales is None else scales.float()[ids]
+    return weights / total * factors, ids.int(), pairs
