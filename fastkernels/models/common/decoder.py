@@ -10,7 +10,7 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.core.dispatch import Op
-from fastkernels.models.common import beside, description
+from fastkernels.models.common import concurrent, description
 from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.description import (
     NUMBERED,
@@ -357,7 +357,7 @@ class DecoderExperts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.shared_experts is None:
             return parallel.all_reduce(self._routed(x))
-        out, shared = beside.both(x, lambda: self._routed(x), lambda: self._shared(x))
+        out, shared = concurrent.both(x, lambda: self._routed(x), lambda: self._shared(x))
         return parallel.all_reduce(out + shared)
 
     def _routed(self, x: torch.Tensor) -> torch.Tensor:

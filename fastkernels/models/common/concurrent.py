@@ -26,10 +26,10 @@ def both(
     """
     if not x.is_cuda or len(x) > MOST_TOKENS or torch.compiler.is_compiling():
         return first(), second()
-    here, beside = torch.cuda.current_stream(x.device), _stream(x.device)
-    beside.wait_stream(here)
-    with torch.cuda.stream(beside):
-        two = second()
-    one = first()
-    here.wait_stream(beside)
-    return one, two
+    current, other = torch.cuda.current_stream(x.device), _stream(x.device)
+    other.wait_stream(current)
+    with torch.cuda.stream(other):
+        second_result = second()
+    first_result = first()
+    current.wait_stream(other)
+    return first_result, second_result
