@@ -24,10 +24,10 @@ from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 SOURCE = Path(__file__).parent / "csrc" / "mla_decode.cu"
 RANK, SIZE = 512, 576  # channels of a latent, and with the rotary key
 HEADS, KEYS = 64, 64  # of a block; of a tile
-THREADS, COMBINE_THREADS = 384, 64
+THREADS, COMBINE_THREADS = 512, 64
 MAX_WORKERS = 160
 SHARED = (
-    3 * 2 * SIZE * KEYS + 224 + 1552 + 2048 + 1024
+    3 * 2 * SIZE * KEYS + 96 + 1552 + 2048 + 1024
 )  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
 LOG2E = 1.4426950408889634
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
@@ -43,6 +43,7 @@ class Plan(NamedTuple):
     sparse: bool = False
     least: int = 2
     extra: int = 4
+    warm: int = 1
     prefetch: int = 0
 
     @property
@@ -50,32 +51,28 @@ class Plan(NamedTuple):
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DPREFETCH={self.prefetch}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            f"-DWARM={self.warm}", f"-DPREFETCH={self.prefetch}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
-def weigh(bf16: bool, shared: bool) -> str:
-    """Return CUDA C++ of weigh(): wgmma for 256 channels and keys in rows; weights in shared memory or registers."""
+def weigh(bf16: bool) -> str:
+    """Return CUDA C++ of weigh(): wgmma for 128 of 256 channels and keys in rows, both operands in shared memory."""
     kind = "bf16.bf16" if bf16 else "f16.f16"
-    sums = ", ".join(f"%{i}" for i in range(128))
-    operands = ", ".join(f'"+f"(c[{i}])' for i in range(128))
-    left, weights, given, rest = "unsigned long long a", "%128, %129", '"l"(a)', "1, 1, 1, 0, 1"
-    if not shared:
-        left, weights, rest = "const unsigned (&a)[4]", "{%128, %129, %130, %131}, %132", "1, 1, 1, 1"
-        given = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    sums = ", ".join(f"%{i}" for i in range(64))
+    operands = ", ".join(f'"+f"(c[FIRST + {i}])' for i in range(64))
     return f"""
-__device__ __forceinline__ void weigh(float (&c)[128], {left}, unsigned long long b) {{
+template <int FIRST>
+__device__ __forceinline__ void weigh(float (&c)[128], unsigned long long a, unsigned long long b) {{
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.{kind} {{{sums}}}, {weights}, {rest};"
-        : {operands} : {given}, "l"(b) : "memory");
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind} {{{sums}}}, %64, %65, 1, 1, 1, 0, 1;"
+        : {operands} : "l"(a), "l"(b) : "memory");
 }}
 """
 
 
 def source(p: Plan) -> str:
     """Return the whole text that NVRTC compiles."""
-    products = weigh(p.bf16, False) + weigh(p.bf16, True)
-    return multiply(KEYS, "bf16" if p.bf16 else "f16") + products + text(SOURCE)
+    return multiply(KEYS, "bf16" if p.bf16 else "f16") + weigh(p.bf16) + text(SOURCE)
 
 
 @lru_cache(maxsize=64)

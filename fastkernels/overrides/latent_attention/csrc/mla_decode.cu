@@ -1,10 +1,15 @@
 // Latent attention of one query per sequence on Hopper: 512 channels of a latent and 64 of a rotary key, 16-bit, float32 sums.
 //
 // A block computes up to 64 heads of a sequence over a range of its keys, its part. One warp copies queries, and keys in tiles
-// of 64, to shared memory (tensor maps, 128-byte swizzle). Two warpgroups take turns: each computes the scores of every other
-// tile and passes its weights on, so that while one computes exponentials the other multiplies. Each adds up half of the
-// channels of all tiles. A tile is wgmma's right operand twice, with the channels and then with the keys as its k; when its
-// scores are known, weights take the place of its rotary keys.
+// of 64, to shared memory (tensor maps, 128-byte swizzle). One warpgroup computes scores and weights; two add up half of the
+// channels each. A tile is wgmma's right operand twice, with the channels and then with the keys as its k; when its scores are
+// known, weights take the place of its rotary keys. Shared memory holds two tiles: what counts is how soon one is free again.
+//
+// A wgmma whose sums other instructions touch before it ends makes the compiler wait after each wgmma of the kernel: a
+// warpgroup has one set of sums, and waits for its products before it reads them.
+//
+// With WARM, warpgroups run a tile's code once, without data, while they wait for the previous kernel: later, instructions
+// would be fetched in turn with the first tiles.
 //
 // A maximum that grows by less than GROWTH (a power of 2) is kept: weights may exceed 1, and sums need not be scaled.
 //
@@ -13,12 +18,12 @@
 // where a sequence counts EXTRA more. The results of a sequence with several parts go to mla_combine, in float16 with a scale.
 //
 // Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part),
-// EXTRA, PREFETCH (the tile after the next one is brought to L2), SPARSE (a sequence's keys are chosen by indices; see
-// mla_sparse), BF16. multiply() for scores and weigh(), with weights from registers and from shared memory, precede this file.
+// EXTRA, WARM, PREFETCH (the tile after the next one is brought to L2), SPARSE (a sequence's keys are chosen by indices; see
+// mla_sparse), BF16. multiply() for scores and weigh() precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
-constexpr int LATENT = 512, PIECES = 9, THREADS = 384, COMBINE_THREADS = 64, MOST = 160;  // pieces of 64 channels; workers
+constexpr int LATENT = 512, PIECES = 9, THREADS = 512, COMBINE_THREADS = 64, MOST = 160;  // pieces of 64 channels; workers
 constexpr int KEYS = 64, PIECE = 128 * 64, TILE = PIECES * PIECE;  // bytes; queries are as large as a tile
 constexpr int BOXES = KEYS / BOX;
 #define LOWEST __int_as_float(0xff800000)
@@ -87,11 +92,15 @@ __device__ __forceinline__ void show_to_multiply() { asm volatile("fence.proxy.a
 
 __device__ __forceinline__ void group_meets(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
-__device__ __forceinline__ void plan_is_ready() { asm volatile("bar.arrive 4, %0;" ::"n"(SPARSE ? 384 : 288) : "memory"); }
+__device__ __forceinline__ void plan_is_ready() { asm volatile("bar.arrive 4, %0;" ::"n"(SPARSE ? 512 : 416) : "memory"); }
 
-__device__ __forceinline__ void wait_for_plan() { asm volatile("bar.sync 4, %0;" ::"n"(SPARSE ? 384 : 288) : "memory"); }
+__device__ __forceinline__ void wait_for_plan() { asm volatile("bar.sync 4, %0;" ::"n"(SPARSE ? 512 : 416) : "memory"); }
 
-__device__ __forceinline__ void groups_meet() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
+__device__ __forceinline__ bool is_true() {  // which the compiler does not know
+    int v;
+    asm volatile("mov.u32 %0, 1;" : "=r"(v));
+    return v;
+}
 
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
@@ -112,7 +121,7 @@ constexpr int KEPT = 512;  // sequences whose lengths are kept in shared memory
 
 struct Notes {  // in shared memory
     int share, even, seq, before;
-    float tops[2][64], totals[2][2][64];  // of each row: by a warpgroup; of two parts, by a warpgroup
+    float by[2][64], tops[2][64], totals[2][64];  // of each row, with a tile's weights: what sums change by; at a part's end
     int lens[KEPT];
 };
 
@@ -203,8 +212,8 @@ __device__ __forceinline__ bool next_part(Shares& s, Part& p) {
 // Where a worker stores its part: at most one that is a sequence's first of several, and one that is a later one.
 __device__ __forceinline__ int slot_of(int worker, int index) { return 2 * worker + (index == 0); }
 
-// 160 registers of each thread leave room for a block of mla_combine, which then need not be started when this ends.
-extern "C" __global__ void __maxnreg__(160) mla_decode(
+// 120 registers of each thread leave room for a block of mla_combine, which then need not be started when this ends.
+extern "C" __global__ void __maxnreg__(120) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, uint4* __restrict__ parts, float* __restrict__ sums,
     int* __restrict__ counts, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
@@ -215,25 +224,24 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
     const u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + TILE;  // two tiles
-    // Barriers: of a tile's pieces; of its halves when they are read; of queries, there and read; of a tile's weights.
-    const u32 full = ring + 2 * TILE, empty = full + 8 * 2 * PIECES, asked = empty + 32, weights = asked + 16;
-    Notes& notes = *(Notes*)(memory + (weights + 16 - shared_address(memory)));
+    // Barriers: of a tile's halves (the second one has the rotary keys), there and read; of its weights; of queries, there and read
+    const u32 full = ring + 2 * TILE, empty = full + 32, weights = empty + 32, asked = weights + 16;
+    Notes& notes = *(Notes*)(memory + (asked + 16 - shared_address(memory)));
     const int row = blockIdx.x % rows, workers = gridDim.x / rows;  // row: of blocks, which has up to 64 heads
     Shares shares = {notes.lens, lens, most, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
     int stage = 0;
-    Part p;
+    Part p = {};
 
-    if (thread == 256) {
+    if (thread == THREADS - 128) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
-        for (int i = 0; i < 2 * PIECES; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1);
-        for (int i = 0; i < 4; i++) make_barrier(empty + 8 * i, 4);
-        make_barrier(asked, 1), make_barrier(asked + 8, 8), make_barrier(weights, 4), make_barrier(weights + 8, 4);
+        for (int i = 0; i < 4; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1), make_barrier(empty + 8 * i, 4);
+        make_barrier(asked, 1), make_barrier(asked + 8, 4), make_barrier(weights, 4), make_barrier(weights + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         show_to_multiply();
     }
     __syncthreads();
-    if (warp >= 8) {
+    if (warp >= 12) {
         // The previous kernel may still run and write lengths. The plan is made meanwhile, and again if they have changed.
         bool more = false;
         int here = 0;  // pages of the part's next keys
@@ -242,7 +250,7 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             const bool there = box < p.end * BOXES && box * BOX < p.len && (u32)page < (u32)width;
             return there ? load_now(table + (long long)p.seq * table_stride + page) : 0;
         };
-        if (warp == 8) {
+        if (warp == 12) {
             for (int i = lane; i < batch && batch <= KEPT; i += 32) notes.lens[i] = load_now(lens + i);
             __syncwarp();
             Shares first = shares;
@@ -269,7 +277,7 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             plan_is_ready();
         }
         asm volatile("setmaxnreg.dec.sync.aligned.u32 48;" ::: "memory");
-        if (SPARSE && warp > 8) {
+        if (SPARSE && warp > 12) {
             wait_for_plan();
             shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
             more = next_part(shares, p);
@@ -295,7 +303,7 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             for (int i = 0; i < 4; i++) index.of[i] = index_of(p.begin, i), next.of[i] = index_of(p.begin + 1, i);
 #pragma unroll
             for (int i = 0; i < 4; i++) page.of[i] = index.of[i] < 0 ? 0 : load_now(pages + index.of[i] / block_size);
-            if (warp == 8) read_queries();
+            if (warp == 12) read_queries();
             for (int tile = p.begin; tile < p.end; tile++) {
                 const u16* from[4];
                 bool there[4];
@@ -309,20 +317,18 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
                     next.of[i] = index_of(tile + 2, i);
                 }
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int half = i ? 1 - stage : stage;
+                for (int half = 0; half < 2; half++) {
                     wait(empty + 8 * (2 * stage + half), parity);
 #pragma unroll
-                    for (int j = 0; j < 4 + i; j++) {
-                        const int piece = j == 4 ? 8 : 4 * half + j;
+                    for (int piece = 4 * half; piece < 4 + 5 * half; piece++) {
 #pragma unroll
                         for (int k = 0; k < 4; k++) {
                             const int to = own_row + 4 * k;
                             copy_or_zero(ring + TILE * stage + PIECE * piece + 128 * to + 16 * (lane % 8 ^ to % 8),
                                          from[k] + 64 * piece, there[k]);
                         }
-                        arrive_when_copied(full + 8 * (PIECES * stage + piece));
                     }
+                    arrive_when_copied(full + 8 * (2 * stage + half));
                 }
                 parity ^= stage, stage ^= 1;
             }
@@ -337,17 +343,17 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             for (int tile = p.begin; tile < p.end; tile++) {
                 const int count = max(min(BOXES, boxes - box), 0), at = (box - first_box) % 32;
                 if (at == 0 && box > first_box) here = ahead, ahead = page_of(box + 32 + lane);
-                // A lane has a piece. The half that this tile's warpgroup frees first is read first.
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int half = i ? 1 - stage : stage, piece = lane == 4 ? 8 : 4 * half + lane;
-                    const u32 barrier = full + 8 * (PIECES * stage + piece);
+                for (int half = 0; half < 2; half++) {  // a lane has a piece
+                    const int piece = 4 * half + lane;
+                    const u32 barrier = full + 8 * (2 * stage + half);
                     wait(empty + 8 * (2 * stage + half), parity);
-                    if (lane < 4 + i) expect(barrier, count * BOX * 128);
+                    if (lane == 0) expect(barrier, (4 + half) * count * BOX * 128);
+                    __syncwarp();
                     for (int j = 0; j < count; j++) {
                         const int page = __shfl_sync(~0u, here, at + j), from = (box + j) * BOX % block_size;
                         const u32 to = ring + TILE * stage + PIECE * piece + 128 * BOX * j;
-                        if (lane < 4 + i) load_box(to, kv_map, 64 * piece, from, page, barrier);
+                        if (lane < 4 + half) load_box(to, kv_map, 64 * piece, from, page, barrier);
                     }
                 }
                 box += count;
@@ -362,161 +368,155 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             }
         }
 #endif
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;" ::: "memory");
+        return;
+    }
+    const int quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of heads
+    bool dry = WARM && is_true();
+    u32 parity = 0;
+    auto begin = [&] {
         asm volatile("griddepcontrol.wait;" ::: "memory");
         wait_for_plan();
         shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
-        const int half = warp / 4, quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of channels; of heads
+    };
+    auto next = [&] { parity ^= stage, stage ^= 1; };
+    if (!dry) begin();
+    if (warp < 4) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;" ::: "memory");
         u32 of_queries = 0;
-        const u32 own = ring + TILE * half, others = ring + TILE * (1 - half), mine = half * 4 * PIECE;  // mine: of the channels
-        for (int before = 0, part = 0; next_part(shares, p); before += p.end - p.begin, part++) {
-            const int tiles = p.end - p.begin;
-            float sum[LATENT / 4], top[2], total[2] = {};
+        while (dry || next_part(shares, p)) {
+            if (!dry) wait(asked, of_queries), of_queries ^= 1;
+            float top[2], total[2] = {};
             top[0] = top[1] = LOWEST;
-#pragma unroll
-            for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
-            auto scale_sums = [&](const float (&by)[2]) {
-                if (!__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) return;
-                total[0] *= by[0], total[1] *= by[1];
-#pragma unroll
-                for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
-            };
-            auto weigh_others = [&](int tile) {  // tile: of all that this block has had
-                wait(weights + 8 * (1 - half), tile / 2 & 1);
-                float by[2];
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const float now = notes.tops[1 - half][row_of_lane + 8 * r];
-                    by[r] = now == top[r] ? 1 : power_of_2(top[r] - now), top[r] = now;
-                }
-                scale_sums(by);
-            };
-            auto multiply_others = [&] {
-                if (SPARSE) show_to_multiply();
-                begin_multiply();
-#pragma unroll
-                for (int i = 0; i < KEYS / 16; i++)
-                    weigh(sum, descriptor(others + 8 * PIECE) + i * 2, transposed(others + mine) + i * 2048 / 16);
-                commit_multiply();
-            };
-            auto release = [&](int stage) {  // this half of the channels
-                if (lane == 0) arrive(empty + 8 * (2 * stage + half));
-            };
-            auto drop_past = [&](int left, u32 values) {  // what lies past the end can be NaN
-                for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
-#pragma unroll
-                    for (int piece = 0; piece < 4; piece++) store_zeros(values + PIECE * piece + 16 * i);
-                show_to_multiply();
-                group_meets(half);
-            };
-            wait(asked, of_queries);
-            of_queries ^= 1;
-            const int first = (before ^ half) & 1;
-            if (first >= tiles && lane == 0) arrive(asked + 8);
-            for (int t = first; t < tiles; t += 2) {
-                const u32 parity = (before + t) / 2 & 1;
+            for (int t = p.begin; dry || t < p.end; t++) {
+                const u32 own = ring + TILE * stage;
                 float score[KEYS / 2];
-                u32 there[2] = {};  // of the tile's keys
+                int chosen[2];
 #pragma unroll
                 for (int i = 0; SPARSE && i < 2; i++) {
-                    const int at = (p.begin + t) * KEYS + 32 * i + lane;
-                    there[i] = __ballot_sync(~0u, at < p.len && load_now(indices + (long long)p.seq * most + at) >= 0);
+                    const int at = t * KEYS + 32 * i + lane;
+                    chosen[i] = !dry && at < p.len ? load_now(indices + (long long)p.seq * most + at) : -1;
                 }
 #pragma unroll
-                for (int i = 0; i < PIECES; i++) {
-                    const u32 piece = i == 8 ? 8 : (i + 4 * half) % 8;
-                    wait(full + 8 * (PIECES * half + piece), parity);
-                    if (SPARSE) show_to_multiply();
-                    if (i == 0) begin_multiply();
+                for (int piece = 0; piece < PIECES; piece++) {
+                    if (piece % 4 == 0 && piece < 8) {
+                        if (!dry) wait(full + 8 * (2 * stage + piece / 4), parity);
+                        if (SPARSE) show_to_multiply();
+                        begin_multiply();
+                    }
 #pragma unroll
                     for (int k = 0; k < 4; k++)  // 16 channels are 32 bytes
-                        multiply(score, descriptor(queries + PIECE * piece) + k * 2, descriptor(own + PIECE * piece) + k * 2, i + k);
+                        multiply(score, descriptor(queries + PIECE * piece) + k * 2, descriptor(own + PIECE * piece) + k * 2, piece + k);
                 }
                 commit_multiply();
                 finish_multiply<0>();
-                if (t + 2 >= tiles && lane == 0) arrive(asked + 8);
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
-                group_meets(half);  // all have read the rotary keys, which weights replace
-                if (t > 0) weigh_others(before + t - 1), multiply_others();
+                const bool last = t + 1 == p.end;
+                if (last && !dry && lane == 0) arrive(asked + 8);
 
-                const int left = p.len - (p.begin + t) * KEYS;
+                const int left = p.len - t * KEYS;
                 if (!SPARSE && left < KEYS) {
 #pragma unroll
                     for (int i = 0; i < KEYS / 2; i++)
                         if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = LOWEST;
                 }
-                if (SPARSE && ~(there[0] & there[1])) {
+                if (SPARSE) {
+                    const u32 there[2] = {__ballot_sync(~0u, chosen[0] >= 0), __ballot_sync(~0u, chosen[1] >= 0)};
 #pragma unroll
-                    for (int i = 0; i < KEYS / 2; i++)
+                    for (int i = 0; i < KEYS / 2 && ~(there[0] & there[1]); i++)
                         if (!(there[i / 16] >> (i / 4 % 4 * 8 + quad * 2 + i % 2) & 1)) score[i] = LOWEST;
                 }
-                float by[2];
-                u32 weight[KEYS / 16][4];
+                float most_of[2] = {score[0], score[2]};
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; i++) most_of[i % 4 / 2] = fmaxf(most_of[i % 4 / 2], score[i]);
+                group_meets(0);  // all have read the rotary keys, which weights replace
 #pragma unroll
                 for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
-                    if (r == 1 && t > 0) finish_multiply<0>(), release(1 - half);
-                    float most = score[2 * r];
-#pragma unroll
-                    for (int i = 0; i < KEYS / 2; i++)
-                        if (i % 4 / 2 == r) most = fmaxf(most, score[i]);
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
-                    const bool grows = most > top[r] + GROWTH;
-                    by[r] = grows ? power_of_2(top[r] - most) : 1;
-                    if (grows) top[r] = most;
-                    if (quad == 0) notes.tops[half][row_of_lane + 8 * r] = top[r];
+                    const int own_row = row_of_lane + 8 * r;
+                    float now = most_of[r];
+                    now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+                    now = fmaxf(now, __shfl_xor_sync(~0u, now, 2)) * scale;
+                    const bool grows = now > top[r] + GROWTH;
+                    const float by = grows ? power_of_2(top[r] - now) : 1;
+                    if (grows) top[r] = now;
                     const float base = top[r] == LOWEST ? 0 : top[r];
                     float added = 0;
 #pragma unroll
                     for (int i = 2 * r; i < KEYS / 2; i += 4) {
                         const float low = power_of_2(fmaf(score[i], scale, -base)), high = power_of_2(fmaf(score[i + 1], scale, -base));
                         added += low + high;
-                        weight[i / 8][i % 8 / 2] = narrow(low, high);
-                        const u32 row_at = row_of_lane + 8 * r, column = i / 4 * 16 + 4 * quad;  // bytes
-                        store_pair(own + 8 * PIECE + row_at * 128 + (column ^ (row_at % 8) * 16), weight[i / 8][i % 8 / 2]);
+                        const int column = i / 4 * 16 + 4 * quad;  // bytes
+                        if (!dry) store_pair(own + 8 * PIECE + own_row * 128 + (column ^ (own_row % 8) * 16), narrow(low, high));
                     }
-                    total[r] = fmaf(total[r], by[r], added);
+                    total[r] = fmaf(total[r], by, added);
+                    if (quad == 0) notes.by[stage][own_row] = by;
+                    if (last) {
+                        float all = total[r] + __shfl_xor_sync(~0u, total[r], 1);
+                        all += __shfl_xor_sync(~0u, all, 2);
+                        if (quad == 0) notes.totals[stage][own_row] = all, notes.tops[stage][own_row] = top[r];
+                    }
                 }
                 show_to_multiply();
                 __syncwarp();
-                if (lane == 0) arrive(weights + 8 * half);
+                if (dry) break;
+                if (lane == 0) arrive(weights + 8 * stage);
+                next();
+            }
+            if (dry) dry = false, begin();
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 168;" ::: "memory");
+        const int half = warp / 4 - 1;  // of channels
+        while (dry || next_part(shares, p)) {
+            float sum[LATENT / 4], top[2], total[2];
 #pragma unroll
-                for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+            for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
+            for (int t = p.begin; dry || t < p.end; t++) {
+                const u32 own = ring + TILE * stage, mine = own + half * 4 * PIECE;
+                if (!dry) wait(full + 8 * (2 * stage + half), parity), wait(weights + 8 * stage, parity);
+                float by[2];
+#pragma unroll
+                for (int r = 0; r < 2; r++) by[r] = dry ? 1 : notes.by[stage][row_of_lane + 8 * r];
+                if (t + 1 == p.end) {
+#pragma unroll
+                    for (int r = 0; r < 2; r++)
+                        top[r] = notes.tops[stage][row_of_lane + 8 * r], total[r] = notes.totals[stage][row_of_lane + 8 * r];
+                }
                 if (__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) {
 #pragma unroll
                     for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
                 }
-                if (!SPARSE && left < KEYS) drop_past(left, own + mine);
+                const int left = p.len - t * KEYS;
+                if (!SPARSE && left < KEYS && !dry) {  // what lies past the end can be NaN
+                    for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
+#pragma unroll
+                        for (int piece = 0; piece < 4; piece++) store_zeros(mine + PIECE * piece + 16 * i);
+                    show_to_multiply();
+                    group_meets(1 + half);
+                }
+                if (SPARSE) show_to_multiply();
+#pragma unroll
+                for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
                 begin_multiply();
 #pragma unroll
-                for (int i = 0; i < KEYS / 16; i++) weigh(sum, weight[i], transposed(own + mine) + i * 2048 / 16);
+                for (int i = 0; i < KEYS / 16; i++) {
+                    weigh<0>(sum, descriptor(own + 8 * PIECE) + i * 2, transposed(mine) + i * 2048 / 16);
+                    weigh<64>(sum, descriptor(own + 8 * PIECE) + i * 2, transposed(mine + 2 * PIECE) + i * 2048 / 16);
+                }
                 commit_multiply();
                 finish_multiply<0>();
-                release(half);
-            }
-            if ((before + tiles - 1 ^ half) & 1) {
-                weigh_others(before + tiles - 1);
-                const int left = p.len - (p.end - 1) * KEYS;
-                if (!SPARSE && left < KEYS) drop_past(left, others + mine);
-                multiply_others();
-                finish_multiply<0>();
-                release(1 - half);
-            }
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                total[r] += __shfl_xor_sync(~0u, total[r], 1);
-                total[r] += __shfl_xor_sync(~0u, total[r], 2);
-                if (quad == 0) notes.totals[part % 2][half][row_of_lane + 8 * r] = total[r];
+                for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+                if (dry) break;
+                if (lane == 0) arrive(empty + 8 * (2 * stage + half));
+                next();
             }
-            groups_meet();
-#pragma unroll
-            for (int r = 0; r < 2; r++) total[r] += notes.totals[part % 2][1 - half][row_of_lane + 8 * r];
-#pragma unroll
-            for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+            if (dry) {
+                dry = false, begin();
+                continue;
+            }
             const int slot = slot_of(shares.of, p.index);
-            if (thread == 0 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = p.count;
+            if (thread == 128 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = p.count;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int head = 64 * row + row_of_lane + 8 * r, channel = 256 * half + 2 * quad;
