@@ -93,8 +93,12 @@ def test_emulated_sparse_kernel_matches_float64(
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize(("box", "params"), [(64, {}), (16, {"prefetch": 1}), (64, {"sparse": 1})])
 def test_kernel_compiles(box: int, params: dict[str, int], bf16: bool) -> None:
+    """The compiler does not wait after each product, which it does to all of a kernel for one that is misused."""
+    said = []
     p = cuda.Plan(box, bf16, **params)  # type: ignore[arg-type]
-    assert cuda_rtc.cubin(cuda.source(p), ("--gpu-architecture=sm_90a", *p.options))[:4] == b"\x7fELF"
+    options = ("--gpu-architecture=sm_90a", "--ptxas-options=-v", *p.options)
+    assert cuda_rtc.nvrtc_compile(cuda.source(p), options, said.append)[:4] == b"\x7fELF"
+    assert "Used 120 registers" in said[0] and "serialized" not in said[0]
 
 
 def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

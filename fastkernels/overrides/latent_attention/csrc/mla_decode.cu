@@ -276,7 +276,7 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
             __syncwarp();
             plan_is_ready();
         }
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 48;" ::: "memory");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;" ::: "memory");
         if (SPARSE && warp > 12) {
             wait_for_plan();
             shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
@@ -381,7 +381,7 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
     auto next = [&] { parity ^= stage, stage ^= 1; };
     if (!dry) begin();
     if (warp < 4) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;" ::: "memory");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;" ::: "memory");
         u32 of_queries = 0;
         while (dry || next_part(shares, p)) {
             if (!dry) wait(asked, of_queries), of_queries ^= 1;
