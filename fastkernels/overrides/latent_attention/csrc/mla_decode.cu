@@ -429,13 +429,13 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                 float most_of[2] = {score[0], score[2]};
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++) most_of[i % 4 / 2] = fmaxf(most_of[i % 4 / 2], score[i]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) most_of[i % 2] = fmaxf(most_of[i % 2], __shfl_xor_sync(~0u, most_of[i % 2], 1 + i / 2));
                 group_meets(0);  // all have read the rotary keys, which weights replace
 #pragma unroll
                 for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
                     const int own_row = row_of_lane + 8 * r;
-                    float now = most_of[r];
-                    now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
-                    now = fmaxf(now, __shfl_xor_sync(~0u, now, 2)) * scale;
+                    const float now = most_of[r] * scale;
                     const bool grows = now > top[r] + GROWTH;
                     const float by = grows ? power_of_2(top[r] - now) : 1;
                     if (grows) top[r] = now;
