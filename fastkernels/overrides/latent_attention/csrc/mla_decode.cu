@@ -557,6 +557,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
     u16* __restrict__ out, const uint2* __restrict__ parts, const float* __restrict__ sums, const int* __restrict__ counts,
     int heads, int rows) {
     __shared__ float4 halves[32];
+    __shared__ float weights[2][MOST];  // of parts, by a warp
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = quotient(4 * heads, rows), seq = blockIdx.x / blocks;
@@ -566,35 +567,44 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
     for (int unit = from; unit < min(from + rows, 4 * heads); unit++) {
         const int head = unit / 4, quarter = unit % 4;
         auto place = [&](int part) { return (long long)slot_of(first + part, part) * heads + head; };
-        float share[MOST / 32], most = LOWEST, all = 0;
+        auto values = [&](int part) { return load_four(parts + place(part) * 128 + 32 * quarter + lane); };
+        struct { uint2 of[4]; } early;  // which do not wait for weights
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (warp + 2 * i < count) early.of[i] = values(warp + 2 * i);
+        float logs[MOST / 32], scales[MOST / 32], most = LOWEST, all = 0;
 #pragma unroll
         for (int i = 0; i < MOST / 32; i++) {
-            share[i] = 32 * i + lane < count ? load_number(sums + 4 * place(32 * i + lane)) : LOWEST;
-            most = fmaxf(most, share[i]);
+            if (32 * i >= count) break;
+            const bool there = 32 * i + lane < count;
+            const float* const at = sums + 4 * place(there ? 32 * i + lane : 0);
+            logs[i] = load_number(at), scales[i] = load_number(at + 1 + quarter / 2);
+            if (!there) logs[i] = LOWEST;
+            most = fmaxf(most, logs[i]);
         }
 #pragma unroll
         for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
         const float base = most == LOWEST ? 0 : most;
 #pragma unroll
         for (int i = 0; i < MOST / 32; i++) {
-            share[i] = power_of_2(share[i] - base), all += share[i];
-            if (32 * i + lane < count) share[i] *= load_number(sums + 4 * place(32 * i + lane) + 1 + quarter / 2);
+            if (32 * i >= count) break;
+            const float share = power_of_2(logs[i] - base);
+            all += share, weights[warp][32 * i + lane] = share * scales[i];
         }
 #pragma unroll
         for (int i = 16; i; i /= 2) all += __shfl_xor_sync(~0u, all, i);
         const float by = all == 0 ? 0 : 1 / all;
+        __syncwarp();
         float4 sum = {};
+        auto add = [&](const uint2& v, float w) {
+            sum.x += w * widen_half((u16)v.x), sum.y += w * widen_half((u16)(v.x >> 16));
+            sum.z += w * widen_half((u16)v.y), sum.w += w * widen_half((u16)(v.y >> 16));
+        };
 #pragma unroll
-        for (int i = 0; i < MOST / 32; i++) {
-            if (32 * i >= count) break;
+        for (int i = 0; i < 4; i++)
+            if (warp + 2 * i < count) add(early.of[i], weights[warp][warp + 2 * i]);
 #pragma unroll 8
-            for (int j = warp; j < min(32, count - 32 * i); j += 2) {
-                const uint2 v = load_four(parts + place(32 * i + j) * 128 + 32 * quarter + lane);
-                const float w = __shfl_sync(~0u, share[i], j);
-                sum.x += w * widen_half((u16)v.x), sum.y += w * widen_half((u16)(v.x >> 16));
-                sum.z += w * widen_half((u16)v.y), sum.w += w * widen_half((u16)(v.y >> 16));
-            }
-        }
+        for (int j = warp + 8; j < count; j += 2) add(values(j), weights[warp][j]);
         if (warp == 1) halves[lane] = sum;
         __syncthreads();
         if (warp == 0) {  // two channels of eight, and of the next eight
