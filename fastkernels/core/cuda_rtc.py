@@ -61,9 +61,7 @@ def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
     return result[1:]
 
 
-def nvrtc_compile(
-    source: str, options: Sequence[str], hear: Callable[[str], object] | None = None
-) -> bytes:
+def nvrtc_compile(source: str, options: Sequence[str], hear: Callable[[str], object] | None = None) -> bytes:
     """The cubin of a source for the --gpu-architecture=sm_.. among the options. Raises CompileError.
 
     hear: called with what the compiler said.

@@ -50,8 +50,8 @@ class Plan(NamedTuple):
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
-            "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DWARM={self.warm}", f"-DPREFETCH={self.prefetch}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DWARM={self.warm}",
+            f"-DPREFETCH={self.prefetch}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
