@@ -16,7 +16,7 @@ import torch
 from fastkernels.core import cuda_rtc
 from fastkernels.core.dispatch import ForOthers
 from fastkernels.overrides.kit.hopper import no_hopper, text
-from fastkernels.overrides.kit.launch import cdiv, multiprocessors
+from fastkernels.overrides.kit.launch import cdiv, multiprocessors, tickets
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.latent_attention import mla_cases
 from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
@@ -27,11 +27,11 @@ HEADS, KEYS = 64, 64  # of a block; of a tile
 THREADS, COMBINE_THREADS = 512, 64
 MAX_WORKERS = 160
 SHARED = (
-    3 * 2 * SIZE * KEYS + 96 + 1552 + 2048 + 1024
+    3 * 2 * SIZE * KEYS + 96 + 1556 + 2048 + 1024
 )  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
 LOG2E = 1.4426950408889634
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
-TYPES = (_M, _M, *[_P] * 8, ctypes.c_longlong, *[_I] * 8, _F, _F)
+TYPES = (_M, _M, *[_P] * 9, ctypes.c_longlong, *[_I] * 8, _F, _F)
 COMBINE_TYPES = (*[_P] * 4, _I, _I)
 
 
@@ -43,15 +43,15 @@ class Plan(NamedTuple):
     sparse: bool = False
     least: int = 2
     extra: int = 4
-    warm: int = 1
+    joined: int = 256
     prefetch: int = 0
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
-            "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DWARM={self.warm}",
-            f"-DPREFETCH={self.prefetch}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
+            f"-DJOINED={self.joined}", f"-DPREFETCH={self.prefetch}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
@@ -183,6 +183,7 @@ def _run(
     q_map = cuda_rtc.tensor_map_of(q.data_ptr(), (SIZE, heads, batch), q.stride()[1::-1], (64, HEADS, 1))
     boxes = (SIZE, block_size, blocks), kv_cache.stride()[1::-1], (64, min(p.box, block_size), 1)
     kv_map = cuda_rtc.tensor_map_of(kv_cache.data_ptr(), *boxes)
+    taken = tickets.get(device, batch * rows)
     pointers = [t.data_ptr() for t in (seq_lens, block_table, out, parts, sums, counts)]
     chosen = (None, None) if indices is None else (indices.data_ptr(), kv_cache.data_ptr())
     most = (1 << 31) - 1 if indices is None else indices.shape[1]
@@ -193,10 +194,11 @@ def _run(
     )  # fmt: skip
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(
-        workers * rows, THREADS, stream, (q_map, kv_map, *pointers, *chosen, *numbers), overlap=early
+        workers * rows, THREADS, stream, (q_map, kv_map, *pointers, taken.data_ptr(), *chosen, *numbers), overlap=early
     )
-    per_block = 1  # quarters of a head
-    while batch * cdiv(4 * heads, per_block) > 4096 and per_block < 16:
+    # Quarters of a head in a block: more where few sequences, if any, are left to it
+    per_block, most_blocks = 1, 1056 if cdiv(workers, batch) * min(heads, HEADS) <= p.joined else 4096
+    while batch * cdiv(4 * heads, per_block) > most_blocks and per_block < 16:
         per_block *= 2
     grid = batch * cdiv(4 * heads, per_block)
     combine.launch(grid, COMBINE_THREADS, stream, (*pointers[2:], heads, per_block), overlap=overlaps(device))

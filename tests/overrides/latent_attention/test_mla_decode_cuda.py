@@ -44,9 +44,11 @@ def arguments(lens: list[int], heads: int, size: int, dtype: torch.dtype) -> lis
         # Equal parts: a tile each; one sequence with more, whose last tile is not full
         ([130, 60], 16, 64, 4, [3, 1], {"least": 1}),
         # Equal ranges of all tiles: sequences that begin and end within a worker's range, or have no keys
-        ([0, 130, 64, 1, 300], 16, 64, 3, [1, 2, 1, 1, 1], {"least": 1}),
+        ([0, 130, 64, 1, 300], 16, 64, 3, [1, 2, 1, 1, 1], {"least": 1, "joined": 0}),
+        # More parts than are read before their weights are known
+        pytest.param([600], 20, 64, 9, [5], {"least": 1}, marks=pytest.mark.slow),
         pytest.param([700, 40, 150, 64, 3, 200], 70, 32, 2, [1] * 6, {"extra": 1, "least": 1}, marks=pytest.mark.slow),
-        pytest.param([1000, 1, 65], 5, 128, 3, [2, 1, 1], {"least": 1}, marks=pytest.mark.slow),
+        pytest.param([1000, 1, 65], 5, 128, 3, [2, 1, 1], {"least": 1, "joined": 10}, marks=pytest.mark.slow),
         pytest.param([0, 130, 64, 1, 300], 130, 16, 4, [1, 2, 1, 1, 2], {"extra": 1}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip

@@ -27,7 +27,9 @@ BODIES = {
     "load_number": "return *at;",
     "load_part": "return *at;",
     "store_pair": "memcpy(at_of(at), &v, 4);",
-    "is_true": "return true;",
+    "halves_meet": "meets(of_halves);",
+    "add_to": "const u32 old = *ticket; *ticket += value; return old;",
+    "load_eight": "return *at;",
     "store_zeros": "memset(at_of(at), 0, 16);",
     "plan_is_ready": "arrive_at(plan);",
     "wait_for_plan": "meets(plan);",
@@ -40,7 +42,10 @@ BEFORE = """#define CLUSTER 1
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
 static Meeting changes, plan = {SPARSE ? 512 : 416};  // of barriers
-static Meeting of_groups[3] = {{128}, {128}, {128}};  // of warpgroups
+static Meeting of_groups[3] = {{128}, {128}, {128}}, of_halves = {256};  // of warpgroups
+inline int __reduce_add_sync(unsigned, int v) {
+    return among(v, [](auto of) { int all = 0; for (int lane = 0; lane < 32; lane++) all += of(lane); return all; });
+}
 inline unsigned char* at_of(uint32_t address) { return at(address); }
 inline int __float_as_int(float f) { int bits; memcpy(&bits, &f, 4); return bits; }
 inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
@@ -106,6 +111,7 @@ static std::vector<u16> q, cache, out;
 static std::vector<int> head, lens, table, indices, counts;
 static std::vector<float> sums, scales;
 static std::vector<uint4> parts;
+static std::vector<u32> tickets;
 static int per_combine;
 
 void one() {
@@ -113,7 +119,7 @@ void one() {
     const TensorMap q_map = {{(u64)q.data(), 576, heads, batch, 576, heads * 576, 64}};
     const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
     mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(),
-               indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads, head[2], size,
+               tickets.data(), indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads, head[2], size,
                head[4], head[4], scales[0], scales[1]);
 }
 
@@ -127,7 +133,7 @@ int main(int, char** names) {
     q = numbers<u16>(file, batch * heads * 576), cache = numbers<u16>(file, (size_t)head[5] * head[3] * 576);
     lens = numbers<int>(file, batch), table = numbers<int>(file, batch * head[4]);
     indices = numbers<int>(file, batch * head[8]);
-    out.assign(batch * heads * 512, 0xffff), counts.assign(2 * batch, -1);
+    out.assign(batch * heads * 512, 0xffff), counts.assign(2 * batch, -1), tickets.assign(batch * head[2], 0);
     parts.assign((size_t)2 * workers * heads * 64, {~0u, ~0u, ~0u, ~0u}), sums.assign(8 * workers * heads, NAN);
     gridDim.x = workers * head[2];
     for (int block = 0; block < gridDim.x; block++) {
@@ -169,4 +175,4 @@ def decode(
     given += b"".join(t.contiguous().numpy().tobytes() for t in tensors)
     found = run(source, given, folder)
     counts = struct.unpack(f"{2 * batch}i", (folder / "counts").read_bytes())[1::2]
-    return torch.frombuffer(bytearray(found), dtype=q.dtype).view(batch, heads, cuda.RANK), list(counts)
+    return torch.frombuffer(bytearray(found), dtype=q.dtype).view(batch, heads, cuda.RANK), [abs(n) for n in counts]

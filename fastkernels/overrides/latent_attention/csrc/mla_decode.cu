@@ -8,17 +8,15 @@
 // A wgmma whose sums other instructions touch before it ends makes the compiler wait after each wgmma of the kernel: a
 // warpgroup has one set of sums, and waits for its products before it reads them.
 //
-// With WARM, warpgroups run a tile's code once, without data, while they wait for the previous kernel: later, instructions
-// would be fetched in turn with the first tiles.
-//
 // A maximum that grows by less than GROWTH (a power of 2) is kept: weights may exceed 1, and sums need not be scaled.
 //
 // Workers are the blocks of a sequence's heads. The lengths are divided among them on the device, so one CUDA graph serves all
 // lengths: each sequence into equal parts, one part a worker, if no worker then gets more than in equal ranges of all tiles,
-// where a sequence counts EXTRA more. The results of a sequence with several parts go to mla_combine, in float16 with a scale.
+// where a sequence counts EXTRA more. The results of a sequence with several parts go through memory, in float16 with a scale.
+// The block that is last to store one adds up all of them; those of many parts are left to mla_combine.
 //
 // Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part),
-// EXTRA, WARM, PREFETCH (the tile after the next one is brought to L2), SPARSE (a sequence's keys are chosen by indices; see
+// EXTRA, JOINED (most heads times parts of a sequence that its last block adds up), PREFETCH (the tile after the next one is brought to L2), SPARSE (a sequence's keys are chosen by indices; see
 // mla_sparse), BF16. multiply() for scores and weigh() precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
@@ -70,6 +68,12 @@ __device__ __forceinline__ uint2 load_four(const uint2* at) {  // another multip
     return v;
 }
 
+__device__ __forceinline__ uint4 load_eight(const uint4* at) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void copy_or_zero(u32 to, const u16* from, bool there) {  // 16 bytes
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
@@ -96,11 +100,7 @@ __device__ __forceinline__ void plan_is_ready() { asm volatile("bar.arrive 4, %0
 
 __device__ __forceinline__ void wait_for_plan() { asm volatile("bar.sync 4, %0;" ::"n"(SPARSE ? 512 : 416) : "memory"); }
 
-__device__ __forceinline__ bool is_true() {  // which the compiler does not know
-    int v;
-    asm volatile("mov.u32 %0, 1;" : "=r"(v));
-    return v;
-}
+__device__ __forceinline__ void halves_meet() { asm volatile("bar.sync 5, 256;" ::: "memory"); }
 
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
@@ -122,7 +122,7 @@ constexpr int KEPT = 512;  // sequences whose lengths are kept in shared memory
 struct Notes {  // in shared memory
     int share, even, seq, before;
     float by[2][64], tops[2][64], totals[2][64];  // of each row, with a tile's weights: what sums change by; at a part's end
-    int lens[KEPT];
+    int joins, lens[KEPT];  // joins: whether this block adds up a sequence's parts
 };
 
 // The work of worker `of`, and how all keys are divided.
@@ -140,39 +140,36 @@ struct Part {
     int index, count, first;  // of the sequence's parts; the worker of its first one
 };
 
-__device__ __forceinline__ int sum_of_lanes(int v) {
-#pragma unroll
-    for (int i = 16; i; i /= 2) v += __shfl_xor_sync(~0u, v, i);
-    return v;
-}
-
 // By a whole warp.
 __device__ __forceinline__ void divide(Shares& s, int workers) {
     const int lane = threadIdx.x % 32;
     int total = 0;
+#pragma unroll 1
     for (int i = lane; i < s.batch; i += 32) total += tiles_of(s.len(i));
-    total = sum_of_lanes(total);
+    total = __reduce_add_sync(~0u, total);
     s.share = max(quotient(total + EXTRA * s.batch, workers), LEAST + EXTRA), s.even = 0;
-    if (s.batch <= workers) {  // lanes try part sizes from the smallest possible one to twice as much
-        const int least = max(quotient(total, workers), LEAST), size = least + (least * lane + 30) / 31;
-        const float inverse = 1.0f / size, up = size - 0.5f;
-        int parts = 0;
-        for (int i = 0; i < s.batch; i += 32) {
-            const float mine = i + lane < s.batch ? tiles_of(s.len(i + lane)) : 0;
+    if (s.batch <= workers) {  // the smallest part with which there are enough workers, if it is not larger than that
+        float mine[MOST / 32];
 #pragma unroll
-            for (int j = 0; j < 32; j++) parts += (int)((__shfl_sync(~0u, mine, j) + up) * inverse);  // rounded up
+        for (int i = 0; i < MOST / 32; i++) mine[i] = 32 * i + lane < s.batch ? tiles_of(s.len(32 * i + lane)) : 0;
+        int low = max(quotient(total, workers), LEAST) - 1, high = s.share + 1;
+        while (low + 1 < high) {
+            const int size = (low + high) / 2;
+            const float inverse = 1.0f / size, up = size - 0.5f;
+            int parts = 0;
+#pragma unroll
+            for (int i = 0; i < MOST / 32; i++) parts += (int)((mine[i] + up) * inverse);  // rounded up
+            if (__reduce_add_sync(~0u, parts) <= workers) high = size; else low = size;
         }
-        const u32 enough = __ballot_sync(~0u, parts <= workers);
-        if (enough) {
-            const int smallest = __shfl_sync(~0u, size, __ffs(enough) - 1);
-            if (smallest <= s.share) s.share = smallest, s.even = 1;
-        }
+        if (high <= s.share) s.share = high, s.even = 1;
     }
     const int from = s.even ? s.of : s.of * s.share;
+    const float inverse = 1.0f / s.share, up = s.share - 0.5f;
     s.before = 0;
+#pragma unroll 1
     for (s.seq = 0; s.seq < s.batch; s.seq += 32) {
         const int i = s.seq + lane, tiles = i < s.batch ? tiles_of(s.len(i)) : 0;
-        const int count = i >= s.batch ? 0 : s.even ? quotient(tiles, s.share) : tiles + EXTRA;
+        const int count = i >= s.batch ? 0 : s.even ? (int)((tiles + up) * inverse) : tiles + EXTRA;
         int upto = count;
 #pragma unroll
         for (int by = 1; by < 32; by *= 2) {
@@ -212,11 +209,81 @@ __device__ __forceinline__ bool next_part(Shares& s, Part& p) {
 // Where a worker stores its part: at most one that is a sequence's first of several, and one that is a later one.
 __device__ __forceinline__ int slot_of(int worker, int index) { return 2 * worker + (index == 0); }
 
+// Weights of a sequence's parts, of which a lane has one, from the logarithms of their sums.
+__device__ __forceinline__ float weight_of(float log) {
+    float most = log;
+#pragma unroll
+    for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
+    const float share = power_of_2(log - (most == LOWEST ? 0 : most));
+    float all = share;
+#pragma unroll
+    for (int i = 16; i; i /= 2) all += __shfl_xor_sync(~0u, all, i);
+    return all == 0 ? 0 : share / all;
+}
+
+// By eight warps: out of a sequence = weighted sums of its parts. A warp adds up two heads at a time.
+__device__ __forceinline__ void join(
+    u16* out, const uint4* parts, const float4* sums, const Part& p, int heads, int from, int warp, int lane) {
+    constexpr int AHEAD = 4;  // parts that are read before their weights are known
+    for (int group = from; group < min(from + 64, heads); group += 16) {
+        struct { uint4 of[2][AHEAD][2]; } early;
+        float4 about[2];  // of a lane's part
+        auto place = [&](int part, int i) {  // past the last head: that of the first one
+            const int head = group + 8 * i + warp;
+            return (long long)slot_of(p.first + part, part) * heads + (head < heads ? head : group);
+        };
+        auto value = [&](int part, int i, int half) { return load_eight(parts + place(part, i) * 64 + 32 * half + lane); };
+#pragma unroll
+        for (int i = 0; i < 2; i++) about[i] = load_part(sums + place(min(lane, p.count - 1), i));
+#pragma unroll
+        for (int part = 0; part < AHEAD; part++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) early.of[i / 2][part][i % 2] = value(min(part, p.count - 1), i / 2, i % 2);
+        float weights[2][2], sum[2][2][8] = {};  // of a lane's part: of halves; of two heads, by halves
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float weight = weight_of(lane < p.count ? about[i].x : LOWEST);
+            weights[i][0] = weight * about[i].y, weights[i][1] = weight * about[i].z;
+        }
+        auto add = [&](const uint4& v, int part, int i, int half) {
+            const float w = __shfl_sync(~0u, weights[i][half], part);
+            const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                sum[i][half][2 * j] += w * widen_half((u16)pairs[j]);
+                sum[i][half][2 * j + 1] += w * widen_half((u16)(pairs[j] >> 16));
+            }
+        };
+#pragma unroll
+        for (int part = 0; part < AHEAD; part++)
+            if (part < p.count) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) add(early.of[i / 2][part][i % 2], part, i / 2, i % 2);
+            }
+#pragma unroll 2
+        for (int part = AHEAD; part < p.count; part++) {
+            uint4 v[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] = value(part, i / 2, i % 2);
+#pragma unroll
+            for (int i = 0; i < 4; i++) add(v[i], part, i / 2, i % 2);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int head = group + 8 * (i / 2) + warp;
+            u32* const to = (u32*)(out + (long long)head * LATENT + 256 * (i % 2) + lane / 4 * 32 + lane % 4 * 2);
+#pragma unroll
+            for (int j = 0; j < 4 && head < heads; j++)
+                to[4 * j] = narrow(sum[i / 2][i % 2][2 * j], sum[i / 2][i % 2][2 * j + 1]);
+        }
+    }
+}
+
 // 120 registers of each thread leave room for a block of mla_combine, which then need not be started when this ends.
 extern "C" __global__ void __maxnreg__(120) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, uint4* __restrict__ parts, float* __restrict__ sums,
-    int* __restrict__ counts, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
+    int* __restrict__ counts, u32* __restrict__ tickets, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
     int key_stride, int most, int batch, int heads, int rows, int block_size, int width, int table_stride, float scale, float v_scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
@@ -231,8 +298,16 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
     Shares shares = {notes.lens, lens, most, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
     int stage = 0;
     Part p = {};
+    auto take_plan = [&] {
+        wait_for_plan();
+        shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
+    };
 
-    if (thread == THREADS - 128) {
+    if (warp == 12) {  // the previous kernel may still write them: see below
+#pragma unroll 1
+        for (int i = lane; i < batch && batch <= KEPT; i += 32) notes.lens[i] = load_now(lens + i);
+    }
+    if (thread == THREADS - 32) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
         for (int i = 0; i < 4; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1), make_barrier(empty + 8 * i, 4);
@@ -251,8 +326,6 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
             return there ? load_now(table + (long long)p.seq * table_stride + page) : 0;
         };
         if (warp == 12) {
-            for (int i = lane; i < batch && batch <= KEPT; i += 32) notes.lens[i] = load_now(lens + i);
-            __syncwarp();
             Shares first = shares;
             divide(first, workers);
             for (bool again = false;; again = true) {
@@ -278,8 +351,7 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
         }
         asm volatile("setmaxnreg.dec.sync.aligned.u32 64;" ::: "memory");
         if (SPARSE && warp > 12) {
-            wait_for_plan();
-            shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
+            take_plan();
             more = next_part(shares, p);
         }
         u32 parity = 1, of_queries = 1;
@@ -371,35 +443,30 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
         return;
     }
     const int quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of heads
-    bool dry = WARM && is_true();
     u32 parity = 0;
-    auto begin = [&] {
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-        wait_for_plan();
-        shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
-    };
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     auto next = [&] { parity ^= stage, stage ^= 1; };
-    if (!dry) begin();
     if (warp < 4) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 80;" ::: "memory");
+        take_plan();
         u32 of_queries = 0;
-        while (dry || next_part(shares, p)) {
-            if (!dry) wait(asked, of_queries), of_queries ^= 1;
+        while (next_part(shares, p)) {
+            wait(asked, of_queries), of_queries ^= 1;
             float top[2], total[2] = {};
             top[0] = top[1] = LOWEST;
-            for (int t = p.begin; dry || t < p.end; t++) {
+            for (int t = p.begin; t < p.end; t++) {
                 const u32 own = ring + TILE * stage;
                 float score[KEYS / 2];
                 int chosen[2];
 #pragma unroll
                 for (int i = 0; SPARSE && i < 2; i++) {
                     const int at = t * KEYS + 32 * i + lane;
-                    chosen[i] = !dry && at < p.len ? load_now(indices + (long long)p.seq * most + at) : -1;
+                    chosen[i] = at < p.len ? load_now(indices + (long long)p.seq * most + at) : -1;
                 }
 #pragma unroll
                 for (int piece = 0; piece < PIECES; piece++) {
                     if (piece % 4 == 0 && piece < 8) {
-                        if (!dry) wait(full + 8 * (2 * stage + piece / 4), parity);
+                        wait(full + 8 * (2 * stage + piece / 4), parity);
                         if (SPARSE) show_to_multiply();
                         begin_multiply();
                     }
@@ -412,7 +479,7 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
                 const bool last = t + 1 == p.end;
-                if (last && !dry && lane == 0) arrive(asked + 8);
+                if (last && lane == 0) arrive(asked + 8);
 
                 const int left = p.len - t * KEYS;
                 if (!SPARSE && left < KEYS) {
@@ -446,7 +513,7 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                         const float low = power_of_2(fmaf(score[i], scale, -base)), high = power_of_2(fmaf(score[i + 1], scale, -base));
                         added += low + high;
                         const int column = i / 4 * 16 + 4 * quad;  // bytes
-                        if (!dry) store_pair(own + 8 * PIECE + own_row * 128 + (column ^ (own_row % 8) * 16), narrow(low, high));
+                        store_pair(own + 8 * PIECE + own_row * 128 + (column ^ (own_row % 8) * 16), narrow(low, high));
                     }
                     total[r] = fmaf(total[r], by, added);
                     if (quad == 0) notes.by[stage][own_row] = by;
@@ -458,25 +525,24 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                 }
                 show_to_multiply();
                 __syncwarp();
-                if (dry) break;
                 if (lane == 0) arrive(weights + 8 * stage);
                 next();
             }
-            if (dry) dry = false, begin();
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 168;" ::: "memory");
+        take_plan();
         const int half = warp / 4 - 1;  // of channels
-        while (dry || next_part(shares, p)) {
+        while (next_part(shares, p)) {
             float sum[LATENT / 4], top[2], total[2];
 #pragma unroll
             for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
-            for (int t = p.begin; dry || t < p.end; t++) {
+            for (int t = p.begin; t < p.end; t++) {
                 const u32 own = ring + TILE * stage, mine = own + half * 4 * PIECE;
-                if (!dry) wait(full + 8 * (2 * stage + half), parity), wait(weights + 8 * stage, parity);
+                wait(full + 8 * (2 * stage + half), parity), wait(weights + 8 * stage, parity);
                 float by[2];
 #pragma unroll
-                for (int r = 0; r < 2; r++) by[r] = dry ? 1 : notes.by[stage][row_of_lane + 8 * r];
+                for (int r = 0; r < 2; r++) by[r] = notes.by[stage][row_of_lane + 8 * r];
                 if (t + 1 == p.end) {
 #pragma unroll
                     for (int r = 0; r < 2; r++)
@@ -487,7 +553,7 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                     for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
                 }
                 const int left = p.len - t * KEYS;
-                if (!SPARSE && left < KEYS && !dry) {  // what lies past the end can be NaN
+                if (!SPARSE && left < KEYS) {  // what lies past the end can be NaN
                     for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
 #pragma unroll
                         for (int piece = 0; piece < 4; piece++) store_zeros(mine + PIECE * piece + 16 * i);
@@ -507,16 +573,12 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                 finish_multiply<0>();
 #pragma unroll
                 for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
-                if (dry) break;
                 if (lane == 0) arrive(empty + 8 * (2 * stage + half));
                 next();
             }
-            if (dry) {
-                dry = false, begin();
-                continue;
-            }
             const int slot = slot_of(shares.of, p.index);
-            if (thread == 128 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = p.count;
+            const bool joined = p.count <= 32 && p.count * min(heads, 64) <= JOINED;
+            if (thread == 128 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = joined ? -p.count : p.count;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int head = 64 * row + row_of_lane + 8 * r, channel = 256 * half + 2 * quad;
@@ -548,6 +610,17 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                 if (quad == 0) sums[4 * at + 1 + half] = __int_as_float((exponent - 14) << 23);
                 if (half == 0 && quad == 0) sums[4 * at] = total[r] == 0 ? top[r] : top[r] + log2f(total[r]);
             }
+            if (p.count == 1 || !joined) continue;
+            halves_meet();
+            if (thread == 128) {
+                u32* const ticket = tickets + p.seq * rows + row;
+                notes.joins = add_to(ticket, 1) == p.count - 1;
+                if (notes.joins) *ticket = 0;  // for the next launch
+            }
+            halves_meet();
+            if (notes.joins)
+                join(out + (long long)p.seq * heads * LATENT, parts, (const float4*)sums, p, heads, 64 * row, warp - 4, lane);
+            halves_meet();
         }
     }
 }
@@ -563,7 +636,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = quotient(4 * heads, rows), seq = blockIdx.x / blocks;
     const int from = blockIdx.x % blocks * rows;
     const int first = load_now(counts + 2 * seq), count = load_now(counts + 2 * seq + 1);
-    if (count == 1) return;
+    if (count <= 1) return;  // or its parts are added up
     for (int unit = from; unit < min(from + rows, 4 * heads); unit++) {
         const int head = unit / 4, quarter = unit % 4;
         auto place = [&](int part) { return (long long)slot_of(first + part, part) * heads + head; };
