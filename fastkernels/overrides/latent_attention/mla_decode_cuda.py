@@ -44,14 +44,15 @@ class Plan(NamedTuple):
     least: int = 2
     extra: int = 4
     joined: int = 256
-    prefetch: int = 0
+    cluster: int = 1
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DJOINED={self.joined}", f"-DPREFETCH={self.prefetch}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            f"-DJOINED={self.joined}", f"-DCLUSTER={self.cluster}",
+            f"-DCLUSTERED={'__cluster_dims__(2,1,1)' if self.cluster > 1 else ''}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
@@ -91,7 +92,7 @@ _loaded: set[tuple[torch.device, Plan]] = set()
 def plan(q: torch.Tensor, kv_cache: torch.Tensor, sparse: bool = False, **params: int) -> Plan:
     """Return the constants for a call."""
     box = KEYS if sparse else next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0)
-    params = {"prefetch": int(q.shape[1] > HEADS), **params}  # faster with more blocks of heads only
+    params = {"cluster": 1 + (cdiv(q.shape[1], HEADS) == 2 and not sparse), **params}
     return Plan(box, q.dtype == torch.bfloat16, sparse, **params)
 
 

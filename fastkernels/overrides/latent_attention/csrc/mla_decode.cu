@@ -16,7 +16,7 @@
 // The block that is last to store one adds up all of them; those of many parts are left to mla_combine.
 //
 // Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part),
-// EXTRA, JOINED (most heads times parts of a sequence that its last block adds up), PREFETCH (the tile after the next one is brought to L2), SPARSE (a sequence's keys are chosen by indices; see
+// EXTRA, JOINED (most heads times parts of a sequence that its last block adds up), CLUSTER (2: the two blocks of a sequence's heads, each of which copies half of a tile to both), SPARSE (a sequence's keys are chosen by indices; see
 // mla_sparse), BF16. multiply() for scores and weigh() precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
@@ -33,15 +33,33 @@ __device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int chann
                  ::"r"(to), "l"(&map), "r"(channel), "r"(row), "r"(block), "r"(barrier) : "memory");
 }
 
+__device__ __forceinline__ void load_for_both(u32 to, const TensorMap& map, int channel, int row, int block, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+                 " [%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(to), "l"(&map), "r"(channel), "r"(row), "r"(block), "r"(barrier), "h"((u16)3) : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+        " mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+        ::"r"(barrier), "r"(rank) : "memory");
+}
+
+__device__ __forceinline__ void cluster_begins() {  // after the fence of its barriers
+    if (CLUSTER == 1) return __syncthreads();
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+    __syncthreads();
+}
+
+__device__ __forceinline__ void cluster_ends() {  // not while the other block arrives here
+    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ int load_now(const int* at) {  // from L2: the previous kernel may have written it
     int v;
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
-}
-
-__device__ __forceinline__ void bring_to_l2(const TensorMap& map, int channel, int row, int block) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
-                 ::"l"(&map), "r"(channel), "r"(row), "r"(block) : "memory");
 }
 
 __device__ __forceinline__ float load_number(const float* at) {
@@ -280,7 +298,7 @@ __device__ __forceinline__ void join(
 }
 
 // 120 registers of each thread leave room for a block of mla_combine, which then need not be started when this ends.
-extern "C" __global__ void __maxnreg__(120) mla_decode(
+extern "C" __global__ void CLUSTERED __maxnreg__(120) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, uint4* __restrict__ parts, float* __restrict__ sums,
     int* __restrict__ counts, u32* __restrict__ tickets, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
@@ -310,12 +328,12 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
     if (thread == THREADS - 32) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
-        for (int i = 0; i < 4; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1), make_barrier(empty + 8 * i, 4);
+        for (int i = 0; i < 4; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1), make_barrier(empty + 8 * i, CLUSTER == 2 && i % 2 == row ? 8 : 4);
         make_barrier(asked, 1), make_barrier(asked + 8, 4), make_barrier(weights, 4), make_barrier(weights + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         show_to_multiply();
     }
-    __syncthreads();
+    cluster_begins();
     if (warp >= 12) {
         // The previous kernel may still run and write lengths. The plan is made meanwhile, and again if they have changed.
         bool more = false;
@@ -425,21 +443,16 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                     for (int j = 0; j < count; j++) {
                         const int page = __shfl_sync(~0u, here, at + j), from = (box + j) * BOX % block_size;
                         const u32 to = ring + TILE * stage + PIECE * piece + 128 * BOX * j;
-                        if (lane < 4 + half) load_box(to, kv_map, 64 * piece, from, page, barrier);
+                        if (lane < 4 + half && CLUSTER == 1) load_box(to, kv_map, 64 * piece, from, page, barrier);
+                        if (lane < 4 + half && CLUSTER == 2 && half == row) load_for_both(to, kv_map, 64 * piece, from, page, barrier);
                     }
                 }
                 box += count;
-                // The tile that is copied when this one has been read
-                for (int j = 0; j < min(BOXES, boxes - box - BOXES) && PREFETCH && row == 0; j++) {
-                    const int later = at + 2 * BOXES + j, one = __shfl_sync(~0u, here, later % 32);
-                    const int other = __shfl_sync(~0u, ahead, later % 32);
-                    if (lane < PIECES)
-                        bring_to_l2(kv_map, 64 * lane, (box + BOXES + j) * BOX % block_size, later < 32 ? one : other);
-                }
                 parity ^= stage, stage ^= 1;
             }
         }
 #endif
+        cluster_ends();
         return;
     }
     const int quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of heads
@@ -574,6 +587,7 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
 #pragma unroll
                 for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
                 if (lane == 0) arrive(empty + 8 * (2 * stage + half));
+                if (lane == 0 && CLUSTER == 2 && half != row) arrive_at(empty + 8 * (2 * stage + half), half);
                 next();
             }
             const int slot = slot_of(shares.of, p.index);
@@ -623,6 +637,7 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
             halves_meet();
         }
     }
+    cluster_ends();
 }
 
 // out: weighted sums of parts. Two warps add up a quarter of a head's channels; blocks have `rows` such quarters each.
