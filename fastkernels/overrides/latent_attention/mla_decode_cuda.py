@@ -49,10 +49,11 @@ class Plan(NamedTuple):
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
+        clustered = "__cluster_dims__(2,1,1)" if self.cluster > 1 else ""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DJOINED={self.joined}", f"-DCLUSTER={self.cluster}",
-            f"-DCLUSTERED={'__cluster_dims__(2,1,1)' if self.cluster > 1 else ''}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            f"-DJOINED={self.joined}", f"-DCLUSTER={self.cluster}", f"-DCLUSTERED={clustered}",
+            f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
@@ -195,7 +196,11 @@ def _run(
     )  # fmt: skip
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(
-        workers * rows, THREADS, stream, (q_map, kv_map, *pointers, taken.data_ptr(), *chosen, *numbers), overlap=early
+        workers * rows,
+        THREADS,
+        stream,
+        (q_map, kv_map, *pointers, taken.data_ptr(), *chosen, *numbers),
+        overlap=early,
     )
     # Quarters of a head in a block: more where few sequences, if any, are left to it
     per_block, most_blocks = 1, 1056 if cdiv(workers, batch) * min(heads, HEADS) <= p.joined else 4096

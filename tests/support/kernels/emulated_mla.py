@@ -19,7 +19,8 @@ SHARED = (
 BODIES = {
     **{name: emulated_tiled.BODIES[name] for name in SHARED},
     **{name: emulated_tiled.BODIES[name] for name in ("arrive_at", "cluster_begins", "cluster_ends")},
-    "load_for_both": "for (int i = 0; i < 2; i++) copy(in_block(to, i), map.opaque, channel, row, block, in_block(barrier, i));",
+    "load_for_both": "for (int i = 0; i < 2; i++)"
+    " copy(in_block(to, i), map.opaque, channel, row, block, in_block(barrier, i));",
     "copy_or_zero": "there ? memcpy(at_of(to), from, 16) : memset(at_of(to), 0, 16);",
     "arrive_when_copied": "count(barrier, 1, 0), changes.held++;",
     "copies_end": "",
@@ -43,7 +44,8 @@ BEFORE = """#define MEMORY (CLUSTER << 18)
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
 static Meeting changes, plan[2] = {{SPARSE ? 512 : 416}, {SPARSE ? 512 : 416}};  // of barriers; of blocks
-static Meeting of_groups[2][3] = {{{128}, {128}, {128}}, {{128}, {128}, {128}}}, of_halves[2] = {{256}, {256}};  // of warpgroups
+static Meeting of_groups[2][3] = {{{128}, {128}, {128}}, {{128}, {128}, {128}}};  // of warpgroups
+static Meeting of_halves[2] = {{256}, {256}};
 inline int __reduce_add_sync(unsigned, int v) {
     return among(v, [](auto of) { int all = 0; for (int lane = 0; lane < 32; lane++) all += of(lane); return all; });
 }
@@ -120,8 +122,8 @@ void one() {
     const TensorMap q_map = {{(u64)q.data(), 576, heads, batch, 576, heads * 576, 64}};
     const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
     mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(),
-               tickets.data(), indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads, head[2], size,
-               head[4], head[4], scales[0], scales[1]);
+               tickets.data(), indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads,
+               head[2], size, head[4], head[4], scales[0], scales[1]);
 }
 
 void two() { mla_combine(out.data(), (uint2*)parts.data(), sums.data(), counts.data(), head[1], per_combine); }
@@ -176,4 +178,6 @@ def decode(
     given += b"".join(t.contiguous().numpy().tobytes() for t in tensors)
     found = run(source, given, folder)
     counts = struct.unpack(f"{2 * batch}i", (folder / "counts").read_bytes())[1::2]
-    return torch.frombuffer(bytearray(found), dtype=q.dtype).view(batch, heads, cuda.RANK), [abs(n) for n in counts]
+    return torch.frombuffer(bytearray(found), dtype=q.dtype).view(batch, heads, cuda.RANK), [
+        abs(n) for n in counts
+    ]
