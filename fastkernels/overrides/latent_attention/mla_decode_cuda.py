@@ -26,6 +26,7 @@ RANK, SIZE = 512, 576  # channels of a latent, and with the rotary key
 HEADS, KEYS = 64, 64  # of a block; of a tile
 THREADS, COMBINE_THREADS = 512, 64
 MAX_WORKERS = 160
+BESIDE = True
 SHARED = (
     3 * 2 * SIZE * KEYS + 96 + 1556 + 2048 + 1024
 )  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
@@ -83,7 +84,7 @@ def _kernels(device: torch.device, p: Plan) -> tuple[cuda_rtc.Kernel, cuda_rtc.K
     made = source(p)
     return (
         cuda_rtc.Kernel(made, "mla_decode", p.options, device.index, TYPES, SHARED),
-        cuda_rtc.Kernel(made, "mla_combine", p.options, device.index, COMBINE_TYPES, 0),
+        cuda_rtc.Kernel(made, "mla_combine", p.options, device.index, COMBINE_TYPES, 0, BESIDE),
     )
 
 
@@ -174,6 +175,9 @@ def _run(
     batch, heads = q.shape[:2]
     if out.numel() == 0:
         return out
+    if out.data_ptr() % 16:  # rows are written in 16 bytes
+        made = torch.empty_like(out)
+        return out.copy_(_run(q, kv_cache, indices, seq_lens, block_table, scale, k_scale, made, **params))
     device, sparse, (blocks, block_size, _) = q.device, indices is not None, kv_cache.shape
     kernel, combine = _kernels(device, p := plan(q, kv_cache, sparse, **params))
     rows = cdiv(heads, HEADS)

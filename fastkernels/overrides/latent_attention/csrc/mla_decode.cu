@@ -227,6 +227,21 @@ __device__ __forceinline__ bool next_part(Shares& s, Part& p) {
 // Where a worker stores its part: at most one that is a sequence's first of several, and one that is a later one.
 __device__ __forceinline__ int slot_of(int worker, int index) { return 2 * worker + (index == 0); }
 
+// Pairs 8 channels apart, of four lanes, become 8 channels in a row: v[j] of lane i and v[i] of lane j change places.
+__device__ __forceinline__ uint4 in_a_row(u32 (&v)[4], int quad) {
+#pragma unroll
+    for (int by = 1; by <= 2; by *= 2) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i & by) continue;
+            const bool upper = quad & by;
+            const u32 other = __shfl_xor_sync(~0u, upper ? v[i] : v[i + by], by);
+            if (upper) v[i] = other; else v[i + by] = other;
+        }
+    }
+    return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
 // Weights of a sequence's parts, of which a lane has one, from the logarithms of their sums.
 __device__ __forceinline__ float weight_of(float log) {
     float most = log;
@@ -289,10 +304,11 @@ __device__ __forceinline__ void join(
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int head = group + 8 * (i / 2) + warp;
-            u32* const to = (u32*)(out + (long long)head * LATENT + 256 * (i % 2) + lane / 4 * 32 + lane % 4 * 2);
+            u32 v[4];
 #pragma unroll
-            for (int j = 0; j < 4 && head < heads; j++)
-                to[4 * j] = narrow(sum[i / 2][i % 2][2 * j], sum[i / 2][i % 2][2 * j + 1]);
+            for (int j = 0; j < 4; j++) v[j] = narrow(sum[i / 2][i % 2][2 * j], sum[i / 2][i % 2][2 * j + 1]);
+            const uint4 all = in_a_row(v, lane % 4);
+            if (head < heads) ((uint4*)(out + (long long)head * LATENT + 256 * (i % 2)))[lane] = all;
         }
     }
 }
@@ -595,13 +611,18 @@ extern "C" __global__ void CLUSTERED __maxnreg__(120) mla_decode(
             if (thread == 128 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = joined ? -p.count : p.count;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const int head = 64 * row + row_of_lane + 8 * r, channel = 256 * half + 2 * quad;
+                const int head = 64 * row + row_of_lane + 8 * r;
                 float by = total[r] == 0 ? 0 : v_scale / total[r], peak = 0;
                 if (p.count == 1) {
-                    if (head >= heads) continue;
-                    u32* const to = (u32*)(out + ((long long)p.seq * heads + head) * LATENT + channel);
+                    uint4* const to = (uint4*)(out + ((long long)p.seq * heads + head) * LATENT + 256 * half) + quad;
 #pragma unroll
-                    for (int i = 0; i < 32; i++) to[4 * i] = narrow(sum[4 * i + 2 * r] * by, sum[4 * i + 2 * r + 1] * by);
+                    for (int i = 0; i < 8; i++) {
+                        u32 v[4];
+#pragma unroll
+                        for (int j = 0; j < 4; j++) v[j] = narrow(sum[16 * i + 4 * j + 2 * r] * by, sum[16 * i + 4 * j + 2 * r + 1] * by);
+                        const uint4 all = in_a_row(v, quad);
+                        if (head < heads) to[4 * i] = all;
+                    }
                     continue;
                 }
                 // In float16, times a power of 2 with which the largest is from 2^14 to 2^15: it is stored with the sum
