@@ -15,7 +15,7 @@
 // where a sequence counts EXTRA more. The results of a sequence with several parts go through memory, in float16 with a scale.
 // The block that is last to store one adds up all of them; those of many parts are left to mla_combine.
 //
-// Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part),
+// Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part of long sequences),
 // EXTRA, JOINED (most heads times parts of a sequence that its last block adds up), CLUSTER (2: the two blocks of a sequence's heads, each of which copies half of a tile to both), SPARSE (a sequence's keys are chosen by indices; see
 // mla_sparse), BF16. multiply() for scores and weigh() precede this file.
 
@@ -170,7 +170,7 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
         float mine[MOST / 32];
 #pragma unroll
         for (int i = 0; i < MOST / 32; i++) mine[i] = 32 * i + lane < s.batch ? tiles_of(s.len(32 * i + lane)) : 0;
-        int low = max(quotient(total, workers), LEAST) - 1, high = s.share + 1;
+        int low = max(quotient(total, workers), total > 32 * s.batch ? LEAST : 1) - 1, high = s.share + 1;
         while (low + 1 < high) {
             const int size = (low + high) / 2;
             const float inverse = 1.0f / size, up = size - 0.5f;
