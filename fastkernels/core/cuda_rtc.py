@@ -208,13 +208,11 @@ class Kernel:
 
     types        ctypes of the kernel's parameters, in order
     shared       bytes of dynamic shared memory
-    beside       whether multiprocessors keep as much shared memory as they can, for kernels that run before and after
     """
 
     def __init__(
-        self, source: str, name: str, options: Sequence[str], device: int, types: Sequence[Any], shared: int,
-        beside: bool = False,
-    ) -> None:  # fmt: skip
+        self, source: str, name: str, options: Sequence[str], device: int, types: Sequence[Any], shared: int
+    ) -> None:
         import torch
         from cuda.bindings import driver
 
@@ -229,9 +227,6 @@ class Kernel:
             (self.function,) = _checked(driver.cuModuleGetFunction(self.module, name.encode()))
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(driver.cuFuncSetAttribute(self.function, limit, shared))
-            if beside:
-                kept = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-                _checked(driver.cuFuncSetAttribute(self.function, kept, 100))
 
     def launch(self, grid: int, block: int, stream: int, args: Sequence[Any], overlap: bool = False) -> None:
         """Launch `grid` blocks on the stream; with `overlap`, before the previous kernel ends (griddepcontrol.wait)."""

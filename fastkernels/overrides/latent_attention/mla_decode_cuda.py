@@ -26,7 +26,6 @@ RANK, SIZE = 512, 576  # channels of a latent, and with the rotary key
 HEADS, KEYS = 64, 64  # of a block; of a tile
 THREADS, COMBINE_THREADS = 512, 64
 MAX_WORKERS = 160
-BESIDE = True
 SHARED = (
     3 * 2 * SIZE * KEYS + 96 + 1556 + 2048 + 1024
 )  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
@@ -44,17 +43,14 @@ class Plan(NamedTuple):
     sparse: bool = False
     least: int = 2
     extra: int = 4
-    joined: int = 256
-    cluster: int = 1
+    joined: int = 128
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
-        clustered = "__cluster_dims__(2,1,1)" if self.cluster > 1 else ""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DJOINED={self.joined}", f"-DCLUSTER={self.cluster}", f"-DCLUSTERED={clustered}",
-            f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            f"-DJOINED={self.joined}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
@@ -84,7 +80,7 @@ def _kernels(device: torch.device, p: Plan) -> tuple[cuda_rtc.Kernel, cuda_rtc.K
     made = source(p)
     return (
         cuda_rtc.Kernel(made, "mla_decode", p.options, device.index, TYPES, SHARED),
-        cuda_rtc.Kernel(made, "mla_combine", p.options, device.index, COMBINE_TYPES, 0, BESIDE),
+        cuda_rtc.Kernel(made, "mla_combine", p.options, device.index, COMBINE_TYPES, 0),
     )
 
 
@@ -94,7 +90,6 @@ _loaded: set[tuple[torch.device, Plan]] = set()
 def plan(q: torch.Tensor, kv_cache: torch.Tensor, sparse: bool = False, **params: int) -> Plan:
     """Return the constants for a call."""
     box = KEYS if sparse else next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0)
-    params = {"cluster": 1 + (cdiv(q.shape[1], HEADS) == 2 and not sparse), **params}
     return Plan(box, q.dtype == torch.bfloat16, sparse, **params)
 
 
@@ -207,7 +202,7 @@ def _run(
         overlap=early,
     )
     # Quarters of a head in a block: more where few sequences, if any, are left to it
-    per_block, most_blocks = 1, 1056 if cdiv(workers, batch) * min(heads, HEADS) <= p.joined else 4096
+    per_block, most_blocks = 1, 1056 if workers // batch * min(heads, HEADS) <= p.joined else 4096
     while batch * cdiv(4 * heads, per_block) > most_blocks and per_block < 16:
         per_block *= 2
     grid = batch * cdiv(4 * heads, per_block)

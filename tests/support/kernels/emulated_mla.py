@@ -18,9 +18,6 @@ SHARED = (
 )  # fmt: skip
 BODIES = {
     **{name: emulated_tiled.BODIES[name] for name in SHARED},
-    **{name: emulated_tiled.BODIES[name] for name in ("arrive_at", "cluster_begins", "cluster_ends")},
-    "load_for_both": "for (int i = 0; i < 2; i++)"
-    " copy(in_block(to, i), map.opaque, channel, row, block, in_block(barrier, i));",
     "copy_or_zero": "there ? memcpy(at_of(to), from, 16) : memset(at_of(to), 0, 16);",
     "arrive_when_copied": "count(barrier, 1, 0), changes.held++;",
     "copies_end": "",
@@ -29,23 +26,22 @@ BODIES = {
     "load_number": "return *at;",
     "load_part": "return *at;",
     "store_pair": "memcpy(at_of(at), &v, 4);",
-    "halves_meet": "meets(of_halves[rank_of_block()]);",
+    "halves_meet": "meets(of_halves);",
     "add_to": "const u32 old = *ticket; *ticket += value; return old;",
     "load_eight": "return *at;",
     "store_zeros": "memset(at_of(at), 0, 16);",
-    "plan_is_ready": "arrive_at(plan[rank_of_block()]);",
-    "wait_for_plan": "meets(plan[rank_of_block()]);",
+    "plan_is_ready": "arrive_at(plan);",
+    "wait_for_plan": "meets(plan);",
     "narrow_half": "const _Float16 v[2] = {(_Float16)low, (_Float16)high}; u32 bits; memcpy(&bits, v, 4); return bits;",
     "widen_half": "_Float16 f; memcpy(&f, &bits, 2); return f;",
     "load_four": "return *at;",
-    "group_meets": "meets(of_groups[rank_of_block()][group]);",
+    "group_meets": "meets(of_groups[group]);",
 }
-BEFORE = """#define MEMORY (CLUSTER << 18)
+BEFORE = """#define CLUSTER 1
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
-static Meeting changes, plan[2] = {{SPARSE ? 512 : 416}, {SPARSE ? 512 : 416}};  // of barriers; of blocks
-static Meeting of_groups[2][3] = {{{128}, {128}, {128}}, {{128}, {128}, {128}}};  // of warpgroups
-static Meeting of_halves[2] = {{256}, {256}};
+static Meeting changes, plan = {SPARSE ? 512 : 416};  // of barriers
+static Meeting of_groups[3] = {{128}, {128}, {128}}, of_halves = {256};  // of warpgroups
 inline int __reduce_add_sync(unsigned, int v) {
     return among(v, [](auto of) { int all = 0; for (int lane = 0; lane < 32; lane++) all += of(lane); return all; });
 }
@@ -139,10 +135,10 @@ int main(int, char** names) {
     out.assign(batch * heads * 512, 0xffff), counts.assign(2 * batch, -1), tickets.assign(batch * head[2], 0);
     parts.assign((size_t)2 * workers * heads * 64, {~0u, ~0u, ~0u, ~0u}), sums.assign(8 * workers * heads, NAN);
     gridDim.x = workers * head[2];
-    for (int block = 0; block < gridDim.x; block += CLUSTER) {
+    for (int block = 0; block < gridDim.x; block++) {
         memset(shared_memory, 0xff, sizeof shared_memory);
         barriers.clear();
-        run_cluster(CLUSTER, block, THREADS, one);
+        run_cluster(1, block, THREADS, one);
     }
     const int combines = batch * ((4 * heads + per_combine - 1) / per_combine);
     for (int block = 0; block < combines; block++) run_cluster(1, block, COMBINE_THREADS, two);
@@ -162,7 +158,7 @@ def decode(
     p = cuda.plan(q, kv_cache, indices is not None, **params)
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void CLUSTERED __maxnreg__(120)': "void",
+        'extern "C" __global__ void __maxnreg__(120)': "void",
         'extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16)': "void",
         "__syncthreads();": "meet_block();",
         "multiply(score,": "multiply_16(score,",

@@ -16,7 +16,7 @@
 // The block that is last to store one adds up all of them; those of many parts are left to mla_combine.
 //
 // Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part of long sequences),
-// EXTRA, JOINED (most heads times parts of a sequence that its last block adds up), CLUSTER (2: the two blocks of a sequence's heads, each of which copies half of a tile to both), SPARSE (a sequence's keys are chosen by indices; see
+// EXTRA, JOINED (most heads times parts of a sequence that its last block adds up), SPARSE (a sequence's keys are chosen by indices; see
 // mla_sparse), BF16. multiply() for scores and weigh() precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
@@ -31,29 +31,6 @@ static_assert(KEYS % BOX == 0 && BOX % 8 == 0, "a copy begins where the swizzle 
 __device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int channel, int row, int block, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(to), "l"(&map), "r"(channel), "r"(row), "r"(block), "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void load_for_both(u32 to, const TensorMap& map, int channel, int row, int block, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-                 " [%0], [%1, {%2, %3, %4}], [%5], %6;"
-                 ::"r"(to), "l"(&map), "r"(channel), "r"(row), "r"(block), "r"(barrier), "h"((u16)3) : "memory");
-}
-
-__device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
-    asm volatile(
-        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-        " mbarrier.arrive.shared::cluster.b64 _, [there]; }"
-        ::"r"(barrier), "r"(rank) : "memory");
-}
-
-__device__ __forceinline__ void cluster_begins() {  // after the fence of its barriers
-    if (CLUSTER == 1) return __syncthreads();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
-    __syncthreads();
-}
-
-__device__ __forceinline__ void cluster_ends() {  // not while the other block arrives here
-    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ int load_now(const int* at) {  // from L2: the previous kernel may have written it
@@ -271,7 +248,8 @@ __device__ __forceinline__ void join(
 #pragma unroll
         for (int part = 0; part < AHEAD; part++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) early.of[i / 2][part][i % 2] = value(min(part, p.count - 1), i / 2, i % 2);
+            for (int i = 0; i < 4; i++)
+                if (part < p.count) early.of[i / 2][part][i % 2] = value(part, i / 2, i % 2);
         float weights[2][2], sum[2][2][8] = {};  // of a lane's part: of halves; of two heads, by halves
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -314,7 +292,7 @@ __device__ __forceinline__ void join(
 }
 
 // 120 registers of each thread leave room for a block of mla_combine, which then need not be started when this ends.
-extern "C" __global__ void CLUSTERED __maxnreg__(120) mla_decode(
+extern "C" __global__ void __maxnreg__(120) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, uint4* __restrict__ parts, float* __restrict__ sums,
     int* __restrict__ counts, u32* __restrict__ tickets, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
@@ -344,12 +322,12 @@ extern "C" __global__ void CLUSTERED __maxnreg__(120) mla_decode(
     if (thread == THREADS - 32) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
-        for (int i = 0; i < 4; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1), make_barrier(empty + 8 * i, CLUSTER == 2 && i % 2 == row ? 8 : 4);
+        for (int i = 0; i < 4; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1), make_barrier(empty + 8 * i, 4);
         make_barrier(asked, 1), make_barrier(asked + 8, 4), make_barrier(weights, 4), make_barrier(weights + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         show_to_multiply();
     }
-    cluster_begins();
+    __syncthreads();
     if (warp >= 12) {
         // The previous kernel may still run and write lengths. The plan is made meanwhile, and again if they have changed.
         bool more = false;
@@ -459,8 +437,7 @@ extern "C" __global__ void CLUSTERED __maxnreg__(120) mla_decode(
                     for (int j = 0; j < count; j++) {
                         const int page = __shfl_sync(~0u, here, at + j), from = (box + j) * BOX % block_size;
                         const u32 to = ring + TILE * stage + PIECE * piece + 128 * BOX * j;
-                        if (lane < 4 + half && CLUSTER == 1) load_box(to, kv_map, 64 * piece, from, page, barrier);
-                        if (lane < 4 + half && CLUSTER == 2 && half == row) load_for_both(to, kv_map, 64 * piece, from, page, barrier);
+                        if (lane < 4 + half) load_box(to, kv_map, 64 * piece, from, page, barrier);
                     }
                 }
                 box += count;
@@ -468,7 +445,6 @@ extern "C" __global__ void CLUSTERED __maxnreg__(120) mla_decode(
             }
         }
 #endif
-        cluster_ends();
         return;
     }
     const int quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of heads
@@ -603,7 +579,6 @@ extern "C" __global__ void CLUSTERED __maxnreg__(120) mla_decode(
 #pragma unroll
                 for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
                 if (lane == 0) arrive(empty + 8 * (2 * stage + half));
-                if (lane == 0 && CLUSTER == 2 && half != row) arrive_at(empty + 8 * (2 * stage + half), half);
                 next();
             }
             const int slot = slot_of(shares.of, p.index);
@@ -658,7 +633,6 @@ extern "C" __global__ void CLUSTERED __maxnreg__(120) mla_decode(
             halves_meet();
         }
     }
-    cluster_ends();
 }
 
 // out: weighted sums of parts. Two warps add up a quarter of a head's channels; blocks have `rows` such quarters each.
