@@ -234,7 +234,7 @@ __device__ __forceinline__ float weight_of(float log) {
 // By eight warps: out of a sequence = weighted sums of its parts. A warp adds up two heads at a time.
 __device__ __forceinline__ void join(
     u16* out, const uint4* parts, const float4* sums, const Part& p, int heads, int from, int warp, int lane) {
-    constexpr int AHEAD = 4;  // parts that are read before their weights are known
+    constexpr int AHEAD = 2;  // parts that are read before their weights are known
     for (int group = from; group < min(from + 64, heads); group += 16) {
         struct { uint4 of[2][AHEAD][2]; } early;
         float4 about[2];  // of a lane's part
@@ -248,8 +248,7 @@ __device__ __forceinline__ void join(
 #pragma unroll
         for (int part = 0; part < AHEAD; part++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (part < p.count) early.of[i / 2][part][i % 2] = value(part, i / 2, i % 2);
+            for (int i = 0; i < 4; i++) early.of[i / 2][part][i % 2] = value(part, i / 2, i % 2);
         float weights[2][2], sum[2][2][8] = {};  // of a lane's part: of halves; of two heads, by halves
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -267,10 +266,8 @@ __device__ __forceinline__ void join(
         };
 #pragma unroll
         for (int part = 0; part < AHEAD; part++)
-            if (part < p.count) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) add(early.of[i / 2][part][i % 2], part, i / 2, i % 2);
-            }
+            for (int i = 0; i < 4; i++) add(early.of[i / 2][part][i % 2], part, i / 2, i % 2);
 #pragma unroll 2
         for (int part = AHEAD; part < p.count; part++) {
             uint4 v[4];
