@@ -15,12 +15,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import PathFinder
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 
 from fastkernels.core import registry
 from fastkernels.core import tuning as tuned
@@ -400,7 +401,38 @@ def _register(schema: str, bodies: dict[str, Callable[..., Any]], fake: Callable
     LIBRARY.define(schema)
     for device, body in bodies.items():
         LIBRARY.impl(name, body, device)
-    torch.library.register_fake(f"fastkernels::{name}", fake, lib=LIBRARY)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        if args and args[0].device.type == "cpu" and TracingContext.try_get() is not None:
+            _repair_inductor()
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(f"fastkernels::{name}", traced, lib=LIBRARY)
+
+
+@cache
+def _repair_inductor() -> None:
+    """Keep compiled CPU kernels behind the ops that write what they read.
+
+    Inductor's C++ backend aligns the loops of two kernels before it fuses them, and finds their inputs again. PyTorch
+    up to 2.13 then forgets that an op has written such an input since (pytorch/pytorch issue 185509): the fused kernel
+    no longer depends on that op, and may run before it. Triton's backend does not use this method.
+    """
+    from torch._inductor.dependencies import StarDep, WeakDep
+    from torch._inductor.scheduler import SchedulerNode
+    from torch.utils._ordered_set import OrderedSet
+
+    stock: Any = SchedulerNode.recompute_size_and_body
+
+    def recompute_size_and_body(self: Any, *args: Any, **kwargs: Any) -> None:
+        order = OrderedSet(d for d in self.read_writes.reads if isinstance(d, (StarDep, WeakDep)))
+        stock(self, *args, **kwargs)
+        self.set_read_writes(self.read_writes.with_read(order).rename(self.mutation_renames))
+
+    node: Any = SchedulerNode
+    node.recompute_size_and_body = recompute_size_and_body
+    config: Any = torch.compiler.config
+    config.cache_key_tag += "fastkernels-1"  # torch's caches may have code from before the repair
 
 
 @contextmanager
