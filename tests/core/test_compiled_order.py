@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor import config
+from torch._inductor import config, scheduler
 
+from fastkernels.core import dispatch
 from fastkernels.core.dispatch import Provider, define
 
 ADDED = define(
@@ -44,3 +45,27 @@ def test_fused_kernel_waits_for_the_op_that_writes_its_input(dynamic: bool) -> N
         found = torch.compile(run, fullgraph=True, dynamic=dynamic)(x, given, bias)
     for ours, right in zip(found, run(x, given, bias), strict=True):
         torch.testing.assert_close(ours, right)
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        "torch._inductor.scheduler.SchedulerNode", "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+        "torch._inductor.dependencies.StarDep", "torch.compiler.config",
+    ],
+)  # fmt: skip
+def test_other_inductor_stays_as_it_is(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = scheduler.SchedulerNode
+    before, tag = node.recompute_size_and_body, torch.compiler.config.cache_key_tag
+    with monkeypatch.context() as without:
+        without.delattr(gone)
+        dispatch._repair_inductor.__wrapped__()
+    assert node.recompute_size_and_body is before and torch.compiler.config.cache_key_tag == tag
+
+
+def test_repair_passes_over_nodes_with_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    node: Any = scheduler.SchedulerNode
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+    monkeypatch.setattr(node, "recompute_size_and_body", lambda self, *args, **kwargs: (self, args, kwargs))
+    dispatch._repair_inductor.__wrapped__()
+    assert node.recompute_size_and_body(3, 4, five=5) == (3, (4,), {"five": 5})
