@@ -95,9 +95,16 @@ def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
     """ff(x), an MLP of diffusers: modules in a row, `net`. Compiled, a GEGLU's product is one of ours, too."""
+    last, x = mlp_but_last(ff, x)
+    return product(last, x) if type(last) is nn.Linear else last(x)
+
+
+def mlp_but_last(ff: Any, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """An MLP's last module and what that reads; the MLP itself and x if its own code has to run."""
     if changed(ff) or not type(ff).__name__.endswith("FeedForward"):
-        return ff(x)
-    for module in ff.net:
+        return ff, x
+    *before, last = ff.net
+    for module in before:
         cls = type(module)
         left = getattr(cls, "fastkernels_tried", not hasattr(cls, "fastkernels"))  # to a compiler
         if cls is nn.Linear:
@@ -107,12 +114,13 @@ def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
             x = values * nn.functional.gelu(gate)
         else:
             x = module(x)
-    return x
+    return last, x
 
 
-def _of_two(
+def compute_of_two(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """torch.cat((a, b), -1) W^T + bias, as two products."""
     first, second = weight.split((a.shape[-1], b.shape[-1]), dim=1)
     x, y = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     out = a.new_empty((len(x), len(weight)))
@@ -125,7 +133,7 @@ def _of_two(
 # One op, since a compiler would copy the first product before it adds the second.
 _linear_of_two = functional(
     "linear_of_two(Tensor a, Tensor b, Tensor weight, Tensor? bias=None) -> Tensor",
-    _of_two,
+    compute_of_two,
     lambda a, b, weight, bias=None: a.new_empty((*a.shape[:-1], weight.shape[0])),
 )
 
