@@ -76,8 +76,8 @@ def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
     return ff(x)
 
 
-def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return linear(torch.cat((a, b), dim=-1))
+def into_residual(gated: Any, layer: Any, inputs: Any, residual: Any, gate: Any, front: Any = None) -> torch.Tensor:
+    return gated(residual, layer(torch.cat(inputs, dim=-1)), gate, front=front)[0]
 
 
 def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:

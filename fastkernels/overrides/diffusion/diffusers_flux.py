@@ -15,13 +15,13 @@ from fastkernels.overrides.diffusion.diffusers import (
     DiffusersAdaLayerNormZero,
     DiffusersAdaLayerNormZeroSingle,
 )
-from fastkernels.overrides.diffusion.gated_product import gated_product
+from fastkernels.overrides.diffusion.gated_product import into_residual
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.diffusion.gelu_epilogue import activated
 from fastkernels.overrides.diffusion.modulated_pair import modulated_pair
 from fastkernels.overrides.diffusion.rope_axes import rope_axes
 from fastkernels.overrides.kit.chips import H100
-from fastkernels.overrides.kit.modules import changed, linear_of_two, mlp_but_last, product
+from fastkernels.overrides.kit.modules import changed
 
 
 class _Attention(nn.Module):
@@ -97,20 +97,6 @@ def _gated(
     return gated_residual(residual, x, gate, *affine, 1e-6 if norm is None else norm.eps, front)
 
 
-def _into_residual(
-    layer: Any, inputs: tuple[torch.Tensor, ...], residual: torch.Tensor, gate: torch.Tensor,
-    front: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """_gated's first result of what a layer makes of one or two tensors [B, T, ..], which follow each other."""
-    found = gated_product(layer, inputs, residual, gate, front)
-    if found is not None:
-        return found
-    if len(inputs) == 2:
-        return _gated(residual, linear_of_two(layer, *inputs), gate, front=front)[0]
-    x = product(layer, *inputs) if type(layer) is nn.Linear else layer(*inputs)
-    return _gated(residual, x, gate, front=front)[0]
-
-
 def _clipped(x: torch.Tensor) -> torch.Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
@@ -156,8 +142,8 @@ class DiffusersFluxTransformerBlock(nn.Module):
             **(joint_attention_kwargs or {}),
         )
         image, x = _gated(hidden_states, found, gate, self.norm2, (scale, shift))
-        last, x = mlp_but_last(self.ff, x)
-        image = sum(adapters, _into_residual(last, (x,), image, gate_mlp))  # and of images (IP-Adapter)
+        image = into_residual(_gated, self.ff, (x,), image, gate_mlp)
+        image = sum(adapters, image)  # of images (IP-Adapter)
         text, x = _gated(encoder_hidden_states, c_found, c_gate, self.norm2_context, (c_scale, c_shift))
         return _clipped(_gated(text, self.ff_context(x), c_gate_mlp)[0]), image
 
@@ -192,7 +178,7 @@ class DiffusersFluxSingleTransformerBlock(nn.Module):
         found = self.attn(
             hidden_states=x, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
         )
-        both = _clipped(_into_residual(self.proj_out, (found, hidden), residual, gate, front))
+        both = _clipped(into_residual(_gated, self.proj_out, (found, hidden), residual, gate, front))
         return both[:, :texts], both[:, texts:]
 
 

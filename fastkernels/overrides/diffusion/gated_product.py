@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fastkernels.core.dispatch import functional
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
-from fastkernels.overrides.kit.modules import FEW, compute_of_two, compute_products, plain_linear
+from fastkernels.overrides.kit.modules import (
+    FEW,
+    compute_of_two,
+    compute_products,
+    linear_of_two,
+    mlp_but_last,
+    plain_linear,
+    product,
+)
 from fastkernels.overrides.linear.tiled_linear_cuda import PIECE, RESIDUAL, linear_tiled, runs_tiled, supports_tiled
 
 LEAST = 1024  # tokens of an image
@@ -52,19 +61,34 @@ _op = functional(
 )
 
 
-def gated_product(
-    linear: Any, inputs: tuple[torch.Tensor, ...], residual: torch.Tensor, gate: torch.Tensor,
+def into_residual(
+    gated: Callable[..., Any], layer: Any, inputs: tuple[torch.Tensor, ...], residual: torch.Tensor, gate: torch.Tensor,
     front: torch.Tensor | None = None,
-) -> torch.Tensor | None:  # fmt: skip
-    """residual + gate * linear(torch.cat(inputs, -1)) of [B, T, K] in one kernel an image; None where that is not faster.
+) -> torch.Tensor:  # fmt: skip
+    """gated(residual, layer(torch.cat(inputs, -1)), gate, front=front)[0]: residual + gate * layer(..).
 
-    front: tokens of the residual before those in `residual`, or None. gate: [B, N].
+    layer   a linear layer, whose product then runs in one kernel with the residual for each image, or an MLP
+    inputs  one or two tensors [B, T, ..]
+    front   tokens of the residual before those in `residual`, or None; gate: [B, N]
     """
-    x, *rest = inputs
-    shapes = [t.shape[0] for t in (gate, residual)]
-    suits = x.dim() == 3 and len(x) <= FEW and x.shape[1] >= LEAST and len(rest) < 2 and shapes == [len(x)] * 2
-    if not suits or (rest and x.shape[-1] % PIECE) or any(t.dtype != x.dtype for t in (*rest, gate, residual)):
-        return None
-    if not plain_linear(linear, *inputs) or not runs_tiled(linear, x):
-        return None
-    return _op(x, *(rest or (None,)), linear.weight, linear.bias, residual, front, gate)
+    if len(inputs) == 1:
+        layer, x = mlp_but_last(layer, inputs[0])
+        inputs = (x,)
+    if _suits(layer, inputs, residual, gate):
+        second = inputs[1] if len(inputs) > 1 else None
+        return _op(inputs[0], second, layer.weight, layer.bias, residual, front, gate)
+    if len(inputs) > 1:
+        x = linear_of_two(layer, *inputs)
+    else:
+        x = product(layer, *inputs) if type(layer) is torch.nn.Linear else layer(*inputs)
+    return gated(residual, x, gate, front=front)[0]
+
+
+def _suits(layer: Any, inputs: tuple[torch.Tensor, ...], residual: torch.Tensor, gate: torch.Tensor) -> bool:
+    """Whether the kernel runs: few images of many tokens, a plain layer, and no result of a wider dtype."""
+    if not plain_linear(layer, *inputs) or any(t.dim() != 3 for t in inputs):
+        return False
+    (batch, tokens, k), others = inputs[0].shape, (*inputs[1:], residual, gate)
+    alike = all(t.dtype == inputs[0].dtype and len(t) == batch for t in others)
+    whole = len(inputs) == 1 or k % PIECE == 0
+    return alike and whole and batch <= FEW and tokens >= LEAST and runs_tiled(layer, inputs[0])
