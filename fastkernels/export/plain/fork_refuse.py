@@ -76,7 +76,9 @@ def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
     return ff(x)
 
 
-def into_residual(gated: Any, layer: Any, inputs: Any, residual: Any, gate: Any, front: Any = None) -> torch.Tensor:
+def into_residual(
+    gated: Any, layer: Any, inputs: Any, residual: Any, gate: Any, front: Any = None
+) -> torch.Tensor:
     return gated(residual, layer(torch.cat(inputs, dim=-1)), gate, front=front)[0]
 
 

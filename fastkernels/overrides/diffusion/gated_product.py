@@ -8,17 +8,23 @@ from typing import Any
 import torch
 
 from fastkernels.core.dispatch import functional
+from fastkernels.overrides.diffusion.feed_forward import mlp_but_last
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.kit.modules import (
     FEW,
     compute_of_two,
     compute_products,
     linear_of_two,
-    mlp_but_last,
     plain_linear,
     product,
 )
-from fastkernels.overrides.linear.tiled_linear_cuda import PIECE, RESIDUAL, linear_tiled, runs_tiled, supports_tiled
+from fastkernels.overrides.linear.tiled_linear_cuda import (
+    PIECE,
+    RESIDUAL,
+    linear_tiled,
+    runs_tiled,
+    supports_tiled,
+)
 
 LEAST = 1024  # tokens of an image
 
@@ -31,8 +37,9 @@ def _gated_product(
     others = [t for t in (second, front, residual, gate) if t is not None]
     alike = all(t.dtype == x.dtype and not t.data_ptr() % 16 for t in others)
     if not (x.is_cuda and alike and supports_tiled(x, weight, bias) is None):
-        product = compute_products(x, [weight], [bias])[0] if second is None else compute_of_two(x, second, weight, bias)
-        return gated_residual(residual, product, gate, *(None,) * 4, 1e-6, front)[0]
+        one = second is None
+        found = compute_products(x, [weight], [bias])[0] if one else compute_of_two(x, second, weight, bias)
+        return gated_residual(residual, found, gate, *(None,) * 4, 1e-6, front)[0]
     for i in range(len(x)):
         of_image = residual[i] if front is None else _whole(front[i], residual[i])
         rest = None if second is None else second[i]
@@ -42,11 +49,11 @@ def _gated_product(
 
 def _whole(front: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """torch.cat((front, residual)), which most blocks return as two views of one tensor."""
-    follows = front.data_ptr() + front.numel() * front.element_size() == residual.data_ptr()
-    if follows and front.is_contiguous() and residual.is_contiguous():
-        if front.untyped_storage().data_ptr() == residual.untyped_storage().data_ptr():
-            return front.as_strided((len(front) + len(residual), front.shape[1]), front.stride())
-    return torch.cat((front, residual))
+    alone = front.untyped_storage().data_ptr() != residual.untyped_storage().data_ptr()
+    behind = front.data_ptr() + front.numel() * front.element_size() == residual.data_ptr()
+    if alone or not (behind and front.is_contiguous() and residual.is_contiguous()):
+        return torch.cat((front, residual))
+    return front.as_strided((len(front) + len(residual), front.shape[1]), front.stride())
 
 
 def _like(x: torch.Tensor, second: Any, weight: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -93,30 +93,6 @@ def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
     return products((linear,), x)[0]
 
 
-def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
-    """ff(x), an MLP of diffusers: modules in a row, `net`. Compiled, a GEGLU's product is one of ours, too."""
-    last, x = mlp_but_last(ff, x)
-    return product(last, x) if type(last) is nn.Linear else last(x)
-
-
-def mlp_but_last(ff: Any, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """An MLP's last module and what that reads; the MLP itself and x if its own code has to run."""
-    if changed(ff) or not type(ff).__name__.endswith("FeedForward"):
-        return ff, x
-    *before, last = ff.net
-    for module in before:
-        cls = type(module)
-        left = getattr(cls, "fastkernels_tried", not hasattr(cls, "fastkernels"))  # to a compiler
-        if cls is nn.Linear:
-            x = product(module, x)
-        elif cls.__name__ == "GEGLU" and left and torch.compiler.is_compiling() and not changed(module):
-            values, gate = product(module.proj, x).chunk(2, dim=-1)
-            x = values * nn.functional.gelu(gate)
-        else:
-            x = module(x)
-    return last, x
-
-
 def compute_of_two(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:

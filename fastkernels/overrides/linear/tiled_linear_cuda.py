@@ -1,7 +1,7 @@
 """y = f(x W^T + b) for many tokens with Hopper's wgmma, in CUDA C++: csrc/tiled_linear.cu, compiled at its first call.
 
-f is the identity, GELU, residual + scale * (...), of two weights SiLU(gate) * up, or the rotation of queries and keys;
-cuBLASLt has GELU with tanh only.
+f is the identity, GELU, residual + scale * (...), of two weights SiLU(gate) * up or GELU(gate) * up, or the rotation of
+queries and keys; cuBLASLt has GELU with tanh only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ LEAST = 128  # tokens for which it was faster than a product and a pass
 LONGEST, SLOWER = 1536, range(900, 1300)
 _P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
 # f: its number in the source
-NONE, GELU, GELU_TANH, RESIDUAL, SWIGLU, ROTATED_HALVES, ROTATED_NEIGHBORS = range(7)
+NONE, GELU, GELU_TANH, RESIDUAL, SWIGLU, ROTATED_HALVES, ROTATED_NEIGHBORS, GEGLU = range(8)
+GATED = (SWIGLU, GEGLU)
 HEAD = 64  # channels of a head that is rotated
 PIECE = 64  # columns of a copy of x and W
-EPILOGUE = (0.096, 0.219, 0.219, 0.14, 0.096, 0.14, 0.14)  # cycles of each f for a column of a row
+EPILOGUE = (0.096, 0.219, 0.219, 0.14, 0.096, 0.14, 0.14, 0.14)  # cycles of each f for a column of a row
 
 # rows, columns  of a tile
 # cooperate      both warpgroups multiply a tile, instead of taking tiles in turn
@@ -74,7 +75,7 @@ class Plan(NamedTuple):
     parts: int  # weights
     inputs: int  # tensors of x, one behind the other along K
     rows: int
-    columns: int  # of a weight; of two with SWIGLU
+    columns: int  # of a weight; of two if GATED
     cooperate: bool
     shares: str
     cluster: int
@@ -94,7 +95,7 @@ class Plan(NamedTuple):
     def boxes(self) -> tuple[int, int]:
         """Rows of a copy of x and W; a cluster's other blocks read the rest of what it shares."""
         x, w = (self.cluster if self.shares == shared else 1 for shared in "xw")
-        return self.rows // x, self.columns // (2 if self.f == SWIGLU else w)
+        return self.rows // x, self.columns // (2 if self.f in GATED else w)
 
     def options(self, bf16: bool) -> tuple[str, ...]:
         """Return NVRTC's options, without the architecture."""
@@ -102,8 +103,8 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
             f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
-            f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DINPUTS={self.inputs}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
-            f"-DCLUSTERED={clustered}",
+            f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DINPUTS={self.inputs}", f"-DBEHIND={self.f}",
+            f"-DBF16={int(bf16)}", f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 
 
@@ -112,9 +113,9 @@ def plan(
     m: int, n: int, rows: int, columns: int, cooperate: bool = False, shares: str = "w", cluster: int = 1,
     sms: int = 132, f: int = NONE, parts: int = 1, inputs: int = 1,
 ) -> Plan:  # fmt: skip
-    """Return the plan for results [m, n] of so many weights, or of two with SWIGLU, on a chip with so many SMs."""
+    """Return the plan for results [m, n] of so many weights, or of two if GATED, on a chip with so many SMs."""
     down = -(-m // rows)
-    right = -(-2 * n // columns) if f == SWIGLU else parts * -(-n // columns)
+    right = -(-2 * n // columns) if f in GATED else parts * -(-n // columns)
     tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
     grid = cluster * min(tiles, sms // cluster)
     return Plan(f, parts, inputs, rows, columns, cooperate, shares, cluster, tiles, grid)
@@ -136,7 +137,7 @@ def cycles(p: Plan, k: int, sms: int = 132) -> float:
     """
     pieces, rounds = -(-k // 64), -(-p.tiles // (p.grid // p.cluster))
     x_rows, w_rows = p.boxes
-    if p.f == SWIGLU and (p.shares, p.cluster) != ("w", 2):
+    if p.f in GATED and (p.shares, p.cluster) != ("w", 2):
         w_rows *= 2
     reading = 128 * (x_rows + w_rows) * p.grid / sms / 64
     piece = max(p.rows * p.columns / 32, reading) + (149 if p.cooperate else 172)
@@ -224,13 +225,13 @@ def linears_tiled(
 ) -> torch.Tensor:  # fmt: skip
     """weights: of one shape [N, K], each with a bias [N] or None. Returns their products with x, [weights, ..., N].
 
-    With SWIGLU they are gate and up, and the result is SiLU(gate) * up, [..., N]. With ROTATED_.. x is [B, S, K], and
-    the first two thirds of all columns are heads of HEAD channels, rotated in the last tokens of S by cos and sin
-    [P, HEAD] as in rope_nd.
+    With SWIGLU or GEGLU they are gate and up, and the result is SiLU or GELU(gate) * up, [..., N]. With ROTATED_.. x
+    is [B, S, K], and the first two thirds of all columns are heads of HEAD channels, rotated in the last tokens of S by
+    cos and sin [P, HEAD] as in rope_nd.
     """
     n = weights[0].shape[0]
     shape, turns = (*x.shape[:-1], n), None
-    out = x.new_empty(shape if f == SWIGLU else (len(weights), *shape))
+    out = x.new_empty(shape if f in GATED else (len(weights), *shape))
     if cos is not None and sin is not None:
         tokens, turned = x.shape[1], 2 * len(weights) * n // 3
         turns = Turns(cos.data_ptr(), sin.data_ptr(), cos.stride(0), tokens, tokens - len(cos), turned)
@@ -254,7 +255,8 @@ def _launch(
     kernel = _kernel(x.device, p._replace(tiles=0, grid=0), x.dtype == torch.bfloat16)
     x_rows, w_rows = p.boxes
     x_maps = (
-        cuda_rtc.tensor_map(t.data_ptr(), *t.shape, t.stride(0) if m > 1 else t.shape[1], x_rows) for t in inputs
+        cuda_rtc.tensor_map(t.data_ptr(), *t.shape, t.stride(0) if m > 1 else t.shape[1], x_rows)
+        for t in inputs
     )
     w_maps = (_weight_map(weight.data_ptr(), n, k, weight.stride(0), w_rows) for weight in weights)
     scale, residual = (None if t is None else t.contiguous() for t in (scale, residual))

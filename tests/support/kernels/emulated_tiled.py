@@ -123,8 +123,8 @@ def linear_tiled(
 ) -> torch.Tensor:  # fmt: skip
     """Return the kernel's result for x, weights, biases, scale, residual, and rows of 64 cosines and 64 sines.
 
-    turns: tokens of an image, those without a row, columns that are rotated. split: columns of the first of two tensors of
-    x, 0 for one. Raises RuntimeError with its error.
+    turns: tokens of an image, those without a row, columns that are rotated. split: columns of the first of two tensors
+    of x, 0 for one. Raises RuntimeError with its error.
     """
     x, weight = args[:2]
     assert x is not None and weight is not None
@@ -145,4 +145,4 @@ def linear_tiled(
     every = [x[:, :split].contiguous(), x[:, split:].contiguous(), *args[1:]] if split else args
     given += b"".join(t.view(torch.int16).numpy().tobytes() for t in every if t is not None)
     found = torch.frombuffer(bytearray(run(source, given, folder)), dtype=x.dtype)
-    return found.view(m, n) if f == tiled.SWIGLU or parts == 1 else found.view(parts, m, n)
+    return found.view(m, n) if f in tiled.GATED or parts == 1 else found.view(parts, m, n)
