@@ -28,6 +28,8 @@ BODIES = {
     "finish_multiply": "__syncwarp();",
     "power_of_2": "return exp2f(x);",
     "reciprocal": "return 1 / x;",
+    "reciprocal_root": "return 1 / sqrtf(x);",
+    "as_float": "float x; memcpy(&x, &bits, 4); return x;",
     "not_negative": "return x < 0 ? 0 : x;",
     "load_16": "return *at;",
     "widen": "return number(bits);",
@@ -89,10 +91,13 @@ void one() {
         biases.of[i] = given(bias[i]);
     }
     const u16* cosines = given(table);
-    const Turns turns = {cosines, cosines + 64, 128, head[4], head[5], head[6]};
+    // Rows of 64 cosines and 64 sines; or, behind the weights of two norms, all cosines and all sines in float32
+    const float* wide = (const float*)(cosines + 256);
+    const Turns rotated = {cosines, cosines + 64, {}, 128, head[4], head[5], head[6], 0};
+    const Turns turns = BEHIND == 8 ? Turns{wide, wide + 128 * head[4], {cosines, cosines + 128}, 128, head[4], 0, 0, 1e-6f} : rotated;
     u16* to = (u16*)out.data();
     const int split = head[7] / 64;
-    tiled_linear(inputs, weights, biases, given(scale), given(residual), to, head[0], head[1], head[2], split, turns);
+    tiled_linear(inputs, weights, biases, given(scale), given(residual), to, head[0], head[1], head[2], split, head[0], turns);
 }
 
 int main(int, char** names) {
