@@ -103,6 +103,10 @@ def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> to
     return torch.cat((of_a(a), of_b(b)), dim=1)
 
 
+def normed_products(attn: Any, x: torch.Tensor, *_: Any) -> None:
+    return None
+
+
 def positioned(
     attn: Any, q: tuple[Any, Any], k: tuple[Any, Any], rotary: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -100,8 +100,8 @@ class DiffusersFluxAttnProcessor:
             given = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
             return theirs.__call__(self, attn, *given)
         text = None if attn.added_kv_proj_dim is None else encoder_hidden_states
-        found = normed_products(attn, hidden_states, text, image_rotary_emb)
-        q, k, v = _projected(attn, hidden_states, text, image_rotary_emb) if found is None else found
+        tokens: Any = (attn, hidden_states, text, image_rotary_emb)
+        q, k, v = normed_products(*tokens) or _projected(*tokens)
         found = attend(q, k, v, attn.head_dim**-0.5, attention_mask).to(q.dtype)
         if encoder_hidden_states is None:
             return found

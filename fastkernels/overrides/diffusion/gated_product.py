@@ -34,11 +34,13 @@ def _gated_product(
     residual: torch.Tensor, front: torch.Tensor | None, gate: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     out = _like(x, second, weight)
-    others = [t for t in (second, front, residual, gate) if t is not None]
-    alike = all(t.dtype == x.dtype and not t.data_ptr() % 16 for t in others)
-    if not (x.is_cuda and alike and supports_tiled(x, weight, bias) is None):
-        one = second is None
-        found = compute_products(x, [weight], [bias])[0] if one else compute_of_two(x, second, weight, bias)
+    inputs = [x] if second is None else [x, second]
+    aligned = all(t is None or not t.data_ptr() % 16 for t in (front, residual, gate))
+    if not (x.is_cuda and aligned and all(supports_tiled(t, weight, bias) is None for t in inputs)):
+        if second is None:
+            found = compute_products(x, [weight], [bias])[0]
+        else:
+            found = compute_of_two(x, second, weight, bias)
         return gated_residual(residual, found, gate, *(None,) * 4, 1e-6, front)[0]
     for i in range(len(x)):
         of_image = residual[i] if front is None else _whole(front[i], residual[i])

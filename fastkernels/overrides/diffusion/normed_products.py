@@ -34,7 +34,7 @@ def _linear_norm_rope(
     text: torch.Tensor | None, text_weights: list[torch.Tensor], text_biases: list[torch.Tensor | None],
     text_norms: list[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, eps: float,
 ) -> torch.Tensor:  # fmt: skip
-    parts = [(x, (weights, biases, norms))]
+    parts: list[tuple[torch.Tensor, Layers]] = [(x, (weights, biases, norms))]
     if text is not None:
         parts.insert(0, (text, (text_weights, text_biases, text_norms)))
     if not all(_supported(part, layers, cos, sin) for part, layers in parts):
@@ -68,7 +68,9 @@ def _in_steps(
     return torch.cat(found, dim=2)
 
 
-def _like(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Any, norms: Any, text: Any, *_: Any) -> torch.Tensor:
+def _like(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Any, norms: Any, text: Any, *_: Any
+) -> torch.Tensor:
     tokens = x.shape[1] + (0 if text is None else text.shape[1])
     return x.new_empty((3, len(x), tokens, weights[0].shape[0]))
 
@@ -88,9 +90,18 @@ def normed_products(
 
     x: [B, S, K]; text: [B, St, K] or None, in front of x; rotary: cosines and sines [St + S, head_dim].
     """
-    if not torch.compiler.is_compiling() or rotary is None or attn.fused_projections or attn.head_dim != NORMED_HEAD:
+    if (
+        not torch.compiler.is_compiling()
+        or rotary is None
+        or attn.fused_projections
+        or attn.head_dim != NORMED_HEAD
+    ):
         return None
-    if x.shape[1] < LEAST or any(t.dtype != torch.float32 for t in rotary) or (text is not None and len(x) > FEW):
+    if (
+        x.shape[1] < LEAST
+        or any(t.dtype != torch.float32 for t in rotary)
+        or (text is not None and len(x) > FEW)
+    ):
         return None
     parts = [_layers(attn, x, "to_{}", "norm_{}")]
     if text is not None:
@@ -114,6 +125,10 @@ def _layers(attn: Any, x: torch.Tensor, projection: str, norm: str) -> tuple[lis
         for name, which in ((projection, "qkv"), (norm, "qk"))
     )
     plain = all(plain_linear(m, x) and runs_tiled(m, x) for m in linears)
-    alike = plain and len({m.weight.shape for m in linears}) == 1 and linears[0].out_features % NORMED_HEAD == 0
-    normed = all(_is_plain(n, x) and n.weight is not None and n.normalized_shape == (NORMED_HEAD,) for n in norms)
+    alike = (
+        plain and len({m.weight.shape for m in linears}) == 1 and linears[0].out_features % NORMED_HEAD == 0
+    )
+    normed = all(
+        _is_plain(n, x) and n.weight is not None and n.normalized_shape == (NORMED_HEAD,) for n in norms
+    )
     return (linears, norms) if alike and normed else None

@@ -128,7 +128,9 @@ def fits(params: dict[str, Any], f: int) -> bool:
     """Return whether a thread's sums and the residuals that it reads ahead fit in registers, and tiles have halves."""
     if f >= SWIGLU and params["columns"] % (NORMED_HEAD if f == NORMED else 64):
         return False
-    return f not in (RESIDUAL, NORMED) or params["rows"] * params["columns"] < 128 * 192 * (1 + params["cooperate"])
+    return f not in (RESIDUAL, NORMED) or params["rows"] * params["columns"] < 128 * 192 * (
+        1 + params["cooperate"]
+    )
 
 
 def cycles(p: Plan, k: int, sms: int = 132) -> float:
@@ -237,14 +239,16 @@ def linears_tiled(
     out = x.new_empty(shape if f in GATED else (len(weights), *shape))
     if cos is not None and sin is not None:
         tokens, turned = x.shape[1], 2 * len(weights) * n // 3
-        turns = Turns(cos.data_ptr(), sin.data_ptr(), (_P * 2)(), cos.stride(0), tokens, tokens - len(cos), turned)
+        turns = Turns(
+            cos.data_ptr(), sin.data_ptr(), (_P * 2)(), cos.stride(0), tokens, tokens - len(cos), turned
+        )
     _launch(x, weights, biases, f, out, turns=turns, **params)
     return out
 
 
 def linears_normed(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], norms: Sequence[torch.Tensor],
-    cos: torch.Tensor, sin: torch.Tensor, eps: float, out: torch.Tensor, **params: Any,
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
+    norms: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, eps: float, out: torch.Tensor, **params: Any,
 ) -> None:  # fmt: skip
     """Write queries, keys and values of x [..., K] to out [3, rows, N], whose parts may be apart.
 
@@ -272,7 +276,7 @@ def _launch(
     kernel = _kernel(x.device, p._replace(tiles=0, grid=0), x.dtype == torch.bfloat16)
     x_rows, w_rows = p.boxes
     x_maps = (
-        cuda_rtc.tensor_map(t.data_ptr(), *t.shape, t.stride(0) if m > 1 else t.shape[1], x_rows)
+        cuda_rtc.tensor_map(t.data_ptr(), m, t.shape[1], t.stride(0) if m > 1 else t.shape[1], x_rows)
         for t in inputs
     )
     w_maps = (_weight_map(weight.data_ptr(), n, k, weight.stride(0), w_rows) for weight in weights)

@@ -24,7 +24,7 @@ diffusers = pytest.importorskip("diffusers")
 from diffusers.models.transformers import transformer_flux as host  # noqa: E402
 
 from fastkernels.overrides.diffusion import diffusers_flux as ours  # noqa: E402
-from fastkernels.overrides.diffusion import gated_product  # noqa: E402
+from fastkernels.overrides.diffusion import gated_product, normed_products  # noqa: E402
 
 OP = "gated_residual"
 SIZES = {"dim": 32, "num_attention_heads": 2, "attention_head_dim": 16}
@@ -394,6 +394,37 @@ def test_last_products_add_the_gated_residual(name: str, kind: str, monkeypatch:
             for a, b in zip(found, block(image, text, **given), strict=True):
                 torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
     assert len(products) == (2 if kind == "bfloat16" else 0)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "hook", "fused", "few", "no weight"])
+@pytest.mark.parametrize("name", [DOUBLE, SINGLE])
+def test_products_norm_and_rotate_queries_and_keys(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(normed_products, "LEAST", 300 if kind == "few" else 128)
+    block, seen = filled(getattr(ours, f"Diffusers{name}")(128, 1, 128)).bfloat16(), set()
+    angles = draw(270, 128)
+    given = {"temb": draw(2, 128).bfloat16(), "image_rotary_emb": (angles.cos(), angles.sin())}
+    if kind == "hook":
+        block.attn.to_k.register_forward_hook(doubled)
+    elif kind == "fused":
+        block.attn.fused_projections, block.attn.to_qkv = True, torch.nn.Linear(128, 384).bfloat16()
+        block.attn.to_added_qkv = torch.nn.Linear(128, 384).bfloat16()
+    elif kind == "no weight":
+        block.attn.norm_q = torch.nn.RMSNorm(128, eps=1e-6, elementwise_affine=False)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    text, image = draw(2, 130, 128).bfloat16(), draw(2, 140, 128).bfloat16()
+    with torch.no_grad():
+        before = block(image, text, **given)
+        after = torch.compile(block, fullgraph=True, backend=backend)(image, text, **given)
+    torch.compiler.reset()
+    for a, b in zip(after, before, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    assert ("fastkernels.linear_norm_rope.default" in seen) == (kind == "bfloat16")
 
 
 def test_text_and_image_of_one_tensor_are_not_copied() -> None:

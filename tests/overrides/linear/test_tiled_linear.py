@@ -15,10 +15,10 @@ from support.kernels import emulated_tiled
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.block import linear_residual as residuals
+from fastkernels.overrides.diffusion.qk_norm_rope import reference as norm_reference
 from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.linear import tiled_linear_cuda as tiled
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
-from fastkernels.overrides.diffusion.qk_norm_rope import reference as norm_reference
 from fastkernels.overrides.rope.rope_nd import reference as rope_reference
 
 NO_NVRTC = cuda_rtc.unavailable()
@@ -161,7 +161,10 @@ def test_emulated_rotation_matches_float64(
 def normed(args: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(weights of two norms, cosines, sines, exact results) of queries, keys and values."""
     g = torch.Generator().manual_seed(5)
-    norms, angles = 1 + 0.2 * torch.randn(2, 128, generator=g).bfloat16(), torch.randn(TOKENS, 128, generator=g)
+    norms, angles = (
+        1 + 0.2 * torch.randn(2, 128, generator=g).bfloat16(),
+        torch.randn(TOKENS, 128, generator=g),
+    )
     cos, sin = angles.cos(), angles.sin()
     each = [expected(tiled.NONE, args[0], w, b) for w, b in zip(args[1:4], args[4:7], strict=True)]
     for i in range(2):

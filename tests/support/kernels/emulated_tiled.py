@@ -93,11 +93,11 @@ void one() {
     const u16* cosines = given(table);
     // Rows of 64 cosines and 64 sines; or, behind the weights of two norms, all cosines and all sines in float32
     const float* wide = (const float*)(cosines + 256);
-    const Turns rotated = {cosines, cosines + 64, {}, 128, head[4], head[5], head[6], 0};
-    const Turns turns = BEHIND == 8 ? Turns{wide, wide + 128 * head[4], {cosines, cosines + 128}, 128, head[4], 0, 0, 1e-6f} : rotated;
+    Turns turns = {cosines, cosines + 64, {}, 128, head[4], head[5], head[6], 0};
+    if (BEHIND == 8) turns = {wide, wide + 128 * head[4], {cosines, cosines + 128}, 128, head[4], 0, 0, 1e-6f};
     u16* to = (u16*)out.data();
-    const int split = head[7] / 64;
-    tiled_linear(inputs, weights, biases, given(scale), given(residual), to, head[0], head[1], head[2], split, head[0], turns);
+    const int M = head[0], split = head[7] / 64;
+    tiled_linear(inputs, weights, biases, given(scale), given(residual), to, M, head[1], head[2], split, M, turns);
 }
 
 int main(int, char** names) {
