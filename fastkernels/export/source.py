@@ -35,7 +35,6 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.overrides.block.swiglu": "fork_refuse.py",
     f"{PACKAGE}.overrides.attention.timm_projections": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.feed_forward": "fork_refuse.py",
-    f"{PACKAGE}.overrides.diffusion.gated_product": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.gelu_epilogue": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.modulated_pair": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.timm_residuals": "fork_refuse.py",

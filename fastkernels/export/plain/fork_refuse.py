@@ -76,10 +76,14 @@ def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
     return ff(x)
 
 
-def into_residual(
-    gated: Any, layer: Any, inputs: Any, residual: Any, gate: Any, front: Any = None
-) -> torch.Tensor:
-    return gated(residual, layer(torch.cat(inputs, dim=-1)), gate, front=front)[0]
+def mlp_into_residual(
+    gated: Any, ff: Any, x: torch.Tensor, residual: torch.Tensor, gate: torch.Tensor
+) -> Any:
+    return gated(residual, ff(x), gate)[0]
+
+
+def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return linear(torch.cat((a, b), dim=-1))
 
 
 def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:

@@ -1,13 +1,15 @@
-"""MLPs of diffusers; compiled, a GEGLU is on Hopper in the kernel of its product."""
+"""MLPs of diffusers; compiled, a GEGLU or a gated residual is on Hopper in the kernel of its product."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fastkernels.core.dispatch import functional
+from fastkernels.overrides.block.linear_residual import adds, linear_residual
 from fastkernels.overrides.kit.modules import changed, compute_products, plain_linear, product
 from fastkernels.overrides.linear.tiled_linear_cuda import GEGLU, linears_tiled, runs_tiled, supports_tiled
 
@@ -37,11 +39,27 @@ def _geglu_of(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
     """ff(x), an MLP of diffusers: modules in a row, `net`."""
-    last, x = mlp_but_last(ff, x)
+    last, x = _but_last(ff, x)
     return product(last, x) if type(last) is nn.Linear else last(x)
 
 
-def mlp_but_last(ff: Any, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+def mlp_into_residual(
+    gated: Callable[..., Any], ff: Any, x: torch.Tensor, residual: torch.Tensor, gate: torch.Tensor
+) -> torch.Tensor:
+    """gated(residual, ff(x), gate)[0], which is residual + gate * ff(x); gate: [B, N].
+
+    Of one image, whose gate is one scale for each channel, the residual is added in the kernel of the last product.
+    """
+    last, x = _but_last(ff, x)
+    if type(last) is not nn.Linear:
+        return gated(residual, last(x), gate)[0]
+    alike = len(x) == 1 and x.dtype == residual.dtype == gate.dtype
+    if torch.compiler.is_compiling() and alike and adds(last, x, gate):
+        return linear_residual(residual, x, last.weight, last.bias, gate[0])
+    return gated(residual, product(last, x), gate)[0]
+
+
+def _but_last(ff: Any, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """An MLP's last module and what that reads; the MLP itself and x if its own code has to run."""
     if changed(ff) or not type(ff).__name__.endswith("FeedForward"):
         return ff, x

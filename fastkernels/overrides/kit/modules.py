@@ -93,10 +93,9 @@ def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
     return products((linear,), x)[0]
 
 
-def compute_of_two(
+def _of_two(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """torch.cat((a, b), -1) W^T + bias, as two products."""
     first, second = weight.split((a.shape[-1], b.shape[-1]), dim=1)
     x, y = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     out = a.new_empty((len(x), len(weight)))
@@ -109,7 +108,7 @@ def compute_of_two(
 # One op, since a compiler would copy the first product before it adds the second.
 _linear_of_two = functional(
     "linear_of_two(Tensor a, Tensor b, Tensor weight, Tensor? bias=None) -> Tensor",
-    compute_of_two,
+    _of_two,
     lambda a, b, weight, bias=None: a.new_empty((*a.shape[:-1], weight.shape[0])),
 )
 

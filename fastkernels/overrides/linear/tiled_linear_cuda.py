@@ -37,8 +37,7 @@ NONE, GELU, GELU_TANH, RESIDUAL, SWIGLU, ROTATED_HALVES, ROTATED_NEIGHBORS, GEGL
 GATED = (SWIGLU, GEGLU)
 HEAD = 64  # channels of a head that is rotated
 NORMED_HEAD = 128  # of one that is also normed
-PIECE = 64  # columns of a copy of x and W
-EPILOGUE = (0.096, 0.219, 0.219, 0.14, 0.096, 0.14, 0.14, 0.14, 0.3)  # cycles of each f for a column of a row
+EPILOGUE = (0.096, 0.219, 0.219, 0.14, 0.096, 0.14, 0.14, 0.05, 0.3)  # cycles of each f for a column of a row
 
 # rows, columns  of a tile
 # cooperate      both warpgroups multiply a tile, instead of taking tiles in turn
@@ -76,7 +75,6 @@ class Plan(NamedTuple):
 
     f: int
     parts: int  # weights
-    inputs: int  # tensors of x, one behind the other along K
     rows: int
     columns: int  # of a weight; of two if GATED
     cooperate: bool
@@ -106,31 +104,30 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
             f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
-            f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DINPUTS={self.inputs}", f"-DBEHIND={self.f}",
-            f"-DBF16={int(bf16)}", f"-DCLUSTERED={clustered}",
+            f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
+            f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def plan(
     m: int, n: int, rows: int, columns: int, cooperate: bool = False, shares: str = "w", cluster: int = 1,
-    sms: int = 132, f: int = NONE, parts: int = 1, inputs: int = 1,
+    sms: int = 132, f: int = NONE, parts: int = 1,
 ) -> Plan:  # fmt: skip
     """Return the plan for results [m, n] of so many weights, or of two if GATED, on a chip with so many SMs."""
     down = -(-m // rows)
     right = -(-2 * n // columns) if f in GATED else parts * -(-n // columns)
     tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
     grid = cluster * min(tiles, sms // cluster)
-    return Plan(f, parts, inputs, rows, columns, cooperate, shares, cluster, tiles, grid)
+    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid)
 
 
 def fits(params: dict[str, Any], f: int) -> bool:
     """Return whether a thread's sums and the residuals that it reads ahead fit in registers, and tiles have halves."""
     if f >= SWIGLU and params["columns"] % (NORMED_HEAD if f == NORMED else 64):
         return False
-    return f not in (RESIDUAL, NORMED) or params["rows"] * params["columns"] < 128 * 192 * (
-        1 + params["cooperate"]
-    )
+    most = 128 * 192 * (1 + params["cooperate"])
+    return f not in (RESIDUAL, NORMED) or params["rows"] * params["columns"] < most
 
 
 def cycles(p: Plan, k: int, sms: int = 132) -> float:
@@ -202,25 +199,21 @@ def source(p: Plan, bf16: bool) -> str:
 
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, p: Plan, bf16: bool) -> cuda_rtc.Kernel:
-    types = (_M * p.inputs, _M * p.parts, _P * p.parts, _P, _P, _P, _I, _I, _I, _I, _I, Turns)
+    types = (_M, _M * p.parts, _P * p.parts, _P, _P, _P, _I, _I, _I, _I, Turns)
     return cuda_rtc.Kernel(source(p, bf16), "tiled_linear", p.options(bf16), device.index, types, p.shared)
 
 
 def linear_tiled(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, f: int = NONE,
-    scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, second: torch.Tensor | None = None,
-    out: torch.Tensor | None = None, **params: Any,
+    scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, **params: Any,
 ) -> torch.Tensor:  # fmt: skip
     """x: [..., K]; weight: [N, K]; bias, scale: [N] or None; residual: [..., N], with f = RESIDUAL. Returns [..., N].
 
-    second: the rest of the rows of x, which then has a multiple of PIECE columns, or None.
-    out: contiguous memory for the result, or None.
     params: one of PARAMS; the defaults are those of `choose`. In a CUDA graph this kernel prefetches the weight while
     the previous kernel still runs, which must not write it.
     """
-    if out is None:
-        out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _launch(x, (weight,), (bias,), f, out, scale, residual, second=second, **params)
+    out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
+    _launch(x, (weight,), (bias,), f, out, scale, residual, **params)
     return out
 
 
@@ -239,9 +232,8 @@ def linears_tiled(
     out = x.new_empty(shape if f in GATED else (len(weights), *shape))
     if cos is not None and sin is not None:
         tokens, turned = x.shape[1], 2 * len(weights) * n // 3
-        turns = Turns(
-            cos.data_ptr(), sin.data_ptr(), (_P * 2)(), cos.stride(0), tokens, tokens - len(cos), turned
-        )
+        tables = cos.data_ptr(), sin.data_ptr()
+        turns = Turns(*tables, (_P * 2)(), cos.stride(0), tokens, tokens - len(cos), turned)
     _launch(x, weights, biases, f, out, turns=turns, **params)
     return out
 
@@ -263,22 +255,20 @@ def linears_normed(
 def _launch(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], f: int, out: torch.Tensor,
     scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, turns: Turns | None = None,
-    second: torch.Tensor | None = None, between: int = 0, **params: Any,
+    between: int = 0, **params: Any,
 ) -> None:  # fmt: skip
     (n, k), parts = weights[0].shape, len(weights)
-    inputs = [_rows(t) for t in (x, second) if t is not None]
-    m = len(inputs[0])
+    rows = x.reshape(-1, k)
+    m = rows.shape[0]
     if m == 0 or n == 0:
         return
+    if m > 1 and rows.stride(0) < k:  # expanded from one row
+        rows = rows.contiguous()
     sms = multiprocessors(x.device)
-    chosen = params or choose(m, n, k, f, sms, parts)
-    p = plan(m, n, **chosen, sms=sms, f=f, parts=parts, inputs=len(inputs))
+    p = plan(m, n, **(params or choose(m, n, k, f, sms, parts)), sms=sms, f=f, parts=parts)
     kernel = _kernel(x.device, p._replace(tiles=0, grid=0), x.dtype == torch.bfloat16)
     x_rows, w_rows = p.boxes
-    x_maps = (
-        cuda_rtc.tensor_map(t.data_ptr(), m, t.shape[1], t.stride(0) if m > 1 else t.shape[1], x_rows)
-        for t in inputs
-    )
+    x_map = cuda_rtc.tensor_map(rows.data_ptr(), m, k, rows.stride(0) if m > 1 else k, x_rows)
     w_maps = (_weight_map(weight.data_ptr(), n, k, weight.stride(0), w_rows) for weight in weights)
     scale, residual = (None if t is None else t.contiguous() for t in (scale, residual))
     added, pointers = (
@@ -286,16 +276,18 @@ def _launch(
     )
     stream = torch.cuda.current_stream(x.device).cuda_stream
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
-    sizes = m, n, k, inputs[0].shape[1] // PIECE, between or m
-    given = ((_M * len(inputs))(*x_maps), (_M * parts)(*w_maps), (_P * parts)(*added), *pointers, *sizes)
-    kernel.launch(p.grid, THREADS, stream, (*given, turns or Turns()), overlap=early)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x as a matrix whose rows do not overlap."""
-    rows = x.reshape(-1, x.shape[-1])
-    expanded = len(rows) > 1 and rows.stride(0) < x.shape[-1]  # from one row
-    return rows.contiguous() if expanded else rows
+    given = (
+        x_map,
+        (_M * parts)(*w_maps),
+        (_P * parts)(*added),
+        *pointers,
+        m,
+        n,
+        k,
+        between or m,
+        turns or Turns(),
+    )
+    kernel.launch(p.grid, THREADS, stream, given, overlap=early)
 
 
 def _weight_map(address: int, n: int, k: int, row: int, box: int) -> cuda_rtc.TensorMap:

@@ -18,13 +18,12 @@ from fastkernels.core import registry, tuning
 from fastkernels.core.dispatch import OPS
 from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import joined_linears
-from fastkernels.overrides.linear import tiled_linear_cuda as tiled
 
 diffusers = pytest.importorskip("diffusers")
 from diffusers.models.transformers import transformer_flux as host  # noqa: E402
 
 from fastkernels.overrides.diffusion import diffusers_flux as ours  # noqa: E402
-from fastkernels.overrides.diffusion import gated_product, normed_products  # noqa: E402
+from fastkernels.overrides.diffusion import normed_products  # noqa: E402
 
 OP = "gated_residual"
 SIZES = {"dim": 32, "num_attention_heads": 2, "attention_head_dim": 16}
@@ -372,28 +371,26 @@ def test_without_ops_compiled_blocks_are_ours_on_hopper(
     assert [type(m) for m in whole.modules()] == classes
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "hook", "few"])
-@pytest.mark.parametrize("name", [DOUBLE, SINGLE])
-def test_last_products_add_the_gated_residual(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two images, the text in front of which is in a tensor of its own or, from a block before, in the same one."""
-    monkeypatch.setattr(gated_product, "LEAST", 200 if kind == "few" else 128)
-    monkeypatch.setattr(gated_product, "runs_tiled", tiled.for_tiles)  # as if compiled
-    block = filled(getattr(ours, f"Diffusers{name}")(64, 2, 32)).bfloat16()
-    layer = block.ff.net[2] if name == DOUBLE else block.proj_out
-    whole, angles = draw(2, 150, 64).bfloat16(), draw(150, 32)
-    given = {"temb": draw(2, 64).bfloat16(), "image_rotary_emb": (angles.cos(), angles.sin())}
-    if kind == "hook":
+@pytest.mark.parametrize(("images", "kind"), [(1, "plain"), (2, "plain"), (1, "hook"), (1, "MLP's hook")])
+def test_compiled_mlp_of_an_image_adds_its_gated_residual(images: int, kind: str) -> None:
+    block, seen = filled(ours.DiffusersFluxTransformerBlock(64, 2, 32)).bfloat16(), set()
+    angles, layer = draw(150, 32), block.ff.net[2] if kind == "hook" else block.ff
+    given = {"temb": draw(images, 64).bfloat16(), "image_rotary_emb": (angles.cos(), angles.sin())}
+    if kind != "plain":
         layer.register_forward_hook(doubled)
-    products: list[Any] = []
-    op = gated_product._op
-    monkeypatch.setattr(gated_product, "_op", lambda *args: products.append(args) or op(*args))
-    for text, image in ((whole[:, :20].clone(), whole[:, 20:].clone()), (whole[:, :20], whole[:, 20:])):
-        with torch.no_grad(), monkeypatch.context() as m:
-            found = block(image, text, **given)
-            m.setattr(gated_product, "LEAST", 1 << 40)
-            for a, b in zip(found, block(image, text, **given), strict=True):
-                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    assert len(products) == (2 if kind == "bfloat16" else 0)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    text, image = draw(images, 20, 64).bfloat16(), draw(images, 130, 64).bfloat16()
+    with torch.no_grad():
+        before = block(image, text, **given)
+        after = torch.compile(block, fullgraph=True, backend=backend)(image, text, **given)
+    torch.compiler.reset()
+    for a, b in zip(after, before, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    assert ("fastkernels.linear_residual.default" in seen) == (images == 1 and kind == "plain")
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "hook", "fused", "few", "no weight"])
@@ -425,19 +422,6 @@ def test_products_norm_and_rotate_queries_and_keys(
     for a, b in zip(after, before, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
     assert ("fastkernels.linear_norm_rope.default" in seen) == (kind == "bfloat16")
-
-
-def test_text_and_image_of_one_tensor_are_not_copied() -> None:
-    both, texts = draw(150, 64), 20
-    views = both[:texts], both[texts:]
-    assert gated_product._whole(*views).data_ptr() == both.data_ptr()
-    for pair in (
-        views,
-        [t.clone() for t in views],
-        (both[:texts], both[:, ::2][texts:].repeat(1, 2)),
-        views[::-1],
-    ):
-        assert torch.equal(gated_product._whole(*pair), torch.cat(tuple(pair)))
 
 
 PAIRS = """

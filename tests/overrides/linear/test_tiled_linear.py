@@ -70,22 +70,6 @@ def test_emulated_kernel_matches_float64(
     assert float(error.max()) <= 1 and float((got == want.to(dtype)).float().mean()) > 0.99
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"rows": 128, "columns": 64, "cooperate": True, "cluster": 2},
-        pytest.param({"rows": 64, "columns": 64, "shares": "x", "cluster": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_emulated_kernel_of_two_inputs_matches_float64(params: dict[str, Any], tmp_path: Path) -> None:
-    """The second begins where the first ends, in the middle of a lap of the ring."""
-    args = arguments(150, 96, 264, tiled.RESIDUAL, torch.bfloat16)
-    got = emulated_tiled.linear_tiled(args, tiled.RESIDUAL, params, 4, 3, tmp_path, split=128)
-    want = expected(tiled.RESIDUAL, *args)
-    assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-5)).max()) <= 1
-
-
 def of_several(m: int, n: int, k: int, f: int, parts: int) -> tuple[list[Any], torch.Tensor]:
     """(x, weights, biases of which the last is absent, scale, residual) and the exact results."""
     several = [arguments(m, n, k, tiled.GELU_TANH + i, torch.bfloat16) for i in range(parts)]

@@ -74,15 +74,11 @@ template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, u
 }
 """
 MAIN = """
-static std::vector<uint4> x[INPUTS], w[PARTS], bias[PARTS], scale, residual, out, table;
+static std::vector<uint4> x, w[PARTS], bias[PARTS], scale, residual, out, table;
 static std::vector<int> head;
 
 void one() {
-    Inputs inputs;
-    for (int i = 0; i < INPUTS; i++) {
-        const u64 columns = i ? head[2] - head[7] : head[7];
-        inputs.of[i] = {{(u64)x[i].data(), (u64)head[0], columns, columns, (u64)X_SLICE, 0}};
-    }
+    const TensorMap x_map = {{(u64)x.data(), (u64)head[0], (u64)head[2], (u64)head[2], (u64)X_SLICE, 0}};
     auto given = [](std::vector<uint4>& v) { return v.empty() ? nullptr : (u16*)v.data(); };
     Weights weights;
     Biases biases;
@@ -96,20 +92,20 @@ void one() {
     Turns turns = {cosines, cosines + 64, {}, 128, head[4], head[5], head[6], 0};
     if (BEHIND == 8) turns = {wide, wide + 128 * head[4], {cosines, cosines + 128}, 128, head[4], 0, 0, 1e-6f};
     u16* to = (u16*)out.data();
-    const int M = head[0], split = head[7] / 64;
-    tiled_linear(inputs, weights, biases, given(scale), given(residual), to, M, head[1], head[2], split, M, turns);
+    const int M = head[0];
+    tiled_linear(x_map, weights, biases, given(scale), given(residual), to, M, head[1], head[2], M, turns);
 }
 
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
-    head = numbers<int>(file, 11 + PARTS);
+    head = numbers<int>(file, 10 + PARTS);
     const int M = head[0], N = head[1], K = head[2], grid = head[3];
     const int numbers_out = (GATED ? 1 : PARTS) * M * N;
-    for (int i = 0; i < INPUTS; i++) x[i] = numbers<uint4>(file, M * (i ? K - head[7] : head[7]) / 8);
+    x = numbers<uint4>(file, M * K / 8);
     for (auto& one : w) one = numbers<uint4>(file, N * K / 8);
-    for (int i = 0; i < PARTS; i++) bias[i] = numbers<uint4>(file, head[8 + i] / 8);
-    scale = numbers<uint4>(file, head[8 + PARTS] / 8), residual = numbers<uint4>(file, head[9 + PARTS] / 8);
-    table = numbers<uint4>(file, head[10 + PARTS] / 8);
+    for (int i = 0; i < PARTS; i++) bias[i] = numbers<uint4>(file, head[7 + i] / 8);
+    scale = numbers<uint4>(file, head[7 + PARTS] / 8), residual = numbers<uint4>(file, head[8 + PARTS] / 8);
+    table = numbers<uint4>(file, head[9 + PARTS] / 8);
     out.assign(numbers_out / 8, {~0u, ~0u, ~0u, ~0u});
     gridDim.x = grid;
     for (int block = 0; block < grid; block += CLUSTER) {
@@ -124,17 +120,16 @@ int main(int, char** names) {
 
 def linear_tiled(
     args: list[torch.Tensor | None], f: int, params: dict[str, int | str], sms: int, stages: int, folder: Path,
-    parts: int = 1, turns: tuple[int, int, int] = (1, 0, 0), split: int = 0,
+    parts: int = 1, turns: tuple[int, int, int] = (1, 0, 0),
 ) -> torch.Tensor:  # fmt: skip
     """Return the kernel's result for x, weights, biases, scale, residual, and rows of 64 cosines and 64 sines.
 
-    turns: tokens of an image, those without a row, columns that are rotated. split: columns of the first of two tensors
-    of x, 0 for one. Raises RuntimeError with its error.
+    turns: tokens of an image, those without a row, columns that are rotated. Raises RuntimeError with its error.
     """
     x, weight = args[:2]
     assert x is not None and weight is not None
     (m, k), n, bf16 = x.shape, weight.shape[0], x.dtype == torch.bfloat16
-    p = tiled.plan(m, n, **params, sms=sms, f=f, parts=parts, inputs=1 + (split > 0))  # type: ignore[arg-type]
+    p = tiled.plan(m, n, **params, sms=sms, f=f, parts=parts)  # type: ignore[arg-type]
     told = [o for o in p.options(bf16) if not o.startswith(("-DSTAGES", "-DCLUSTERED"))]
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
@@ -146,8 +141,7 @@ def linear_tiled(
     source = source[:end] + BEFORE + source[end:] + MAIN
     args = [*args, *[None] * (4 + 2 * parts - len(args))]
     sizes = [0 if t is None else t.numel() for t in args[1 + parts :]]
-    given = struct.pack(f"{8 + len(sizes)}i", m, n, k, p.grid, *turns, split or k, *sizes)
-    every = [x[:, :split].contiguous(), x[:, split:].contiguous(), *args[1:]] if split else args
-    given += b"".join(t.view(torch.int16).numpy().tobytes() for t in every if t is not None)
+    given = struct.pack(f"{7 + len(sizes)}i", m, n, k, p.grid, *turns, *sizes)
+    given += b"".join(t.view(torch.int16).numpy().tobytes() for t in args if t is not None)
     found = torch.frombuffer(bytearray(run(source, given, folder)), dtype=x.dtype)
     return found.view(m, n) if f in tiled.GATED or parts == 1 else found.view(parts, m, n)

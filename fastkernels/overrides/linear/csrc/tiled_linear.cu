@@ -5,8 +5,7 @@
 // `turned`, are rotated by their token's row of cosines and sines: heads of 64 channels, whose pairs a thread holds.
 // Or of three weights the first two results, queries and keys, are heads of 128 channels: each is normed to a root mean
 // square of 1, times a weight, and its neighboring pairs are rotated by its token's float32 cosines and sines.
-// x may be INPUTS tensors, whose rows follow each other: the first has `split` pieces. The results of two weights are
-// `between` rows apart.
+// The results of two weights are `between` rows apart.
 //
 // Blocks are persistent. One thread reads x and W into a ring of STAGES pieces of 64 columns (tensor maps, 128-byte
 // swizzle). Two warpgroups take the block's tiles of BM x BN in turn: while one computes f and stores, the other multiplies.
@@ -20,13 +19,12 @@
 // that these columns are eight that lie next to each other, 16 bytes of the result.
 //
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
-// share W in L2), PARTS, INPUTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
+// share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
 // 5: rotation of pairs that are 32 channels apart, 6: of neighbors, 7: GELU(gate) * up, with erf,
 // 8: norm and rotation), BF16.
 // multiply() precedes this file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
-struct Inputs { TensorMap of[INPUTS]; };
 struct Weights { TensorMap of[PARTS]; };
 struct Biases { const u16* of[PARTS]; };
 struct Turns {
@@ -159,9 +157,9 @@ __device__ __forceinline__ float low_of(u32 pair) { return widen((u16)pair); }
 __device__ __forceinline__ float high_of(u32 pair) { return widen((u16)(pair >> 16)); }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
-    const __grid_constant__ Inputs inputs, const __grid_constant__ Weights weights, const __grid_constant__ Biases biases_of,
-    const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K, int split,
-    int between, const Turns turns_of) {
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ Weights weights, const __grid_constant__ Biases biases_of,
+    const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K, int between,
+    const Turns turns_of) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -183,7 +181,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     };
 
     if (thread == 0) {
-        for (int i = 0; i < INPUTS; i++) asm volatile("prefetch.tensormap [%0];" ::"l"(&inputs.of[i]) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         for (int i = 0; i < PARTS; i++) asm volatile("prefetch.tensormap [%0];" ::"l"(&weights.of[i]) : "memory");
         for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 4 * (1 + COOPERATE) * CLUSTER);
         make_barrier(turns, 4), make_barrier(turns + 8, 4);
@@ -218,9 +216,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                         wait(empty + 8 * stage, parity);
                         read_weights(stage, piece, column, part);
                     }
-                    const int from = SHARE_W ? 0 : X_SLICE * rank, second = INPUTS > 1 && piece >= split;
-                    load_x(x_ring + stage * X_STAGE + 128 * from, inputs.of[second], 64 * (piece - second * split), row + from,
-                           full + 8 * stage);
+                    const int from = SHARE_W ? 0 : X_SLICE * rank;
+                    load_x(x_ring + stage * X_STAGE + 128 * from, x_map, 64 * piece, row + from, full + 8 * stage);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
             }
