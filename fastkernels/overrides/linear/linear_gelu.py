@@ -13,7 +13,7 @@ from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import OpSpec, fan_in
 from fastkernels.overrides.activation.gelu import gelu
 from fastkernels.overrides.kit.cublaslt import gelu_product
-from fastkernels.overrides.kit.modules import plain_linear
+from fastkernels.overrides.kit.modules import plain_linear, tiled_is_faster
 from fastkernels.overrides.kit.rows import FLOATS
 from fastkernels.overrides.linear.tiled_linear_cuda import (
     GELU,
@@ -22,8 +22,6 @@ from fastkernels.overrides.linear.tiled_linear_cuda import (
     linear_tiled,
     supports_tiled,
 )
-
-MANY = 1024  # tokens for which the tiled kernel is faster than cuBLASLt's epilogue
 
 
 def reference(
@@ -58,10 +56,8 @@ def _check(
 def _supports_tiled(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, approximate: str = "none"
 ) -> str | None:
-    # FLUX.1's first product of a block's MLP on an H100 at its limit of power: 518 us, in cuBLASLt 552
-    least = MANY if approximate == "tanh" and bias is not None else LEAST
-    if x.numel() < least * x.shape[-1]:
-        return ForOthers(f"fewer than {least} tokens")
+    if x.numel() < LEAST * x.shape[-1]:
+        return ForOthers(f"fewer than {LEAST} tokens")
     reason = supports_tiled(x, weight, bias)
     return None if reason is None else ForOthers(reason)
 
@@ -83,7 +79,7 @@ def _supports_cublaslt(
         return "PyTorch takes the epilogue with a bias only"
     if x.dtype not in FLOATS or weight.dtype != x.dtype or bias.dtype != x.dtype:
         return f"dtypes {x.dtype}, {weight.dtype}, {bias.dtype} are not one of float16, bfloat16 and float32"
-    return None
+    return ForOthers("many tokens") if tiled_is_faster(x, weight, bias) else None
 
 
 def _cublaslt(
@@ -116,8 +112,8 @@ linear_gelu = define(
     'linear_gelu(Tensor x, Tensor weight, Tensor? bias=None, str approximate="none") -> Tensor',
     fake=lambda x, weight, bias=None, approximate="none": x.new_empty((*x.shape[:-1], weight.shape[0])),
     providers=(
-        Provider("cuda-tiled", _tiled, supports=_supports_tiled),
         Provider("cublaslt", _cublaslt, supports=_supports_cublaslt),
+        Provider("cuda-tiled", _tiled, supports=_supports_tiled),
         Provider("torch", _torch, devices=("cuda", "cpu")),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
