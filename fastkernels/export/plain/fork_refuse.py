@@ -56,10 +56,6 @@ def gelu_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return None
 
 
-def tiled_is_faster(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    return False
-
-
 def products(linears: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [layer(x) for layer in linears]
 
@@ -78,12 +74,6 @@ def swiglu(x: torch.Tensor, *linears: Any) -> torch.Tensor:
 
 def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
     return ff(x)
-
-
-def mlp_into_residual(
-    gated: Any, ff: Any, x: torch.Tensor, residual: torch.Tensor, gate: torch.Tensor
-) -> Any:
-    return gated(residual, ff(x), gate)[0]
 
 
 def linear_of_two(linear: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -109,10 +99,6 @@ def modulation(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 def joined_linears(of_a: Any, a: torch.Tensor, of_b: Any, b: torch.Tensor) -> torch.Tensor:
     return torch.cat((of_a(a), of_b(b)), dim=1)
-
-
-def normed_products(attn: Any, x: torch.Tensor, *_: Any) -> None:
-    return None
 
 
 def positioned(

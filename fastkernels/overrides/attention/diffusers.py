@@ -8,7 +8,6 @@ import torch
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.attention_dense import attend, attention_dense
-from fastkernels.overrides.diffusion.normed_products import normed_products
 from fastkernels.overrides.diffusion.qk_norm_rope_pair import positioned
 from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import joined_linears, product, products
@@ -100,26 +99,20 @@ class DiffusersFluxAttnProcessor:
             given = (hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
             return theirs.__call__(self, attn, *given)
         text = None if attn.added_kv_proj_dim is None else encoder_hidden_states
-        tokens: Any = (attn, hidden_states, text, image_rotary_emb)
-        q, k, v = normed_products(*tokens) or _projected(*tokens)
+        which = "qkv" if text is None or attn.fused_projections else "qk"
+        q, k, *of_image = _heads(attn, hidden_states, "to_{}", "to_qkv", which)
+        text_q, text_k, *of_text = _heads(attn, text, "add_{}_proj", "to_added_qkv", which)
+        if text is not None and not of_image:
+            both = joined_linears(attn.add_v_proj, text, attn.to_v, hidden_states)
+            of_image = [both.unflatten(-1, (-1, attn.head_dim))]
+        v = torch.cat((*of_text, *of_image), dim=1) if of_text else of_image[0]
+        q, k = positioned(attn, (q, text_q), (k, text_k), image_rotary_emb)
         found = attend(q, k, v, attn.head_dim**-0.5, attention_mask).to(q.dtype)
         if encoder_hidden_states is None:
             return found
         texts = encoder_hidden_states.shape[1]
         image = attn.to_out[1](product(attn.to_out[0], found[:, texts:].contiguous()))
         return image, attn.to_add_out(found[:, :texts].contiguous())  # type: ignore[return-value]
-
-
-def _projected(attn: Any, x: torch.Tensor, text: torch.Tensor | None, rotary: Any) -> list[torch.Tensor]:
-    """Queries and keys, normed and rotated, and values [B, St + S, H, head_dim]."""
-    which = "qkv" if text is None or attn.fused_projections else "qk"
-    q, k, *of_image = _heads(attn, x, "to_{}", "to_qkv", which)
-    text_q, text_k, *of_text = _heads(attn, text, "add_{}_proj", "to_added_qkv", which)
-    if text is not None and not of_image:
-        both = joined_linears(attn.add_v_proj, text, attn.to_v, x)
-        of_image = [both.unflatten(-1, (-1, attn.head_dim))]
-    v = torch.cat((*of_text, *of_image), dim=1) if of_text else of_image[0]
-    return [*positioned(attn, (q, text_q), (k, text_k), rotary), v]
 
 
 def _elsewhere(processor: Any) -> str | None:

@@ -15,13 +15,12 @@ from fastkernels.overrides.diffusion.diffusers import (
     DiffusersAdaLayerNormZero,
     DiffusersAdaLayerNormZeroSingle,
 )
-from fastkernels.overrides.diffusion.feed_forward import mlp_into_residual
 from fastkernels.overrides.diffusion.gated_residual import gated_residual
 from fastkernels.overrides.diffusion.gelu_epilogue import activated
 from fastkernels.overrides.diffusion.modulated_pair import modulated_pair
 from fastkernels.overrides.diffusion.rope_axes import rope_axes
 from fastkernels.overrides.kit.chips import H100
-from fastkernels.overrides.kit.modules import changed, linear_of_two
+from fastkernels.overrides.kit.modules import changed, linear_of_two, mlp
 
 
 class _Attention(nn.Module):
@@ -142,8 +141,7 @@ class DiffusersFluxTransformerBlock(nn.Module):
             **(joint_attention_kwargs or {}),
         )
         image, x = _gated(hidden_states, found, gate, self.norm2, (scale, shift))
-        image = mlp_into_residual(_gated, self.ff, x, image, gate_mlp)
-        image = sum(adapters, image)  # of images (IP-Adapter)
+        image = sum(adapters, _gated(image, mlp(self.ff, x), gate_mlp)[0])  # and of images (IP-Adapter)
         text, x = _gated(encoder_hidden_states, c_found, c_gate, self.norm2_context, (c_scale, c_shift))
         return _clipped(_gated(text, self.ff_context(x), c_gate_mlp)[0]), image
 

@@ -10,9 +10,9 @@ from torch import nn
 from fastkernels.core.spec import Target
 from fastkernels.overrides.attention.diffusers import DiffusersAttnProcessor2_0
 from fastkernels.overrides.diffusion.diffusers import _NOTE, DiffusersGEGLU
-from fastkernels.overrides.diffusion.feed_forward import mlp
 from fastkernels.overrides.diffusion.gated_residual import add_residual, apply_norm
 from fastkernels.overrides.kit.chips import H100
+from fastkernels.overrides.kit.modules import mlp
 
 
 class _Attention(nn.Module):

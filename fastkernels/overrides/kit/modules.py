@@ -10,7 +10,13 @@ from torch import nn
 
 from fastkernels.core.dispatch import functional
 from fastkernels.overrides.kit import cublaslt
-from fastkernels.overrides.linear.tiled_linear_cuda import is_faster, linears_tiled, supports_tiled
+from fastkernels.overrides.linear.tiled_linear_cuda import (
+    GEGLU,
+    is_faster,
+    linears_tiled,
+    runs_tiled,
+    supports_tiled,
+)
 
 
 def changed(module: Any) -> bool:
@@ -30,17 +36,6 @@ def plain_linear(linear: Any, *inputs: torch.Tensor) -> bool:
     """
     plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not changed(linear)
     return plain and all(x.dtype == linear.weight.dtype and not autocasts(x) for x in inputs)
-
-
-MANY = 1024  # tokens
-
-
-def tiled_is_faster(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether the tiled kernel is faster than cuBLASLt's epilogue of GELU with tanh.
-
-    FLUX.1's 4,608 tokens on an H100 at its limit of power: 518 us, in cuBLASLt 552.
-    """
-    return x.numel() >= MANY * x.shape[-1] and supports_tiled(x, weight, bias) is None
 
 
 def _into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -102,6 +97,45 @@ def stacked_products(linears: Sequence[Any], x: torch.Tensor) -> torch.Tensor | 
 def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
     """linear(x)."""
     return products((linear,), x)[0]
+
+
+def _linear_geglu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    (up, gate), (of_up, of_gate) = weight.chunk(2), (None, None) if bias is None else bias.chunk(2)
+    if x.is_cuda and all(supports_tiled(x, *each) is None for each in ((up, of_up), (gate, of_gate))):
+        return linears_tiled(x, (gate, up), (of_gate, of_up), GEGLU)
+    values, gate = compute_products(x, [weight], [bias])[0].chunk(2, dim=-1)
+    return values * nn.functional.gelu(gate)
+
+
+_geglu = functional(
+    "linear_geglu(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    _linear_geglu,
+    lambda x, weight, bias: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
+)
+
+
+def _geglu_of(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """values * gelu(gate), the halves of linear(x): one kernel of a plain layer and many tokens."""
+    if plain_linear(linear, x) and runs_tiled(linear, x, halves=True):
+        return _geglu(x, linear.weight, linear.bias)
+    values, gate = product(linear, x).chunk(2, dim=-1)
+    return values * nn.functional.gelu(gate)
+
+
+def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
+    """ff(x), an MLP of diffusers: modules in a row, `net`. Compiled, a GEGLU and its product are ours, too."""
+    if changed(ff) or not type(ff).__name__.endswith("FeedForward"):
+        return ff(x)
+    for module in ff.net:
+        cls = type(module)
+        left = getattr(cls, "fastkernels_tried", not hasattr(cls, "fastkernels"))  # to a compiler
+        if cls is nn.Linear:
+            x = product(module, x)
+        elif cls.__name__ == "GEGLU" and left and torch.compiler.is_compiling() and not changed(module):
+            x = _geglu_of(module.proj, x)
+        else:
+            x = module(x)
+    return x
 
 
 def _of_two(

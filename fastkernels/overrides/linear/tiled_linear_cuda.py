@@ -1,7 +1,7 @@
 """y = f(x W^T + b) for many tokens with Hopper's wgmma, in CUDA C++: csrc/tiled_linear.cu, compiled at its first call.
 
 f is the identity, GELU, residual + scale * (...), of two weights SiLU(gate) * up or GELU(gate) * up, or the rotation of
-queries and keys, behind their norm or not; cuBLASLt has GELU with tanh only.
+queries and keys; cuBLASLt has GELU with tanh only.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ LEAST = 128  # tokens for which it was faster than a product and a pass
 LONGEST, SLOWER = 1536, range(900, 1300)
 _P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
 # f: its number in the source
-NONE, GELU, GELU_TANH, RESIDUAL, SWIGLU, ROTATED_HALVES, ROTATED_NEIGHBORS, GEGLU, NORMED = range(9)
+NONE, GELU, GELU_TANH, RESIDUAL, SWIGLU, ROTATED_HALVES, ROTATED_NEIGHBORS, GEGLU = range(8)
 GATED = (SWIGLU, GEGLU)
 HEAD = 64  # channels of a head that is rotated
-NORMED_HEAD = 128  # of one that is also normed
-EPILOGUE = (0.096, 0.219, 0.219, 0.14, 0.096, 0.14, 0.14, 0.05, 0.3)  # cycles of each f for a column of a row
+EPILOGUE = (0.096, 0.219, 0.219, 0.14, 0.096, 0.14, 0.14, 0.14)  # cycles of each f for a column of a row
 
 # rows, columns  of a tile
 # cooperate      both warpgroups multiply a tile, instead of taking tiles in turn
@@ -54,19 +53,21 @@ PARAMS: tuple[dict[str, Any], ...] = tuple(
     if shares == "x" or columns // cluster % 32 == 0
 )  # fmt: skip
 
+# The set for GEGLU of so many tokens. SDXL's 2,048 and 8,192 on an H100 at its limit of power, 2026-11-28: 85.2 and
+# 93.8 us, the set with the fewest `cycles` 90.5 and 95.4, cuBLAS and a pass 108.8 and 135.2.
+MANY, WIDE = 1024, {"rows": 128, "columns": 256, "cooperate": True, "shares": "w", "cluster": 2}
+
 
 class Turns(ctypes.Structure):
     """Cosines and sines, each with a row of HEAD numbers for a token, and the columns that are rotated.
 
-    norms   weights of the norms of queries and keys, with NORMED; eps: of both
     row     numbers from one token's to the next token's
     tokens  of an image, of which the first `prefix` have no row
     turned  columns of the results that are rotated, the first ones
     """
 
     _fields_ = (
-        ("cosines", _P), ("sines", _P), ("norms", _P * 2), ("row", _I), ("tokens", _I), ("prefix", _I), ("turned", _I),
-        ("eps", ctypes.c_float),
+        ("cosines", _P), ("sines", _P), ("row", _I), ("tokens", _I), ("prefix", _I), ("turned", _I),
     )  # fmt: skip
 
 
@@ -124,10 +125,9 @@ def plan(
 
 def fits(params: dict[str, Any], f: int) -> bool:
     """Return whether a thread's sums and the residuals that it reads ahead fit in registers, and tiles have halves."""
-    if f >= SWIGLU and params["columns"] % (NORMED_HEAD if f == NORMED else 64):
+    if f >= SWIGLU and params["columns"] % 64:
         return False
-    most = 128 * 192 * (1 + params["cooperate"])
-    return f not in (RESIDUAL, NORMED) or params["rows"] * params["columns"] < most
+    return f != RESIDUAL or params["rows"] * params["columns"] < 128 * 192 * (1 + params["cooperate"])
 
 
 def cycles(p: Plan, k: int, sms: int = 132) -> float:
@@ -151,6 +151,8 @@ def cycles(p: Plan, k: int, sms: int = 132) -> float:
 @lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, f: int = NONE, sms: int = 132, parts: int = 1) -> dict[str, Any]:
     """Return the default parameters for x [m, k] and so many weights [n, k]."""
+    if f == GEGLU and m >= MANY:
+        return WIDE
     sets = (p for p in PARAMS if fits(p, f))
     return min(sets, key=lambda p: (cycles(plan(m, n, **p, sms=sms, f=f, parts=parts), k, sms), p["cluster"]))
 
@@ -199,7 +201,7 @@ def source(p: Plan, bf16: bool) -> str:
 
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, p: Plan, bf16: bool) -> cuda_rtc.Kernel:
-    types = (_M, _M * p.parts, _P * p.parts, _P, _P, _P, _I, _I, _I, _I, Turns)
+    types = (_M, _M * p.parts, _P * p.parts, _P, _P, _P, _I, _I, _I, Turns)
     return cuda_rtc.Kernel(source(p, bf16), "tiled_linear", p.options(bf16), device.index, types, p.shared)
 
 
@@ -232,30 +234,14 @@ def linears_tiled(
     out = x.new_empty(shape if f in GATED else (len(weights), *shape))
     if cos is not None and sin is not None:
         tokens, turned = x.shape[1], 2 * len(weights) * n // 3
-        tables = cos.data_ptr(), sin.data_ptr()
-        turns = Turns(*tables, (_P * 2)(), cos.stride(0), tokens, tokens - len(cos), turned)
+        turns = Turns(cos.data_ptr(), sin.data_ptr(), cos.stride(0), tokens, tokens - len(cos), turned)
     _launch(x, weights, biases, f, out, turns=turns, **params)
     return out
 
 
-def linears_normed(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
-    norms: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, eps: float, out: torch.Tensor, **params: Any,
-) -> None:  # fmt: skip
-    """Write queries, keys and values of x [..., K] to out [3, rows, N], whose parts may be apart.
-
-    Queries and keys are normed and rotated in heads of NORMED_HEAD channels. norms: their weights; cos, sin: [S,
-    NORMED_HEAD] in float32, of the tokens of each of the images that are the rows of x.
-    """
-    pointers = (_P * 2)(*(norm.data_ptr() for norm in norms))
-    turns = Turns(cos.data_ptr(), sin.data_ptr(), pointers, NORMED_HEAD, len(cos), 0, 0, eps)
-    _launch(x, weights, biases, NORMED, out, turns=turns, between=out.stride(0) // out.shape[-1], **params)
-
-
 def _launch(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], f: int, out: torch.Tensor,
-    scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, turns: Turns | None = None,
-    between: int = 0, **params: Any,
+    scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, turns: Turns | None = None, **params: Any,
 ) -> None:  # fmt: skip
     (n, k), parts = weights[0].shape, len(weights)
     rows = x.reshape(-1, k)
@@ -276,17 +262,7 @@ def _launch(
     )
     stream = torch.cuda.current_stream(x.device).cuda_stream
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
-    given = (
-        x_map,
-        (_M * parts)(*w_maps),
-        (_P * parts)(*added),
-        *pointers,
-        m,
-        n,
-        k,
-        between or m,
-        turns or Turns(),
-    )
+    given = (x_map, (_M * parts)(*w_maps), (_P * parts)(*added), *pointers, m, n, k, turns or Turns())
     kernel.launch(p.grid, THREADS, stream, given, overlap=early)
 
 

@@ -23,7 +23,6 @@ diffusers = pytest.importorskip("diffusers")
 from diffusers.models.transformers import transformer_flux as host  # noqa: E402
 
 from fastkernels.overrides.diffusion import diffusers_flux as ours  # noqa: E402
-from fastkernels.overrides.diffusion import normed_products  # noqa: E402
 
 OP = "gated_residual"
 SIZES = {"dim": 32, "num_attention_heads": 2, "attention_head_dim": 16}
@@ -369,59 +368,6 @@ def test_without_ops_compiled_blocks_are_ours_on_hopper(
     for a, b in zip(after, before, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert [type(m) for m in whole.modules()] == classes
-
-
-@pytest.mark.parametrize(("images", "kind"), [(1, "plain"), (2, "plain"), (1, "hook"), (1, "MLP's hook")])
-def test_compiled_mlp_of_an_image_adds_its_gated_residual(images: int, kind: str) -> None:
-    block, seen = filled(ours.DiffusersFluxTransformerBlock(64, 2, 32)).bfloat16(), set()
-    angles, layer = draw(150, 32), block.ff.net[2] if kind == "hook" else block.ff
-    given = {"temb": draw(images, 64).bfloat16(), "image_rotary_emb": (angles.cos(), angles.sin())}
-    if kind != "plain":
-        layer.register_forward_hook(doubled)
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        seen.update(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    text, image = draw(images, 20, 64).bfloat16(), draw(images, 130, 64).bfloat16()
-    with torch.no_grad():
-        before = block(image, text, **given)
-        after = torch.compile(block, fullgraph=True, backend=backend)(image, text, **given)
-    torch.compiler.reset()
-    for a, b in zip(after, before, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    assert ("fastkernels.linear_residual.default" in seen) == (images == 1 and kind == "plain")
-
-
-@pytest.mark.parametrize("kind", ["bfloat16", "hook", "fused", "few", "no weight"])
-@pytest.mark.parametrize("name", [DOUBLE, SINGLE])
-def test_products_norm_and_rotate_queries_and_keys(
-    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(normed_products, "LEAST", 300 if kind == "few" else 128)
-    block, seen = filled(getattr(ours, f"Diffusers{name}")(128, 1, 128)).bfloat16(), set()
-    angles = draw(270, 128)
-    given = {"temb": draw(2, 128).bfloat16(), "image_rotary_emb": (angles.cos(), angles.sin())}
-    if kind == "hook":
-        block.attn.to_k.register_forward_hook(doubled)
-    elif kind == "fused":
-        block.attn.fused_projections, block.attn.to_qkv = True, torch.nn.Linear(128, 384).bfloat16()
-        block.attn.to_added_qkv = torch.nn.Linear(128, 384).bfloat16()
-    elif kind == "no weight":
-        block.attn.norm_q = torch.nn.RMSNorm(128, eps=1e-6, elementwise_affine=False)
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        seen.update(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    text, image = draw(2, 130, 128).bfloat16(), draw(2, 140, 128).bfloat16()
-    with torch.no_grad():
-        before = block(image, text, **given)
-        after = torch.compile(block, fullgraph=True, backend=backend)(image, text, **given)
-    torch.compiler.reset()
-    for a, b in zip(after, before, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    assert ("fastkernels.linear_norm_rope.default" in seen) == (kind == "bfloat16")
 
 
 PAIRS = """

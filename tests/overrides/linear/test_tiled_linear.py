@@ -15,7 +15,6 @@ from support.kernels import emulated_tiled
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.block import linear_residual as residuals
-from fastkernels.overrides.diffusion.qk_norm_rope import reference as norm_reference
 from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.linear import tiled_linear_cuda as tiled
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
@@ -139,38 +138,6 @@ def test_emulated_rotation_matches_float64(
     turns = (TOKENS, PREFIX, 2 * heads * tiled.HEAD)
     got = emulated_tiled.linear_tiled([*args, table], f, params, 2, 3, tmp_path, parts, turns)
     want = want.flatten(1, 2).squeeze(0) if parts == 1 else want.flatten(1, 2)
-    assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-5)).max()) <= 1
-
-
-def normed(args: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(weights of two norms, cosines, sines, exact results) of queries, keys and values."""
-    g = torch.Generator().manual_seed(5)
-    norms, angles = (
-        1 + 0.2 * torch.randn(2, 128, generator=g).bfloat16(),
-        torch.randn(TOKENS, 128, generator=g),
-    )
-    cos, sin = angles.cos(), angles.sin()
-    each = [expected(tiled.NONE, args[0], w, b) for w, b in zip(args[1:4], args[4:7], strict=True)]
-    for i in range(2):
-        x = each[i].view(-1, TOKENS, each[i].shape[-1] // 128, 128)
-        each[i] = norm_reference(x, norms[i], cos, sin, 1e-6).reshape(each[i].shape)
-    return norms, cos, sin, torch.stack(each)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"rows": 64, "columns": 256},  # a weight has three heads: tiles that end past it
-        pytest.param({"rows": 128, "columns": 128, "cooperate": True, "cluster": 2}, marks=pytest.mark.slow),
-    ],
-)
-def test_emulated_norm_and_rotation_match_float64(params: dict[str, Any], tmp_path: Path) -> None:
-    args, _ = of_several(3 * TOKENS, 384, 72, tiled.NONE, 3)
-    norms, cos, sin, want = normed(args)
-    table = torch.cat((norms.view(torch.int16).flatten(), torch.cat((cos, sin)).view(torch.int16).flatten()))
-    turns = (TOKENS, 0, 0)
-    got = emulated_tiled.linear_tiled([*args, table], tiled.NORMED, params, 2, 3, tmp_path, 3, turns)
     assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-5)).max()) <= 1
 
 

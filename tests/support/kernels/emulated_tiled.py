@@ -28,8 +28,6 @@ BODIES = {
     "finish_multiply": "__syncwarp();",
     "power_of_2": "return exp2f(x);",
     "reciprocal": "return 1 / x;",
-    "reciprocal_root": "return 1 / sqrtf(x);",
-    "as_float": "float x; memcpy(&x, &bits, 4); return x;",
     "not_negative": "return x < 0 ? 0 : x;",
     "load_16": "return *at;",
     "widen": "return number(bits);",
@@ -87,13 +85,9 @@ void one() {
         biases.of[i] = given(bias[i]);
     }
     const u16* cosines = given(table);
-    // Rows of 64 cosines and 64 sines; or, behind the weights of two norms, all cosines and all sines in float32
-    const float* wide = (const float*)(cosines + 256);
-    Turns turns = {cosines, cosines + 64, {}, 128, head[4], head[5], head[6], 0};
-    if (BEHIND == 8) turns = {wide, wide + 128 * head[4], {cosines, cosines + 128}, 128, head[4], 0, 0, 1e-6f};
+    const Turns turns = {cosines, cosines + 64, 128, head[4], head[5], head[6]};
     u16* to = (u16*)out.data();
-    const int M = head[0];
-    tiled_linear(x_map, weights, biases, given(scale), given(residual), to, M, head[1], head[2], M, turns);
+    tiled_linear(x_map, weights, biases, given(scale), given(residual), to, head[0], head[1], head[2], turns);
 }
 
 int main(int, char** names) {

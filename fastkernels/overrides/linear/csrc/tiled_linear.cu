@@ -1,11 +1,8 @@
 // y = f(x W^T + b) for many tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding. f is the
 // identity, GELU, or residual + scale * (...) with one scale a column (LayerScale), computed from the float32 sums. W may
-// be PARTS tensors of N rows each: results [PARTS, M, N], as of queries, keys and values; or, with f = SiLU(gate) * up, one
+// be PARTS tensors of N rows each: results [PARTS, M, N], as of queries, keys and values; or, with f = SiLU or GELU(gate) * up, one
 // result [M, N] of two of them, whose tiles have half of their columns from each. Or queries and keys, all columns before
 // `turned`, are rotated by their token's row of cosines and sines: heads of 64 channels, whose pairs a thread holds.
-// Or of three weights the first two results, queries and keys, are heads of 128 channels: each is normed to a root mean
-// square of 1, times a weight, and its neighboring pairs are rotated by its token's float32 cosines and sines.
-// The results of two weights are `between` rows apart.
 //
 // Blocks are persistent. One thread reads x and W into a ring of STAGES pieces of 64 columns (tensor maps, 128-byte
 // swizzle). Two warpgroups take the block's tiles of BM x BN in turn: while one computes f and stores, the other multiplies.
@@ -20,19 +17,13 @@
 //
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
 // share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
-// 5: rotation of pairs that are 32 channels apart, 6: of neighbors, 7: GELU(gate) * up, with erf,
-// 8: norm and rotation), BF16.
+// 5: rotation of pairs that are 32 channels apart, 6: of neighbors, 7: GELU(gate) * up, with erf), BF16.
 // multiply() precedes this file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 struct Weights { TensorMap of[PARTS]; };
 struct Biases { const u16* of[PARTS]; };
-struct Turns {
-    const void *cosines, *sines;
-    const u16* norms[2];  // weights of queries' and keys' norms
-    int row, tokens, prefix, turned;  // row: numbers from one token's to the next
-    float eps;
-};
+struct Turns { const u16 *cosines, *sines; int row, tokens, prefix, turned; };  // row: numbers from one token's to the next
 
 constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
 constexpr int ATOMS = ROWS / 64, SUMS = BN / 2;  // of each thread, for 64 rows
@@ -111,12 +102,6 @@ __device__ __forceinline__ float reciprocal(float x) {
     return y;
 }
 
-__device__ __forceinline__ float reciprocal_root(float x) {
-    float y;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 __device__ __forceinline__ float not_negative(float x) {  // NaN stays
     float y;
     asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
@@ -150,15 +135,13 @@ __device__ __forceinline__ uint4 eight(const u16* numbers, int column, u32 absen
 
 __device__ __forceinline__ u32 pair_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
 
-__device__ __forceinline__ float as_float(u32 bits) { return __uint_as_float(bits); }
-
 __device__ __forceinline__ float low_of(u32 pair) { return widen((u16)pair); }
 
 __device__ __forceinline__ float high_of(u32 pair) { return widen((u16)(pair >> 16)); }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ Weights weights, const __grid_constant__ Biases biases_of,
-    const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K, int between,
+    const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K,
     const Turns turns_of) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
@@ -303,8 +286,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                     uint4 cosines[2], sines[2];
 #pragma unroll
                     for (int h = 0; h <= APART; h++) {
-                        cosines[h] = load_16((const uint4*)((const u16*)turns_of.cosines + at + 32 * h));
-                        sines[h] = load_16((const uint4*)((const u16*)turns_of.sines + at + 32 * h));
+                        cosines[h] = load_16((const uint4*)(turns_of.cosines + at + 32 * h));
+                        sines[h] = load_16((const uint4*)(turns_of.sines + at + 32 * h));
                     }
 #pragma unroll
                     for (int pair = 0; pair < 4 * (1 + APART); pair++) {
@@ -323,51 +306,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             }
 #endif
 
-#if BEHIND == 8
-            constexpr int OF_HEAD = 4;  // blocks
-#pragma unroll
-            for (int first = 0; first < BLOCKS; first += OF_HEAD) {
-                if (part == 2 || column + 32 * first >= N) break;
-                uint4 added[OF_HEAD], factors[OF_HEAD];
-#pragma unroll
-                for (int b = 0; b < OF_HEAD; b++) {
-                    added[b] = bias_of(first + b);
-                    factors[b] = load_16((const uint4*)(turns_of.norms[part] + 32 * b + 8 * quad));
-                }
-#pragma unroll
-                for (int i = 0; i < PLACES; i++) {
-                    float* own = sums[i / 2] + 16 * first + i % 2 * 2;  // the thread's 32 channels of the head
-                    float squares = 0;
-#pragma unroll
-                    for (int b = 0; b < OF_HEAD; b++)
-#pragma unroll
-                        for (int j = 0; j < 4; j++) {
-                            float* pair = own + 16 * b + 4 * j;
-                            pair[0] += low_of(pair_of(added[b], j)), pair[1] += high_of(pair_of(added[b], j));
-                            squares = fmaf(pair[0], pair[0], fmaf(pair[1], pair[1], squares));
-                        }
-                    squares += __shfl_xor_sync(~0u, squares, 1), squares += __shfl_xor_sync(~0u, squares, 2);
-                    const float factor = reciprocal_root(squares / 128 + turns_of.eps);
-                    const u32 at = row_of(i) % turns_of.tokens * 128 + 8 * quad;
-#pragma unroll
-                    for (int half = 0; half < 2 * OF_HEAD; half++) {
-                        const int b = half / 2;
-                        const uint4 c = load_16((const uint4*)((const float*)turns_of.cosines + at + 32 * b + half % 2 * 4));
-                        const uint4 s = load_16((const uint4*)((const float*)turns_of.sines + at + 32 * b + half % 2 * 4));
-#pragma unroll
-                        for (int k = 0; k < 2; k++) {
-                            const int j = half % 2 * 2 + k;
-                            float* pair = own + 16 * b + 4 * j;
-                            const float p = pair[0] * factor * low_of(pair_of(factors[b], j));
-                            const float q = pair[1] * factor * high_of(pair_of(factors[b], j));
-                            pair[0] = fmaf(p, as_float(pair_of(c, 2 * k)), -q * as_float(pair_of(s, 2 * k)));
-                            pair[1] = fmaf(q, as_float(pair_of(c, 2 * k + 1)), p * as_float(pair_of(s, 2 * k + 1)));
-                        }
-                    }
-                }
-            }
-#endif
-
             // Sums 4j to 4j + 3 of a block: columns 8 * quad + 2j and the one after, of a row and of the 8th below.
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
@@ -375,8 +313,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 uint4 added = EARLY || block == 0 ? biases : bias_of(block);
 #if ROTATES
                 if (part * N + column + 32 * block < turns_of.turned) added = make_uint4(0, 0, 0, 0);
-#elif BEHIND == 8
-                if (part < 2) added = make_uint4(0, 0, 0, 0);
 #endif
                 if (more) biases = bias_of(block + 1);
 #if GATES
@@ -409,7 +345,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
 #endif
                         v[j] = narrow(low, high);
                     }
-                    u16* to = out + (((u32)part * between + row_of(i)) * N + column_of(block));
+                    u16* to = out + (((u32)part * M + row_of(i)) * N + column_of(block));
                     if (there(i, block)) *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
                 }
             }
