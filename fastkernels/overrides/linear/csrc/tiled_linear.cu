@@ -1,8 +1,9 @@
 // y = f(x W^T + b) for many tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding. f is the
 // identity, GELU, or residual + scale * (...) with one scale a column (LayerScale), computed from the float32 sums. W may
-// be PARTS tensors of N rows each: results [PARTS, M, N], as of queries, keys and values; or, with f = SiLU or GELU(gate) * up, one
-// result [M, N] of two of them, whose tiles have half of their columns from each. Or queries and keys, all columns before
-// `turned`, are rotated by their token's row of cosines and sines: heads of 64 channels, whose pairs a thread holds.
+// be PARTS tensors of N rows each: results [PARTS, M, N], as of queries, keys and values; or, with f = SiLU(gate) * up or
+// GELU(gate) * up, one result [M, N] of two of them, whose tiles have half of their columns from each. Or queries and keys,
+// all columns before `turned`, are rotated by their token's row of cosines and sines: heads of 64 channels, whose pairs a
+// thread holds.
 //
 // Blocks are persistent. One thread reads x and W into a ring of STAGES pieces of 64 columns (tensor maps, 128-byte
 // swizzle). Two warpgroups take the block's tiles of BM x BN in turn: while one computes f and stores, the other multiplies.
