@@ -75,7 +75,8 @@ def of_several(m: int, n: int, k: int, f: int, parts: int) -> tuple[list[Any], t
     x, weights = several[0][0], [a[1] for a in several]
     biases = [*(a[2] for a in several[:-1]), None]
     each = torch.stack([expected(tiled.NONE, x, w, b) for w, b in zip(weights, biases, strict=True)])
-    return [x, *weights, *biases, None, None], F.silu(each[0]) * each[1] if f == tiled.SWIGLU else each
+    act = F.silu if f == tiled.SWIGLU else F.gelu
+    return [x, *weights, *biases, None, None], act(each[0]) * each[1] if f in tiled.GATED else each
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -83,6 +84,7 @@ def of_several(m: int, n: int, k: int, f: int, parts: int) -> tuple[list[Any], t
     ("parts", "n", "f", "params"),
     [
         (2, 96, tiled.SWIGLU, {"rows": 64, "columns": 64}),
+        (2, 96, tiled.GEGLU, {"rows": 64, "columns": 64}),
         (3, 96, tiled.NONE, {"rows": 128, "columns": 64, "cooperate": True}),  # tiles that end past a weight
         pytest.param(2, 96, tiled.SWIGLU, {"rows": 64, "columns": 128, "cluster": 2}, marks=pytest.mark.slow),
         pytest.param(2, 96, tiled.SWIGLU, {"rows": 128, "columns": 64, "shares": "x", "cluster": 2},
@@ -155,7 +157,7 @@ def test_plan_covers_the_result_and_fits(
     assert 2 <= p.stages <= tiled.MAX_STAGES and p.shared <= 227 * 1024
     x_rows, w_rows = p.boxes
     assert x_rows % 8 == 0 and w_rows % 32 == 0 and max(x_rows, w_rows) <= 256
-    for f in (tiled.GELU, tiled.RESIDUAL, tiled.SWIGLU):
+    for f in (tiled.GELU, tiled.RESIDUAL, tiled.SWIGLU, tiled.GEGLU):
         chosen = tiled.choose(m, n, k, f, sms, parts)
         assert chosen in tiled.PARAMS and tiled.fits(chosen, f)
 
@@ -168,6 +170,7 @@ def test_plan_covers_the_result_and_fits(
         *((f, 1) for f in (tiled.NONE, tiled.GELU, tiled.GELU_TANH, tiled.RESIDUAL)),
         (tiled.NONE, 3),
         (tiled.SWIGLU, 2),
+        (tiled.GEGLU, 2),
         (tiled.ROTATED_HALVES, 1),
         (tiled.ROTATED_NEIGHBORS, 3),
     ],
@@ -220,7 +223,7 @@ def test_every_set_matches_float64(f: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("f", "parts"), [(tiled.NONE, 3), (tiled.SWIGLU, 2)])
+@pytest.mark.parametrize(("f", "parts"), [(tiled.NONE, 3), (tiled.SWIGLU, 2), (tiled.GEGLU, 2)])
 def test_every_set_of_several_weights_matches_float64(f: int, parts: int) -> None:
     for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
         for m, n, k in ((333, 992, 328), (2056, 768, 768)):

@@ -138,4 +138,4 @@ def linear_tiled(
     given = struct.pack(f"{7 + len(sizes)}i", m, n, k, p.grid, *turns, *sizes)
     given += b"".join(t.view(torch.int16).numpy().tobytes() for t in args if t is not None)
     found = torch.frombuffer(bytearray(run(source, given, folder)), dtype=x.dtype)
-    return found.view(m, n) if f == tiled.SWIGLU or parts == 1 else found.view(parts, m, n)
+    return found.view(m, n) if f in tiled.GATED or parts == 1 else found.view(parts, m, n)

@@ -1,8 +1,9 @@
 // y = f(x W^T + b) for many tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding. f is the
 // identity, GELU, or residual + scale * (...) with one scale a column (LayerScale), computed from the float32 sums. W may
-// be PARTS tensors of N rows each: results [PARTS, M, N], as of queries, keys and values; or, with f = SiLU(gate) * up, one
-// result [M, N] of two of them, whose tiles have half of their columns from each. Or queries and keys, all columns before
-// `turned`, are rotated by their token's row of cosines and sines: heads of 64 channels, whose pairs a thread holds.
+// be PARTS tensors of N rows each: results [PARTS, M, N], as of queries, keys and values; or, with f = SiLU(gate) * up or
+// GELU(gate) * up, one result [M, N] of two of them, whose tiles have half of their columns from each. Or queries and keys,
+// all columns before `turned`, are rotated by their token's row of cosines and sines: heads of 64 channels, whose pairs a
+// thread holds.
 //
 // Blocks are persistent. One thread reads x and W into a ring of STAGES pieces of 64 columns (tensor maps, 128-byte
 // swizzle). Two warpgroups take the block's tiles of BM x BN in turn: while one computes f and stores, the other multiplies.
@@ -17,7 +18,7 @@
 //
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
 // share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
-// 5: rotation of pairs that are 32 channels apart, 6: of neighbors), BF16.
+// 5: rotation of pairs that are 32 channels apart, 6: of neighbors, 7: GELU(gate) * up, with erf), BF16.
 // multiply() precedes this file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
@@ -29,7 +30,9 @@ constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
 constexpr int ATOMS = ROWS / 64, SUMS = BN / 2;  // of each thread, for 64 rows
 constexpr int X_STAGE = 128 * BM, W_STAGE = 128 * BN;
 constexpr int X_SLICE = SHARE_W ? BM : BM / CLUSTER, W_SLICE = SHARE_W ? BN / CLUSTER : BN;  // rows that a block reads
-constexpr bool GATED = BEHIND == 4;
+#define GATES (BEHIND == 4 || BEHIND == 7)
+#define ROTATES (BEHIND == 5 || BEHIND == 6)
+constexpr bool GATED = GATES;
 constexpr int WIDTH = GATED ? BN / 2 : BN;  // columns of a tile's result
 constexpr int W_BOX = GATED ? BN / 2 : W_SLICE;  // rows of one copy
 constexpr int BLOCKS = WIDTH / 32, PLACES = 2 * ATOMS;  // of 32 columns; rows of a thread
@@ -107,7 +110,7 @@ __device__ __forceinline__ float not_negative(float x) {  // NaN stays
 }
 
 __device__ __forceinline__ float activate(float x) {
-#if BEHIND == 1
+#if BEHIND == 1 || BEHIND == 7
     // x Phi(x) is max(x, 0) - |x| Phi(-|x|). The logarithm of Phi(-a) is smooth: a polynomial of degree 7 is within
     // 5e-6 up to a = 6, and falls on beyond, where |x| Phi(-|x|) is under 6e-9. Bounded, as inf * 0 is NaN.
     const float a = fminf(fabsf(x), 16);
@@ -250,7 +253,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             }
             auto bias_of = [&](int block) { return eight(biases_of.of[part], inside(block), 0); };
             uint4 biases = bias_of(0);
-#if BEHIND == 4
+#if GATES
             auto bias_of_up = [&](int block) { return eight(biases_of.of[1], inside(block), 0); };
             uint4 biases_up = bias_of_up(0);
 #endif
@@ -272,7 +275,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
 #pragma unroll
                 for (int s = 0; s < SUMS; s++) asm volatile("" : "+f"(sums[atom][s])::"memory");  // not read earlier
 
-#if BEHIND >= 5
+#if ROTATES
             constexpr int APART = BEHIND == 5;  // blocks of columns between the channels of a pair
 #pragma unroll
             for (int block = 0; block < BLOCKS && part * N + column + 32 * block < turns_of.turned; block += 1 + APART) {
@@ -309,11 +312,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             for (int block = 0; block < BLOCKS; block++) {
                 const bool more = EARLY && block + 1 < BLOCKS;
                 uint4 added = EARLY || block == 0 ? biases : bias_of(block);
-#if BEHIND >= 5
+#if ROTATES
                 if (part * N + column + 32 * block < turns_of.turned) added = make_uint4(0, 0, 0, 0);
 #endif
                 if (more) biases = bias_of(block + 1);
-#if BEHIND == 4
+#if GATES
                 const uint4 added_up = EARLY || block == 0 ? biases_up : bias_of_up(block);
                 if (more) biases_up = bias_of_up(block + 1);
 #endif
@@ -337,7 +340,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                         high = fmaf(high, high_of(pair_of(factors, j)), high_of(pair_of(other, j)));
 #endif
                         low = activate(low), high = activate(high);
-#if BEHIND == 4
+#if GATES
                         const float* up = sum + 16 * BLOCKS;
                         low *= up[0] + low_of(pair_of(added_up, j)), high *= up[1] + high_of(pair_of(added_up, j));
 #endif
