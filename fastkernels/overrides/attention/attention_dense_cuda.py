@@ -1,0 +1,126 @@
+"""attention_dense in CUDA C++ for Hopper: csrc/attention_dense.cu, compiled at its first call."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastkernels.core import cuda_rtc
+from fastkernels.overrides.kit.hopper import no_hopper, text
+from fastkernels.overrides.kit.launch import cdiv, multiprocessors
+from fastkernels.overrides.kit.overlap import overlaps
+from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
+
+SOURCE = Path(__file__).parent / "csrc" / "attention_dense.cu"
+SIZE = 64  # of a head
+LOG2E = 1.4426950408889634
+_P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
+TYPES = (_M, _M, _M, _P, *[_I] * 6, _F)
+
+
+class Plan(NamedTuple):
+    """The constants that a kernel is compiled with; csrc/attention_dense.cu describes them."""
+
+    groups: int
+    keys: int
+    stages: int
+    bf16: bool
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + (self.groups > 1))
+
+    @property
+    def shared(self) -> int:
+        """Bytes: queries, tiles of keys and values, barriers; 1 KiB to align them."""
+        return 2 * SIZE * (64 * self.groups + 2 * self.stages * self.keys) + 8 + 32 * self.stages + 1024
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """NVRTC's options, without the architecture."""
+        return (
+            "--std=c++17", f"-DGROUPS={self.groups}", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}",
+            f"-DBF16={int(self.bf16)}",
+        )  # fmt: skip
+
+
+def weigh(bf16: bool) -> str:
+    """Return CUDA C++ of weigh(): wgmma for 64 channels of keys in rows, with weights from registers."""
+    kind = "bf16.bf16" if bf16 else "f16.f16"
+    sums = ", ".join(f"%{i}" for i in range(32))
+    operands = ", ".join(f'"+f"(c[{i}])' for i in range(32))
+    return f"""
+__device__ __forceinline__ void weigh(float (&c)[32], const unsigned* a, unsigned long long b) {{
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.{kind} {{{sums}}}, {{%32, %33, %34, %35}}, %36, 1, 1, 1, 1;"
+        : {operands} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
+}}
+"""
+
+
+def source(p: Plan) -> str:
+    """Return the whole text that NVRTC compiles."""
+    return multiply(p.keys, "bf16" if p.bf16 else "f16") + weigh(p.bf16) + text(SOURCE)
+
+
+@lru_cache(maxsize=64)
+def _kernel(device: torch.device, p: Plan) -> cuda_rtc.Kernel:
+    return cuda_rtc.Kernel(source(p), "attention_dense", p.options, device.index, TYPES, p.shared)
+
+
+def supports(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, attn_mask: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, *_: Any,
+) -> str | None:  # fmt: skip
+    """Return why the kernel does not support this call of attention_dense, None if it does."""
+    if (reason := no_hopper(SOURCE, q.device)) is not None:
+        return reason
+    if attn_mask is not None or cu_seqlens_q is not None:
+        return "it takes no mask and no concatenated sequences"
+    if q.dtype not in (torch.float16, torch.bfloat16) or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} are not all float16 or all bfloat16"
+    if q.shape[3] != SIZE or not scale > 0:
+        return f"head size {q.shape[3]} is not {SIZE}, or scale {scale} is not positive"
+    if not k.shape[1]:
+        return "there are no keys"
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.data_ptr() % 16 or t.stride(3) != 1 or any(s % 8 for s in t.stride()[:3]):
+            return f"{name} has strides {tuple(t.stride())}: its rows must be contiguous and start at 16 bytes"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def choose(batch: int, heads: int, n_q: int, n_k: int, sms: int = 132) -> dict[str, int]:
+    """Return the default parameters."""
+    keys = min((128, 112, 96, 80, 64), key=lambda n: (cdiv(n_k, n) * (n + 16), -n))
+    few = batch * heads * cdiv(n_q, 64) <= 3 * sms
+    return {"groups": 1 if few else 3, "keys": keys, "stages": 2 if few else 3}
+
+
+def _map(t: torch.Tensor, rows: int) -> cuda_rtc.TensorMap:
+    batch, tokens, heads, size = t.shape
+    b, s, h, _ = t.stride()
+    strides = tuple(n or 8 for n in (s if tokens > 1 else size, h if heads > 1 else size, b if batch > 1 else size))
+    return cuda_rtc.tensor_map_of(t.data_ptr(), (size, tokens, heads, batch), strides, (size, rows, 1, 1))
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *_: Any, **params: int) -> torch.Tensor:
+    """Run the kernel with the arguments of attention_dense.reference. params: fields of Plan."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return out
+    (batch, n_q, heads, _), n_k = q.shape, k.shape[1]
+    sms = multiprocessors(q.device)
+    p = Plan(**(params or choose(batch, heads, n_q, n_k, sms)), bf16=q.dtype == torch.bfloat16)
+    tiles = cdiv(n_q, 64 * p.groups)
+    grid = tiles * batch * heads
+    maps = _map(q, 64 * p.groups), _map(k, p.keys), _map(v, p.keys)
+    early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
+    given = (*maps, out.data_ptr(), n_q, n_k, heads, heads // k.shape[2], tiles, int(grid <= 3 * sms), scale * LOG2E)
+    stream = torch.cuda.current_stream(q.device).cuda_stream
+    _kernel(q.device, p).launch(grid, p.threads, stream, given, overlap=early)
+    return out

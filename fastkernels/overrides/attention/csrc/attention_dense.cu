@@ -1,0 +1,217 @@
+// Attention of all queries to all keys on Hopper, without a mask: heads of 64 channels, 16-bit, float32 sums.
+//
+// A block computes 64 * GROUPS queries of a head, 64 for each warpgroup. Queries, and keys and values in tiles of KEYS, are
+// copied to shared memory (tensor maps, 128-byte swizzle) by one more warpgroup, or by the only one. While a warpgroup
+// multiplies its weights by a tile's values, it computes the exponentials of the next tile's scores. With one warpgroup, a
+// multiprocessor has three blocks, whose exponentials and products overlap, and multiprocessors have more equal work.
+//
+// Compile-time constants: GROUPS, KEYS (a multiple of 16), STAGES, BF16. multiply() for scores and weigh() for values precede
+// this file.
+
+struct __align__(128) TensorMap { u64 opaque[16]; };
+
+constexpr int CHANNELS = 64, ROW = 2 * CHANNELS, QUERIES = 64 * GROUPS, TILE = ROW * KEYS;  // bytes of a row; of a tile
+constexpr int SCORES = KEYS / 2;  // of a thread
+constexpr bool ALONE = GROUPS == 1;
+constexpr int THREADS = ALONE ? 128 : 128 * (GROUPS + 1);
+#define LOWEST __int_as_float(0xff800000)
+static_assert(KEYS % 16 == 0 && KEYS <= 256, "steps of a product");
+
+__device__ __forceinline__ void load_rows(u32 to, const TensorMap& map, int row, int head, int image, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+                 ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(head), "r"(image), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The right operand whose k are rows of 128 bytes: groups of 8 rows are 1024 bytes apart.
+__device__ __forceinline__ u64 transposed(u32 address) { return descriptor(address); }
+
+__device__ __forceinline__ float largest_of_row(float v) {  // four threads have a row
+    v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+    return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+
+__device__ __forceinline__ float sum_of_row(float v) {
+    v += __shfl_xor_sync(~0u, v, 1);
+    return v + __shfl_xor_sync(~0u, v, 2);
+}
+
+// scale: of scores, times log2(e). tiles: blocks of a head. across: heads of one block of queries are neighbors.
+extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_dense(
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+    u16* __restrict__ out, int n_q, int n_k, int heads, int shared_by, int tiles, int across, float scale) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int thread = threadIdx.x, lane = thread % 32;
+    const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
+    const u32 queries = (shared_address(memory) + 1023) & ~1023u, keys = queries + ROW * QUERIES, values = keys + STAGES * TILE;
+    const u32 asked = values + STAGES * TILE;  // barriers: of queries; of keys and values, there and read
+    const u32 full_k = asked + 8, full_v = full_k + 8 * STAGES, empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;
+    const int of_heads = gridDim.x / tiles;  // heads of all images
+    const int tile = across ? (int)blockIdx.x / of_heads : (int)blockIdx.x % tiles;
+    const int which = across ? (int)blockIdx.x % of_heads : (int)blockIdx.x / tiles;
+    const int image = which / heads, head = which % heads, pieces = (n_k + KEYS - 1) / KEYS;
+
+    if (thread == 0) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&k_map) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&v_map) : "memory");
+        make_barrier(asked, 1);
+        for (int s = 0; s < STAGES; s++) {
+            make_barrier(full_k + 8 * s, 1), make_barrier(full_v + 8 * s, 1);
+            make_barrier(empty_k + 8 * s, 4 * GROUPS), make_barrier(empty_v + 8 * s, 4 * GROUPS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+
+    const int kv_head = head / shared_by;
+    auto load_k = [&](int piece, int stage) {
+        expect(full_k + 8 * stage, TILE);
+        load_rows(keys + stage * TILE, k_map, piece * KEYS, kv_head, image, full_k + 8 * stage);
+    };
+    auto load_v = [&](int piece, int stage) {
+        expect(full_v + 8 * stage, TILE);
+        load_rows(values + stage * TILE, v_map, piece * KEYS, kv_head, image, full_v + 8 * stage);
+    };
+    if (thread == THREADS - 128) {  // before anything has been read
+        expect(asked, ROW * QUERIES);
+        load_rows(queries, q_map, tile * QUERIES, head, image, asked);
+        for (int piece = 0; piece < min(STAGES, pieces); piece++) load_k(piece, piece), load_v(piece, piece);
+    }
+    if (!ALONE && warp >= 4 * GROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
+        if (thread == THREADS - 128) {
+            u32 parity = 0;
+            for (int piece = STAGES, stage = 0; piece < pieces; piece++) {
+                wait(empty_k + 8 * stage, parity);
+                load_k(piece, stage);
+                wait(empty_v + 8 * stage, parity);
+                load_v(piece, stage);
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+        }
+        return;
+    }
+    if (!ALONE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 160));
+
+    const int group = warp / 4, quad = lane % 4;
+    float scores[SCORES], sums[CHANNELS / 2] = {};
+    float top[2] = {LOWEST, LOWEST}, total[2] = {}, decay[2];
+    u32 weights[SCORES / 2];
+    const u64 own = descriptor(queries + 64 * ROW * group);
+    auto score = [&](int stage, u32 parity) {
+        wait(full_k + 8 * stage, parity);
+        const u64 b = descriptor(keys + stage * TILE);
+        begin_multiply();
+#pragma unroll
+        for (int step = 0; step < CHANNELS / 16; step++) multiply(scores, own + 2 * step, b + 2 * step, step > 0);
+        commit_multiply();
+    };
+    auto weigh_values = [&](int stage, u32 parity) {
+        wait(full_v + 8 * stage, parity);
+        const u64 b = transposed(values + stage * TILE);
+        begin_multiply();
+#pragma unroll
+        for (int step = 0; step < KEYS / 16; step++) weigh(sums, &weights[4 * step], b + step * 16 * ROW / 16);
+        commit_multiply();
+    };
+    auto use_scores = [&](int left) {  // of a tile with so many keys: exponentials take their place
+        if (left < KEYS)
+#pragma unroll
+            for (int i = 0; i < SCORES; i++)
+                if (i / 4 * 8 + 2 * quad + i % 2 >= left) scores[i] = LOWEST;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {  // rows of this thread: every other pair
+            float most = top[r];
+#pragma unroll
+            for (int i = 2 * r; i < SCORES; i += 4) most = fmaxf(most, fmaxf(scores[i], scores[i + 1]));
+            most = largest_of_row(most);
+            decay[r] = power_of_2((top[r] - most) * scale);
+            top[r] = most;
+            const float base = most * scale;
+            float sum = 0;
+#pragma unroll
+            for (int i = 2 * r; i < SCORES; i += 4) {
+                scores[i] = power_of_2(fmaf(scores[i], scale, -base));
+                scores[i + 1] = power_of_2(fmaf(scores[i + 1], scale, -base));
+                sum += scores[i] + scores[i + 1];
+            }
+            total[r] = fmaf(total[r], decay[r], sum);
+        }
+    };
+    auto keep_weights = [&] {
+#pragma unroll
+        for (int i = 0; i < SCORES / 2; i++) weights[i] = narrow(scores[2 * i], scores[2 * i + 1]);
+    };
+    // This warp has read a tile's keys or values.
+    auto release_k = [&](int piece, int stage, u32 parity) {
+        if (lane == 0) arrive(empty_k + 8 * stage);
+        if (ALONE && thread == 0 && piece + STAGES < pieces) {
+            wait(empty_k + 8 * stage, parity);
+            load_k(piece + STAGES, stage);
+        }
+    };
+    auto release_v = [&](int piece, int stage, u32 parity) {
+        if (lane == 0) arrive(empty_v + 8 * stage);
+        if (ALONE && thread == 0 && piece + STAGES < pieces) {
+            wait(empty_v + 8 * stage, parity);
+            load_v(piece + STAGES, stage);
+        }
+    };
+    auto hold = [&] {  // the compiler does not move reads of what is multiplied before the wait
+#pragma unroll
+        for (int i = 0; i < SCORES; i++) asm volatile("" : "+f"(scores[i])::"memory");
+    };
+
+    wait(asked, 0);
+    score(0, 0);
+    finish_multiply<0>();
+    hold();
+    release_k(0, 0, 0);
+    use_scores(n_k);
+    keep_weights();
+    int stage = 0;
+    u32 parity = 0;
+    for (int piece = 1; piece < pieces; piece++) {
+        const int next = stage + 1 == STAGES ? 0 : stage + 1;
+        const u32 next_parity = next == 0 ? parity ^ 1 : parity;
+        score(next, next_parity);
+        weigh_values(stage, parity);
+        finish_multiply<1>();
+        hold();
+        release_k(piece, next, next_parity);
+        use_scores(n_k - piece * KEYS);
+        finish_multiply<0>();
+#pragma unroll
+        for (int i = 0; i < CHANNELS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
+        release_v(piece - 1, stage, parity);
+#pragma unroll
+        for (int i = 0; i < CHANNELS / 2; i++) sums[i] *= decay[i / 2 % 2];
+        keep_weights();
+        stage = next, parity = next_parity;
+    }
+    weigh_values(stage, parity);
+#pragma unroll
+    for (int r = 0; r < 2; r++) total[r] = 1 / sum_of_row(total[r]);
+    finish_multiply<0>();
+#pragma unroll
+    for (int i = 0; i < CHANNELS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
+    const int row = tile * QUERIES + warp * 16 + lane / 4;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (row + 8 * r >= n_q) continue;
+        u16* const to = out + (((long long)image * n_q + row + 8 * r) * heads + head) * CHANNELS + 2 * quad;
+#pragma unroll
+        for (int i = 0; i < CHANNELS / 8; i++)
+            *(u32*)(to + 8 * i) = narrow(sums[4 * i + 2 * r] * total[r], sums[4 * i + 2 * r + 1] * total[r]);
+    }
+}
