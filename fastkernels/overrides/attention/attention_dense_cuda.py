@@ -54,7 +54,7 @@ def weigh(bf16: bool) -> str:
     sums = ", ".join(f"%{i}" for i in range(32))
     operands = ", ".join(f'"+f"(c[{i}])' for i in range(32))
     return f"""
-__device__ __forceinline__ void weigh(float (&c)[32], const unsigned* a, unsigned long long b) {{
+__device__ __forceinline__ void weigh(float (&c)[32], const unsigned (&a)[4], unsigned long long b) {{
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.{kind} {{{sums}}}, {{%32, %33, %34, %35}}, %36, 1, 1, 1, 1;"
         : {operands} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");

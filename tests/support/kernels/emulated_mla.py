@@ -36,28 +36,7 @@ BODIES = {
     "load_four": "return *at;",
     "group_meets": "meets(of_groups[group]);",
 }
-BEFORE = """#define CLUSTER 1
-#include "on_cpu.hpp"
-#include "lanes_on_cpu.hpp"
-static Meeting changes, plan = {SPARSE ? 384 : 288};  // of barriers
-static Meeting all_groups = {256}, of_groups[2] = {{128}, {128}};  // of warpgroups
-inline unsigned char* at_of(uint32_t address) { return at(address); }
-inline int __float_as_int(float f) { int bits; memcpy(&bits, &f, 4); return bits; }
-inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
-
-// Of a tensor map: its address, channels, rows, blocks, strides of the last two, and rows of a box.
-static void copy(uint32_t to, const unsigned long long* map, int channel, int row, int block, uint32_t barrier) {
-    if (block < 0 || block >= (int)map[3] || row >= (int)map[2]) fail("a copy outside of the tensor");
-    for (int i = 0; i < 64 * (int)map[6]; i++) {
-        const int r = row + i / 64, c = channel + i % 64;
-        uint16_t v = 0;
-        if (r < (int)map[2] && c < (int)map[1]) v = ((const uint16_t*)map[0])[block * map[5] + r * map[4] + c];
-        memcpy(at(swizzled(to + 2 * i)), &v, 2);
-    }
-    count(barrier, 0, -128 * (long)map[6]), changes.held++;
-}
-
-inline uint32_t field(unsigned long long descriptor, int from) { return (descriptor >> from & 0x3fff) << 4; }
+PRODUCTS = """inline uint32_t field(unsigned long long descriptor, int from) { return (descriptor >> from & 0x3fff) << 4; }
 
 inline float stored(uint32_t address) {
     uint16_t bits;
@@ -82,8 +61,8 @@ template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, u
     }
 }
 
-inline void add_weighted(float (&c)[128], const float (&rows)[2][16], unsigned long long b) {  // b: rows are k
-    for (int i = 0; i < 128; i += i % 4 == 1 ? 3 : 1) {
+template <int COUNT> void add_weighted(float (&c)[COUNT], const float (&rows)[2][16], unsigned long long b) {  // b: rows are k
+    for (int i = 0; i < COUNT; i += i % 4 == 1 ? 3 : 1) {
         const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
         for (int k = 0; k < 16; k++) {
             const uint32_t row = field(b, 0) + k / 8 * field(b, 32) + k % 8 * 128;
@@ -93,7 +72,7 @@ inline void add_weighted(float (&c)[128], const float (&rows)[2][16], unsigned l
     }
 }
 
-inline void weigh(float (&c)[128], unsigned long long a, unsigned long long b) {  // both in shared memory
+template <int COUNT> void weigh(float (&c)[COUNT], unsigned long long a, unsigned long long b) {  // both in shared memory
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
     float rows[2][16];
     for (int i = 0; i < 32; i++)
@@ -103,7 +82,7 @@ inline void weigh(float (&c)[128], unsigned long long a, unsigned long long b) {
 
 struct Weights { uint32_t of[4]; };
 
-inline void weigh(float (&c)[128], const uint32_t (&a)[4], unsigned long long b) {
+template <int COUNT> void weigh(float (&c)[COUNT], const uint32_t (&a)[4], unsigned long long b) {
     const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
     struct Row { float of[2][16]; };
     const Row row = among(Weights{{a[0], a[1], a[2], a[3]}}, [&](auto lane) {
@@ -116,6 +95,28 @@ inline void weigh(float (&c)[128], const uint32_t (&a)[4], unsigned long long b)
     });
     add_weighted(c, row.of, b);
 }
+"""
+BEFORE = """#define CLUSTER 1
+#include "on_cpu.hpp"
+#include "lanes_on_cpu.hpp"
+static Meeting changes, plan = {SPARSE ? 384 : 288};  // of barriers
+static Meeting all_groups = {256}, of_groups[2] = {{128}, {128}};  // of warpgroups
+inline unsigned char* at_of(uint32_t address) { return at(address); }
+inline int __float_as_int(float f) { int bits; memcpy(&bits, &f, 4); return bits; }
+inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
+
+// Of a tensor map: its address, channels, rows, blocks, strides of the last two, and rows of a box.
+static void copy(uint32_t to, const unsigned long long* map, int channel, int row, int block, uint32_t barrier) {
+    if (block < 0 || block >= (int)map[3] || row >= (int)map[2]) fail("a copy outside of the tensor");
+    for (int i = 0; i < 64 * (int)map[6]; i++) {
+        const int r = row + i / 64, c = channel + i % 64;
+        uint16_t v = 0;
+        if (r < (int)map[2] && c < (int)map[1]) v = ((const uint16_t*)map[0])[block * map[5] + r * map[4] + c];
+        memcpy(at(swizzled(to + 2 * i)), &v, 2);
+    }
+    count(barrier, 0, -128 * (long)map[6]), changes.held++;
+}
+
 """
 MAIN = """
 static std::vector<u16> q, cache, out;
@@ -176,7 +177,7 @@ def decode(
     }
     source = ported(text(cuda.SOURCE), BODIES, written, p.options)
     end = source.index("typedef unsigned int u32;")
-    source = source[:end] + BEFORE + source[end:] + MAIN
+    source = source[:end] + BEFORE + PRODUCTS + source[end:] + MAIN
     (batch, heads), rows = q.shape[:2], -(-q.shape[1] // cuda.HEADS)
     sizes = (batch, heads, rows, kv_cache.shape[1], block_table.shape[1], len(kv_cache), workers, per_combine)
     chosen = torch.empty(batch, 0, dtype=torch.int32) if indices is None else indices

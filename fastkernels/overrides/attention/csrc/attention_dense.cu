@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     const int group = warp / 4, quad = lane % 4;
     float scores[SCORES], sums[CHANNELS / 2] = {};
     float top[2] = {LOWEST, LOWEST}, total[2] = {}, decay[2];
-    u32 weights[SCORES / 2];
+    u32 weights[KEYS / 16][4];
     const u64 own = descriptor(queries + 64 * ROW * group);
     auto score = [&](int stage, u32 parity) {
         wait(full_k + 8 * stage, parity);
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
         const u64 b = transposed(values + stage * TILE);
         begin_multiply();
 #pragma unroll
-        for (int step = 0; step < KEYS / 16; step++) weigh(sums, &weights[4 * step], b + step * 16 * ROW / 16);
+        for (int step = 0; step < KEYS / 16; step++) weigh(sums, weights[step], b + step * 16 * ROW / 16);
         commit_multiply();
     };
     auto use_scores = [&](int left) {  // of a tile with so many keys: exponentials take their place
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     };
     auto keep_weights = [&] {
 #pragma unroll
-        for (int i = 0; i < SCORES / 2; i++) weights[i] = narrow(scores[2 * i], scores[2 * i + 1]);
+        for (int i = 0; i < SCORES / 2; i++) weights[i / 4][i % 4] = narrow(scores[2 * i], scores[2 * i + 1]);
     };
     // This warp has read a tile's keys or values.
     auto release_k = [&](int piece, int stage, u32 parity) {
