@@ -13,7 +13,7 @@ from fastkernels.core import cuda_rtc
 from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
-from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
+from fastkernels.overrides.linear.wgmma_linear_cuda import multiply, weigh
 
 SOURCE = Path(__file__).parent / "csrc" / "attention_dense.cu"
 SIZE = 64  # of a head
@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     keys: int
     stages: int
     bf16: bool
+    channels: int
 
     @property
     def threads(self) -> int:
@@ -37,34 +38,22 @@ class Plan(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes: queries, tiles of keys and values, barriers; 1 KiB to align them."""
-        return 2 * SIZE * (64 * self.groups + 2 * self.stages * self.keys) + 8 + 32 * self.stages + 1024
+        rows = 64 * self.groups + 2 * self.stages * self.keys
+        return 128 * cdiv(self.channels, 64) * rows + 8 + 32 * self.stages + 1024
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DGROUPS={self.groups}", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}",
-            f"-DBF16={int(self.bf16)}",
+            f"-DBF16={int(self.bf16)}", f"-DCHANNELS={self.channels}",
         )  # fmt: skip
-
-
-def weigh(bf16: bool) -> str:
-    """Return CUDA C++ of weigh(): wgmma for 64 channels of keys in rows, with weights from registers."""
-    kind = "bf16.bf16" if bf16 else "f16.f16"
-    sums = ", ".join(f"%{i}" for i in range(32))
-    operands = ", ".join(f'"+f"(c[{i}])' for i in range(32))
-    return f"""
-__device__ __forceinline__ void weigh(float (&c)[32], const unsigned (&a)[4], unsigned long long b) {{
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.{kind} {{{sums}}}, {{%32, %33, %34, %35}}, %36, 1, 1, 1, 1;"
-        : {operands} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) : "memory");
-}}
-"""
 
 
 def source(p: Plan) -> str:
     """Return the whole text that NVRTC compiles."""
-    return multiply(p.keys, "bf16" if p.bf16 else "f16") + weigh(p.bf16) + text(SOURCE)
+    kind = "bf16" if p.bf16 else "f16"
+    return multiply(p.keys, kind) + weigh(p.channels, kind, False) + text(SOURCE)
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +94,7 @@ def _map(t: torch.Tensor, rows: int) -> cuda_rtc.TensorMap:
     batch, tokens, heads, size = t.shape
     b, s, h, _ = t.stride()
     strides = tuple(n or 8 for n in (s if tokens > 1 else size, h if heads > 1 else size, b if batch > 1 else size))
-    return cuda_rtc.tensor_map_of(t.data_ptr(), (size, tokens, heads, batch), strides, (size, rows, 1, 1))
+    return cuda_rtc.tensor_map_of(t.data_ptr(), (size, tokens, heads, batch), strides, (64, rows, 1, 1))
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *_: Any, **params: int) -> torch.Tensor:
@@ -115,7 +104,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *_: 
         return out
     (batch, n_q, heads, _), n_k = q.shape, k.shape[1]
     sms = multiprocessors(q.device)
-    p = Plan(**(params or choose(batch, heads, n_q, n_k, sms)), bf16=q.dtype == torch.bfloat16)
+    p = Plan(**(params or choose(batch, heads, n_q, n_k, sms)), bf16=q.dtype == torch.bfloat16, channels=q.shape[3])
     tiles = cdiv(n_q, 64 * p.groups)
     grid = tiles * batch * heads
     maps = _map(q, 64 * p.groups), _map(k, p.keys), _map(v, p.keys)

@@ -19,7 +19,7 @@ from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.latent_attention import mla_cases
-from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
+from fastkernels.overrides.linear.wgmma_linear_cuda import multiply, weigh
 
 SOURCE = Path(__file__).parent / "csrc" / "mla_decode.cu"
 RANK, SIZE = 512, 576  # channels of a latent, and with the rotary key
@@ -54,28 +54,10 @@ class Plan(NamedTuple):
         )  # fmt: skip
 
 
-def weigh(bf16: bool, shared: bool) -> str:
-    """Return CUDA C++ of weigh(): wgmma for 256 channels and keys in rows; weights in shared memory or registers."""
-    kind = "bf16.bf16" if bf16 else "f16.f16"
-    sums = ", ".join(f"%{i}" for i in range(128))
-    operands = ", ".join(f'"+f"(c[{i}])' for i in range(128))
-    left, weights, given, rest = "unsigned long long a", "%128, %129", '"l"(a)', "1, 1, 1, 0, 1"
-    if not shared:
-        left, weights, rest = "const unsigned (&a)[4]", "{%128, %129, %130, %131}, %132", "1, 1, 1, 1"
-        given = ", ".join(f'"r"(a[{i}])' for i in range(4))
-    return f"""
-__device__ __forceinline__ void weigh(float (&c)[128], {left}, unsigned long long b) {{
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.{kind} {{{sums}}}, {weights}, {rest};"
-        : {operands} : {given}, "l"(b) : "memory");
-}}
-"""
-
-
 def source(p: Plan) -> str:
     """Return the whole text that NVRTC compiles."""
-    products = weigh(p.bf16, False) + weigh(p.bf16, True)
-    return multiply(KEYS, "bf16" if p.bf16 else "f16") + products + text(SOURCE)
+    kind = "bf16" if p.bf16 else "f16"
+    return multiply(KEYS, kind) + weigh(256, kind, False) + weigh(256, kind, True) + text(SOURCE)
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ from fastkernels.overrides.kit.hopper import text
 
 BODIES = {
     **{name: emulated_mla.BODIES[name] for name in emulated_mla.SHARED},
-    "load_rows": "copy(to, map.opaque, row, head, image, barrier);",
+    "load_rows": "copy(to, map.opaque, channel, row, head, image, barrier);",
 }
 BEFORE = """#define CLUSTER 1
 #include "on_cpu.hpp"
@@ -23,12 +23,12 @@ static Meeting changes;  // of barriers
 inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
 
 // Of a tensor map: its address, tokens, heads, images, strides of these, and rows of a box.
-static void copy(uint32_t to, const unsigned long long* map, int row, int head, int image, uint32_t barrier) {
+static void copy(uint32_t to, const unsigned long long* map, int channel, int row, int head, int image, uint32_t barrier) {
     if (head >= (int)map[2] || image >= (int)map[3] || row >= (int)map[1]) fail("a copy outside of the tensor");
     for (int i = 0; i < 64 * (int)map[7]; i++) {
         const int r = row + i / 64;
-        const size_t from = r * map[4] + head * map[5] + image * map[6] + i % 64;
-        const uint16_t v = r < (int)map[1] ? ((const uint16_t*)map[0])[from] : 0;
+        const size_t from = r * map[4] + head * map[5] + image * map[6] + channel + i % 64;
+        const uint16_t v = r < (int)map[1] && channel + i % 64 < CHANNELS ? ((const uint16_t*)map[0])[from] : 0;
         memcpy(at(swizzled(to + 2 * i)), &v, 2);
     }
     count(barrier, 0, -128 * (long)map[7]), changes.held++;
@@ -42,7 +42,7 @@ static float scale;
 void one() {
     auto map = [&](int i) -> TensorMap {
         const u64 heads = head[i ? 2 : 1], tokens = head[i ? 4 : 3];
-        return {{(u64)given[i].data(), tokens, heads, (u64)head[0], 64 * heads, 64, 64 * heads * tokens, i ? KEYS : QUERIES}};
+        return {{(u64)given[i].data(), tokens, heads, (u64)head[0], CHANNELS * heads, CHANNELS, CHANNELS * heads * tokens, i ? KEYS : QUERIES}};
     };
     attention_dense(map(0), map(1), map(2), out.data(), head[3], head[4], head[1], head[1] / head[2], head[5], head[6], scale);
 }
@@ -50,7 +50,7 @@ void one() {
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
     head = numbers<int>(file, 8), scale = numbers<float>(file, 1)[0];
-    for (int i = 0; i < 3; i++) given[i] = numbers<u16>(file, 64 * head[0] * head[i ? 2 : 1] * head[i ? 4 : 3]);
+    for (int i = 0; i < 3; i++) given[i] = numbers<u16>(file, CHANNELS * head[0] * head[i ? 2 : 1] * head[i ? 4 : 3]);
     out.assign(given[0].size(), 0xffff), gridDim.x = head[7];
     for (int block = 0; block < head[7]; block++) {
         memset(shared_memory, 0xff, sizeof shared_memory);
@@ -67,7 +67,7 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, across: bool, folder: Path, **params: int
 ) -> torch.Tensor:  # fmt: skip
     """Return the kernel's result. Raises RuntimeError with its error."""
-    p = cuda.Plan(**params, bf16=q.dtype == torch.bfloat16)
+    p = cuda.Plan(**params, bf16=q.dtype == torch.bfloat16, channels=q.shape[3])
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
         'extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1)': "void",

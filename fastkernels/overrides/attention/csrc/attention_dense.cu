@@ -1,25 +1,26 @@
-// Attention of all queries to all keys on Hopper, without a mask: heads of 64 channels, 16-bit, float32 sums.
+// Attention of all queries to all keys on Hopper, without a mask: 16-bit heads, float32 sums.
 //
 // A block computes 64 * GROUPS queries of a head, 64 for each warpgroup. Queries, and keys and values in tiles of KEYS, are
 // copied to shared memory (tensor maps, 128-byte swizzle) by one more warpgroup, or by the only one. While a warpgroup
 // multiplies its weights by a tile's values, it computes the exponentials of the next tile's scores. With one warpgroup, a
 // multiprocessor has three blocks, whose exponentials and products overlap, and multiprocessors have more equal work.
 //
-// Compile-time constants: GROUPS, KEYS (a multiple of 16), STAGES, BF16. multiply() for scores and weigh() for values precede
+// Compile-time constants: CHANNELS (of a head, a multiple of 8), GROUPS, KEYS (a multiple of 16), STAGES, BF16. multiply() for scores and weigh() for values precede
 // this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
-constexpr int CHANNELS = 64, ROW = 2 * CHANNELS, QUERIES = 64 * GROUPS, TILE = ROW * KEYS;  // bytes of a row; of a tile
+constexpr int PIECES = (CHANNELS + 63) / 64, QUERIES = 64 * GROUPS;  // pieces of 64 channels, the last one with zeros
+constexpr int ROW = 128, PIECE = ROW * KEYS, TILE = PIECES * PIECE;  // bytes: of a row of a piece, of keys
 constexpr int SCORES = KEYS / 2;  // of a thread
 constexpr bool ALONE = GROUPS == 1;
 constexpr int THREADS = ALONE ? 128 : 128 * (GROUPS + 1);
 #define LOWEST __int_as_float(0xff800000)
-static_assert(KEYS % 16 == 0 && KEYS <= 256, "steps of a product");
+static_assert(KEYS % 16 == 0 && KEYS <= 256 && CHANNELS % 8 == 0 && CHANNELS <= 256, "steps of a product");
 
-__device__ __forceinline__ void load_rows(u32 to, const TensorMap& map, int row, int head, int image, u32 barrier) {
+__device__ __forceinline__ void load_rows(u32 to, const TensorMap& map, int channel, int row, int head, int image, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
-                 ::"r"(to), "l"(&map), "r"(0), "r"(row), "r"(head), "r"(image), "r"(barrier) : "memory");
+                 ::"r"(to), "l"(&map), "r"(channel), "r"(row), "r"(head), "r"(image), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ float power_of_2(float x) {
@@ -28,8 +29,10 @@ __device__ __forceinline__ float power_of_2(float x) {
     return y;
 }
 
-// The right operand whose k are rows of 128 bytes: groups of 8 rows are 1024 bytes apart.
-__device__ __forceinline__ u64 transposed(u32 address) { return descriptor(address); }
+// The right operand whose k are rows of 128 bytes: groups of 8 rows are 1024 bytes apart, 64 columns a piece.
+__device__ __forceinline__ u64 transposed(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(PIECE >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
 
 __device__ __forceinline__ float largest_of_row(float v) {  // four threads have a row
     v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
@@ -41,22 +44,22 @@ __device__ __forceinline__ float sum_of_row(float v) {
     return v + __shfl_xor_sync(~0u, v, 2);
 }
 
-// scale: of scores, times log2(e). tiles: blocks of a head. across: heads of one block of queries are neighbors.
+// scale: of scores, times log2(e). blocks: of a head. across: heads of one block of queries are neighbors.
 extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_dense(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-    u16* __restrict__ out, int n_q, int n_k, int heads, int shared_by, int tiles, int across, float scale) {
+    u16* __restrict__ out, int n_q, int n_k, int heads, int shared_by, int blocks, int across, float scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
-    const u32 queries = (shared_address(memory) + 1023) & ~1023u, keys = queries + ROW * QUERIES, values = keys + STAGES * TILE;
+    const u32 queries = (shared_address(memory) + 1023) & ~1023u, keys = queries + PIECES * ROW * QUERIES, values = keys + STAGES * TILE;
     const u32 asked = values + STAGES * TILE;  // barriers: of queries; of keys and values, there and read
     const u32 full_k = asked + 8, full_v = full_k + 8 * STAGES, empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;
-    const int of_heads = gridDim.x / tiles;  // heads of all images
-    const int tile = across ? (int)blockIdx.x / of_heads : (int)blockIdx.x % tiles;
-    const int which = across ? (int)blockIdx.x % of_heads : (int)blockIdx.x / tiles;
-    const int image = which / heads, head = which % heads, pieces = (n_k + KEYS - 1) / KEYS;
+    const int of_heads = gridDim.x / blocks;  // heads of all images
+    const int block = across ? (int)blockIdx.x / of_heads : (int)blockIdx.x % blocks;
+    const int which = across ? (int)blockIdx.x % of_heads : (int)blockIdx.x / blocks;
+    const int image = which / heads, head = which % heads, tiles = (n_k + KEYS - 1) / KEYS;
 
     if (thread == 0) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
@@ -74,28 +77,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     asm volatile("griddepcontrol.wait;" ::: "memory");
 
     const int kv_head = head / shared_by;
-    auto load_k = [&](int piece, int stage) {
+    auto load_k = [&](int tile, int stage) {
         expect(full_k + 8 * stage, TILE);
-        load_rows(keys + stage * TILE, k_map, piece * KEYS, kv_head, image, full_k + 8 * stage);
+        for (int i = 0; i < PIECES; i++)
+            load_rows(keys + stage * TILE + i * PIECE, k_map, 64 * i, tile * KEYS, kv_head, image, full_k + 8 * stage);
     };
-    auto load_v = [&](int piece, int stage) {
+    auto load_v = [&](int tile, int stage) {
         expect(full_v + 8 * stage, TILE);
-        load_rows(values + stage * TILE, v_map, piece * KEYS, kv_head, image, full_v + 8 * stage);
+        for (int i = 0; i < PIECES; i++)
+            load_rows(values + stage * TILE + i * PIECE, v_map, 64 * i, tile * KEYS, kv_head, image, full_v + 8 * stage);
     };
     if (thread == THREADS - 128) {  // before anything has been read
-        expect(asked, ROW * QUERIES);
-        load_rows(queries, q_map, tile * QUERIES, head, image, asked);
-        for (int piece = 0; piece < min(STAGES, pieces); piece++) load_k(piece, piece), load_v(piece, piece);
+        expect(asked, PIECES * ROW * QUERIES);
+        for (int i = 0; i < PIECES; i++)
+            load_rows(queries + i * ROW * QUERIES, q_map, 64 * i, block * QUERIES, head, image, asked);
+        for (int tile = 0; tile < min(STAGES, tiles); tile++) load_k(tile, tile), load_v(tile, tile);
     }
     if (!ALONE && warp >= 4 * GROUPS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
         if (thread == THREADS - 128) {
             u32 parity = 0;
-            for (int piece = STAGES, stage = 0; piece < pieces; piece++) {
+            for (int tile = STAGES, stage = 0; tile < tiles; tile++) {
                 wait(empty_k + 8 * stage, parity);
-                load_k(piece, stage);
+                load_k(tile, stage);
                 wait(empty_v + 8 * stage, parity);
-                load_v(piece, stage);
+                load_v(tile, stage);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
@@ -113,7 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
         const u64 b = descriptor(keys + stage * TILE);
         begin_multiply();
 #pragma unroll
-        for (int step = 0; step < CHANNELS / 16; step++) multiply(scores, own + 2 * step, b + 2 * step, step > 0);
+        for (int step = 0; step < (CHANNELS + 15) / 16; step++)
+            multiply(scores, own + (step / 4 * ROW * QUERIES + step % 4 * 32) / 16, b + (step / 4 * PIECE + step % 4 * 32) / 16, step > 0);
         commit_multiply();
     };
     auto weigh_values = [&](int stage, u32 parity) {
@@ -153,18 +160,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
         for (int i = 0; i < SCORES / 2; i++) weights[i / 4][i % 4] = narrow(scores[2 * i], scores[2 * i + 1]);
     };
     // This warp has read a tile's keys or values.
-    auto release_k = [&](int piece, int stage, u32 parity) {
+    auto release_k = [&](int tile, int stage, u32 parity) {
         if (lane == 0) arrive(empty_k + 8 * stage);
-        if (ALONE && thread == 0 && piece + STAGES < pieces) {
+        if (ALONE && thread == 0 && tile + STAGES < tiles) {
             wait(empty_k + 8 * stage, parity);
-            load_k(piece + STAGES, stage);
+            load_k(tile + STAGES, stage);
         }
     };
-    auto release_v = [&](int piece, int stage, u32 parity) {
+    auto release_v = [&](int tile, int stage, u32 parity) {
         if (lane == 0) arrive(empty_v + 8 * stage);
-        if (ALONE && thread == 0 && piece + STAGES < pieces) {
+        if (ALONE && thread == 0 && tile + STAGES < tiles) {
             wait(empty_v + 8 * stage, parity);
-            load_v(piece + STAGES, stage);
+            load_v(tile + STAGES, stage);
         }
     };
     auto hold = [&] {  // the compiler does not move reads of what is multiplied before the wait
@@ -181,19 +188,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     keep_weights();
     int stage = 0;
     u32 parity = 0;
-    for (int piece = 1; piece < pieces; piece++) {
+    for (int tile = 1; tile < tiles; tile++) {
         const int next = stage + 1 == STAGES ? 0 : stage + 1;
         const u32 next_parity = next == 0 ? parity ^ 1 : parity;
         score(next, next_parity);
         weigh_values(stage, parity);
         finish_multiply<1>();
         hold();
-        release_k(piece, next, next_parity);
-        use_scores(n_k - piece * KEYS);
+        release_k(tile, next, next_parity);
+        use_scores(n_k - tile * KEYS);
         finish_multiply<0>();
 #pragma unroll
         for (int i = 0; i < CHANNELS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
-        release_v(piece - 1, stage, parity);
+        release_v(tile - 1, stage, parity);
 #pragma unroll
         for (int i = 0; i < CHANNELS / 2; i++) sums[i] *= decay[i / 2 % 2];
         keep_weights();
@@ -205,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     finish_multiply<0>();
 #pragma unroll
     for (int i = 0; i < CHANNELS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
-    const int row = tile * QUERIES + warp * 16 + lane / 4;
+    const int row = block * QUERIES + warp * 16 + lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         if (row + 8 * r >= n_q) continue;
