@@ -16,7 +16,7 @@ from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.linear.wgmma_linear_cuda import multiply, weigh
 
 SOURCE = Path(__file__).parent / "csrc" / "attention_dense.cu"
-SIZE = 64  # of a head
+MOST = 128  # channels of a head
 LOG2E = 1.4426950408889634
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
 TYPES = (_M, _M, _M, _P, *[_I] * 6, _F)
@@ -72,8 +72,8 @@ def supports(
         return "it takes no mask and no concatenated sequences"
     if q.dtype not in (torch.float16, torch.bfloat16) or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"dtypes {q.dtype}, {k.dtype}, {v.dtype} are not all float16 or all bfloat16"
-    if q.shape[3] != SIZE or not scale > 0:
-        return f"head size {q.shape[3]} is not {SIZE}, or scale {scale} is not positive"
+    if q.shape[3] % 8 or q.shape[3] > MOST or not scale > 0:
+        return f"head size {q.shape[3]} is not a multiple of 8 up to {MOST}, or scale {scale} is not positive"
     if not k.shape[1]:
         return "there are no keys"
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -83,11 +83,13 @@ def supports(
 
 
 @lru_cache(maxsize=4096)
-def choose(batch: int, heads: int, n_q: int, n_k: int, sms: int = 132) -> dict[str, int]:
+def choose(batch: int, heads: int, n_q: int, n_k: int, channels: int, sms: int = 132) -> dict[str, int]:
     """Return the default parameters."""
-    keys = min((128, 112, 96, 80, 64), key=lambda n: (cdiv(n_k, n) * (n + 16), -n))
     few = batch * heads * cdiv(n_q, 64) <= 3 * sms
-    return {"groups": 1 if few else 3, "keys": keys, "stages": 2 if few else 3}
+    most = 128 if channels <= 64 else 112 if channels <= 96 and not few else 80
+    keys = min((n for n in (128, 112, 96, 80, 64) if n <= most), key=lambda n: (cdiv(n_k, n) * (n + 16), -n))
+    groups = 1 if few else 3 if channels <= 96 else 2
+    return {"groups": groups, "keys": keys, "stages": 2}
 
 
 def _map(t: torch.Tensor, rows: int) -> cuda_rtc.TensorMap:
@@ -104,7 +106,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *_: 
         return out
     (batch, n_q, heads, _), n_k = q.shape, k.shape[1]
     sms = multiprocessors(q.device)
-    p = Plan(**(params or choose(batch, heads, n_q, n_k, sms)), bf16=q.dtype == torch.bfloat16, channels=q.shape[3])
+    p = Plan(**(params or choose(batch, heads, n_q, n_k, q.shape[3], sms)), bf16=q.dtype == torch.bfloat16, channels=q.shape[3])
     tiles = cdiv(n_q, 64 * p.groups)
     grid = tiles * batch * heads
     maps = _map(q, 64 * p.groups), _map(k, p.keys), _map(v, p.keys)
