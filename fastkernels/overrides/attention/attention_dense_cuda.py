@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core import cuda_rtc
+from fastkernels.core.dispatch import ForOthers
 from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
@@ -66,8 +67,15 @@ def supports(
     cu_seqlens_q: torch.Tensor | None = None, *_: Any,
 ) -> str | None:  # fmt: skip
     """Return why the kernel does not support this call of attention_dense, None if it does."""
-    if (reason := no_hopper(SOURCE, q.device)) is not None:
-        return reason
+    reason = no_hopper(SOURCE, q.device) or refused(q, k, v, scale, attn_mask, cu_seqlens_q)
+    return None if reason is None else ForOthers(reason)
+
+
+def refused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, attn_mask: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """Return why the kernel does not support such a call on any GPU, None if it does."""
     if attn_mask is not None or cu_seqlens_q is not None:
         return "it takes no mask and no concatenated sequences"
     if q.dtype not in (torch.float16, torch.bfloat16) or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -77,7 +85,8 @@ def supports(
     if not k.shape[1]:
         return "there are no keys"
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.data_ptr() % 16 or t.stride(3) != 1 or any(s % 8 for s in t.stride()[:3]):
+        steps = [s for s, n in zip(t.stride(), t.shape[:3], strict=False) if n > 1]
+        if t.data_ptr() % 16 or t.stride(3) != 1 or any(s % 8 or not s for s in steps):
             return f"{name} has strides {tuple(t.stride())}: its rows must be contiguous and start at 16 bytes"
     return None
 
@@ -93,25 +102,39 @@ def choose(batch: int, heads: int, n_q: int, n_k: int, channels: int, sms: int =
 
 
 def _map(t: torch.Tensor, rows: int) -> cuda_rtc.TensorMap:
-    batch, tokens, heads, size = t.shape
-    b, s, h, _ = t.stride()
-    strides = tuple(n or 8 for n in (s if tokens > 1 else size, h if heads > 1 else size, b if batch > 1 else size))
-    return cuda_rtc.tensor_map_of(t.data_ptr(), (size, tokens, heads, batch), strides, (64, rows, 1, 1))
+    """Describe q, k or v [B, S, H, D]: boxes of 64 channels and so many tokens of a head."""
+    order = (1, 2, 0)  # tokens, heads, batch
+    strides = tuple(t.stride(i) if t.shape[i] > 1 else 8 for i in order)
+    sizes = (t.shape[3], *(t.shape[i] for i in order))
+    return cuda_rtc.tensor_map_of(t.data_ptr(), sizes, strides, (64, rows, 1, 1))
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *_: Any, **params: int) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *_: Any, **params: int
+) -> torch.Tensor:
     """Run the kernel with the arguments of attention_dense.reference. params: fields of Plan."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
-    (batch, n_q, heads, _), n_k = q.shape, k.shape[1]
+    (batch, n_q, heads, size), n_k = q.shape, k.shape[1]
     sms = multiprocessors(q.device)
-    p = Plan(**(params or choose(batch, heads, n_q, n_k, q.shape[3], sms)), bf16=q.dtype == torch.bfloat16, channels=q.shape[3])
+    chosen = params or choose(batch, heads, n_q, n_k, size, sms)
+    p = Plan(**chosen, bf16=q.dtype == torch.bfloat16, channels=size)
     tiles = cdiv(n_q, 64 * p.groups)
     grid = tiles * batch * heads
     maps = _map(q, 64 * p.groups), _map(k, p.keys), _map(v, p.keys)
     early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
-    given = (*maps, out.data_ptr(), n_q, n_k, heads, heads // k.shape[2], tiles, int(grid <= 3 * sms), scale * LOG2E)
+    given = (
+        *maps,
+        out.data_ptr(),
+        n_q,
+        n_k,
+        heads,
+        heads // k.shape[2],
+        tiles,
+        int(grid <= 3 * sms),
+        scale * LOG2E,
+    )
     stream = torch.cuda.current_stream(q.device).cuda_stream
     _kernel(q.device, p).launch(grid, p.threads, stream, given, overlap=early)
     return out

@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply(float (&c)[{count}], unsigned long long
 
 
 def weigh(columns: int, kind: str, shared: bool) -> str:
-    """Return CUDA C++ of weigh(): wgmma whose right operand has k in rows; the left one in shared memory or registers."""
+    """Return CUDA C++ of weigh(): wgmma, the right operand with k in rows, the left one in registers or `shared`."""
     count = columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(c[{i}])' for i in range(count))

@@ -23,7 +23,8 @@ static Meeting changes;  // of barriers
 inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
 
 // Of a tensor map: its address, tokens, heads, images, strides of these, and rows of a box.
-static void copy(uint32_t to, const unsigned long long* map, int channel, int row, int head, int image, uint32_t barrier) {
+static void copy(
+    uint32_t to, const unsigned long long* map, int channel, int row, int head, int image, uint32_t barrier) {
     if (head >= (int)map[2] || image >= (int)map[3] || row >= (int)map[1]) fail("a copy outside of the tensor");
     for (int i = 0; i < 64 * (int)map[7]; i++) {
         const int r = row + i / 64;
@@ -36,15 +37,19 @@ static void copy(uint32_t to, const unsigned long long* map, int channel, int ro
 """
 MAIN = """
 static std::vector<u16> given[3], out;
-static std::vector<int> head;  // images, heads, heads of keys, queries, keys, tiles, whether heads are neighbors, blocks
+// Images, heads, heads of keys, queries, keys, blocks of a head, whether heads are neighbors, blocks
+static std::vector<int> head;
 static float scale;
 
 void one() {
     auto map = [&](int i) -> TensorMap {
         const u64 heads = head[i ? 2 : 1], tokens = head[i ? 4 : 3];
-        return {{(u64)given[i].data(), tokens, heads, (u64)head[0], CHANNELS * heads, CHANNELS, CHANNELS * heads * tokens, i ? KEYS : QUERIES}};
+        const u64 row = CHANNELS * heads, rows = i ? KEYS : QUERIES;
+        return {{(u64)given[i].data(), tokens, heads, (u64)head[0], row, CHANNELS, row * tokens, rows}};
     };
-    attention_dense(map(0), map(1), map(2), out.data(), head[3], head[4], head[1], head[1] / head[2], head[5], head[6], scale);
+    const int shared_by = head[1] / head[2];
+    attention_dense(
+        map(0), map(1), map(2), out.data(), head[3], head[4], head[1], shared_by, head[5], head[6], scale);
 }
 
 int main(int, char** names) {

@@ -36,7 +36,8 @@ BODIES = {
     "load_four": "return *at;",
     "group_meets": "meets(of_groups[group]);",
 }
-PRODUCTS = """inline uint32_t field(unsigned long long descriptor, int from) { return (descriptor >> from & 0x3fff) << 4; }
+PRODUCTS = """
+inline uint32_t field(unsigned long long descriptor, int from) { return (descriptor >> from & 0x3fff) << 4; }
 
 inline float stored(uint32_t address) {
     uint16_t bits;
@@ -61,7 +62,8 @@ template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, u
     }
 }
 
-template <int COUNT> void add_weighted(float (&c)[COUNT], const float (&rows)[2][16], unsigned long long b) {  // b: rows are k
+// The rows of b are k.
+template <int COUNT> void add_weighted(float (&c)[COUNT], const float (&rows)[2][16], unsigned long long b) {
     for (int i = 0; i < COUNT; i += i % 4 == 1 ? 3 : 1) {
         const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
         for (int k = 0; k < 16; k++) {
@@ -72,7 +74,8 @@ template <int COUNT> void add_weighted(float (&c)[COUNT], const float (&rows)[2]
     }
 }
 
-template <int COUNT> void weigh(float (&c)[COUNT], unsigned long long a, unsigned long long b) {  // both in shared memory
+// Both in shared memory
+template <int COUNT> void weigh(float (&c)[COUNT], unsigned long long a, unsigned long long b) {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
     float rows[2][16];
     for (int i = 0; i < 32; i++)
