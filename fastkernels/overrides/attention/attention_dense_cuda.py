@@ -87,7 +87,9 @@ def refused(
     for name, t in (("q", q), ("k", k), ("v", v)):
         steps = [s for s, n in zip(t.stride(), t.shape[:3], strict=False) if n > 1]
         if t.data_ptr() % 16 or t.stride(3) != 1 or any(s % 8 or not s for s in steps):
-            return f"{name} has strides {tuple(t.stride())}: its rows must be contiguous and start at 16 bytes"
+            return (
+                f"{name} has strides {tuple(t.stride())}: its rows must be contiguous and start at 16 bytes"
+            )
     return None
 
 

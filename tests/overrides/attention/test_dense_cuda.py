@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.kernels import emulated_dense
 
+from fastkernels.core import cuda_rtc
+from fastkernels.overrides.attention import attention_dense_cuda as cuda
 from fastkernels.overrides.attention.attention_dense import reference
+from fastkernels.overrides.kit import hopper
+
+NO_NVRTC = cuda_rtc.unavailable()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -36,3 +42,50 @@ def test_emulated_kernel_matches_float64(
     error = (got.double() - want).abs()
     assert float(error.max()) < (1.6e-2 if dtype == torch.bfloat16 else 2e-3)
     assert float(error.square().mean().sqrt()) < 4e-3 * float(want.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("size", [64, 72, 128])
+@pytest.mark.parametrize("tokens", [1, 197, 1029, 8192])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_chosen_plans_fit_in_shared_memory(batch: int, tokens: int, size: int) -> None:
+    p = cuda.Plan(**cuda.choose(batch, 12, tokens, tokens, size), bf16=True, channels=size)
+    assert p.shared <= 227 * 1024 and p.keys % 16 == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.parametrize("size", [64, 72, 128])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_kernel_compiles(batch: int, size: int) -> None:
+    p = cuda.Plan(**cuda.choose(batch, 12, 1029, 1029, size), bf16=True, channels=size)
+    assert cuda_rtc.cubin(cuda.source(p), ("--gpu-architecture=sm_90a", *p.options))[:4] == b"\x7fELF"
+
+
+def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.zeros(2, 9, 3, 4, 64, dtype=torch.bfloat16).unbind(2)
+    reason = cuda.supports(q, k, v, 0.1)
+    assert reason is not None and (reason == NO_NVRTC or "Hopper" in reason)
+    # The other reasons, on a simulated Hopper GPU
+    monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    assert cuda.supports(q, k, v, 0.1) is None
+    refused: dict[str, list[Any]] = {
+        "takes no mask": [q, k, v, 0.1, torch.ones(1, 1, 1, 9)],
+        "not all float16 or all bfloat16": [q.float(), k, v, 0.1],
+        "is not a multiple of 8 up to 128": [q[..., :60], k[..., :60], v[..., :60], 0.1],
+        "is not positive": [q, k, v, 0.0],
+        "no keys": [q, k[:, :0], v[:, :0], 0.1],
+        "k has strides": [q, k[:1].expand(2, -1, -1, -1), v, 0.1],
+        "v has strides": [q, k, v.transpose(2, 3).contiguous().transpose(2, 3), 0.1],
+    }
+    for text, args in refused.items():
+        assert text in str(cuda.supports(*args)), text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 72, 128])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1029), (2, 197), (64, 130), (1, 1)])
+def test_kernel_matches_float64(batch: int, tokens: int, size: int) -> None:
+    q, k, v = torch.randn(batch, tokens, 3, 12, size, device="cuda", dtype=torch.bfloat16).unbind(2)
+    got, want = cuda.attend(q, k, v, 0.1), reference(q.double(), k.double(), v.double(), 0.1)
+    torch.testing.assert_close(got.double(), want, atol=1e-2, rtol=1e-2)
