@@ -96,11 +96,18 @@ def refused(
 @lru_cache(maxsize=4096)
 def choose(batch: int, heads: int, n_q: int, n_k: int, channels: int, sms: int = 132) -> dict[str, int]:
     """Return the default parameters."""
-    few = batch * heads * cdiv(n_q, 64) <= 3 * sms
-    most = 128 if channels <= 64 else 112 if channels <= 96 and not few else 80
-    keys = min((n for n in (128, 112, 96, 80, 64) if n <= most), key=lambda n: (cdiv(n_k, n) * (n + 16), -n))
-    groups = 1 if few else 3 if channels <= 96 else 2
-    return {"groups": groups, "keys": keys, "stages": 2}
+    units = batch * heads * cdiv(n_q, 64)
+    if channels > 96:
+        return {"groups": 2, "keys": 80, "stages": 2}
+    if units <= sms or n_k <= 300:
+        most = 128 if channels <= 64 else 80
+        keys = min(
+            (n for n in (128, 112, 96, 80, 64) if n <= most), key=lambda n: (cdiv(n_k, n) * (n + 16), -n)
+        )
+        return {"groups": 1, "keys": keys, "stages": 2}
+    return (
+        {"groups": 3, "keys": 80, "stages": 3} if channels <= 64 else {"groups": 2, "keys": 128, "stages": 2}
+    )
 
 
 def _map(t: torch.Tensor, rows: int) -> cuda_rtc.TensorMap:

@@ -14,6 +14,7 @@ from fastkernels.overrides.kit.hopper import text
 
 BODIES = {
     **{name: emulated_mla.BODIES[name] for name in emulated_mla.SHARED},
+    "never": 'fail("a sum of exponentials under zero");',
     "load_rows": "copy(to, map.opaque, channel, row, head, image, barrier);",
 }
 BEFORE = """#define CLUSTER 1

@@ -34,6 +34,9 @@ __device__ __forceinline__ u64 transposed(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | (u64)(PIECE >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
+// The compiler moves computations past a wait for products, but not past a branch that needs their result.
+__device__ __forceinline__ void never() { asm volatile("trap;"); }
+
 __device__ __forceinline__ float largest_of_row(float v) {  // four threads have a row
     v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
     return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
@@ -138,43 +141,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
                 if (i / 4 * 8 + 2 * quad + i % 2 >= left) scores[i] = LOWEST;
 #pragma unroll
         for (int r = 0; r < 2; r++) {  // rows of this thread: every other pair
-            float most = top[r];
+            float most = top[r], other = LOWEST, sum = 0, rest = 0;  // of every other group of 8 keys: shorter chains
 #pragma unroll
-            for (int i = 2 * r; i < SCORES; i += 4) most = fmaxf(most, fmaxf(scores[i], scores[i + 1]));
-            most = largest_of_row(most);
+            for (int i = 2 * r; i < SCORES; i += 8) {
+                most = fmaxf(most, fmaxf(scores[i], scores[i + 1]));
+                other = fmaxf(other, fmaxf(scores[i + 4], scores[i + 5]));
+            }
+            most = largest_of_row(fmaxf(most, other));
             decay[r] = power_of_2((top[r] - most) * scale);
             top[r] = most;
             const float base = most * scale;
-            float sum = 0;
 #pragma unroll
-            for (int i = 2 * r; i < SCORES; i += 4) {
-                scores[i] = power_of_2(fmaf(scores[i], scale, -base));
-                scores[i + 1] = power_of_2(fmaf(scores[i + 1], scale, -base));
-                sum += scores[i] + scores[i + 1];
+            for (int i = 2 * r; i < SCORES; i += 8) {
+#pragma unroll
+                for (int j = i; j < i + 8; j += j % 2 ? 3 : 1) scores[j] = power_of_2(fmaf(scores[j], scale, -base));
+                sum += scores[i] + scores[i + 1], rest += scores[i + 4] + scores[i + 5];
             }
-            total[r] = fmaf(total[r], decay[r], sum);
+            total[r] = fmaf(total[r], decay[r], sum + rest);
         }
     };
     auto keep_weights = [&] {
 #pragma unroll
         for (int i = 0; i < SCORES / 2; i++) weights[i / 4][i % 4] = narrow(scores[2 * i], scores[2 * i + 1]);
     };
-    // This warp has read a tile's keys or values.
-    auto release_k = [&](int tile, int stage, u32 parity) {
+    auto release_k = [&](int stage) {  // this warp has read a tile's keys
         if (lane == 0) arrive(empty_k + 8 * stage);
-        if (ALONE && thread == 0 && tile + STAGES < tiles) {
-            wait(empty_k + 8 * stage, parity);
-            load_k(tile + STAGES, stage);
-        }
     };
-    auto release_v = [&](int tile, int stage, u32 parity) {
+    auto release_v = [&](int stage) {
         if (lane == 0) arrive(empty_v + 8 * stage);
-        if (ALONE && thread == 0 && tile + STAGES < tiles) {
-            wait(empty_v + 8 * stage, parity);
-            load_v(tile + STAGES, stage);
-        }
     };
-    auto hold = [&] {  // the compiler does not move reads of what is multiplied before the wait
+    auto refill = [&](int tile, int stage, u32 parity) {  // the place of a tile that all warps will have read
+        if (!ALONE || warp != 0 || tile + STAGES >= tiles) return;
+        wait(empty_k + 8 * stage, parity);
+        wait(empty_v + 8 * stage, parity);
+        if (lane == 0) load_k(tile + STAGES, stage), load_v(tile + STAGES, stage);
+    };
+    auto hold = [&] {  // the compiler moves no computation of scores past it
 #pragma unroll
         for (int i = 0; i < SCORES; i++) asm volatile("" : "+f"(scores[i])::"memory");
     };
@@ -183,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     score(0, 0);
     finish_multiply<0>();
     hold();
-    release_k(0, 0, 0);
+    release_k(0);
     use_scores(n_k);
     keep_weights();
     int stage = 0;
@@ -195,12 +197,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
         weigh_values(stage, parity);
         finish_multiply<1>();
         hold();
-        release_k(tile, next, next_parity);
+        release_k(next);
         use_scores(n_k - tile * KEYS);
+        if (__ballot_sync(~0u, total[0] + total[1] < 0)) never();
         finish_multiply<0>();
 #pragma unroll
         for (int i = 0; i < CHANNELS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
-        release_v(tile - 1, stage, parity);
+        release_v(stage);
+        refill(tile - 1, stage, parity);
 #pragma unroll
         for (int i = 0; i < CHANNELS / 2; i++) sums[i] *= decay[i / 2 % 2];
         keep_weights();
