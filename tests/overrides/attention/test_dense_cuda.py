@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kernels import emulated_dense
+from support.attention import emulated_dense
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.attention import attention_dense_cuda as cuda
