@@ -63,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     const int block = across ? (int)blockIdx.x / of_heads : (int)blockIdx.x % blocks;
     const int which = across ? (int)blockIdx.x % of_heads : (int)blockIdx.x / blocks;
     const int image = which / heads, head = which % heads, tiles = (n_k + KEYS - 1) / KEYS;
+    const int groups = min(GROUPS, (n_q - block * QUERIES + 63) / 64);  // that have queries
 
     if (thread == 0) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
         make_barrier(asked, 1);
         for (int s = 0; s < STAGES; s++) {
             make_barrier(full_k + 8 * s, 1), make_barrier(full_v + 8 * s, 1);
-            make_barrier(empty_k + 8 * s, 4 * GROUPS), make_barrier(empty_v + 8 * s, 4 * GROUPS);
+            make_barrier(empty_k + 8 * s, 4 * groups), make_barrier(empty_v + 8 * s, 4 * groups);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -113,6 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     if (!ALONE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 160));
 
     const int group = warp / 4, quad = lane % 4;
+    if (group >= groups) return;
     float scores[SCORES], sums[CHANNELS / 2] = {};
     float top[2] = {LOWEST, LOWEST}, total[2] = {}, decay[2];
     u32 weights[KEYS / 16][4];
