@@ -65,7 +65,7 @@ def supports(
     """Return why the tiled kernel does not support this call, None if it does."""
     if x.numel() < LEAST * x.shape[-1]:
         return ForOthers(f"fewer than {LEAST} tokens")
-    if _is_long(weight.shape[1], x):
+    if _is_long(weight.shape[1], x, scale is not None):
         return ForOthers("long sums of few tokens")
     for t in (residual, scale):
         if t is not None and (t.dtype != x.dtype or (t.is_contiguous() and t.data_ptr() % 16)):
@@ -132,21 +132,21 @@ linear_residual = define(
 )
 
 
-LONG = ((4096, 4096), (2048, 1024))  # columns of x at least, tokens below
+LONG, LONG_SCALED, FEW = 3072, 4096, 4096  # columns of x at least, without and with a scale; tokens below
 
 
-def _is_long(k: int, x: torch.Tensor) -> bool:
-    """Whether sums are long and tokens few: the tiled kernel was slower than cuBLAS and a pass.
+def _is_long(k: int, x: torch.Tensor, scaled: bool) -> bool:
+    """Whether sums are long and tokens few: cuBLAS and a pass, or cuBLASLt, which adds a residual itself, were faster.
 
-    DINOv3 ViT-L on an H100, 2026-11-27: 13.0 us and 11.2 for 261 tokens, 32.6 and 30.8 for 2,088, 100.7 and 102.4 for
-    8,352.
+    H100, 2026-11-28: 1,029 tokens, K = 4,096, N = 1,024: 25.4 us, cuBLAS 17.0 and 2.4 for the pass. 1,024 tokens, K =
+    4,304, N = 1,152, without a scale: 36.5 us, cuBLASLt 21.0. 257 tokens, K = 2,048, N = 768: 6.8 us, cuBLASLt 7.9.
     """
-    return any(k >= least and x.numel() < m * x.shape[-1] for least, m in LONG)
+    return k >= (LONG_SCALED if scaled else LONG) and x.numel() < FEW * x.shape[-1]
 
 
 def adds(linear: Any, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
     """Whether the op is for residual + scale * linear(x): a plain layer of 16-bit numbers, and many tokens."""
-    if scale is not None and (_is_long(linear.in_features, x) or scale.dtype != x.dtype):
+    if scale is not None and (_is_long(linear.in_features, x, True) or scale.dtype != x.dtype):
         return False
     return plain_linear(linear, x) and for_tiles(linear, x)
 

@@ -52,6 +52,20 @@ def test_chosen_plans_fit_in_shared_memory(batch: int, tokens: int, size: int) -
     assert p.shared <= 227 * 1024 and p.keys % 16 == 0
 
 
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "size", "faster"),
+    [(1, 1029, 16, 64, True), (8, 1029, 16, 64, True), (32, 197, 12, 64, False), (32, 257, 12, 64, True),
+     (1, 1374, 12, 64, True), (4, 1374, 12, 64, False), (1, 2048, 16, 64, False), (1, 256, 16, 72, True),
+     (8, 256, 16, 72, False), (1, 256, 16, 128, False)],
+)  # fmt: skip
+def test_measured_shapes_run_the_faster_kernel(
+    batch: int, tokens: int, heads: int, size: int, faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
+    q = torch.empty(batch, tokens, heads, size, device="meta")
+    assert cuda.is_faster(q, q) == faster
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
 @pytest.mark.parametrize("size", [64, 72, 128])
@@ -62,19 +76,22 @@ def test_kernel_compiles(batch: int, size: int) -> None:
 
 
 def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = torch.zeros(2, 9, 3, 4, 64, dtype=torch.bfloat16).unbind(2)
+    q, k, v = torch.zeros(2, 200, 3, 4, 64, dtype=torch.bfloat16).unbind(2)
     reason = cuda.supports(q, k, v, 0.1)
     assert reason is not None and (reason == NO_NVRTC or "Hopper" in reason)
     # The other reasons, on a simulated Hopper GPU
     monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
     assert cuda.supports(q, k, v, 0.1) is None
     refused: dict[str, list[Any]] = {
-        "takes no mask": [q, k, v, 0.1, torch.ones(1, 1, 1, 9)],
+        "takes no mask": [q, k, v, 0.1, torch.ones(1, 1, 1, 200)],
         "not all float16 or all bfloat16": [q.float(), k, v, 0.1],
         "is not a multiple of 8 up to 128": [q[..., :60], k[..., :60], v[..., :60], 0.1],
         "is not positive": [q, k, v, 0.0],
         "no keys": [q, k[:, :0], v[:, :0], 0.1],
+        "as fast": [torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16).expand(1, 2048, 16, 64).contiguous()] * 3
+        + [0.1],
         "k has strides": [q, k[:1].expand(2, -1, -1, -1), v, 0.1],
         "v has strides": [q, k, v.transpose(2, 3).contiguous().transpose(2, 3), 0.1],
     }
