@@ -3,10 +3,10 @@
 // A block computes 64 * GROUPS queries of a head, 64 for each warpgroup. Queries, and keys and values in tiles of KEYS, are
 // copied to shared memory (tensor maps, 128-byte swizzle) by one more warpgroup, or by the only one. While a warpgroup
 // multiplies its weights by a tile's values, it computes the exponentials of the next tile's scores. With one warpgroup, a
-// multiprocessor has three blocks, whose exponentials and products overlap, and multiprocessors have more equal work.
+// multiprocessor has three or four blocks, whose exponentials and products overlap, and multiprocessors have more equal work.
 //
-// Compile-time constants: CHANNELS (of a head, a multiple of 8), GROUPS, KEYS (a multiple of 16), STAGES, BF16. multiply() for scores and weigh() for values precede
-// this file.
+// Compile-time constants: CHANNELS (of a head, a multiple of 8), GROUPS, KEYS (a multiple of 16), STAGES, BF16. multiply() for
+// scores and weigh() for values precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
