@@ -14,7 +14,7 @@ from fastkernels.core.dispatch import ForOthers
 from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
-from fastkernels.overrides.linear.wgmma_linear_cuda import multiply, weigh
+from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 
 SOURCE = Path(__file__).parent / "csrc" / "attention_dense.cu"
 MOST = 128  # channels of a head
@@ -52,10 +52,26 @@ class Plan(NamedTuple):
         )  # fmt: skip
 
 
+def weigh(p: Plan) -> str:
+    """Return CUDA C++ of weigh(): wgmma for all channels of keys in rows, with weights from registers."""
+    count, kind = p.channels // 2, "bf16.bf16" if p.bf16 else "f16.f16"
+    sums = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(c[{i}])' for i in range(count))
+    weights = ", ".join(f"%{count + i}" for i in range(4))
+    given = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    return f"""
+__device__ __forceinline__ void weigh(float (&c)[{count}], const unsigned (&a)[4], unsigned long long b) {{
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n{p.channels}k16.f32.{kind}"
+        " {{{sums}}}, {{{weights}}}, %{count + 4}, 1, 1, 1, 1;"
+        : {operands} : {given}, "l"(b) : "memory");
+}}
+"""
+
+
 def source(p: Plan) -> str:
     """Return the whole text that NVRTC compiles."""
-    kind = "bf16" if p.bf16 else "f16"
-    return multiply(p.keys, kind) + weigh(p.channels, kind, False) + text(SOURCE)
+    return multiply(p.keys, "bf16" if p.bf16 else "f16") + weigh(p) + text(SOURCE)
 
 
 @lru_cache(maxsize=64)

@@ -173,25 +173,6 @@ __device__ __forceinline__ void multiply(float (&c)[{count}], unsigned long long
 """
 
 
-def weigh(columns: int, kind: str, shared: bool) -> str:
-    """Return CUDA C++ of weigh(): wgmma, the right operand with k in rows, the left one in registers or `shared`."""
-    count = columns // 2
-    sums = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(c[{i}])' for i in range(count))
-    left, weights, given, rest = "unsigned long long a", f"%{count}, %{count + 1}", '"l"(a)', "1, 1, 1, 0, 1"
-    if not shared:
-        left, rest = "const unsigned (&a)[4]", "1, 1, 1, 1"
-        weights = f"{{%{count}, %{count + 1}, %{count + 2}, %{count + 3}}}, %{count + 4}"
-        given = ", ".join(f'"r"(a[{i}])' for i in range(4))
-    return f"""
-__device__ __forceinline__ void weigh(float (&c)[{count}], {left}, unsigned long long b) {{
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{sums}}}, {weights}, {rest};"
-        : {operands} : {given}, "l"(b) : "memory");
-}}
-"""
-
-
 def source(p: Plan, bf16: bool) -> str:
     """Return the whole text that NVRTC compiles."""
     return multiply(p.rows, "bf16" if bf16 else "f16") + text(SOURCE)

@@ -36,6 +36,23 @@ static void copy(
     count(barrier, 0, -128 * (long)map[7]), changes.held++;
 }
 """
+WEIGH = """
+struct Weights { uint32_t of[4]; };
+
+template <int COUNT> void weigh(float (&c)[COUNT], const uint32_t (&a)[4], unsigned long long b) {
+    const int group = threadIdx.x % 32 / 4;
+    struct Row { float of[2][16]; };
+    const Row row = among(Weights{{a[0], a[1], a[2], a[3]}}, [&](auto lane) {
+        Row r;
+        for (int i = 0; i < 32; i++) {
+            const int k = i % 16;
+            r.of[i / 16][k] = number(half_of(lane(group * 4 + k % 8 / 2).of[k / 8 * 2 + i / 16], k % 2));
+        }
+        return r;
+    });
+    add_weighted<COUNT>(c, row.of, b);
+}
+"""
 MAIN = """
 static std::vector<u16> given[3], out;
 // Images, heads, heads of keys, queries, keys, blocks of a head, whether heads are neighbors, blocks
@@ -82,7 +99,7 @@ def attend(
     }
     source = ported(text(cuda.SOURCE), BODIES, written, p.options)
     end = source.index("typedef unsigned int u32;")
-    source = source[:end] + BEFORE + emulated_mla.PRODUCTS + source[end:] + MAIN
+    source = source[:end] + BEFORE + emulated_mla.PRODUCTS + WEIGH + source[end:] + MAIN
     (batch, n_q, heads, _), n_k, kv_heads = q.shape, *k.shape[1:3]
     tiles = -(-n_q // (64 * p.groups))
     sizes = (batch, heads, kv_heads, n_q, n_k, tiles, across, tiles * batch * heads)
