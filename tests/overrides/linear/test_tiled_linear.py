@@ -275,8 +275,13 @@ def test_results_have_the_strides_that_a_compiler_expects(name: str) -> None:
         assert got.stride() == expected.stride() and not residual.is_contiguous(), provider.name
 
 
-def test_long_sums_of_few_tokens_stay_the_compilers() -> None:
-    linear = torch.nn.Linear(4096, 64).bfloat16()
+def test_long_sums_of_few_tokens_are_not_tiled() -> None:
+    """cuBLASLt adds a residual to them, and a compiler a scaled one."""
+    linear, scale = torch.nn.Linear(4096, 64).bfloat16(), torch.ones(64).bfloat16()
     few, many = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (2088, 8352))
-    assert not residuals.adds(linear, few, None) and residuals.adds(linear, many, None)
-    assert residuals.adds(torch.nn.Linear(64, 64).bfloat16(), few, None)
+    assert not residuals.adds(linear, few, scale) and residuals.adds(linear, many, scale)
+    assert residuals.adds(linear, few, None)
+    assert residuals.adds(torch.nn.Linear(3072, 64).bfloat16(), few, scale)
+    x = torch.zeros(2088, 4096, dtype=torch.bfloat16)
+    assert "few tokens" in str(residuals.supports(few, x, linear.weight))
+    assert residuals.linear_residual.providers[1].supports(few, x, linear.weight, None, scale) is not None

@@ -37,11 +37,11 @@ constexpr int WIDTH = GATED ? BN / 2 : BN;  // columns of a tile's result
 constexpr int W_BOX = GATED ? BN / 2 : W_SLICE;  // rows of one copy
 constexpr int BLOCKS = WIDTH / 32, PLACES = 2 * ATOMS;  // of 32 columns; rows of a thread
 constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
-#if BEHIND == 3
+#if BEHIND == 3 || ROTATES
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
 constexpr bool MANY = ATOMS * SUMS >= 160;  // sums: the two warpgroups have all registers but a few
-constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
+constexpr bool EARLY = BEHIND != 3 && !ROTATES || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
 static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
 static_assert(X_SLICE % 8 == 0 && W_BOX % 32 == 0, "slices begin where the swizzle and blocks of columns do");
 static_assert(!GATED || PARTS == 2, "gate and up");
@@ -267,6 +267,22 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
 #pragma unroll
                 for (int i = 0; i < PLACES; i++) residuals[i] = residual_of(i, 0);
 #endif
+#if ROTATES
+            struct Turn { uint4 cosines[2], sines[2]; };  // of channels 8 * quad and 32 + 8 * quad, and the 7 behind each
+            auto turn_of = [&](int i) {
+                const int position = row_of(i) % turns_of.tokens - turns_of.prefix;
+                Turn v;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const u32 at = max(position, 0) * turns_of.row + 32 * half + 8 * quad;
+                    v.cosines[half] = load_16((const uint4*)(turns_of.cosines + at));
+                    v.sines[half] = load_16((const uint4*)(turns_of.sines + at));
+                    if (position < 0) v.cosines[half] = make_uint4(ONES, ONES, ONES, ONES), v.sines[half] = make_uint4(0, 0, 0, 0);
+                }
+                return v;
+            };
+            Turn next = turn_of(0);
+#endif
             finish_multiply<0>();
             release(used);
             piece += pieces;
@@ -276,32 +292,39 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 for (int s = 0; s < SUMS; s++) asm volatile("" : "+f"(sums[atom][s])::"memory");  // not read earlier
 
 #if ROTATES
-            constexpr int APART = BEHIND == 5;  // blocks of columns between the channels of a pair
 #pragma unroll
-            for (int block = 0; block < BLOCKS && part * N + column + 32 * block < turns_of.turned; block += 1 + APART) {
-                const uint4 added[] = {bias_of(block), bias_of(block + APART)};
+            for (int block = 0; block < (biases_of.of[part] ? BLOCKS : 0); block++) {
+                const uint4 added = block == 0 ? biases : bias_of(block);
 #pragma unroll
-                for (int i = 0; i < PLACES; i++) {
-                    const int position = row_of(i) % turns_of.tokens - turns_of.prefix;
-                    const u32 at = max(position, 0) * turns_of.row + (column + 32 * block + 8 * quad) % 64;
-                    uint4 cosines[2], sines[2];
+                for (int s = 0; s < ATOMS * 16; s++) {  // 4j to 4j + 3 of each atom: a pair of columns of two rows
+                    const u32 two = pair_of(added, s % 16 / 4);
+                    sums[s / 16][16 * block + s % 16] += s % 2 ? high_of(two) : low_of(two);
+                }
+            }
 #pragma unroll
-                    for (int h = 0; h <= APART; h++) {
-                        cosines[h] = load_16((const uint4*)(turns_of.cosines + at + 32 * h));
-                        sines[h] = load_16((const uint4*)(turns_of.sines + at + 32 * h));
-                    }
+            for (int i = 0; i < PLACES; i++) {
+                const Turn turn = EARLY || i == 0 ? next : turn_of(i);
+                if (EARLY && i + 1 < PLACES) next = turn_of(i + 1);
 #pragma unroll
-                    for (int pair = 0; pair < 4 * (1 + APART); pair++) {
-                        const int j = pair % 4, e = pair / 4;
-                        auto one = [&](const uint4* v, int second) {  // of a pair
-                            const u32 two = pair_of(v[APART * second], j);
-                            return (APART ? e : second) ? high_of(two) : low_of(two);
+                for (int head = 0; head < WIDTH / 64; head++) {
+                    if (part * N + column + 64 * head >= turns_of.turned) break;
+#pragma unroll
+                    for (int pair = 0; pair < 8; pair++) {
+#if BEHIND == 5  // channels c and c + 32
+                        const int at = pair / 2 * 4 + pair % 2, other = at + 16;
+                        auto of = [&](const uint4* v, int second) {
+                            return pair % 2 ? high_of(pair_of(v[second], pair / 2)) : low_of(pair_of(v[second], pair / 2));
                         };
-                        float* sum = sums[i / 2] + 16 * block + 4 * j + i % 2 * 2 + e;
-                        float& a = sum[0], &b = sum[APART ? 16 : 1];
-                        const float p = a + one(added, 0), q = b + one(added, 1);
-                        a = position < 0 ? p : fmaf(p, one(cosines, 0), -q * one(sines, 0));
-                        b = position < 0 ? q : fmaf(q, one(cosines, 1), p * one(sines, 1));
+#else  // 2c and 2c + 1
+                        const int at = pair / 4 * 16 + pair % 4 * 4, other = at + 1;
+                        auto of = [&](const uint4* v, int second) {
+                            return second ? high_of(pair_of(v[pair / 4], pair % 4)) : low_of(pair_of(v[pair / 4], pair % 4));
+                        };
+#endif
+                        float* sum = sums[i / 2] + 32 * head + i % 2 * 2;
+                        const float p = sum[at], q = sum[other];
+                        sum[at] = fmaf(p, of(turn.cosines, 0), -q * of(turn.sines, 0));
+                        sum[other] = fmaf(q, of(turn.cosines, 1), p * of(turn.sines, 1));
                     }
                 }
             }
@@ -311,11 +334,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
                 const bool more = EARLY && block + 1 < BLOCKS;
-                uint4 added = EARLY || block == 0 ? biases : bias_of(block);
 #if ROTATES
-                if (part * N + column + 32 * block < turns_of.turned) added = make_uint4(0, 0, 0, 0);
-#endif
+                const uint4 added = make_uint4(0, 0, 0, 0);  // already
+#else
+                const uint4 added = EARLY || block == 0 ? biases : bias_of(block);
                 if (more) biases = bias_of(block + 1);
+#endif
 #if GATES
                 const uint4 added_up = EARLY || block == 0 ? biases_up : bias_of_up(block);
                 if (more) biases_up = bias_of_up(block + 1);
