@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fastkernels.core import cuda_rtc
-from fastkernels.overrides.kit.hopper import text
+from fastkernels.overrides.kit.hopper import no_hopper, text
 from fastkernels.overrides.kit.launch import multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
+from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, check, granularity, strides
+from fastkernels.overrides.linear.linear_fp8_triton import unsupported
 from fastkernels.overrides.linear.skinny_linear_cuda import refused
-from fastkernels.overrides.linear.skinny_linear_triton import unaligned
+from fastkernels.overrides.linear.skinny_linear_triton import MAX_TOKENS, unaligned
 from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 
 SOURCE = Path(__file__).parent / "csrc" / "tiled_linear.cu"
@@ -51,6 +53,7 @@ PARAMS: tuple[dict[str, Any], ...] = tuple(
     for shares, cluster in (("w", 1), ("w", 2), ("x", 2))
     if shares == "x" or columns // cluster % 32 == 0
 )  # fmt: skip
+FP8_PARAMS = tuple(p for p in PARAMS if p["cooperate"] and p["columns"] in (64, 128))
 
 
 class Turns(ctypes.Structure):
@@ -66,6 +69,14 @@ class Turns(ctypes.Structure):
     )  # fmt: skip
 
 
+class Scales(ctypes.Structure):
+    """Scales of float8 x and W, and their strides: by token or 128 rows, and by 128 columns."""
+
+    _fields_ = (
+        ("x", _P), ("w", _P), ("x_token", _I), ("x_block", _I), ("w_row", _I), ("w_block", _I),
+    )  # fmt: skip
+
+
 class Plan(NamedTuple):
     """How a call is divided: tiles of rows x columns, clusters of blocks that share W or x, and blocks in all."""
 
@@ -78,6 +89,7 @@ class Plan(NamedTuple):
     cluster: int
     tiles: int  # of a cluster, in all
     grid: int
+    fp8: bool = False
 
     @property
     def stages(self) -> int:
@@ -101,6 +113,7 @@ class Plan(NamedTuple):
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
             f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
             f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
+            f"-DFP8={int(self.fp8)}",
             f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 
@@ -108,14 +121,14 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=4096)
 def plan(
     m: int, n: int, rows: int, columns: int, cooperate: bool = False, shares: str = "w", cluster: int = 1,
-    sms: int = 132, f: int = NONE, parts: int = 1,
+    sms: int = 132, f: int = NONE, parts: int = 1, fp8: bool = False,
 ) -> Plan:  # fmt: skip
     """Return the plan for results [m, n] of so many weights, or of two with SWIGLU, on a chip with so many SMs."""
     down = -(-m // rows)
     right = -(-2 * n // columns) if f == SWIGLU else parts * -(-n // columns)
     tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
     grid = cluster * min(tiles, sms // cluster)
-    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid)
+    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid, fp8)
 
 
 def fits(params: dict[str, Any], f: int) -> bool:
@@ -148,6 +161,36 @@ def choose(m: int, n: int, k: int, f: int = NONE, sms: int = 132, parts: int = 1
     """Return the default parameters for x [m, k] and so many weights [n, k]."""
     sets = (p for p in PARAMS if fits(p, f))
     return min(sets, key=lambda p: (cycles(plan(m, n, **p, sms=sms, f=f, parts=parts), k, sms), p["cluster"]))
+
+
+@lru_cache(maxsize=4096)
+def choose_fp8(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
+    """Return the default parameters for float8 x [m, 2 k] and a weight [n, 2 k]."""
+    return min(FP8_PARAMS, key=lambda p: (cycles(plan(m, n, **p, sms=sms), k, sms), p["cluster"]))
+
+
+def supports_tiled_fp8(
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> str | None:  # fmt: skip
+    """Return why the tiled kernel does not support this call of linear_fp8, None if it does."""
+    reason = no_hopper(SOURCE, x.device) or unsupported(x, weight, x_scale, weight_scale, bias, out_dtype)
+    if reason is not None:
+        return reason
+    n, k = weight.shape
+    if granularity(x, weight, x_scale, weight_scale) != BLOCK:
+        return "needs block scales"
+    if n % 32 or k % 16 or k < BLOCK:
+        return f"N = {n} is not a multiple of 32, or K = {k} no multiple of 16 or under {BLOCK}"
+    if not MAX_TOKENS < x.numel() // k < (1 << 32) / n:
+        return f"{x.numel() // k} tokens are up to {MAX_TOKENS}, or 2^32 results"
+    if bias is not None and bias.dtype != (out_dtype or torch.bfloat16):
+        return f"bias is {bias.dtype}, the result {out_dtype or torch.bfloat16}"
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        return f"x has strides {tuple(x.stride())}: it must be contiguous and start at 16 bytes"
+    if weight.stride(0) % 16 or weight.stride(0) < k or weight.data_ptr() % 16:
+        return f"weight has strides {tuple(weight.stride())}: its rows must start at 16 bytes and not overlap"
+    return None
 
 
 def supports_tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
@@ -189,12 +232,12 @@ def is_faster(
 
 def source(p: Plan, bf16: bool) -> str:
     """Return the whole text that NVRTC compiles."""
-    return multiply(p.columns, "bf16" if bf16 else "f16") + text(SOURCE)
+    return multiply(p.columns, "e4m3" if p.fp8 else "bf16" if bf16 else "f16") + text(SOURCE)
 
 
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, p: Plan, bf16: bool) -> cuda_rtc.Kernel:
-    types = (_M, _M * p.parts, _P * p.parts, _P, _P, _P, _I, _I, _I, Turns)
+    types = (_M, _M * p.parts, _P * p.parts, _P, _P, _P, _I, _I, _I, Turns, *([Scales] if p.fp8 else []))
     return cuda_rtc.Kernel(source(p, bf16), "tiled_linear", p.options(bf16), device.index, types, p.shared)
 
 
@@ -232,9 +275,23 @@ def linears_tiled(
     return out
 
 
+def linear_fp8_tiled(
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, **params: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Run linear_fp8 with block scales, with one of FP8_PARAMS; the defaults are those of `choose_fp8`."""
+    check(x, weight, x_scale, weight_scale, bias)
+    out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or torch.bfloat16, device=x.device)
+    x_scale, at = strides(BLOCK, x_scale, weight_scale)
+    scales = Scales(x_scale.data_ptr(), weight_scale.data_ptr(), *at)
+    _launch(x.view(torch.int16), (weight.view(torch.int16),), (bias,), NONE, out, scales=scales, **params)
+    return out
+
+
 def _launch(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], f: int, out: torch.Tensor,
-    scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, turns: Turns | None = None, **params: Any,
+    scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, turns: Turns | None = None,
+    scales: Scales | None = None, **params: Any,
 ) -> None:  # fmt: skip
     (n, k), parts = weights[0].shape, len(weights)
     rows = x.reshape(-1, k)
@@ -243,9 +300,10 @@ def _launch(
         return
     if m > 1 and rows.stride(0) < k:  # expanded from one row
         rows = rows.contiguous()
-    sms = multiprocessors(x.device)
-    p = plan(m, n, **(params or choose(m, n, k, f, sms, parts)), sms=sms, f=f, parts=parts)
-    kernel = _kernel(x.device, p._replace(tiles=0, grid=0), x.dtype == torch.bfloat16)
+    sms, fp8 = multiprocessors(x.device), scales is not None
+    params = params or (choose_fp8(m, n, k, sms) if fp8 else choose(m, n, k, f, sms, parts))
+    p = plan(m, n, **params, sms=sms, f=f, parts=parts, fp8=fp8)
+    kernel = _kernel(x.device, p._replace(tiles=0, grid=0), out.dtype == torch.bfloat16)
     x_rows, w_rows = p.boxes
     x_map = cuda_rtc.tensor_map(rows.data_ptr(), m, k, rows.stride(0) if m > 1 else k, x_rows)
     w_maps = (_weight_map(weight.data_ptr(), n, k, weight.stride(0), w_rows) for weight in weights)
@@ -255,7 +313,7 @@ def _launch(
     )
     stream = torch.cuda.current_stream(x.device).cuda_stream
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
-    given = (x_map, (_M * parts)(*w_maps), (_P * parts)(*added), *pointers, m, n, k, turns or Turns())
+    given = (x_map, (_M * parts)(*w_maps), (_P * parts)(*added), *pointers, m, n, k, turns or Turns(), *([] if scales is None else [scales]))
     kernel.launch(p.grid, THREADS, stream, given, overlap=early)
 
 

@@ -15,15 +15,21 @@
 // Sums are stored from registers. wgmma gives a thread two of every eight columns: W's rows are read in another order, so
 // that these columns are eight that lie next to each other, 16 bytes of the result.
 //
+// With FP8, x and W are float8 e4m3 with a scale for 128 columns of a row of x and for 128 x 128 of W; K counts pairs, and a
+// piece is 128 columns. Tensor cores accumulate float8 with 14 bits: the sums of a piece are scaled and added to float32 sums
+// by one warpgroup while the other one multiplies.
+//
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
 // share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
-// 5: rotation of pairs that are 32 channels apart, 6: of neighbors), BF16.
+// 5: rotation of pairs that are 32 channels apart, 6: of neighbors), FP8, BF16 (the result).
 // multiply() precedes this file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 struct Weights { TensorMap of[PARTS]; };
 struct Biases { const u16* of[PARTS]; };
 struct Turns { const u16 *cosines, *sines; int row, tokens, prefix, turned; };  // row: numbers from one token's to the next
+
+struct Scales { const float *x, *w; int x_token, x_block, w_row, w_block; };  // strides by token or 128 rows, by 128 columns
 
 constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
 constexpr int ATOMS = ROWS / 64, SUMS = BN / 2;  // of each thread, for 64 rows
@@ -37,11 +43,12 @@ constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
 #if BEHIND == 3
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
-constexpr bool MANY = ATOMS * SUMS >= 160;  // sums: the two warpgroups have all registers but a few
+constexpr bool MANY = (ATOMS + FP8) * SUMS >= 160;  // sums: the two warpgroups have all registers but a few
 constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
 static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
 static_assert(X_SLICE % 8 == 0 && W_BOX % 32 == 0, "slices begin where the swizzle and blocks of columns do");
 static_assert(!GATED || PARTS == 2, "gate and up");
+static_assert(!FP8 || (COOPERATE && 128 % BN == 0 && PARTS == 1 && BEHIND == 0), "one scale of W for a tile's piece");
 
 // Of x: rows in their order. Of W: rows 32b + 8q + 2j + e as 32b + 8j + 2q + e, `row` a multiple of 32.
 #define COPY "cp.async.bulk.tensor."
@@ -140,7 +147,11 @@ __device__ __forceinline__ float high_of(u32 pair) { return widen((u16)(pair >> 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ Weights weights, const __grid_constant__ Biases biases_of,
     const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K,
-    const Turns turns_of) {
+    const Turns turns_of
+#if FP8
+    , const __grid_constant__ Scales scales
+#endif
+) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -232,6 +243,41 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 }
             };
             if (!COOPERATE) wait(turns + 8 * (i % 2), (i + 1) / 2 - 1 & 1);
+#if FP8
+            const float *w_scale = scales.w + (long long)(column / 128) * scales.w_row, *x_scale[PLACES];
+            float next[PLACES + 1], fresh[SUMS];
+#pragma unroll
+            for (int i = 0; i < PLACES; i++) x_scale[i] = scales.x + (long long)min(row_of(i), M - 1) * scales.x_token;
+            auto read_scales = [&](int k) {
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) next[i] = x_scale[i][k * scales.x_block];
+                next[PLACES] = w_scale[k * scales.w_block];
+            };
+            read_scales(0);
+            for (int k = 0; k < pieces; k++) {
+                float by[PLACES];
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) by[i] = next[i] * next[PLACES];
+                read_scales(min(k + 1, pieces - 1));
+                wait(full + 8 * stage, parity);
+                const u64 a = descriptor(x_ring + stage * X_STAGE + 128 * own_rows), b = descriptor(w_ring + stage * W_STAGE);
+#pragma unroll
+                for (int atom = 0; atom < ATOMS; atom++) {
+                    begin_multiply();
+#pragma unroll
+                    for (int step = 0; step < 4; step++)  // 32 of K are 32 bytes
+                        multiply(fresh, a + (8192 * atom + 32 * step) / 16, b + 32 * step / 16, step);
+                    commit_multiply();
+                    finish_multiply<0>();
+                    if (atom == ATOMS - 1) release(stage);
+#pragma unroll
+                    for (int s = 0; s < SUMS; s++) asm volatile("" : "+f"(fresh[s])::"memory");  // not read earlier
+#pragma unroll
+                    for (int s = 0; s < SUMS; s++) sums[atom][s] += by[2 * atom + s / 2 % 2] * fresh[s];
+                }
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+#else
             for (int k = 0; k < pieces; k++) {
                 wait(full + 8 * stage, parity);
                 const u64 a = descriptor(x_ring + stage * X_STAGE + 128 * own_rows), b = descriptor(w_ring + stage * W_STAGE);
@@ -248,6 +294,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 used = stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
+#endif
             auto bias_of = [&](int block) { return eight(biases_of.of[part], inside(block), 0); };
             uint4 biases = bias_of(0);
 #if BEHIND == 4
@@ -264,8 +311,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
 #pragma unroll
                 for (int i = 0; i < PLACES; i++) residuals[i] = residual_of(i, 0);
 #endif
+#if !FP8
             finish_multiply<0>();
             release(used);
+#endif
             piece += pieces;
 #pragma unroll
             for (int atom = 0; atom < ATOMS; atom++)
