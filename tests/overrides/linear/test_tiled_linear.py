@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import emulated_tiled
+from support.kernels.linear_fp8 import args as fp8_args
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.block import linear_residual as residuals
 from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.linear import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.linear_fp8 import reference as fp8_reference
+from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
 from fastkernels.overrides.rope.rope_nd import reference as rope_reference
 
@@ -97,6 +100,35 @@ def test_emulated_kernel_of_several_weights_matches_float64(
     args, want = of_several(150, n, 136, f, parts)
     got = emulated_tiled.linear_tiled(args, f, params, 4, 3, tmp_path, parts)
     assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-5)).max()) <= 1
+
+
+def blocks(m: int, n: int, k: int, by_column: bool, device: str = "cpu") -> tuple[list[Any], torch.Tensor]:
+    """Arguments of linear_fp8 with block scales, x's in one of two layouts, and the exact result."""
+    args = [*fp8_args(m, n, k, BLOCK), torch.randn(n, generator=torch.Generator().manual_seed(n)).bfloat16()]
+    if by_column:
+        args[2] = args[2].t().contiguous().t()
+    args = [t.to(device) for t in args]
+    return args, fp8_reference(*(t.double() for t in args))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("m", "n", "k", "params"),
+    [
+        (300, 160, 400, {"rows": 256, "columns": 128, "cooperate": True}),  # tiles and blocks of scales that end past it
+        (150, 288, 144, {"rows": 128, "columns": 128, "cooperate": True, "shares": "x", "cluster": 2}),
+        pytest.param(150, 160, 272, {"rows": 128, "columns": 64, "cooperate": True, "cluster": 2}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_emulated_kernel_of_float8_blocks_matches_float64(
+    m: int, n: int, k: int, params: dict[str, Any], tmp_path: Path
+) -> None:
+    args, want = blocks(m, n, k, m == 300)
+    x, weight, x_scale, weight_scale, bias = args
+    got = emulated_tiled.linear_tiled(
+        [x, weight, bias], tiled.NONE, params, 2, 2, tmp_path, scales=(x_scale, weight_scale)
+    )
+    assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-3)).max()) <= 1
 
 
 TOKENS, PREFIX = 50, 3

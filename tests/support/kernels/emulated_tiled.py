@@ -10,6 +10,9 @@ from support.kernels.emulated import ported, run
 
 from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.linear import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, strides
+
+FP8 = torch.float8_e4m3fn
 
 BODIES = {
     "shared_address": "return (u32)((uintptr_t)p - (uintptr_t)shared_memory);",
@@ -52,18 +55,19 @@ static void copy(uint32_t to, const unsigned long long* map, int column, int row
     }
 }
 
-template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+template <int COUNT> void multiply_32_bytes(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, count = FP8 ? 32 : 16;
     auto value = [](unsigned long long descriptor, int row, int k) {
+        if (FP8) return operand(descriptor, row, k);
         uint16_t bits;
         memcpy(&bits, at(swizzled(((descriptor & 0x3fff) << 4) + row / 8 * 1024 + row % 8 * 128 + 2 * k)), 2);
         return number(bits);
     };
-    float rows[2][16];
-    for (int i = 0; i < 32; i++) rows[i / 16][i % 16] = value(a, 16 * warp + lane / 4 + i / 16 * 8, i % 16);
+    float rows[2][32];
+    for (int i = 0; i < 2 * count; i++) rows[i / count][i % count] = value(a, 16 * warp + lane / 4 + i / count * 8, i % count);
     for (int i = 0; i < COUNT; i += i % 4 == 1 ? 3 : 1) {
         float sums[2] = {};
-        for (int k = 0; k < 16; k++) {
+        for (int k = 0; k < count; k++) {
             const float v = value(b, i / 4 * 8 + lane % 4 * 2 + i % 2, k);
             sums[0] += rows[0][k] * v, sums[1] += rows[1][k] * v;
         }
@@ -73,7 +77,8 @@ template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, u
 """
 MAIN = """
 static std::vector<uint4> x, w[PARTS], bias[PARTS], scale, residual, out, table;
-static std::vector<int> head;
+static std::vector<int> head, steps;
+static std::vector<float> x_scales, w_scales;
 
 void one() {
     const TensorMap x_map = {{(u64)x.data(), (u64)head[0], (u64)head[2], (u64)head[2], (u64)X_SLICE, 0}};
@@ -87,7 +92,12 @@ void one() {
     const u16* cosines = given(table);
     const Turns turns = {cosines, cosines + 64, 128, head[4], head[5], head[6]};
     u16* to = (u16*)out.data();
+#if FP8
+    const Scales scales = {x_scales.data(), w_scales.data(), steps[2], steps[3], steps[4], steps[5]};
+    tiled_linear(x_map, weights, biases, given(scale), given(residual), to, head[0], head[1], head[2], turns, scales);
+#else
     tiled_linear(x_map, weights, biases, given(scale), given(residual), to, head[0], head[1], head[2], turns);
+#endif
 }
 
 int main(int, char** names) {
@@ -100,6 +110,10 @@ int main(int, char** names) {
     for (int i = 0; i < PARTS; i++) bias[i] = numbers<uint4>(file, head[7 + i] / 8);
     scale = numbers<uint4>(file, head[7 + PARTS] / 8), residual = numbers<uint4>(file, head[8 + PARTS] / 8);
     table = numbers<uint4>(file, head[9 + PARTS] / 8);
+    if (FP8) {
+        steps = numbers<int>(file, 6);
+        x_scales = numbers<float>(file, steps[0]), w_scales = numbers<float>(file, steps[1]);
+    }
     out.assign(numbers_out / 8, {~0u, ~0u, ~0u, ~0u});
     gridDim.x = grid;
     for (int block = 0; block < grid; block += CLUSTER) {
@@ -114,21 +128,27 @@ int main(int, char** names) {
 
 def linear_tiled(
     args: list[torch.Tensor | None], f: int, params: dict[str, int | str], sms: int, stages: int, folder: Path,
-    parts: int = 1, turns: tuple[int, int, int] = (1, 0, 0),
+    parts: int = 1, turns: tuple[int, int, int] = (1, 0, 0), scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the kernel's result for x, weights, biases, scale, residual, and rows of 64 cosines and 64 sines.
 
-    turns: tokens of an image, those without a row, columns that are rotated. Raises RuntimeError with its error.
+    turns: tokens of an image, those without a row, columns that are rotated; scales: of float8 x and weight, dense,
+    x's in any order of dimensions. Raises RuntimeError with its error.
     """
+    fp8 = scales is not None
+    args = [t.view(torch.int16) if t is not None and t.dtype == FP8 else t for t in args]
     x, weight = args[:2]
     assert x is not None and weight is not None
-    (m, k), n, bf16 = x.shape, weight.shape[0], x.dtype == torch.bfloat16
-    p = tiled.plan(m, n, **params, sms=sms, f=f, parts=parts)  # type: ignore[arg-type]
+    (m, k), n = x.shape, weight.shape[0]
+    dtype = torch.bfloat16 if fp8 else x.dtype
+    bf16 = dtype == torch.bfloat16
+    p = tiled.plan(m, n, **params, sms=sms, f=f, parts=parts, fp8=fp8)  # type: ignore[arg-type]
     told = [o for o in p.options(bf16) if not o.startswith(("-DSTAGES", "-DCLUSTERED"))]
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
         'extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)': "void",
-        "multiply(sums[": "multiply_16(sums[",
+        "multiply(sums[": "multiply_32_bytes(sums[",
+        "multiply(fresh,": "multiply_32_bytes(fresh,",
     }
     source = ported(text(tiled.SOURCE), BODIES, written, [*told, f"-DSTAGES={stages}"])
     end = source.index("typedef unsigned int u32;")
@@ -137,5 +157,9 @@ def linear_tiled(
     sizes = [0 if t is None else t.numel() for t in args[1 + parts :]]
     given = struct.pack(f"{7 + len(sizes)}i", m, n, k, p.grid, *turns, *sizes)
     given += b"".join(t.view(torch.int16).numpy().tobytes() for t in args if t is not None)
-    found = torch.frombuffer(bytearray(run(source, given, folder)), dtype=x.dtype)
+    if scales is not None:
+        x_scale, w_scale = scales
+        given += struct.pack("6i", x_scale.numel(), w_scale.numel(), *strides(BLOCK, x_scale, w_scale)[1])
+        given += b"".join(t.numpy().tobytes("A") for t in scales)
+    found = torch.frombuffer(bytearray(run(source, given, folder)), dtype=dtype)
     return found.view(m, n) if f == tiled.SWIGLU or parts == 1 else found.view(parts, m, n)
