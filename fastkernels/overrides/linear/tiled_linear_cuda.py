@@ -53,7 +53,12 @@ PARAMS: tuple[dict[str, Any], ...] = tuple(
     for shares, cluster in (("w", 1), ("w", 2), ("x", 2))
     if shares == "x" or columns // cluster % 32 == 0
 )  # fmt: skip
-FP8_PARAMS = tuple(p for p in PARAMS if p["cooperate"] and p["columns"] in (64, 128))
+FP8_PARAMS = tuple(
+    {**p, "alternate": alternate}
+    for p in PARAMS
+    if p["cooperate"] and p["columns"] in (64, 128)
+    for alternate in (False, True)
+)
 
 
 class Turns(ctypes.Structure):
@@ -90,6 +95,7 @@ class Plan(NamedTuple):
     tiles: int  # of a cluster, in all
     grid: int
     fp8: bool = False
+    alternate: bool = False
 
     @property
     def stages(self) -> int:
@@ -113,7 +119,7 @@ class Plan(NamedTuple):
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
             f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
             f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
-            f"-DFP8={int(self.fp8)}",
+            f"-DFP8={int(self.fp8)}", f"-DALTERNATE={int(self.alternate)}",
             f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 
@@ -121,14 +127,14 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=4096)
 def plan(
     m: int, n: int, rows: int, columns: int, cooperate: bool = False, shares: str = "w", cluster: int = 1,
-    sms: int = 132, f: int = NONE, parts: int = 1, fp8: bool = False,
+    sms: int = 132, f: int = NONE, parts: int = 1, fp8: bool = False, alternate: bool = False,
 ) -> Plan:  # fmt: skip
     """Return the plan for results [m, n] of so many weights, or of two with SWIGLU, on a chip with so many SMs."""
     down = -(-m // rows)
     right = -(-2 * n // columns) if f == SWIGLU else parts * -(-n // columns)
     tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
     grid = cluster * min(tiles, sms // cluster)
-    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid, fp8)
+    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid, fp8, alternate)
 
 
 def fits(params: dict[str, Any], f: int) -> bool:

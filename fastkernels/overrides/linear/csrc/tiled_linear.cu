@@ -89,6 +89,11 @@ __device__ __forceinline__ void cluster_ends() {  // not while a block reads int
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// Named barriers of the two warpgroups' threads: one waits for its own, and the other one arrives there.
+__device__ __forceinline__ void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group) : "memory"); }
+
+__device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group) : "memory"); }
+
 __device__ __forceinline__ int rank_in_cluster() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -220,6 +225,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
         const int quad = lane % 4, row_of_thread = thread % 128 / 32 * 16 + lane / 4;
         const int own_rows = COOPERATE ? (group - 1) * ROWS : 0;  // of a tile
         int piece = 0;  // of all that the ring will have held
+        if (FP8 && ALTERNATE && group == 2) give_turn(1);
         for (int tile = first, i = 0; tile < tiles; tile += clusters, i++) {
             if (!COOPERATE && i % 2 != group - 1) {
                 piece += pieces;
@@ -263,11 +269,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 const u64 a = descriptor(x_ring + stage * X_STAGE + 128 * own_rows), b = descriptor(w_ring + stage * W_STAGE);
 #pragma unroll
                 for (int atom = 0; atom < ATOMS; atom++) {
+                    if (ALTERNATE) take_turn(group);
                     begin_multiply();
 #pragma unroll
                     for (int step = 0; step < 4; step++)  // 32 of K are 32 bytes
                         multiply(fresh, a + (8192 * atom + 32 * step) / 16, b + 32 * step / 16, step);
                     commit_multiply();
+                    if (ALTERNATE) give_turn(3 - group);
                     finish_multiply<0>();
                     if (atom == ATOMS - 1) release(stage);
 #pragma unroll
