@@ -56,7 +56,7 @@ PARAMS: tuple[dict[str, Any], ...] = tuple(
 FP8_PARAMS = tuple(
     {**p, "alternate": alternate}
     for p in PARAMS
-    if p["cooperate"] and p["columns"] in (64, 128)
+    if p["cooperate"] and p["columns"] in (64, 128, 256)
     for alternate in (False, True)
 )
 
@@ -236,9 +236,13 @@ def is_faster(
     return all(supports_tiled(x, *each) is None for each in zip(weights, biases, strict=True))
 
 
+def _multiply(p: Plan, bf16: bool) -> str:
+    return multiply(min(p.columns, BLOCK), "e4m3") if p.fp8 else multiply(p.columns, "bf16" if bf16 else "f16")
+
+
 def source(p: Plan, bf16: bool) -> str:
     """Return the whole text that NVRTC compiles."""
-    return multiply(p.columns, "e4m3" if p.fp8 else "bf16" if bf16 else "f16") + text(SOURCE)
+    return _multiply(p, bf16) + text(SOURCE)
 
 
 @lru_cache(maxsize=256)

@@ -118,6 +118,7 @@ def blocks(m: int, n: int, k: int, by_column: bool, device: str = "cpu") -> tupl
         (300, 160, 400, {"rows": 256, "columns": 128, "cooperate": True}),  # tiles and blocks of scales that end past it
         (150, 288, 144, {"rows": 128, "columns": 128, "cooperate": True, "shares": "x", "cluster": 2, "alternate": True}),
         pytest.param(150, 160, 272, {"rows": 128, "columns": 64, "cooperate": True, "cluster": 2}, marks=pytest.mark.slow),
+        pytest.param(150, 352, 272, {"rows": 128, "columns": 256, "cooperate": True}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_emulated_kernel_of_float8_blocks_matches_float64(

@@ -43,12 +43,13 @@ constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
 #if BEHIND == 3
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
-constexpr bool MANY = (ATOMS + FP8) * SUMS >= 160;  // sums: the two warpgroups have all registers but a few
+constexpr int AT_ONCE = FP8 && BN > 128 ? 128 : BN, HALVES = BN / AT_ONCE;  // columns of a multiplication, which share a scale
+constexpr bool MANY = ATOMS * SUMS + FP8 * AT_ONCE / 2 >= 160;  // sums: the two warpgroups have all registers but a few
 constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
 static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
 static_assert(X_SLICE % 8 == 0 && W_BOX % 32 == 0, "slices begin where the swizzle and blocks of columns do");
 static_assert(!GATED || PARTS == 2, "gate and up");
-static_assert(!FP8 || (COOPERATE && 128 % BN == 0 && PARTS == 1 && BEHIND == 0), "one scale of W for a tile's piece");
+static_assert(!FP8 || (COOPERATE && 256 % BN == 0 && PARTS == 1 && BEHIND == 0), "columns of a tile share one or two scales");
 
 // Of x: rows in their order. Of W: rows 32b + 8q + 2j + e as 32b + 8j + 2q + e, `row` a multiple of 32.
 #define COPY "cp.async.bulk.tensor."
@@ -250,38 +251,44 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             };
             if (!COOPERATE) wait(turns + 8 * (i % 2), (i + 1) / 2 - 1 & 1);
 #if FP8
-            const float *w_scale = scales.w + (long long)(column / 128) * scales.w_row, *x_scale[PLACES];
-            float next[PLACES + 1], fresh[SUMS];
+            const float *w_scale[HALVES], *x_scale[PLACES];
+            float next[PLACES + HALVES], fresh[AT_ONCE / 2];
+#pragma unroll
+            for (int h = 0; h < HALVES; h++)
+                w_scale[h] = scales.w + (long long)min(column / 128 + h, (N - 1) / 128) * scales.w_row;
 #pragma unroll
             for (int i = 0; i < PLACES; i++) x_scale[i] = scales.x + (long long)min(row_of(i), M - 1) * scales.x_token;
             auto read_scales = [&](int k) {
 #pragma unroll
                 for (int i = 0; i < PLACES; i++) next[i] = x_scale[i][k * scales.x_block];
-                next[PLACES] = w_scale[k * scales.w_block];
+#pragma unroll
+                for (int h = 0; h < HALVES; h++) next[PLACES + h] = w_scale[h][k * scales.w_block];
             };
             read_scales(0);
             for (int k = 0; k < pieces; k++) {
-                float by[PLACES];
+                float by[HALVES][PLACES];
 #pragma unroll
-                for (int i = 0; i < PLACES; i++) by[i] = next[i] * next[PLACES];
+                for (int i = 0; i < HALVES * PLACES; i++) by[i / PLACES][i % PLACES] = next[i % PLACES] * next[PLACES + i / PLACES];
                 read_scales(min(k + 1, pieces - 1));
                 wait(full + 8 * stage, parity);
                 const u64 a = descriptor(x_ring + stage * X_STAGE + 128 * own_rows), b = descriptor(w_ring + stage * W_STAGE);
 #pragma unroll
-                for (int atom = 0; atom < ATOMS; atom++) {
+                for (int i = 0; i < ATOMS * HALVES; i++) {
+                    const int atom = i / HALVES, half = i % HALVES;
                     if (ALTERNATE) take_turn(group);
                     begin_multiply();
 #pragma unroll
                     for (int step = 0; step < 4; step++)  // 32 of K are 32 bytes
-                        multiply(fresh, a + (8192 * atom + 32 * step) / 16, b + 32 * step / 16, step);
+                        multiply(fresh, a + (8192 * atom + 32 * step) / 16, b + (128 * AT_ONCE * half + 32 * step) / 16, step);
                     commit_multiply();
                     if (ALTERNATE) give_turn(3 - group);
                     finish_multiply<0>();
-                    if (atom == ATOMS - 1) release(stage);
+                    if (i == ATOMS * HALVES - 1) release(stage);
 #pragma unroll
-                    for (int s = 0; s < SUMS; s++) asm volatile("" : "+f"(fresh[s])::"memory");  // not read earlier
+                    for (int s = 0; s < AT_ONCE / 2; s++) asm volatile("" : "+f"(fresh[s])::"memory");  // not read earlier
 #pragma unroll
-                    for (int s = 0; s < SUMS; s++) sums[atom][s] += by[2 * atom + s / 2 % 2] * fresh[s];
+                    for (int s = 0; s < AT_ONCE / 2; s++)
+                        sums[atom][AT_ONCE / 2 * half + s] += by[half][2 * atom + s / 2 % 2] * fresh[s];
                 }
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
