@@ -23,6 +23,7 @@ from fastkernels.overrides.linear.linear_fp8_triton import unsupported
 from fastkernels.overrides.linear.skinny_linear_cuda import refused
 from fastkernels.overrides.linear.skinny_linear_triton import MAX_TOKENS, unaligned
 from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
+from fastkernels.overrides.moe.sorted_pairs import Sorted
 
 SOURCE = Path(__file__).parent / "csrc" / "tiled_linear.cu"
 THREADS = 384
@@ -82,6 +83,14 @@ class Scales(ctypes.Structure):
     )  # fmt: skip
 
 
+class Groups(ctypes.Structure):
+    """Rows of experts: the expert of each tile's rows, rows in use, and where results go, times which weights."""
+
+    _fields_ = (
+        ("experts", _P), ("total", _P), ("pairs", _P), ("weights", _P), ("E", _I), ("n_pairs", _I),
+    )  # fmt: skip
+
+
 class Plan(NamedTuple):
     """How a call is divided: tiles of rows x columns, clusters of blocks that share W or x, and blocks in all."""
 
@@ -96,6 +105,7 @@ class Plan(NamedTuple):
     grid: int
     fp8: bool = False
     alternate: bool = False
+    grouped: bool = False
 
     @property
     def stages(self) -> int:
@@ -119,7 +129,7 @@ class Plan(NamedTuple):
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
             f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
             f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
-            f"-DFP8={int(self.fp8)}", f"-DALTERNATE={int(self.alternate)}",
+            f"-DFP8={int(self.fp8)}", f"-DALTERNATE={int(self.alternate)}", f"-DGROUPED={int(self.grouped)}",
             f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 
@@ -247,7 +257,8 @@ def source(p: Plan, bf16: bool) -> str:
 
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, p: Plan, bf16: bool) -> cuda_rtc.Kernel:
-    types = (_M, _M * p.parts, _P * p.parts, _P, _P, _P, _I, _I, _I, Turns, *([Scales] if p.fp8 else []))
+    more = *([Scales] if p.fp8 else []), *([Groups] if p.grouped else [])
+    types = (_M, _M * p.parts, _P * p.parts, _P, _P, _P, _I, _I, _I, Turns, *more)
     return cuda_rtc.Kernel(source(p, bf16), "tiled_linear", p.options(bf16), device.index, types, p.shared)
 
 
@@ -296,6 +307,33 @@ def linear_fp8_tiled(
     scales = Scales(x_scale.data_ptr(), weight_scale.data_ptr(), *at)
     _launch(x.view(torch.int16), (weight.view(torch.int16),), (bias,), NONE, out, scales=scales, **params)
     return out
+
+
+def grouped_fp8_tiled(
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor, pairs: Sorted,
+    out: torch.Tensor, scatter: bool, weights: torch.Tensor | None = None, **params: Any,
+) -> None:  # fmt: skip
+    """Multiply rows of x [R, K], sorted by expert, with their expert's matrix of weight [E, N, K], with block scales.
+
+    pairs    in blocks of as many rows as a tile has
+    scatter  row i of the products goes to row pairs[i] of `out`, times weights[pairs[i]]; otherwise to row i
+    """
+    e, n, k = weight.shape
+    p = plan(x.shape[0], n, **params, sms=multiprocessors(x.device), fp8=True)._replace(grouped=True)
+    x_scale, at = strides(BLOCK, x_scale, weight_scale[0])
+    scales = Scales(x_scale.data_ptr(), weight_scale.data_ptr(), *at)
+    rows, flat = x.view(torch.int16), weight.view(torch.int16).view(e * n, k // 2)
+    x_rows, w_rows = p.boxes
+    maps = cuda_rtc.tensor_map(rows.data_ptr(), x.shape[0], k // 2, k // 2, x_rows), (_M * 1)(
+        _weight_map(flat.data_ptr(), e * n, k // 2, k // 2, w_rows)
+    )
+    to = (pairs.pairs.data_ptr(), None if weights is None else weights.data_ptr()) if scatter else (None, None)
+    groups = Groups(pairs.experts.data_ptr(), pairs.total.data_ptr(), *to, e, pairs.n_pairs if scatter else x.shape[0])
+    kernel = _kernel(x.device, p._replace(tiles=0, grid=0), out.dtype == torch.bfloat16)
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    given = (*maps, (_P * 1)(None), None, None, out.data_ptr(), x.shape[0], n, k // 2, Turns(), scales, groups)
+    early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
+    kernel.launch(p.grid, THREADS, stream, given, overlap=early)
 
 
 def _launch(

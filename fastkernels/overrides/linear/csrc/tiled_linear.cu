@@ -17,7 +17,8 @@
 //
 // With FP8, x and W are float8 e4m3 with a scale for 128 columns of a row of x and for 128 x 128 of W; K counts pairs, and a
 // piece is 128 columns. Tensor cores accumulate float8 with 14 bits: the sums of a piece are scaled and added to float32 sums
-// by one warpgroup while the other one multiplies.
+// by one warpgroup while the other one multiplies. With GROUPED, W is a matrix for each expert, [E, N, K], and each BM rows of
+// x belong to one expert; blocks of rows with another one are left out.
 //
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
 // share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
@@ -30,6 +31,8 @@ struct Biases { const u16* of[PARTS]; };
 struct Turns { const u16 *cosines, *sines; int row, tokens, prefix, turned; };  // row: numbers from one token's to the next
 
 struct Scales { const float *x, *w; int x_token, x_block, w_row, w_block; };  // strides by token or 128 rows, by 128 columns
+// experts: of each BM rows; total: rows in use; pairs: where rows of results go (null: to their own place), times weights.
+struct Groups { const int *experts, *total, *pairs; const float* weights; int E, n_pairs; };
 
 constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
 constexpr int ATOMS = ROWS / 64, SUMS = BN / 2;  // of each thread, for 64 rows
@@ -157,13 +160,25 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
 #if FP8
     , const __grid_constant__ Scales scales
 #endif
+#if GROUPED
+    , const __grid_constant__ Groups groups
+#endif
 ) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32, rank = rank_in_cluster();
     const int group = __shfl_sync(~0u, thread / 128, 0);  // a warpgroup; the compiler sees that it is alike in a warp
+#if GROUPED
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const int pieces = (K + 63) / 64, m_tiles = *groups.total / BM;
+    auto expert_of = [&](int row) { return groups.experts[row / BM]; };
+    auto left_out = [&](int row) { return (u32)expert_of(row) >= groups.E; };
+#else
     const int pieces = (K + 63) / 64, m_tiles = (M + BM - 1) / BM;
+    auto expert_of = [](int) { return 0; };
+    auto left_out = [](int) { return false; };
+#endif
     const int of_part = (N + WIDTH - 1) / WIDTH, n_tiles = GATED ? of_part : PARTS * of_part;
     // Of clusters: m_count by n_count.
     const int m_count = SHARE_W ? (m_tiles + CLUSTER - 1) / CLUSTER : m_tiles;
@@ -200,19 +215,21 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             };
             int row, column, part, stage = 0, ahead = 0;
             u32 parity = 1;
-            if (first < tiles) {  // the weight is there before the previous kernel ends
+            if (!GROUPED && first < tiles) {  // the weight is there before the previous kernel ends
                 place(first, row, column, part);
                 for (; ahead < min(STAGES, pieces); ahead++) read_weights(ahead, ahead, column, part);
             }
             asm volatile("griddepcontrol.wait;" ::: "memory");
             for (int tile = first; tile < tiles; tile += clusters) {
                 place(tile, row, column, part);
+                if (left_out(row)) continue;
+                const int before = expert_of(row) * N;
                 for (int piece = 0; piece < pieces; piece++) {
                     if (ahead > 0) {
                         ahead--;
                     } else {
                         wait(empty + 8 * stage, parity);
-                        read_weights(stage, piece, column, part);
+                        read_weights(stage, piece, before + column, part);
                     }
                     const int from = SHARE_W ? 0 : X_SLICE * rank;
                     load_x(x_ring + stage * X_STAGE + 128 * from, x_map, 64 * piece, row + from, full + 8 * stage);
@@ -234,6 +251,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             }
             int row, column, part;
             place(tile, row, column, part);
+            if (left_out(row)) continue;
+            const int expert = expert_of(row);
             row += own_rows;
             int stage = piece % STAGES, used = -1;
             u32 parity = piece / STAGES & 1;
@@ -255,7 +274,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             float next[PLACES + HALVES], fresh[AT_ONCE / 2];
 #pragma unroll
             for (int h = 0; h < HALVES; h++)
-                w_scale[h] = scales.w + (long long)min(column / 128 + h, (N - 1) / 128) * scales.w_row;
+                w_scale[h] = scales.w + (long long)((N + 127) / 128 * expert + min(column / 128 + h, (N - 1) / 128)) * scales.w_row;
 #pragma unroll
             for (int i = 0; i < PLACES; i++) x_scale[i] = scales.x + (long long)min(row_of(i), M - 1) * scales.x_token;
             auto read_scales = [&](int k) {
@@ -368,6 +387,20 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             }
 #endif
 
+#if GROUPED
+            u32 to_row[PLACES];
+            float factors_of[PLACES];
+#pragma unroll
+            for (int i = 0; i < PLACES; i++) {
+                to_row[i] = groups.pairs ? groups.pairs[row_of(i)] : row_of(i);
+                factors_of[i] = groups.weights && to_row[i] < groups.n_pairs ? groups.weights[to_row[i]] : 1;
+            }
+            auto row_to = [&](int i) { return to_row[i]; };
+            auto stores = [&](int i, int block) { return to_row[i] < groups.n_pairs && column_of(block) < N; };
+#else
+            auto row_to = [&](int i) { return (u32)part * M + row_of(i); };
+            auto stores = there;
+#endif
             // Sums 4j to 4j + 3 of a block: columns 8 * quad + 2j and the one after, of a row and of the 8th below.
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
@@ -401,14 +434,17 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                         high = fmaf(high, high_of(pair_of(factors, j)), high_of(pair_of(other, j)));
 #endif
                         low = activate(low), high = activate(high);
+#if GROUPED
+                        low *= factors_of[i], high *= factors_of[i];
+#endif
 #if BEHIND == 4
                         const float* up = sum + 16 * BLOCKS;
                         low *= up[0] + low_of(pair_of(added_up, j)), high *= up[1] + high_of(pair_of(added_up, j));
 #endif
                         v[j] = narrow(low, high);
                     }
-                    u16* to = out + (((u32)part * M + row_of(i)) * N + column_of(block));
-                    if (there(i, block)) *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
+                    u16* to = out + (row_to(i) * N + column_of(block));
+                    if (stores(i, block)) *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
                 }
             }
         }
