@@ -21,6 +21,7 @@ from fastkernels.overrides.linear import tiled_linear_cuda as tiled
 from fastkernels.overrides.linear.linear_fp8 import reference as fp8_reference
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
+from fastkernels.overrides.moe.sorted_pairs import Sorted
 from fastkernels.overrides.rope.rope_nd import reference as rope_reference
 
 NO_NVRTC = cuda_rtc.unavailable()
@@ -130,6 +131,38 @@ def test_emulated_kernel_of_float8_blocks_matches_float64(
         [x, weight, bias], tiled.NONE, params, 2, 2, tmp_path, scales=(x_scale, weight_scale)
     )
     assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-3)).max()) <= 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"rows": 128, "columns": 128, "cooperate": True, "shares": "x", "cluster": 2},
+        pytest.param({"rows": 128, "columns": 256, "cooperate": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_emulated_kernel_of_experts_matches_float64(params: dict[str, Any], tmp_path: Path) -> None:
+    """Five blocks of rows, of which one has no local expert, and the last ones are not in use."""
+    args, _ = blocks(640, 160, 272, True)
+    x, weight, x_scale, weight_scale, _ = args
+    weights = torch.stack([weight, weight.flip(0), weight.roll(7, 0)])
+    scales = torch.stack([weight_scale, weight_scale.flip(0), weight_scale * 2])
+    g = torch.Generator().manual_seed(0)
+    used, count, factors = 512, 450, torch.rand(450, generator=g)
+    places = torch.cat((torch.randperm(count, generator=g), torch.full((640 - count,), count))).int()
+    places[:used] = places[:used][torch.randperm(used, generator=g)]
+    experts = torch.tensor([2, 3, 0, 1, 77], dtype=torch.int32)
+    sort = Sorted(places, experts, torch.tensor([used], dtype=torch.int32), count, 1, 5)
+    got = emulated_tiled.linear_tiled(
+        [x, weights], tiled.NONE, params, 2, 2, tmp_path, scales=(x_scale, scales), groups=(sort, factors)
+    )
+    for block in (0, 2, 3):
+        rows = slice(128 * block, 128 * block + 128)
+        to, e = places[rows].long(), int(experts[block])
+        want = fp8_reference(*(t.double() for t in (x[rows], weights[e], x_scale[rows], scales[e])))[to < count]
+        want *= factors[to[to < count], None]
+        error = (got[to[to < count]].double() - want).abs()
+        assert float((error / (2.0**-8 * want.abs() + 1e-3)).max()) <= 1
 
 
 TOKENS, PREFIX = 50, 3

@@ -11,6 +11,7 @@ from support.kernels.emulated import ported, run
 from fastkernels.overrides.kit.hopper import text
 from fastkernels.overrides.linear import tiled_linear_cuda as tiled
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, strides
+from fastkernels.overrides.moe.sorted_pairs import Sorted
 
 FP8 = torch.float8_e4m3fn
 
@@ -80,8 +81,8 @@ template <int COUNT> void multiply_32_bytes(float (&c)[COUNT], unsigned long lon
 """
 MAIN = """
 static std::vector<uint4> x, w[PARTS], bias[PARTS], scale, residual, out, table;
-static std::vector<int> head, steps;
-static std::vector<float> x_scales, w_scales;
+static std::vector<int> head, steps, experts, total, pairs;
+static std::vector<float> x_scales, w_scales, factors;
 
 void one() {
     const TensorMap x_map = {{(u64)x.data(), (u64)head[0], (u64)head[2], (u64)head[2], (u64)X_SLICE, 0}};
@@ -89,7 +90,7 @@ void one() {
     Weights weights;
     Biases biases;
     for (int i = 0; i < PARTS; i++) {
-        weights.of[i] = {{(u64)w[i].data(), (u64)head[1], (u64)head[2], (u64)head[2], (u64)W_BOX, 1}};
+        weights.of[i] = {{(u64)w[i].data(), (u64)(head[1] * head[7]), (u64)head[2], (u64)head[2], (u64)W_BOX, 1}};
         biases.of[i] = given(bias[i]);
     }
     const u16* cosines = given(table);
@@ -97,25 +98,35 @@ void one() {
     u16* to = (u16*)out.data();
 #if FP8
     const Scales scales = {x_scales.data(), w_scales.data(), steps[2], steps[3], steps[4], steps[5]};
-    tiled_linear(x_map, weights, biases, given(scale), given(residual), to, head[0], head[1], head[2], turns, scales);
-#else
-    tiled_linear(x_map, weights, biases, given(scale), given(residual), to, head[0], head[1], head[2], turns);
 #endif
+#if GROUPED
+    const Groups groups = {experts.data(), total.data(), pairs.data(), factors.data(), head[7], (int)factors.size()};
+#define MORE , scales, groups
+#elif FP8
+#define MORE , scales
+#else
+#define MORE
+#endif
+    tiled_linear(x_map, weights, biases, given(scale), given(residual), to, head[0], head[1], head[2], turns MORE);
 }
 
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
-    head = numbers<int>(file, 10 + PARTS);
+    head = numbers<int>(file, 11 + PARTS);
     const int M = head[0], N = head[1], K = head[2], grid = head[3];
     const int numbers_out = (GATED ? 1 : PARTS) * M * N;
     x = numbers<uint4>(file, M * K / 8);
-    for (auto& one : w) one = numbers<uint4>(file, N * K / 8);
-    for (int i = 0; i < PARTS; i++) bias[i] = numbers<uint4>(file, head[7 + i] / 8);
-    scale = numbers<uint4>(file, head[7 + PARTS] / 8), residual = numbers<uint4>(file, head[8 + PARTS] / 8);
-    table = numbers<uint4>(file, head[9 + PARTS] / 8);
+    for (auto& one : w) one = numbers<uint4>(file, head[7] * N * K / 8);
+    for (int i = 0; i < PARTS; i++) bias[i] = numbers<uint4>(file, head[8 + i] / 8);
+    scale = numbers<uint4>(file, head[8 + PARTS] / 8), residual = numbers<uint4>(file, head[9 + PARTS] / 8);
+    table = numbers<uint4>(file, head[10 + PARTS] / 8);
     if (FP8) {
         steps = numbers<int>(file, 6);
         x_scales = numbers<float>(file, steps[0]), w_scales = numbers<float>(file, steps[1]);
+    }
+    if (GROUPED) {
+        total = numbers<int>(file, 2), pairs = numbers<int>(file, M), experts = numbers<int>(file, M / BM);
+        factors = numbers<float>(file, total[1]);
     }
     out.assign(numbers_out / 8, {~0u, ~0u, ~0u, ~0u});
     gridDim.x = grid;
@@ -133,20 +144,21 @@ int main(int, char** names) {
 def linear_tiled(
     args: list[torch.Tensor | None], f: int, params: dict[str, int | str], sms: int, stages: int, folder: Path,
     parts: int = 1, turns: tuple[int, int, int] = (1, 0, 0), scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    groups: tuple[Sorted, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the kernel's result for x, weights, biases, scale, residual, and rows of 64 cosines and 64 sines.
 
     turns: tokens of an image, those without a row, columns that are rotated; scales: of float8 x and weight, dense,
-    x's in any order of dimensions. Raises RuntimeError with its error.
+    x's in any order of dimensions; groups: experts of rows, and the pairs' weights. Raises RuntimeError with its error.
     """
     fp8 = scales is not None
     args = [t.view(torch.int16) if t is not None and t.dtype == FP8 else t for t in args]
     x, weight = args[:2]
     assert x is not None and weight is not None
-    (m, k), n = x.shape, weight.shape[0]
+    (m, k), n, experts = x.shape, weight.shape[-2], 1 if groups is None else len(weight)
     dtype = torch.bfloat16 if fp8 else x.dtype
     bf16 = dtype == torch.bfloat16
-    p = tiled.plan(m, n, **params, sms=sms, f=f, parts=parts, fp8=fp8)  # type: ignore[arg-type]
+    p = tiled.plan(m, n, **params, sms=sms, f=f, parts=parts, fp8=fp8)._replace(grouped=groups is not None)  # type: ignore[arg-type]
     told = [o for o in p.options(bf16) if not o.startswith(("-DSTAGES", "-DCLUSTERED"))]
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
@@ -159,11 +171,16 @@ def linear_tiled(
     source = source[:end] + BEFORE + source[end:] + MAIN
     args = [*args, *[None] * (4 + 2 * parts - len(args))]
     sizes = [0 if t is None else t.numel() for t in args[1 + parts :]]
-    given = struct.pack(f"{7 + len(sizes)}i", m, n, k, p.grid, *turns, *sizes)
+    given = struct.pack(f"{8 + len(sizes)}i", m, n, k, p.grid, *turns, experts, *sizes)
     given += b"".join(t.view(torch.int16).numpy().tobytes() for t in args if t is not None)
     if scales is not None:
         x_scale, w_scale = scales
-        given += struct.pack("6i", x_scale.numel(), w_scale.numel(), *strides(BLOCK, x_scale, w_scale)[1])
+        one = w_scale.view(-1, w_scale.shape[-1])
+        given += struct.pack("6i", x_scale.numel(), w_scale.numel(), *strides(BLOCK, x_scale, one)[1])
         given += b"".join(t.numpy().tobytes("A") for t in scales)
+    if groups is not None:
+        sort, weights = groups
+        given += struct.pack("2i", int(sort.total), sort.n_pairs)
+        given += b"".join(t.numpy().tobytes() for t in (sort.pairs, sort.experts, weights))
     found = torch.frombuffer(bytearray(run(source, given, folder)), dtype=dtype)
     return found.view(m, n) if f == tiled.SWIGLU or parts == 1 else found.view(parts, m, n)
