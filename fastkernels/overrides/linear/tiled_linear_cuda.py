@@ -36,7 +36,7 @@ LEAST = 128  # tokens for which it was faster than a product and a pass
 LONGEST, SLOWER = 1536, range(900, 1300)
 _P, _I, _M = ctypes.c_void_p, ctypes.c_int, cuda_rtc.TensorMap
 # f: its number in the source
-NONE, GELU, GELU_TANH, RESIDUAL, SWIGLU, ROTATED_HALVES, ROTATED_NEIGHBORS = range(7)
+NONE, GELU, GELU_TANH, RESIDUAL, SWIGLU, ROTATED_HALVES, ROTATED_NEIGHBORS, SWIGLU_FP8 = range(8)
 HEAD = 64  # channels of a head that is rotated
 EPILOGUE = (0.096, 0.219, 0.219, 0.14, 0.096, 0.14, 0.14)  # cycles of each f for a column of a row
 
@@ -84,10 +84,14 @@ class Scales(ctypes.Structure):
 
 
 class Groups(ctypes.Structure):
-    """Rows of experts: the expert of each tile's rows, rows in use, and where results go, times which weights."""
+    """Rows of experts: the expert of each tile's rows, rows in use, and where results go, times which weights.
+
+    scales, column, powers_of_2  of float8 results: memory, numbers from 128 columns' to the next ones', rounded up
+    """
 
     _fields_ = (
-        ("experts", _P), ("total", _P), ("pairs", _P), ("weights", _P), ("E", _I), ("n_pairs", _I),
+        ("experts", _P), ("total", _P), ("pairs", _P), ("weights", _P), ("scales", _P), ("E", _I), ("n_pairs", _I),
+        ("column", _I), ("powers_of_2", _I),
     )  # fmt: skip
 
 
@@ -120,7 +124,7 @@ class Plan(NamedTuple):
     def boxes(self) -> tuple[int, int]:
         """Rows of a copy of x and W; a cluster's other blocks read the rest of what it shares."""
         x, w = (self.cluster if self.shares == shared else 1 for shared in "xw")
-        return self.rows // x, self.columns // (2 if self.f == SWIGLU else w)
+        return self.rows // x, self.columns // (2 if self.f in (SWIGLU, SWIGLU_FP8) else w)
 
     def options(self, bf16: bool) -> tuple[str, ...]:
         """Return NVRTC's options, without the architecture."""
@@ -141,7 +145,7 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Return the plan for results [m, n] of so many weights, or of two with SWIGLU, on a chip with so many SMs."""
     down = -(-m // rows)
-    right = -(-2 * n // columns) if f == SWIGLU else parts * -(-n // columns)
+    right = -(-2 * n // columns) if f in (SWIGLU, SWIGLU_FP8) else parts * -(-n // columns)
     tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
     grid = cluster * min(tiles, sms // cluster)
     return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid, fp8, alternate)
@@ -311,27 +315,58 @@ def linear_fp8_tiled(
 
 def grouped_fp8_tiled(
     x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor, pairs: Sorted,
-    out: torch.Tensor, scatter: bool, weights: torch.Tensor | None = None, **params: Any,
-) -> None:  # fmt: skip
+    weights: torch.Tensor, dtype: torch.dtype, **params: Any,
+) -> torch.Tensor:  # fmt: skip
     """Multiply rows of x [R, K], sorted by expert, with their expert's matrix of weight [E, N, K], with block scales.
 
-    pairs    in blocks of as many rows as a tile has
-    scatter  row i of the products goes to row pairs[i] of `out`, times weights[pairs[i]]; otherwise to row i
+    pairs are in blocks of as many rows as a tile has. Row i of the products becomes row pairs[i] of the result, times
+    weights[pairs[i]].
     """
-    e, n, k = weight.shape
-    p = plan(x.shape[0], n, **params, sms=multiprocessors(x.device), fp8=True)._replace(grouped=True)
+    out = torch.empty((pairs.n_pairs, weight.shape[1]), dtype=dtype, device=x.device)
+    to = {"pairs": _pointer(pairs.pairs), "weights": _pointer(weights), "n_pairs": pairs.n_pairs}
+    _launch_grouped(x, weight, x_scale, weight_scale, pairs, NONE, dtype, out, to, params)
+    return out
+
+
+def grouped_swiglu_fp8_tiled(
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor, pairs: Sorted,
+    dtype: torch.dtype, powers_of_2: bool, **params: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Multiply rows of x [R, K] with gate and up of weight [E, 2 I, K]: float8 SiLU(gate) * up [R, I], and scales.
+
+    Gate, up and their product are rounded to `dtype`. Scales are by column, for 128 columns each.
+    """
+    rows, n = x.shape[0], weight.shape[1] // 2
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    scales = torch.empty((n // BLOCK, rows), dtype=torch.float32, device=x.device)
+    to = {"scales": scales.data_ptr(), "column": rows, "powers_of_2": int(powers_of_2)}
+    _launch_grouped(x, weight, x_scale, weight_scale, pairs, SWIGLU_FP8, dtype, out, to, params)
+    return out, scales.t()
+
+
+def _pointer(of: torch.Tensor | None) -> int | None:
+    return None if of is None else of.data_ptr()
+
+
+def _launch_grouped(
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, weight_scale: torch.Tensor, pairs: Sorted, f: int,
+    dtype: torch.dtype, out: torch.Tensor, to: dict[str, Any], params: dict[str, Any],
+) -> None:  # fmt: skip
+    (e, n, k), m, parts = weight.shape, x.shape[0], 2 if f == SWIGLU_FP8 else 1
+    p = plan(m, n // parts, **params, sms=multiprocessors(x.device), f=f, parts=parts, fp8=True)
+    p = p._replace(grouped=True)
     x_scale, at = strides(BLOCK, x_scale, weight_scale[0])
     scales = Scales(x_scale.data_ptr(), weight_scale.data_ptr(), *at)
-    rows, flat = x.view(torch.int16), weight.view(torch.int16).view(e * n, k // 2)
     x_rows, w_rows = p.boxes
-    maps = cuda_rtc.tensor_map(rows.data_ptr(), x.shape[0], k // 2, k // 2, x_rows), (_M * 1)(
-        _weight_map(flat.data_ptr(), e * n, k // 2, k // 2, w_rows)
+    w_maps = (
+        _weight_map(weight.data_ptr() + i * (n // parts) * k, e * n - i * (n // parts), k // 2, k // 2, w_rows)
+        for i in range(parts)
     )
-    to = (pairs.pairs.data_ptr(), None if weights is None else weights.data_ptr()) if scatter else (None, None)
-    groups = Groups(pairs.experts.data_ptr(), pairs.total.data_ptr(), *to, e, pairs.n_pairs if scatter else x.shape[0])
-    kernel = _kernel(x.device, p._replace(tiles=0, grid=0), out.dtype == torch.bfloat16)
+    maps = cuda_rtc.tensor_map(x.data_ptr(), m, k // 2, k // 2, x_rows), (_M * parts)(*w_maps)
+    groups = Groups(experts=pairs.experts.data_ptr(), total=_pointer(pairs.total), E=e, **to)
+    kernel = _kernel(x.device, p._replace(tiles=0, grid=0), dtype == torch.bfloat16)
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    given = (*maps, (_P * 1)(None), None, None, out.data_ptr(), x.shape[0], n, k // 2, Turns(), scales, groups)
+    given = (*maps, (_P * parts)(), None, None, out.data_ptr(), m, n // parts, k // 2, Turns(), scales, groups)
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
     kernel.launch(p.grid, THREADS, stream, given, overlap=early)
 

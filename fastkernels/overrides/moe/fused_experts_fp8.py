@@ -287,11 +287,8 @@ def _tiled(
     q, a_scale = quantize_fp8.run(x, None, *how, False, scale_ue8m0)
     pairs = sort_pairs(ids, experts, expert_map, tile["rows"])
     q, a_scale = gather(q, a_scale, pairs)
-    both = torch.empty((q.shape[0], w1.shape[1]), dtype=x.dtype, device=x.device)
-    tiled.grouped_fp8_tiled(q, w1, a_scale, w1_scale, pairs, both, False, **tile)
-    q, a_scale = silu_mul_quant_fp8.run(both, None, *how, scale_ue8m0)
-    out = torch.empty((pairs.n_pairs, x.shape[1]), dtype=x.dtype, device=x.device)
-    tiled.grouped_fp8_tiled(q, w2, a_scale, w2_scale, pairs, out, True, weights, **tile)
+    q, a_scale = tiled.grouped_swiglu_fp8_tiled(q, w1, a_scale, w1_scale, pairs, x.dtype, scale_ue8m0, **tile)
+    out = tiled.grouped_fp8_tiled(q, w2, a_scale, w2_scale, pairs, weights, x.dtype, **tile)
     return sum_over_experts(out, ids, experts, expert_map)
 
 

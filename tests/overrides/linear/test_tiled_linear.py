@@ -135,15 +135,20 @@ def test_emulated_kernel_of_float8_blocks_matches_float64(
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 @pytest.mark.parametrize(
-    "params",
+    ("f", "n", "params"),
     [
-        {"rows": 128, "columns": 128, "cooperate": True, "shares": "x", "cluster": 2},
-        pytest.param({"rows": 128, "columns": 256, "cooperate": True}, marks=pytest.mark.slow),
+        (tiled.NONE, 160, {"rows": 128, "columns": 128, "cooperate": True, "shares": "x", "cluster": 2}),
+        (tiled.SWIGLU_FP8, 512, {"rows": 128, "columns": 256, "cooperate": True, "shares": "x", "cluster": 2}),
+        pytest.param(
+            tiled.NONE, 160, {"rows": 128, "columns": 256, "cooperate": True}, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_emulated_kernel_of_experts_matches_float64(params: dict[str, Any], tmp_path: Path) -> None:
+def test_emulated_kernel_of_experts_matches_float64(
+    f: int, n: int, params: dict[str, Any], tmp_path: Path
+) -> None:
     """Five blocks of rows, of which one has no local expert, and the last ones are not in use."""
-    args, _ = blocks(640, 160, 272, True)
+    args, _ = blocks(640, n, 272, True)
     x, weight, x_scale, weight_scale, _ = args
     weights = torch.stack([weight, weight.flip(0), weight.roll(7, 0)])
     scales = torch.stack([weight_scale, weight_scale.flip(0), weight_scale * 2])
@@ -153,16 +158,22 @@ def test_emulated_kernel_of_experts_matches_float64(params: dict[str, Any], tmp_
     places[:used] = places[:used][torch.randperm(used, generator=g)]
     experts = torch.tensor([2, 3, 0, 1, 77], dtype=torch.int32)
     sort = Sorted(places, experts, torch.tensor([used], dtype=torch.int32), count, 1, 5)
+    parts = 2 if f else 1
     got = emulated_tiled.linear_tiled(
-        [x, weights], tiled.NONE, params, 2, 2, tmp_path, scales=(x_scale, scales), groups=(sort, factors)
+        [x, weights], f, params, 2, 2, tmp_path, parts, scales=(x_scale, scales), groups=(sort, factors)
     )
     for block in (0, 2, 3):
         rows = slice(128 * block, 128 * block + 128)
         to, e = places[rows].long(), int(experts[block])
-        want = fp8_reference(*(t.double() for t in (x[rows], weights[e], x_scale[rows], scales[e])))[to < count]
-        want *= factors[to[to < count], None]
-        error = (got[to[to < count]].double() - want).abs()
-        assert float((error / (2.0**-8 * want.abs() + 1e-3)).max()) <= 1
+        want = fp8_reference(*(t.double() for t in (x[rows], weights[e], x_scale[rows], scales[e])))
+        if f:
+            want = F.silu(want[:, : n // 2]) * want[:, n // 2 :]
+            step = want.abs().unflatten(1, (-1, BLOCK)).amax(2, keepdim=True).expand(-1, -1, BLOCK).flatten(1) / 448
+            error = (got[rows].double() - want).abs() / (0.08 * want.abs() + 2.0**-8 * step)
+        else:
+            want = want[to < count] * factors[to[to < count], None]
+            error = (got[to[to < count]].double() - want).abs() / (2.0**-8 * want.abs() + 1e-3)
+        assert float(error.max()) <= 1
 
 
 TOKENS, PREFIX = 50, 3

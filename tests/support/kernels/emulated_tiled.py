@@ -35,6 +35,7 @@ BODIES = {
     "power_of_2": "return exp2f(x);",
     "reciprocal": "return 1 / x;",
     "not_negative": "return x < 0 ? 0 : x;",
+    "four_e4m3": "return to_e4m3(a) | to_e4m3(b) << 8 | to_e4m3(c) << 16 | to_e4m3(d) << 24;",
     "load_16": "return *at;",
     "widen": "return number(bits);",
     "narrow": "return rounded(low) | (u32)rounded(high) << 16;",
@@ -57,6 +58,18 @@ static void copy(uint32_t to, const unsigned long long* map, int column, int row
         for (int i = 0; i < (int)box.size(); i++) memcpy(at(swizzled(in_block(to, block) + 2 * i)), &box[i], 2);
         count(in_block(barrier, block), 0, -128 * (long)map[4]), changes.held++;
     }
+}
+
+static float __fdiv_rn(float a, float b) { return a / b; }
+static uint32_t __float_as_uint(float f) { uint32_t b; memcpy(&b, &f, 4); return b; }
+static float __uint_as_float(uint32_t b) { float f; memcpy(&f, &b, 4); return f; }
+static uint32_t to_e4m3(float f) {  // the nearest number, of two the even one
+    uint32_t best = 0;
+    for (uint32_t b = 1; b < 127; b++) {
+        const float nearer = fabsf(e4m3(best) - fabsf(f)) - fabsf(e4m3(b) - fabsf(f));
+        if (nearer > 0 || (nearer == 0 && b % 2 == 0)) best = b;
+    }
+    return best | (f < 0 ? 128 : 0);
 }
 
 template <int COUNT> void multiply_32_bytes(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
@@ -82,7 +95,7 @@ template <int COUNT> void multiply_32_bytes(float (&c)[COUNT], unsigned long lon
 MAIN = """
 static std::vector<uint4> x, w[PARTS], bias[PARTS], scale, residual, out, table;
 static std::vector<int> head, steps, experts, total, pairs;
-static std::vector<float> x_scales, w_scales, factors;
+static std::vector<float> x_scales, w_scales, factors, scales_out;
 
 void one() {
     const TensorMap x_map = {{(u64)x.data(), (u64)head[0], (u64)head[2], (u64)head[2], (u64)X_SLICE, 0}};
@@ -90,7 +103,7 @@ void one() {
     Weights weights;
     Biases biases;
     for (int i = 0; i < PARTS; i++) {
-        weights.of[i] = {{(u64)w[i].data(), (u64)(head[1] * head[7]), (u64)head[2], (u64)head[2], (u64)W_BOX, 1}};
+        weights.of[i] = {{(u64)w[i].data(), (u64)(head[1] * (head[7] - (FP8 && i))), (u64)head[2], (u64)head[2], (u64)W_BOX, 1}};
         biases.of[i] = given(bias[i]);
     }
     const u16* cosines = given(table);
@@ -100,7 +113,8 @@ void one() {
     const Scales scales = {x_scales.data(), w_scales.data(), steps[2], steps[3], steps[4], steps[5]};
 #endif
 #if GROUPED
-    const Groups groups = {experts.data(), total.data(), pairs.data(), factors.data(), head[7], (int)factors.size()};
+    const Groups groups = {experts.data(), total.data(), pairs.data(), factors.data(), scales_out.data(), head[7] / PARTS,
+                           (int)factors.size(), head[0], 1};
 #define MORE , scales, groups
 #elif FP8
 #define MORE , scales
@@ -116,7 +130,7 @@ int main(int, char** names) {
     const int M = head[0], N = head[1], K = head[2], grid = head[3];
     const int numbers_out = (GATED ? 1 : PARTS) * M * N;
     x = numbers<uint4>(file, M * K / 8);
-    for (auto& one : w) one = numbers<uint4>(file, head[7] * N * K / 8);
+    for (auto& one : w) if (BEHIND != 7 || &one == w) one = numbers<uint4>(file, head[7] * N * K / 8);
     for (int i = 0; i < PARTS; i++) bias[i] = numbers<uint4>(file, head[8 + i] / 8);
     scale = numbers<uint4>(file, head[8 + PARTS] / 8), residual = numbers<uint4>(file, head[9 + PARTS] / 8);
     table = numbers<uint4>(file, head[10 + PARTS] / 8);
@@ -127,6 +141,7 @@ int main(int, char** names) {
     if (GROUPED) {
         total = numbers<int>(file, 2), pairs = numbers<int>(file, M), experts = numbers<int>(file, M / BM);
         factors = numbers<float>(file, total[1]);
+        if (BEHIND == 7) w[1] = w[0], w[1].erase(w[1].begin(), w[1].begin() + N * K / 8), scales_out.resize(N / 128 * M);
     }
     out.assign(numbers_out / 8, {~0u, ~0u, ~0u, ~0u});
     gridDim.x = grid;
@@ -135,7 +150,8 @@ int main(int, char** names) {
         for (auto& turns : turns_of_blocks) for (Meeting& turn : turns) turn = {256};
         run_cluster(CLUSTER, block, THREADS, one);
     }
-    fwrite(out.data(), 2, numbers_out, fopen(names[2], "wb"));
+    FILE* to = fopen(names[2], "wb");
+    fwrite(out.data(), BEHIND == 7 ? 1 : 2, numbers_out, to), fwrite(scales_out.data(), 4, scales_out.size(), to);
     fflush(nullptr);
 }
 """
@@ -146,7 +162,7 @@ def linear_tiled(
     parts: int = 1, turns: tuple[int, int, int] = (1, 0, 0), scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     groups: tuple[Sorted, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the kernel's result for x, weights, biases, scale, residual, and rows of 64 cosines and 64 sines.
+    """Return the kernel's result, dequantized, for x, weights, biases, scale, residual, and rows of 64 cosines and 64 sines.
 
     turns: tokens of an image, those without a row, columns that are rotated; scales: of float8 x and weight, dense,
     x's in any order of dimensions; groups: experts of rows, and the pairs' weights. Raises RuntimeError with its error.
@@ -155,7 +171,8 @@ def linear_tiled(
     args = [t.view(torch.int16) if t is not None and t.dtype == FP8 else t for t in args]
     x, weight = args[:2]
     assert x is not None and weight is not None
-    (m, k), n, experts = x.shape, weight.shape[-2], 1 if groups is None else len(weight)
+    several = parts if f == tiled.SWIGLU_FP8 else 1  # in one tensor
+    (m, k), n, experts = x.shape, weight.shape[-2] // several, several if groups is None else several * len(weight)
     dtype = torch.bfloat16 if fp8 else x.dtype
     bf16 = dtype == torch.bfloat16
     p = tiled.plan(m, n, **params, sms=sms, f=f, parts=parts, fp8=fp8)._replace(grouped=groups is not None)  # type: ignore[arg-type]
@@ -182,5 +199,9 @@ def linear_tiled(
         sort, weights = groups
         given += struct.pack("2i", int(sort.total), sort.n_pairs)
         given += b"".join(t.numpy().tobytes() for t in (sort.pairs, sort.experts, weights))
-    found = torch.frombuffer(bytearray(run(source, given, folder)), dtype=dtype)
+    result = bytearray(run(source, given, folder))
+    if f == tiled.SWIGLU_FP8:
+        y, y_scale = torch.frombuffer(result[: m * n], dtype=FP8), torch.frombuffer(result[m * n :], dtype=torch.float32)
+        return y.view(m, n).float() * y_scale.view(-1, m).t().repeat_interleave(BLOCK, 1)
+    found = torch.frombuffer(result, dtype=dtype)
     return found.view(m, n) if f == tiled.SWIGLU or parts == 1 else found.view(parts, m, n)

@@ -22,7 +22,7 @@
 //
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
 // share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
-// 5: rotation of pairs that are 32 channels apart, 6: of neighbors), FP8, BF16 (the result).
+// 5: rotation of pairs that are 32 channels apart, 6: of neighbors, 7: 4 in float8 with a scale for 128 columns), FP8, BF16 (the result).
 // multiply() precedes this file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
@@ -32,13 +32,14 @@ struct Turns { const u16 *cosines, *sines; int row, tokens, prefix, turned; };  
 
 struct Scales { const float *x, *w; int x_token, x_block, w_row, w_block; };  // strides by token or 128 rows, by 128 columns
 // experts: of each BM rows; total: rows in use; pairs: where rows of results go (null: to their own place), times weights.
-struct Groups { const int *experts, *total, *pairs; const float* weights; int E, n_pairs; };
+// scales, column: of float8 results, and numbers from one block of columns' to the next one's; up: rows between gate and up.
+struct Groups { const int *experts, *total, *pairs; const float* weights; float* scales; int E, n_pairs, column, powers_of_2; };
 
 constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
 constexpr int ATOMS = ROWS / 64, SUMS = BN / 2;  // of each thread, for 64 rows
 constexpr int X_STAGE = 128 * BM, W_STAGE = 128 * BN;
 constexpr int X_SLICE = SHARE_W ? BM : BM / CLUSTER, W_SLICE = SHARE_W ? BN / CLUSTER : BN;  // rows that a block reads
-constexpr bool GATED = BEHIND == 4;
+constexpr bool GATED = BEHIND == 4 || BEHIND == 7;
 constexpr int WIDTH = GATED ? BN / 2 : BN;  // columns of a tile's result
 constexpr int W_BOX = GATED ? BN / 2 : W_SLICE;  // rows of one copy
 constexpr int BLOCKS = WIDTH / 32, PLACES = 2 * ATOMS;  // of 32 columns; rows of a thread
@@ -52,7 +53,8 @@ constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left
 static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
 static_assert(X_SLICE % 8 == 0 && W_BOX % 32 == 0, "slices begin where the swizzle and blocks of columns do");
 static_assert(!GATED || PARTS == 2, "gate and up");
-static_assert(!FP8 || (COOPERATE && 256 % BN == 0 && PARTS == 1 && BEHIND == 0), "columns of a tile share one or two scales");
+static_assert(!FP8 || (COOPERATE && 256 % BN == 0), "columns of a tile share one or two scales");
+static_assert(!FP8 || BEHIND == 0 || (BEHIND == 7 && GROUPED && BN == 256), "128 columns of gate and of up");
 
 // Of x: rows in their order. Of W: rows 32b + 8q + 2j + e as 32b + 8j + 2q + e, `row` a multiple of 32.
 #define COPY "cp.async.bulk.tensor."
@@ -135,7 +137,7 @@ __device__ __forceinline__ float activate(float x) {
     // (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)), with u = sqrt(2 / pi) (x + 0.044715 x^3).
     const float u = x * fmaf(x * x, -2.302208198f * 0.044715f, -2.302208198f);
     return x * reciprocal(1 + power_of_2(u));
-#elif BEHIND == 4
+#elif BEHIND == 4 || BEHIND == 7
     return x * reciprocal(1 + power_of_2(-1.442695041f * x));
 #else
     return x;
@@ -148,6 +150,15 @@ __device__ __forceinline__ uint4 eight(const u16* numbers, int column, u32 absen
 }
 
 __device__ __forceinline__ u32 pair_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
+
+#if BEHIND == 7
+__device__ __forceinline__ u32 four_e4m3(float a, float b, float c, float d) {  // the first one in the lowest byte
+    u16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return low | (u32)high << 16;
+}
+#endif
 
 __device__ __forceinline__ float low_of(u32 pair) { return widen((u16)pair); }
 
@@ -223,7 +234,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             for (int tile = first; tile < tiles; tile += clusters) {
                 place(tile, row, column, part);
                 if (left_out(row)) continue;
-                const int before = expert_of(row) * N;
+                const int before = expert_of(row) * N * (GATED ? 2 : 1);
                 for (int piece = 0; piece < pieces; piece++) {
                     if (ahead > 0) {
                         ahead--;
@@ -274,7 +285,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             float next[PLACES + HALVES], fresh[AT_ONCE / 2];
 #pragma unroll
             for (int h = 0; h < HALVES; h++)
-                w_scale[h] = scales.w + (long long)((N + 127) / 128 * expert + min(column / 128 + h, (N - 1) / 128)) * scales.w_row;
+                w_scale[h] = scales.w + (long long)((N + 127) / 128 * (GATED ? 2 * expert + h : expert) +
+                                                    min(column / 128 + (GATED ? 0 : h), (N - 1) / 128)) * scales.w_row;
 #pragma unroll
             for (int i = 0; i < PLACES; i++) x_scale[i] = scales.x + (long long)min(row_of(i), M - 1) * scales.x_token;
             auto read_scales = [&](int k) {
@@ -387,6 +399,34 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             }
 #endif
 
+#if BEHIND == 7
+            // Gate, up and their product are rounded to 16 bits, as by kernels that follow each other.
+#pragma unroll
+            for (int i = 0; i < PLACES; i++) {
+                float* gate = sums[i / 2] + i % 2 * 2;
+                float most = 0;
+#pragma unroll
+                for (int j = 0; j < SUMS / 2; j += 4) {
+                    const u32 g = narrow(gate[j], gate[j + 1]), up = narrow(gate[j + SUMS / 2], gate[j + SUMS / 2 + 1]);
+                    const u32 silu = narrow(activate(low_of(g)), activate(high_of(g)));
+                    const u32 y = narrow(low_of(silu) * low_of(up), high_of(silu) * high_of(up));
+                    gate[j] = low_of(y), gate[j + 1] = high_of(y);
+                    most = fmaxf(most, fmaxf(fabsf(gate[j]), fabsf(gate[j + 1])));
+                }
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)), 1e-10f);
+                float by = __fdiv_rn(most, 448);
+                if (groups.powers_of_2) by = __uint_as_float((__float_as_uint(by) + 0x7fffff) & 0x7f800000);
+                const float inverse = __fdiv_rn(1, by);
+                if (quad == 0) groups.scales[(long long)(column / 128) * groups.column + row_of(i)] = by;
+#pragma unroll
+                for (int block = 0; block < BLOCKS; block++) {
+                    const float* v = gate + 16 * block;
+                    auto four = [&](int j) { return four_e4m3(v[j] * inverse, v[j + 1] * inverse, v[j + 4] * inverse, v[j + 5] * inverse); };
+                    *(uint2*)((unsigned char*)out + (u64)row_of(i) * N + column_of(block)) = make_uint2(four(0), four(8));
+                }
+            }
+#else
 #if GROUPED
             u32 to_row[PLACES];
             float factors_of[PLACES];
@@ -447,6 +487,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                     if (stores(i, block)) *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
                 }
             }
+#endif
         }
     }
     cluster_ends();
