@@ -68,7 +68,8 @@ def _mla_rope_store_kernel(
         mask = (head < heads) & (pair < HALF)[None, :]
         q_at = q_ptr + token * q_stride_t + head * q_stride_h
         if WORDS:  # a pair of neighbors
-            word = tl.load(q_at.to(tl.pointer_type(tl.int32), bitcast=True) + pair[None, :], mask=mask, other=0)
+            words = q_at.to(tl.pointer_type(tl.int32), bitcast=True) + pair[None, :]
+            word = tl.load(words, mask=mask, other=0)
             x1 = word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
             x2 = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
         else:
@@ -162,15 +163,17 @@ def _triton(
     block = next_power_of_2(size // 2)
     block_h = min(next_power_of_2(heads), max(1, 1024 // block))
     q_blocks = cdiv(heads, block_h)
-    both = query, rotated
-    aligned = all(t.data_ptr() % 4 == 0 and not any(s % 2 for s in t.stride()[:2]) for t in both)
+    words = query.itemsize == 2 and not is_neox_style
+    words = words and all(
+        t.data_ptr() % 4 == 0 and not any(s % 2 for s in t.stride()[:2]) for t in (query, rotated)
+    )
     launch_kernel(
         _mla_rope_store_kernel, (tokens, q_blocks + 1),
         positions, query, rotated, latent, weight, kv_cache, slot_mapping, cos_sin_cache, *query.stride()[:2],
         *rotated.stride()[:2], latent.stride(0), *kv_cache.stride()[:2], cos_sin_cache.stride(0), kv_cache.shape[1],
         heads, q_blocks, rank, size // 2, eps, k_scale, NEOX=is_neox_style, CAST=cast_cache,
-        FP8=kv_cache.dtype == torch.float8_e4m3fn, WORDS=not is_neox_style and query.itemsize == 2 and aligned, BLOCK_H=block_h, BLOCK=block, BLOCK_R=next_power_of_2(rank),
-        num_warps=4,
+        FP8=kv_cache.dtype == torch.float8_e4m3fn, WORDS=words, BLOCK_H=block_h, BLOCK=block,
+        BLOCK_R=next_power_of_2(rank), num_warps=4,
     )  # fmt: skip
 
 

@@ -251,7 +251,8 @@ def is_faster(
 
 
 def _multiply(p: Plan, bf16: bool) -> str:
-    return multiply(min(p.columns, BLOCK), "e4m3") if p.fp8 else multiply(p.columns, "bf16" if bf16 else "f16")
+    kind = "e4m3" if p.fp8 else "bf16" if bf16 else "f16"
+    return multiply(min(p.columns, BLOCK) if p.fp8 else p.columns, kind)
 
 
 def source(p: Plan, bf16: bool) -> str:
@@ -353,20 +354,21 @@ def _launch_grouped(
     dtype: torch.dtype, out: torch.Tensor, to: dict[str, Any], params: dict[str, Any],
 ) -> None:  # fmt: skip
     (e, n, k), m, parts = weight.shape, x.shape[0], 2 if f == SWIGLU_FP8 else 1
-    p = plan(m, n // parts, **params, sms=multiprocessors(x.device), f=f, parts=parts, fp8=True)
+    n //= parts
+    p = plan(m, n, **params, sms=multiprocessors(x.device), f=f, parts=parts, fp8=True)
     p = p._replace(grouped=True)
     x_scale, at = strides(BLOCK, x_scale, weight_scale[0])
     scales = Scales(x_scale.data_ptr(), weight_scale.data_ptr(), *at)
     x_rows, w_rows = p.boxes
     w_maps = (
-        _weight_map(weight.data_ptr() + i * (n // parts) * k, e * n - i * (n // parts), k // 2, k // 2, w_rows)
+        _weight_map(weight.data_ptr() + i * n * k, (e * parts - i) * n, k // 2, k // 2, w_rows)
         for i in range(parts)
     )
     maps = cuda_rtc.tensor_map(x.data_ptr(), m, k // 2, k // 2, x_rows), (_M * parts)(*w_maps)
     groups = Groups(experts=pairs.experts.data_ptr(), total=_pointer(pairs.total), E=e, **to)
     kernel = _kernel(x.device, p._replace(tiles=0, grid=0), dtype == torch.bfloat16)
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    given = (*maps, (_P * parts)(), None, None, out.data_ptr(), m, n // parts, k // 2, Turns(), scales, groups)
+    given = (*maps, (_P * parts)(), None, None, out.data_ptr(), m, n, k // 2, Turns(), scales, groups)
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
     kernel.launch(p.grid, THREADS, stream, given, overlap=early)
 
@@ -396,7 +398,8 @@ def _launch(
     )
     stream = torch.cuda.current_stream(x.device).cuda_stream
     early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
-    given = (x_map, (_M * parts)(*w_maps), (_P * parts)(*added), *pointers, m, n, k, turns or Turns(), *([] if scales is None else [scales]))
+    more = turns or Turns(), *([] if scales is None else [scales])
+    given = (x_map, (_M * parts)(*w_maps), (_P * parts)(*added), *pointers, m, n, k, *more)
     kernel.launch(p.grid, THREADS, stream, given, overlap=early)
 
 

@@ -260,8 +260,10 @@ def _supports_tiled(
     if apply_router_weight_on_input or topk_ids.numel() < LEAST * experts:
         return f"the router's weights are applied to the input, or fewer than {LEAST} rows for an expert"
     for name, w, scale in (("w1", w1, w1_scale), ("w2", w2, w2_scale)):
-        if w.dtype != FP8 or scale.dtype != torch.float32 or not w.is_contiguous() or not scale.is_contiguous():
-            return f"{name} is {w.dtype} and its scale {scale.dtype}, not contiguous float8_e4m3fn and float32"
+        if w.dtype != FP8 or scale.dtype != torch.float32:
+            return f"{name} is {w.dtype} and its scale {scale.dtype}, not float8_e4m3fn and float32"
+        if not w.is_contiguous() or not scale.is_contiguous():
+            return f"{name} or its scale is not contiguous"
         if w.shape[1] % 32 or w.shape[2] % BLOCK or w.data_ptr() % 16:
             return f"{name} has shape {tuple(w.shape)}: it needs multiples of 32 rows and {BLOCK} columns"
     rows = topk_ids.numel() + ROWS * experts
@@ -281,7 +283,8 @@ def _tiled(
     kind = check_scales(
         w1, w2, w1_scale, w2_scale, a1_scale, a2_scale, per_act_token_quant, block_shape, scale_ue8m0
     )
-    x, ids, weights, tile = hidden_states, topk_ids.contiguous(), topk_weights.float().contiguous(), {**TILE, **tile}
+    x, ids, weights = hidden_states, topk_ids.contiguous(), topk_weights.float().contiguous()
+    tile = {**TILE, **tile}
     experts = w1.shape[0] if expert_map is None else expert_map.numel()
     how = (kind.group_size, None, kind.min_absmax, True)
     q, a_scale = quantize_fp8.run(x, None, *how, False, scale_ue8m0)

@@ -25,6 +25,8 @@ from fastkernels.overrides.moe.sorted_pairs import Sorted
 from fastkernels.overrides.rope.rope_nd import reference as rope_reference
 
 NO_NVRTC = cuda_rtc.unavailable()
+SQUARE = {"rows": 128, "columns": 128, "cooperate": True}
+WIDE = {**SQUARE, "columns": 256}
 
 
 def expected(
@@ -116,10 +118,10 @@ def blocks(m: int, n: int, k: int, by_column: bool, device: str = "cpu") -> tupl
 @pytest.mark.parametrize(
     ("m", "n", "k", "params"),
     [
-        (300, 160, 400, {"rows": 256, "columns": 128, "cooperate": True}),  # tiles and blocks of scales that end past it
-        (150, 288, 144, {"rows": 128, "columns": 128, "cooperate": True, "shares": "x", "cluster": 2, "alternate": True}),
-        pytest.param(150, 160, 272, {"rows": 128, "columns": 64, "cooperate": True, "cluster": 2}, marks=pytest.mark.slow),
-        pytest.param(150, 352, 272, {"rows": 128, "columns": 256, "cooperate": True}, marks=pytest.mark.slow),
+        (300, 160, 400, {**SQUARE, "rows": 256}),  # tiles and blocks of scales that end past the matrices
+        (150, 288, 144, {**SQUARE, "shares": "x", "cluster": 2, "alternate": True}),
+        pytest.param(150, 160, 272, {**SQUARE, "columns": 64, "cluster": 2}, marks=pytest.mark.slow),
+        pytest.param(150, 352, 272, WIDE, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_emulated_kernel_of_float8_blocks_matches_float64(
@@ -137,11 +139,9 @@ def test_emulated_kernel_of_float8_blocks_matches_float64(
 @pytest.mark.parametrize(
     ("f", "n", "params"),
     [
-        (tiled.NONE, 160, {"rows": 128, "columns": 128, "cooperate": True, "shares": "x", "cluster": 2}),
-        (tiled.SWIGLU_FP8, 512, {"rows": 128, "columns": 256, "cooperate": True, "shares": "x", "cluster": 2}),
-        pytest.param(
-            tiled.NONE, 160, {"rows": 128, "columns": 256, "cooperate": True}, marks=pytest.mark.slow
-        ),
+        (tiled.NONE, 160, {**SQUARE, "shares": "x", "cluster": 2}),
+        (tiled.SWIGLU_FP8, 512, {**WIDE, "shares": "x", "cluster": 2}),
+        pytest.param(tiled.NONE, 160, WIDE, marks=pytest.mark.slow),
     ],
 )
 def test_emulated_kernel_of_experts_matches_float64(
@@ -168,7 +168,7 @@ def test_emulated_kernel_of_experts_matches_float64(
         want = fp8_reference(*(t.double() for t in (x[rows], weights[e], x_scale[rows], scales[e])))
         if f:
             want = F.silu(want[:, : n // 2]) * want[:, n // 2 :]
-            step = want.abs().unflatten(1, (-1, BLOCK)).amax(2, keepdim=True).expand(-1, -1, BLOCK).flatten(1) / 448
+            step = want.abs().unflatten(1, (-1, BLOCK)).amax(2).repeat_interleave(BLOCK, 1) / 448
             error = (got[rows].double() - want).abs() / (0.08 * want.abs() + 2.0**-8 * step)
         else:
             want = want[to < count] * factors[to[to < count], None]

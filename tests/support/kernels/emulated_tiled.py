@@ -81,7 +81,8 @@ template <int COUNT> void multiply_32_bytes(float (&c)[COUNT], unsigned long lon
         return number(bits);
     };
     float rows[2][32];
-    for (int i = 0; i < 2 * count; i++) rows[i / count][i % count] = value(a, 16 * warp + lane / 4 + i / count * 8, i % count);
+    for (int i = 0; i < 2 * count; i++)
+        rows[i / count][i % count] = value(a, 16 * warp + lane / 4 + i / count * 8, i % count);
     for (int i = 0; i < COUNT; i += i % 4 == 1 ? 3 : 1) {
         float sums[2] = {};
         for (int k = 0; k < count; k++) {
@@ -103,7 +104,8 @@ void one() {
     Weights weights;
     Biases biases;
     for (int i = 0; i < PARTS; i++) {
-        weights.of[i] = {{(u64)w[i].data(), (u64)(head[1] * (head[7] - (FP8 && i))), (u64)head[2], (u64)head[2], (u64)W_BOX, 1}};
+        const u64 rows = head[1] * (head[7] - (FP8 && i));
+        weights.of[i] = {{(u64)w[i].data(), rows, (u64)head[2], (u64)head[2], (u64)W_BOX, 1}};
         biases.of[i] = given(bias[i]);
     }
     const u16* cosines = given(table);
@@ -113,8 +115,8 @@ void one() {
     const Scales scales = {x_scales.data(), w_scales.data(), steps[2], steps[3], steps[4], steps[5]};
 #endif
 #if GROUPED
-    const Groups groups = {experts.data(), total.data(), pairs.data(), factors.data(), scales_out.data(), head[7] / PARTS,
-                           (int)factors.size(), head[0], 1};
+    const Groups groups = {experts.data(), total.data(), pairs.data(), factors.data(), scales_out.data(),
+                           head[7] / PARTS, (int)factors.size(), head[0], 1};
 #define MORE , scales, groups
 #elif FP8
 #define MORE , scales
@@ -141,7 +143,8 @@ int main(int, char** names) {
     if (GROUPED) {
         total = numbers<int>(file, 2), pairs = numbers<int>(file, M), experts = numbers<int>(file, M / BM);
         factors = numbers<float>(file, total[1]);
-        if (BEHIND == 7) w[1] = w[0], w[1].erase(w[1].begin(), w[1].begin() + N * K / 8), scales_out.resize(N / 128 * M);
+        scales_out.resize(BEHIND == 7 ? N / 128 * M : 0);
+        if (BEHIND == 7) w[1].assign(w[0].begin() + N * K / 8, w[0].end());
     }
     out.assign(numbers_out / 8, {~0u, ~0u, ~0u, ~0u});
     gridDim.x = grid;
@@ -159,8 +162,8 @@ int main(int, char** names) {
 
 def linear_tiled(
     args: list[torch.Tensor | None], f: int, params: dict[str, int | str], sms: int, stages: int, folder: Path,
-    parts: int = 1, turns: tuple[int, int, int] = (1, 0, 0), scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    groups: tuple[Sorted, torch.Tensor] | None = None,
+    parts: int = 1, turns: tuple[int, int, int] = (1, 0, 0),
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None, groups: tuple[Sorted, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the kernel's result, dequantized, for x, weights, biases, scale, residual, and rows of 64 cosines and 64 sines.
 
@@ -172,10 +175,12 @@ def linear_tiled(
     x, weight = args[:2]
     assert x is not None and weight is not None
     several = parts if f == tiled.SWIGLU_FP8 else 1  # in one tensor
-    (m, k), n, experts = x.shape, weight.shape[-2] // several, several if groups is None else several * len(weight)
+    (m, k), n = x.shape, weight.shape[-2] // several
+    matrices = several if groups is None else several * len(weight)
     dtype = torch.bfloat16 if fp8 else x.dtype
     bf16 = dtype == torch.bfloat16
-    p = tiled.plan(m, n, **params, sms=sms, f=f, parts=parts, fp8=fp8)._replace(grouped=groups is not None)  # type: ignore[arg-type]
+    p = tiled.plan(m, n, **params, sms=sms, f=f, parts=parts, fp8=fp8)  # type: ignore[arg-type]
+    p = p._replace(grouped=groups is not None)
     told = [o for o in p.options(bf16) if not o.startswith(("-DSTAGES", "-DCLUSTERED"))]
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
@@ -188,7 +193,7 @@ def linear_tiled(
     source = source[:end] + BEFORE + source[end:] + MAIN
     args = [*args, *[None] * (4 + 2 * parts - len(args))]
     sizes = [0 if t is None else t.numel() for t in args[1 + parts :]]
-    given = struct.pack(f"{8 + len(sizes)}i", m, n, k, p.grid, *turns, experts, *sizes)
+    given = struct.pack(f"{8 + len(sizes)}i", m, n, k, p.grid, *turns, matrices, *sizes)
     given += b"".join(t.view(torch.int16).numpy().tobytes() for t in args if t is not None)
     if scales is not None:
         x_scale, w_scale = scales
@@ -201,7 +206,8 @@ def linear_tiled(
         given += b"".join(t.numpy().tobytes() for t in (sort.pairs, sort.experts, weights))
     result = bytearray(run(source, given, folder))
     if f == tiled.SWIGLU_FP8:
-        y, y_scale = torch.frombuffer(result[: m * n], dtype=FP8), torch.frombuffer(result[m * n :], dtype=torch.float32)
+        y = torch.frombuffer(result[: m * n], dtype=FP8)
+        y_scale = torch.frombuffer(result[m * n :], dtype=torch.float32)
         return y.view(m, n).float() * y_scale.view(-1, m).t().repeat_interleave(BLOCK, 1)
     found = torch.frombuffer(result, dtype=dtype)
     return found.view(m, n) if f == tiled.SWIGLU or parts == 1 else found.view(parts, m, n)
