@@ -256,6 +256,18 @@ def test_every_set_compiles(f: int, parts: int) -> None:
         assert cuda_rtc.cubin(tiled.source(p, f % 2 == 1), told)[:4] == b"\x7fELF"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.parametrize(
+    ("f", "grouped"), [(tiled.NONE, False), (tiled.NONE, True), (tiled.SWIGLU_FP8, True)]
+)
+def test_every_float8_set_compiles(f: int, grouped: bool) -> None:
+    for params in (p for p in tiled.FP8_PARAMS if f == tiled.NONE or p["columns"] == 256):
+        p = tiled.plan(2048, 4096, **params, f=f, parts=2 if f else 1, fp8=True)._replace(grouped=grouped)
+        told = ("--gpu-architecture=sm_90a", *p.options(grouped))
+        assert cuda_rtc.cubin(tiled.source(p, grouped), told)[:4] == b"\x7fELF"
+
+
 def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias, scale, residual = arguments(150, 96, 136, tiled.RESIDUAL, torch.bfloat16)
     reason = tiled.supports_tiled(x, weight)
@@ -297,6 +309,15 @@ def test_every_set_matches_float64(f: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+def test_every_float8_set_matches_float64() -> None:
+    for params in tiled.FP8_PARAMS:
+        for m, n, k in ((65, 96, 144), (333, 2112, 400), (1000, 1056, 7168)):
+            args, want = blocks(m, n, k, m == 333, "cuda")
+            error = (tiled.linear_fp8_tiled(*args, **params).double() - want).abs()
+            assert bool((error <= 1.6e-2 * (k**0.5 + want.abs())).all()), (params, m)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("f", "parts"), [(tiled.NONE, 3), (tiled.SWIGLU, 2)])
 def test_every_set_of_several_weights_matches_float64(f: int, parts: int) -> None:
     for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
@@ -323,6 +344,25 @@ def test_every_set_that_rotates_matches_float64(halves: bool, parts: int) -> Non
                 params,
                 images,
             )
+
+
+def test_unsupported_float8_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    (x, weight, x_scale, weight_scale, bias), _ = blocks(150, 96, 272, False)
+    monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    supports = tiled.supports_tiled_fp8
+    assert supports(x, weight, x_scale, weight_scale, bias) is None
+    assert supports(x.view(3, 50, 272), weight, x_scale.view(3, 50, -1), weight_scale) is None
+    refused = {
+        "needs block scales": (x, weight, x_scale[:, :1], weight_scale[0, :1]),
+        "N = 72 is not": (x, weight[:72], x_scale, weight_scale),
+        "64 tokens are up to": (x[:64], weight, x_scale[:64], weight_scale),
+        "bias is torch.float32": (x, weight, x_scale, weight_scale, bias.float()),
+        "weight has strides": (x, weight[:1].expand(96, -1), x_scale, weight_scale),
+        "it must be contiguous": (x[::2], weight, x_scale[::2], weight_scale),
+    }
+    for text, args in refused.items():
+        assert text in str(supports(*args)), text
 
 
 def test_bad_sizes_of_linear_residual_are_named() -> None:

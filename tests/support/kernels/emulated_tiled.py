@@ -165,10 +165,11 @@ def linear_tiled(
     parts: int = 1, turns: tuple[int, int, int] = (1, 0, 0),
     scales: tuple[torch.Tensor, torch.Tensor] | None = None, groups: tuple[Sorted, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the kernel's result, dequantized, for x, weights, biases, scale, residual, and rows of 64 cosines and 64 sines.
+    """Return the kernel's result for x, weights, biases, scale, residual, and rows of 64 cosines and 64 sines.
 
     turns: tokens of an image, those without a row, columns that are rotated; scales: of float8 x and weight, dense,
-    x's in any order of dimensions; groups: experts of rows, and the pairs' weights. Raises RuntimeError with its error.
+    x's in any order of dimensions; groups: experts of rows, and the pairs' weights. A float8 result is dequantized.
+    Raises RuntimeError with its error.
     """
     fp8 = scales is not None
     args = [t.view(torch.int16) if t is not None and t.dtype == FP8 else t for t in args]
