@@ -326,11 +326,11 @@ fused_experts_fp8 = define(
     " bool apply_router_weight_on_input=False) -> Tensor",
     fake=_fake,
     providers=(
+        Provider("cuda-tiled-fp8", _tiled, supports=_supports_tiled),  # many rows of each expert, scales of blocks
         Provider(
             "triton", _triton, devices=("cuda",), supports=_supports_triton, params=sets(1),
             fits=_fits,
         ),
-        Provider("cuda-tiled-fp8", _tiled, supports=_supports_tiled),
         # The hosts' kernels, only where a tuned table names them.
         Provider(
             "vllm", libraries.for_any_ids(libraries.fused_experts_fp8_vllm, 5), module="vllm",
