@@ -55,10 +55,11 @@ PARAMS: tuple[dict[str, Any], ...] = tuple(
     if shares == "x" or columns // cluster % 32 == 0
 )  # fmt: skip
 FP8_PARAMS = tuple(
-    {**p, "alternate": alternate}
+    {**p, **more}
     for p in PARAMS
     if p["cooperate"] and p["columns"] in (64, 128, 256)
-    for alternate in (False, True)
+    for more in ({}, {"alternate": True}, {"skew": 2}, {"skew": 3})
+    if not more or p["rows"] * p["columns"] > 128 * 128
 )
 
 
@@ -109,16 +110,22 @@ class Plan(NamedTuple):
     grid: int
     fp8: bool = False
     alternate: bool = False
+    skew: int = 0
     grouped: bool = False
 
     @property
+    def stage(self) -> int:
+        """Bytes of a piece of x and W, and of its scales."""
+        return 128 * (self.rows + self.columns) + (4 * (self.rows + 4) if self.fp8 else 0)
+
+    @property
     def stages(self) -> int:
-        return min(MAX_STAGES, SHARED // (128 * (self.rows + self.columns)))
+        return min(MAX_STAGES, SHARED // self.stage)
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory: the ring, its barriers and those of turns, and 1 KiB to align it."""
-        return self.stages * (128 * (self.rows + self.columns) + 16) + 16 + 1024
+        return self.stages * (self.stage + 16) + 16 + 1024
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -133,7 +140,7 @@ class Plan(NamedTuple):
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
             f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
             f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
-            f"-DFP8={int(self.fp8)}", f"-DALTERNATE={int(self.alternate)}", f"-DGROUPED={int(self.grouped)}",
+            f"-DFP8={int(self.fp8)}", f"-DALTERNATE={int(self.alternate)}", f"-DSKEW={self.skew}", f"-DGROUPED={int(self.grouped)}",
             f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 
@@ -142,13 +149,14 @@ class Plan(NamedTuple):
 def plan(
     m: int, n: int, rows: int, columns: int, cooperate: bool = False, shares: str = "w", cluster: int = 1,
     sms: int = 132, f: int = NONE, parts: int = 1, fp8: bool = False, alternate: bool = False,
+    skew: int = 0,
 ) -> Plan:  # fmt: skip
     """Return the plan for results [m, n] of so many weights, or of two with SWIGLU, on a chip with so many SMs."""
     down = -(-m // rows)
     right = -(-2 * n // columns) if f in (SWIGLU, SWIGLU_FP8) else parts * -(-n // columns)
     tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
     grid = cluster * min(tiles, sms // cluster)
-    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid, fp8, alternate)
+    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid, fp8, alternate, skew)
 
 
 def fits(params: dict[str, Any], f: int) -> bool:
