@@ -244,7 +244,7 @@ def _triton(
 
 
 ROWS = 128  # of a tile of the products of prompts
-TILE = {"rows": ROWS, "columns": 256, "cooperate": True, "shares": "x", "cluster": 2}
+TILE = {"rows": ROWS, "columns": 256, "cooperate": True}
 
 
 def _supports_tiled(

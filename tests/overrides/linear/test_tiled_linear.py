@@ -118,8 +118,8 @@ def blocks(m: int, n: int, k: int, by_column: bool, device: str = "cpu") -> tupl
 @pytest.mark.parametrize(
     ("m", "n", "k", "params"),
     [
-        (300, 160, 400, {**SQUARE, "rows": 256, "skew": 2}),  # tiles and blocks of scales that end past the matrices
-        (150, 288, 144, {**SQUARE, "shares": "x", "cluster": 2, "alternate": True}),
+        (300, 160, 400, {**SQUARE, "rows": 256}),  # tiles and blocks of scales that end past the matrices
+        (150, 288, 144, {**SQUARE, "shares": "x", "cluster": 2}),
         pytest.param(150, 160, 272, {**SQUARE, "columns": 64, "cluster": 2}, marks=pytest.mark.slow),
         pytest.param(150, 352, 272, WIDE, marks=pytest.mark.slow),
     ],
@@ -140,7 +140,7 @@ def test_emulated_kernel_of_float8_blocks_matches_float64(
     ("f", "n", "params"),
     [
         (tiled.NONE, 160, {**SQUARE, "shares": "x", "cluster": 2}),
-        (tiled.SWIGLU_FP8, 512, {**WIDE, "shares": "x", "cluster": 2, "skew": 1}),
+        (tiled.SWIGLU_FP8, 512, WIDE),
         pytest.param(tiled.NONE, 160, WIDE, marks=pytest.mark.slow),
     ],
 )
@@ -344,6 +344,11 @@ def test_every_set_that_rotates_matches_float64(halves: bool, parts: int) -> Non
                 params,
                 images,
             )
+
+
+def test_few_float8_rows_have_narrow_tiles() -> None:
+    assert tiled.choose_fp8(128, 4096, 7168)["columns"] == 64
+    assert tiled.choose_fp8(8192, 7168, 16384) == WIDE
 
 
 def test_unsupported_float8_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

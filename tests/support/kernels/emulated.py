@@ -36,7 +36,7 @@ BODIES = {
     "or_to": "return __atomic_fetch_or(ticket, value, __ATOMIC_ACQ_REL);",
     "look_at": "return __atomic_load_n(ticket, __ATOMIC_ACQUIRE);",
     "load_part": "return *at;",
-    "copy_number": "memcpy(at(to), from, 4);",
+    "copy_number": "*to = *from;",
     "widen": "const u32 wide = (u32)bits << 16; float f; memcpy(&f, &wide, 4); return f;",
     "narrow": "auto half = [](float f) { u32 b; memcpy(&b, &f, 4); return (b + 0x7fff + (b >> 16 & 1)) >> 16; };"
     " return half(low) | half(high) << 16;",

@@ -26,11 +26,6 @@ BODIES = {
     "load_w": "copy(to, map.opaque, column, row, barrier, SHARE_W);",
     "cluster_begins": "arrive_at_cluster(), wait_for_cluster();",
     "cluster_ends": "arrive_at_cluster(), wait_for_cluster();",
-    "copy_number": "memcpy(at(to), from, 4);",
-    "arrive_when_copied": "count(barrier, 1, 0), changes.held++;",
-    "load_number": "float v; memcpy(&v, at(from), 4); return v;",
-    "take_turn": "meets(turns_of_blocks[rank_of_block()][group]);",
-    "give_turn": "arrive_at(turns_of_blocks[rank_of_block()][group]);",
     "rank_in_cluster": "return rank_of_block();",
     "begin_multiply": "__syncwarp();",
     "commit_multiply": "",
@@ -46,7 +41,6 @@ BODIES = {
 BEFORE = """#include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
 static Meeting changes;  // of barriers
-static Meeting turns_of_blocks[CLUSTER][4];
 
 // Of a tensor map: its address, rows, columns, stride, rows of a box, and whether 32 rows are 4 x 4 pairs to transpose.
 static void copy(uint32_t to, const unsigned long long* map, int column, int row, uint32_t barrier, bool to_all) {
@@ -153,7 +147,6 @@ int main(int, char** names) {
     gridDim.x = grid;
     for (int block = 0; block < grid; block += CLUSTER) {
         memset(shared_memory, 0xff, sizeof shared_memory);
-        for (auto& turns : turns_of_blocks) for (Meeting& turn : turns) turn = {256};
         run_cluster(CLUSTER, block, THREADS, one);
     }
     FILE* to = fopen(names[2], "wb");

@@ -28,10 +28,6 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
     }
 }
 
-__device__ __forceinline__ void copy_number(u32 to, const float* from) {  // asynchronously
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
 __device__ __forceinline__ float widen(u16 bits) {
 #if BF16
     return __uint_as_float((u32)bits << 16);

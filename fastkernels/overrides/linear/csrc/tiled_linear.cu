@@ -22,7 +22,8 @@
 //
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
 // share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
-// 5: rotation of pairs that are 32 channels apart, 6: of neighbors, 7: 4 in float8 with a scale for 128 columns), FP8, BF16 (the result).
+// 5: rotation of pairs that are 32 channels apart, 6: of neighbors, 7: 4 in float8
+// with a scale for 128 columns), FP8, GROUPED, BF16 (the result).
 // multiply() precedes this file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
@@ -32,7 +33,7 @@ struct Turns { const u16 *cosines, *sines; int row, tokens, prefix, turned; };  
 
 struct Scales { const float *x, *w; int x_token, x_block, w_row, w_block; };  // strides by token or 128 rows, by 128 columns
 // experts: of each BM rows; total: rows in use; pairs: where rows of results go (null: to their own place), times weights.
-// scales, column: of float8 results, and numbers from one block of columns' to the next one's; up: rows between gate and up.
+// scales, column, powers_of_2: of float8 results, numbers from one block of columns' to the next one's, rounded up.
 struct Groups { const int *experts, *total, *pairs; const float* weights; float* scales; int E, n_pairs, column, powers_of_2; };
 
 constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
@@ -48,8 +49,7 @@ constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
 constexpr int AT_ONCE = FP8 && BN > 128 ? 128 : BN, HALVES = BN / AT_ONCE;  // columns of a multiplication, which share a scale
-constexpr int S_STAGE = FP8 ? 4 * (BM + 4) : 0;  // scales: of rows of x, of one or two blocks of W
-constexpr bool MANY = !FP8 && ATOMS * SUMS >= 160;  // sums: the two warpgroups have all registers but a few
+constexpr bool MANY = ATOMS * SUMS + FP8 * AT_ONCE / 2 >= 160;  // sums: the two warpgroups have all registers but a few
 constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
 static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
 static_assert(X_SLICE % 8 == 0 && W_BOX % 32 == 0, "slices begin where the swizzle and blocks of columns do");
@@ -94,21 +94,6 @@ __device__ __forceinline__ void cluster_begins() {  // after the fence of its ba
 
 __device__ __forceinline__ void cluster_ends() {  // not while a block reads into another one or arrives there
     if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
-}
-
-// Named barriers of the two warpgroups' threads: one waits for its own, and the other one arrives there.
-__device__ __forceinline__ void take_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group) : "memory"); }
-
-__device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group) : "memory"); }
-
-__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ float load_number(u32 from) {
-    float v;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
-    return v;
 }
 
 __device__ __forceinline__ int rank_in_cluster() {
@@ -207,7 +192,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     const int n_count = SHARE_W ? n_tiles : (n_tiles + CLUSTER - 1) / CLUSTER;
     const int tiles = m_count * n_count, first = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
     const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + STAGES * X_STAGE;
-    const u32 s_ring = w_ring + STAGES * W_STAGE, full = s_ring + STAGES * S_STAGE, empty = full + 8 * STAGES, turns = empty + 8 * STAGES;
+    const u32 full = w_ring + STAGES * W_STAGE, empty = full + 8 * STAGES, turns = empty + 8 * STAGES;
     auto place = [&](int tile, int& row, int& column, int& part) {
         const int band = tile / (GROUP * n_count), in_band = tile % (GROUP * n_count), height = min(GROUP, m_count - band * GROUP);
         const int m = band * GROUP + in_band % height, n = SHARE_W ? in_band / height : in_band / height * CLUSTER + rank;
@@ -218,7 +203,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     if (thread == 0) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         for (int i = 0; i < PARTS; i++) asm volatile("prefetch.tensormap [%0];" ::"l"(&weights.of[i]) : "memory");
-        for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, FP8 ? 33 : 1), make_barrier(empty + 8 * s, 4 * (1 + COOPERATE) * CLUSTER);
+        for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 4 * (1 + COOPERATE) * CLUSTER);
         make_barrier(turns, 4), make_barrier(turns + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -259,40 +244,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 }
             }
         }
-#if FP8
-        if (thread / 32 == 1) {  // this warp copies scales
-            asm volatile("griddepcontrol.wait;" ::: "memory");
-            int row, column, part, stage = 0;
-            u32 parity = 1;
-            for (int tile = first; tile < tiles; tile += clusters) {
-                place(tile, row, column, part);
-                if (left_out(row)) continue;
-                const int of_w = min(column / 128 + (GATED ? 0 : lane % HALVES), (N - 1) / 128);
-                const float* w = scales.w + scales.w_row * ((N + 127) / 128 *
-                    (long long)(GATED ? 2 * expert_of(row) + lane % HALVES : expert_of(row)) + of_w);
-                for (int piece = 0; piece < pieces; piece++) {
-                    const u32 to = s_ring + stage * S_STAGE + 4 * lane;
-                    const float* x = scales.x + (long long)piece * scales.x_block;
-                    wait(empty + 8 * stage, parity);
-#pragma unroll 1  // few registers
-                    for (int i = 0; i < BM; i += 32)
-                        copy_number(to + 4 * i, x + (long long)min(row + lane + i, M - 1) * scales.x_token);
-                    if (lane < HALVES) copy_number(to + 4 * BM, w + (long long)piece * scales.w_block);
-                    arrive_when_copied(full + 8 * stage);
-                    if (++stage == STAGES) stage = 0, parity ^= 1;
-                }
-            }
-            asm volatile("cp.async.wait_all;" ::: "memory");
-        }
-#endif
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MANY ? 240 : 232) : "memory");
         asm volatile("griddepcontrol.wait;" ::: "memory");
         const int quad = lane % 4, row_of_thread = thread % 128 / 32 * 16 + lane / 4;
         const int own_rows = COOPERATE ? (group - 1) * ROWS : 0;  // of a tile
         int piece = 0;  // of all that the ring will have held
-        if (FP8 && ALTERNATE && group == 2) give_turn(1);
-        bool begun = false;
         for (int tile = first, i = 0; tile < tiles; tile += clusters, i++) {
             if (!COOPERATE && i % 2 != group - 1) {
                 piece += pieces;
@@ -301,6 +258,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             int row, column, part;
             place(tile, row, column, part);
             if (left_out(row)) continue;
+            const int expert = expert_of(row);
             row += own_rows;
             int stage = piece % STAGES, used = -1;
             u32 parity = piece / STAGES & 1;
@@ -318,33 +276,44 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             };
             if (!COOPERATE) wait(turns + 8 * (i % 2), (i + 1) / 2 - 1 & 1);
 #if FP8
-            float fresh[AT_ONCE / 2];
-            if (SKEW && !begun && group == 2) take_turn(3);
+            const float *w_scale[HALVES], *x_scale[PLACES];
+            float next[PLACES + HALVES], fresh[AT_ONCE / 2];
+#pragma unroll
+            for (int h = 0; h < HALVES; h++)
+                w_scale[h] = scales.w + (long long)((N + 127) / 128 * (GATED ? 2 * expert + h : expert) +
+                                                    min(column / 128 + (GATED ? 0 : h), (N - 1) / 128)) * scales.w_row;
+#pragma unroll
+            for (int i = 0; i < PLACES; i++) x_scale[i] = scales.x + (long long)min(row_of(i), M - 1) * scales.x_token;
+            auto read_scales = [&](int k) {
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) next[i] = x_scale[i][k * scales.x_block];
+#pragma unroll
+                for (int h = 0; h < HALVES; h++) next[PLACES + h] = w_scale[h][k * scales.w_block];
+            };
+            read_scales(0);
             for (int k = 0; k < pieces; k++) {
+                float by[HALVES][PLACES];
+#pragma unroll
+                for (int i = 0; i < HALVES * PLACES; i++) by[i / PLACES][i % PLACES] = next[i % PLACES] * next[PLACES + i / PLACES];
+                read_scales(min(k + 1, pieces - 1));
                 wait(full + 8 * stage, parity);
-                const u32 x_scales = s_ring + stage * S_STAGE + 4 * (own_rows + row_of_thread), w_scales = s_ring + stage * S_STAGE + 4 * BM;
                 const u64 a = descriptor(x_ring + stage * X_STAGE + 128 * own_rows), b = descriptor(w_ring + stage * W_STAGE);
 #pragma unroll
                 for (int i = 0; i < ATOMS * HALVES; i++) {
                     const int atom = i / HALVES, half = i % HALVES;
-                    if (ALTERNATE) take_turn(group);
                     begin_multiply();
 #pragma unroll
                     for (int step = 0; step < 4; step++)  // 32 of K are 32 bytes
                         multiply(fresh, a + (8192 * atom + 32 * step) / 16, b + (128 * AT_ONCE * half + 32 * step) / 16, step);
                     commit_multiply();
-                    if (ALTERNATE) give_turn(3 - group);
-                    const float of_w = load_number(w_scales + 4 * half);
-                    const float by[2] = {of_w * load_number(x_scales + 256 * atom), of_w * load_number(x_scales + 256 * atom + 32)};
                     finish_multiply<0>();
                     if (i == ATOMS * HALVES - 1) release(stage);
 #pragma unroll
                     for (int s = 0; s < AT_ONCE / 2; s++) asm volatile("" : "+f"(fresh[s])::"memory");  // not read earlier
 #pragma unroll
                     for (int s = 0; s < AT_ONCE / 2; s++)
-                        sums[atom][AT_ONCE / 2 * half + s] += by[s / 2 % 2] * fresh[s];
+                        sums[atom][AT_ONCE / 2 * half + s] += by[half][2 * atom + s / 2 % 2] * fresh[s];
                 }
-                if (SKEW && !begun && group == 1 && k == min(SKEW, pieces) - 1) give_turn(3);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
 #else
@@ -365,7 +334,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
 #endif
-            begun = true;
             auto bias_of = [&](int block) { return eight(biases_of.of[part], inside(block), 0); };
             uint4 biases = bias_of(0);
 #if BEHIND == 4

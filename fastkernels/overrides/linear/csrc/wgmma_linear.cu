@@ -77,6 +77,11 @@ __device__ __forceinline__ u32 parts_to_add(u32* ticket, int split, int tries) {
 }
 
 #if SCALES
+// Copies a number asynchronously: see arrive_when_copied.
+__device__ __forceinline__ void copy_number(float* to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void arrive_when_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -180,12 +185,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
             for (int e = lane; e < CHUNKS * TOKENS; e += 32) {
                 const int c = e / TOKENS, token = e % TOKENS;
                 if (token < M)
-                    copy_number(shared_address(&x_scales[stage][c][token]),
+                    copy_number(&x_scales[stage][c][token],
                                 scales.x + (long long)token * scales.x_token + min(k * CHUNKS + c, last_k) * scales.x_block);
             }
             if (lane < 2 * CHUNKS) {
                 const int c = lane / 2, row = min(item / SPLITS * ROWS / 128 + lane % 2, last_row);
-                copy_number(shared_address(&w_scales[stage][c][lane % 2]),
+                copy_number(&w_scales[stage][c][lane % 2],
                             scales.w + (long long)row * scales.w_row + min(k * CHUNKS + c, last_k) * scales.w_block);
             }
             arrive_when_copied(x_full + 8 * stage);
