@@ -54,8 +54,8 @@ PARAMS: tuple[dict[str, Any], ...] = tuple(
     for shares, cluster in (("w", 1), ("w", 2), ("x", 2))
     if shares == "x" or columns // cluster % 32 == 0
 )  # fmt: skip
-# Of float8 tiles: us of 128 columns of K, and of the rest of a tile, a fit to 38 sizes on an H100, 2026-11-28. Its choice
-# takes 1.3% longer than the fastest of these in the mean. Clusters were not faster.
+# Of float8 tiles: us of 128 columns of K, and of the rest of a tile, a fit to 38 sizes on an H100, 2026-11-28. Its
+# choice takes 1.3% longer than the fastest of these in the mean. Clusters were not faster.
 FP8_COST = {
     (256, 128): (0.80, 3.5), (128, 256): (0.78, 3.4), (128, 128): (0.52, 1.3), (128, 64): (0.41, 0.2),
 }  # fmt: skip
