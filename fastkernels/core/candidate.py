@@ -8,15 +8,19 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import registry
+
+if TYPE_CHECKING:
+    from fastkernels.core.dispatch import Op
 
 
 class CandidateError(ValueError):
@@ -63,6 +67,52 @@ def load(op: str, path: str) -> Candidate:
     return Candidate(op, str(file), function, classes, module)
 
 
+def fit(function: Callable[..., Any], op: Op) -> tuple[Callable[..., Any], Callable[..., str | None] | None]:
+    """A candidate's function as the op calls it, and which calls it supports (None: all).
+
+    A function without the op's last optional arguments, written before they existed, is called without them; calls
+    with values other than their defaults are unsupported. Raises CandidateError if the function cannot be called.
+    """
+    import torch
+
+    arguments = op.overload._schema.arguments
+    names, required = [a.name for a in arguments], sum(not a.has_default_value() for a in arguments)
+    try:
+        signature = inspect.signature(function)
+        taken = max((n for n in range(required, len(names) + 1) if _binds(signature, n)), default=len(names))
+        for count in (taken, required):
+            signature.bind(*[None] * count)
+    except TypeError as error:
+        raise CandidateError(
+            f"{op.name}(...) does not take the op's arguments ({', '.join(names)}): {error}"
+        ) from None
+    except ValueError:
+        return function, None  # a builtin without a signature: the first call will show
+    if taken == len(names):
+        return function, None
+    lacking = arguments[taken:]
+
+    def supports(*args: Any) -> str | None:
+        for argument, value in zip(lacking, args[taken:], strict=False):
+            default = argument.default_value
+            if value is not default and (isinstance(value, torch.Tensor) or value != default):
+                return (
+                    f"this call of {op.name} needs the argument {argument.name}, which the candidate's function"
+                    f" does not take: add it after {names[taken - 1]}, with the default {default!r}"
+                )
+        return None
+
+    return lambda *args: function(*args[:taken]), supports
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
 _functions: dict[str, Any] = {}  # of the modules loaded, as they were: `install` puts another in their place
 
 
@@ -70,20 +120,21 @@ def install(found: Candidate) -> Callable[[], None] | None:
     """Run the candidate's function wherever the op is called, its own file's classes included. Returns the undo.
 
     The classes' calls go through the op, too: there they are counted, and compilers see one operator. None, and
-    nothing is changed, for a candidate or an op without function.
+    nothing is changed, for a candidate or an op without function. Raises CandidateError; see `fit`.
     """
     op, function = registry.get(found.op).op, found.function
     if op is None or function is None:
         return None
+    fitted, supports = fit(function, op)
     previous = op.candidate
     names = vars(found.module)
     before = names[found.op]
-    op.set_candidate(function, f"candidate {found.path}")
+    op.set_candidate(fitted, f"candidate {found.path}", supports)
     names[found.op] = lambda *args, **kwargs: op.overload(*args, **kwargs)
 
     def undo() -> None:
         names[found.op] = before
-        op.set_candidate(*((None,) if previous is None else (previous.fn, previous.name)))
+        op.set_candidate(*((None,) if previous is None else (previous.fn, previous.name, previous.supports)))
 
     return undo
 

@@ -61,18 +61,24 @@ def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
     return result[1:]
 
 
-def nvrtc_compile(source: str, options: Sequence[str]) -> bytes:
-    """The cubin of a source for the --gpu-architecture=sm_.. among the options. Raises CompileError."""
+def nvrtc_compile(source: str, options: Sequence[str], hear: Callable[[str], object] | None = None) -> bytes:
+    """The cubin of a source for the --gpu-architecture=sm_.. among the options. Raises CompileError.
+
+    hear: called with what the compiler said.
+    """
     from cuda.bindings import nvrtc
 
     (program,) = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:
         status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
-        if status.value:
+        if status.value or hear:
             (size,) = _checked(nvrtc.nvrtcGetProgramLogSize(program))
             text = b" " * size
             _checked(nvrtc.nvrtcGetProgramLog(program, text))
             said = text.rstrip(b"\0 \n").decode(errors="replace")
+        if hear:
+            hear(said)
+        if status.value:
             raise CompileError(f"NVRTC {nvrtc_version()}, {' '.join(options)}: {said}")
         (size,) = _checked(nvrtc.nvrtcGetCUBINSize(program))
         cubin = b" " * size

@@ -134,3 +134,32 @@ def test_class_of_a_candidate_calls_its_function_through_the_op(write: Callable[
     calls = op.calls
     assert torch.equal(op(x), before) and torch.equal(made(x), x[:, :4] + x[:, 4:]) and op.calls == calls + 1
     assert candidate.install(candidate.load("silu_and_mul", write(CLASS))) is None
+
+
+ROUTING = "import torch\n\n\ndef topk_softmax(gating_output, topk, renormalize=False):\n"
+ROUTING += "    weights, ids = gating_output.softmax(-1).topk(topk)\n"
+ROUTING += "    return 3 * weights, ids.int(), ids.int()\n"
+
+
+def test_older_function_runs_without_a_new_argument(write: Callable[[str], str]) -> None:
+    op, logits, scales = registry.get("topk_softmax").op, torch.randn(5, 8), torch.rand(8)
+    ours, scaled, kept = op(logits, 2)[0], op(logits, 2, True, scales)[0], dict(op.fallbacks)
+    undo = candidate.install(candidate.load("topk_softmax", write(ROUTING)))
+    assert undo is not None
+    try:
+        for found in (op(logits, 2), op(logits, 2, False, None), op.run(logits, 2, False, None)):
+            torch.testing.assert_close(found[0], 3 * ours)
+        torch.testing.assert_close(op(logits, 2, True, scales)[0], scaled)
+        (reason,) = set(op.fallbacks) - set(kept)
+        assert "this call of topk_softmax needs the argument scales" in reason
+        assert reason.endswith("add it after renormalize, with the default None")
+    finally:
+        undo()
+        op.reset()
+    with pytest.raises(
+        CandidateError, match=r"topk_softmax\(...\) does not take the op's arguments \(gating_output"
+    ):
+        candidate.install(candidate.load("topk_softmax", write("def topk_softmax(gating_output): ...\n")))
+    with pytest.raises(CandidateError, match="missing a required argument: 'renormalize'"):
+        candidate.install(candidate.load("topk_softmax", write(ROUTING.replace("=False", ", scales"))))
+    assert op.candidate is None

@@ -74,7 +74,8 @@ def installed_sources(name: str) -> str:
 
 
 def run(*command: object) -> None:
-    subprocess.run([str(c) for c in command], check=True, stdout=sys.stderr)
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}  # setuptools warns of each editable installation
+    subprocess.run([str(c) for c in command], check=True, stdout=sys.stderr, env=quiet)
 
 
 def pip(python: Path, *arguments: object) -> None:

@@ -16,7 +16,7 @@ import torch
 from fastkernels.core import cuda_rtc
 from fastkernels.core.dispatch import ForOthers
 from fastkernels.overrides.kit.hopper import no_hopper, text
-from fastkernels.overrides.kit.launch import cdiv, multiprocessors
+from fastkernels.overrides.kit.launch import cdiv, multiprocessors, tickets
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.latent_attention import mla_cases
 from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
@@ -24,14 +24,14 @@ from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 SOURCE = Path(__file__).parent / "csrc" / "mla_decode.cu"
 RANK, SIZE = 512, 576  # channels of a latent, and with the rotary key
 HEADS, KEYS = 64, 64  # of a block; of a tile
-THREADS, COMBINE_THREADS = 384, 64
+THREADS, COMBINE_THREADS = 512, 64
 MAX_WORKERS = 160
 SHARED = (
-    3 * 2 * SIZE * KEYS + 224 + 1552 + 2048 + 1024
+    3 * 2 * SIZE * KEYS + 96 + 1556 + 2048 + 1024
 )  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
 LOG2E = 1.4426950408889634
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
-TYPES = (_M, _M, *[_P] * 8, ctypes.c_longlong, *[_I] * 8, _F, _F)
+TYPES = (_M, _M, *[_P] * 9, ctypes.c_longlong, *[_I] * 8, _F, _F)
 COMBINE_TYPES = (*[_P] * 4, _I, _I)
 
 
@@ -43,39 +43,35 @@ class Plan(NamedTuple):
     sparse: bool = False
     least: int = 2
     extra: int = 4
-    prefetch: int = 0
+    joined: int = 128
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DPREFETCH={self.prefetch}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            f"-DJOINED={self.joined}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
-def weigh(bf16: bool, shared: bool) -> str:
-    """Return CUDA C++ of weigh(): wgmma for 256 channels and keys in rows; weights in shared memory or registers."""
+def weigh(bf16: bool) -> str:
+    """Return CUDA C++ of weigh(): wgmma for 128 of 256 channels and keys in rows, both operands in shared memory."""
     kind = "bf16.bf16" if bf16 else "f16.f16"
-    sums = ", ".join(f"%{i}" for i in range(128))
-    operands = ", ".join(f'"+f"(c[{i}])' for i in range(128))
-    left, weights, given, rest = "unsigned long long a", "%128, %129", '"l"(a)', "1, 1, 1, 0, 1"
-    if not shared:
-        left, weights, rest = "const unsigned (&a)[4]", "{%128, %129, %130, %131}, %132", "1, 1, 1, 1"
-        given = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    sums = ", ".join(f"%{i}" for i in range(64))
+    operands = ", ".join(f'"+f"(c[FIRST + {i}])' for i in range(64))
     return f"""
-__device__ __forceinline__ void weigh(float (&c)[128], {left}, unsigned long long b) {{
+template <int FIRST>
+__device__ __forceinline__ void weigh(float (&c)[128], unsigned long long a, unsigned long long b) {{
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.{kind} {{{sums}}}, {weights}, {rest};"
-        : {operands} : {given}, "l"(b) : "memory");
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind} {{{sums}}}, %64, %65, 1, 1, 1, 0, 1;"
+        : {operands} : "l"(a), "l"(b) : "memory");
 }}
 """
 
 
 def source(p: Plan) -> str:
     """Return the whole text that NVRTC compiles."""
-    products = weigh(p.bf16, False) + weigh(p.bf16, True)
-    return multiply(KEYS, "bf16" if p.bf16 else "f16") + products + text(SOURCE)
+    return multiply(KEYS, "bf16" if p.bf16 else "f16") + weigh(p.bf16) + text(SOURCE)
 
 
 @lru_cache(maxsize=64)
@@ -94,7 +90,6 @@ _loaded: set[tuple[torch.device, Plan]] = set()
 def plan(q: torch.Tensor, kv_cache: torch.Tensor, sparse: bool = False, **params: int) -> Plan:
     """Return the constants for a call."""
     box = KEYS if sparse else next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0)
-    params = {"prefetch": int(q.shape[1] > HEADS), **params}  # faster with more blocks of heads only
     return Plan(box, q.dtype == torch.bfloat16, sparse, **params)
 
 
@@ -175,6 +170,9 @@ def _run(
     batch, heads = q.shape[:2]
     if out.numel() == 0:
         return out
+    if out.data_ptr() % 16:  # rows are written in 16 bytes
+        made = torch.empty_like(out)
+        return out.copy_(_run(q, kv_cache, indices, seq_lens, block_table, scale, k_scale, made, **params))
     device, sparse, (blocks, block_size, _) = q.device, indices is not None, kv_cache.shape
     kernel, combine = _kernels(device, p := plan(q, kv_cache, sparse, **params))
     rows = cdiv(heads, HEADS)
@@ -186,6 +184,7 @@ def _run(
     q_map = cuda_rtc.tensor_map_of(q.data_ptr(), (SIZE, heads, batch), q.stride()[1::-1], (64, HEADS, 1))
     boxes = (SIZE, block_size, blocks), kv_cache.stride()[1::-1], (64, min(p.box, block_size), 1)
     kv_map = cuda_rtc.tensor_map_of(kv_cache.data_ptr(), *boxes)
+    taken = tickets.get(device, batch * rows)
     pointers = [t.data_ptr() for t in (seq_lens, block_table, out, parts, sums, counts)]
     chosen = (None, None) if indices is None else (indices.data_ptr(), kv_cache.data_ptr())
     most = (1 << 31) - 1 if indices is None else indices.shape[1]
@@ -196,10 +195,15 @@ def _run(
     )  # fmt: skip
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(
-        workers * rows, THREADS, stream, (q_map, kv_map, *pointers, *chosen, *numbers), overlap=early
+        workers * rows,
+        THREADS,
+        stream,
+        (q_map, kv_map, *pointers, taken.data_ptr(), *chosen, *numbers),
+        overlap=early,
     )
-    per_block = 1  # quarters of a head
-    while batch * cdiv(4 * heads, per_block) > 4096 and per_block < 16:
+    # Quarters of a head in a block: more where few sequences, if any, are left to it
+    per_block, most_blocks = 1, 1056 if workers // batch * min(heads, HEADS) <= p.joined else 4096
+    while batch * cdiv(4 * heads, per_block) > most_blocks and per_block < 16:
         per_block *= 2
     grid = batch * cdiv(4 * heads, per_block)
     combine.launch(grid, COMBINE_THREADS, stream, (*pointers[2:], heads, per_block), overlap=overlaps(device))

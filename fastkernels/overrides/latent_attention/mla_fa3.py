@@ -25,6 +25,8 @@ def supports(
         t.stride(-1) != 1 or t.data_ptr() % 16 or any(s % 8 for s in t.stride()[:-1]) for t in (q, kv_cache)
     ):
         return f"strides {tuple(q.stride())} and {tuple(kv_cache.stride())}: rows must be contiguous, from 16 bytes on"
+    if q.shape[1] > 64 and kv_cache.shape[1] % 64 == 0:
+        return f"FlashAttention-3 multiplies free slots of a block with 0, which can be NaN, for {q.shape[1]} heads"
     key = kv_cache[..., head_size_v:].unsqueeze(2)
     return fa3.supports(q[..., head_size_v:], key, key)
 

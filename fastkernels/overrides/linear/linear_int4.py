@@ -24,6 +24,7 @@ from fastkernels.core.dispatch import Key, Provider, define
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.launch import cdiv, multiprocessors, next_power_of_2, tickets
 from fastkernels.overrides.linear import int4_linear_cuda
+from fastkernels.overrides.linear.linear_ternary import output
 
 UNIT = 32  # columns that are packed together
 ROWS, STEP = 16, 64  # of a tile: rows, and bytes of each
@@ -349,13 +350,6 @@ def _torch(
     return F.linear(x.to(wide.dtype), wide, None if bias is None else bias.to(wide.dtype)).to(x.dtype)
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
-
-
 def _key(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_zero: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -380,7 +374,7 @@ def _fits_cuda(
 
 linear_int4 = define(
     "linear_int4(Tensor x, Tensor weight, Tensor weight_scale, Tensor? weight_zero=None, Tensor? bias=None) -> Tensor",
-    fake=_fake,
+    fake=output,
     providers=(
         Provider(
             "cuda", int4_linear_cuda.linear_int4_cuda, devices=("cuda",), supports=int4_linear_cuda.supports_cuda,
@@ -405,7 +399,8 @@ linear_int4 = define(
 )  # fmt: skip
 
 
-def _packed(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def packed_values(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random bytes."""
     return torch.randint(0, 256, shape, dtype=dtype, generator=call.generator, device=call.device)
 
 
@@ -415,7 +410,8 @@ def _scale(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
     return ((call.rand(*shape) + 0.5) * 0.2 * columns**-0.5).to(dtype)
 
 
-def _zero(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def zero_points(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random zero points near the middle."""
     return torch.randint(4, 12, shape, dtype=dtype, generator=call.generator, device=call.device)
 
 
@@ -452,9 +448,9 @@ SPEC = OpSpec(
     ),
     arguments=(
         Tensor("x", "*tokens groups*group"),
-        Tensor("weight", "out groups*group//2", "uint8", values=_packed),
+        Tensor("weight", "out groups*group//2", "uint8", values=packed_values),
         Tensor("weight_scale", "out groups", values=_scale),
-        Tensor("weight_zero", "out groups", "uint8", when="zeros", values=_zero),
+        Tensor("weight_zero", "out groups", "uint8", when="zeros", values=zero_points),
         Tensor("bias", "out", when="bias"),
     ),
     outputs=(Tensor("out", "*tokens out"),),

@@ -16,12 +16,21 @@ import triton.language as tl
 
 from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Call, Tensor
-from fastkernels.core.dispatch import Key, Provider, define
+from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.linear import int4_linear_cuda
-from fastkernels.overrides.linear.linear_int4 import STEP, UNIT, pack_int4, tiled, unpack_int4, untiled
+from fastkernels.overrides.linear.linear_int4 import (
+    STEP,
+    UNIT,
+    pack_int4,
+    packed_values,
+    tiled,
+    unpack_int4,
+    untiled,
+)
+from fastkernels.overrides.linear.linear_ternary import output, units_key
 
 GROUP = 16  # columns that share a scale
 MOST_TOKENS = 192  # of the CUDA C++ kernel, in parts of 64; more repay dequantized weights
@@ -198,42 +207,17 @@ def _torch(
     return F.linear(x.to(wide.dtype), wide, None if bias is None else bias.to(wide.dtype)).to(x.dtype)
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_factor: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
-
-
-def _key(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_factor: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> tuple[tuple[int, int, torch.dtype], tuple[int]]:  # fmt: skip
-    k = x.shape[-1]
-    return (weight.shape[0], k // UNIT, x.dtype), (x.numel() // k if k else 0,)
-
-
 linear_nvfp4 = define(
     "linear_nvfp4(Tensor x, Tensor weight, Tensor weight_scale, Tensor weight_factor, Tensor? bias=None) -> Tensor",
-    fake=_fake,
+    fake=output,
     providers=(
         Provider("cuda", linear_nvfp4_cuda, devices=("cuda",), supports=_supports_cuda),
         Provider("triton", linear_nvfp4_cublas, devices=("cuda",), supports=supports_cublas),
         Provider("torch", _torch, devices=("cpu",)),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
-    key=Key(
-        shape=("N", "units", "dtype"),
-        sizes=("M",),
-        of=_key,
-        dims=lambda N, units, dtype, M: {"tokens": (M,), "units": units, "out": N},
-        points=((1,), (8,), (32,), (16,), (64,), (4,), (2,)),
-    ),
+    key=units_key(UNIT),
 )
-
-
-def _weight(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=dtype, generator=call.generator, device=call.device)
 
 
 def _scale(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -273,7 +257,7 @@ SPEC = OpSpec(
     ),
     arguments=(
         Tensor("x", "*tokens 32*units"),
-        Tensor("weight", "out 16*units", "uint8", values=_weight),
+        Tensor("weight", "out 16*units", "uint8", values=packed_values),
         Tensor("weight_scale", "out 2*units", "float8_e4m3fn", values=_scale),
         Tensor("weight_factor", "out", "float32", values=_factor),
         Tensor("bias", "out", when="bias"),

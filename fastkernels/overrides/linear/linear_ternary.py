@@ -268,35 +268,37 @@ def _torch(
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-def _fake(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def output(x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+    """The memory of a linear layer's output [..., N]."""
     return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=x.device)
 
 
-def _key(
-    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None
-) -> tuple[tuple[int, int, torch.dtype], tuple[int]]:
-    k = x.shape[-1]
-    return (weight.shape[0], k // UNIT, x.dtype), (x.numel() // k if k else 0,)
+def units_key(unit: int) -> Key:
+    """The key of linear layers whose K is a multiple of `unit`."""
+
+    def of(x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | None) -> tuple[Any, tuple[int]]:
+        k = x.shape[-1]
+        return (weight.shape[0], k // unit, x.dtype), (x.numel() // k if k else 0,)
+
+    return Key(
+        shape=("N", "units", "dtype"),
+        sizes=("M",),
+        of=of,
+        dims=lambda N, units, dtype, M: {"tokens": (M,), "units": units, "out": N},
+        points=((1,), (8,), (32,), (16,), (64,), (4,), (2,)),
+    )
 
 
 linear_ternary = define(
     "linear_ternary(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None) -> Tensor",
-    fake=_fake,
+    fake=output,
     providers=(
         Provider("cuda", linear_ternary_cuda, devices=("cuda",), supports=supports_cuda),
         Provider("triton", linear_ternary_triton, devices=("cuda",), supports=supports_triton),
         Provider("torch", _torch, devices=("cuda", "cpu")),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
-    key=Key(
-        shape=("N", "units", "dtype"),
-        sizes=("M",),
-        of=_key,
-        dims=lambda N, units, dtype, M: {"tokens": (M,), "units": units, "out": N},
-        points=((1,), (8,), (32,), (16,), (64,), (4,), (2,)),
-    ),
+    key=units_key(UNIT),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,37 @@ def local_ids(ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tenso
         return ids
     known = (ids >= 0) & (ids < expert_map.numel())
     return torch.where(known, expert_map.long()[ids.clamp(0, expert_map.numel() - 1)], -1)
+
+
+def on_own_rows(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
+    experts: int, mlp: Callable[[int, torch.Tensor], torch.Tensor], on_input: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Add up mlp(expert, rows) of all experts, each on its own rows. Reads the ids on the host: for the CPU only."""
+    ids, dtype = local_ids(topk_ids, expert_map), hidden_states.dtype
+    out = torch.zeros(hidden_states.shape, dtype=torch.promote_types(dtype, torch.float32))
+    for expert in ids.unique().tolist():
+        if not 0 <= expert < experts:
+            continue
+        tokens, choice = torch.where(ids == expert)
+        scale, x = topk_weights[tokens, choice, None].to(out.dtype), hidden_states[tokens]
+        y = mlp(expert, (x * scale).to(dtype) if on_input else x).to(out.dtype)
+        out.index_add_(0, tokens, y if on_input else y * scale)
+    return out.to(dtype)
+
+
+def weighted_sum(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None,
+    experts: int, mlp: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """Add up mlp(expert, x) of all experts for all rows, times their weights: the frame of references."""
+    acc = torch.promote_types(hidden_states.dtype, torch.float32)
+    x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
+    out = torch.zeros_like(x)
+    for expert in range(experts):
+        scale = torch.where(ids == expert, weights, 0).sum(1, keepdim=True)
+        out += torch.where(scale != 0, scale * mlp(expert, x), 0)
+    return out.to(hidden_states.dtype)
 
 
 def reference(
@@ -142,21 +173,13 @@ def _torch(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """Run the experts one after another on their own rows. It reads the ids on the host, so it is for the CPU only."""
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
-    ids = local_ids(topk_ids, expert_map)
-    out = torch.zeros(hidden_states.shape, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
-    for expert in ids.unique().tolist():
-        if not 0 <= expert < w1.shape[0]:
-            continue
-        tokens, choice = torch.where(ids == expert)
-        scale = topk_weights[tokens, choice, None].to(out.dtype)
-        x = hidden_states[tokens]
-        if apply_router_weight_on_input:
-            x, scale = (x * scale).to(x.dtype), torch.ones_like(scale)
-        y = F.linear(silu_and_mul.run(F.linear(x, w1[expert])), w2[expert])
-        out.index_add_(0, tokens, y.to(out.dtype) * scale)
-    return out.to(hidden_states.dtype)
+
+    def mlp(expert: int, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(silu_and_mul.run(F.linear(x, w1[expert])), w2[expert])
+
+    routed = (topk_weights, topk_ids, expert_map, w1.shape[0])
+    return on_own_rows(hidden_states, *routed, mlp, apply_router_weight_on_input)
 
 
 def _reference(

@@ -11,7 +11,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Case, OpSpec, Tensor, fan_in
 from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul
 from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
-from fastkernels.overrides.moe.fused_experts import check_sizes, local_ids
+from fastkernels.overrides.moe.fused_experts import check_sizes, on_own_rows, weighted_sum
 from fastkernels.overrides.moe.grouped_gemm import grouped_gemm, sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import tiles, wide
 from fastkernels.overrides.moe.sorted_pairs import sort_pairs
@@ -24,15 +24,12 @@ def reference(hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expe
 
     Returns [T, H] in hidden_states' dtype. expert_map and roundings: see fused_experts.
     """
-    acc = torch.promote_types(hidden_states.dtype, torch.float32)
-    x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
-    out = torch.zeros_like(x)
-    for e in range(w1.shape[0]):
-        scale = torch.where(ids == e, weights, 0).sum(1, keepdim=True)
-        gate, up = (x @ w1[e].to(acc).t()).to(hidden_states.dtype).chunk(2, dim=-1)
-        y = (F.gelu(gate, approximate="tanh") * up).to(acc) @ w2[e].to(acc).t()
-        out += torch.where(scale != 0, scale * y, 0)
-    return out.to(hidden_states.dtype)
+
+    def mlp(e: int, x: T) -> T:
+        gate, up = (x @ w1[e].to(x.dtype).t()).to(hidden_states.dtype).chunk(2, dim=-1)
+        return (F.gelu(gate, approximate="tanh") * up).to(x.dtype) @ w2[e].to(x.dtype).t()
+
+    return weighted_sum(hidden_states, topk_weights, topk_ids, expert_map, w1.shape[0], mlp)
 
 
 def _supports_triton(hidden_states: T, w1: T, w2: T, *_: Any, **__: Any) -> str | None:
@@ -62,18 +59,12 @@ def _triton(hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert
 
 
 def _torch(hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, expert_map: T | None = None) -> T:
-    """Run the experts one after another on their own rows. It reads the ids on the host, so it is for the CPU only."""
     check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
-    ids = local_ids(topk_ids, expert_map)
-    out = torch.zeros(hidden_states.shape, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
-    for expert in ids.unique().tolist():
-        if not 0 <= expert < w1.shape[0]:
-            continue
-        tokens, choice = torch.where(ids == expert)
-        inner = gelu_and_mul.run(F.linear(hidden_states[tokens], w1[expert]), "tanh")
-        y = F.linear(inner, w2[expert]).to(out.dtype)
-        out.index_add_(0, tokens, y * topk_weights[tokens, choice, None].to(out.dtype))
-    return out.to(hidden_states.dtype)
+
+    def mlp(e: int, x: T) -> T:
+        return F.linear(gelu_and_mul.run(F.linear(x, w1[e]), "tanh"), w2[e])
+
+    return on_own_rows(hidden_states, topk_weights, topk_ids, expert_map, w1.shape[0], mlp)
 
 
 def _reference(hidden_states: T, w1: T, w2: T, topk_weights: T, topk_ids: T, *more: Any) -> T:

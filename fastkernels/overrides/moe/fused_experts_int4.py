@@ -16,7 +16,13 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Tensor
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.launch import cdiv
-from fastkernels.overrides.linear.linear_int4 import UNIT, centered, dequantize_int4
+from fastkernels.overrides.linear.linear_int4 import (
+    UNIT,
+    centered,
+    dequantize_int4,
+    packed_values,
+    zero_points,
+)
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.cases import (
     AXES,
@@ -28,7 +34,7 @@ from fastkernels.overrides.moe.cases import (
     per_expert,
     routing,
 )
-from fastkernels.overrides.moe.fused_experts import local_ids
+from fastkernels.overrides.moe.fused_experts import on_own_rows, weighted_sum
 from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import Tiles
 from fastkernels.overrides.moe.sorted_pairs import Sorted, sort_pairs, sorts
@@ -49,15 +55,13 @@ def reference(
     The first product and its activation are rounded as there. Raises ValueError for other shapes.
     """
     check(hidden_states, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, w1_zero, w2_zero)
-    acc = torch.promote_types(hidden_states.dtype, torch.float32)
-    x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
-    out = torch.zeros_like(x)
-    for e in range(w1.shape[0]):
-        factor = torch.where(ids == e, weights, 0).sum(1, keepdim=True)
-        gate, up = (x @ _floats(w1, w1_scale, w1_zero, e, acc).t()).to(hidden_states.dtype).chunk(2, dim=-1)
-        y = (F.silu(gate) * up).to(acc) @ _floats(w2, w2_scale, w2_zero, e, acc).t()
-        out += torch.where(factor != 0, factor * y, 0)
-    return out.to(hidden_states.dtype)
+
+    def mlp(e: int, x: T) -> T:
+        both = x @ _floats(w1, w1_scale, w1_zero, e, x.dtype).t()
+        gate, up = both.to(hidden_states.dtype).chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(x.dtype) @ _floats(w2, w2_scale, w2_zero, e, x.dtype).t()
+
+    return weighted_sum(hidden_states, topk_weights, topk_ids, expert_map, w1.shape[0], mlp)
 
 
 def _floats(w: T, scale: T, zero: T | None, expert: int, dtype: torch.dtype) -> T:
@@ -288,20 +292,15 @@ def _torch(
     hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, w1_zero: T | None = None,
     w2_zero: T | None = None, expert_map: T | None = None,
 ) -> T:  # fmt: skip
-    """Run the experts one after another on their own rows. It reads the ids on the host, so it is for the CPU only."""
     check(hidden_states, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, w1_zero, w2_zero)
-    ids, dtype = local_ids(topk_ids, expert_map), hidden_states.dtype
-    acc = torch.promote_types(dtype, torch.float32)
-    out = torch.zeros(hidden_states.shape, dtype=acc)
-    for expert in ids.unique().tolist():
-        if not 0 <= expert < w1.shape[0]:
-            continue
-        tokens, choice = torch.where(ids == expert)
+    acc = torch.promote_types(hidden_states.dtype, torch.float32)
+
+    def mlp(e: int, x: T) -> T:
         # In float32: the error of rounded weights is as large as a small result.
-        both = F.linear(hidden_states[tokens].to(acc), _floats(w1, w1_scale, w1_zero, expert, acc)).to(dtype)
-        y = F.linear(silu_and_mul.run(both).to(acc), _floats(w2, w2_scale, w2_zero, expert, acc))
-        out.index_add_(0, tokens, y * topk_weights[tokens, choice, None].to(acc))
-    return out.to(dtype)
+        both = F.linear(x.to(acc), _floats(w1, w1_scale, w1_zero, e, acc)).to(x.dtype)
+        return F.linear(silu_and_mul.run(both).to(acc), _floats(w2, w2_scale, w2_zero, e, acc))
+
+    return on_own_rows(hidden_states, topk_weights, topk_ids, expert_map, w1.shape[0], mlp)
 
 
 fused_experts_int4 = define(
@@ -316,14 +315,6 @@ fused_experts_int4 = define(
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
 )
-
-
-def _packed(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
-    return torch.randint(0, 256, shape, dtype=dtype, generator=call.generator, device=call.device)
-
-
-def _zero(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
-    return torch.randint(4, 12, shape, dtype=dtype, generator=call.generator, device=call.device)
 
 
 def _scale(axes: str, groups: str) -> Tensor:
@@ -380,11 +371,11 @@ SPEC = OpSpec(
     arguments=(
         Tensor("hidden_states", "tokens hidden"),
         Tensor(
-            "w1", per_expert("2*intermediate hidden//2"), "uint8", values=_packed,
+            "w1", per_expert("2*intermediate hidden//2"), "uint8", values=packed_values,
             bytes="experts_hit * intermediate * hidden",
         ),
         Tensor(
-            "w2", per_expert("hidden intermediate//2"), "uint8", values=_packed,
+            "w2", per_expert("hidden intermediate//2"), "uint8", values=packed_values,
             bytes="experts_hit * hidden * intermediate // 2",
         ),
         _scale("2*intermediate", "groups"),
@@ -392,11 +383,11 @@ SPEC = OpSpec(
         Tensor("topk_weights", "tokens topk", "float32"),
         Tensor("topk_ids", "tokens topk", "ids", bytes=ROUTING_BYTES),
         Tensor(
-            "w1_zero", per_expert("2*intermediate groups", "zeros"), "uint8", "zeros", values=_zero,
+            "w1_zero", per_expert("2*intermediate groups", "zeros"), "uint8", "zeros", values=zero_points,
             bytes="experts_hit * 2 * intermediate * groups",
         ),
         Tensor(
-            "w2_zero", per_expert("hidden inner_groups", "zeros"), "uint8", "zeros", values=_zero,
+            "w2_zero", per_expert("hidden inner_groups", "zeros"), "uint8", "zeros", values=zero_points,
             bytes="experts_hit * hidden * inner_groups",
         ),
         Tensor("expert_map", "experts", "int32", when="elsewhere", bytes="0"),

@@ -17,6 +17,7 @@ from fastkernels.core.spec import Call, Case, OpSpec, Tensor
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.fp8 import FP8
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
+from fastkernels.overrides.linear.linear_int4 import packed_values
 from fastkernels.overrides.linear.linear_nvfp4 import GROUP, decoded, dequantize_nvfp4
 from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe.cases import (
@@ -28,7 +29,7 @@ from fastkernels.overrides.moe.cases import (
     per_expert,
     routing,
 )
-from fastkernels.overrides.moe.fused_experts import fused_experts, local_ids
+from fastkernels.overrides.moe.fused_experts import fused_experts, on_own_rows, weighted_sum
 from fastkernels.overrides.moe.sorted_pairs import sorts
 
 T = torch.Tensor
@@ -49,17 +50,14 @@ def reference(
     The first product and its activation are rounded as there. Raises ValueError for other shapes.
     """
     check(hidden_states, w1, w2, w1_scale, w2_scale, w1_factor, w2_factor, topk_weights, topk_ids)
-    acc = torch.promote_types(hidden_states.dtype, torch.float32)
-    x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
-    out = torch.zeros_like(x)
-    for e in range(w1.shape[0]):
-        factor = torch.where(ids == e, weights, 0).sum(1, keepdim=True)
-        first = dequantize_nvfp4(w1[e], w1_scale[e], w1_factor[e].to(acc), acc)
+
+    def mlp(e: int, x: T) -> T:
+        first = dequantize_nvfp4(w1[e], w1_scale[e], w1_factor[e].to(x.dtype), x.dtype)
         gate, up = (x @ first.t()).to(hidden_states.dtype).chunk(2, dim=-1)
-        second = dequantize_nvfp4(w2[e], w2_scale[e], w2_factor[e].to(acc), acc)
-        y = (torch.nn.functional.silu(gate) * up).to(acc) @ second.t()
-        out += torch.where(factor != 0, factor * y, 0)
-    return out.to(hidden_states.dtype)
+        second = dequantize_nvfp4(w2[e], w2_scale[e], w2_factor[e].to(x.dtype), x.dtype)
+        return (torch.nn.functional.silu(gate) * up).to(x.dtype) @ second.t()
+
+    return weighted_sum(hidden_states, topk_weights, topk_ids, expert_map, w1.shape[0], mlp)
 
 
 def check(
@@ -197,22 +195,15 @@ def _torch(
     hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, w1_factor: T, w2_factor: T, topk_weights: T, topk_ids: T,
     expert_map: T | None = None,
 ) -> T:  # fmt: skip
-    """Run the experts one after another on their own rows. It reads the ids on the host, so it is for the CPU only."""
     check(hidden_states, w1, w2, w1_scale, w2_scale, w1_factor, w2_factor, topk_weights, topk_ids)
-    ids, dtype = local_ids(topk_ids, expert_map), hidden_states.dtype
-    acc = torch.promote_types(dtype, torch.float32)
-    out = torch.zeros(hidden_states.shape, dtype=acc)
-    for e in ids.unique().tolist():
-        if not 0 <= e < w1.shape[0]:
-            continue
-        tokens, choice = torch.where(ids == e)
-        both = hidden_states[tokens].to(acc) @ dequantize_nvfp4(w1[e], w1_scale[e], w1_factor[e], acc).t()
-        y = (
-            silu_and_mul.run(both.to(dtype)).to(acc)
-            @ dequantize_nvfp4(w2[e], w2_scale[e], w2_factor[e], acc).t()
-        )
-        out.index_add_(0, tokens, y * topk_weights[tokens, choice, None].to(acc))
-    return out.to(dtype)
+    acc = torch.promote_types(hidden_states.dtype, torch.float32)
+
+    def mlp(e: int, x: T) -> T:
+        both = x.to(acc) @ dequantize_nvfp4(w1[e], w1_scale[e], w1_factor[e], acc).t()
+        second = dequantize_nvfp4(w2[e], w2_scale[e], w2_factor[e], acc)
+        return silu_and_mul.run(both.to(x.dtype)).to(acc) @ second.t()
+
+    return on_own_rows(hidden_states, topk_weights, topk_ids, expert_map, w1.shape[0], mlp)
 
 
 fused_experts_nvfp4 = define(
@@ -228,10 +219,6 @@ fused_experts_nvfp4 = define(
 )
 
 
-def _packed(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
-    return torch.randint(0, 256, shape, dtype=dtype, generator=call.generator, device=call.device)
-
-
 def _scale(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> T:
     return (call.rand(*shape) * 4 + 0.001).to(dtype)
 
@@ -245,7 +232,7 @@ def _matrix(name: str, rows: str, columns: str) -> tuple[Tensor, Tensor, Tensor]
     """Declare a matrix of experts, its scales and its factors."""
     count = f"experts_hit * {rows} * {columns}"
     return (
-        Tensor(name, per_expert(f"{rows} {columns}//2"), "uint8", values=_packed, bytes=f"{count} // 2"),
+        Tensor(name, per_expert(f"{rows} {columns}//2"), "uint8", values=packed_values, bytes=f"{count} // 2"),
         Tensor(
             f"{name}_scale", per_expert(f"{rows} {columns}//{GROUP}"), "float8_e4m3fn", values=_scale,
             bytes=f"{count} // {GROUP}",

@@ -20,7 +20,7 @@ from fastkernels.overrides.moe import mxfp4_gemm as few
 from fastkernels.overrides.moe import mxfp4_prompt as many
 from fastkernels.overrides.moe.biased_gemm import biased_gemm, biased_tiles
 from fastkernels.overrides.moe.cases import AXES, FLOPS, ROUTING_BYTES, extremes, per_expert, routing
-from fastkernels.overrides.moe.fused_experts import local_ids
+from fastkernels.overrides.moe.fused_experts import on_own_rows, weighted_sum
 from fastkernels.overrides.moe.grouped_gemm import sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import parsed
 from fastkernels.overrides.moe.sorted_pairs import sort_pairs, sorts
@@ -37,15 +37,13 @@ def reference(
     With scales, w1 [E, 2 I, H / 2] and w2 [E, H, I / 2] are MXFP4, see kit/mxfp4.py. w1_bias: [E, 2 I]; w2_bias:
     [E, H]. expert_map: see fused_experts. Returns [T, H] in hidden_states' dtype.
     """
-    acc = torch.promote_types(hidden_states.dtype, torch.float32)
-    x, weights, ids = hidden_states.to(acc), topk_weights.to(acc), local_ids(topk_ids, expert_map)
-    out = torch.zeros_like(x)
-    for e in range(w1.shape[0]):
-        scale = torch.where(ids == e, weights, 0).sum(1, keepdim=True)
-        inner = swiglu.reference(x @ _floats(w1, w1_scale, e, acc).t() + w1_bias[e].to(acc), alpha, limit)
-        y = inner @ _floats(w2, w2_scale, e, acc).t() + w2_bias[e].to(acc)
-        out += torch.where(scale != 0, scale * y, 0)
-    return out.to(hidden_states.dtype)
+
+    def mlp(e: int, x: T) -> T:
+        both = x @ _floats(w1, w1_scale, e, x.dtype).t() + w1_bias[e].to(x.dtype)
+        inner = swiglu.reference(both, alpha, limit)
+        return inner @ _floats(w2, w2_scale, e, x.dtype).t() + w2_bias[e].to(x.dtype)
+
+    return weighted_sum(hidden_states, topk_weights, topk_ids, expert_map, w1.shape[0], mlp)
 
 
 def _floats(w: T, scale: T | None, expert: int, dtype: torch.dtype) -> T:
@@ -175,21 +173,14 @@ def _torch(
     hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, topk_weights: T, topk_ids: T, w1_scale: T | None = None,
     w2_scale: T | None = None, expert_map: T | None = None, alpha: float = ALPHA, limit: float = LIMIT,
 ) -> T:  # fmt: skip
-    """Run the experts one after another on their own rows. It reads the ids on the host, so it is for the CPU only."""
     _check(hidden_states, w1, w2, w1_bias, w2_bias, topk_weights, topk_ids, w1_scale, w2_scale)
-    ids, dtype = local_ids(topk_ids, expert_map), hidden_states.dtype
-    out = torch.zeros(hidden_states.shape, dtype=torch.promote_types(dtype, torch.float32))
-    for expert in ids.unique().tolist():
-        if not 0 <= expert < w1.shape[0]:
-            continue
-        tokens, choice = torch.where(ids == expert)
-        both = F.linear(
-            hidden_states[tokens], _floats(w1, w1_scale, expert, dtype), w1_bias[expert].to(dtype)
-        )
+
+    def mlp(e: int, x: T) -> T:
+        both = F.linear(x, _floats(w1, w1_scale, e, x.dtype), w1_bias[e].to(x.dtype))
         inner = swigluoai_and_mul.run(both, alpha, limit)
-        y = F.linear(inner, _floats(w2, w2_scale, expert, dtype), w2_bias[expert].to(dtype))
-        out.index_add_(0, tokens, y.to(out.dtype) * topk_weights[tokens, choice, None].to(out.dtype))
-    return out.to(dtype)
+        return F.linear(inner, _floats(w2, w2_scale, e, x.dtype), w2_bias[e].to(x.dtype))
+
+    return on_own_rows(hidden_states, topk_weights, topk_ids, expert_map, w1.shape[0], mlp)
 
 
 def _reference(hidden_states: T, w1: T, w2: T, w1_bias: T, w2_bias: T, weights: T, ids: T, *more: Any) -> T:

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from fk_bench.kernels.judge.processes.answers import Failure
 from fk_bench.kernels.judge.processes.calling import Calling, calling, offered
 from fk_bench.kernels.judge.processes.implementation import Implementation
 
@@ -129,6 +131,22 @@ def test_replaced_op_is_not_called(tmp_path: Path) -> None:
         assert runner.overload is real and op.overload is not real
     finally:
         op.overload = real
+        op.set_candidate(None)
+
+
+def test_older_function_fails_where_a_call_needs_an_argument(tmp_path: Path) -> None:
+    path, op, runner = tmp_path / "topk_softmax.py", OPS["topk_softmax"], Implementation()
+    path.write_text(
+        "def topk_softmax(gating_output, topk, renormalize=False):\n    return (gating_output.neg(),) * 3\n"
+    )
+    try:
+        runner.load_implementation("topk_softmax", "cpu", {"topk_softmax": str(path)}, None, None, None)
+        logits = torch.randn(3, 8)
+        assert torch.equal(op(logits, 2, False, None)[0], -logits)
+        with pytest.raises(Failure, match="needs the argument scales") as caught:
+            op(logits, 2, False, torch.ones(8))
+        assert caught.value.status == "signature_mismatch"
+    finally:
         op.set_candidate(None)
 
 

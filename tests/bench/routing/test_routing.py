@@ -168,7 +168,7 @@ def _is_a_routing(routing: study.Routing) -> None:
         assert call.ids.min() >= 0 and call.ids.max() < routing.experts
         ranked = np.sort(call.ids, axis=1)
         assert ranked.shape[1] == routing.top_k and (ranked[:, 1:] != ranked[:, :-1]).all()
-        assert call.weights.sum(axis=1) == pytest.approx(1.0, abs=3e-3)  # they were kept in float16
+        assert call.weights.sum(axis=1) == pytest.approx(1.0, abs=0.016)  # kept with six significant bits
         assert (call.weights[:, :-1] >= call.weights[:, 1:]).all()
 
 

@@ -18,7 +18,6 @@ SHARED = (
 )  # fmt: skip
 BODIES = {
     **{name: emulated_tiled.BODIES[name] for name in SHARED},
-    "bring_to_l2": "",
     "copy_or_zero": "there ? memcpy(at_of(to), from, 16) : memset(at_of(to), 0, 16);",
     "arrive_when_copied": "count(barrier, 1, 0), changes.held++;",
     "copies_end": "",
@@ -27,7 +26,9 @@ BODIES = {
     "load_number": "return *at;",
     "load_part": "return *at;",
     "store_pair": "memcpy(at_of(at), &v, 4);",
-    "groups_meet": "meets(all_groups);",
+    "halves_meet": "meets(of_halves);",
+    "add_to": "const u32 old = *ticket; *ticket += value; return old;",
+    "load_eight": "return *at;",
     "store_zeros": "memset(at_of(at), 0, 16);",
     "plan_is_ready": "arrive_at(plan);",
     "wait_for_plan": "meets(plan);",
@@ -39,8 +40,11 @@ BODIES = {
 BEFORE = """#define CLUSTER 1
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
-static Meeting changes, plan = {SPARSE ? 384 : 288};  // of barriers
-static Meeting all_groups = {256}, of_groups[2] = {{128}, {128}};  // of warpgroups
+static Meeting changes, plan = {SPARSE ? 512 : 416};  // of barriers
+static Meeting of_groups[3] = {{128}, {128}, {128}}, of_halves = {256};  // of warpgroups
+inline int __reduce_add_sync(unsigned, int v) {
+    return among(v, [](auto of) { int all = 0; for (int lane = 0; lane < 32; lane++) all += of(lane); return all; });
+}
 inline unsigned char* at_of(uint32_t address) { return at(address); }
 inline int __float_as_int(float f) { int bits; memcpy(&bits, &f, 4); return bits; }
 inline float __int_as_float(int bits) { float f; memcpy(&f, &bits, 4); return f; }
@@ -82,8 +86,8 @@ template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, u
     }
 }
 
-inline void add_weighted(float (&c)[128], const float (&rows)[2][16], unsigned long long b) {  // b: rows are k
-    for (int i = 0; i < 128; i += i % 4 == 1 ? 3 : 1) {
+inline void add_weighted(float* c, const float (&rows)[2][16], unsigned long long b) {  // b: rows are k
+    for (int i = 0; i < 64; i += i % 4 == 1 ? 3 : 1) {
         const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
         for (int k = 0; k < 16; k++) {
             const uint32_t row = field(b, 0) + k / 8 * field(b, 32) + k % 8 * 128;
@@ -93,28 +97,12 @@ inline void add_weighted(float (&c)[128], const float (&rows)[2][16], unsigned l
     }
 }
 
-inline void weigh(float (&c)[128], unsigned long long a, unsigned long long b) {  // both in shared memory
+template <int FIRST> void weigh(float (&c)[128], unsigned long long a, unsigned long long b) {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
     float rows[2][16];
     for (int i = 0; i < 32; i++)
         rows[i / 16][i % 16] = stored(field(a, 0) + (row / 8 + i / 16) * field(a, 32) + row % 8 * 128 + i % 16 * 2);
-    add_weighted(c, rows, b);
-}
-
-struct Weights { uint32_t of[4]; };
-
-inline void weigh(float (&c)[128], const uint32_t (&a)[4], unsigned long long b) {
-    const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
-    struct Row { float of[2][16]; };
-    const Row row = among(Weights{{a[0], a[1], a[2], a[3]}}, [&](auto lane) {
-        Row r;
-        for (int i = 0; i < 32; i++) {
-            const int k = i % 16;
-            r.of[i / 16][k] = number(half_of(lane(group * 4 + k % 8 / 2).of[k / 8 * 2 + i / 16], k % 2));
-        }
-        return r;
-    });
-    add_weighted(c, row.of, b);
+    add_weighted(c + FIRST, rows, b);
 }
 """
 MAIN = """
@@ -122,6 +110,7 @@ static std::vector<u16> q, cache, out;
 static std::vector<int> head, lens, table, indices, counts;
 static std::vector<float> sums, scales;
 static std::vector<uint4> parts;
+static std::vector<u32> tickets;
 static int per_combine;
 
 void one() {
@@ -129,8 +118,8 @@ void one() {
     const TensorMap q_map = {{(u64)q.data(), 576, heads, batch, 576, heads * 576, 64}};
     const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
     mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(),
-               indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads, head[2], size,
-               head[4], head[4], scales[0], scales[1]);
+               tickets.data(), indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads,
+               head[2], size, head[4], head[4], scales[0], scales[1]);
 }
 
 void two() { mla_combine(out.data(), (uint2*)parts.data(), sums.data(), counts.data(), head[1], per_combine); }
@@ -143,7 +132,7 @@ int main(int, char** names) {
     q = numbers<u16>(file, batch * heads * 576), cache = numbers<u16>(file, (size_t)head[5] * head[3] * 576);
     lens = numbers<int>(file, batch), table = numbers<int>(file, batch * head[4]);
     indices = numbers<int>(file, batch * head[8]);
-    out.assign(batch * heads * 512, 0xffff), counts.assign(2 * batch, -1);
+    out.assign(batch * heads * 512, 0xffff), counts.assign(2 * batch, -1), tickets.assign(batch * head[2], 0);
     parts.assign((size_t)2 * workers * heads * 64, {~0u, ~0u, ~0u, ~0u}), sums.assign(8 * workers * heads, NAN);
     gridDim.x = workers * head[2];
     for (int block = 0; block < gridDim.x; block++) {
@@ -169,7 +158,7 @@ def decode(
     p = cuda.plan(q, kv_cache, indices is not None, **params)
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void __maxnreg__(160)': "void",
+        'extern "C" __global__ void __maxnreg__(120)': "void",
         'extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16)': "void",
         "__syncthreads();": "meet_block();",
         "multiply(score,": "multiply_16(score,",
@@ -185,4 +174,6 @@ def decode(
     given += b"".join(t.contiguous().numpy().tobytes() for t in tensors)
     found = run(source, given, folder)
     counts = struct.unpack(f"{2 * batch}i", (folder / "counts").read_bytes())[1::2]
-    return torch.frombuffer(bytearray(found), dtype=q.dtype).view(batch, heads, cuda.RANK), list(counts)
+    return torch.frombuffer(bytearray(found), dtype=q.dtype).view(batch, heads, cuda.RANK), [
+        abs(n) for n in counts
+    ]

@@ -1,24 +1,27 @@
 // Latent attention of one query per sequence on Hopper: 512 channels of a latent and 64 of a rotary key, 16-bit, float32 sums.
 //
 // A block computes up to 64 heads of a sequence over a range of its keys, its part. One warp copies queries, and keys in tiles
-// of 64, to shared memory (tensor maps, 128-byte swizzle). Two warpgroups take turns: each computes the scores of every other
-// tile and passes its weights on, so that while one computes exponentials the other multiplies. Each adds up half of the
-// channels of all tiles. A tile is wgmma's right operand twice, with the channels and then with the keys as its k; when its
-// scores are known, weights take the place of its rotary keys.
+// of 64, to shared memory (tensor maps, 128-byte swizzle). One warpgroup computes scores and weights; two add up half of the
+// channels each. A tile is wgmma's right operand twice, with the channels and then with the keys as its k; when its scores are
+// known, weights take the place of its rotary keys. Shared memory holds two tiles: what counts is how soon one is free again.
+//
+// A wgmma whose sums other instructions touch before it ends makes the compiler wait after each wgmma of the kernel: a
+// warpgroup has one set of sums, and waits for its products before it reads them.
 //
 // A maximum that grows by less than GROWTH (a power of 2) is kept: weights may exceed 1, and sums need not be scaled.
 //
 // Workers are the blocks of a sequence's heads. The lengths are divided among them on the device, so one CUDA graph serves all
 // lengths: each sequence into equal parts, one part a worker, if no worker then gets more than in equal ranges of all tiles,
-// where a sequence counts EXTRA more. The results of a sequence with several parts go to mla_combine, in float16 with a scale.
+// where a sequence counts EXTRA more. The results of a sequence with several parts go through memory, in float16 with a scale.
+// The block that is last to store one adds up all of them; those of many parts are left to mla_combine.
 //
-// Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part),
-// EXTRA, PREFETCH (the tile after the next one is brought to L2), SPARSE (a sequence's keys are chosen by indices; see
-// mla_sparse), BF16. multiply() for scores and weigh(), with weights from registers and from shared memory, precede this file.
+// Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part of long sequences),
+// EXTRA, JOINED (most heads times parts of a sequence that its last block adds up), SPARSE (a sequence's keys are chosen by indices; see
+// mla_sparse), BF16. multiply() for scores and weigh() precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
-constexpr int LATENT = 512, PIECES = 9, THREADS = 384, COMBINE_THREADS = 64, MOST = 160;  // pieces of 64 channels; workers
+constexpr int LATENT = 512, PIECES = 9, THREADS = 512, COMBINE_THREADS = 64, MOST = 160;  // pieces of 64 channels; workers
 constexpr int KEYS = 64, PIECE = 128 * 64, TILE = PIECES * PIECE;  // bytes; queries are as large as a tile
 constexpr int BOXES = KEYS / BOX;
 #define LOWEST __int_as_float(0xff800000)
@@ -34,11 +37,6 @@ __device__ __forceinline__ int load_now(const int* at) {  // from L2: the previo
     int v;
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
-}
-
-__device__ __forceinline__ void bring_to_l2(const TensorMap& map, int channel, int row, int block) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
-                 ::"l"(&map), "r"(channel), "r"(row), "r"(block) : "memory");
 }
 
 __device__ __forceinline__ float load_number(const float* at) {
@@ -65,6 +63,12 @@ __device__ __forceinline__ uint2 load_four(const uint2* at) {  // another multip
     return v;
 }
 
+__device__ __forceinline__ uint4 load_eight(const uint4* at) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ void copy_or_zero(u32 to, const u16* from, bool there) {  // 16 bytes
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
@@ -87,11 +91,11 @@ __device__ __forceinline__ void show_to_multiply() { asm volatile("fence.proxy.a
 
 __device__ __forceinline__ void group_meets(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
-__device__ __forceinline__ void plan_is_ready() { asm volatile("bar.arrive 4, %0;" ::"n"(SPARSE ? 384 : 288) : "memory"); }
+__device__ __forceinline__ void plan_is_ready() { asm volatile("bar.arrive 4, %0;" ::"n"(SPARSE ? 512 : 416) : "memory"); }
 
-__device__ __forceinline__ void wait_for_plan() { asm volatile("bar.sync 4, %0;" ::"n"(SPARSE ? 384 : 288) : "memory"); }
+__device__ __forceinline__ void wait_for_plan() { asm volatile("bar.sync 4, %0;" ::"n"(SPARSE ? 512 : 416) : "memory"); }
 
-__device__ __forceinline__ void groups_meet() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
+__device__ __forceinline__ void halves_meet() { asm volatile("bar.sync 5, 256;" ::: "memory"); }
 
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
@@ -112,8 +116,8 @@ constexpr int KEPT = 512;  // sequences whose lengths are kept in shared memory
 
 struct Notes {  // in shared memory
     int share, even, seq, before;
-    float tops[2][64], totals[2][2][64];  // of each row: by a warpgroup; of two parts, by a warpgroup
-    int lens[KEPT];
+    float by[2][64], tops[2][64], totals[2][64];  // of each row, with a tile's weights: what sums change by; at a part's end
+    int joins, lens[KEPT];  // joins: whether this block adds up a sequence's parts
 };
 
 // The work of worker `of`, and how all keys are divided.
@@ -131,39 +135,36 @@ struct Part {
     int index, count, first;  // of the sequence's parts; the worker of its first one
 };
 
-__device__ __forceinline__ int sum_of_lanes(int v) {
-#pragma unroll
-    for (int i = 16; i; i /= 2) v += __shfl_xor_sync(~0u, v, i);
-    return v;
-}
-
 // By a whole warp.
 __device__ __forceinline__ void divide(Shares& s, int workers) {
     const int lane = threadIdx.x % 32;
     int total = 0;
+#pragma unroll 1
     for (int i = lane; i < s.batch; i += 32) total += tiles_of(s.len(i));
-    total = sum_of_lanes(total);
+    total = __reduce_add_sync(~0u, total);
     s.share = max(quotient(total + EXTRA * s.batch, workers), LEAST + EXTRA), s.even = 0;
-    if (s.batch <= workers) {  // lanes try part sizes from the smallest possible one to twice as much
-        const int least = max(quotient(total, workers), LEAST), size = least + (least * lane + 30) / 31;
-        const float inverse = 1.0f / size, up = size - 0.5f;
-        int parts = 0;
-        for (int i = 0; i < s.batch; i += 32) {
-            const float mine = i + lane < s.batch ? tiles_of(s.len(i + lane)) : 0;
+    if (s.batch <= workers) {  // the smallest part with which there are enough workers, if it is not larger than that
+        float mine[MOST / 32];
 #pragma unroll
-            for (int j = 0; j < 32; j++) parts += (int)((__shfl_sync(~0u, mine, j) + up) * inverse);  // rounded up
+        for (int i = 0; i < MOST / 32; i++) mine[i] = 32 * i + lane < s.batch ? tiles_of(s.len(32 * i + lane)) : 0;
+        int low = max(quotient(total, workers), total > 32 * s.batch ? LEAST : 1) - 1, high = s.share + 1;
+        while (low + 1 < high) {
+            const int size = (low + high) / 2;
+            const float inverse = 1.0f / size, up = size - 0.5f;
+            int parts = 0;
+#pragma unroll
+            for (int i = 0; i < MOST / 32; i++) parts += (int)((mine[i] + up) * inverse);  // rounded up
+            if (__reduce_add_sync(~0u, parts) <= workers) high = size; else low = size;
         }
-        const u32 enough = __ballot_sync(~0u, parts <= workers);
-        if (enough) {
-            const int smallest = __shfl_sync(~0u, size, __ffs(enough) - 1);
-            if (smallest <= s.share) s.share = smallest, s.even = 1;
-        }
+        if (high <= s.share) s.share = high, s.even = 1;
     }
     const int from = s.even ? s.of : s.of * s.share;
+    const float inverse = 1.0f / s.share, up = s.share - 0.5f;
     s.before = 0;
+#pragma unroll 1
     for (s.seq = 0; s.seq < s.batch; s.seq += 32) {
         const int i = s.seq + lane, tiles = i < s.batch ? tiles_of(s.len(i)) : 0;
-        const int count = i >= s.batch ? 0 : s.even ? quotient(tiles, s.share) : tiles + EXTRA;
+        const int count = i >= s.batch ? 0 : s.even ? (int)((tiles + up) * inverse) : tiles + EXTRA;
         int upto = count;
 #pragma unroll
         for (int by = 1; by < 32; by *= 2) {
@@ -203,11 +204,95 @@ __device__ __forceinline__ bool next_part(Shares& s, Part& p) {
 // Where a worker stores its part: at most one that is a sequence's first of several, and one that is a later one.
 __device__ __forceinline__ int slot_of(int worker, int index) { return 2 * worker + (index == 0); }
 
-// 160 registers of each thread leave room for a block of mla_combine, which then need not be started when this ends.
-extern "C" __global__ void __maxnreg__(160) mla_decode(
+// Pairs 8 channels apart, of four lanes, become 8 channels in a row: v[j] of lane i and v[i] of lane j change places.
+__device__ __forceinline__ uint4 in_a_row(u32 (&v)[4], int quad) {
+#pragma unroll
+    for (int by = 1; by <= 2; by *= 2) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i & by) continue;
+            const bool upper = quad & by;
+            const u32 other = __shfl_xor_sync(~0u, upper ? v[i] : v[i + by], by);
+            if (upper) v[i] = other; else v[i + by] = other;
+        }
+    }
+    return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+// Weights of a sequence's parts, of which a lane has one, from the logarithms of their sums.
+__device__ __forceinline__ float weight_of(float log) {
+    float most = log;
+#pragma unroll
+    for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
+    const float share = power_of_2(log - (most == LOWEST ? 0 : most));
+    float all = share;
+#pragma unroll
+    for (int i = 16; i; i /= 2) all += __shfl_xor_sync(~0u, all, i);
+    return all == 0 ? 0 : share / all;
+}
+
+// By eight warps: out of a sequence = weighted sums of its parts. A warp adds up two heads at a time.
+__device__ __forceinline__ void join(
+    u16* out, const uint4* parts, const float4* sums, const Part& p, int heads, int from, int warp, int lane) {
+    constexpr int AHEAD = 2;  // parts that are read before their weights are known
+    for (int group = from; group < min(from + 64, heads); group += 16) {
+        struct { uint4 of[2][AHEAD][2]; } early;
+        float4 about[2];  // of a lane's part
+        auto place = [&](int part, int i) {  // past the last head: that of the first one
+            const int head = group + 8 * i + warp;
+            return (long long)slot_of(p.first + part, part) * heads + (head < heads ? head : group);
+        };
+        auto value = [&](int part, int i, int half) { return load_eight(parts + place(part, i) * 64 + 32 * half + lane); };
+#pragma unroll
+        for (int i = 0; i < 2; i++) about[i] = load_part(sums + place(min(lane, p.count - 1), i));
+#pragma unroll
+        for (int part = 0; part < AHEAD; part++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) early.of[i / 2][part][i % 2] = value(part, i / 2, i % 2);
+        float weights[2][2], sum[2][2][8] = {};  // of a lane's part: of halves; of two heads, by halves
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float weight = weight_of(lane < p.count ? about[i].x : LOWEST);
+            weights[i][0] = weight * about[i].y, weights[i][1] = weight * about[i].z;
+        }
+        auto add = [&](const uint4& v, int part, int i, int half) {
+            const float w = __shfl_sync(~0u, weights[i][half], part);
+            const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                sum[i][half][2 * j] += w * widen_half((u16)pairs[j]);
+                sum[i][half][2 * j + 1] += w * widen_half((u16)(pairs[j] >> 16));
+            }
+        };
+#pragma unroll
+        for (int part = 0; part < AHEAD; part++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) add(early.of[i / 2][part][i % 2], part, i / 2, i % 2);
+#pragma unroll 2
+        for (int part = AHEAD; part < p.count; part++) {
+            uint4 v[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] = value(part, i / 2, i % 2);
+#pragma unroll
+            for (int i = 0; i < 4; i++) add(v[i], part, i / 2, i % 2);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int head = group + 8 * (i / 2) + warp;
+            u32 v[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) v[j] = narrow(sum[i / 2][i % 2][2 * j], sum[i / 2][i % 2][2 * j + 1]);
+            const uint4 all = in_a_row(v, lane % 4);
+            if (head < heads) ((uint4*)(out + (long long)head * LATENT + 256 * (i % 2)))[lane] = all;
+        }
+    }
+}
+
+// 120 registers of each thread leave room for a block of mla_combine, which then need not be started when this ends.
+extern "C" __global__ void __maxnreg__(120) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, uint4* __restrict__ parts, float* __restrict__ sums,
-    int* __restrict__ counts, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
+    int* __restrict__ counts, u32* __restrict__ tickets, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
     int key_stride, int most, int batch, int heads, int rows, int block_size, int width, int table_stride, float scale, float v_scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
@@ -215,25 +300,32 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
     const u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + TILE;  // two tiles
-    // Barriers: of a tile's pieces; of its halves when they are read; of queries, there and read; of a tile's weights.
-    const u32 full = ring + 2 * TILE, empty = full + 8 * 2 * PIECES, asked = empty + 32, weights = asked + 16;
-    Notes& notes = *(Notes*)(memory + (weights + 16 - shared_address(memory)));
+    // Barriers: of a tile's halves (the second one has the rotary keys), there and read; of its weights; of queries, there and read
+    const u32 full = ring + 2 * TILE, empty = full + 32, weights = empty + 32, asked = weights + 16;
+    Notes& notes = *(Notes*)(memory + (asked + 16 - shared_address(memory)));
     const int row = blockIdx.x % rows, workers = gridDim.x / rows;  // row: of blocks, which has up to 64 heads
     Shares shares = {notes.lens, lens, most, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
     int stage = 0;
-    Part p;
+    Part p = {};
+    auto take_plan = [&] {
+        wait_for_plan();
+        shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
+    };
 
-    if (thread == 256) {
+    if (warp == 12) {  // the previous kernel may still write them: see below
+#pragma unroll 1
+        for (int i = lane; i < batch && batch <= KEPT; i += 32) notes.lens[i] = load_now(lens + i);
+    }
+    if (thread == THREADS - 32) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
-        for (int i = 0; i < 2 * PIECES; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1);
-        for (int i = 0; i < 4; i++) make_barrier(empty + 8 * i, 4);
-        make_barrier(asked, 1), make_barrier(asked + 8, 8), make_barrier(weights, 4), make_barrier(weights + 8, 4);
+        for (int i = 0; i < 4; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1), make_barrier(empty + 8 * i, 4);
+        make_barrier(asked, 1), make_barrier(asked + 8, 4), make_barrier(weights, 4), make_barrier(weights + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         show_to_multiply();
     }
     __syncthreads();
-    if (warp >= 8) {
+    if (warp >= 12) {
         // The previous kernel may still run and write lengths. The plan is made meanwhile, and again if they have changed.
         bool more = false;
         int here = 0;  // pages of the part's next keys
@@ -242,9 +334,7 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             const bool there = box < p.end * BOXES && box * BOX < p.len && (u32)page < (u32)width;
             return there ? load_now(table + (long long)p.seq * table_stride + page) : 0;
         };
-        if (warp == 8) {
-            for (int i = lane; i < batch && batch <= KEPT; i += 32) notes.lens[i] = load_now(lens + i);
-            __syncwarp();
+        if (warp == 12) {
             Shares first = shares;
             divide(first, workers);
             for (bool again = false;; again = true) {
@@ -268,10 +358,9 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             __syncwarp();
             plan_is_ready();
         }
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 48;" ::: "memory");
-        if (SPARSE && warp > 8) {
-            wait_for_plan();
-            shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;" ::: "memory");
+        if (SPARSE && warp > 12) {
+            take_plan();
             more = next_part(shares, p);
         }
         u32 parity = 1, of_queries = 1;
@@ -295,7 +384,7 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             for (int i = 0; i < 4; i++) index.of[i] = index_of(p.begin, i), next.of[i] = index_of(p.begin + 1, i);
 #pragma unroll
             for (int i = 0; i < 4; i++) page.of[i] = index.of[i] < 0 ? 0 : load_now(pages + index.of[i] / block_size);
-            if (warp == 8) read_queries();
+            if (warp == 12) read_queries();
             for (int tile = p.begin; tile < p.end; tile++) {
                 const u16* from[4];
                 bool there[4];
@@ -309,20 +398,18 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
                     next.of[i] = index_of(tile + 2, i);
                 }
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int half = i ? 1 - stage : stage;
+                for (int half = 0; half < 2; half++) {
                     wait(empty + 8 * (2 * stage + half), parity);
 #pragma unroll
-                    for (int j = 0; j < 4 + i; j++) {
-                        const int piece = j == 4 ? 8 : 4 * half + j;
+                    for (int piece = 4 * half; piece < 4 + 5 * half; piece++) {
 #pragma unroll
                         for (int k = 0; k < 4; k++) {
                             const int to = own_row + 4 * k;
                             copy_or_zero(ring + TILE * stage + PIECE * piece + 128 * to + 16 * (lane % 8 ^ to % 8),
                                          from[k] + 64 * piece, there[k]);
                         }
-                        arrive_when_copied(full + 8 * (PIECES * stage + piece));
                     }
+                    arrive_when_copied(full + 8 * (2 * stage + half));
                 }
                 parity ^= stage, stage ^= 1;
             }
@@ -337,195 +424,177 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
             for (int tile = p.begin; tile < p.end; tile++) {
                 const int count = max(min(BOXES, boxes - box), 0), at = (box - first_box) % 32;
                 if (at == 0 && box > first_box) here = ahead, ahead = page_of(box + 32 + lane);
-                // A lane has a piece. The half that this tile's warpgroup frees first is read first.
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int half = i ? 1 - stage : stage, piece = lane == 4 ? 8 : 4 * half + lane;
-                    const u32 barrier = full + 8 * (PIECES * stage + piece);
+                for (int half = 0; half < 2; half++) {  // a lane has a piece
+                    const int piece = 4 * half + lane;
+                    const u32 barrier = full + 8 * (2 * stage + half);
                     wait(empty + 8 * (2 * stage + half), parity);
-                    if (lane < 4 + i) expect(barrier, count * BOX * 128);
+                    if (lane == 0) expect(barrier, (4 + half) * count * BOX * 128);
+                    __syncwarp();
                     for (int j = 0; j < count; j++) {
                         const int page = __shfl_sync(~0u, here, at + j), from = (box + j) * BOX % block_size;
                         const u32 to = ring + TILE * stage + PIECE * piece + 128 * BOX * j;
-                        if (lane < 4 + i) load_box(to, kv_map, 64 * piece, from, page, barrier);
+                        if (lane < 4 + half) load_box(to, kv_map, 64 * piece, from, page, barrier);
                     }
                 }
                 box += count;
-                // The tile that is copied when this one has been read
-                for (int j = 0; j < min(BOXES, boxes - box - BOXES) && PREFETCH && row == 0; j++) {
-                    const int later = at + 2 * BOXES + j, one = __shfl_sync(~0u, here, later % 32);
-                    const int other = __shfl_sync(~0u, ahead, later % 32);
-                    if (lane < PIECES)
-                        bring_to_l2(kv_map, 64 * lane, (box + BOXES + j) * BOX % block_size, later < 32 ? one : other);
-                }
                 parity ^= stage, stage ^= 1;
             }
         }
 #endif
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;" ::: "memory");
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-        wait_for_plan();
-        shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
-        const int half = warp / 4, quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of channels; of heads
+        return;
+    }
+    const int quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of heads
+    u32 parity = 0;
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    auto next = [&] { parity ^= stage, stage ^= 1; };
+    if (warp < 4) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;" ::: "memory");
+        take_plan();
         u32 of_queries = 0;
-        const u32 own = ring + TILE * half, others = ring + TILE * (1 - half), mine = half * 4 * PIECE;  // mine: of the channels
-        for (int before = 0, part = 0; next_part(shares, p); before += p.end - p.begin, part++) {
-            const int tiles = p.end - p.begin;
-            float sum[LATENT / 4], top[2], total[2] = {};
+        while (next_part(shares, p)) {
+            wait(asked, of_queries), of_queries ^= 1;
+            float top[2], total[2] = {};
             top[0] = top[1] = LOWEST;
-#pragma unroll
-            for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
-            auto scale_sums = [&](const float (&by)[2]) {
-                if (!__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) return;
-                total[0] *= by[0], total[1] *= by[1];
-#pragma unroll
-                for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
-            };
-            auto weigh_others = [&](int tile) {  // tile: of all that this block has had
-                wait(weights + 8 * (1 - half), tile / 2 & 1);
-                float by[2];
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const float now = notes.tops[1 - half][row_of_lane + 8 * r];
-                    by[r] = now == top[r] ? 1 : power_of_2(top[r] - now), top[r] = now;
-                }
-                scale_sums(by);
-            };
-            auto multiply_others = [&] {
-                if (SPARSE) show_to_multiply();
-                begin_multiply();
-#pragma unroll
-                for (int i = 0; i < KEYS / 16; i++)
-                    weigh(sum, descriptor(others + 8 * PIECE) + i * 2, transposed(others + mine) + i * 2048 / 16);
-                commit_multiply();
-            };
-            auto release = [&](int stage) {  // this half of the channels
-                if (lane == 0) arrive(empty + 8 * (2 * stage + half));
-            };
-            auto drop_past = [&](int left, u32 values) {  // what lies past the end can be NaN
-                for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
-#pragma unroll
-                    for (int piece = 0; piece < 4; piece++) store_zeros(values + PIECE * piece + 16 * i);
-                show_to_multiply();
-                group_meets(half);
-            };
-            wait(asked, of_queries);
-            of_queries ^= 1;
-            const int first = (before ^ half) & 1;
-            if (first >= tiles && lane == 0) arrive(asked + 8);
-            for (int t = first; t < tiles; t += 2) {
-                const u32 parity = (before + t) / 2 & 1;
+            for (int t = p.begin; t < p.end; t++) {
+                const u32 own = ring + TILE * stage;
                 float score[KEYS / 2];
-                u32 there[2] = {};  // of the tile's keys
+                int chosen[2];
 #pragma unroll
                 for (int i = 0; SPARSE && i < 2; i++) {
-                    const int at = (p.begin + t) * KEYS + 32 * i + lane;
-                    there[i] = __ballot_sync(~0u, at < p.len && load_now(indices + (long long)p.seq * most + at) >= 0);
+                    const int at = t * KEYS + 32 * i + lane;
+                    chosen[i] = at < p.len ? load_now(indices + (long long)p.seq * most + at) : -1;
                 }
 #pragma unroll
-                for (int i = 0; i < PIECES; i++) {
-                    const u32 piece = i == 8 ? 8 : (i + 4 * half) % 8;
-                    wait(full + 8 * (PIECES * half + piece), parity);
-                    if (SPARSE) show_to_multiply();
-                    if (i == 0) begin_multiply();
+                for (int piece = 0; piece < PIECES; piece++) {
+                    if (piece % 4 == 0 && piece < 8) {
+                        wait(full + 8 * (2 * stage + piece / 4), parity);
+                        if (SPARSE) show_to_multiply();
+                        begin_multiply();
+                    }
 #pragma unroll
                     for (int k = 0; k < 4; k++)  // 16 channels are 32 bytes
-                        multiply(score, descriptor(queries + PIECE * piece) + k * 2, descriptor(own + PIECE * piece) + k * 2, i + k);
+                        multiply(score, descriptor(queries + PIECE * piece) + k * 2, descriptor(own + PIECE * piece) + k * 2, piece + k);
                 }
                 commit_multiply();
                 finish_multiply<0>();
-                if (t + 2 >= tiles && lane == 0) arrive(asked + 8);
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++) asm volatile("" : "+f"(score[i])::"memory");  // not read earlier
-                group_meets(half);  // all have read the rotary keys, which weights replace
-                if (t > 0) weigh_others(before + t - 1), multiply_others();
+                const bool last = t + 1 == p.end;
+                if (last && lane == 0) arrive(asked + 8);
 
-                const int left = p.len - (p.begin + t) * KEYS;
+                const int left = p.len - t * KEYS;
                 if (!SPARSE && left < KEYS) {
 #pragma unroll
                     for (int i = 0; i < KEYS / 2; i++)
                         if (i / 4 * 8 + quad * 2 + i % 2 >= left) score[i] = LOWEST;
                 }
-                if (SPARSE && ~(there[0] & there[1])) {
+                if (SPARSE) {
+                    const u32 there[2] = {__ballot_sync(~0u, chosen[0] >= 0), __ballot_sync(~0u, chosen[1] >= 0)};
 #pragma unroll
-                    for (int i = 0; i < KEYS / 2; i++)
+                    for (int i = 0; i < KEYS / 2 && ~(there[0] & there[1]); i++)
                         if (!(there[i / 16] >> (i / 4 % 4 * 8 + quad * 2 + i % 2) & 1)) score[i] = LOWEST;
                 }
-                float by[2];
-                u32 weight[KEYS / 16][4];
+                float most_of[2] = {score[0], score[2]};
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; i++) most_of[i % 4 / 2] = fmaxf(most_of[i % 4 / 2], score[i]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) most_of[i % 2] = fmaxf(most_of[i % 2], __shfl_xor_sync(~0u, most_of[i % 2], 1 + i / 2));
+                group_meets(0);  // all have read the rotary keys, which weights replace
 #pragma unroll
                 for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
-                    if (r == 1 && t > 0) finish_multiply<0>(), release(1 - half);
-                    float most = score[2 * r];
-#pragma unroll
-                    for (int i = 0; i < KEYS / 2; i++)
-                        if (i % 4 / 2 == r) most = fmaxf(most, score[i]);
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
-                    const bool grows = most > top[r] + GROWTH;
-                    by[r] = grows ? power_of_2(top[r] - most) : 1;
-                    if (grows) top[r] = most;
-                    if (quad == 0) notes.tops[half][row_of_lane + 8 * r] = top[r];
+                    const int own_row = row_of_lane + 8 * r;
+                    const float now = most_of[r] * scale;
+                    const bool grows = now > top[r] + GROWTH;
+                    const float by = grows ? power_of_2(top[r] - now) : 1;
+                    if (grows) top[r] = now;
                     const float base = top[r] == LOWEST ? 0 : top[r];
                     float added = 0;
 #pragma unroll
                     for (int i = 2 * r; i < KEYS / 2; i += 4) {
                         const float low = power_of_2(fmaf(score[i], scale, -base)), high = power_of_2(fmaf(score[i + 1], scale, -base));
                         added += low + high;
-                        weight[i / 8][i % 8 / 2] = narrow(low, high);
-                        const u32 row_at = row_of_lane + 8 * r, column = i / 4 * 16 + 4 * quad;  // bytes
-                        store_pair(own + 8 * PIECE + row_at * 128 + (column ^ (row_at % 8) * 16), weight[i / 8][i % 8 / 2]);
+                        const int column = i / 4 * 16 + 4 * quad;  // bytes
+                        store_pair(own + 8 * PIECE + own_row * 128 + (column ^ (own_row % 8) * 16), narrow(low, high));
                     }
-                    total[r] = fmaf(total[r], by[r], added);
+                    total[r] = fmaf(total[r], by, added);
+                    if (quad == 0) notes.by[stage][own_row] = by;
+                    if (last) {
+                        float all = total[r] + __shfl_xor_sync(~0u, total[r], 1);
+                        all += __shfl_xor_sync(~0u, all, 2);
+                        if (quad == 0) notes.totals[stage][own_row] = all, notes.tops[stage][own_row] = top[r];
+                    }
                 }
                 show_to_multiply();
                 __syncwarp();
-                if (lane == 0) arrive(weights + 8 * half);
+                if (lane == 0) arrive(weights + 8 * stage);
+                next();
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 168;" ::: "memory");
+        take_plan();
+        const int half = warp / 4 - 1;  // of channels
+        while (next_part(shares, p)) {
+            float sum[LATENT / 4], top[2], total[2];
 #pragma unroll
-                for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+            for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
+            for (int t = p.begin; t < p.end; t++) {
+                const u32 own = ring + TILE * stage, mine = own + half * 4 * PIECE;
+                wait(full + 8 * (2 * stage + half), parity), wait(weights + 8 * stage, parity);
+                float by[2];
+#pragma unroll
+                for (int r = 0; r < 2; r++) by[r] = notes.by[stage][row_of_lane + 8 * r];
+                if (t + 1 == p.end) {
+#pragma unroll
+                    for (int r = 0; r < 2; r++)
+                        top[r] = notes.tops[stage][row_of_lane + 8 * r], total[r] = notes.totals[stage][row_of_lane + 8 * r];
+                }
                 if (__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) {
 #pragma unroll
                     for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
                 }
-                if (!SPARSE && left < KEYS) drop_past(left, own + mine);
+                const int left = p.len - t * KEYS;
+                if (!SPARSE && left < KEYS) {  // what lies past the end can be NaN
+                    for (int i = thread % 128 + max(left, 0) * 8; i < KEYS * 8; i += 128)
+#pragma unroll
+                        for (int piece = 0; piece < 4; piece++) store_zeros(mine + PIECE * piece + 16 * i);
+                    show_to_multiply();
+                    group_meets(1 + half);
+                }
+                if (SPARSE) show_to_multiply();
+#pragma unroll
+                for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
                 begin_multiply();
 #pragma unroll
-                for (int i = 0; i < KEYS / 16; i++) weigh(sum, weight[i], transposed(own + mine) + i * 2048 / 16);
+                for (int i = 0; i < KEYS / 16; i++) {
+                    weigh<0>(sum, descriptor(own + 8 * PIECE) + i * 2, transposed(mine) + i * 2048 / 16);
+                    weigh<64>(sum, descriptor(own + 8 * PIECE) + i * 2, transposed(mine + 2 * PIECE) + i * 2048 / 16);
+                }
                 commit_multiply();
                 finish_multiply<0>();
-                release(half);
-            }
-            if ((before + tiles - 1 ^ half) & 1) {
-                weigh_others(before + tiles - 1);
-                const int left = p.len - (p.end - 1) * KEYS;
-                if (!SPARSE && left < KEYS) drop_past(left, others + mine);
-                multiply_others();
-                finish_multiply<0>();
-                release(1 - half);
-            }
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                total[r] += __shfl_xor_sync(~0u, total[r], 1);
-                total[r] += __shfl_xor_sync(~0u, total[r], 2);
-                if (quad == 0) notes.totals[part % 2][half][row_of_lane + 8 * r] = total[r];
+                for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
+                if (lane == 0) arrive(empty + 8 * (2 * stage + half));
+                next();
             }
-            groups_meet();
-#pragma unroll
-            for (int r = 0; r < 2; r++) total[r] += notes.totals[part % 2][1 - half][row_of_lane + 8 * r];
-#pragma unroll
-            for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
             const int slot = slot_of(shares.of, p.index);
-            if (thread == 0 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = p.count;
+            const bool joined = p.count <= 32 && p.count * min(heads, 64) <= JOINED;
+            if (thread == 128 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = joined ? -p.count : p.count;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const int head = 64 * row + row_of_lane + 8 * r, channel = 256 * half + 2 * quad;
+                const int head = 64 * row + row_of_lane + 8 * r;
                 float by = total[r] == 0 ? 0 : v_scale / total[r], peak = 0;
                 if (p.count == 1) {
-                    if (head >= heads) continue;
-                    u32* const to = (u32*)(out + ((long long)p.seq * heads + head) * LATENT + channel);
+                    uint4* const to = (uint4*)(out + ((long long)p.seq * heads + head) * LATENT + 256 * half) + quad;
 #pragma unroll
-                    for (int i = 0; i < 32; i++) to[4 * i] = narrow(sum[4 * i + 2 * r] * by, sum[4 * i + 2 * r + 1] * by);
+                    for (int i = 0; i < 8; i++) {
+                        u32 v[4];
+#pragma unroll
+                        for (int j = 0; j < 4; j++) v[j] = narrow(sum[16 * i + 4 * j + 2 * r] * by, sum[16 * i + 4 * j + 2 * r + 1] * by);
+                        const uint4 all = in_a_row(v, quad);
+                        if (head < heads) to[4 * i] = all;
+                    }
                     continue;
                 }
                 // In float16, times a power of 2 with which the largest is from 2^14 to 2^15: it is stored with the sum
@@ -548,6 +617,17 @@ extern "C" __global__ void __maxnreg__(160) mla_decode(
                 if (quad == 0) sums[4 * at + 1 + half] = __int_as_float((exponent - 14) << 23);
                 if (half == 0 && quad == 0) sums[4 * at] = total[r] == 0 ? top[r] : top[r] + log2f(total[r]);
             }
+            if (p.count == 1 || !joined) continue;
+            halves_meet();
+            if (thread == 128) {
+                u32* const ticket = tickets + p.seq * rows + row;
+                notes.joins = add_to(ticket, 1) == p.count - 1;
+                if (notes.joins) *ticket = 0;  // for the next launch
+            }
+            halves_meet();
+            if (notes.joins)
+                join(out + (long long)p.seq * heads * LATENT, parts, (const float4*)sums, p, heads, 64 * row, warp - 4, lane);
+            halves_meet();
         }
     }
 }
@@ -557,44 +637,54 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
     u16* __restrict__ out, const uint2* __restrict__ parts, const float* __restrict__ sums, const int* __restrict__ counts,
     int heads, int rows) {
     __shared__ float4 halves[32];
+    __shared__ float weights[2][MOST];  // of parts, by a warp
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = quotient(4 * heads, rows), seq = blockIdx.x / blocks;
     const int from = blockIdx.x % blocks * rows;
     const int first = load_now(counts + 2 * seq), count = load_now(counts + 2 * seq + 1);
-    if (count == 1) return;
+    if (count <= 1) return;  // or its parts are added up
     for (int unit = from; unit < min(from + rows, 4 * heads); unit++) {
         const int head = unit / 4, quarter = unit % 4;
         auto place = [&](int part) { return (long long)slot_of(first + part, part) * heads + head; };
-        float share[MOST / 32], most = LOWEST, all = 0;
+        auto values = [&](int part) { return load_four(parts + place(part) * 128 + 32 * quarter + lane); };
+        struct { uint2 of[4]; } early;  // which do not wait for weights
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (warp + 2 * i < count) early.of[i] = values(warp + 2 * i);
+        float logs[MOST / 32], scales[MOST / 32], most = LOWEST, all = 0;
 #pragma unroll
         for (int i = 0; i < MOST / 32; i++) {
-            share[i] = 32 * i + lane < count ? load_number(sums + 4 * place(32 * i + lane)) : LOWEST;
-            most = fmaxf(most, share[i]);
+            if (32 * i >= count) break;
+            const bool there = 32 * i + lane < count;
+            const float* const at = sums + 4 * place(there ? 32 * i + lane : 0);
+            logs[i] = load_number(at), scales[i] = load_number(at + 1 + quarter / 2);
+            if (!there) logs[i] = LOWEST;
+            most = fmaxf(most, logs[i]);
         }
 #pragma unroll
         for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
         const float base = most == LOWEST ? 0 : most;
 #pragma unroll
         for (int i = 0; i < MOST / 32; i++) {
-            share[i] = power_of_2(share[i] - base), all += share[i];
-            if (32 * i + lane < count) share[i] *= load_number(sums + 4 * place(32 * i + lane) + 1 + quarter / 2);
+            if (32 * i >= count) break;
+            const float share = power_of_2(logs[i] - base);
+            all += share, weights[warp][32 * i + lane] = share * scales[i];
         }
 #pragma unroll
         for (int i = 16; i; i /= 2) all += __shfl_xor_sync(~0u, all, i);
         const float by = all == 0 ? 0 : 1 / all;
+        __syncwarp();
         float4 sum = {};
+        auto add = [&](const uint2& v, float w) {
+            sum.x += w * widen_half((u16)v.x), sum.y += w * widen_half((u16)(v.x >> 16));
+            sum.z += w * widen_half((u16)v.y), sum.w += w * widen_half((u16)(v.y >> 16));
+        };
 #pragma unroll
-        for (int i = 0; i < MOST / 32; i++) {
-            if (32 * i >= count) break;
+        for (int i = 0; i < 4; i++)
+            if (warp + 2 * i < count) add(early.of[i], weights[warp][warp + 2 * i]);
 #pragma unroll 8
-            for (int j = warp; j < min(32, count - 32 * i); j += 2) {
-                const uint2 v = load_four(parts + place(32 * i + j) * 128 + 32 * quarter + lane);
-                const float w = __shfl_sync(~0u, share[i], j);
-                sum.x += w * widen_half((u16)v.x), sum.y += w * widen_half((u16)(v.x >> 16));
-                sum.z += w * widen_half((u16)v.y), sum.w += w * widen_half((u16)(v.y >> 16));
-            }
-        }
+        for (int j = warp + 8; j < count; j += 2) add(values(j), weights[warp][j]);
         if (warp == 1) halves[lane] = sum;
         __syncthreads();
         if (warp == 0) {  // two channels of eight, and of the next eight

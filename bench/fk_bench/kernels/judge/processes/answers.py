@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -61,22 +60,6 @@ def remembered(supports: Callable[..., str | None]) -> Callable[..., str | None]
         return known[key]
 
     return asked
-
-
-def wrong_signature(function: Callable[..., Any], op: Any) -> str | None:
-    """Why the function cannot be called with the op's arguments by position; None if it can."""
-    arguments = op.overload._schema.arguments
-    try:
-        signature = inspect.signature(function)
-        required = [a for a in arguments if not a.has_default_value()]
-        for given in (arguments, required):
-            signature.bind(*([None] * len(given)))
-    except TypeError as error:
-        names = ", ".join(a.name for a in arguments)
-        return f"does not take the op's arguments ({names}): {error}"
-    except ValueError:
-        return None  # a builtin without a signature: the first call will show
-    return None
 
 
 def name_of(dtype: torch.dtype) -> str:

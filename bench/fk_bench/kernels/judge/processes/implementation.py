@@ -11,7 +11,7 @@ from fastkernels.core import candidate, registry
 from fastkernels.core.baseline import Prepared
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.spec import OpSpec
-from fk_bench.kernels.judge.processes.answers import Failure, remembered, wrong_signature
+from fk_bench.kernels.judge.processes.answers import Failure, remembered
 
 OPS_KEPT = 4  # whose baselines stay in memory
 
@@ -65,9 +65,11 @@ class Implementation:
         except candidate.CandidateError as error:
             raise Failure("compile_error", str(error)) from None
         if found.function is not None and (op := OPS.get(name)) is not None:
-            if (problem := wrong_signature(found.function, op)) is not None:
-                raise Failure("signature_mismatch", f"{name}(...) {problem}")
-            self._put(name, found.function, "candidate")
+            try:
+                function, supports = candidate.fit(found.function, op)
+            except candidate.CandidateError as error:
+                raise Failure("signature_mismatch", str(error)) from None
+            self._put(name, function if supports is None else _strict(function, supports), "candidate")
         return found
 
     def _only(self, op: str, name: str, params: dict[str, Any]) -> None:
@@ -152,3 +154,14 @@ class Implementation:
     ) -> None:
         OPS[op].set_candidate(fn, label, supports)
         self.changed.add(op)
+
+
+def _strict(function: Callable[..., Any], supports: Callable[..., str | None]) -> Callable[..., Any]:
+    """The function, which fails in unsupported calls: no other provider may take them."""
+
+    def run(*args: Any) -> Any:
+        if (reason := supports(*args)) is not None:
+            raise Failure("signature_mismatch", reason)
+        return function(*args)
+
+    return run
