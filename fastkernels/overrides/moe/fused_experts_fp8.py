@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fastkernels.core.dispatch import Key, Provider, define
+from fastkernels.core.dispatch import ForOthers, Key, Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Sizes, Tensor, Tolerance, uniform
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.fp8 import FP8, FP8_MAX, GROUP_EPS, MIN_ABSMAX, quantize_rows
@@ -247,7 +247,7 @@ ROWS = 128  # of a tile of the products of prompts
 TILE = {"rows": ROWS, "columns": 256, "cooperate": True}
 
 
-def _supports_tiled(
+def _not_for_tiles(
     hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, a1_scale: T | None = None,
     a2_scale: T | None = None, per_act_token_quant: bool = False, block_shape: list[int] | None = None,
     scale_ue8m0: bool = False, expert_map: T | None = None, apply_router_weight_on_input: bool = False,
@@ -270,6 +270,12 @@ def _supports_tiled(
     if rows * max(w1.shape[1], w2.shape[1]) >= 1 << 32:
         return "2^32 results or more"
     return None
+
+
+def _supports_tiled(*call: Any) -> str | None:
+    """Return why this call is for the other providers, None if it is for tiles."""
+    reason = _not_for_tiles(*call)
+    return None if reason is None else ForOthers(reason)
 
 
 def _tiled(
