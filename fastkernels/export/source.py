@@ -34,6 +34,7 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.overrides.kit.modules": "fork_refuse.py",
     f"{PACKAGE}.overrides.block.swiglu": "fork_refuse.py",
     f"{PACKAGE}.overrides.attention.timm_projections": "fork_refuse.py",
+    f"{PACKAGE}.overrides.rope.linear_rope": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.gelu_epilogue": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.modulated_pair": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.timm_residuals": "fork_refuse.py",

@@ -129,6 +129,7 @@ FORMATS = {
     "latent-moonlight": Format("moonlight-16b-a3b", None, 27),
     "latent-fp8-block": Format("deepseek-r1", BLOCKS, 5),
     "latent-sparse": Format("deepseek-v3.2", BLOCKS, 5),
+    "latent-sparse-glm": Format("glm-5", BLOCKS, 5),
     "latent-glm": Format("glm-4.7-flash", None, 6),
     "gemma-4-e4b": Format("gemma-4-e4b", None, 42, vllm=GEMMA4),
     "gemma-4-26b-a4b": Format("gemma-4-26b-a4b", None, 12, vllm=GEMMA4_MOE),
@@ -145,7 +146,7 @@ def write_config(name: str, folder: Path, layers: int | None = None) -> Path:
     fields |= chosen.fields
     count = chosen.layers if layers is None else layers
     fields["num_hidden_layers"] = min(count or fields["num_hidden_layers"], fields["num_hidden_layers"])
-    for kinds in ("layer_types", "mlp_layer_types"):
+    for kinds in ("layer_types", "mlp_layer_types", "indexer_types"):
         if fields.get(kinds):
             fields[kinds] = fields[kinds][: fields["num_hidden_layers"]]
     if of_layers := fields.get("per_layer_config"):

@@ -47,13 +47,14 @@ from experiments.linear.linear_kernels import label
 from fk_bench.kernels.judge.baselines import Baseline, baselines
 
 from fastkernels.overrides.kit.fp8 import FP8
+from fastkernels.overrides.linear import tiled_linear_cuda as tiled
 from fastkernels.overrides.linear import wgmma_linear_fp8_cuda as wgmma
 from fastkernels.overrides.linear.linear_fp8 import reference
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, TENSOR, blocks
 from fastkernels.overrides.linear.linear_fp8_triton import linear_fp8_triton
 from fastkernels.overrides.quant.quantize_fp8 import quantize_triton
 
-OURS = "cuda-wgmma-fp8"
+OURS, TILED = "cuda-wgmma-fp8", "cuda-tiled-fp8"
 COMPILE_S, CHILD_S, WARM_S = 120, 120, 180
 LIMITS = dict.fromkeys(
     (torch.bfloat16, torch.float16), 1.6e-2
@@ -235,7 +236,11 @@ def usable(
     args = (x[0], weight[0], x[1], weight[1])
     want, calls = reference(*(t.double() for t in args)), {}
     case = {"scales": kind, "tokens": m, "layer": layer}
-    ours = [("triton", None, linear_fp8_triton), (OURS, wgmma.supports_wgmma_fp8, wgmma.linear_fp8_wgmma)]
+    ours = [
+        ("triton", None, linear_fp8_triton),
+        (OURS, wgmma.supports_wgmma_fp8, wgmma.linear_fp8_wgmma),
+        (TILED, tiled.supports_tiled_fp8, tiled.linear_fp8_tiled),
+    ]
     for name, supports, fn in [*((b.name, b.supports, b) for b in found), *ours]:
         try:
             refused = supports(*args) if supports else None
@@ -272,6 +277,8 @@ def time_point(
         others = usable(run, kind, m, layer, found, inputs[layer], made[0])
         named: dict[str, Call] = {**others, "triton": linear_fp8_triton}
         ours = {f"{OURS} {label(p)}": p for p in sets if wgmma.fits(p, m, k)} if m <= 64 else {}
+        if kind == "block" and m > 64:
+            named[TILED] = tiled.linear_fp8_tiled
         if ours:
             named[f"{OURS} default"] = wgmma.linear_fp8_wgmma
         named.update({name: partial(wgmma.linear_fp8_wgmma, **p) for name, p in ours.items()})

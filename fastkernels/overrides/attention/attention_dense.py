@@ -16,7 +16,7 @@ from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.expressions import Expr
 from fastkernels.core.spec import OpSpec
-from fastkernels.overrides.attention import cases, fa3, wide_heads
+from fastkernels.overrides.attention import attention_dense_cuda, cases, fa3, wide_heads
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -261,6 +261,11 @@ def _gemm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *_: A
     return wide_heads.attend(q, k, v, scale)
 
 
+def _cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *_: Any) -> torch.Tensor:
+    _check(q, k, v, None, None, None)
+    return attention_dense_cuda.attend(q, k, v, scale)
+
+
 def _cudnn(*args: Any) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return _sdpa(*args)
@@ -272,6 +277,7 @@ attention_dense = define(
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(  # then what hosts run
         Provider("gemm", _gemm, supports=wide_heads.supports),
+        Provider("cuda", _cuda, supports=attention_dense_cuda.supports),
         Provider("sdpa", _sdpa, devices=("cuda", "cpu"), supports=_supports_sdpa),
         Provider("triton", _triton, supports=_supports_triton),
         Provider("fa3", fa3.attend_dense, module=fa3.MODULES, supports=fa3.supports_dense),

@@ -19,6 +19,7 @@ from fastkernels.overrides.attention.window_attention import window_attention
 from fastkernels.overrides.attention.windows import attend_in_windows, position_bias, relative_positions
 from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed
+from fastkernels.overrides.rope.linear_rope import rotated_products
 from fastkernels.overrides.rope.rope_nd import rope_nd
 from fastkernels.overrides.rope.transformers import transformers_dinov3_vit_apply_rotary_pos_emb
 
@@ -237,11 +238,15 @@ class TransformersVJEPA2RopeAttention(nn.Module):
         other = f"positions of shape {tuple(shape)}" if shape != hidden_states.shape[:2] else None
         if (reason := _not_rotated(self) or other) is not None:
             return _theirs(self, reason)(hidden_states, position_mask)
-        projected = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
-        q, k, v = (t.unflatten(-1, (-1, self.attention_head_size)) for t in projected)
-        table = _table_3d(self, q, position_mask)
-        batch = len(q) if position_mask is None else 1  # or a row of the table for each token of the batch
-        q, k = (rope_nd(t.reshape(batch, -1, *t.shape[2:]), *table, False).view(t.shape) for t in (q, k))
+        layers, heads = (self.query, self.key, self.value), (-1, self.attention_head_size)
+        table = _table_3d(self, hidden_states.unflatten(-1, heads), position_mask)
+        found = rotated_products(layers, hidden_states, *table, False) if position_mask is None else None
+        projected = [layer(hidden_states) for layer in layers] if found is None else found
+        q, k, v = (t.unflatten(-1, heads) for t in projected)
+        if found is None:
+            # Positions of a mask have a row of the table for each token of the batch
+            batch = len(q) if position_mask is None else 1
+            q, k = (rope_nd(t.reshape(batch, -1, *t.shape[2:]), *table, False).view(t.shape) for t in (q, k))
         return self.proj(attend(q, k, v, self.scaling, None, self.dropout_prob * self.training)), None
 
 

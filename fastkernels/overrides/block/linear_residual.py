@@ -14,6 +14,7 @@ from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Tensor
 from fastkernels.core.dispatch import ForOthers, Provider, define
 from fastkernels.core.spec import OpSpec, fan_in
+from fastkernels.overrides.kit import cublaslt
 from fastkernels.overrides.kit.modules import plain_linear
 from fastkernels.overrides.linear.tiled_linear_cuda import (
     LEAST,
@@ -64,6 +65,8 @@ def supports(
     """Return why the tiled kernel does not support this call, None if it does."""
     if x.numel() < LEAST * x.shape[-1]:
         return ForOthers(f"fewer than {LEAST} tokens")
+    if _is_long(weight.shape[1], x, scale is not None):
+        return ForOthers("long sums of few tokens")
     for t in (residual, scale):
         if t is not None and (t.dtype != x.dtype or (t.is_contiguous() and t.data_ptr() % 16)):
             return ForOthers(f"residual or scale is {t.dtype}, x {x.dtype}, or does not begin at 16 bytes")
@@ -78,6 +81,26 @@ def _tiled(
     """One kernel: bias, scale and residual are added to the float32 sums, while the next tile is multiplied."""
     _check(residual, x, weight, bias, scale)
     return linear_tiled(x, weight, bias, RESIDUAL, scale, residual)
+
+
+def _supports_cublaslt(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> str | None:  # fmt: skip
+    return None if scale is None else ForOthers("cuBLASLt has no scale for each column")
+
+
+def _cublaslt(
+    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """One kernel, if cuBLASLt has one for these tensors."""
+    _check(residual, x, weight, bias, scale)
+    n, k = weight.shape
+    out = x.new_empty(residual.shape)
+    if cublaslt.multiply(x.reshape(-1, k), weight, bias, out.view(-1, n), residual.reshape(-1, n)):
+        return out
+    return _torch(residual, x, weight, bias)
 
 
 def _torch(
@@ -102,24 +125,30 @@ linear_residual = define(
     fake=lambda residual, x, weight, bias=None, scale=None: x.new_empty(residual.shape),
     providers=(
         Provider("cuda-tiled", _tiled, supports=supports),
+        Provider("cublaslt", _cublaslt, supports=_supports_cublaslt),
         Provider("torch", _torch, devices=("cuda", "cpu")),
         Provider("reference", _reference, devices=("cuda", "cpu")),
     ),
 )
 
 
-LONG = ((4096, 4096), (2048, 1024))  # columns of x at least, tokens below
+LONG, LONG_SCALED, FEW = 3072, 4096, 4096  # columns of x at least, without and with a scale; tokens below
+
+
+def _is_long(k: int, x: torch.Tensor, scaled: bool) -> bool:
+    """Whether sums are long and tokens few: cuBLAS and a pass, or cuBLASLt, which adds a residual itself, were faster.
+
+    H100, 2026-11-28: 1,029 tokens, K = 4,096, N = 1,024: 25.4 us, cuBLAS 17.0 and 2.4 for the pass. 1,024 tokens, K =
+    4,304, N = 1,152, without a scale: 36.5 us, cuBLASLt 21.0. 257 tokens, K = 2,048, N = 768: 6.8 us, cuBLASLt 7.9.
+    """
+    return k >= (LONG_SCALED if scaled else LONG) and x.numel() < FEW * x.shape[-1]
 
 
 def adds(linear: Any, x: torch.Tensor, scale: torch.Tensor | None) -> bool:
-    """Whether the op is for residual + scale * linear(x): a plain layer of 16-bit numbers, and many tokens.
-
-    Long sums of few tokens (LONG) were slower than cuBLAS and a pass. DINOv3 ViT-L on an H100, 2026-11-27: 13.0 us and
-    11.2 for 261 tokens, 32.6 and 30.8 for 2,088, 100.7 and 102.4 for 8,352.
-    """
-    if any(linear.in_features >= k and x.numel() < m * x.shape[-1] for k, m in LONG):
+    """Whether the op is for residual + scale * linear(x): a plain layer of 16-bit numbers, and many tokens."""
+    if scale is not None and (_is_long(linear.in_features, x, True) or scale.dtype != x.dtype):
         return False
-    return plain_linear(linear, x) and for_tiles(linear, x) and (scale is None or scale.dtype == x.dtype)
+    return plain_linear(linear, x) and for_tiles(linear, x)
 
 
 def _case(

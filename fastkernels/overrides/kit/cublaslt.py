@@ -102,11 +102,11 @@ class _Plan:
 
     def __init__(
         self, handle: c_void_p, count: int, sizes: tuple[int, int, int], dtype: int, strides: tuple[int, ...],
-        bias: bool, gelu: bool,
+        bias: bool, gelu: bool, adds: bool,
     ):  # fmt: skip
         (m, n, k), (of_x, of_weight, of_added, of_out) = sizes, strides
         self.lock, self.handle, self.count, self.between = threading.Lock(), handle, count, m * n
-        self.chosen = False
+        self.chosen, self.adds = False, adds
         self.description = _made("MatmulDesc", _COMPUTE_FP32, _FP32)
         _set("MatmulDesc", self.description, _TRANSPOSE_A, c_int32(1))
         epilogue = (_WITH_BIAS if bias else _PLAIN) + _GELU * gelu
@@ -134,7 +134,7 @@ class _Plan:
         with_one = self._proposed(WORKSPACE)
         if self.count == 1:  # PyTorch runs the first
             with_one = with_one[:1]
-            if not with_one or not with_one[0].workspace:
+            if not self.adds and (not with_one or not with_one[0].workspace):
                 return False
         self.proposals += with_one
         return bool(self.proposals)
@@ -250,7 +250,15 @@ def products(
     with torch.cuda.device(x.device):
         with _planning:
             if key not in _plans:
-                described = (len(weights), (m, n, k), DTYPES[x.dtype], strides, bool(biases), gelu)
+                described = (
+                    len(weights),
+                    (m, n, k),
+                    DTYPES[x.dtype],
+                    strides,
+                    bool(biases),
+                    gelu,
+                    added is not None,
+                )
                 plan = _Plan(_handle(x.device.index), *described)
                 plan.place(weights, biases)
                 _plans[key] = plan if plan.propose() else None

@@ -10,7 +10,13 @@ from torch import nn
 
 from fastkernels.core.dispatch import functional
 from fastkernels.overrides.kit import cublaslt
-from fastkernels.overrides.linear.tiled_linear_cuda import is_faster, linears_tiled
+from fastkernels.overrides.linear.tiled_linear_cuda import (
+    GEGLU,
+    is_faster,
+    linears_tiled,
+    runs_tiled,
+    supports_tiled,
+)
 
 
 def changed(module: Any) -> bool:
@@ -93,8 +99,31 @@ def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
     return products((linear,), x)[0]
 
 
+def _linear_geglu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    (up, gate), (of_up, of_gate) = weight.chunk(2), (None, None) if bias is None else bias.chunk(2)
+    if x.is_cuda and all(supports_tiled(x, *each) is None for each in ((up, of_up), (gate, of_gate))):
+        return linears_tiled(x, (gate, up), (of_gate, of_up), GEGLU)
+    values, gate = compute_products(x, [weight], [bias])[0].chunk(2, dim=-1)
+    return values * nn.functional.gelu(gate)
+
+
+_geglu = functional(
+    "linear_geglu(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    _linear_geglu,
+    lambda x, weight, bias: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
+)
+
+
+def _geglu_of(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """values * gelu(gate), the halves of linear(x): one kernel of a plain layer and many tokens."""
+    if plain_linear(linear, x) and runs_tiled(linear, x, halves=True):
+        return _geglu(x, linear.weight, linear.bias)
+    values, gate = product(linear, x).chunk(2, dim=-1)
+    return values * nn.functional.gelu(gate)
+
+
 def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
-    """ff(x), an MLP of diffusers: modules in a row, `net`. Compiled, a GEGLU's product is one of ours, too."""
+    """ff(x), an MLP of diffusers: modules in a row, `net`. Compiled, a GEGLU and its product are ours, too."""
     if changed(ff) or not type(ff).__name__.endswith("FeedForward"):
         return ff(x)
     for module in ff.net:
@@ -103,8 +132,7 @@ def mlp(ff: Any, x: torch.Tensor) -> torch.Tensor:
         if cls is nn.Linear:
             x = product(module, x)
         elif cls.__name__ == "GEGLU" and left and torch.compiler.is_compiling() and not changed(module):
-            values, gate = product(module.proj, x).chunk(2, dim=-1)
-            x = values * nn.functional.gelu(gate)
+            x = _geglu_of(module.proj, x)
         else:
             x = module(x)
     return x

@@ -46,8 +46,8 @@ def _mla_rope_store_kernel(
     pos_ptr, q_ptr, new_ptr, x_ptr, w_ptr, cache_ptr, slot_ptr, table_ptr,
     q_stride_t, q_stride_h, new_stride_t, new_stride_h, x_stride, cache_stride_b, cache_stride_s, table_stride,
     block_size, heads, q_blocks, R, HALF, eps, k_scale,
-    NEOX: tl.constexpr, CAST: tl.constexpr, FP8: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
+    NEOX: tl.constexpr, CAST: tl.constexpr, FP8: tl.constexpr, WORDS: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
     # One program per (token, block of heads); one more for the token's latent and its rotary key.
@@ -67,12 +67,24 @@ def _mla_rope_store_kernel(
         head = (block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
         mask = (head < heads) & (pair < HALF)[None, :]
         q_at = q_ptr + token * q_stride_t + head * q_stride_h
-        x1 = tl.load(q_at + first[None, :], mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(q_at + second[None, :], mask=mask, other=0.0).to(tl.float32)
+        if WORDS:  # a pair of neighbors
+            words = q_at.to(tl.pointer_type(tl.int32), bitcast=True) + pair[None, :]
+            word = tl.load(words, mask=mask, other=0)
+            x1 = word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+            x2 = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        else:
+            x1 = tl.load(q_at + first[None, :], mask=mask, other=0.0).to(tl.float32)
+            x2 = tl.load(q_at + second[None, :], mask=mask, other=0.0).to(tl.float32)
         a, b, c, d = x1 * cos[None, :], x2 * sin[None, :], x2 * cos[None, :], x1 * sin[None, :]
         new_at = new_ptr + token * new_stride_t + head * new_stride_h
-        tl.store(new_at + first[None, :], (a - b).to(dtype), mask=mask)
-        tl.store(new_at + second[None, :], (c + d).to(dtype), mask=mask)
+        y1, y2 = (a - b).to(dtype), (c + d).to(dtype)
+        if WORDS:
+            low = y1.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            word = low | (y2.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+            tl.store(new_at.to(tl.pointer_type(tl.int32), bitcast=True) + pair[None, :], word, mask=mask)
+        else:
+            tl.store(new_at + first[None, :], y1, mask=mask)
+            tl.store(new_at + second[None, :], y2, mask=mask)
     else:
         slot = tl.load(slot_ptr + token).to(tl.int64)
         if slot >= 0:
@@ -151,13 +163,17 @@ def _triton(
     block = next_power_of_2(size // 2)
     block_h = min(next_power_of_2(heads), max(1, 1024 // block))
     q_blocks = cdiv(heads, block_h)
+    words = query.itemsize == 2 and not is_neox_style
+    words = words and all(
+        t.data_ptr() % 4 == 0 and not any(s % 2 for s in t.stride()[:2]) for t in (query, rotated)
+    )
     launch_kernel(
         _mla_rope_store_kernel, (tokens, q_blocks + 1),
         positions, query, rotated, latent, weight, kv_cache, slot_mapping, cos_sin_cache, *query.stride()[:2],
         *rotated.stride()[:2], latent.stride(0), *kv_cache.stride()[:2], cos_sin_cache.stride(0), kv_cache.shape[1],
         heads, q_blocks, rank, size // 2, eps, k_scale, NEOX=is_neox_style, CAST=cast_cache,
-        FP8=kv_cache.dtype == torch.float8_e4m3fn, BLOCK_H=block_h, BLOCK=block, BLOCK_R=next_power_of_2(rank),
-        num_warps=4,
+        FP8=kv_cache.dtype == torch.float8_e4m3fn, WORDS=words, BLOCK_H=block_h, BLOCK=block,
+        BLOCK_R=next_power_of_2(rank), num_warps=4,
     )  # fmt: skip
 
 

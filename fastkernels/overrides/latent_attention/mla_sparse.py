@@ -21,6 +21,7 @@ from fastkernels.overrides.kit.overlap import follow, overlap
 from fastkernels.overrides.latent_attention import mla_cases, mla_decode_cuda, mla_triton, sparse_cases
 
 MOST_GATHERED = 1 << 26  # numbers of keys that the reference has in memory at a time
+QUERIES = 512  # of prompts, in one call of the kernel for decodes
 
 
 def reference(
@@ -158,6 +159,45 @@ def _triton(
     return out
 
 
+def _cuda(
+    q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, scale: float, head_size_v: int,
+    k_scale: float = 1.0, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Run the kernel for decodes: each query of a prompt is a sequence of its own, which ends with the query."""
+    rest = 1, scale, head_size_v, k_scale
+    if _decodes(q, block_table, max_seqlen_q):
+        return mla_decode_cuda.decode_sparse(
+            q, kv_cache, indices, cu_seqlens_q, seq_lens, block_table, *rest, out=out
+        )
+    out = mla_cases.memory("mla_sparse", q, head_size_v, out)
+    row = sparse_cases.sequence_of(cu_seqlens_q, len(q))
+    inside, row = row < len(block_table), row.clamp(max=len(block_table) - 1)
+    seen = seq_lens[row] - cu_seqlens_q[1:][row] + torch.arange(1, len(q) + 1, device=q.device)
+    seen = torch.where(inside, seen, 0).int()
+    for first in range(0, len(q), QUERIES):
+        some = slice(first, first + QUERIES)
+        of_queries = indices[some], cu_seqlens_q, seen[some], block_table[row[some]]
+        mla_decode_cuda.decode_sparse(q[some], kv_cache, *of_queries, *rest, out=out[some])
+    return out
+
+
+def _decodes(q: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int) -> bool:
+    return max_seqlen_q == 1 and len(q) == len(block_table)
+
+
+def _supports_cuda(
+    q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, scale: float, head_size_v: int,
+    k_scale: float = 1.0,
+) -> str | None:  # fmt: skip
+    some = slice(None if _decodes(q, block_table, max_seqlen_q) else 1)
+    of_queries = cu_seqlens_q, seq_lens[some], block_table[some], 1, scale, head_size_v, k_scale
+    if not indices.is_contiguous():
+        return f"indices have strides {tuple(indices.stride())}: they must be contiguous"
+    return mla_decode_cuda.supports_sparse(q[some], kv_cache, indices[some], *of_queries)
+
+
 def _supports_triton(q: torch.Tensor, kv_cache: torch.Tensor, indices: torch.Tensor, *_: Any) -> str | None:
     if not indices.is_contiguous():
         return f"indices have strides {tuple(indices.stride())}: they must be contiguous"
@@ -171,7 +211,7 @@ mla_sparse = define(
         *q.shape[:2], head_size_v
     ),
     providers=(
-        Provider("cuda", mla_decode_cuda.decode_sparse, supports=mla_decode_cuda.supports_sparse, out=True),
+        Provider("cuda", _cuda, supports=_supports_cuda, out=True),
         Provider("triton", _triton, supports=_supports_triton, out=True),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),

@@ -18,7 +18,7 @@ from fastkernels.core.shapes import dtype_name
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.kit.fp8 import FP8, empty_outputs
 from fastkernels.overrides.linear import linear_fp8_libraries as libraries
-from fastkernels.overrides.linear import wgmma_linear_fp8_cuda
+from fastkernels.overrides.linear import tiled_linear_cuda, wgmma_linear_fp8_cuda
 from fastkernels.overrides.linear.linear_fp8_scales import (
     BLOCK,
     ROW,
@@ -116,6 +116,9 @@ linear_fp8 = define(
         Provider(
             "sgl_kernel", libraries.linear_fp8_sgl, module="sgl_kernel", supports=libraries.supports_sgl,
             twin="cutlass",
+        ),
+        Provider(  # more tokens, block scales
+            "cuda-tiled-fp8", tiled_linear_cuda.linear_fp8_tiled, supports=tiled_linear_cuda.supports_tiled_fp8
         ),
         Provider("triton", linear_fp8_triton, supports=supports_triton),
         Provider("cublas", libraries.linear_fp8_cublas, supports=libraries.supports_cublas),

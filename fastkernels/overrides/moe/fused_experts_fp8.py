@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fastkernels.core.dispatch import Key, Provider, define
+from fastkernels.core.dispatch import ForOthers, Key, Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Scalar, Sizes, Tensor, Tolerance, uniform
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
 from fastkernels.overrides.kit.fp8 import FP8, FP8_MAX, GROUP_EPS, MIN_ABSMAX, quantize_rows
+from fastkernels.overrides.kit.hopper import no_hopper
+from fastkernels.overrides.linear import tiled_linear_cuda as tiled
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, ROW, TENSOR, blocks, expanded
 from fastkernels.overrides.linear.linear_fp8_triton import unsupported_fp8
 from fastkernels.overrides.moe import expert_libraries as libraries
@@ -38,13 +40,14 @@ from fastkernels.overrides.moe.fused_experts import (
 )
 from fastkernels.overrides.moe.grouped_gemm import Scales, grouped_gemm, sum_over_experts
 from fastkernels.overrides.moe.moe_tiles import chosen, sets, tiles_fp8, wide
-from fastkernels.overrides.moe.sorted_pairs import sort_pairs
+from fastkernels.overrides.moe.sorted_pairs import gather, sort_pairs
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.quant.silu_mul_quant_fp8 import silu_mul_quant_fp8
 
 T = torch.Tensor
 # Kinds of activation scales, in addition to BLOCK.
 GIVEN, TOKEN, FOUND = 0, 1, 2
+LEAST = 32  # rows of an expert, on average, from which tiles of 128 rows are faster
 
 
 class Kind(NamedTuple):
@@ -240,6 +243,64 @@ def _triton(
     return sum_over_experts(out, ids, experts, expert_map)
 
 
+ROWS = 128  # of a tile of the products of prompts
+TILE = {"rows": ROWS, "columns": 256, "cooperate": True}
+
+
+def _not_for_tiles(
+    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, a1_scale: T | None = None,
+    a2_scale: T | None = None, per_act_token_quant: bool = False, block_shape: list[int] | None = None,
+    scale_ue8m0: bool = False, expert_map: T | None = None, apply_router_weight_on_input: bool = False,
+) -> str | None:  # fmt: skip
+    if (reason := no_hopper(tiled.SOURCE, hidden_states.device)) is not None:
+        return reason
+    if hidden_states.dtype not in (torch.float16, torch.bfloat16) or block_shape is None:
+        return f"needs scales of blocks, and float16 or bfloat16, got {hidden_states.dtype}"
+    experts = w1.shape[0] if expert_map is None else expert_map.numel()
+    if apply_router_weight_on_input or topk_ids.numel() < LEAST * experts:
+        return f"the router's weights are applied to the input, or fewer than {LEAST} rows for an expert"
+    for name, w, scale in (("w1", w1, w1_scale), ("w2", w2, w2_scale)):
+        if w.dtype != FP8 or scale.dtype != torch.float32:
+            return f"{name} is {w.dtype} and its scale {scale.dtype}, not float8_e4m3fn and float32"
+        if not w.is_contiguous() or not scale.is_contiguous():
+            return f"{name} or its scale is not contiguous"
+        if w.shape[1] % 32 or w.shape[2] % BLOCK or w.data_ptr() % 16:
+            return f"{name} has shape {tuple(w.shape)}: it needs multiples of 32 rows and {BLOCK} columns"
+    rows = topk_ids.numel() + ROWS * experts
+    if rows * max(w1.shape[1], w2.shape[1]) >= 1 << 32:
+        return "2^32 results or more"
+    return None
+
+
+def _supports_tiled(*call: Any) -> str | None:
+    """Return why this call is for the other providers, None if it is for tiles."""
+    reason = _not_for_tiles(*call)
+    return None if reason is None else ForOthers(reason)
+
+
+def _tiled(
+    hidden_states: T, w1: T, w2: T, w1_scale: T, w2_scale: T, topk_weights: T, topk_ids: T, a1_scale: T | None = None,
+    a2_scale: T | None = None, per_act_token_quant: bool = False, block_shape: list[int] | None = None,
+    scale_ue8m0: bool = False, expert_map: T | None = None, apply_router_weight_on_input: bool = False,
+    **tile: Any,
+) -> T:  # fmt: skip
+    """Multiply tiles of rows in the order of their experts, for many rows of each. tile: of TILE's parameters."""
+    check_sizes(hidden_states, w1, w2, topk_weights, topk_ids)
+    kind = check_scales(
+        w1, w2, w1_scale, w2_scale, a1_scale, a2_scale, per_act_token_quant, block_shape, scale_ue8m0
+    )
+    x, ids, weights = hidden_states, topk_ids.contiguous(), topk_weights.float().contiguous()
+    tile = {**TILE, **tile}
+    experts = w1.shape[0] if expert_map is None else expert_map.numel()
+    how = (kind.group_size, None, kind.min_absmax, True)
+    q, a_scale = quantize_fp8.run(x, None, *how, False, scale_ue8m0)
+    pairs = sort_pairs(ids, experts, expert_map, tile["rows"])
+    q, a_scale = gather(q, a_scale, pairs)
+    q, a_scale = tiled.grouped_swiglu_fp8_tiled(q, w1, a_scale, w1_scale, pairs, x.dtype, scale_ue8m0, **tile)
+    out = tiled.grouped_fp8_tiled(q, w2, a_scale, w2_scale, pairs, weights, x.dtype, **tile)
+    return sum_over_experts(out, ids, experts, expert_map)
+
+
 def _fake(hidden_states: T, *args: Any) -> T:
     return torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
 
@@ -271,6 +332,7 @@ fused_experts_fp8 = define(
     " bool apply_router_weight_on_input=False) -> Tensor",
     fake=_fake,
     providers=(
+        Provider("cuda-tiled-fp8", _tiled, supports=_supports_tiled),  # many rows of each expert, scales of blocks
         Provider(
             "triton", _triton, devices=("cuda",), supports=_supports_triton, params=sets(1),
             fits=_fits,

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
+from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.moe.moe_align import moe_align, padded_size
 
 
@@ -26,6 +30,46 @@ class Sorted(NamedTuple):
     n_pairs: int
     topk: int
     blocks: int
+
+
+@triton.jit(do_not_specialize=["n_pairs", "s_block", "to_block"])
+def _gather_kernel(
+    x_ptr, s_ptr, pairs_ptr, total_ptr, out_ptr, so_ptr, n_pairs, s_row, s_block, to_row, to_block,
+    WORDS: tl.constexpr, GROUPS: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    follow(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(total_ptr):
+        return
+    pair = tl.load(pairs_ptr + row)
+    if pair >= n_pairs:
+        return
+    token = (pair // TOPK).to(tl.int64)
+    for first in range(0, WORDS, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        words = tl.load(x_ptr + token * WORDS + at, mask=at < WORDS, other=0)
+        tl.store(out_ptr + row * WORDS + at, words, mask=at < WORDS)
+    for first in range(0, GROUPS, 128):
+        group = first + tl.arange(0, 128)
+        scales = tl.load(s_ptr + token * s_row + group * s_block, mask=group < GROUPS, other=0.0)
+        tl.store(so_ptr + row * to_row + group.to(tl.int64) * to_block, scales, mask=group < GROUPS)
+
+
+def gather(x: torch.Tensor, scale: torch.Tensor, pairs: Sorted) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows of float8 x [T, K] and their scales [T, K / 128] in the order of sorted pairs, scales by column.
+
+    Rows of padding are not written.
+    """
+    assert pairs.pairs is not None and x.is_contiguous() and x.shape[1] % 4 == 0
+    rows, words, groups = pairs.pairs.numel(), x.shape[1] // 4, scale.shape[1]
+    out = torch.empty((rows, x.shape[1]), dtype=x.dtype, device=x.device)
+    scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device).t()
+    launch_kernel(
+        _gather_kernel, (rows,), x.view(torch.int32), scale, pairs.pairs, pairs.total, out.view(torch.int32), scales,
+        pairs.n_pairs, *scale.stride(), *scales.stride(), WORDS=words, GROUPS=groups, TOPK=pairs.topk,
+        BLOCK=min(next_power_of_2(words), 2048), num_warps=4,
+    )  # fmt: skip
+    return out, scales
 
 
 def sorts(count: int, experts: int, expert_map: torch.Tensor | None) -> bool:

@@ -308,6 +308,26 @@ def test_transformer_blocks_that_stay_with_the_host() -> None:
         torch.testing.assert_close(block(x, encoder_hidden_states=text), before)
 
 
+@pytest.mark.parametrize(("tokens", "inner"), [(150, 96), (20, 96), (150, 72)])
+def test_compiled_geglu_is_in_the_kernel_of_its_product(tokens: int, inner: int) -> None:
+    """Of many tokens, and halves that are whole blocks of columns."""
+    from diffusers.models.attention import FeedForward
+
+    from fastkernels.overrides.kit.modules import mlp
+
+    ff, x, seen = FeedForward(64, inner_dim=inner).bfloat16(), torch.randn(2, tokens, 64).bfloat16(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    with torch.no_grad():
+        after = torch.compile(lambda x: mlp(ff, x), backend=backend, fullgraph=True)(x)
+        torch.testing.assert_close(after, ff(x), rtol=2e-2, atol=1e-2)
+    torch.compiler.reset()
+    assert ("fastkernels.linear_geglu.default" in seen) == (tokens > 100 and inner == 96)
+
+
 def test_wide_head_of_a_vae_reaches_the_op() -> None:
     torch.manual_seed(0)
     vae = diffusers.AutoencoderKL(**{**VAE, "block_out_channels": [16, 288]}).eval()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernels import emulated_decode
+from support.attention import emulated_decode
 from support.kernels.op_cases import make_args, mismatch, oracle
 
 from fastkernels.core import cuda_rtc, registry

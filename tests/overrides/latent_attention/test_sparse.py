@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.kernels.op_cases import make_args
 from support.tiny import make_tiny
 
 from fastkernels import LLM, SamplingParams
+from fastkernels.core import registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.execution.attention import make_backend
 from fastkernels.models.common import build
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
-from fastkernels.overrides.latent_attention import sparse_indexer
+from fastkernels.overrides.latent_attention import mla_sparse, sparse_indexer
 from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
 from fastkernels.overrides.latent_attention.paged_mqa_logits import paged_mqa_logits
 from fastkernels.overrides.latent_attention.sparse_indexer import SparseAttnIndexer
@@ -217,3 +219,25 @@ def test_selection_bounds_the_cost_of_a_token() -> None:
     shared = plan(config)
     assert before.kv_bytes_per_token - shared.kv_bytes_per_token == 52 * 128 * 2
     assert before.parameters - shared.parameters == 52 * (4096 * 2048 + 128 * 6144 + 2 * 128 + 32 * 6144)
+
+
+def test_prompts_are_decodes_of_their_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for decodes gets queries in parts, each with its own length and block table."""
+    calls: list[int] = []
+
+    def decode(
+        q: Any, cache: Any, indices: Any, starts: Any, lens: Any, table: Any, *rest: Any, out: Any
+    ) -> Any:
+        assert len(q) == len(indices) == len(lens) == len(table) and lens.dtype == torch.int32
+        calls.append(len(q))
+        starts = torch.arange(len(q) + 1, dtype=torch.int32)
+        return out.copy_(mla_sparse.reference(q, cache, indices, starts, lens, table, *rest))
+
+    monkeypatch.setattr(mla_sparse.mla_decode_cuda, "decode_sparse", decode)
+    monkeypatch.setattr(mla_sparse, "QUERIES", 4)
+    spec = registry.get("mla_sparse")
+    for name, parts in (("odd", 4), ("padding", 3), ("empty_sequence", 2)):
+        args = make_args(spec, next(c for c in spec.cases if c.name == name), "cpu")
+        torch.testing.assert_close(mla_sparse._cuda(*args), mla_sparse.reference(*args))
+        assert len(calls) == parts
+        calls.clear()

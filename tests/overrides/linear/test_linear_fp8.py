@@ -109,7 +109,7 @@ def test_strides_keep_the_layout_of_scales() -> None:
 def test_provider_order_is_the_measured_one() -> None:
     """On an H200: ours up to 64 tokens, DeepGEMM for block scales, CUTLASS for the rest."""
     names = [p.name for p in linear_fp8.providers]
-    ours, others = ["cuda-wgmma-fp8"], ["triton", "cublas", "reference"]
+    ours, others = ["cuda-wgmma-fp8"], ["cuda-tiled-fp8", "triton", "cublas", "reference"]
     assert names == [*ours, "deepgemm", "flashinfer", "cutlass", "sgl_kernel", *others]
 
 

@@ -12,15 +12,21 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import emulated_tiled
+from support.kernels.linear_fp8 import args as fp8_args
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.block import linear_residual as residuals
 from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.linear import tiled_linear_cuda as tiled
+from fastkernels.overrides.linear.linear_fp8 import reference as fp8_reference
+from fastkernels.overrides.linear.linear_fp8_scales import BLOCK
 from fastkernels.overrides.linear.linear_gelu import linear_gelu
+from fastkernels.overrides.moe.sorted_pairs import Sorted
 from fastkernels.overrides.rope.rope_nd import reference as rope_reference
 
 NO_NVRTC = cuda_rtc.unavailable()
+SQUARE = {"rows": 128, "columns": 128, "cooperate": True}
+WIDE = {**SQUARE, "columns": 256}
 
 
 def expected(
@@ -75,7 +81,8 @@ def of_several(m: int, n: int, k: int, f: int, parts: int) -> tuple[list[Any], t
     x, weights = several[0][0], [a[1] for a in several]
     biases = [*(a[2] for a in several[:-1]), None]
     each = torch.stack([expected(tiled.NONE, x, w, b) for w, b in zip(weights, biases, strict=True)])
-    return [x, *weights, *biases, None, None], F.silu(each[0]) * each[1] if f == tiled.SWIGLU else each
+    act = F.silu if f == tiled.SWIGLU else F.gelu
+    return [x, *weights, *biases, None, None], act(each[0]) * each[1] if f in tiled.GATED else each
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
@@ -83,6 +90,7 @@ def of_several(m: int, n: int, k: int, f: int, parts: int) -> tuple[list[Any], t
     ("parts", "n", "f", "params"),
     [
         (2, 96, tiled.SWIGLU, {"rows": 64, "columns": 64}),
+        (2, 96, tiled.GEGLU, {"rows": 64, "columns": 64}),
         (3, 96, tiled.NONE, {"rows": 128, "columns": 64, "cooperate": True}),  # tiles that end past a weight
         pytest.param(2, 96, tiled.SWIGLU, {"rows": 64, "columns": 128, "cluster": 2}, marks=pytest.mark.slow),
         pytest.param(2, 96, tiled.SWIGLU, {"rows": 128, "columns": 64, "shares": "x", "cluster": 2},
@@ -97,6 +105,77 @@ def test_emulated_kernel_of_several_weights_matches_float64(
     args, want = of_several(150, n, 136, f, parts)
     got = emulated_tiled.linear_tiled(args, f, params, 4, 3, tmp_path, parts)
     assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-5)).max()) <= 1
+
+
+def blocks(m: int, n: int, k: int, by_column: bool, device: str = "cpu") -> tuple[list[Any], torch.Tensor]:
+    """Arguments of linear_fp8 with block scales, x's in one of two layouts, and the exact result."""
+    args = [*fp8_args(m, n, k, BLOCK), torch.randn(n, generator=torch.Generator().manual_seed(n)).bfloat16()]
+    if by_column:
+        args[2] = args[2].t().contiguous().t()
+    args = [t.to(device) for t in args]
+    return args, fp8_reference(*(t.double() for t in args))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("m", "n", "k", "params"),
+    [
+        (300, 160, 400, {**SQUARE, "rows": 256}),  # tiles and blocks of scales that end past the matrices
+        (150, 288, 144, {**SQUARE, "shares": "x", "cluster": 2}),
+        pytest.param(150, 160, 272, {**SQUARE, "columns": 64, "cluster": 2}, marks=pytest.mark.slow),
+        pytest.param(150, 352, 272, WIDE, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_emulated_kernel_of_float8_blocks_matches_float64(
+    m: int, n: int, k: int, params: dict[str, Any], tmp_path: Path
+) -> None:
+    args, want = blocks(m, n, k, m == 300)
+    x, weight, x_scale, weight_scale, bias = args
+    got = emulated_tiled.linear_tiled(
+        [x, weight, bias], tiled.NONE, params, 2, 2, tmp_path, scales=(x_scale, weight_scale)
+    )
+    assert float(((got.double() - want).abs() / (2.0**-8 * want.abs() + 1e-3)).max()) <= 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    ("f", "n", "params"),
+    [
+        (tiled.NONE, 160, {**SQUARE, "shares": "x", "cluster": 2}),
+        (tiled.SWIGLU_FP8, 512, WIDE),
+        pytest.param(tiled.NONE, 160, WIDE, marks=pytest.mark.slow),
+    ],
+)
+def test_emulated_kernel_of_experts_matches_float64(
+    f: int, n: int, params: dict[str, Any], tmp_path: Path
+) -> None:
+    """Five blocks of rows, of which one has no local expert, and the last ones are not in use."""
+    args, _ = blocks(640, n, 272, True)
+    x, weight, x_scale, weight_scale, _ = args
+    weights = torch.stack([weight, weight.flip(0), weight.roll(7, 0)])
+    scales = torch.stack([weight_scale, weight_scale.flip(0), weight_scale * 2])
+    g = torch.Generator().manual_seed(0)
+    used, count, factors = 512, 450, torch.rand(450, generator=g)
+    places = torch.cat((torch.randperm(count, generator=g), torch.full((640 - count,), count))).int()
+    places[:used] = places[:used][torch.randperm(used, generator=g)]
+    experts = torch.tensor([2, 3, 0, 1, 77], dtype=torch.int32)
+    sort = Sorted(places, experts, torch.tensor([used], dtype=torch.int32), count, 1, 5)
+    parts = 2 if f else 1
+    got = emulated_tiled.linear_tiled(
+        [x, weights], f, params, 2, 2, tmp_path, parts, scales=(x_scale, scales), groups=(sort, factors)
+    )
+    for block in (0, 2, 3):
+        rows = slice(128 * block, 128 * block + 128)
+        to, e = places[rows].long(), int(experts[block])
+        want = fp8_reference(*(t.double() for t in (x[rows], weights[e], x_scale[rows], scales[e])))
+        if f:
+            want = F.silu(want[:, : n // 2]) * want[:, n // 2 :]
+            step = want.abs().unflatten(1, (-1, BLOCK)).amax(2).repeat_interleave(BLOCK, 1) / 448
+            error = (got[rows].double() - want).abs() / (0.08 * want.abs() + 2.0**-8 * step)
+        else:
+            want = want[to < count] * factors[to[to < count], None]
+            error = (got[to[to < count]].double() - want).abs() / (2.0**-8 * want.abs() + 1e-3)
+        assert float(error.max()) <= 1
 
 
 TOKENS, PREFIX = 50, 3
@@ -155,7 +234,7 @@ def test_plan_covers_the_result_and_fits(
     assert 2 <= p.stages <= tiled.MAX_STAGES and p.shared <= 227 * 1024
     x_rows, w_rows = p.boxes
     assert x_rows % 8 == 0 and w_rows % 32 == 0 and max(x_rows, w_rows) <= 256
-    for f in (tiled.GELU, tiled.RESIDUAL, tiled.SWIGLU):
+    for f in (tiled.GELU, tiled.RESIDUAL, tiled.SWIGLU, tiled.GEGLU):
         chosen = tiled.choose(m, n, k, f, sms, parts)
         assert chosen in tiled.PARAMS and tiled.fits(chosen, f)
 
@@ -168,6 +247,7 @@ def test_plan_covers_the_result_and_fits(
         *((f, 1) for f in (tiled.NONE, tiled.GELU, tiled.GELU_TANH, tiled.RESIDUAL)),
         (tiled.NONE, 3),
         (tiled.SWIGLU, 2),
+        (tiled.GEGLU, 2),
         (tiled.ROTATED_HALVES, 1),
         (tiled.ROTATED_NEIGHBORS, 3),
     ],
@@ -177,6 +257,18 @@ def test_every_set_compiles(f: int, parts: int) -> None:
         p = tiled.plan(2048, 4096, **params, f=f, parts=parts)
         told = ("--gpu-architecture=sm_90a", *p.options(f % 2 == 1))
         assert cuda_rtc.cubin(tiled.source(p, f % 2 == 1), told)[:4] == b"\x7fELF"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.parametrize(
+    ("f", "grouped"), [(tiled.NONE, False), (tiled.NONE, True), (tiled.SWIGLU_FP8, True)]
+)
+def test_every_float8_set_compiles(f: int, grouped: bool) -> None:
+    for params in (p for p in tiled.FP8_PARAMS if f == tiled.NONE or p["columns"] == 256):
+        p = tiled.plan(2048, 4096, **params, f=f, parts=2 if f else 1, fp8=True)._replace(grouped=grouped)
+        told = ("--gpu-architecture=sm_90a", *p.options(grouped))
+        assert cuda_rtc.cubin(tiled.source(p, grouped), told)[:4] == b"\x7fELF"
 
 
 def test_unsupported_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +312,16 @@ def test_every_set_matches_float64(f: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("f", "parts"), [(tiled.NONE, 3), (tiled.SWIGLU, 2)])
+def test_every_float8_set_matches_float64() -> None:
+    for params in tiled.FP8_PARAMS:
+        for m, n, k in ((65, 96, 144), (333, 2112, 400), (1000, 1056, 7168)):
+            args, want = blocks(m, n, k, m == 333, "cuda")
+            error = (tiled.linear_fp8_tiled(*args, **params).double() - want).abs()
+            assert bool((error <= 1.6e-2 * (k**0.5 + want.abs())).all()), (params, m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("f", "parts"), [(tiled.NONE, 3), (tiled.SWIGLU, 2), (tiled.GEGLU, 2)])
 def test_every_set_of_several_weights_matches_float64(f: int, parts: int) -> None:
     for params in (p for p in tiled.PARAMS if tiled.fits(p, f)):
         for m, n, k in ((333, 992, 328), (2056, 768, 768)):
@@ -248,6 +349,30 @@ def test_every_set_that_rotates_matches_float64(halves: bool, parts: int) -> Non
             )
 
 
+def test_few_float8_rows_have_narrow_tiles() -> None:
+    assert tiled.choose_fp8(128, 4096, 7168)["columns"] == 64
+    assert tiled.choose_fp8(8192, 7168, 16384) == WIDE
+
+
+def test_unsupported_float8_calls_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    (x, weight, x_scale, weight_scale, bias), _ = blocks(150, 96, 272, False)
+    monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    supports = tiled.supports_tiled_fp8
+    assert supports(x, weight, x_scale, weight_scale, bias) is None
+    assert supports(x.view(3, 50, 272), weight, x_scale.view(3, 50, -1), weight_scale) is None
+    refused = {
+        "needs block scales": (x, weight, x_scale[:, :1], weight_scale[0, :1]),
+        "N = 72 is not": (x, weight[:72], x_scale, weight_scale),
+        "64 tokens are up to": (x[:64], weight, x_scale[:64], weight_scale),
+        "bias is torch.float32": (x, weight, x_scale, weight_scale, bias.float()),
+        "weight has strides": (x, weight[:1].expand(96, -1), x_scale, weight_scale),
+        "it must be contiguous": (x[::2], weight, x_scale[::2], weight_scale),
+    }
+    for text, args in refused.items():
+        assert text in str(supports(*args)), text
+
+
 def test_bad_sizes_of_linear_residual_are_named() -> None:
     x, weight, bias, scale, residual = arguments(5, 32, 64, tiled.RESIDUAL, torch.float32)
     for text, args in {
@@ -272,8 +397,13 @@ def test_results_have_the_strides_that_a_compiler_expects(name: str) -> None:
         assert got.stride() == expected.stride() and not residual.is_contiguous(), provider.name
 
 
-def test_long_sums_of_few_tokens_stay_the_compilers() -> None:
-    linear = torch.nn.Linear(4096, 64).bfloat16()
+def test_long_sums_of_few_tokens_are_not_tiled() -> None:
+    """cuBLASLt adds a residual to them, and a compiler a scaled one."""
+    linear, scale = torch.nn.Linear(4096, 64).bfloat16(), torch.ones(64).bfloat16()
     few, many = (torch.zeros(n, 64, dtype=torch.bfloat16) for n in (2088, 8352))
-    assert not residuals.adds(linear, few, None) and residuals.adds(linear, many, None)
-    assert residuals.adds(torch.nn.Linear(64, 64).bfloat16(), few, None)
+    assert not residuals.adds(linear, few, scale) and residuals.adds(linear, many, scale)
+    assert residuals.adds(linear, few, None)
+    assert residuals.adds(torch.nn.Linear(3072, 64).bfloat16(), few, scale)
+    x = torch.zeros(2088, 4096, dtype=torch.bfloat16)
+    assert "few tokens" in str(residuals.supports(few, x, linear.weight))
+    assert residuals.linear_residual.providers[1].supports(few, x, linear.weight, None, scale) is not None

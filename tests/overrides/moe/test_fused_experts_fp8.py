@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from support.kernels import warm
 
-from fastkernels.core import registry
+from fastkernels.core import cuda_rtc, registry
+from fastkernels.core.dispatch import ForOthers
 from fastkernels.core.spec import Case
+from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.moe import expert_libraries, fused_experts_fp8, moe_tiles
 from fastkernels.overrides.moe.fused_experts_fp8 import SPEC
 from fastkernels.overrides.moe.vllm import vllm_fused_experts
@@ -242,3 +244,20 @@ def test_libraries_reject_other_weight_dtypes() -> None:
     args = half("tensor")
     args[1] = args[1].float()
     assert "not float8_e4m3fn" in expert_libraries.supports_vllm_fp8(*args)
+
+
+def test_calls_without_tiles_are_no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    w1, w2 = torch.zeros(2, 256, 256).to(FP8), torch.zeros(2, 256, 128).to(FP8)
+    s1, s2 = torch.ones(2, 2, 2), torch.ones(2, 2, 1)
+
+    def reason(tokens: int, *rest: Any) -> str | None:
+        x, ids = torch.zeros(tokens, 256, dtype=torch.bfloat16), torch.zeros(tokens, 2, dtype=torch.int32)
+        return fused_experts_fp8._supports_tiled(
+            x, w1, w2, s1, s2, torch.ones(tokens, 2), ids, None, None, False, *rest
+        )
+
+    assert reason(32, [128, 128]) is None
+    assert "fewer than 32 rows" in str(few := reason(31, [128, 128])) and isinstance(few, ForOthers)
+    assert "needs scales of blocks" in str(reason(32, None))

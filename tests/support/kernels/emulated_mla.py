@@ -58,7 +58,8 @@ static void copy(uint32_t to, const unsigned long long* map, int channel, int ro
     }
     count(barrier, 0, -128 * (long)map[6]), changes.held++;
 }
-
+"""
+PRODUCTS = """
 inline uint32_t field(unsigned long long descriptor, int from) { return (descriptor >> from & 0x3fff) << 4; }
 
 inline float stored(uint32_t address) {
@@ -84,8 +85,8 @@ template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, u
     }
 }
 
-inline void add_weighted(float* c, const float (&rows)[2][16], unsigned long long b) {  // b: rows are k
-    for (int i = 0; i < 64; i += i % 4 == 1 ? 3 : 1) {
+template <int COUNT> void add_weighted(float* c, const float (&rows)[2][16], unsigned long long b) {  // b: rows are k
+    for (int i = 0; i < COUNT; i += i % 4 == 1 ? 3 : 1) {
         const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
         for (int k = 0; k < 16; k++) {
             const uint32_t row = field(b, 0) + k / 8 * field(b, 32) + k % 8 * 128;
@@ -100,7 +101,7 @@ template <int FIRST> void weigh(float (&c)[128], unsigned long long a, unsigned 
     float rows[2][16];
     for (int i = 0; i < 32; i++)
         rows[i / 16][i % 16] = stored(field(a, 0) + (row / 8 + i / 16) * field(a, 32) + row % 8 * 128 + i % 16 * 2);
-    add_weighted(c + FIRST, rows, b);
+    add_weighted<64>(c + FIRST, rows, b);
 }
 """
 MAIN = """
@@ -163,7 +164,7 @@ def decode(
     }
     source = ported(text(cuda.SOURCE), BODIES, written, p.options)
     end = source.index("typedef unsigned int u32;")
-    source = source[:end] + BEFORE + source[end:] + MAIN
+    source = source[:end] + BEFORE + PRODUCTS + source[end:] + MAIN
     (batch, heads), rows = q.shape[:2], -(-q.shape[1] // cuda.HEADS)
     sizes = (batch, heads, rows, kv_cache.shape[1], block_table.shape[1], len(kv_cache), workers, combines)
     chosen = torch.empty(batch, 0, dtype=torch.int32) if indices is None else indices

@@ -1,8 +1,9 @@
 // y = f(x W^T + b) for many tokens on Hopper: x [M, K], W [N, K], 16-bit, float32 accumulators, one rounding. f is the
 // identity, GELU, or residual + scale * (...) with one scale a column (LayerScale), computed from the float32 sums. W may
-// be PARTS tensors of N rows each: results [PARTS, M, N], as of queries, keys and values; or, with f = SiLU(gate) * up, one
-// result [M, N] of two of them, whose tiles have half of their columns from each. Or queries and keys, all columns before
-// `turned`, are rotated by their token's row of cosines and sines: heads of 64 channels, whose pairs a thread holds.
+// be PARTS tensors of N rows each: results [PARTS, M, N], as of queries, keys and values; or, with f = SiLU(gate) * up or
+// GELU(gate) * up, one result [M, N] of two of them, whose tiles have half of their columns from each. Or queries and keys,
+// all columns before `turned`, are rotated by their token's row of cosines and sines: heads of 64 channels, whose pairs a
+// thread holds.
 //
 // Blocks are persistent. One thread reads x and W into a ring of STAGES pieces of 64 columns (tensor maps, 128-byte
 // swizzle). Two warpgroups take the block's tiles of BM x BN in turn: while one computes f and stores, the other multiplies.
@@ -15,9 +16,15 @@
 // Sums are stored from registers. wgmma gives a thread two of every eight columns: W's rows are read in another order, so
 // that these columns are eight that lie next to each other, 16 bytes of the result.
 //
+// With FP8, x and W are float8 e4m3 with a scale for 128 columns of a row of x and for 128 x 128 of W; K counts pairs, and a
+// piece is 128 columns. Tensor cores accumulate float8 with 14 bits: the sums of a piece are scaled and added to float32 sums
+// by one warpgroup while the other one multiplies. With GROUPED, W is a matrix for each expert, [E, N, K], and each BM rows of
+// x belong to one expert; blocks of rows with another one are left out.
+//
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
 // share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
-// 5: rotation of pairs that are 32 channels apart, 6: of neighbors), BF16.
+// 5: rotation of pairs that are 32 channels apart, 6: of neighbors, 7: GELU(gate) * up, with erf, 8: 4 in float8
+// with a scale for 128 columns), FP8, GROUPED, BF16 (the result).
 // multiply() precedes this file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
@@ -25,23 +32,33 @@ struct Weights { TensorMap of[PARTS]; };
 struct Biases { const u16* of[PARTS]; };
 struct Turns { const u16 *cosines, *sines; int row, tokens, prefix, turned; };  // row: numbers from one token's to the next
 
+struct Scales { const float *x, *w; int x_token, x_block, w_row, w_block; };  // strides by token or 128 rows, by 128 columns
+// experts: of each BM rows; total: rows in use; pairs: where rows of results go (null: to their own place), times weights.
+// scales, column, powers_of_2: of float8 results, numbers from one block of columns' to the next one's, rounded up.
+struct Groups { const int *experts, *total, *pairs; const float* weights; float* scales; int E, n_pairs, column, powers_of_2; };
+
 constexpr int THREADS = 384, ROWS = COOPERATE ? BM / 2 : BM;  // of a warpgroup
 constexpr int ATOMS = ROWS / 64, SUMS = BN / 2;  // of each thread, for 64 rows
 constexpr int X_STAGE = 128 * BM, W_STAGE = 128 * BN;
 constexpr int X_SLICE = SHARE_W ? BM : BM / CLUSTER, W_SLICE = SHARE_W ? BN / CLUSTER : BN;  // rows that a block reads
-constexpr bool GATED = BEHIND == 4;
+#define GATES (BEHIND == 4 || BEHIND == 7)
+#define ROTATES (BEHIND == 5 || BEHIND == 6)
+constexpr bool GATED = GATES || BEHIND == 8;
 constexpr int WIDTH = GATED ? BN / 2 : BN;  // columns of a tile's result
 constexpr int W_BOX = GATED ? BN / 2 : W_SLICE;  // rows of one copy
 constexpr int BLOCKS = WIDTH / 32, PLACES = 2 * ATOMS;  // of 32 columns; rows of a thread
 constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
-#if BEHIND == 3
+#if BEHIND == 3 || ROTATES
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
-constexpr bool MANY = ATOMS * SUMS >= 160;  // sums: the two warpgroups have all registers but a few
-constexpr bool EARLY = BEHIND != 3 || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
+constexpr int AT_ONCE = FP8 && BN > 128 ? 128 : BN, HALVES = BN / AT_ONCE;  // columns of a multiplication, which share a scale
+constexpr bool MANY = ATOMS * SUMS + FP8 * AT_ONCE / 2 >= 160;  // sums: the two warpgroups have all registers but a few
+constexpr bool EARLY = BEHIND != 3 && !ROTATES || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
 static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
 static_assert(X_SLICE % 8 == 0 && W_BOX % 32 == 0, "slices begin where the swizzle and blocks of columns do");
 static_assert(!GATED || PARTS == 2, "gate and up");
+static_assert(!FP8 || (COOPERATE && 256 % BN == 0), "columns of a tile share one or two scales");
+static_assert(!FP8 || BEHIND == 0 || (BEHIND == 8 && GROUPED && BN == 256), "128 columns of gate and of up");
 
 // Of x: rows in their order. Of W: rows 32b + 8q + 2j + e as 32b + 8j + 2q + e, `row` a multiple of 32.
 #define COPY "cp.async.bulk.tensor."
@@ -107,7 +124,7 @@ __device__ __forceinline__ float not_negative(float x) {  // NaN stays
 }
 
 __device__ __forceinline__ float activate(float x) {
-#if BEHIND == 1
+#if BEHIND == 1 || BEHIND == 7
     // x Phi(x) is max(x, 0) - |x| Phi(-|x|). The logarithm of Phi(-a) is smooth: a polynomial of degree 7 is within
     // 5e-6 up to a = 6, and falls on beyond, where |x| Phi(-|x|) is under 6e-9. Bounded, as inf * 0 is NaN.
     const float a = fminf(fabsf(x), 16);
@@ -119,7 +136,7 @@ __device__ __forceinline__ float activate(float x) {
     // (1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)), with u = sqrt(2 / pi) (x + 0.044715 x^3).
     const float u = x * fmaf(x * x, -2.302208198f * 0.044715f, -2.302208198f);
     return x * reciprocal(1 + power_of_2(u));
-#elif BEHIND == 4
+#elif BEHIND == 4 || BEHIND == 8
     return x * reciprocal(1 + power_of_2(-1.442695041f * x));
 #else
     return x;
@@ -133,6 +150,15 @@ __device__ __forceinline__ uint4 eight(const u16* numbers, int column, u32 absen
 
 __device__ __forceinline__ u32 pair_of(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
 
+#if BEHIND == 8
+__device__ __forceinline__ u32 four_e4m3(float a, float b, float c, float d) {  // the first one in the lowest byte
+    u16 low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+    return low | (u32)high << 16;
+}
+#endif
+
 __device__ __forceinline__ float low_of(u32 pair) { return widen((u16)pair); }
 
 __device__ __forceinline__ float high_of(u32 pair) { return widen((u16)(pair >> 16)); }
@@ -140,13 +166,29 @@ __device__ __forceinline__ float high_of(u32 pair) { return widen((u16)(pair >> 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ Weights weights, const __grid_constant__ Biases biases_of,
     const u16* __restrict__ scale, const u16* __restrict__ residual, u16* __restrict__ out, int M, int N, int K,
-    const Turns turns_of) {
+    const Turns turns_of
+#if FP8
+    , const __grid_constant__ Scales scales
+#endif
+#if GROUPED
+    , const __grid_constant__ Groups groups
+#endif
+) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32, rank = rank_in_cluster();
     const int group = __shfl_sync(~0u, thread / 128, 0);  // a warpgroup; the compiler sees that it is alike in a warp
+#if GROUPED
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const int pieces = (K + 63) / 64, m_tiles = *groups.total / BM;
+    auto expert_of = [&](int row) { return groups.experts[row / BM]; };
+    auto left_out = [&](int row) { return (u32)expert_of(row) >= groups.E; };
+#else
     const int pieces = (K + 63) / 64, m_tiles = (M + BM - 1) / BM;
+    auto expert_of = [](int) { return 0; };
+    auto left_out = [](int) { return false; };
+#endif
     const int of_part = (N + WIDTH - 1) / WIDTH, n_tiles = GATED ? of_part : PARTS * of_part;
     // Of clusters: m_count by n_count.
     const int m_count = SHARE_W ? (m_tiles + CLUSTER - 1) / CLUSTER : m_tiles;
@@ -183,19 +225,21 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             };
             int row, column, part, stage = 0, ahead = 0;
             u32 parity = 1;
-            if (first < tiles) {  // the weight is there before the previous kernel ends
+            if (!GROUPED && first < tiles) {  // the weight is there before the previous kernel ends
                 place(first, row, column, part);
                 for (; ahead < min(STAGES, pieces); ahead++) read_weights(ahead, ahead, column, part);
             }
             asm volatile("griddepcontrol.wait;" ::: "memory");
             for (int tile = first; tile < tiles; tile += clusters) {
                 place(tile, row, column, part);
+                if (left_out(row)) continue;
+                const int before = expert_of(row) * N * (GATED ? 2 : 1);
                 for (int piece = 0; piece < pieces; piece++) {
                     if (ahead > 0) {
                         ahead--;
                     } else {
                         wait(empty + 8 * stage, parity);
-                        read_weights(stage, piece, column, part);
+                        read_weights(stage, piece, before + column, part);
                     }
                     const int from = SHARE_W ? 0 : X_SLICE * rank;
                     load_x(x_ring + stage * X_STAGE + 128 * from, x_map, 64 * piece, row + from, full + 8 * stage);
@@ -216,6 +260,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             }
             int row, column, part;
             place(tile, row, column, part);
+            if (left_out(row)) continue;
+            const int expert = expert_of(row);
             row += own_rows;
             int stage = piece % STAGES, used = -1;
             u32 parity = piece / STAGES & 1;
@@ -232,6 +278,48 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 }
             };
             if (!COOPERATE) wait(turns + 8 * (i % 2), (i + 1) / 2 - 1 & 1);
+#if FP8
+            const float *w_scale[HALVES], *x_scale[PLACES];
+            float next[PLACES + HALVES], fresh[AT_ONCE / 2];
+#pragma unroll
+            for (int h = 0; h < HALVES; h++)
+                w_scale[h] = scales.w + (long long)((N + 127) / 128 * (GATED ? 2 * expert + h : expert) +
+                                                    min(column / 128 + (GATED ? 0 : h), (N - 1) / 128)) * scales.w_row;
+#pragma unroll
+            for (int i = 0; i < PLACES; i++) x_scale[i] = scales.x + (long long)min(row_of(i), M - 1) * scales.x_token;
+            auto read_scales = [&](int k) {
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) next[i] = x_scale[i][k * scales.x_block];
+#pragma unroll
+                for (int h = 0; h < HALVES; h++) next[PLACES + h] = w_scale[h][k * scales.w_block];
+            };
+            read_scales(0);
+            for (int k = 0; k < pieces; k++) {
+                float by[HALVES][PLACES];
+#pragma unroll
+                for (int i = 0; i < HALVES * PLACES; i++) by[i / PLACES][i % PLACES] = next[i % PLACES] * next[PLACES + i / PLACES];
+                read_scales(min(k + 1, pieces - 1));
+                wait(full + 8 * stage, parity);
+                const u64 a = descriptor(x_ring + stage * X_STAGE + 128 * own_rows), b = descriptor(w_ring + stage * W_STAGE);
+#pragma unroll
+                for (int i = 0; i < ATOMS * HALVES; i++) {
+                    const int atom = i / HALVES, half = i % HALVES;
+                    begin_multiply();
+#pragma unroll
+                    for (int step = 0; step < 4; step++)  // 32 of K are 32 bytes
+                        multiply(fresh, a + (8192 * atom + 32 * step) / 16, b + (128 * AT_ONCE * half + 32 * step) / 16, step);
+                    commit_multiply();
+                    finish_multiply<0>();
+                    if (i == ATOMS * HALVES - 1) release(stage);
+#pragma unroll
+                    for (int s = 0; s < AT_ONCE / 2; s++) asm volatile("" : "+f"(fresh[s])::"memory");  // not read earlier
+#pragma unroll
+                    for (int s = 0; s < AT_ONCE / 2; s++)
+                        sums[atom][AT_ONCE / 2 * half + s] += by[half][2 * atom + s / 2 % 2] * fresh[s];
+                }
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+#else
             for (int k = 0; k < pieces; k++) {
                 wait(full + 8 * stage, parity);
                 const u64 a = descriptor(x_ring + stage * X_STAGE + 128 * own_rows), b = descriptor(w_ring + stage * W_STAGE);
@@ -248,9 +336,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 used = stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
+#endif
             auto bias_of = [&](int block) { return eight(biases_of.of[part], inside(block), 0); };
             uint4 biases = bias_of(0);
-#if BEHIND == 4
+#if GATES
             auto bias_of_up = [&](int block) { return eight(biases_of.of[1], inside(block), 0); };
             uint4 biases_up = bias_of_up(0);
 #endif
@@ -264,56 +353,124 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
 #pragma unroll
                 for (int i = 0; i < PLACES; i++) residuals[i] = residual_of(i, 0);
 #endif
+#if ROTATES
+            struct Turn { uint4 cosines[2], sines[2]; };  // of channels 8 * quad and 32 + 8 * quad, and the 7 behind each
+            auto turn_of = [&](int i) {
+                const int position = row_of(i) % turns_of.tokens - turns_of.prefix;
+                Turn v;
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const u32 at = max(position, 0) * turns_of.row + 32 * half + 8 * quad;
+                    v.cosines[half] = load_16((const uint4*)(turns_of.cosines + at));
+                    v.sines[half] = load_16((const uint4*)(turns_of.sines + at));
+                    if (position < 0) v.cosines[half] = make_uint4(ONES, ONES, ONES, ONES), v.sines[half] = make_uint4(0, 0, 0, 0);
+                }
+                return v;
+            };
+            Turn next = turn_of(0);
+#endif
+#if !FP8
             finish_multiply<0>();
             release(used);
+#endif
             piece += pieces;
 #pragma unroll
             for (int atom = 0; atom < ATOMS; atom++)
 #pragma unroll
                 for (int s = 0; s < SUMS; s++) asm volatile("" : "+f"(sums[atom][s])::"memory");  // not read earlier
 
-#if BEHIND >= 5
-            constexpr int APART = BEHIND == 5;  // blocks of columns between the channels of a pair
+#if ROTATES
 #pragma unroll
-            for (int block = 0; block < BLOCKS && part * N + column + 32 * block < turns_of.turned; block += 1 + APART) {
-                const uint4 added[] = {bias_of(block), bias_of(block + APART)};
+            for (int block = 0; block < (biases_of.of[part] ? BLOCKS : 0); block++) {
+                const uint4 added = block == 0 ? biases : bias_of(block);
 #pragma unroll
-                for (int i = 0; i < PLACES; i++) {
-                    const int position = row_of(i) % turns_of.tokens - turns_of.prefix;
-                    const u32 at = max(position, 0) * turns_of.row + (column + 32 * block + 8 * quad) % 64;
-                    uint4 cosines[2], sines[2];
+                for (int s = 0; s < ATOMS * 16; s++) {  // 4j to 4j + 3 of each atom: a pair of columns of two rows
+                    const u32 two = pair_of(added, s % 16 / 4);
+                    sums[s / 16][16 * block + s % 16] += s % 2 ? high_of(two) : low_of(two);
+                }
+            }
 #pragma unroll
-                    for (int h = 0; h <= APART; h++) {
-                        cosines[h] = load_16((const uint4*)(turns_of.cosines + at + 32 * h));
-                        sines[h] = load_16((const uint4*)(turns_of.sines + at + 32 * h));
-                    }
+            for (int i = 0; i < PLACES; i++) {
+                const Turn turn = EARLY || i == 0 ? next : turn_of(i);
+                if (EARLY && i + 1 < PLACES) next = turn_of(i + 1);
 #pragma unroll
-                    for (int pair = 0; pair < 4 * (1 + APART); pair++) {
-                        const int j = pair % 4, e = pair / 4;
-                        auto one = [&](const uint4* v, int second) {  // of a pair
-                            const u32 two = pair_of(v[APART * second], j);
-                            return (APART ? e : second) ? high_of(two) : low_of(two);
+                for (int head = 0; head < WIDTH / 64; head++) {
+                    if (part * N + column + 64 * head >= turns_of.turned) break;
+#pragma unroll
+                    for (int pair = 0; pair < 8; pair++) {
+#if BEHIND == 5  // channels c and c + 32
+                        const int at = pair / 2 * 4 + pair % 2, other = at + 16;
+                        auto of = [&](const uint4* v, int second) {
+                            return pair % 2 ? high_of(pair_of(v[second], pair / 2)) : low_of(pair_of(v[second], pair / 2));
                         };
-                        float* sum = sums[i / 2] + 16 * block + 4 * j + i % 2 * 2 + e;
-                        float& a = sum[0], &b = sum[APART ? 16 : 1];
-                        const float p = a + one(added, 0), q = b + one(added, 1);
-                        a = position < 0 ? p : fmaf(p, one(cosines, 0), -q * one(sines, 0));
-                        b = position < 0 ? q : fmaf(q, one(cosines, 1), p * one(sines, 1));
+#else  // 2c and 2c + 1
+                        const int at = pair / 4 * 16 + pair % 4 * 4, other = at + 1;
+                        auto of = [&](const uint4* v, int second) {
+                            return second ? high_of(pair_of(v[pair / 4], pair % 4)) : low_of(pair_of(v[pair / 4], pair % 4));
+                        };
+#endif
+                        float* sum = sums[i / 2] + 32 * head + i % 2 * 2;
+                        const float p = sum[at], q = sum[other];
+                        sum[at] = fmaf(p, of(turn.cosines, 0), -q * of(turn.sines, 0));
+                        sum[other] = fmaf(q, of(turn.cosines, 1), p * of(turn.sines, 1));
                     }
                 }
             }
 #endif
 
+#if BEHIND == 8
+            // Gate, up and their product are rounded to 16 bits, as by kernels that follow each other.
+#pragma unroll
+            for (int i = 0; i < PLACES; i++) {
+                float* gate = sums[i / 2] + i % 2 * 2;
+                float most = 0;
+#pragma unroll
+                for (int j = 0; j < SUMS / 2; j += 4) {
+                    const u32 g = narrow(gate[j], gate[j + 1]), up = narrow(gate[j + SUMS / 2], gate[j + SUMS / 2 + 1]);
+                    const u32 silu = narrow(activate(low_of(g)), activate(high_of(g)));
+                    const u32 y = narrow(low_of(silu) * low_of(up), high_of(silu) * high_of(up));
+                    gate[j] = low_of(y), gate[j + 1] = high_of(y);
+                    most = fmaxf(most, fmaxf(fabsf(gate[j]), fabsf(gate[j + 1])));
+                }
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)), 1e-10f);
+                float by = __fdiv_rn(most, 448);
+                if (groups.powers_of_2) by = __uint_as_float((__float_as_uint(by) + 0x7fffff) & 0x7f800000);
+                const float inverse = __fdiv_rn(1, by);
+                if (quad == 0) groups.scales[(long long)(column / 128) * groups.column + row_of(i)] = by;
+#pragma unroll
+                for (int block = 0; block < BLOCKS; block++) {
+                    const float* v = gate + 16 * block;
+                    auto four = [&](int j) { return four_e4m3(v[j] * inverse, v[j + 1] * inverse, v[j + 4] * inverse, v[j + 5] * inverse); };
+                    *(uint2*)((unsigned char*)out + (u64)row_of(i) * N + column_of(block)) = make_uint2(four(0), four(8));
+                }
+            }
+#else
+#if GROUPED
+            u32 to_row[PLACES];
+            float factors_of[PLACES];
+#pragma unroll
+            for (int i = 0; i < PLACES; i++) {
+                to_row[i] = groups.pairs ? groups.pairs[row_of(i)] : row_of(i);
+                factors_of[i] = groups.weights && to_row[i] < groups.n_pairs ? groups.weights[to_row[i]] : 1;
+            }
+            auto row_to = [&](int i) { return to_row[i]; };
+            auto stores = [&](int i, int block) { return to_row[i] < groups.n_pairs && column_of(block) < N; };
+#else
+            auto row_to = [&](int i) { return (u32)part * M + row_of(i); };
+            auto stores = there;
+#endif
             // Sums 4j to 4j + 3 of a block: columns 8 * quad + 2j and the one after, of a row and of the 8th below.
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
                 const bool more = EARLY && block + 1 < BLOCKS;
-                uint4 added = EARLY || block == 0 ? biases : bias_of(block);
-#if BEHIND >= 5
-                if (part * N + column + 32 * block < turns_of.turned) added = make_uint4(0, 0, 0, 0);
-#endif
+#if ROTATES
+                const uint4 added = make_uint4(0, 0, 0, 0);  // already
+#else
+                const uint4 added = EARLY || block == 0 ? biases : bias_of(block);
                 if (more) biases = bias_of(block + 1);
-#if BEHIND == 4
+#endif
+#if GATES
                 const uint4 added_up = EARLY || block == 0 ? biases_up : bias_of_up(block);
                 if (more) biases_up = bias_of_up(block + 1);
 #endif
@@ -337,16 +494,20 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                         high = fmaf(high, high_of(pair_of(factors, j)), high_of(pair_of(other, j)));
 #endif
                         low = activate(low), high = activate(high);
-#if BEHIND == 4
+#if GROUPED
+                        low *= factors_of[i], high *= factors_of[i];
+#endif
+#if GATES
                         const float* up = sum + 16 * BLOCKS;
                         low *= up[0] + low_of(pair_of(added_up, j)), high *= up[1] + high_of(pair_of(added_up, j));
 #endif
                         v[j] = narrow(low, high);
                     }
-                    u16* to = out + (((u32)part * M + row_of(i)) * N + column_of(block));
-                    if (there(i, block)) *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
+                    u16* to = out + (row_to(i) * N + column_of(block));
+                    if (stores(i, block)) *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
                 }
             }
+#endif
         }
     }
     cluster_ends();
