@@ -201,10 +201,11 @@ def _run(
         (q_map, kv_map, *pointers, taken.data_ptr(), *chosen, *numbers),
         overlap=early,
     )
-    # Quarters of a head in a block: more where few sequences, if any, are left to it
-    per_block, most_blocks = 1, 1056 if workers // batch * min(heads, HEADS) <= p.joined else 4096
-    while batch * cdiv(4 * heads, per_block) > most_blocks and per_block < 16:
-        per_block *= 2
-    grid = batch * cdiv(4 * heads, per_block)
-    combine.launch(grid, COMBINE_THREADS, stream, (*pointers[2:], heads, per_block), overlap=overlaps(device))
+    # Where few sequences are left to it, if any, its blocks fit next to those of the first launch
+    grid = (
+        multiprocessors(device)
+        if workers // batch * min(heads, HEADS) <= p.joined
+        else min(batch * heads, 4096)
+    )
+    combine.launch(grid, COMBINE_THREADS, stream, (*pointers[2:], batch, heads), overlap=overlaps(device))
     return out

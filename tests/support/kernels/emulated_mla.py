@@ -23,7 +23,6 @@ BODIES = {
     "copies_end": "",
     "load_box": "copy(to, map.opaque, channel, row, block, barrier);",
     "load_now": "return *at;",
-    "load_number": "return *at;",
     "load_part": "return *at;",
     "store_pair": "memcpy(at_of(at), &v, 4);",
     "halves_meet": "meets(of_halves);",
@@ -34,7 +33,6 @@ BODIES = {
     "wait_for_plan": "meets(plan);",
     "narrow_half": "const _Float16 v[2] = {(_Float16)low, (_Float16)high}; u32 bits; memcpy(&bits, v, 4); return bits;",
     "widen_half": "_Float16 f; memcpy(&f, &bits, 2); return f;",
-    "load_four": "return *at;",
     "group_meets": "meets(of_groups[group]);",
 }
 BEFORE = """#define CLUSTER 1
@@ -112,7 +110,7 @@ static std::vector<int> head, lens, table, indices, counts;
 static std::vector<float> sums, scales;
 static std::vector<uint4> parts;
 static std::vector<u32> tickets;
-static int per_combine;
+static int combines;
 
 void one() {
     const u64 batch = head[0], heads = head[1], size = head[3], blocks = head[5], topk = head[8];
@@ -123,13 +121,13 @@ void one() {
                head[2], size, head[4], head[4], scales[0], scales[1]);
 }
 
-void two() { mla_combine(out.data(), (uint2*)parts.data(), sums.data(), counts.data(), head[1], per_combine); }
+void two() { mla_combine(out.data(), parts.data(), (float4*)sums.data(), counts.data(), head[0], head[1]); }
 
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
     head = numbers<int>(file, 9), scales = numbers<float>(file, 2);
     const int batch = head[0], heads = head[1], workers = head[6];
-    per_combine = head[7];
+    combines = head[7];
     q = numbers<u16>(file, batch * heads * 576), cache = numbers<u16>(file, (size_t)head[5] * head[3] * 576);
     lens = numbers<int>(file, batch), table = numbers<int>(file, batch * head[4]);
     indices = numbers<int>(file, batch * head[8]);
@@ -141,7 +139,7 @@ int main(int, char** names) {
         barriers.clear();
         run_cluster(1, block, THREADS, one);
     }
-    const int combines = batch * ((4 * heads + per_combine - 1) / per_combine);
+    gridDim.x = combines;
     for (int block = 0; block < combines; block++) run_cluster(1, block, COMBINE_THREADS, two);
     fwrite(out.data(), 2, out.size(), fopen(names[2], "wb"));
     fwrite(counts.data(), 4, counts.size(), fopen("counts", "wb"));
@@ -152,7 +150,7 @@ int main(int, char** names) {
 
 def decode(
     q: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, scale: float,
-    workers: int, folder: Path, k_scale: float = 1.0, indices: torch.Tensor | None = None, per_combine: int = 3,
+    workers: int, folder: Path, k_scale: float = 1.0, indices: torch.Tensor | None = None, combines: int = 7,
     **params: int,
 ) -> tuple[torch.Tensor, list[int]]:  # fmt: skip
     """Return the kernel's result, and how many parts each sequence had. Raises RuntimeError with its error."""
@@ -168,7 +166,7 @@ def decode(
     end = source.index("typedef unsigned int u32;")
     source = source[:end] + BEFORE + PRODUCTS + source[end:] + MAIN
     (batch, heads), rows = q.shape[:2], -(-q.shape[1] // cuda.HEADS)
-    sizes = (batch, heads, rows, kv_cache.shape[1], block_table.shape[1], len(kv_cache), workers, per_combine)
+    sizes = (batch, heads, rows, kv_cache.shape[1], block_table.shape[1], len(kv_cache), workers, combines)
     chosen = torch.empty(batch, 0, dtype=torch.int32) if indices is None else indices
     given = struct.pack("9i2f", *sizes, chosen.shape[1], scale * k_scale * cuda.LOG2E, k_scale)
     tensors = (q.view(torch.int16), kv_cache.view(torch.int16), seq_lens, block_table, chosen)

@@ -39,12 +39,6 @@ __device__ __forceinline__ int load_now(const int* at) {  // from L2: the previo
     return v;
 }
 
-__device__ __forceinline__ float load_number(const float* at) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
-    return v;
-}
-
 __device__ __forceinline__ u32 narrow_half(float low, float high) {  // float16, whatever the dtype
     u32 bits;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
@@ -55,12 +49,6 @@ __device__ __forceinline__ float widen_half(u16 bits) {
     float f;
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
     return f;
-}
-
-__device__ __forceinline__ uint2 load_four(const uint2* at) {  // another multiprocessor wrote it: not from L1
-    uint2 v;
-    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
-    return v;
 }
 
 __device__ __forceinline__ uint4 load_eight(const uint4* at) {
@@ -632,68 +620,84 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
     }
 }
 
-// out: weighted sums of parts. Two warps add up a quarter of a head's channels; blocks have `rows` such quarters each.
+// out: weighted sums of parts that no block has added up. Blocks take turns with heads: a warp has every other part.
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
-    u16* __restrict__ out, const uint2* __restrict__ parts, const float* __restrict__ sums, const int* __restrict__ counts,
-    int heads, int rows) {
-    __shared__ float4 halves[32];
-    __shared__ float weights[2][MOST];  // of parts, by a warp
+    u16* __restrict__ out, const uint4* __restrict__ parts, const float4* __restrict__ sums, const int* __restrict__ counts,
+    int batch, int heads) {
+    __shared__ float weights[2][MOST];  // of halves of parts
+    __shared__ float4 others[2][2][32];  // sums of half a head, for the other warp
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = quotient(4 * heads, rows), seq = blockIdx.x / blocks;
-    const int from = blockIdx.x % blocks * rows;
-    const int first = load_now(counts + 2 * seq), count = load_now(counts + 2 * seq + 1);
-    if (count <= 1) return;  // or its parts are added up
-    for (int unit = from; unit < min(from + rows, 4 * heads); unit++) {
-        const int head = unit / 4, quarter = unit % 4;
-        auto place = [&](int part) { return (long long)slot_of(first + part, part) * heads + head; };
-        auto values = [&](int part) { return load_four(parts + place(part) * 128 + 32 * quarter + lane); };
-        struct { uint2 of[4]; } early;  // which do not wait for weights
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int turn = blockIdx.x;  // heads that come before this block's next one
+    for (int from = 0; from < batch; from += 32) {
+        const int seq_of_lane = min(from + lane, batch - 1);
+        const int first_of_lane = load_now(counts + 2 * seq_of_lane), count_of_lane = load_now(counts + 2 * seq_of_lane + 1);
+        for (u32 left = __ballot_sync(~0u, from + lane < batch && count_of_lane > 1); left; left &= left - 1) {
+            const int bit = __ffs(left) - 1, seq = from + bit;
+            const int first = __shfl_sync(~0u, first_of_lane, bit), count = __shfl_sync(~0u, count_of_lane, bit);
+            for (; turn < heads; turn += gridDim.x) {
+                auto place = [&](int part) { return (long long)slot_of(first + part, part) * heads + turn; };
+                auto value = [&](int part, int half) { return load_eight(parts + place(part) * 64 + 32 * half + lane); };
+                struct { uint4 of[2][2]; } early;  // which do not wait for weights
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (warp + 2 * i < count) early.of[i] = values(warp + 2 * i);
-        float logs[MOST / 32], scales[MOST / 32], most = LOWEST, all = 0;
+                for (int i = 0; i < 4; i++) early.of[i / 2][i % 2] = value(min(warp + i / 2 * 2, count - 1), i % 2);
+                float4 about[MOST / 32];
+                float most = LOWEST, all = 0;
 #pragma unroll
-        for (int i = 0; i < MOST / 32; i++) {
-            if (32 * i >= count) break;
-            const bool there = 32 * i + lane < count;
-            const float* const at = sums + 4 * place(there ? 32 * i + lane : 0);
-            logs[i] = load_number(at), scales[i] = load_number(at + 1 + quarter / 2);
-            if (!there) logs[i] = LOWEST;
-            most = fmaxf(most, logs[i]);
+                for (int i = 0; i < MOST / 32; i++) {
+                    if (32 * i >= count) break;
+                    about[i] = load_part(sums + place(min(32 * i + lane, count - 1)));
+                    most = fmaxf(most, about[i].x);
+                }
+#pragma unroll
+                for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
+                const float base = most == LOWEST ? 0 : most;
+#pragma unroll
+                for (int i = 0; i < MOST / 32; i++) {
+                    if (32 * i >= count) break;
+                    const float share = 32 * i + lane < count ? power_of_2(about[i].x - base) : 0;
+                    all += share;
+                    weights[0][32 * i + lane] = share * about[i].y, weights[1][32 * i + lane] = share * about[i].z;
+                }
+#pragma unroll
+                for (int i = 16; i; i /= 2) all += __shfl_xor_sync(~0u, all, i);
+                const float by = all == 0 ? 0 : 1 / all;
+                __syncthreads();
+                float sum[2][8] = {};
+                auto add = [&](const uint4& v, int part, int half) {
+                    const float w = weights[half][part];
+                    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        sum[half][2 * j] += w * widen_half((u16)pairs[j]);
+                        sum[half][2 * j + 1] += w * widen_half((u16)(pairs[j] >> 16));
+                    }
+                };
+                add(early.of[0][0], warp, 0), add(early.of[0][1], warp, 1);
+                if (warp + 2 < count) add(early.of[1][0], warp + 2, 0), add(early.of[1][1], warp + 2, 1);
+#pragma unroll 4
+                for (int part = warp + 4; part < count; part += 2) {
+                    const uint4 low = value(part, 0), high = value(part, 1);
+                    add(low, part, 0), add(high, part, 1);
+                }
+                float(&kept)[8] = sum[0];
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    const float given = warp ? sum[0][i] : sum[1][i];
+                    ((float*)&others[warp][i / 4][lane])[i % 4] = given;
+                    kept[i] = warp ? sum[1][i] : sum[0][i];
+                }
+                __syncthreads();
+                u32 v[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const float4 more = others[1 - warp][j / 2][lane];
+                    v[j] = narrow((kept[2 * j] + (j % 2 ? more.z : more.x)) * by, (kept[2 * j + 1] + (j % 2 ? more.w : more.y)) * by);
+                }
+                ((uint4*)(out + ((long long)seq * heads + turn) * LATENT + 256 * warp))[lane] = in_a_row(v, lane % 4);
+            }
+            turn -= heads;
         }
-#pragma unroll
-        for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
-        const float base = most == LOWEST ? 0 : most;
-#pragma unroll
-        for (int i = 0; i < MOST / 32; i++) {
-            if (32 * i >= count) break;
-            const float share = power_of_2(logs[i] - base);
-            all += share, weights[warp][32 * i + lane] = share * scales[i];
-        }
-#pragma unroll
-        for (int i = 16; i; i /= 2) all += __shfl_xor_sync(~0u, all, i);
-        const float by = all == 0 ? 0 : 1 / all;
-        __syncwarp();
-        float4 sum = {};
-        auto add = [&](const uint2& v, float w) {
-            sum.x += w * widen_half((u16)v.x), sum.y += w * widen_half((u16)(v.x >> 16));
-            sum.z += w * widen_half((u16)v.y), sum.w += w * widen_half((u16)(v.y >> 16));
-        };
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (warp + 2 * i < count) add(early.of[i], weights[warp][warp + 2 * i]);
-#pragma unroll 8
-        for (int j = warp + 8; j < count; j += 2) add(values(j), weights[warp][j]);
-        if (warp == 1) halves[lane] = sum;
-        __syncthreads();
-        if (warp == 0) {  // two channels of eight, and of the next eight
-            const float4 more = halves[lane];
-            const int channel = 128 * quarter + lane / 8 * 32 + lane % 2 * 16 + lane / 2 % 4 * 2;
-            u32* const to = (u32*)(out + ((long long)seq * heads + head) * LATENT + channel);
-            to[0] = narrow((sum.x + more.x) * by, (sum.y + more.y) * by);
-            to[4] = narrow((sum.z + more.z) * by, (sum.w + more.w) * by);
-        }
-        __syncthreads();
     }
 }
