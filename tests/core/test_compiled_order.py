@@ -65,7 +65,7 @@ def test_other_inductor_stays_as_it_is(gone: str, monkeypatch: pytest.MonkeyPatc
 
 def test_repair_passes_over_nodes_with_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
     node: Any = scheduler.SchedulerNode
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
     monkeypatch.setattr(node, "recompute_size_and_body", lambda self, *args, **kwargs: (self, args, kwargs))
-    dispatch._repair_inductor.__wrapped__()
+    with torch.compiler.config.patch(cache_key_tag=""):  # pytest's own would hide it afterwards
+        dispatch._repair_inductor.__wrapped__()
     assert node.recompute_size_and_body(3, 4, five=5) == (3, (4,), {"five": 5})
