@@ -1,7 +1,7 @@
 """mla_decode and decodes of mla_sparse in CUDA C++ for Hopper: csrc/mla_decode.cu, compiled at its first call.
 
-One launch fills the chip, and its blocks divide the keys of the batch among themselves, on the device. A second launch
-adds up the results of sequences that were divided.
+One launch fills the chip. Its blocks divide the keys of the batch among themselves, on the device, and add up the results
+of sequences that were divided.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from fastkernels.overrides.linear.wgmma_linear_cuda import multiply
 SOURCE = Path(__file__).parent / "csrc" / "mla_decode.cu"
 RANK, SIZE = 512, 576  # channels of a latent, and with the rotary key
 HEADS, KEYS = 64, 64  # of a block; of a tile
-THREADS, COMBINE_THREADS = 512, 64
+THREADS = 512
 MAX_WORKERS = 160
 SHARED = (
-    3 * 2 * SIZE * KEYS + 96 + 1556 + 2048 + 1024
+    3 * 2 * SIZE * KEYS + 96 + 1632 + 2048 + 1024
 )  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
 LOG2E = 1.4426950408889634
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
-TYPES = (_M, _M, *[_P] * 9, ctypes.c_longlong, *[_I] * 8, _F, _F)
-COMBINE_TYPES = (*[_P] * 4, _I, _I)
+TYPES = (_M, _M, *[_P] * 8, ctypes.c_longlong, *[_I] * 8, _F, _F)
 
 
 class Plan(NamedTuple):
@@ -43,14 +42,14 @@ class Plan(NamedTuple):
     sparse: bool = False
     least: int = 2
     extra: int = 4
-    joined: int = 128
+    slack: int = 2
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DJOINED={self.joined}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            f"-DSLACK={self.slack}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
@@ -75,13 +74,9 @@ def source(p: Plan) -> str:
 
 
 @lru_cache(maxsize=64)
-def _kernels(device: torch.device, p: Plan) -> tuple[cuda_rtc.Kernel, cuda_rtc.Kernel]:
+def _kernel(device: torch.device, p: Plan) -> cuda_rtc.Kernel:
     _loaded.add((device, p))
-    made = source(p)
-    return (
-        cuda_rtc.Kernel(made, "mla_decode", p.options, device.index, TYPES, SHARED),
-        cuda_rtc.Kernel(made, "mla_combine", p.options, device.index, COMBINE_TYPES, 0),
-    )
+    return cuda_rtc.Kernel(source(p), "mla_decode", p.options, device.index, TYPES, SHARED)
 
 
 _loaded: set[tuple[torch.device, Plan]] = set()
@@ -174,18 +169,17 @@ def _run(
         made = torch.empty_like(out)
         return out.copy_(_run(q, kv_cache, indices, seq_lens, block_table, scale, k_scale, made, **params))
     device, sparse, (blocks, block_size, _) = q.device, indices is not None, kv_cache.shape
-    kernel, combine = _kernels(device, p := plan(q, kv_cache, sparse, **params))
+    kernel = _kernel(device, p := plan(q, kv_cache, sparse, **params))
     rows = cdiv(heads, HEADS)
     workers = max(min(multiprocessors(device) // rows, MAX_WORKERS), 1)
     # Of a part of a head: 512 channels in float16; the logarithm of its sum, and the scales of two halves
     parts = torch.empty(2 * workers * heads * (RANK // 2 + 4), dtype=torch.float32, device=device)
-    counts = torch.empty(2 * batch, dtype=torch.int32, device=device)
     sums = parts[workers * heads * RANK :]
     q_map = cuda_rtc.tensor_map_of(q.data_ptr(), (SIZE, heads, batch), q.stride()[1::-1], (64, HEADS, 1))
     boxes = (SIZE, block_size, blocks), kv_cache.stride()[1::-1], (64, min(p.box, block_size), 1)
     kv_map = cuda_rtc.tensor_map_of(kv_cache.data_ptr(), *boxes)
     taken = tickets.get(device, batch * rows)
-    pointers = [t.data_ptr() for t in (seq_lens, block_table, out, parts, sums, counts)]
+    pointers = [t.data_ptr() for t in (seq_lens, block_table, out, parts, sums)]
     chosen = (None, None) if indices is None else (indices.data_ptr(), kv_cache.data_ptr())
     most = (1 << 31) - 1 if indices is None else indices.shape[1]
     early = overlaps(device) and torch.cuda.is_current_stream_capturing()
@@ -201,11 +195,4 @@ def _run(
         (q_map, kv_map, *pointers, taken.data_ptr(), *chosen, *numbers),
         overlap=early,
     )
-    # Where few sequences are left to it, if any, its blocks fit next to those of the first launch
-    grid = (
-        multiprocessors(device)
-        if workers // batch * min(heads, HEADS) <= p.joined
-        else min(batch * heads, 4096)
-    )
-    combine.launch(grid, COMBINE_THREADS, stream, (*pointers[2:], batch, heads), overlap=overlaps(device))
     return out

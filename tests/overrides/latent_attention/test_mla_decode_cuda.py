@@ -44,22 +44,29 @@ def arguments(lens: list[int], heads: int, size: int, dtype: torch.dtype) -> lis
         # Equal parts: a tile each; one sequence with more, whose last tile is not full
         ([130, 60], 16, 64, 4, [3, 1], {"least": 1}),
         # Equal ranges of all tiles: sequences that begin and end within a worker's range, or have no keys
-        ([0, 130, 64, 1, 300], 16, 64, 3, [1, 2, 1, 1, 1], {"least": 1, "joined": 0}),
-        # More parts than are read before their weights are known
-        pytest.param([600], 20, 64, 9, [5], {"least": 1}, marks=pytest.mark.slow),
-        pytest.param([700, 40, 150, 64, 3, 200], 70, 32, 2, [1] * 6, {"extra": 1, "least": 1}, marks=pytest.mark.slow),
-        pytest.param([1000, 1, 65], 5, 128, 3, [2, 1, 1], {"least": 1, "joined": 10}, marks=pytest.mark.slow),
-        pytest.param([0, 130, 64, 1, 300], 130, 16, 4, [1, 2, 1, 1, 2], {"extra": 1}, marks=pytest.mark.slow),
+        ([0, 130, 64, 1, 300], 16, 64, 3, [1, 2, 1, 1, 1], {"least": 1, "slack": 0}),
+        # Whole sequences: two for each worker
+        pytest.param([70, 64, 0, 130], 16, 64, 2, [1] * 4, {}, marks=pytest.mark.slow),
+        # Threads of a block in groups, each of which adds up some of the parts
+        pytest.param([600], 20, 64, 10, [10], {"least": 1}, marks=pytest.mark.slow),
+        pytest.param([700, 40, 150, 64, 3, 200], 70, 32, 2, [1] * 6, {"extra": 1, "least": 1, "slack": 0}, marks=pytest.mark.slow),
+        pytest.param([1000, 1, 65], 5, 128, 3, [2, 1, 1], {"least": 1}, marks=pytest.mark.slow),
+        pytest.param([0, 130, 64, 1, 300], 130, 16, 4, [1, 2, 1, 1, 2], {"extra": 1, "slack": 0}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_emulated_kernel_matches_float64(
     lens: list[int], heads: int, size: int, workers: int, parts: list[int], params: dict[str, int], dtype: torch.dtype,
-    tmp_path: Path,
+    waits: bool, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Runs the CUDA text with CPU lanes and emulated PTX: workers, barriers, swizzle, softmax, combination."""
+    """Runs the CUDA text with CPU lanes and emulated PTX: workers, barriers, swizzle, softmax, combination.
+
+    waits: all blocks run at once, and each adds up its share of a sequence's channels. Otherwise, they run one after
+    another, and the last one adds up everything.
+    """
     q, cache, seq_lens, table = arguments(lens, heads, size, dtype)
-    got, counts = emulated_mla.decode(q, cache, seq_lens, table, SCALE, workers, tmp_path, 0.5, **params)
+    got, counts = emulated_mla.decode(q, cache, seq_lens, table, SCALE, workers, tmp_path, 0.5, at_once=workers * -(-heads // 64) if waits else 1, **params)
     used = torch.where(table == 1 << 30, 0, table)
     want = reference(q.double(), cache.double(), seq_lens, used, max(lens), SCALE, cuda.RANK, 0.5)
     error = (got.double() - want).abs()

@@ -25,21 +25,24 @@ BODIES = {
     "load_now": "return *at;",
     "load_part": "return *at;",
     "store_pair": "memcpy(at_of(at), &v, 4);",
-    "halves_meet": "meets(of_halves);",
-    "add_to": "const u32 old = *ticket; *ticket += value; return old;",
-    "load_eight": "return *at;",
+    "halves_meet": "meets(own().halves);",
+    "add_to": "const u32 old = *ticket; *ticket += value; if (value == 1) arrived[ticket]++; return old;",
+    "look_at": "run_another(); return *ticket;",
     "store_zeros": "memset(at_of(at), 0, 16);",
-    "plan_is_ready": "arrive_at(plan);",
-    "wait_for_plan": "meets(plan);",
+    "plan_is_ready": "arrive_at(own().plan);",
+    "wait_for_plan": "meets(own().plan);",
     "narrow_half": "const _Float16 v[2] = {(_Float16)low, (_Float16)high}; u32 bits; memcpy(&bits, v, 4); return bits;",
     "widen_half": "_Float16 f; memcpy(&f, &bits, 2); return f;",
-    "group_meets": "meets(of_groups[group]);",
+    "group_meets": "meets(own().groups[group]);",
 }
-BEFORE = """#define CLUSTER 1
+BEFORE = """#define MEMORY (CLUSTER << 18)
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
-static Meeting changes, plan = {SPARSE ? 512 : 416};  // of barriers
-static Meeting of_groups[3] = {{128}, {128}, {128}}, of_halves = {256};  // of warpgroups
+static Meeting changes;  // of barriers
+struct Meetings { Meeting plan = {SPARSE ? 512 : 416}, groups[3] = {{128}, {128}, {128}}, halves = {256}; };  // of a block
+static Meetings meetings[CLUSTER];
+static std::unordered_map<const uint32_t*, int> arrived;  // at a ticket
+inline Meetings& own() { return meetings[rank_of_block()]; }
 inline int __reduce_add_sync(unsigned, int v) {
     return among(v, [](auto of) { int all = 0; for (int lane = 0; lane < 32; lane++) all += of(lane); return all; });
 }
@@ -106,42 +109,39 @@ template <int FIRST> void weigh(float (&c)[128], unsigned long long a, unsigned 
 """
 MAIN = """
 static std::vector<u16> q, cache, out;
-static std::vector<int> head, lens, table, indices, counts;
+static std::vector<int> head, lens, table, indices;
 static std::vector<float> sums, scales;
 static std::vector<uint4> parts;
 static std::vector<u32> tickets;
-static int combines;
 
 void one() {
-    const u64 batch = head[0], heads = head[1], size = head[3], blocks = head[5], topk = head[8];
+    const u64 batch = head[0], heads = head[1], size = head[3], blocks = head[5], topk = head[7];
     const TensorMap q_map = {{(u64)q.data(), 576, heads, batch, 576, heads * 576, 64}};
     const TensorMap kv_map = {{(u64)cache.data(), 576, size, blocks, 576, size * 576, BOX}};
-    mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), counts.data(),
-               tickets.data(), indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads,
+    mla_decode(q_map, kv_map, lens.data(), table.data(), out.data(), parts.data(), sums.data(), tickets.data(),
+               indices.data(), cache.data(), size * 576, 576, SPARSE ? topk : 1 << 30, batch, heads,
                head[2], size, head[4], head[4], scales[0], scales[1]);
 }
 
-void two() { mla_combine(out.data(), parts.data(), (float4*)sums.data(), counts.data(), head[0], head[1]); }
-
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
-    head = numbers<int>(file, 9), scales = numbers<float>(file, 2);
+    head = numbers<int>(file, 8), scales = numbers<float>(file, 2);
     const int batch = head[0], heads = head[1], workers = head[6];
-    combines = head[7];
     q = numbers<u16>(file, batch * heads * 576), cache = numbers<u16>(file, (size_t)head[5] * head[3] * 576);
     lens = numbers<int>(file, batch), table = numbers<int>(file, batch * head[4]);
-    indices = numbers<int>(file, batch * head[8]);
-    out.assign(batch * heads * 512, 0xffff), counts.assign(2 * batch, -1), tickets.assign(batch * head[2], 0);
+    indices = numbers<int>(file, batch * head[7]);
+    out.assign(batch * heads * 512, 0xffff), tickets.assign(batch * head[2], 0);
     parts.assign((size_t)2 * workers * heads * 64, {~0u, ~0u, ~0u, ~0u}), sums.assign(8 * workers * heads, NAN);
     gridDim.x = workers * head[2];
-    for (int block = 0; block < gridDim.x; block++) {
+    for (int block = 0; block < gridDim.x; block += CLUSTER) {
         memset(shared_memory, 0xff, sizeof shared_memory);
         barriers.clear();
-        run_cluster(1, block, THREADS, one);
+        run_cluster(CLUSTER, block, THREADS, one);
     }
-    gridDim.x = combines;
-    for (int block = 0; block < combines; block++) run_cluster(1, block, COMBINE_THREADS, two);
+    for (u32 ticket : tickets) if (ticket) fail("a ticket is not as it was");
     fwrite(out.data(), 2, out.size(), fopen(names[2], "wb"));
+    std::vector<int> counts;
+    for (int i = 0; i < batch; i++) counts.push_back(std::max(arrived[&tickets[i * head[2]]], 1));
     fwrite(counts.data(), 4, counts.size(), fopen("counts", "wb"));
     fflush(nullptr);
 }
@@ -150,29 +150,30 @@ int main(int, char** names) {
 
 def decode(
     q: torch.Tensor, kv_cache: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, scale: float,
-    workers: int, folder: Path, k_scale: float = 1.0, indices: torch.Tensor | None = None, combines: int = 7,
+    workers: int, folder: Path, k_scale: float = 1.0, indices: torch.Tensor | None = None, at_once: int = 1,
     **params: int,
 ) -> tuple[torch.Tensor, list[int]]:  # fmt: skip
-    """Return the kernel's result, and how many parts each sequence had. Raises RuntimeError with its error."""
+    """Return the kernel's result, and how many parts each sequence had. Raises RuntimeError with its error.
+
+    at_once  blocks that run at the same time
+    """
     p = cuda.plan(q, kv_cache, indices is not None, **params)
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
         'extern "C" __global__ void __maxnreg__(120)': "void",
-        'extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16)': "void",
+        "constexpr int TRIES = 64;": f"constexpr int TRIES = {1 << 20 if at_once > 1 else 2};",
         "__syncthreads();": "meet_block();",
         "multiply(score,": "multiply_16(score,",
     }
-    source = ported(text(cuda.SOURCE), BODIES, written, p.options)
+    source = ported(text(cuda.SOURCE), BODIES, written, (*p.options, f"-DCLUSTER={at_once}"))
     end = source.index("typedef unsigned int u32;")
     source = source[:end] + BEFORE + PRODUCTS + source[end:] + MAIN
     (batch, heads), rows = q.shape[:2], -(-q.shape[1] // cuda.HEADS)
-    sizes = (batch, heads, rows, kv_cache.shape[1], block_table.shape[1], len(kv_cache), workers, combines)
+    sizes = (batch, heads, rows, kv_cache.shape[1], block_table.shape[1], len(kv_cache), workers)
     chosen = torch.empty(batch, 0, dtype=torch.int32) if indices is None else indices
-    given = struct.pack("9i2f", *sizes, chosen.shape[1], scale * k_scale * cuda.LOG2E, k_scale)
+    given = struct.pack("8i2f", *sizes, chosen.shape[1], scale * k_scale * cuda.LOG2E, k_scale)
     tensors = (q.view(torch.int16), kv_cache.view(torch.int16), seq_lens, block_table, chosen)
     given += b"".join(t.contiguous().numpy().tobytes() for t in tensors)
     found = run(source, given, folder)
-    counts = struct.unpack(f"{2 * batch}i", (folder / "counts").read_bytes())[1::2]
-    return torch.frombuffer(bytearray(found), dtype=q.dtype).view(batch, heads, cuda.RANK), [
-        abs(n) for n in counts
-    ]
+    counts = struct.unpack(f"{batch}i", (folder / "counts").read_bytes())
+    return torch.frombuffer(bytearray(found), dtype=q.dtype).view(batch, heads, cuda.RANK), list(counts)

@@ -11,17 +11,20 @@
 // A maximum that grows by less than GROWTH (a power of 2) is kept: weights may exceed 1, and sums need not be scaled.
 //
 // Workers are the blocks of a sequence's heads. The lengths are divided among them on the device, so one CUDA graph serves all
-// lengths: each sequence into equal parts, one part a worker, if no worker then gets more than in equal ranges of all tiles,
-// where a sequence counts EXTRA more. The results of a sequence with several parts go through memory, in float16 with a scale.
-// The block that is last to store one adds up all of them; those of many parts are left to mla_combine.
+// lengths: into equal ranges of all tiles, where a sequence counts EXTRA more; or each sequence into equal parts, one part a
+// worker, or the same number of whole sequences for each worker, if no worker then gets over SLACK more than in ranges.
+//
+// The results of a sequence with several parts go through memory, in float16 with a scale. When all are there, each of the
+// blocks adds up its share of the channels. It cannot wait indefinitely for the others, which may not have started: if one
+// has left, the last block to arrive adds up everything.
 //
 // Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part of long sequences),
-// EXTRA, JOINED (most heads times parts of a sequence that its last block adds up), SPARSE (a sequence's keys are chosen by indices; see
-// mla_sparse), BF16. multiply() for scores and weigh() precede this file.
+// EXTRA, SLACK, SPARSE (a sequence's keys are chosen by indices; see mla_sparse), BF16. multiply() for scores and weigh() precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
-constexpr int LATENT = 512, PIECES = 9, THREADS = 512, COMBINE_THREADS = 64, MOST = 160;  // pieces of 64 channels; workers
+constexpr int LATENT = 512, PIECES = 9, THREADS = 512, ADDERS = 256;  // pieces of 64 channels; threads that have sums
+constexpr int TRIES = 64;  // looks at a ticket, each about 0.5 us
 constexpr int KEYS = 64, PIECE = 128 * 64, TILE = PIECES * PIECE;  // bytes; queries are as large as a tile
 constexpr int BOXES = KEYS / BOX;
 #define LOWEST __int_as_float(0xff800000)
@@ -51,13 +54,13 @@ __device__ __forceinline__ float widen_half(u16 bits) {
     return f;
 }
 
-__device__ __forceinline__ uint4 load_eight(const uint4* at) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
+__device__ __forceinline__ u32 look_at(const u32* ticket) {
+    u32 now;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(ticket) : "memory");
+    return now;
 }
 
-__device__ __forceinline__ void copy_or_zero(u32 to, const u16* from, bool there) {  // 16 bytes
+__device__ __forceinline__ void copy_or_zero(u32 to, const void* from, bool there) {  // 16 bytes
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
@@ -83,7 +86,7 @@ __device__ __forceinline__ void plan_is_ready() { asm volatile("bar.arrive 4, %0
 
 __device__ __forceinline__ void wait_for_plan() { asm volatile("bar.sync 4, %0;" ::"n"(SPARSE ? 512 : 416) : "memory"); }
 
-__device__ __forceinline__ void halves_meet() { asm volatile("bar.sync 5, 256;" ::: "memory"); }
+__device__ __forceinline__ void halves_meet() { asm volatile("bar.sync 5, %0;" ::"n"(ADDERS) : "memory"); }
 
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
@@ -100,74 +103,87 @@ __device__ __forceinline__ int quotient(int a, int b) { return (a + b - 1) / b; 
 
 __device__ __forceinline__ int tiles_of(int keys) { return max(quotient(keys, KEYS), 1); }
 
+// Rounded up; exact for less than a million tiles.
+__device__ __forceinline__ int parts_of(int tiles, int size) { return (int)((tiles + (size - 0.5f)) * (1.0f / size)); }
+
 constexpr int KEPT = 512;  // sequences whose lengths are kept in shared memory
 
-struct Notes {  // in shared memory
-    int share, even, seq, before;
-    float by[2][64], tops[2][64], totals[2][64];  // of each row, with a tile's weights: what sums change by; at a part's end
-    int joins, lens[KEPT];  // joins: whether this block adds up a sequence's parts
-};
-
-// The work of worker `of`, and how all keys are divided.
-struct Shares {
-    const int *kept, *lens;
-    int most;  // keys of a sequence that count
-    int batch, of, share, even;  // even: a sequence is divided into parts of up to `share` tiles
-    int seq, before;  // the next sequence, and what all sequences before it count
-
-    __device__ __forceinline__ int len(int i) const { return min(batch <= KEPT ? kept[i] : load_now(lens + i), most); }
-};
+enum Division { RANGES, EVEN, WHOLE };
 
 struct Part {
     int seq, len, begin, end;  // tiles
     int index, count, first;  // of the sequence's parts; the worker of its first one
 };
 
-// By a whole warp.
+struct Notes {  // in shared memory
+    int share, division, seq, before;
+    float by[2][64], tops[2][64], totals[2][64];  // of each row, with a tile's weights: what sums change by; at a part's end
+    Part joins[2];  // a later part and a first one of a sequence with several; none if their count is 0
+    u32 seen[2];  // in their tickets, with parts that have arrived in bits 0 to 7, blocks that look no more in 8 to 15, that left from 16 on
+    int from[2], to[2];  // shares of them that this block adds up
+    int lens[KEPT];
+};
+
+// The work of worker `of`, and how all keys are divided.
+struct Shares {
+    const int *kept, *lens;
+    int most;  // keys of a sequence that count
+    int batch, of, share, division;  // share: tiles of a range or a part, or sequences of a worker
+    int seq, before;  // the next sequence, and what all sequences before it count
+
+    __device__ __forceinline__ int tiles(int i) const { return tiles_of(len(i)); }
+    __device__ __forceinline__ int len(int i) const { return min(batch <= KEPT ? kept[i] : load_now(lens + i), most); }
+    __device__ __forceinline__ int counts(int i) const { return division == EVEN ? parts_of(tiles(i), share) : tiles(i) + EXTRA; }
+};
+
+// By a whole warp. A lane has `each` sequences in a row.
 __device__ __forceinline__ void divide(Shares& s, int workers) {
-    const int lane = threadIdx.x % 32;
-    int total = 0;
+    const int lane = threadIdx.x % 32, each = (s.batch + 31) / 32, first = min(lane * each, s.batch), last = min(first + each, s.batch);
+    auto sum = [&](auto value) {
+        int all = 0;
 #pragma unroll 1
-    for (int i = lane; i < s.batch; i += 32) total += tiles_of(s.len(i));
-    total = __reduce_add_sync(~0u, total);
-    s.share = max(quotient(total + EXTRA * s.batch, workers), LEAST + EXTRA), s.even = 0;
-    if (s.batch <= workers) {  // the smallest part with which there are enough workers, if it is not larger than that
-        float mine[MOST / 32];
-#pragma unroll
-        for (int i = 0; i < MOST / 32; i++) mine[i] = 32 * i + lane < s.batch ? tiles_of(s.len(32 * i + lane)) : 0;
-        int low = max(quotient(total, workers), total > 32 * s.batch ? LEAST : 1) - 1, high = s.share + 1;
+        for (int i = first; i < last; i++) all += value(i);
+        return all;
+    };
+    const int total = __reduce_add_sync(~0u, sum([&](int i) { return s.tiles(i); }));
+    s.share = max(quotient(total + EXTRA * s.batch, workers), LEAST + EXTRA), s.division = RANGES;
+    if (s.batch <= workers) {  // the smallest part with which there are enough workers
+        int low = max(quotient(total, workers), total > 32 * s.batch ? LEAST : 1) - 1, high = s.share + SLACK + 1;
         while (low + 1 < high) {
             const int size = (low + high) / 2;
-            const float inverse = 1.0f / size, up = size - 0.5f;
-            int parts = 0;
-#pragma unroll
-            for (int i = 0; i < MOST / 32; i++) parts += (int)((mine[i] + up) * inverse);  // rounded up
+            const int parts = sum([&](int i) { return parts_of(s.tiles(i), size); });
             if (__reduce_add_sync(~0u, parts) <= workers) high = size; else low = size;
         }
-        if (high <= s.share) s.share = high, s.even = 1;
-    }
-    const int from = s.even ? s.of : s.of * s.share;
-    const float inverse = 1.0f / s.share, up = s.share - 0.5f;
-    s.before = 0;
+        if (high <= s.share + SLACK) s.share = high, s.division = EVEN;
+    } else if (s.batch <= KEPT) {
+        const int size = quotient(s.batch, workers);
+        int most = 0;
 #pragma unroll 1
-    for (s.seq = 0; s.seq < s.batch; s.seq += 32) {
-        const int i = s.seq + lane, tiles = i < s.batch ? tiles_of(s.len(i)) : 0;
-        const int count = i >= s.batch ? 0 : s.even ? (int)((tiles + up) * inverse) : tiles + EXTRA;
-        int upto = count;
-#pragma unroll
-        for (int by = 1; by < 32; by *= 2) {
-            const int other = __shfl_up_sync(~0u, upto, by);
-            if (lane >= by) upto += other;
+        for (int from = lane * size; from < s.batch; from += 32 * size) {
+            int all = 0;
+#pragma unroll 1
+            for (int i = from; i < min(from + size, s.batch); i++) all += s.tiles(i) + EXTRA;
+            most = max(most, all);
         }
-        const u32 found = __ballot_sync(~0u, s.before + upto > from);
-        if (found) {
-            const int first = __ffs(found) - 1;
-            s.before += __shfl_sync(~0u, upto - count, first), s.seq += first;
+        if (!__ballot_sync(~0u, most > s.share + SLACK)) {
+            s.share = size, s.division = WHOLE, s.seq = s.of * size;
             return;
         }
-        s.before += __shfl_sync(~0u, upto, 31);
     }
+    const int from = s.division == EVEN ? s.of : s.of * s.share, mine = sum([&](int i) { return s.counts(i); });
+    int upto = mine;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const int other = __shfl_up_sync(~0u, upto, by);
+        if (lane >= by) upto += other;
+    }
+    const u32 found = __ballot_sync(~0u, upto > from);
     s.seq = s.batch;
+    if (!found) return;
+    const int owner = __ffs(found) - 1;
+    s.seq = owner * each, s.before = __shfl_sync(~0u, upto - mine, owner);
+#pragma unroll 1
+    for (int count; s.before + (count = s.counts(s.seq)) <= from; s.seq++) s.before += count;
 }
 
 // False: there is no further part.
@@ -175,9 +191,15 @@ __device__ __forceinline__ bool next_part(Shares& s, Part& p) {
     if (s.seq >= s.batch) return false;
     p.seq = s.seq, p.len = s.len(s.seq);
     const int tiles = tiles_of(p.len);
-    if (s.even) {
-        p.count = quotient(tiles, s.share), p.index = s.of - s.before, p.first = s.before;
-        p.begin = p.index * tiles / p.count, p.end = (p.index + 1) * tiles / p.count;
+    if (s.division == WHOLE) {
+        p.index = 0, p.count = 1, p.begin = 0, p.end = tiles;
+        if (++s.seq == (s.of + 1) * s.share) s.seq = s.batch;
+        return true;
+    }
+    if (s.division == EVEN) {
+        p.count = parts_of(tiles, s.share), p.index = s.of - s.before, p.first = s.before;
+        const float size = (float)tiles / p.count;
+        p.begin = (int)(p.index * size), p.end = p.index + 1 == p.count ? tiles : (int)((p.index + 1) * size);
         s.seq = s.batch;
         return true;
     }
@@ -207,80 +229,79 @@ __device__ __forceinline__ uint4 in_a_row(u32 (&v)[4], int quad) {
     return make_uint4(v[0], v[1], v[2], v[3]);
 }
 
-// Weights of a sequence's parts, of which a lane has one, from the logarithms of their sums.
-__device__ __forceinline__ float weight_of(float log) {
-    float most = log;
-#pragma unroll
-    for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
-    const float share = power_of_2(log - (most == LOWEST ? 0 : most));
-    float all = share;
-#pragma unroll
-    for (int i = 16; i; i /= 2) all += __shfl_xor_sync(~0u, all, i);
-    return all == 0 ? 0 : share / all;
-}
-
-// By eight warps: out of a sequence = weighted sums of its parts. A warp adds up two heads at a time.
+// By ADDERS threads: channels of a sequence's heads that are share `index` of them = weighted sums of its parts.
 __device__ __forceinline__ void join(
-    u16* out, const uint4* parts, const float4* sums, const Part& p, int heads, int from, int warp, int lane) {
-    constexpr int AHEAD = 2;  // parts that are read before their weights are known
-    for (int group = from; group < min(from + 64, heads); group += 16) {
-        struct { uint4 of[2][AHEAD][2]; } early;
-        float4 about[2];  // of a lane's part
-        auto place = [&](int part, int i) {  // past the last head: that of the first one
-            const int head = group + 8 * i + warp;
-            return (long long)slot_of(p.first + part, part) * heads + (head < heads ? head : group);
-        };
-        auto value = [&](int part, int i, int half) { return load_eight(parts + place(part, i) * 64 + 32 * half + lane); };
-#pragma unroll
-        for (int i = 0; i < 2; i++) about[i] = load_part(sums + place(min(lane, p.count - 1), i));
-#pragma unroll
-        for (int part = 0; part < AHEAD; part++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) early.of[i / 2][part][i % 2] = value(part, i / 2, i % 2);
-        float weights[2][2], sum[2][2][8] = {};  // of a lane's part: of halves; of two heads, by halves
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float weight = weight_of(lane < p.count ? about[i].x : LOWEST);
-            weights[i][0] = weight * about[i].y, weights[i][1] = weight * about[i].z;
-        }
-        auto add = [&](const uint4& v, int part, int i, int half) {
-            const float w = __shfl_sync(~0u, weights[i][half], part);
+    uint4* out, const uint4* parts, const float4* sums, const Part& p, int index, int heads, int row, unsigned char* memory) {
+    constexpr int ABOUT = 80 << 10, REST = ABOUT + (16 << 10);  // bytes before sums of parts, and before those of groups
+    const int thread = threadIdx.x - 128, quads = min(heads - 64 * row, 64) * 16;  // of eight channels each
+    const int from = index * quads / p.count * 4, size = (index + 1) * quads / p.count * 4 - from, head = from / 64;
+    const int there = (from + size - 1) / 64 - head + 1;  // heads
+    auto place = [&](int part) { return (long long)slot_of(p.first + part, part) * heads + 64 * row; };
+    const uint4* const values = (uint4*)memory;
+    const float4* const about = (float4*)(memory + ABOUT);
+    float4* const given = (float4*)(memory + REST);
+    const float of_size = 1.0f / size, of_there = 1.0f / there;
+#pragma unroll 1
+    for (int i = thread; i < there * p.count; i += ADDERS) {
+        const int part = (int)((i + 0.5f) * of_there);
+        copy_or_zero(shared_address(about + i), sums + place(part) + head + i - part * there, true);
+    }
+#pragma unroll 2
+    for (int i = thread; i < size * p.count; i += ADDERS) {
+        const int part = (int)((i + 0.5f) * of_size);
+        copy_or_zero(shared_address(values + i), parts + place(part) * 64 + from + i - part * size, true);
+    }
+    copies_end();
+    halves_meet();
+    int width = ADDERS;  // threads that add up every groups-th part
+    while (width > 32 && width / 2 >= size) width /= 2;
+    const int groups = ADDERS / width, group = thread / width;
+#pragma unroll 1
+    for (int base = 0; base < size; base += width) {
+        const int at = min(base + thread % width, size - 1), of = (from + at) / 64 - head, half = (from + at) / 32 % 2;
+        float top = LOWEST, total = 0, sum[8] = {};
+        for (int part = 0; part < p.count; part++) top = fmaxf(top, about[part * there + of].x);
+        if (top == LOWEST) top = 0;
+#pragma unroll 2
+        for (int part = group; part < p.count; part += groups) {
+            const float4 a = about[part * there + of];
+            const uint4 v = values[part * size + at];
+            const float share = power_of_2(a.x - top), w = share * (half ? a.z : a.y);
             const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+            total += share;
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                sum[i][half][2 * j] += w * widen_half((u16)pairs[j]);
-                sum[i][half][2 * j + 1] += w * widen_half((u16)(pairs[j] >> 16));
+                sum[2 * j] = fmaf(w, widen_half((u16)pairs[j]), sum[2 * j]);
+                sum[2 * j + 1] = fmaf(w, widen_half((u16)(pairs[j] >> 16)), sum[2 * j + 1]);
             }
-        };
-#pragma unroll
-        for (int part = 0; part < AHEAD; part++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) add(early.of[i / 2][part][i % 2], part, i / 2, i % 2);
-#pragma unroll 2
-        for (int part = AHEAD; part < p.count; part++) {
-            uint4 v[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) v[i] = value(part, i / 2, i % 2);
-#pragma unroll
-            for (int i = 0; i < 4; i++) add(v[i], part, i / 2, i % 2);
         }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int head = group + 8 * (i / 2) + warp;
-            u32 v[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) v[j] = narrow(sum[i / 2][i % 2][2 * j], sum[i / 2][i % 2][2 * j + 1]);
-            const uint4 all = in_a_row(v, lane % 4);
-            if (head < heads) ((uint4*)(out + (long long)head * LATENT + 256 * (i % 2)))[lane] = all;
+        if (groups > 1) {  // then there is one round
+            float4* const own = given + 3 * thread;
+            own[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), own[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+            own[2] = make_float4(total, 0, 0, 0);
+            halves_meet();
+            if (group) break;
+#pragma unroll 1
+            for (int other = 1; other < groups; other++) {
+                const float4* const more = own + 3 * other * width;
+                const float4 low = more[0], high = more[1];
+                sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
+                sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w, total += more[2].x;
+            }
         }
+        const float by = total == 0 ? 0 : 1 / total;
+        u32 v[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) v[j] = narrow(sum[2 * j] * by, sum[2 * j + 1] * by);
+        const uint4 all = in_a_row(v, threadIdx.x % 4);
+        if (base + thread % width < size) out[from + at] = all;
     }
 }
 
-// 120 registers of each thread leave room for a block of mla_combine, which then need not be started when this ends.
 extern "C" __global__ void __maxnreg__(120) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, uint4* __restrict__ parts, float* __restrict__ sums,
-    int* __restrict__ counts, u32* __restrict__ tickets, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
+    u32* __restrict__ tickets, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
     int key_stride, int most, int batch, int heads, int rows, int block_size, int width, int table_stride, float scale, float v_scale) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
@@ -297,18 +318,33 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
     Part p = {};
     auto take_plan = [&] {
         wait_for_plan();
-        shares.share = notes.share, shares.even = notes.even, shares.seq = notes.seq, shares.before = notes.before;
+        shares.share = notes.share, shares.division = notes.division, shares.seq = notes.seq, shares.before = notes.before;
     };
 
-    if (warp == 12) {  // the previous kernel may still write them: see below
+    auto read_lengths = [&] {  // returns whether they have changed
+        bool changed = batch > KEPT;
 #pragma unroll 1
-        for (int i = lane; i < batch && batch <= KEPT; i += 32) notes.lens[i] = load_now(lens + i);
-    }
+        for (int i = lane; i < batch && batch <= KEPT; i += 128) {
+            int now[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) now[j] = i + 32 * j < batch ? load_now(lens + i + 32 * j) : 0;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (i + 32 * j >= batch || notes.lens[i + 32 * j] == now[j]) continue;
+                notes.lens[i + 32 * j] = now[j], changed = true;
+            }
+        }
+        __syncwarp();
+        return changed;
+    };
+
+    if (warp == 12) read_lengths();  // the previous kernel may still write them: see below
     if (thread == THREADS - 32) {
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
         for (int i = 0; i < 4; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1), make_barrier(empty + 8 * i, 4);
         make_barrier(asked, 1), make_barrier(asked + 8, 4), make_barrier(weights, 4), make_barrier(weights + 8, 4);
+        notes.joins[0].count = notes.joins[1].count = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         show_to_multiply();
     }
@@ -323,26 +359,17 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
             return there ? load_now(table + (long long)p.seq * table_stride + page) : 0;
         };
         if (warp == 12) {
-            Shares first = shares;
-            divide(first, workers);
+            Shares next;  // after this warp's first part
+#pragma unroll 1
             for (bool again = false;; again = true) {
-                shares.share = first.share, shares.even = first.even, shares.seq = first.seq, shares.before = first.before;
-                more = next_part(first, p);
+                divide(shares, workers);
+                next = shares, more = next_part(next, p);
                 if (!again) asm volatile("griddepcontrol.wait;" ::: "memory");
                 if (!SPARSE && more) here = page_of(p.begin * BOXES + lane);
-                if (again) break;
-                int changed = batch > KEPT;
-                for (int i = lane; i < batch && batch <= KEPT; i += 32) {
-                    const int len = load_now(lens + i);
-                    if (len != notes.lens[i]) notes.lens[i] = len, changed = 1;
-                }
-                __syncwarp();
-                if (!__ballot_sync(~0u, changed)) break;
-                first = shares;
-                divide(first, workers);
+                if (again || !__ballot_sync(~0u, read_lengths())) break;
             }
-            if (lane == 0) notes.share = shares.share, notes.even = shares.even, notes.seq = shares.seq, notes.before = shares.before;
-            shares = first;
+            if (lane == 0) notes.share = shares.share, notes.division = shares.division, notes.seq = shares.seq, notes.before = shares.before;
+            shares = next;
             __syncwarp();
             plan_is_ready();
         }
@@ -567,8 +594,6 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                 next();
             }
             const int slot = slot_of(shares.of, p.index);
-            const bool joined = p.count <= 32 && p.count * min(heads, 64) <= JOINED;
-            if (thread == 128 && row == 0 && p.index == 0) counts[2 * p.seq] = p.first, counts[2 * p.seq + 1] = joined ? -p.count : p.count;
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int head = 64 * row + row_of_lane + 8 * r;
@@ -605,99 +630,34 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                 if (quad == 0) sums[4 * at + 1 + half] = __int_as_float((exponent - 14) << 23);
                 if (half == 0 && quad == 0) sums[4 * at] = total[r] == 0 ? top[r] : top[r] + log2f(total[r]);
             }
-            if (p.count == 1 || !joined) continue;
+            if (p.count == 1) continue;
             halves_meet();
-            if (thread == 128) {
-                u32* const ticket = tickets + p.seq * rows + row;
-                notes.joins = add_to(ticket, 1) == p.count - 1;
-                if (notes.joins) *ticket = 0;  // for the next launch
-            }
-            halves_meet();
-            if (notes.joins)
-                join(out + (long long)p.seq * heads * LATENT, parts, (const float4*)sums, p, heads, 64 * row, warp - 4, lane);
-            halves_meet();
+            if (thread == 128) notes.joins[slot % 2] = p, notes.seen[slot % 2] = add_to(tickets + p.seq * rows + row, 1);
         }
-    }
-}
-
-// out: weighted sums of parts that no block has added up. Blocks take turns with heads: a warp has every other part.
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS, 16) mla_combine(
-    u16* __restrict__ out, const uint4* __restrict__ parts, const float4* __restrict__ sums, const int* __restrict__ counts,
-    int batch, int heads) {
-    __shared__ float weights[2][MOST];  // of halves of parts
-    __shared__ float4 others[2][2][32];  // sums of half a head, for the other warp
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int turn = blockIdx.x;  // heads that come before this block's next one
-    for (int from = 0; from < batch; from += 32) {
-        const int seq_of_lane = min(from + lane, batch - 1);
-        const int first_of_lane = load_now(counts + 2 * seq_of_lane), count_of_lane = load_now(counts + 2 * seq_of_lane + 1);
-        for (u32 left = __ballot_sync(~0u, from + lane < batch && count_of_lane > 1); left; left &= left - 1) {
-            const int bit = __ffs(left) - 1, seq = from + bit;
-            const int first = __shfl_sync(~0u, first_of_lane, bit), count = __shfl_sync(~0u, count_of_lane, bit);
-            for (; turn < heads; turn += gridDim.x) {
-                auto place = [&](int part) { return (long long)slot_of(first + part, part) * heads + turn; };
-                auto value = [&](int part, int half) { return load_eight(parts + place(part) * 64 + 32 * half + lane); };
-                struct { uint4 of[2][2]; } early;  // which do not wait for weights
-#pragma unroll
-                for (int i = 0; i < 4; i++) early.of[i / 2][i % 2] = value(min(warp + i / 2 * 2, count - 1), i % 2);
-                float4 about[MOST / 32];
-                float most = LOWEST, all = 0;
-#pragma unroll
-                for (int i = 0; i < MOST / 32; i++) {
-                    if (32 * i >= count) break;
-                    about[i] = load_part(sums + place(min(32 * i + lane, count - 1)));
-                    most = fmaxf(most, about[i].x);
-                }
-#pragma unroll
-                for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
-                const float base = most == LOWEST ? 0 : most;
-#pragma unroll
-                for (int i = 0; i < MOST / 32; i++) {
-                    if (32 * i >= count) break;
-                    const float share = 32 * i + lane < count ? power_of_2(about[i].x - base) : 0;
-                    all += share;
-                    weights[0][32 * i + lane] = share * about[i].y, weights[1][32 * i + lane] = share * about[i].z;
-                }
-#pragma unroll
-                for (int i = 16; i; i /= 2) all += __shfl_xor_sync(~0u, all, i);
-                const float by = all == 0 ? 0 : 1 / all;
-                __syncthreads();
-                float sum[2][8] = {};
-                auto add = [&](const uint4& v, int part, int half) {
-                    const float w = weights[half][part];
-                    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        sum[half][2 * j] += w * widen_half((u16)pairs[j]);
-                        sum[half][2 * j + 1] += w * widen_half((u16)(pairs[j] >> 16));
-                    }
-                };
-                add(early.of[0][0], warp, 0), add(early.of[0][1], warp, 1);
-                if (warp + 2 < count) add(early.of[1][0], warp + 2, 0), add(early.of[1][1], warp + 2, 1);
-#pragma unroll 4
-                for (int part = warp + 4; part < count; part += 2) {
-                    const uint4 low = value(part, 0), high = value(part, 1);
-                    add(low, part, 0), add(high, part, 1);
-                }
-                float(&kept)[8] = sum[0];
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    const float given = warp ? sum[0][i] : sum[1][i];
-                    ((float*)&others[warp][i / 4][lane])[i % 4] = given;
-                    kept[i] = warp ? sum[1][i] : sum[0][i];
-                }
-                __syncthreads();
-                u32 v[4];
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const float4 more = others[1 - warp][j / 2][lane];
-                    v[j] = narrow((kept[2 * j] + (j % 2 ? more.z : more.x)) * by, (kept[2 * j + 1] + (j % 2 ? more.w : more.y)) * by);
-                }
-                ((uint4*)(out + ((long long)seq * heads + turn) * LATENT + 256 * warp))[lane] = in_a_row(v, lane % 4);
+        halves_meet();
+#pragma unroll 1
+        for (int i = 0; i < 2; i++) {
+            const Part own = notes.joins[i];
+            if (own.count == 0) continue;
+            u32 *const ticket = tickets + own.seq * rows + row, old = 0;
+            if (thread == 128) {
+                const u32 seen = notes.seen[i];
+                bool there = (seen & 255) == own.count - 1, stays = true;
+                const bool every = there && seen >> 16;  // a block has left
+#pragma unroll 1
+                for (int tries = TRIES; tries > 0 && !there; tries--) there = (look_at(ticket) & 255) == own.count;
+                if (there) old = add_to(ticket, 0x100);
+                else old = add_to(ticket, 0x10100), stays = (old & 255) == own.count;
+                notes.from[i] = every ? 0 : own.index, notes.to[i] = every ? own.count : own.index + stays;
             }
-            turn -= heads;
+            halves_meet();
+#pragma unroll 1
+            for (int share = notes.from[i]; share < notes.to[i]; share++) {
+                join((uint4*)(out + ((long long)own.seq * heads + 64 * row) * LATENT), parts, (const float4*)sums, own, share, heads, row,
+                     memory + (ring - shared_address(memory)));
+                halves_meet();
+            }
+            if (thread == 128 && (old >> 8 & 255) == own.count - 1) *ticket = 0;  // for the next launch
         }
     }
 }
