@@ -31,7 +31,7 @@ static Meeting of_cluster;
 static std::vector<Meeting> of_blocks, of_warps;
 static int per_block, first_block;  // threads; the cluster's first block
 constexpr int BLOCK_MEMORY = sizeof shared_memory / CLUSTER;
-static uint32_t said[256][32][8];  // by each lane of a warp
+static uint32_t said[512][32][8];  // by each lane of a warp
 
 inline bool may_run(const Fiber& f) { return !f.ended && (!f.waits_for || f.waits_for->held != f.until); }
 
