@@ -27,7 +27,7 @@ HEADS, KEYS = 64, 64  # of a block; of a tile
 THREADS = 512
 MAX_WORKERS = 160
 SHARED = (
-    3 * 2 * SIZE * KEYS + 96 + 1632 + 2048 + 1024
+    3 * 2 * SIZE * KEYS + 112 + 1632 + 2048 + 1024
 )  # bytes: queries and two tiles, barriers, notes; 1 KiB to align them
 LOG2E = 1.4426950408889634
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
@@ -43,13 +43,14 @@ class Plan(NamedTuple):
     least: int = 2
     extra: int = 4
     slack: int = 2
+    steps: int = 2
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DSLACK={self.slack}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            f"-DSLACK={self.slack}", f"-DSTEPS={self.steps}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 

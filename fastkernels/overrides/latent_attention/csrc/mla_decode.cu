@@ -19,7 +19,7 @@
 // has left, the last block to arrive adds up everything.
 //
 // Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part of long sequences),
-// EXTRA, SLACK, SPARSE (a sequence's keys are chosen by indices; see mla_sparse), BF16. multiply() for scores and weigh() precede this file.
+// EXTRA, SLACK, STEPS (in which a tile's weights are handed over), SPARSE (a sequence's keys are chosen by indices; see mla_sparse), BF16. multiply() for scores and weigh() precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
@@ -310,7 +310,7 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
     const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
     const u32 queries = (shared_address(memory) + 1023) & ~1023u, ring = queries + TILE;  // two tiles
     // Barriers: of a tile's halves (the second one has the rotary keys), there and read; of its weights; of queries, there and read
-    const u32 full = ring + 2 * TILE, empty = full + 32, weights = empty + 32, asked = weights + 16;
+    const u32 full = ring + 2 * TILE, empty = full + 32, weights = empty + 32, asked = weights + 32;
     Notes& notes = *(Notes*)(memory + (asked + 16 - shared_address(memory)));
     const int row = blockIdx.x % rows, workers = gridDim.x / rows;  // row: of blocks, which has up to 64 heads
     Shares shares = {notes.lens, lens, most, batch, (int)blockIdx.x / rows, 0, 0, 0, 0};
@@ -343,7 +343,8 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
         asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
         asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
         for (int i = 0; i < 4; i++) make_barrier(full + 8 * i, SPARSE ? 128 : 1), make_barrier(empty + 8 * i, 4);
-        make_barrier(asked, 1), make_barrier(asked + 8, 4), make_barrier(weights, 4), make_barrier(weights + 8, 4);
+        make_barrier(asked, 1), make_barrier(asked + 8, 4);
+        for (int i = 0; i < 4; i++) make_barrier(weights + 8 * i, 4);
         notes.joins[0].count = notes.joins[1].count = 0;
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         show_to_multiply();
@@ -516,33 +517,40 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
 #pragma unroll
                 for (int i = 0; i < 4; i++) most_of[i % 2] = fmaxf(most_of[i % 2], __shfl_xor_sync(~0u, most_of[i % 2], 1 + i / 2));
                 group_meets(0);  // all have read the rotary keys, which weights replace
+                float base[2], by[2], added[2] = {};
 #pragma unroll
                 for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
-                    const int own_row = row_of_lane + 8 * r;
                     const float now = most_of[r] * scale;
                     const bool grows = now > top[r] + GROWTH;
-                    const float by = grows ? power_of_2(top[r] - now) : 1;
+                    by[r] = grows ? power_of_2(top[r] - now) : 1;
                     if (grows) top[r] = now;
-                    const float base = top[r] == LOWEST ? 0 : top[r];
-                    float added = 0;
-#pragma unroll
-                    for (int i = 2 * r; i < KEYS / 2; i += 4) {
-                        const float low = power_of_2(fmaf(score[i], scale, -base)), high = power_of_2(fmaf(score[i + 1], scale, -base));
-                        added += low + high;
-                        const int column = i / 4 * 16 + 4 * quad;  // bytes
-                        store_pair(own + 8 * PIECE + own_row * 128 + (column ^ (own_row % 8) * 16), narrow(low, high));
-                    }
-                    total[r] = fmaf(total[r], by, added);
-                    if (quad == 0) notes.by[stage][own_row] = by;
-                    if (last) {
-                        float all = total[r] + __shfl_xor_sync(~0u, total[r], 1);
-                        all += __shfl_xor_sync(~0u, all, 2);
-                        if (quad == 0) notes.totals[stage][own_row] = all, notes.tops[stage][own_row] = top[r];
-                    }
+                    base[r] = top[r] == LOWEST ? 0 : top[r];
+                    if (quad == 0) notes.by[stage][row_of_lane + 8 * r] = by[r];
                 }
-                show_to_multiply();
-                __syncwarp();
-                if (lane == 0) arrive(weights + 8 * stage);
+#pragma unroll
+                for (int step = 0; step < STEPS; step++) {
+#pragma unroll
+                    for (int r = 0; r < 2; r++) {
+                        const int own_row = row_of_lane + 8 * r;
+#pragma unroll
+                        for (int i = 2 * r + step * (KEYS / 2 / STEPS); i < (step + 1) * (KEYS / 2 / STEPS); i += 4) {
+                            const float low = power_of_2(fmaf(score[i], scale, -base[r])), high = power_of_2(fmaf(score[i + 1], scale, -base[r]));
+                            added[r] += low + high;
+                            const int column = i / 4 * 16 + 4 * quad;  // bytes
+                            store_pair(own + 8 * PIECE + own_row * 128 + (column ^ (own_row % 8) * 16), narrow(low, high));
+                        }
+                        if (step + 1 < STEPS) continue;
+                        total[r] = fmaf(total[r], by[r], added[r]);
+                        if (last) {
+                            float all = total[r] + __shfl_xor_sync(~0u, total[r], 1);
+                            all += __shfl_xor_sync(~0u, all, 2);
+                            if (quad == 0) notes.totals[stage][own_row] = all, notes.tops[stage][own_row] = top[r];
+                        }
+                    }
+                    show_to_multiply();
+                    __syncwarp();
+                    if (lane == 0) arrive(weights + 8 * (2 * stage + step));
+                }
                 next();
             }
         }
@@ -556,15 +564,10 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
             for (int i = 0; i < LATENT / 4; i++) sum[i] = 0;
             for (int t = p.begin; t < p.end; t++) {
                 const u32 own = ring + TILE * stage, mine = own + half * 4 * PIECE;
-                wait(full + 8 * (2 * stage + half), parity), wait(weights + 8 * stage, parity);
+                wait(full + 8 * (2 * stage + half), parity), wait(weights + 16 * stage, parity);
                 float by[2];
 #pragma unroll
                 for (int r = 0; r < 2; r++) by[r] = notes.by[stage][row_of_lane + 8 * r];
-                if (t + 1 == p.end) {
-#pragma unroll
-                    for (int r = 0; r < 2; r++)
-                        top[r] = notes.tops[stage][row_of_lane + 8 * r], total[r] = notes.totals[stage][row_of_lane + 8 * r];
-                }
                 if (__ballot_sync(~0u, by[0] != 1 || by[1] != 1)) {
 #pragma unroll
                     for (int i = 0; i < LATENT / 4; i++) sum[i] *= by[i % 4 / 2];
@@ -583,10 +586,16 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                 begin_multiply();
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; i++) {
+                    if (STEPS == 2 && i == KEYS / 32) wait(weights + 16 * stage + 8, parity);
                     weigh<0>(sum, descriptor(own + 8 * PIECE) + i * 2, transposed(mine) + i * 2048 / 16);
                     weigh<64>(sum, descriptor(own + 8 * PIECE) + i * 2, transposed(mine + 2 * PIECE) + i * 2048 / 16);
                 }
                 commit_multiply();
+                if (t + 1 == p.end) {
+#pragma unroll
+                    for (int r = 0; r < 2; r++)
+                        top[r] = notes.tops[stage][row_of_lane + 8 * r], total[r] = notes.totals[stage][row_of_lane + 8 * r];
+                }
                 finish_multiply<0>();
 #pragma unroll
                 for (int i = 0; i < LATENT / 4; i++) asm volatile("" : "+f"(sum[i])::"memory");
