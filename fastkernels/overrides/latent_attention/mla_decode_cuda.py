@@ -49,8 +49,8 @@ class Plan(NamedTuple):
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
-            "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DSLACK={self.slack}", f"-DSTEPS={self.steps}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DSLACK={self.slack}",
+            f"-DSTEPS={self.steps}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 

@@ -39,8 +39,8 @@ BEFORE = """#define MEMORY (CLUSTER << 18)
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
 static Meeting changes;  // of barriers
-struct Meetings { Meeting plan = {SPARSE ? 512 : 416}, groups[3] = {{128}, {128}, {128}}, halves = {256}; };  // of a block
-static Meetings meetings[CLUSTER];
+struct Meetings { Meeting plan = {SPARSE ? 512 : 416}, groups[3] = {{128}, {128}, {128}}, halves = {256}; };
+static Meetings meetings[CLUSTER];  // of blocks
 static std::unordered_map<const uint32_t*, int> arrived;  // at a ticket
 inline Meetings& own() { return meetings[rank_of_block()]; }
 inline int __reduce_add_sync(unsigned, int v) {
