@@ -1,7 +1,7 @@
 """mla_decode and decodes of mla_sparse in CUDA C++ for Hopper: csrc/mla_decode.cu, compiled at its first call.
 
-One launch fills the chip. Its blocks divide the keys of the batch among themselves, on the device, and add up the results
-of sequences that were divided.
+One launch fills the chip. Its blocks divide the keys of the batch among themselves, on the device, and add up the
+results of sequences that were divided.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Plan(NamedTuple):
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
-            "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}", f"-DSLACK={self.slack}",
-            f"-DSTEPS={self.steps}", f"-DSPARSE={int(self.sparse)}", f"-DBF16={int(self.bf16)}",
+            "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
+            f"-DSLACK={self.slack}", f"-DSTEPS={self.steps}", f"-DSPARSE={int(self.sparse)}",
+            f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
 
