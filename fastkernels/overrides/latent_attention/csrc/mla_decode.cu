@@ -19,7 +19,7 @@
 // has left, the last block to arrive adds up everything.
 //
 // Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part of long sequences),
-// EXTRA, SLACK, STEPS (in which a tile's weights are handed over), SPARSE (a sequence's keys are chosen by indices; see mla_sparse), BF16. multiply() for scores and weigh() precede this file.
+// EXTRA, SLACK, AHEAD (tiles that are prefetched to L2 before the previous kernel ends), STEPS (in which a tile's weights are handed over), SPARSE (a sequence's keys are chosen by indices; see mla_sparse), BF16. multiply() for scores and weigh() precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
@@ -34,6 +34,11 @@ static_assert(KEYS % BOX == 0 && BOX % 8 == 0, "a copy begins where the swizzle 
 __device__ __forceinline__ void load_box(u32 to, const TensorMap& map, int channel, int row, int block, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(to), "l"(&map), "r"(channel), "r"(row), "r"(block), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_box(const TensorMap& map, int channel, int row, int block) {  // to L2
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
+                 ::"l"(&map), "r"(channel), "r"(row), "r"(block) : "memory");
 }
 
 __device__ __forceinline__ int load_now(const int* at) {  // from L2: the previous kernel may have written it
@@ -365,6 +370,15 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
             for (bool again = false;; again = true) {
                 divide(shares, workers);
                 next = shares, more = next_part(next, p);
+                if (!SPARSE && AHEAD && !again && more) {
+                    here = page_of(p.begin * BOXES + lane);
+                    const int first = p.begin * BOXES, count = min(min(p.end, p.begin + AHEAD) * BOXES, quotient(p.len, BOX)) - first;
+#pragma unroll 1
+                    for (int j = 0; j < count; j++) {
+                        const int page = __shfl_sync(~0u, here, j);
+                        if (lane < PIECES) prefetch_box(kv_map, 64 * lane, (first + j) * BOX % block_size, page);
+                    }
+                }
                 if (!again) asm volatile("griddepcontrol.wait;" ::: "memory");
                 if (!SPARSE && more) here = page_of(p.begin * BOXES + lane);
                 if (again || !__ballot_sync(~0u, read_lengths())) break;
