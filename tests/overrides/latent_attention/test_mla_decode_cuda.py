@@ -18,6 +18,7 @@ from fastkernels.overrides.latent_attention import mla_sparse
 from fastkernels.overrides.latent_attention.mla_decode import reference
 
 NO_NVRTC = cuda_rtc.unavailable()
+SLOW = pytest.mark.slow
 SCALE = 192**-0.5
 
 
@@ -46,16 +47,16 @@ def arguments(lens: list[int], heads: int, size: int, dtype: torch.dtype) -> lis
         # Equal ranges of all tiles: sequences that begin and end within a worker's range, or have no keys
         ([0, 130, 64, 1, 300], 16, 64, 3, [1, 2, 1, 1, 1], {"least": 1, "slack": 0}),
         # Whole sequences: two for each worker
-        pytest.param([70, 64, 0, 130], 16, 64, 2, [1] * 4, {}, marks=pytest.mark.slow),
+        pytest.param([70, 64, 0, 130], 16, 64, 2, [1] * 4, {}, marks=SLOW),
         # Threads of a block in groups, each of which adds up some of the parts
-        pytest.param([600], 20, 64, 10, [10], {"least": 1}, marks=pytest.mark.slow),
-        pytest.param([700, 40, 150, 64, 3, 200], 70, 32, 2, [1] * 6, {"extra": 1, "slack": 0}, marks=pytest.mark.slow),
-        pytest.param([1000, 1, 65], 5, 128, 3, [2, 1, 1], {"least": 1}, marks=pytest.mark.slow),
-        pytest.param([0, 130, 64, 1, 300], 130, 16, 4, [1, 2, 1, 1, 2], {"slack": 0, "extra": 1}, marks=pytest.mark.slow),
+        pytest.param([600], 20, 64, 10, [10], {"least": 1}, marks=SLOW),
+        pytest.param([700, 40, 150, 64, 3, 200], 70, 32, 2, [1] * 6, {"extra": 1, "slack": 0}, marks=SLOW),
+        pytest.param([1000, 1, 65], 5, 128, 3, [2, 1, 1], {"least": 1}, marks=SLOW),
+        pytest.param([0, 130, 64, 1, 300], 130, 16, 4, [1, 2, 1, 1, 2], {"slack": 0, "extra": 1}, marks=SLOW),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
+@pytest.mark.parametrize("waits", [True, pytest.param(False, marks=SLOW)])
 def test_emulated_kernel_matches_float64(
     lens: list[int], heads: int, size: int, workers: int, parts: list[int], params: dict[str, int], dtype: torch.dtype,
     waits: bool, tmp_path: Path,
@@ -81,7 +82,7 @@ def test_emulated_kernel_matches_float64(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 @pytest.mark.parametrize(
     ("lens", "heads", "topk", "workers"),
-    [([400, 90, 30, 0], 16, 150, 5), pytest.param([400, 30, 99, 0, 1], 70, 100, 3, marks=pytest.mark.slow)],
+    [([400, 90, 30, 0], 16, 150, 5), pytest.param([400, 30, 99, 0, 1], 70, 100, 3, marks=SLOW)],
 )
 def test_emulated_sparse_kernel_matches_float64(
     lens: list[int], heads: int, topk: int, workers: int, tmp_path: Path
