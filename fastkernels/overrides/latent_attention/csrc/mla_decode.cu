@@ -141,22 +141,24 @@ struct Shares {
     __device__ __forceinline__ int counts(int i) const { return division == EVEN ? parts_of(tiles(i), share) : tiles(i) + EXTRA; }
 };
 
+template <class F>
+__device__ __forceinline__ int sum_of(int first, int last, const F& value) {
+    int all = 0;
+#pragma unroll 1
+    for (int i = first; i < last; i++) all += value(i);
+    return all;
+}
+
 // By a whole warp. A lane has `each` sequences in a row.
 __device__ __forceinline__ void divide(Shares& s, int workers) {
     const int lane = threadIdx.x % 32, each = (s.batch + 31) / 32, first = min(lane * each, s.batch), last = min(first + each, s.batch);
-    auto sum = [&](auto value) {
-        int all = 0;
-#pragma unroll 1
-        for (int i = first; i < last; i++) all += value(i);
-        return all;
-    };
-    const int total = __reduce_add_sync(~0u, sum([&](int i) { return s.tiles(i); }));
+    const int total = __reduce_add_sync(~0u, sum_of(first, last, [&](int i) { return s.tiles(i); }));
     s.share = max(quotient(total + EXTRA * s.batch, workers), LEAST + EXTRA), s.division = RANGES;
     if (s.batch <= workers) {  // the smallest part with which there are enough workers
         int low = max(quotient(total, workers), total > 32 * s.batch ? LEAST : 1) - 1, high = s.share + SLACK + 1;
         while (low + 1 < high) {
             const int size = (low + high) / 2;
-            const int parts = sum([&](int i) { return parts_of(s.tiles(i), size); });
+            const int parts = sum_of(first, last, [&](int i) { return parts_of(s.tiles(i), size); });
             if (__reduce_add_sync(~0u, parts) <= workers) high = size; else low = size;
         }
         if (high <= s.share + SLACK) s.share = high, s.division = EVEN;
@@ -165,17 +167,15 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
         int most = 0;
 #pragma unroll 1
         for (int from = lane * size; from < s.batch; from += 32 * size) {
-            int all = 0;
-#pragma unroll 1
-            for (int i = from; i < min(from + size, s.batch); i++) all += s.tiles(i) + EXTRA;
-            most = max(most, all);
+            most = max(most, sum_of(from, min(from + size, s.batch), [&](int i) { return s.tiles(i) + EXTRA; }));
         }
         if (!__ballot_sync(~0u, most > s.share + SLACK)) {
             s.share = size, s.division = WHOLE, s.seq = s.of * size;
             return;
         }
     }
-    const int from = s.division == EVEN ? s.of : s.of * s.share, mine = sum([&](int i) { return s.counts(i); });
+    const int from = s.division == EVEN ? s.of : s.of * s.share;
+    const int mine = sum_of(first, last, [&](int i) { return s.counts(i); });
     int upto = mine;
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
@@ -528,19 +528,22 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                 float most_of[2] = {score[0], score[2]};
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++) most_of[i % 4 / 2] = fmaxf(most_of[i % 4 / 2], score[i]);
+                float by[2] = {1, 1}, base[2], added[2] = {};
+                if (__ballot_sync(~0u, most_of[0] * scale > top[0] + GROWTH || most_of[1] * scale > top[1] + GROWTH)) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) most_of[i % 2] = fmaxf(most_of[i % 2], __shfl_xor_sync(~0u, most_of[i % 2], 1 + i / 2));
-                group_meets(0);  // all have read the rotary keys, which weights replace
-                float base[2], by[2], added[2] = {};
+                    for (int i = 0; i < 4; i++) most_of[i % 2] = fmaxf(most_of[i % 2], __shfl_xor_sync(~0u, most_of[i % 2], 1 + i / 2));
+#pragma unroll
+                    for (int r = 0; r < 2; r++) {
+                        const float now = most_of[r] * scale;
+                        if (now > top[r] + GROWTH) by[r] = power_of_2(top[r] - now), top[r] = now;
+                    }
+                }
 #pragma unroll
                 for (int r = 0; r < 2; r++) {  // the row of this lane, and 8 below
-                    const float now = most_of[r] * scale;
-                    const bool grows = now > top[r] + GROWTH;
-                    by[r] = grows ? power_of_2(top[r] - now) : 1;
-                    if (grows) top[r] = now;
                     base[r] = top[r] == LOWEST ? 0 : top[r];
                     if (quad == 0) notes.by[stage][row_of_lane + 8 * r] = by[r];
                 }
+                group_meets(0);  // all have read the rotary keys, which weights replace
 #pragma unroll
                 for (int step = 0; step < STEPS; step++) {
 #pragma unroll
