@@ -45,13 +45,14 @@ class Plan(NamedTuple):
     slack: int = 2
     steps: int = 2
     ahead: int = 0
+    wide: int = 1
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DSLACK={self.slack}", f"-DSTEPS={self.steps}", f"-DAHEAD={self.ahead}", f"-DSPARSE={int(self.sparse)}",
+            f"-DSLACK={self.slack}", f"-DSTEPS={self.steps}", f"-DAHEAD={self.ahead}", f"-DWIDE={self.wide}", f"-DSPARSE={int(self.sparse)}",
             f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 

@@ -303,7 +303,7 @@ __device__ __forceinline__ void join(
     }
 }
 
-extern "C" __global__ void __maxnreg__(120) mla_decode(
+extern "C" __global__ void __maxnreg__(WIDE ? 128 : 120) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, uint4* __restrict__ parts, float* __restrict__ sums,
     u32* __restrict__ tickets, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
@@ -474,12 +474,12 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
 #endif
         return;
     }
-    const int quad = lane % 4, row_of_lane = warp % 4 * 16 + lane / 4;  // of heads
+    const int quad = lane & 3, row_of_lane = warp % 4 * 16 + lane / 4;  // of heads
     u32 parity = 0;
     asm volatile("griddepcontrol.wait;" ::: "memory");
     auto next = [&] { parity ^= stage, stage ^= 1; };
     if (warp < 4) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;" ::: "memory");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WIDE ? 112 : 80) : "memory");
         take_plan();
         u32 of_queries = 0;
         while (next_part(shares, p)) {
@@ -525,9 +525,13 @@ extern "C" __global__ void __maxnreg__(120) mla_decode(
                     for (int i = 0; i < KEYS / 2 && ~(there[0] & there[1]); i++)
                         if (!(there[i / 16] >> (i / 4 % 4 * 8 + quad * 2 + i % 2) & 1)) score[i] = LOWEST;
                 }
-                float most_of[2] = {score[0], score[2]};
+                float most_in[8];  // of every eighth score: a warp has its part of the multiprocessor for itself
 #pragma unroll
-                for (int i = 0; i < KEYS / 2; i++) most_of[i % 4 / 2] = fmaxf(most_of[i % 4 / 2], score[i]);
+                for (int i = 0; i < KEYS / 2; i++) most_in[i % 8] = i < 8 ? score[i] : fmaxf(most_in[i % 8], score[i]);
+                float most_of[2];
+#pragma unroll
+                for (int i = 0; i < 4; i += 2)
+                    most_of[i / 2] = fmaxf(fmaxf(most_in[i], most_in[i + 1]), fmaxf(most_in[i + 4], most_in[i + 5]));
                 float by[2] = {1, 1}, base[2], added[2] = {};
                 if (__ballot_sync(~0u, most_of[0] * scale > top[0] + GROWTH || most_of[1] * scale > top[1] + GROWTH)) {
 #pragma unroll
