@@ -144,9 +144,25 @@ struct Shares {
 template <class F>
 __device__ __forceinline__ int sum_of(int first, int last, const F& value) {
     int all = 0;
-#pragma unroll 1
+#pragma unroll 2
     for (int i = first; i < last; i++) all += value(i);
     return all;
+}
+
+// Whether `from` is among the counts of a warp's lanes, which follow `before`: then `owner` is the first lane with which it
+// is reached, and `before` what precedes it; otherwise what precedes the next counts.
+__device__ __forceinline__ bool find(int count, int from, int& before, int& owner) {
+    const int lane = threadIdx.x % 32;
+    int upto = count;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const int other = __shfl_up_sync(~0u, upto, by);
+        if (lane >= by) upto += other;
+    }
+    const u32 found = __ballot_sync(~0u, before + upto > from);
+    owner = found ? __ffs(found) - 1 : 31;
+    before += __shfl_sync(~0u, found ? upto - count : upto, owner);
+    return found;
 }
 
 // By a whole warp. A lane has `each` sequences in a row.
@@ -176,19 +192,14 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
     }
     const int from = s.division == EVEN ? s.of : s.of * s.share;
     const int mine = sum_of(first, last, [&](int i) { return s.counts(i); });
-    int upto = mine;
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-        const int other = __shfl_up_sync(~0u, upto, by);
-        if (lane >= by) upto += other;
-    }
-    const u32 found = __ballot_sync(~0u, upto > from);
-    s.seq = s.batch;
-    if (!found) return;
-    const int owner = __ffs(found) - 1;
-    s.seq = owner * each, s.before = __shfl_sync(~0u, upto - mine, owner);
+    int owner;
+    s.seq = s.batch, s.before = 0;
+    if (!find(mine, from, s.before, owner)) return;
+    const int start = owner * each, end = min(start + each, s.batch);
+    bool found = false;  // always, unless the previous kernel is writing lengths
 #pragma unroll 1
-    for (int count; s.before + (count = s.counts(s.seq)) <= from; s.seq++) s.before += count;
+    for (s.seq = start; s.seq < end && !found; s.seq += found ? owner : 32)
+        found = find(s.seq + lane < end ? s.counts(s.seq + lane) : 0, from, s.before, owner);
 }
 
 // False: there is no further part.
