@@ -65,8 +65,9 @@ def formats(files: Files) -> Iterator[Table]:
             ours[load][1] / host[load][1] if load in ours and load in host else None for load in FORMAT_LOADS
         ]
         if any(rates):
+            each = f"{chip.split()[-1]} each" if "own_gpu" in found[0].case else chip
             cells.append([
-                name, str(found[0].case.get("shapes", "")), str(layers), chip,
+                name, str(found[0].case.get("shapes", "")), str(layers), each,
                 _joined([pair and pair[1] for pair in steps], "{:.2f}".format),
                 _joined([pair and pair[0] for pair in steps], "{:.2f}".format),
                 *_ratios([pair and pair[1] / pair[0] for pair in steps]), *_ratios(rates),

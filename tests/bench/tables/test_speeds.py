@@ -107,6 +107,18 @@ def test_formats_have_a_row_for_each_depth() -> None:
     assert cells[1] == whole and len(columns) == len(whole)
 
 
+def test_chip_says_that_each_engine_had_one_of_its_own() -> None:
+    rows = format_rows("awq", 32, {"vllm": (1.0, 6.0), "fastkernels": (1.0, 4.0)})
+    own = [
+        row.model_copy(
+            update={"machine": H100.model_copy(update={"gpus": 2}), "case": {**row.case, "own_gpu": "1"}}
+        )
+        for row in rows
+    ]
+    ((_, _, cells),) = speeds.formats({"a": own})
+    assert [row[3] for row in cells] == ["H100 each"]
+
+
 def images(lane: str, ms: float, batch: int = 8, image_size: int = 256) -> Row:
     case = {"kind": "pictures", "result": "features", "batch": batch, "image_size": image_size}
     subject = Subject(model="siglip2", lane=lane, host="timm")
