@@ -42,17 +42,15 @@ class Plan(NamedTuple):
     sparse: bool = False
     least: int = 2
     extra: int = 4
-    slack: int = 2
-    steps: int = 2
-    ahead: int = 0
-    wide: int = 1
+    slack: int = 4
+    pairs: int = 0
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DBOX={self.box}", f"-DLEAST={self.least}", f"-DEXTRA={self.extra}",
-            f"-DSLACK={self.slack}", f"-DSTEPS={self.steps}", f"-DAHEAD={self.ahead}", f"-DWIDE={self.wide}", f"-DSPARSE={int(self.sparse)}",
+            f"-DSLACK={self.slack}", f"-DPAIRS={self.pairs}", f"-DSPARSE={int(self.sparse)}",
             f"-DBF16={int(self.bf16)}",
         )  # fmt: skip
 
@@ -89,7 +87,8 @@ _loaded: set[tuple[torch.device, Plan]] = set()
 def plan(q: torch.Tensor, kv_cache: torch.Tensor, sparse: bool = False, **params: int) -> Plan:
     """Return the constants for a call."""
     box = KEYS if sparse else next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0)
-    return Plan(box, q.dtype == torch.bfloat16, sparse, **params)
+    fields = {"pairs": int(cdiv(q.shape[1], HEADS) == 2), **params}
+    return Plan(box, q.dtype == torch.bfloat16, sparse, **fields)
 
 
 def supports(q: torch.Tensor, kv_cache: torch.Tensor, *rest: Any) -> str | None:

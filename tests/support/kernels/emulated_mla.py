@@ -160,7 +160,7 @@ def decode(
     p = cuda.plan(q, kv_cache, indices is not None, **params)
     written = {
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void __maxnreg__(WIDE ? 128 : 120)': "void",
+        'extern "C" __global__ void NEIGHBORS __maxnreg__(128)': "void",
         "constexpr int TRIES = 64;": f"constexpr int TRIES = {1 << 20 if at_once > 1 else 2};",
         "__syncthreads();": "meet_block();",
         "multiply(score,": "multiply_16(score,",

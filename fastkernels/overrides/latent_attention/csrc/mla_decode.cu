@@ -19,11 +19,17 @@
 // has left, the last block to arrive adds up everything.
 //
 // Compile-time constants: BOX (keys of one copy, which are in one block of the cache), LEAST (tiles of the smallest part of long sequences),
-// EXTRA, SLACK, AHEAD (tiles that are prefetched to L2 before the previous kernel ends), STEPS (in which a tile's weights are handed over), SPARSE (a sequence's keys are chosen by indices; see mla_sparse), BF16. multiply() for scores and weigh() precede this file.
+// EXTRA, SLACK, PAIRS (two blocks with the heads of a sequence are neighbors, which saves reads of L2), SPARSE (a sequence's keys are chosen by indices; see mla_sparse), BF16. multiply() for scores and weigh() precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
 constexpr int LATENT = 512, PIECES = 9, THREADS = 512, ADDERS = 256;  // pieces of 64 channels; threads that have sums
+constexpr int STEPS = 2, AHEAD = 1;  // in which a tile's weights are handed over; tiles that are prefetched to L2 before the previous kernel ends
+#if PAIRS
+#define NEIGHBORS __cluster_dims__(2, 1, 1)
+#else
+#define NEIGHBORS
+#endif
 constexpr int TRIES = 64;  // looks at a ticket, each about 0.5 us
 constexpr int KEYS = 64, PIECE = 128 * 64, TILE = PIECES * PIECE;  // bytes; queries are as large as a tile
 constexpr int BOXES = KEYS / BOX;
@@ -172,8 +178,7 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
     s.share = max(quotient(total + EXTRA * s.batch, workers), LEAST + EXTRA), s.division = RANGES;
     if (s.batch <= workers) {  // the smallest part with which there are enough workers
         int low = max(quotient(total, workers), total > 32 * s.batch ? LEAST : 1) - 1, high = s.share + SLACK + 1;
-        while (low + 1 < high) {
-            const int size = (low + high) / 2;
+        for (int size = low + 1; low + 1 < high; size = (low + high) / 2) {
             const int parts = sum_of(first, last, [&](int i) { return parts_of(s.tiles(i), size); });
             if (__reduce_add_sync(~0u, parts) <= workers) high = size; else low = size;
         }
@@ -196,7 +201,7 @@ __device__ __forceinline__ void divide(Shares& s, int workers) {
     s.seq = s.batch, s.before = 0;
     if (!find(mine, from, s.before, owner)) return;
     const int start = owner * each, end = min(start + each, s.batch);
-    bool found = false;  // always, unless the previous kernel is writing lengths
+    bool found = each == 1;  // always in the end, unless the previous kernel is writing lengths
 #pragma unroll 1
     for (s.seq = start; s.seq < end && !found; s.seq += found ? owner : 32)
         found = find(s.seq + lane < end ? s.counts(s.seq + lane) : 0, from, s.before, owner);
@@ -314,7 +319,7 @@ __device__ __forceinline__ void join(
     }
 }
 
-extern "C" __global__ void __maxnreg__(WIDE ? 128 : 120) mla_decode(
+extern "C" __global__ void NEIGHBORS __maxnreg__(128) mla_decode(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap kv_map, const int* __restrict__ lens,
     const int* __restrict__ table, u16* __restrict__ out, uint4* __restrict__ parts, float* __restrict__ sums,
     u32* __restrict__ tickets, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
@@ -381,7 +386,8 @@ extern "C" __global__ void __maxnreg__(WIDE ? 128 : 120) mla_decode(
             for (bool again = false;; again = true) {
                 divide(shares, workers);
                 next = shares, more = next_part(next, p);
-                if (!SPARSE && AHEAD && !again && more) {
+                if (!again && more && lane < PIECES) prefetch_box(q_map, 64 * lane, 64 * row, p.seq);
+                if (!SPARSE && !again && more) {
                     here = page_of(p.begin * BOXES + lane);
                     const int first = p.begin * BOXES, count = min(min(p.end, p.begin + AHEAD) * BOXES, quotient(p.len, BOX)) - first;
 #pragma unroll 1
@@ -490,7 +496,7 @@ extern "C" __global__ void __maxnreg__(WIDE ? 128 : 120) mla_decode(
     asm volatile("griddepcontrol.wait;" ::: "memory");
     auto next = [&] { parity ^= stage, stage ^= 1; };
     if (warp < 4) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WIDE ? 112 : 80) : "memory");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 112;" ::: "memory");
         take_plan();
         u32 of_queries = 0;
         while (next_part(shares, p)) {
@@ -618,7 +624,7 @@ extern "C" __global__ void __maxnreg__(WIDE ? 128 : 120) mla_decode(
                 begin_multiply();
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; i++) {
-                    if (STEPS == 2 && i == KEYS / 32) wait(weights + 16 * stage + 8, parity);
+                    if (i == KEYS / 32) wait(weights + 16 * stage + 8, parity);
                     weigh<0>(sum, descriptor(own + 8 * PIECE) + i * 2, transposed(mine) + i * 2048 / 16);
                     weigh<64>(sum, descriptor(own + 8 * PIECE) + i * 2, transposed(mine + 2 * PIECE) + i * 2048 / 16);
                 }
