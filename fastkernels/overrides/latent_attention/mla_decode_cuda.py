@@ -87,8 +87,8 @@ _loaded: set[tuple[torch.device, Plan]] = set()
 def plan(q: torch.Tensor, kv_cache: torch.Tensor, sparse: bool = False, **params: int) -> Plan:
     """Return the constants for a call."""
     box = KEYS if sparse else next(n for n in (64, 32, 16) if kv_cache.shape[1] % n == 0)
-    fields = {"pairs": int(cdiv(q.shape[1], HEADS) == 2), **params}
-    return Plan(box, q.dtype == torch.bfloat16, sparse, **fields)
+    pairs = int(cdiv(q.shape[1], HEADS) == 2 and params.get("pairs", 1))
+    return Plan(box, q.dtype == torch.bfloat16, sparse, **{**params, "pairs": pairs})
 
 
 def supports(q: torch.Tensor, kv_cache: torch.Tensor, *rest: Any) -> str | None:
