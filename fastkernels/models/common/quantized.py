@@ -323,6 +323,8 @@ def _mean(weight: torch.Tensor) -> torch.Tensor:
 
 def _rounded(weight: torch.Tensor) -> torch.Tensor:
     """Weights before quantization, divided by their mean absolute value."""
+    if not weight.is_floating_point() or weight.dtype.itemsize == 1:
+        raise ValueError(f"its dtype is {weight.dtype}, not a float of at least 16 bits, before quantization")
     return _ternary(((weight.float() * _mean(weight).reciprocal()).round().clamp(-1, 1) + 1).to(torch.uint8))
 
 
