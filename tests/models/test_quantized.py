@@ -416,6 +416,24 @@ def test_packed_queries_and_experts_in_one_tensor(
     assert (found - expected).square().mean().sqrt() < 1e-2 * expected.std()
 
 
+@pytest.mark.parametrize(
+    ("inner", "ranks", "said"),
+    [
+        (192, 1, "192, 192 rows on a rank share blocks of 128 rows, which is not"),
+        (256, 2, "64, 64 .*: use fewer ranks"),
+    ],
+)
+def test_matrices_that_share_a_block_are_refused(
+    base: Path, tmp_path: Path, inner: int, ranks: int, said: str
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "copy")
+    set_config(folder, FORMATS["fp8_blocks"][0])
+    config = build.load_config(folder)
+    config.intermediate_size = inner
+    with parallel.build_as(0, ranks), pytest.raises(ValueError, match=rf"layers.0.*: matrices of .*{said}"):
+        build.skeleton(folder, config, torch.float32)
+
+
 def test_act_order_is_refused_where_ranks_share_columns(base: Path, tmp_path: Path) -> None:
     folder, _ = write(tmp_path, "gptq_act", base)
     with (

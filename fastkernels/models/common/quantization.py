@@ -342,7 +342,7 @@ def _compressed(f: _Fields, group: _Fields) -> Scheme:
     inputs.one_of("symmetric", True, default=True)
     dynamic = inputs.one_of("dynamic", *((True,) if strategy == "block" else (True, False)), default=False)
     allowed = ("token", "tensor", "group") if strategy == "block" else ("token", "tensor")
-    if inputs.one_of("strategy", *(allowed if dynamic else ("tensor",))) == "group":
+    if inputs.one_of("strategy", *(allowed if dynamic else ("tensor",)), default="tensor") == "group":
         inputs.one_of("group_size", BLOCK, default=BLOCK)
     return made(kind, static=not dynamic, by_row=by_row)
 
