@@ -155,7 +155,7 @@ def test_ranks_that_cannot_share_are_refused(
     ("kind", "ranks", "groups", "said"),
     [
         ("llama", 2, 2, "LlamaForCausalLM has no experts"),
-        ("gpt_oss", 2, 2, "the experts of GptOssForCausalLM cannot be divided: only 1 is supported"),
+        ("gpt_oss", 8, 8, "4 experts cannot be divided by 8; supported: 1, 2, 4"),
         ("olmoe", 4, 4, "6 experts cannot be divided by 4; supported: 1, 2"),
         ("olmoe", 6, 3,
          "num_attention_heads=4, num_key_value_heads=2, vocab_size=512 cannot be shared by 6 ranks; supported: none"),

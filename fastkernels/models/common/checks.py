@@ -120,10 +120,6 @@ def check_ranks(config: Any, size: int, experts: int = 1) -> None:
         counts = {own.count for own in found if own is not None}
         if not counts:
             raise Unsupported(f"{config.architectures[0]} has no experts")
-        if any(own is not None and own.clamped for own in found):
-            raise Unsupported(
-                f"the experts of {config.architectures[0]} cannot be divided: only 1 is supported"
-            )
         if uneven := sorted(n for n in counts if n % experts):
             whole = [str(n) for n in range(1, size + 1) if size % n == 0 and not any(c % n for c in counts)]
             raise Unsupported(
