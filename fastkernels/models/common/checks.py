@@ -15,6 +15,7 @@ POSITIVE = (
     *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_experts",
     "num_local_experts", "num_experts_per_tok", "sliding_window", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group", "index_topk", "index_n_heads", "index_head_dim",
+    "query_pre_attn_scalar",
 )  # fmt: skip
 # The last two are names of sparse attention, in transformers' releases.
 LAYER_TYPES = "full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention"
