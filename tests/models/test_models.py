@@ -124,7 +124,9 @@ def test_two_ranks_keep_tokens(folder: Path, greedy: Any) -> None:
     assert got == [greedy(folder, prompt, 12) for prompt in PROMPTS]
 
 
-EXPERTS = [name for name in MODELS if name in ("mixtral", "deepseek_v3", "qwen3_moe", "gemma4_experts", "gpt_oss")]
+EXPERTS = [
+    name for name in MODELS if name in ("mixtral", "deepseek_v3", "qwen3_moe", "gemma4_experts", "gpt_oss")
+]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from fk_bench.capture.captures import Argument, Capture, SignatureCalls, load_al
 CACHE_BYTES = 4 << 20
 CACHES = ("key_cache", "value_cache")
 ROUTING = ("topk_weights", "topk_ids")
+SIZES = ("tokens", "experts", "topk", "hidden", "intermediate")
 MULTIPLE = 128  # of sizes for another op's experts: the largest block of quantized weights
 
 
@@ -43,7 +44,8 @@ class CapturedCase:
 def captured_cases(op: str, folder: Path | str | None = None) -> list[CapturedCase]:
     """The captured calls of an op, most frequent first, from the captures in `folder` or from the shipped ones.
 
-    Other ops with experts get the routing of captured `fused_experts`, see _routed. Unusable parts are left out; `problems` lists them. Raises UnknownName, CaptureError.
+    Other ops with experts get the routing of captured `fused_experts`, see _routed. Unusable parts are left out;
+    `problems` lists them. Raises UnknownName, CaptureError.
     """
     return _collect(op, folder)[0]
 
@@ -56,7 +58,9 @@ def problems(op: str, folder: Path | str | None = None) -> list[str]:
 def _collect(op: str, folder: Path | str | None) -> tuple[list[CapturedCase], list[str]]:
     spec = registry.get(op)
     captures, wrong = load_all(folder)
-    found = [case for capture in captures for case in (*_cases(spec, capture, wrong), *_routed(spec, capture))]
+    found = [
+        case for capture in captures for case in (*_cases(spec, capture, wrong), *_routed(spec, capture))
+    ]
     return sorted(found, key=lambda c: -c.case.weight), wrong
 
 
@@ -91,22 +95,21 @@ def _routed(spec: OpSpec, capture: Capture) -> Iterator[CapturedCase]:
     The number format is that of a model in spec.cases. Sizes are the capture's, rounded up to MULTIPLE.
     """
     names, seen = [argument.name for argument in spec.arguments], set()
-    if "fused_experts" not in capture.ops or spec.name in capture.ops or not {"hidden_states", *ROUTING} <= set(names):
+    if "fused_experts" not in capture.ops or spec.name in capture.ops:
+        return
+    if not {"hidden_states", *ROUTING} <= set(names):
         return
     models = [case for case in spec.cases if "model" in case.tags]
     for source in _cases(registry.get("fused_experts"), capture, []):
-        tokens, experts, topk, *widths = (
-            source.case.dims[name] for name in ("tokens", "experts", "topk", "hidden", "intermediate")
-        )
-        hidden, intermediate = (-(-width // MULTIPLE) * MULTIPLE for width in widths)
-        sizes = {"tokens": tokens, "experts": experts, "topk": topk, "hidden": hidden, "intermediate": intermediate}
+        sizes = {name: source.case.dims[name] for name in SIZES}
+        sizes |= {name: -(-sizes[name] // MULTIPLE) * MULTIPLE for name in SIZES[3:]}
         if (key := tuple(sizes.values())) in seen:
             continue
         seen.add(key)
-        model = min(models, key=lambda case: abs(case.dims["experts"] - experts))
+        model = min(models, key=lambda case: abs(case.dims["experts"] - sizes["experts"]))
         blank = spec.declaration.blank(replace(model, dims={**model.dims, **sizes}))
         arguments = tuple(_argument(name, value) for name, value in zip(names, blank, strict=True))
-        values = {name: source.values[name] for name in ROUTING}
+        values = {name: source.values[name] for name in ROUTING if name in source.values}
         dims = spec.dims_of(*(_stand_in(argument, values) for argument in arguments))
         case = replace(source.case, dims=dims, dtype=model.dtype)
         yield CapturedCase(spec.name, capture.name, case, arguments, values)

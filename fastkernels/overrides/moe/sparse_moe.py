@@ -44,14 +44,13 @@ def expert_mapping(num_experts: int) -> list[tuple[str, str, int, str]]:
 def own_experts(num_experts: int, ranks: int) -> tuple[int, int, int, int, torch.Tensor | None]:
     """Return this rank's part of the experts of `ranks` ranks: (tp_size, tp_rank, first, count, expert_map).
 
-    It has `count` experts from `first` on, and shares their inner size with tp_size - 1 ranks. expert_map [num_experts]:
-    index of each expert on this rank or -1; None if it has all. Raises ValueError for numbers that cannot be divided.
+    It has `count` experts from `first` on, and shares their inner size with tp_size - 1 ranks. expert_map
+    [num_experts]: index of each expert on this rank or -1; None if it has all. Raises ValueError for numbers that
+    cannot be divided.
     """
     groups = parallel.get_ep_size() if ranks > 1 else 1
-    tp_size, count = (
-        parallel.divide(ranks, groups, "tensor-parallel ranks"),
-        parallel.divide(num_experts, groups, "experts"),
-    )
+    tp_size = parallel.divide(ranks, groups, "tensor-parallel ranks")
+    count = parallel.divide(num_experts, groups, "experts")
     group, tp_rank = divmod(parallel.get_tp_rank() if ranks > 1 else 0, tp_size)
     if groups == 1:
         return tp_size, tp_rank, 0, count, None
