@@ -188,7 +188,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v32", {"index_head_dim": 8}, "config.index_head_dim=8 is not supported, only sizes from qk_rope"),
     ("deepseek_v32", {"indexer_rope_interleave": True}, "config.indexer_rope_interleave=True is not supported"),
     ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "only 'full' or 'shared' for each of 3 layers"),
-    ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "only dense layers before sparse ones"),
+    ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense"]}, "only 'dense' or 'sparse' for each of 3 layers"),
 ]  # fmt: skip
 
 
