@@ -114,15 +114,21 @@ class Plan(NamedTuple):
     grid: int
     fp8: bool = False
     grouped: bool = False
+    splits: int = 1  # blocks that have a part of K each; they are a cluster
 
     @property
     def stages(self) -> int:
-        return min(MAX_STAGES, SHARED // (128 * (self.rows + self.columns)))
+        return min(MAX_STAGES, (SHARED - self.sent) // (128 * (self.rows + self.columns)))
+
+    @property
+    def sent(self) -> int:
+        """Bytes of sums that a block of a split tile gets from the others."""
+        return 4 * self.rows * self.columns // self.splits * (self.splits - 1)
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory: the ring, its barriers and those of turns, and 1 KiB to align it."""
-        return self.stages * (128 * (self.rows + self.columns) + 16) + 16 + 1024
+        """Bytes of dynamic shared memory: the ring, sums, the barriers and those of turns, and 1 KiB to align it."""
+        return self.stages * (128 * (self.rows + self.columns) + 16) + self.sent + 16 + 1024
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -132,11 +138,12 @@ class Plan(NamedTuple):
 
     def options(self, bf16: bool) -> tuple[str, ...]:
         """Return NVRTC's options, without the architecture."""
-        clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
+        together = self.cluster * self.splits
+        clustered = f"__cluster_dims__({together},1,1)" if together > 1 else ""
         return (
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
             f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
-            f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
+            f"-DGROUP={GROUP}", f"-DSPLITS={self.splits}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
             f"-DFP8={int(self.fp8)}", f"-DGROUPED={int(self.grouped)}",
             f"-DCLUSTERED={clustered}",
         )  # fmt: skip
@@ -145,14 +152,16 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=4096)
 def plan(
     m: int, n: int, rows: int, columns: int, cooperate: bool = False, shares: str = "w", cluster: int = 1,
-    sms: int = 132, f: int = NONE, parts: int = 1, fp8: bool = False,
+    sms: int = 132, f: int = NONE, parts: int = 1, fp8: bool = False, splits: int = 1,
 ) -> Plan:  # fmt: skip
     """Return the plan for results [m, n] of so many weights, or of two if GATED, on a chip with so many SMs."""
     down = -(-m // rows)
     right = -(-2 * n // columns) if f in GATED else parts * -(-n // columns)
     tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
     grid = cluster * min(tiles, sms // cluster)
-    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid, fp8)
+    if splits > 1:
+        grid = splits * tiles  # a block has one tile
+    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid, fp8, False, splits)
 
 
 def fits(params: dict[str, Any], f: int) -> bool:

@@ -124,6 +124,8 @@ def blocks(m: int, n: int, k: int, by_column: bool, device: str = "cpu") -> tupl
         (150, 288, 144, {**SQUARE, "shares": "x", "cluster": 2}),
         pytest.param(150, 160, 272, {**SQUARE, "columns": 64, "cluster": 2}, marks=pytest.mark.slow),
         pytest.param(150, 352, 272, WIDE, marks=pytest.mark.slow),
+        (70, 160, 1056, {**SQUARE, "columns": 64, "splits": 2}),  # four and five pieces of 128 columns
+        pytest.param(150, 160, 1408, {**SQUARE, "splits": 2}, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_emulated_kernel_of_float8_blocks_matches_float64(
