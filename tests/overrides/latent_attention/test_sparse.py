@@ -22,7 +22,6 @@ from fastkernels.models.common import build
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
 from fastkernels.overrides.latent_attention import mla_sparse, sparse_indexer
-from fastkernels.overrides.latent_attention.expansion import Expansion
 from fastkernels.overrides.latent_attention.mla_attention import LatentAttention
 from fastkernels.overrides.latent_attention.paged_mqa_logits import paged_mqa_logits
 from fastkernels.overrides.latent_attention.sparse_indexer import SparseAttnIndexer
