@@ -34,12 +34,15 @@ class Plan(NamedTuple):
     bf16: bool
     channels: int
     rope: int = 0
-    of_value: int = 0  # channels of a value; 0: those of a key
-    ragged: bool = False
+    of_value: int = 0  # channels of a value where sequences are concatenated; 0: one length, and those of a key
 
     @property
     def value(self) -> int:
         return self.of_value or self.channels
+
+    @property
+    def ragged(self) -> bool:
+        return self.of_value > 0
 
     @property
     def threads(self) -> int:

@@ -35,7 +35,7 @@ class Expansion:
     """Which keys are expanded, and the queries that attend to them, as mla_expanded takes them.
 
     blocks        [N] of the cache, sequence after sequence
-    cu_seqlens_q  [S + 1] int32: sequences, or their parts; some have no keys, and their queries' results are written later
+    cu_seqlens_q  [S + 1] int32: sequences, or parts of them. Some have no keys: results of their queries come later
     starts        [S] int32: the first token of each one's keys among those blocks
     seq_lens      [S] int32
     max_seqlen_q  the most queries of one

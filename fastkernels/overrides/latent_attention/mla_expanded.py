@@ -224,7 +224,7 @@ def plan(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor) -> dense.Plan:
     rope, nope = k_rope.shape[1], q.shape[2] - k_rope.shape[1]
     value = kv.shape[2] - nope
     keys = 128 if nope + rope <= 192 and value <= 128 else 64
-    return dense.Plan(2, keys, 2, q.dtype == torch.bfloat16, nope, rope, value, ragged=True)
+    return dense.Plan(2, keys, 2, q.dtype == torch.bfloat16, nope, rope, value)
 
 
 def supports_cuda(

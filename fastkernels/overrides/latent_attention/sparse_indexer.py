@@ -53,9 +53,9 @@ class SparseAttnIndexer(PagedAttention):
     def forward(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """q: [T, H, D]; k: the new keys, [T, D]; weights: [T, H] float32.
 
-        Returns [T, topk] int32, ascending, -1 where a query sees fewer keys; of the `rest` of the step's plan, if it has
-        one; None if all sequences of the step are so short that every query attends to all keys. Raises RuntimeError
-        without a cache.
+        Returns [T, topk] int32, ascending, -1 where a query sees fewer keys, or the rows of the plan's `rest` only; None
+        if all sequences of the step are so short that every query attends to all keys. Raises RuntimeError without a
+        cache.
         """
         if self.kv_cache is None:
             raise RuntimeError("no KV cache is bound: set kv_cache = new_cache(...) on every indexer")
@@ -68,8 +68,8 @@ class SparseAttnIndexer(PagedAttention):
         if m.max_seqlen_k <= self.topk:
             return None
         if isinstance(m.plan, Expansion) and m.plan.rest is not None:
-            rows = m.plan.rest.rows
-            q, weights, m = q[rows], weights[rows], m.plan.rest.of(m)
+            own = m.plan.rest.rows
+            q, weights, m = q[own], weights[own], m.plan.rest.of(m)
         score, select = chosen(m, paged_mqa_logits), chosen(m, top_k_per_row)
         found = []
         for rows, starts, lens, table, most, longest, decodes in _parts(m, len(q)):

@@ -143,8 +143,8 @@ class Plan(NamedTuple):
         return (
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
             f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
-            f"-DGROUP={GROUP}", f"-DSPLITS={self.splits}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
-            f"-DFP8={int(self.fp8)}", f"-DGROUPED={int(self.grouped)}",
+            f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
+            f"-DFP8={int(self.fp8)}", f"-DGROUPED={int(self.grouped)}", f"-DSPLITS={self.splits}",
             f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 

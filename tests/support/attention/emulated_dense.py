@@ -75,7 +75,8 @@ void one() {
     const int *cu = integers.data(), *starts = cu + head[0] + 1;
     attention_dense(
         of(given[0].data(), head[3], heads, CHANNELS + ROPE, CHANNELS + ROPE, QUERIES),
-        of(given[1].data(), tokens, heads, both, CHANNELS, KEYS), of(given[1].data() + CHANNELS, tokens, heads, both, VALUE, KEYS),
+        of(given[1].data(), tokens, heads, both, CHANNELS, KEYS),
+        of(given[1].data() + CHANNELS, tokens, heads, both, VALUE, KEYS),
         out.data(), 0, 0, heads, 1, head[5], 0, scale, of(given[2].data(), tokens, 1, ROPE, ROPE, KEYS), cu, starts,
         starts + head[0], head[0]);
 #else
@@ -90,7 +91,7 @@ int main(int, char** names) {
     head = numbers<int>(file, 8), scale = numbers<float>(file, 1)[0];
 #if RAGGED
     integers = numbers<int>(file, 3 * head[0] + 1);
-    const int sizes[3] = {(CHANNELS + ROPE) * head[1] * head[3], (CHANNELS + VALUE) * head[1] * head[4], ROPE * head[4]};
+    const int sizes[] = {(CHANNELS + ROPE) * head[1] * head[3], (CHANNELS + VALUE) * head[1] * head[4], ROPE * head[4]};
     for (int i = 0; i < 3; i++) given[i] = numbers<u16>(file, sizes[i]);
 #else
     for (int i = 0; i < 3; i++) given[i] = numbers<u16>(file, CHANNELS * head[0] * head[i ? 2 : 1] * head[i ? 4 : 3]);

@@ -67,12 +67,13 @@ class MlaBackend(AttentionBackend):
         queries, lens = inputs.host_query_lens[n:].astype(np.int64), inputs.host_seq_lens[n:].astype(np.int64)
         if self._wanted is not None or len(lens) == 0 or mla_prefill.candidate is not None:
             return None
-        sparse = layer.topk is not None and inputs.max_seqlen_k > layer.topk
+        topk = layer.topk or 0
+        sparse = 0 < topk < inputs.max_seqlen_k
         if sparse and mla_sparse.candidate is not None:
             return None
         if sparse:
             before = lens - queries
-            queries = np.clip(layer.topk - before, 0, queries)
+            queries = np.clip(topk - before, 0, queries)
             lens = np.where(queries > 0, before + queries, 0)
         counts = -(-lens // self._block_size)
         total = int(counts.sum())
@@ -82,7 +83,7 @@ class MlaBackend(AttentionBackend):
         cu, keys, rest = inputs.cu_seqlens_q[n:], inputs.seq_lens[n:], None
         if sparse:
             of_all, ends = inputs.cu_seqlens_q.diff(), inputs.seq_lens
-            dense = torch.minimum((layer.topk - ends + of_all).clamp(min=0), of_all)
+            dense = torch.minimum((topk - ends + of_all).clamp(min=0), of_all)
             dense[:n] = 0
             rest = _rest(inputs, of_all - dense, int(inputs.host_query_lens.sum() - queries.sum()), queries)
             dense, keys = dense[n:], torch.where(dense > 0, ends - of_all + dense, 0)[n:]
