@@ -107,10 +107,11 @@ def _mla_expanded_kernel(
     N: tl.constexpr, P: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # One program per (block of queries, head). Late queries see the most keys: they go first. The grid depends on
-    # shapes only: blocks of sequence i begin at number i + (queries before it) // BLOCK_M.
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // heads
+    # One program per (head, block of queries): neighbors read the same keys. Late queries see the most: they go first.
+    # The grid depends on shapes only: blocks of sequence i begin at number i + (queries before it) // BLOCK_M.
+    blocks = tl.num_programs(0) // heads
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    block = blocks - 1 - tl.program_id(0) % blocks
     before = tl.load(cu_ptr)
     seq, most = batch * 0, batch - 1
     while seq < most:

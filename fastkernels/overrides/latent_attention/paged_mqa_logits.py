@@ -177,7 +177,7 @@ def _triton(
         block_table.stride(0), 0 if k_scales is None else k_scales.stride(0), kv_cache.shape[1], heads, size,
         max_seqlen_k, k_scale, SCALES=k_scales is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         CHUNK=CHUNK, BLOCK_H=max(next_power_of_2(heads), 16), BLOCK_N=32 if q.dtype == torch.float32 else 64,
-        BLOCK_D=max(next_power_of_2(size), 16), num_warps=4,
+        BLOCK_D=max(next_power_of_2(size), 16), num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 

@@ -53,9 +53,9 @@ class SparseAttnIndexer(PagedAttention):
     def forward(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """q: [T, H, D]; k: the new keys, [T, D]; weights: [T, H] float32.
 
-        Returns [T, topk] int32, ascending, -1 where a query sees fewer keys, or the rows of the plan's `rest` only; None
-        if all sequences of the step are so short that every query attends to all keys. Raises RuntimeError without a
-        cache.
+        Returns [T, topk] int32, ascending, -1 where a query sees fewer keys; of a plan's `rest` only, if there is one.
+        None if all sequences of the step are so short that every query attends to all keys. Raises RuntimeError without
+        a cache.
         """
         if self.kv_cache is None:
             raise RuntimeError("no KV cache is bound: set kv_cache = new_cache(...) on every indexer")
