@@ -8,10 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastkernels.core import moved
-
-moved.install()
-
 __version__ = "0.1.0"
 
 _LAZY = {

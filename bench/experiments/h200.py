@@ -48,8 +48,8 @@ from fastkernels.core import registry  # noqa: E402
 RANDOM = "Llama-3.1-8B shapes, random weights"
 JUDGED = {  # {part of the judge's ops: (expected seconds on 16 cores with all cases, families)}
     "norms": (330, ("norm", "quant")),
-    "attention": (310, ("attention", "cache", "rope", "embedding")),
-    "experts": (480, ("moe",)),
+    "attention": (310, ("attention", "dense_attention", "cache", "rope", "embedding")),
+    "experts": (480, ("moe", "routing")),
     "layers": (450, ()),  # all other families
 }
 QUICK_CASES = (  # at least one of each op

@@ -129,7 +129,7 @@ NO_PLACE = {
     "fused_experts_swigluoai": "hosts pack and order such weights for their own kernels when they load them",
 }
 # Our kernel in these modules' files is another op's: attention itself stays the function that the host calls.
-_DENSE = f"{PACKAGE}.overrides.attention.attention_dense"
+_DENSE = f"{PACKAGE}.overrides.dense_attention.attention_dense"
 OWN = {
     "diffusers.models.transformers.transformer_flux": ((_DENSE, "fork_attention.py"),),
     "timm.layers.attention": ((_DENSE, "fork_sdpa.py"),),

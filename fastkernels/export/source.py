@@ -25,7 +25,7 @@ LAYER = f"{PACKAGE}.overrides.block.decoder_layer"  # each of its norms has a fa
 FORK = {  # in a file for a fork, in addition: calls that no kernel supports run the host's code
     **PLAIN,
     f"{PACKAGE}.core.dispatch": "fork.py",
-    f"{PACKAGE}.overrides.moe.arguments": "fork_refuse.py",
+    f"{PACKAGE}.overrides.routing.arguments": "fork_refuse.py",
     f"{PACKAGE}.overrides.kit.fp8_arguments": "fork_refuse.py",
     f"{PACKAGE}.overrides.quant.quantize_fp8": "fork_quantize.py",
     f"{PACKAGE}.overrides.linear.wgmma_linear_cuda": "fork_wgmma.py",
@@ -33,7 +33,7 @@ FORK = {  # in a file for a fork, in addition: calls that no kernel supports run
     f"{PACKAGE}.overrides.kit.cublaslt": "fork_refuse.py",
     f"{PACKAGE}.overrides.kit.modules": "fork_refuse.py",
     f"{PACKAGE}.overrides.block.swiglu": "fork_refuse.py",
-    f"{PACKAGE}.overrides.attention.timm_projections": "fork_refuse.py",
+    f"{PACKAGE}.overrides.dense_attention.timm_projections": "fork_refuse.py",
     f"{PACKAGE}.overrides.rope.linear_rope": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.gelu_epilogue": "fork_refuse.py",
     f"{PACKAGE}.overrides.diffusion.modulated_pair": "fork_refuse.py",
@@ -339,7 +339,7 @@ def _locals(body: list[ast.stmt]) -> set[str]:
 def origin(module: str, name: str, fork: Fork | None = None) -> Key:
     """Where a name of ours is defined, re-exports followed."""
     if fork and name == "refuse" and module == f"{PACKAGE}.overrides.kit.fp8":
-        module = f"{PACKAGE}.overrides.moe.arguments"
+        module = f"{PACKAGE}.overrides.routing.arguments"
     source = read(module, fork)
     while name not in source.bound and name in source.ours and source.ours[name][1]:
         module, name = source.ours[name]

@@ -279,7 +279,7 @@ def test_recorder_finds_what_the_host_uses_of_a_class(tmp_path: Path) -> None:
     assert entry["surface"] == {
         "overridden": ["_rotate", "_table"],
         "used": ["describe", "enabled", "forward_native", "size", "table"],
-        "reached": ["_rotate", "forward", "forward_native"],
+        "reached": ["_rotate"],
     }
 
     class Ours(nn.Module):
@@ -308,7 +308,7 @@ def test_overrides_of_host_subclasses_reach_a_fork() -> None:
         if row.inherits:
             cls = registry.op_class(row.op, row.cls)
             ours = {"forward", *getattr(cls, "live_methods", ())}
-            parts = set(surface.get("overridden", ())) & set(surface.get("reached", ())) - ours
+            parts = set(surface.get("reached", ())) - ours
             # Its only subclass, MRotaryEmbedding, has forward methods of its own.
             parts -= {"_match_cos_sin_cache_dtype"}
             assert all(name.startswith("forward_") for name in parts), (row.path, row.version, parts)

@@ -5,9 +5,15 @@
     formats.py --vllm .venv-vllm/bin/python --out FOLDER --models MODEL_FOLDER,MODEL_FOLDER
 
 For each format the two offline engines start side by side, share the GPU, and are measured in turn with the same
-prompts, token by token, each while the other is idle. The engines of the next format start meanwhile: they read
-modules, without the GPU, for longer than the measurement takes. --together 2 starts two formats at first, and one more
-whenever one is measured; the engines of three must fit into the GPU's memory.
+prompts, token by token, each while the other is idle. --together 2 starts the engines of two formats at once, measures
+them when all are ready, and then starts the next two; they must fit into the GPU's memory together.
+
+With --gpus 0,1 vLLM has the first of these GPUs to itself and our engine the second, so that a model may fill one. The
+engines still take turns. A second call with --gpus 1,0 shows whether the GPUs differ.
+
+Before the timed runs each engine runs as many prompts of a load as one of its steps may take, from one prompt to all.
+Kernels that vLLM compiles at first use of a number of tokens are then compiled: how many prompts a step has depends on
+their arrival.
 
 Models have published shapes and --layers decoder layers (0: all); only their config.json is written, and each engine
 fills the weights itself (load format 'dummy'). With --models the weights are those of checkpoints (make_checkpoint.py).
@@ -21,8 +27,7 @@ import json
 import statistics
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,6 +47,7 @@ from experiments.checkpoints import make_checkpoint
 COMMAND = "formats"
 OURS, VLLM = "fastkernels", "vllm"
 TRACED, KERNELS = 16, 50  # decode steps of a traced run; kernels of a step that are listed
+STEP = 8192  # tokens of vLLM's step
 LOADS = "1x512+128,8x512+128,32x512+128"
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 # DeepGEMM's warm-up of all row counts takes minutes; the runs before the timed ones compile what they need.
@@ -174,6 +180,16 @@ def tokens_of(
     return metrics
 
 
+def steps_of(loads: Sequence[Load]) -> list[Load]:
+    """The prompts that one step may take of a load, from one prompt to all, with two tokens of each."""
+    sizes = {
+        (n, load.input_len)
+        for load in loads
+        for n in range(1, min(load.requests, STEP // load.input_len) + 1)
+    }
+    return [Load(requests, length, 2) for requests, length in sorted(sizes)]
+
+
 class Pair:
     """The engines of one model, side by side."""
 
@@ -191,6 +207,7 @@ class Pair:
         self.case = {
             "dtype": machine.fast_dtype(), "load_format": load_format, "layers": _layers(path), "shapes": shapes,
         }  # fmt: skip
+        self.gpus = dict(zip((VLLM, OURS), options.gpus, strict=False))  # no host: both share one
         settings = {
             "model": str(path), "dtype": machine.fast_dtype(), "load_format": load_format, "max_model_len": longest,
             "max_num_seqs": max(most, 8), "kv_tokens": None, "kv_bytes": need.kv, "gpu": gpu,
@@ -201,42 +218,47 @@ class Pair:
             "compilation_config": {"cudagraph_capture_sizes": sorted({load.requests for load in self.loads})}
         }
         more = FORMATS[name].vllm if gpu and name in FORMATS else {}
-        of_host = {OURS: {}, VLLM: {"max_num_batched_tokens": 8192, **(captured if gpu else {}), **more}}
+        of_host = {OURS: {}, VLLM: {"max_num_batched_tokens": STEP, **(captured if gpu else {}), **more}}
         pythons = {OURS: sys.executable, VLLM: options.vllm}
         self.processes = [
             HostProcess(
-                host, machine.absolute(pythons[host]), {**settings, "engine_args": of_host[host]}, options.out, env=ENV,
-                log=f"{name}-{host}",
+                host, machine.absolute(pythons[host]), {**settings, "engine_args": of_host[host]}, options.out,
+                env=ENV | ({"CUDA_VISIBLE_DEVICES": self.gpus[host]} if self.gpus else {}), log=f"{name}-{host}",
             )
             for host in hosts
         ]  # fmt: skip
+        self.left = list(self.processes)
         self.versions = {p.name: machine.interpreter(p.python).versions for p in self.processes}
 
-    def measure(self, ready: Callable[[], None]) -> Iterator[Row]:
-        """The rows of all runs; a host that fails has one row that says why. ready: called when both have started."""
-        limit, left = self.options.timeout, []
-        for process in self.processes:
-            began = time.monotonic()
+    def wait(self) -> Iterator[Row]:
+        """Wait until the engines have started; one that has not has a row that says why, and is not measured."""
+        for process in list(self.processes):
             try:
-                process.answer(limit)
-                left.append(process)
-                print(
-                    f"{self.name}: {process.name} ready after {time.monotonic() - process.started:.0f} s",
-                    flush=True,
-                )
+                process.answer(self.options.timeout)
             except HostFailed as error:
-                yield self._row(process, {}, {"waited_s": time.monotonic() - began}, str(error))
-        ready()
+                yield self._failed(process, {}, error)
+                continue
+            seconds = time.monotonic() - process.started
+            print(f"{self.name}: {process.name} ready after {seconds:.0f} s", flush=True)
+
+    def measure(self) -> Iterator[Row]:
+        """The rows of all runs; a host that fails has one row that says why."""
+        limit = self.options.timeout
+        for load in steps_of(self.loads):
+            for process in list(self.left):
+                try:
+                    tokens_of(process, self._prompts("step", load), load, limit)
+                except HostFailed as error:
+                    yield self._failed(process, {"load": str(load)}, error)
         for run in range(-1, self.options.repeats):  # run -1 may compile or allocate
             for load in self.loads:
-                prompts = prompts_of(f"{self.name} {run} {load}", load.requests, load.input_len, self.vocab)
-                for process in list(left):
+                prompts = self._prompts(str(run), load)
+                for process in list(self.left):
                     where = {"run": run, "load": str(load), **asdict(load)}
                     try:
                         yield self._row(process, where, tokens_of(process, prompts, load, limit))
                     except HostFailed as error:
-                        yield self._row(process, where, {}, str(error))
-                        left.remove(process)
+                        yield self._failed(process, where, error)
 
     def stop(self, pool: ThreadPoolExecutor) -> None:
         for process in self.processes:
@@ -257,15 +279,13 @@ class Pair:
 
         The decode step is the difference of runs of 1 and of 1 + TRACED tokens; negative: kernels of prompts only.
         """
-        for process in self.processes:
+        for process in self.left:
             for load in self.loads:
                 found = []
                 for run, tokens in enumerate(
                     (1, 1, 1 + TRACED)
                 ):  # the profiler's own start is in the first run
-                    prompts = prompts_of(
-                        f"{self.name} {run} {load}", load.requests, load.input_len, self.vocab
-                    )
+                    prompts = self._prompts(str(run), load)
                     process.tell({"prompts": prompts, "output_len": tokens, "arrivals": True, "traced": True})
                     found.append(process.answer(self.options.timeout))
                 _, prompt, both = found
@@ -285,11 +305,19 @@ class Pair:
                     }
                 yield line
 
+    def _prompts(self, run: str, load: Load) -> list[list[int]]:
+        return prompts_of(f"{self.name} {run} {load}", load.requests, load.input_len, self.vocab)
+
+    def _failed(self, process: HostProcess, where: dict[str, Any], error: HostFailed) -> Row:
+        self.left.remove(process)
+        return self._row(process, where, {}, str(error))
+
     def _row(
         self, process: HostProcess, where: dict[str, Any], metrics: dict[str, float], problem: str = ""
     ) -> Row:
+        own = {"own_gpu": self.gpus[process.name]} if self.gpus else {}
         return make_row(
-            process.name, {"kind": COMMAND, **self.case, **where}, metrics, command=COMMAND,
+            process.name, {"kind": COMMAND, **self.case, **own, **where}, metrics, command=COMMAND,
             subject=Subject(model=self.name, host=process.name), versions=self.versions[process.name],
             status=Status.FAILED if problem else Status.OK, reason=problem,
         )  # fmt: skip
@@ -331,7 +359,10 @@ def main() -> None:
     )
     parser.add_argument("--loads", default=LOADS, help=f"REQUESTSxINPUT+OUTPUT tokens (default: {LOADS})")
     parser.add_argument(
-        "--together", type=int, default=1, help="formats whose engines start at first (default: 1)"
+        "--together", type=int, default=1, help="formats whose engines start at once (default: 1)"
+    )
+    parser.add_argument(
+        "--gpus", default="", help="GPU of vLLM and GPU of ours, as in 0,1 (default: one for both)"
     )
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each load, after one more")
     parser.add_argument(
@@ -346,38 +377,44 @@ def main() -> None:
         options.loads = [Load.parse(part) for part in options.loads.split(",")]
     except ValueError as error:
         parser.error(str(error))
+    options.gpus = [one for one in options.gpus.split(",") if one]
+    if len(options.gpus) not in (0, 2):
+        parser.error(f"--gpus {','.join(options.gpus)}: name two GPUs, as in 0,1")
     options.out.mkdir(parents=True, exist_ok=True)
     folders = [Path(one) for one in options.models.split(",") if one]
     made: list[Row] = []
     todo = [str(folder) for folder in folders] or names
-    waiting: deque[Pair] = deque()
+    pairs: list[Pair] = []
 
-    def start() -> None:
-        if todo:
-            name = todo.pop(0)
-            hosts = FORMATS[name].hosts if not folders else (VLLM, OURS)
-            path = Path(name) if folders else write_config(name, options.out / "configs", options.layers)
-            used = [host for host in hosts if options.vllm != "none" or host == OURS]
-            shapes = Path(name).name if folders else FORMATS[name].model
-            waiting.append(Pair(Path(name).name, path, used, options, "auto" if folders else "dummy", shapes))
+    def started(name: str) -> Pair:
+        hosts = FORMATS[name].hosts if not folders else (VLLM, OURS)
+        path = Path(name) if folders else write_config(name, options.out / "configs", options.layers)
+        used = [host for host in hosts if options.vllm != "none" or host == OURS]
+        shapes = Path(name).name if folders else FORMATS[name].model
+        return Pair(Path(name).name, path, used, options, "auto" if folders else "dummy", shapes)
+
+    def keep(rows: Iterator[Row]) -> None:
+        for row in rows:
+            made.append(row)
+            append(options.out / "rows.jsonl", [row])
+            if row.status is not Status.OK:
+                print(f"{row.subject.model}: {row.reason}", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor() as ended:  # vLLM takes seconds to end
         try:
-            for _ in range(options.together):
-                start()
-            while waiting:
-                began, pair = time.monotonic(), waiting[0]
-                for row in pair.measure(start):
-                    made.append(row)
-                    append(options.out / "rows.jsonl", [row])
-                    if row.status is not Status.OK:
-                        print(f"{pair.name}: {row.reason}", file=sys.stderr, flush=True)
-                if options.kernels:
-                    pair.write_kernels(options.out / "kernels.jsonl")
-                waiting.popleft().stop(ended)
-                print(f"{pair.name}: {time.monotonic() - began:.0f} s", flush=True)
+            for first in range(0, len(todo), options.together):
+                pairs = [started(name) for name in todo[first : first + options.together]]
+                for pair in pairs:
+                    keep(pair.wait())
+                while pairs:
+                    began, pair = time.monotonic(), pairs[0]
+                    keep(pair.measure())
+                    if options.kernels:
+                        pair.write_kernels(options.out / "kernels.jsonl")
+                    pairs.pop(0).stop(ended)
+                    print(f"{pair.name}: {time.monotonic() - began:.0f} s", flush=True)
         finally:
-            for pair in waiting:
+            for pair in pairs:
                 pair.stop(ended)
     results = summary(made)
     columns = [

@@ -29,9 +29,9 @@ from fastkernels.capture.keep import to_json
 from fastkernels.engine.llm import LLM
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.overrides.moe.fused_experts import fused_experts
-from fastkernels.overrides.moe.moe_align import moe_align, padded_size
 from fastkernels.overrides.moe.moe_tiles import tiles
 from fastkernels.overrides.moe.sparse_moe import Experts
+from fastkernels.overrides.routing.moe_align import moe_align, padded_size
 
 BATCHES = {1: 4, 8: 2, 32: 1, 128: 1}  # {sequences of a decode step: number of kept steps}
 CONTEXT = 64  # tokens before a decode step

@@ -21,6 +21,14 @@ from fk_bench.tables.origin import Files, machine
 LOADS = "1x512+128", "32x512+128", "64x1024+128"
 FORMATS = "formats"  # the command of bench/experiments/checkpoints/formats.py
 FORMAT_LOADS = "1x512+128", "8x512+128", "32x512+128", "64x1024+128"
+PUBLISHED = (
+    "bitnet",
+    "gemma-4-e4b",
+    "gemma-4-26b-a4b",
+    "mxfp4",
+    "mxfp4-120b",
+    "latent-sparse",
+)  # a model's own format
 BATCHES = 1, 8, 32
 SOURCE = "paper", "measured", "rows"
 # arXiv 2605.23215: speedup over the reference on an H200 (vLLM 0.18), mean of its scenarios. By model type or name.
@@ -65,18 +73,21 @@ def formats(files: Files) -> Iterator[Table]:
             ours[load][1] / host[load][1] if load in ours and load in host else None for load in FORMAT_LOADS
         ]
         if any(rates):
+            each = f"{chip.split()[-1]} each" if "own_gpu" in found[0].case else chip
+            shapes = str(found[0].case.get("shapes", ""))
+            kind, fields = PUBLIC[shapes] if name in PUBLISHED and shapes in PUBLIC else ("", {})
             cells.append([
-                name, str(found[0].case.get("shapes", "")), str(layers), chip,
+                name, shapes, str(layers), each,
                 _joined([pair and pair[1] for pair in steps], "{:.2f}".format),
                 _joined([pair and pair[0] for pair in steps], "{:.2f}".format),
                 *_ratios([pair and pair[1] / pair[0] for pair in steps]), *_ratios(rates),
-                *_source("", file, found)[1:],
+                *_source(kind if layers == fields.get("num_hidden_layers") else "", file, found),
             ])  # fmt: skip
             used += found
     if cells:
         columns = [
             "format", "shapes of", "layers", "chip", "vLLM, ms a token", "ours, ms", "vLLM / ours", "mean",
-            "tokens/s, ours / vLLM", "mean", *SOURCE[1:],
+            "tokens/s, ours / vLLM", "mean", *SOURCE,
         ]  # fmt: skip
         yield (
             f"Time per output token and output tokens/s at {_at(FORMAT_LOADS)} ({machine(used)}):",

@@ -8,7 +8,7 @@ import torch
 
 from fastkernels.export.plain.experts import check, check_blocks, multiply, multiply_fp8
 from fastkernels.overrides.kit.fp8 import FP8
-from fastkernels.overrides.moe.arguments import refuse
+from fastkernels.overrides.routing.arguments import refuse
 
 
 def grouped_product(

@@ -14,7 +14,7 @@ from fastkernels.models.common.description import Experts
 from fastkernels.overrides.kit import mxfp4
 from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
 from fastkernels.overrides.moe.fused_experts_swigluoai import fused_experts_swigluoai
-from fastkernels.overrides.moe.topk_softmax import topk_softmax
+from fastkernels.overrides.routing.topk_softmax import topk_softmax
 
 log = logging.getLogger("fastkernels")
 _announced = False

@@ -54,12 +54,12 @@ from fastkernels.overrides.linear.vllm import (
     VllmUnquantizedLinearMethod,
 )
 from fastkernels.overrides.moe import sparse_moe
-from fastkernels.overrides.moe.grouped_topk import grouped_topk
-from fastkernels.overrides.moe.topk_softmax import topk_softmax
 from fastkernels.overrides.norm.layer_norm import layer_norm
 from fastkernels.overrides.norm.sandwich_norm import sandwich_norm
 from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmLayerNorm, VllmRMSNorm
 from fastkernels.overrides.rope.vllm import get_rope
+from fastkernels.overrides.routing.grouped_topk import grouped_topk
+from fastkernels.overrides.routing.topk_softmax import topk_softmax
 
 
 class ReLUSquaredAndMul(VllmReLUSquaredActivation):

@@ -10,7 +10,7 @@ from torch import nn
 from fastkernels.core.forward_context import get_forward_context
 from fastkernels.models.common.description import Unsupported
 from fastkernels.overrides.activation.vllm import VllmGELU, VllmGELUTanh, VllmQuickGELU
-from fastkernels.overrides.attention.attention_dense import attention_dense
+from fastkernels.overrides.dense_attention.attention_dense import attention_dense
 
 ACTIVATIONS = {
     "gelu": VllmGELU, "gelu_new": VllmGELUTanh, "gelu_pytorch_tanh": VllmGELUTanh, "quick_gelu": VllmQuickGELU,

@@ -14,7 +14,7 @@ from fastkernels.overrides.embedding.vllm import VllmVocabParallelEmbedding
 from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
 from fastkernels.overrides.moe import sparse_moe
 from fastkernels.overrides.moe.fused_experts_gelu import fused_experts_gelu
-from fastkernels.overrides.moe.topk_softmax import topk_softmax
+from fastkernels.overrides.routing.topk_softmax import topk_softmax
 
 MakeNorm = Callable[[Norm, int], nn.Module]
 

@@ -17,7 +17,7 @@ from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.encoder import activation, size_of
 from fastkernels.models.vision.dinov3 import Grids, PatchEmbedding
 from fastkernels.models.vision.siglip2_vision import Replicated, mean
-from fastkernels.overrides.attention.windows import attend_in_windows
+from fastkernels.overrides.dense_attention.windows import attend_in_windows
 from fastkernels.overrides.linear.vllm import (
     VllmColumnParallelLinear,
     VllmQKVParallelLinear,

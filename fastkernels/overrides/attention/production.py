@@ -7,17 +7,14 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from fastkernels.core.baseline import Baseline, Function, aligned, dense, filled, first, inductor, same
 from fastkernels.overrides.attention import fa3, flashinfer
 from fastkernels.overrides.attention.paged_cache import no_sinks
-from fastkernels.overrides.attention.window_attention import MOST_SCALE
 from fastkernels.overrides.kit.libraries import (
     T,
     from_flashinfer,
     from_sgl_kernel,
-    from_torch,
     from_vllm,
     vllm_ops,
 )
@@ -149,18 +146,6 @@ def _no_decode(q: T, key_cache: T, value_cache: T, seq_lens: T, block_table: T, 
     return first(refused, dense(q, seq_lens, block_table), filled(q), empty)
 
 
-def _window_attention(q: T, k: T, v: T, logit_scale: T, bias: T, mask: T | None = None) -> T:
-    """timm's WindowAttention between its linear layers."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
-    scores = scores * logit_scale.clamp(max=MOST_SCALE).exp()[:, None, None] + bias
-    if mask is not None:
-        scores = (scores.unflatten(0, (-1, len(mask))) + mask[:, None]).flatten(0, 1)
-    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous()
-
-
-_ROUNDED = "it rounds scores, of up to 100 and more, to the inputs' dtype"
-
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "attention_decode": (
         Baseline("fa3", "host", _fa3_decode, _FA3, refuses=_no_fa3_decode),
@@ -174,9 +159,5 @@ BASELINES: dict[str, tuple[Baseline, ...]] = {
         from_vllm(_vllm_merge_state, _vllm_no_merge),
         from_sgl_kernel(_sglang_merge_state, _sglang_no_merge),
         inductor("merge_state"),
-    ),
-    "window_attention": (
-        *from_torch(_window_attention, differs=_ROUNDED, unchecked=(0,)),
-        inductor("window_attention"),
     ),
 }

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.activation.diffusers import DiffusersGELU
-from fastkernels.overrides.attention.diffusers import DiffusersFluxAttnProcessor
+from fastkernels.overrides.dense_attention.diffusers import DiffusersFluxAttnProcessor
 from fastkernels.overrides.diffusion.diffusers import (
     _NOTE,
     DiffusersAdaLayerNormZero,

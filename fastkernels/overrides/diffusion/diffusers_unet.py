@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.attention.diffusers import DiffusersAttnProcessor2_0
+from fastkernels.overrides.dense_attention.diffusers import DiffusersAttnProcessor2_0
 from fastkernels.overrides.diffusion.diffusers import _NOTE, DiffusersGEGLU
 from fastkernels.overrides.diffusion.gated_residual import add_residual, apply_norm
 from fastkernels.overrides.kit.chips import H100

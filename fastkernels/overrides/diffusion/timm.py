@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.attention.timm import TimmAttentionRope, TimmEvaAttention
 from fastkernels.overrides.block.timm import TimmGluMlp, TimmSwiGLU
+from fastkernels.overrides.dense_attention.timm import TimmAttentionRope, TimmEvaAttention
 from fastkernels.overrides.diffusion.timm_defaults import Attention, LayerNorm, Mlp
 from fastkernels.overrides.diffusion.timm_residuals import add_both
 from fastkernels.overrides.kit.chips import H100

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastkernels.overrides.attention.timm import TimmAttention
+from fastkernels.overrides.dense_attention.timm import TimmAttention
 from fastkernels.overrides.linear.timm import TimmMlp
 from fastkernels.overrides.norm.timm import TimmLayerNorm
 

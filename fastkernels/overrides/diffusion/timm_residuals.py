@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fastkernels.overrides.attention.timm import before_projection, only_hosts
 from fastkernels.overrides.block.linear_residual import adds, linear_residual
 from fastkernels.overrides.block.swiglu import fuses_swiglu, swiglu
 from fastkernels.overrides.block.two_linears import not_silu
+from fastkernels.overrides.dense_attention.timm import before_projection, only_hosts
 from fastkernels.overrides.diffusion.gated_residual import add_residual, apply_norm
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.linear.timm import hidden

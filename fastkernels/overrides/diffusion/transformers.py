@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.attention.transformers import (
+from fastkernels.overrides.dense_attention.transformers import (
     TransformersDINOv3ViTAttention,
     TransformersViTAttention,
     TransformersYolosSelfAttention,

@@ -1,1 +1,1 @@
-"""Mixtures of experts: routers, the sort by expert, the experts' products and sums, and Mixtral's block."""
+"""Mixtures of experts: the experts' products in each format, and Mixtral's block."""

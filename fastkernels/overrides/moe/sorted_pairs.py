@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
-from fastkernels.overrides.moe.moe_align import moe_align, padded_size
+from fastkernels.overrides.routing.moe_align import moe_align, padded_size
 
 
 class Sorted(NamedTuple):

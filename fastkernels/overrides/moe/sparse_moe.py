@@ -15,7 +15,7 @@ from fastkernels.core import assemble, parallel
 from fastkernels.core.spec import Axis, Call, Case, Expr, OpSpec, Permutable, Scalar, Tensor, fan_in
 from fastkernels.overrides.linear.parallel_linear import method_of
 from fastkernels.overrides.moe import fused_experts as experts
-from fastkernels.overrides.moe import topk_softmax as router
+from fastkernels.overrides.routing import topk_softmax as router
 
 SHARDS = ("w1", "w2", "w3")  # gate, down and up projection in Mixtral's checkpoints and in vLLM
 

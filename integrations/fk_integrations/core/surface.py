@@ -2,7 +2,7 @@
 
     overridden  methods and attributes that the host's subclasses define anew
     used        those that its subclasses call, and that other code of the host uses on an instance or the class
-    reached     methods that the call goes through: a subclass that overrides one of them changes the result
+    reached     those of `overridden` that the call goes through: such a subclass changes the result
 
 Instances are found where the source shows the class: a variable or `self.NAME` that is set to a call of the class (or
 of a function that is annotated to return it), an annotated argument, an isinstance test.
@@ -117,7 +117,8 @@ class Package:
         overridden = {m for k in below for m in _defined(self.classes[k])} & members
         used = {m for k in {key, *below} for m in self.uses.get(k, ())}
         used |= {m for k in below for m in _own_uses(self.classes[k])}
-        found = {"overridden": overridden, "used": used & members, "reached": self._reached(line)}
+        reached = overridden & self._reached(line)
+        found = {"overridden": overridden, "used": used & members, "reached": reached}
         found = {kind: {m for m in names if not m.startswith("__")} for kind, names in found.items()}
         return {kind: sorted(names) for kind, names in found.items() if names}
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from fastkernels.core import registry
 from fastkernels.core.reasons import Kind, Reason
-from fastkernels.overrides.moe.arguments import refuse
 from fastkernels.overrides.moe.fused_experts_fp8 import check_scales
 from fastkernels.overrides.moe.sglang import quant_of, refuse_config
+from fastkernels.overrides.routing.arguments import refuse
 from fk_integrations.core import versions
 from fk_integrations.core.expert_layers import in_float8, method_of, path_of, unusual
 from fk_integrations.core.journal import Journal

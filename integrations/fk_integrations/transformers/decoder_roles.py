@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fastkernels.models.common import description as d
-from fastkernels.overrides.moe import grouped_topk
+from fastkernels.overrides.routing import grouped_topk
 from fk_integrations.transformers import decoder_probes as probe
 from fk_integrations.transformers.decoder_probes import same
 from fk_integrations.transformers.recording import AttentionCall, ModuleCall, Recording, record

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from fk_bench.core.rows import Row
+from fk_bench.e2e.comparison import Load
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 from experiments.checkpoints import formats
@@ -34,6 +37,81 @@ def test_config_has_the_format_and_fewer_layers(tmp_path: Path, name: str) -> No
     whole = plan(str(formats.write_config(name, tmp_path, 0)))
     assert found.weight_bytes < whole.weight_bytes
     assert found.kv_bytes_per_token < whole.kv_bytes_per_token / 8
+
+
+def test_steps_before_timed_runs_hold_all_prompts_that_fit() -> None:
+    loads = [Load.parse(text) for text in ("1x512+128", "3x512+128", "64x1024+128", "2x9000+8")]
+    found = formats.steps_of(loads)
+    assert [(step.requests, step.input_len) for step in found if step.input_len == 512] == [
+        (n, 512) for n in (1, 2, 3)
+    ]
+    assert max(step.requests for step in found if step.input_len == 1024) == 8192 // 1024
+    assert all(step.input_len < 9000 and step.output_len == 2 for step in found)
+
+
+class Engine:
+    """Stands for a HostProcess: notes what happens, and answers each run with tokens in steps of a millisecond."""
+
+    events: ClassVar[list[tuple[str, str]]] = []
+
+    def __init__(
+        self, name: str, python: str, settings: dict[str, Any], folder: Path, env: dict[str, str], log: str
+    ):
+        self.name, self.python, self.log, self.work = name, python, log, dict[str, Any]()
+        self.started, self.settings = time.monotonic(), settings
+        self.events.append((f"start on {env.get('CUDA_VISIBLE_DEVICES')}", log))
+
+    def tell(self, work: dict[str, Any]) -> None:
+        self.work = work
+
+    def answer(self, timeout: float) -> dict[str, Any]:
+        self.events.append((f"{len(self.work['prompts'])} prompts" if self.work else "ready", self.log))
+        times = [1e-3 * (i + 1) for i in range(self.work.get("output_len", 0))]
+        return {"arrivals": [times] * len(self.work.get("prompts", ()))}
+
+    def stop(self) -> None:
+        self.events.append(("stop", self.log))
+
+
+def test_engines_of_formats_start_together_each_on_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formats, "HostProcess", Engine)
+    monkeypatch.setattr(Engine, "events", events := [])
+    names = "gptq", "awq", "int4"
+    for name in names:
+        monkeypatch.setitem(
+            formats.FORMATS, name, replace(formats.FORMATS[name], fields=SMALL, layers=LAYERS)
+        )
+    more = ["--together", "2", "--loads", "2x16+8", "--repeats", "1", "--gpus", "5,3"]
+    command = ["", "--vllm", sys.executable, "--out", str(tmp_path), "--formats", ",".join(names), *more]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended:
+        formats.main()
+    assert ended.value.code == 0
+    engines = [f"{name}-{host}" for name in names for host in ("vllm", "fastkernels")]
+    order = {engine: [what for what, of in events if of == engine] for engine in engines}
+    for engine in engines:
+        gpu = 5 if engine.endswith("vllm") else 3
+        runs = ["1 prompts", "2 prompts", "2 prompts", "2 prompts"]
+        assert order[engine] == [f"start on {gpu}", "ready", *runs, "stop"]
+    places = {event: i for i, event in reversed(list(enumerate(events)))}
+    for engine in engines[:4]:
+        assert places["ready", engine] < places["1 prompts", "gptq-vllm"]
+        assert places["2 prompts", engine] < places["start on 5", "int4-vllm"]
+    rows = [Row.model_validate_json(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {(row.subject.host, row.case["own_gpu"]) for row in rows} == {("vllm", "5"), ("fastkernels", "3")}
+    assert {row.case["run"] for row in rows} == {-1, 0} and len(rows) == 12
+
+
+@pytest.mark.parametrize("gpus", ["0", "0,1,2"])
+def test_gpus_are_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "--vllm", "none", "--out", str(tmp_path), "--gpus", gpus])
+    with pytest.raises(SystemExit):
+        formats.main()
+    assert f"--gpus {gpus}: name two GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.slow

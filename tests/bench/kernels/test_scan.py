@@ -39,7 +39,7 @@ OWN = {
     "attention/attention_decode_cuda.py": {"native-library"},
     "linear/wgmma_linear_cuda.py": {"native-library"},
     "linear/tiled_linear_cuda.py": {"native-library"},
-    "attention/attention_dense_cuda.py": {"native-library"},
+    "dense_attention/attention_dense_cuda.py": {"native-library"},
     "latent_attention/mla_decode_cuda.py": {"native-library"},
     # cuBLASLt, through ctypes: its proposals are timed at a shape's first call, by one thread
     "kit/cublaslt.py": {"clock", "native-library", "threads"},
@@ -227,7 +227,7 @@ def test_our_own_kernels_pass(path: Path) -> None:
         ("linear", "from fastkernels.overrides.linear.linear import linear", {"own-op"}),
         ("linear", "from fastkernels.overrides.linear import linear\nlinear.linear", {"own-op"}),
         ("linear", "from fastkernels.overrides.linear.linear_fp8 import linear_fp8", set()),
-        ("linear", "from fastkernels.overrides.moe.topk_softmax import topk_softmax", set()),
+        ("linear", "from fastkernels.overrides.routing.topk_softmax import topk_softmax", set()),
         ("linear_fp8", "from fastkernels.overrides.linear.linear import linear", set()),
         ("linear_fp8", "from fastkernels.overrides.linear.linear_fp8 import linear_fp8", {"own-op"}),
         ("embedding", "import fastkernels.overrides.embedding.embedding as e\ne.embedding", {"own-op"}),

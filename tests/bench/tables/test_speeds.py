@@ -101,10 +101,28 @@ def test_formats_have_a_row_for_each_depth() -> None:
     assert "at 1 x (512, 128), 8 x (512, 128), 32 x (512, 128), 64 x (1024, 128) (NVIDIA H100" in title
     whole = [
         "awq", "llama-3.1-8b", "32", "H100", "-, 6.00, -, -", "-, 4.00, -, -", "-, 1.500, -, -", "1.500",
-        "-, 1.500, -, -", "1.500", "2026-11-01", "`a`",
+        "-, 1.500, -, -", "1.500", "", "2026-11-01", "`a`",
     ]  # fmt: skip
     assert [row[:3] for row in cells] == [["awq", "llama-3.1-8b", "8"], ["awq", "llama-3.1-8b", "32"]]
     assert cells[1] == whole and len(columns) == len(whole)
+
+
+def test_model_on_gpus_of_its_engines_is_compared_with_the_paper_if_whole() -> None:
+    rows = [
+        row.model_copy(
+            update={
+                "machine": H100.model_copy(update={"gpus": 2}),
+                "case": {**row.case, "shapes": "gemma-4-26b-a4b", "own_gpu": "1"},
+            }
+        )
+        for layers in (30, 12)
+        for row in format_rows("gemma-4-26b-a4b", layers, {"vllm": (1.0, 6.0), "fastkernels": (1.0, 4.0)})
+    ]
+    ((_, columns, cells),) = speeds.formats({"a": rows})
+    assert [(row[2], row[3], row[columns.index("paper")]) for row in cells] == [
+        ("12", "H100 each", ""),
+        ("30", "H100 each", "1.00"),
+    ]
 
 
 def images(lane: str, ms: float, batch: int = 8, image_size: int = 256) -> Row:

@@ -13,7 +13,7 @@ import transformers
 
 import fastkernels
 from fastkernels.core.dispatch import OPS
-from fastkernels.overrides.attention.attention_dense import reference
+from fastkernels.overrides.dense_attention.attention_dense import reference
 from fastkernels.patch import PatchError
 
 diffusers = pytest.importorskip("diffusers")

@@ -259,7 +259,7 @@ def test_attention_pooling_and_windows_built_anew_equal_timms() -> None:
     from timm.layers import AttentionPoolLatent
     from timm.models.swin_transformer_v2 import WindowAttention
 
-    from fastkernels.overrides.attention.timm import TimmAttentionPoolLatent, TimmWindowAttention
+    from fastkernels.overrides.dense_attention.timm import TimmAttentionPoolLatent, TimmWindowAttention
 
     mask = torch.zeros(2, 15, 15).masked_fill(torch.rand(2, 15, 15) < 0.2, -100.0)
     for ours, theirs, args, options, size, more in (

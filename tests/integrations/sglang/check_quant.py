@@ -11,8 +11,8 @@ from fk_integrations.sglang.scheduler import SglangAdapter
 from fastkernels.core import tuning
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.tuning import Entry, Table
-from fastkernels.overrides.moe.sglang import sglang_biased_grouped_topk_gpu, sglang_grouped_topk_gpu
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
+from fastkernels.overrides.routing.sglang import sglang_biased_grouped_topk_gpu, sglang_grouped_topk_gpu
 from fastkernels.patch import Request
 
 SERVER = SimpleNamespace(server_args=SimpleNamespace(pp_size=1))

@@ -91,7 +91,8 @@ def test_experts_of_two_ranks_add_up():
     from fk_integrations.core.apply import apply
     from fk_integrations.vllm.host import VllmAdapter
 
-    from fastkernels.overrides.moe import fused_experts, grouped_topk
+    from fastkernels.overrides.moe import fused_experts
+    from fastkernels.overrides.routing import grouped_topk
 
     torch.manual_seed(0)
     x, w1, w2 = torch.randn(9, 64), torch.randn(7, 96, 64) / 8, torch.randn(7, 64, 48) / 7
@@ -173,7 +174,7 @@ def test_softmax_router_runs_ours_and_refuses_sigmoid():
     from fk_integrations.vllm.host import VllmAdapter
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 
-    from fastkernels.overrides.moe import topk_softmax
+    from fastkernels.overrides.routing import topk_softmax
 
     torch.manual_seed(0)
     layer, other = torch.nn.Module(), torch.nn.Module()

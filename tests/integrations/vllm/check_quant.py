@@ -6,8 +6,8 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from fastkernels.overrides.moe.vllm import VllmGroupedTopk
 from fastkernels.overrides.quant.vllm import VllmQuantFP8
+from fastkernels.overrides.routing.vllm import VllmGroupedTopk
 
 
 def randn(*size: int, seed: int = 0) -> torch.Tensor:

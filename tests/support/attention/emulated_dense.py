@@ -9,7 +9,7 @@ import torch
 from support.kernels import emulated_mla
 from support.kernels.emulated import ported, run
 
-from fastkernels.overrides.attention import attention_dense_cuda as cuda
+from fastkernels.overrides.dense_attention import attention_dense_cuda as cuda
 from fastkernels.overrides.kit.hopper import text
 
 BODIES = {

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 from fastkernels.core import registry
 from fastkernels.overrides.embedding.logits_processor import finish_triton
 from fastkernels.overrides.kit import overlap
-from fastkernels.overrides.moe.moe_align import padded_size
+from fastkernels.overrides.routing.moe_align import padded_size
 
 
 class FakeDriver:

@@ -7,8 +7,8 @@ import json
 
 import torch
 
-from fastkernels.overrides.moe import moe_align
-from fastkernels.overrides.moe import moe_align_triton as kernels
+from fastkernels.overrides.routing import moe_align
+from fastkernels.overrides.routing import moe_align_triton as kernels
 
 # tokens, experts, choices, block size: around a chunk of 64, a piece of 128, a chunk of two pieces, and 32 bins
 SIZES = (

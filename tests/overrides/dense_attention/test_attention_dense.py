@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.kernels import warm
 
-from fastkernels.overrides.attention.attention_dense import attention_dense
+from fastkernels.overrides.dense_attention.attention_dense import attention_dense
 
 Q, K = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8)
 STARTS = torch.tensor([0, 5], dtype=torch.int32)
@@ -46,8 +46,8 @@ def test_concatenated_sequences_equal_separate_calls() -> None:
 
 WIDE = """
 import torch
-from fastkernels.overrides.attention import wide_heads as wide
-from fastkernels.overrides.attention.attention_dense import reference
+from fastkernels.overrides.dense_attention import wide_heads as wide
+from fastkernels.overrides.dense_attention.attention_dense import reference
 
 torch.manual_seed(0)
 for queries, keys, heads, kv_heads, size, dtype, scores, weights in (

@@ -9,7 +9,7 @@ import torch
 
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Call, Case, OpSpec, Permutable, Scalar, Sizes, Tensor, Tolerance
-from fastkernels.overrides.moe.moe_align_triton import align
+from fastkernels.overrides.routing.moe_align_triton import align
 
 Aligned = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.kernels import warm
 
-from fastkernels.overrides.moe import moe_align, moe_align_triton, sglang, vllm
+from fastkernels.overrides.routing import moe_align, moe_align_triton, sglang, vllm
 
 SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "moe_align_cases.py"
 MOE_TILES = Path(__file__).parents[3] / "bench/experiments/moe/moe_tiles.py"

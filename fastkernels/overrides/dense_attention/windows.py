@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastkernels.overrides.attention.window_attention import window_attention
+from fastkernels.overrides.dense_attention.window_attention import window_attention
 from fastkernels.overrides.kit.modules import changed
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.attention.attention_dense import attend, attention_dense
-from fastkernels.overrides.attention.window_attention import window_attention
-from fastkernels.overrides.attention.windows import attend_in_windows, position_bias, relative_positions
+from fastkernels.overrides.dense_attention.attention_dense import attend, attention_dense
+from fastkernels.overrides.dense_attention.window_attention import window_attention
+from fastkernels.overrides.dense_attention.windows import attend_in_windows, position_bias, relative_positions
 from fastkernels.overrides.kit.chips import H100
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.linear_rope import rotated_products

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.kernels import warm
 
-from fastkernels.overrides.attention.window_attention import window_attention
+from fastkernels.overrides.dense_attention.window_attention import window_attention
 
 Q, SCALE, BIAS = torch.randn(6, 5, 2, 8), torch.zeros(2), torch.zeros(2, 5, 5)
 
@@ -31,7 +31,7 @@ def test_wrong_arguments_are_refused(args: tuple[Any, ...], message: str) -> Non
 
 KERNEL = """
 import torch
-from fastkernels.overrides.attention import window_attention as wa
+from fastkernels.overrides.dense_attention import window_attention as wa
 
 torch.manual_seed(0)
 shapes = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.modules import close, randn
 
-from fastkernels.overrides.moe import grouped_topk, sglang, topk_softmax, vllm
+from fastkernels.overrides.routing import grouped_topk, sglang, topk_softmax, vllm
 
 INF, NAN = math.inf, math.nan
 

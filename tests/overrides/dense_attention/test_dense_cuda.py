@@ -11,8 +11,8 @@ import torch
 from support.attention import emulated_dense
 
 from fastkernels.core import cuda_rtc
-from fastkernels.overrides.attention import attention_dense_cuda as cuda
-from fastkernels.overrides.attention.attention_dense import reference
+from fastkernels.overrides.dense_attention import attention_dense_cuda as cuda
+from fastkernels.overrides.dense_attention.attention_dense import reference
 from fastkernels.overrides.kit import hopper
 
 NO_NVRTC = cuda_rtc.unavailable()

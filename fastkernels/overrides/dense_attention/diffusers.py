@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.attention.attention_dense import attend, attention_dense
+from fastkernels.overrides.dense_attention.attention_dense import attend, attention_dense
 from fastkernels.overrides.diffusion.qk_norm_rope_pair import positioned
 from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import joined_linears, product, products

@@ -16,7 +16,8 @@ from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.expressions import Expr
 from fastkernels.core.spec import OpSpec
-from fastkernels.overrides.attention import attention_dense_cuda, cases, fa3, wide_heads
+from fastkernels.overrides.attention import cases, fa3
+from fastkernels.overrides.dense_attention import attention_dense_cuda, wide_heads
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
