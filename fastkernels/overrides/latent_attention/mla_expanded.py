@@ -19,8 +19,8 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.expressions import Expr
 from fastkernels.core.shapes import near, near_size, varied
 from fastkernels.core.spec import OpSpec
-from fastkernels.overrides.attention import attention_dense_cuda as dense
 from fastkernels.overrides.attention import cases
+from fastkernels.overrides.dense_attention import attention_dense_cuda as dense
 from fastkernels.overrides.kit.hopper import no_hopper
 from fastkernels.overrides.kit.launch import next_power_of_2, shared_memory
 from fastkernels.overrides.kit.overlap import overlaps

@@ -11,7 +11,7 @@ import torch
 from support.attention import emulated_dense
 
 from fastkernels.core import cuda_rtc
-from fastkernels.overrides.attention import attention_dense_cuda as dense
+from fastkernels.overrides.dense_attention import attention_dense_cuda as dense
 from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.latent_attention import mla_expanded
 
