@@ -101,11 +101,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     if (block * QUERIES >= n_q) return;
     const int before = n_k - n_q + block * QUERIES;  // keys before the block's first query
     const int seen = min(before + QUERIES, n_k);
+    if (seen <= 0) {  // no keys
+        for (int i = thread; i < min(QUERIES, n_q - block * QUERIES) * (VALUE / 8); i += THREADS) {
+            const long long row = first_q + block * QUERIES + i / (VALUE / 8);
+            *(uint4*)(out + (row * heads + head) * VALUE + i % (VALUE / 8) * 8) = make_uint4(0, 0, 0, 0);
+        }
+        return;
+    }
 #else
     const int block = across ? (int)blockIdx.x / of_heads : (int)blockIdx.x % blocks;
     const int first_q = 0, first_k = 0, before = 0, seen = n_k;
 #endif
-    const int tiles = (max(seen, 1) + KEYS - 1) / KEYS;
+    const int tiles = (seen + KEYS - 1) / KEYS;
     const int groups = min(GROUPS, (n_q - block * QUERIES + 63) / 64);  // that have queries
 
     if (thread == 0) {
