@@ -206,7 +206,6 @@ def _experiments(a: Settings) -> list[Part]:
             "--block-size", "1"),
         one("step", 60, "decode_step/decode_step", "decode-step", "--rows",
             a.file("skinny-linear.jsonl"), after=("linear",)),
-        one("moe-tiles", 140, "moe/moe_tiles", "moe-tiles", "--table", a.file("moe-tiles-table.json")),
     ]  # fmt: skip
     if "vllm" in a.hosts:  # next to vLLM's Marlin
         int4 = experiment("linear/linear_int4", "--out", a.file("linear-int4.jsonl"), python=a.hosts["vllm"])

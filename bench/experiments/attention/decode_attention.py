@@ -4,9 +4,8 @@
     python bench/experiments/attention/decode_attention.py --out rows.jsonl --seconds 170 --model llama-8b \
         --batch 1,8,32,64,128,256 --context 512,1024,2048,8192,32768 --capacity 2048,131072 [--part 0/4]
 
-The second command makes the rows that decode_table.py turns into a tuned table. `--capacity` is the number of keys that
-a graph is captured for, independent of the sequences' lengths. `--part 0/4` times every fourth case, so that four GPUs
-can share the work; each part runs all checks.
+`--capacity` is the number of keys that a graph is captured for, independent of the sequences' lengths. `--part 0/4`
+times every fourth case, so that four GPUs can share the work; each part runs all checks.
 
 Requires torch and triton; FA3 and FlashInfer are timed when they can be imported. The script compiles all parameter
 sets in parallel (`cuda-split` needs NVRTC and a Hopper GPU). It compares each set with float64 and replays graphs whose

@@ -71,16 +71,19 @@ class Point(NamedTuple):
 
 def points(rows: Iterable[Row]) -> dict[str, list[Point]]:
     """Return the measured points of each op, in the order of their rows."""
-    found: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
+    found: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    cases: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         if row.status is Status.OK and row.kind == "time" and row.subject.op in CANDIDATES:
-            where = json.dumps({**row.case["shape"], **row.case["sizes"]})
-            found[row.subject.op, where][_label(row.subject.provider or "", row.case["params"])] = row
+            where = row.subject.op, json.dumps({**row.case["shape"], **row.case["sizes"]})
+            cases[where] = row.case
+            for params, us in row.metrics.items():
+                found[where][_label(row.subject.provider or "", json.loads(params))] = us
     made: dict[str, list[Point]] = defaultdict(list)
     for (op, where), measured in found.items():
-        case = next(iter(measured.values())).case
+        case = cases[op, where]
         times = [
-            (c, measured[label].metrics["us"])
+            (c, measured[label])
             for c in CANDIDATES[op](case["shape"], case["sizes"])
             if (label := _label(c.provider, c.params)) in measured
         ]

@@ -18,6 +18,8 @@ EMBEDDING = "VocabParallelEmbedding"  # the class of vLLM and SGLang
 # Gemma's buffers: the scales of its embedding, and of Gemma 4's inputs of layers
 SCALED = "normalizer", "embed_scale_per_layer"
 ONES = "layer_scalar", "scale", "per_expert_scale"  # Gemma 4's factors
+FACTORS = "weight_scale_2", "weight_global_scale"  # of NVFP4 matrices
+FACTOR, MARLIN = 0.01, 2.0**119  # Marlin's kernels take factors times MARLIN in bfloat16
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -26,7 +28,9 @@ def draw(model: torch.nn.Module, seed: int = 0) -> None:
     factors 1, biases 0.
 
     Quantized weights get random bits, in FP8 N(0, 1), where the hosts leave zeros. Their scales keep the host's values,
-    those of MXFP4 get that of `weights.dummy`. Values change in place, so that captured graphs read them.
+    those of MXFP4 get that of `weights.dummy`. The factors of NVFP4 matrices become FACTOR: the hosts' are reciprocals
+    of random numbers, which overflow, and routers choose the same experts for all tokens. Values change in place, so
+    that captured graphs read them.
     """
     drawn = set[int]()  # an embedding that is also the head is drawn as the embedding
     scales = {name.rpartition(".")[2]: float(t) for name, t in model.named_buffers() if name.endswith(SCALED)}
@@ -40,7 +44,9 @@ def draw(model: torch.nn.Module, seed: int = 0) -> None:
                 if tensor.dtype not in FLOATS:
                     _draw_quantized(name, tensor, random_generator(seed, f"{path}.{name}", tensor.device))
                     continue
-                if name.endswith("bias"):  # of a router, or the correction of its scores, among others
+                if name.endswith(FACTORS):
+                    tensor.fill_(FACTOR * (1.0 if bool((tensor.abs() < MARLIN**0.5).all()) else MARLIN))
+                elif name.endswith("bias"):  # of a router, or the correction of its scores, among others
                     tensor.zero_()
                 elif (name.endswith("weight") and tensor.dim() == 1) or name in ONES:
                     tensor.fill_(1.0)

@@ -76,6 +76,16 @@ def test_quantized_weights_get_random_bits_and_keep_scales(model: Model) -> None
     assert model.int4.g_idx.equal(torch.arange(64, dtype=torch.int32)) and model.int4.qzeros.eq(7).all()
 
 
+@pytest.mark.parametrize("times", [1.0, 2.0**119])
+def test_factors_of_nvfp4_experts_are_equal_and_finite(times: float) -> None:
+    experts = nn.Module()
+    experts.w13_weight_scale_2 = nn.Parameter(times / torch.linspace(-1e-3, 1e-3, 128))
+    experts.w2_input_global_scale = nn.Parameter(torch.full((128,), 0.25))
+    assert bool(torch.isinf(experts.w13_weight_scale_2).any()) == (times > 1)
+    draw(experts)
+    assert experts.w13_weight_scale_2.eq(0.01 * times).all() and experts.w2_input_global_scale.eq(0.25).all()
+
+
 def test_weights_for_kernels_of_triton_are_drawn(model: Model) -> None:
     experts = model.experts
     addresses = [w.storage.data.data_ptr() for w in (experts.w13_weight, experts.w2_weight)]

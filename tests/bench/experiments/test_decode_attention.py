@@ -166,3 +166,23 @@ def test_sets_are_parsed_by_kernel() -> None:
                        ("triton-split:a/b/c/d", "per_sm/block_n")):  # fmt: skip
         with pytest.raises(ValueError, match=why):
             checks.parsed_sets(wrong)
+
+
+def test_parts_cover_every_case_once_within_memory() -> None:
+    every = decode_attention.cases(
+        ["llama-8b"], 16, [1, 8, 32, 64, 128, 256], [512, 1024, 2048, 8192, 32768], [2048, 131072]
+    )
+    assert len(set(every)) == len(every)
+    assert {(c.batch, c.context) for c in every if c.capacity == 2048 and c.model == "llama-8b"} == {
+        (b, c) for b in (1, 8, 32, 64, 128, 256) for c in (512, 1024, 2048)
+    }
+    assert (256, 32768) in {(c.batch, c.context) for c in every}
+    assert sorted(c for i in range(4) for c in every[i::4]) == sorted(every)
+    for case in every:
+        assert max(case.lens) <= case.most and len(case.lens) == case.batch and min(case.lens) >= 1
+        used = case.calls * case.blocks * 16 * case.layout.token_bytes
+        assert case.calls >= 1 and used <= decode_attention.POOL
+        assert case.calls * case.bytes >= decode_attention.COLD, "what a pass reads does not stay in L2"
+    mixed = [c for c in every if c.model in decode_attention.MIXED]
+    assert all(0.8 < sum(c.lens) / c.batch / c.context < 1.1 for c in mixed if c.capacity == 131072)
+    assert max(mixed[-1].lens) > 4 * mixed[-1].context

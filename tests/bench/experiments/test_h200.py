@@ -58,7 +58,7 @@ def test_parts_use_existing_commands_and_options(tmp_path: Path) -> None:
     assert seen == {"kernels", "diff", "explain", "e2e", "patch-compare", "serve-compare", "tables", "tune"}
     assert {
         "make_checkpoint", "ragged_prompts", "skinny_linear", "linear_fp8", "decode_attention", "decode_step",
-        "moe_tiles", "quality", "works_with", "formats", "linear_int4",
+        "quality", "works_with", "formats", "linear_int4",
     } <= scripts  # fmt: skip
 
 

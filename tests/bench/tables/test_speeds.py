@@ -107,7 +107,7 @@ def test_formats_have_a_row_for_each_depth() -> None:
     assert cells[1] == whole and len(columns) == len(whole)
 
 
-def test_model_on_gpus_of_its_engines_is_compared_with_the_paper_if_whole() -> None:
+def test_whole_model_on_two_gpus_has_the_paper_figure() -> None:
     rows = [
         row.model_copy(
             update={

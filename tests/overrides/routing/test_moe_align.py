@@ -13,7 +13,6 @@ from support.kernels import warm
 from fastkernels.overrides.routing import moe_align, moe_align_triton, sglang, vllm
 
 SCRIPT = Path(__file__).parents[2] / "support" / "kernels" / "moe_align_cases.py"
-MOE_TILES = Path(__file__).parents[3] / "bench/experiments/moe/moe_tiles.py"
 
 
 def test_both_kernels_equal_reference() -> None:
@@ -24,25 +23,6 @@ def test_both_kernels_equal_reference() -> None:
     found = {r["case"]: r["problem"] for r in map(json.loads, done.stdout.splitlines())}
     assert {case: problem for case, problem in found.items() if problem} == {}
     assert {case.split()[0] for case in found} == {"by_experts", "by_chunks"} and len(found) > 40
-
-
-@pytest.mark.slow
-def test_moe_tiles_script_runs_interpreted(tmp_path: Path) -> None:
-    """The timing script runs interpreted: every call is correct and has a row."""
-    out = tmp_path / "rows.jsonl"
-    command = [MOE_TILES, "--device", "cpu", "--quick", "--seconds", "500", "--out", out]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = warm.run(command, env, timeout=580)
-    assert done.returncode == 0 and "0 wrong" in done.stdout, done.stdout + done.stderr
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {r["status"] for r in rows} == {"ok"}
-    assert {r["case"]["product"] for r in rows if r["case"]["kind"] == "product"} == {"gate_up", "down"}
-    best = [r for r in rows if r["case"].get("best")]
-    assert {(r["subject"]["op"], r["case"]["model"]) for r in best} == {
-        ("fused_experts", "mixtral-8x7b/bf16"), ("fused_experts_fp8", "mixtral-8x7b/tensor"),
-        ("fused_experts", "qwen3-30b/bf16"), ("fused_experts_fp8", "qwen3-30b/block"),
-    }  # fmt: skip
-    assert all(r["metrics"]["us"] > 0 for r in rows if "us" in r["metrics"])
 
 
 @pytest.mark.parametrize(
