@@ -34,7 +34,9 @@ class Plan(NamedTuple):
     bf16: bool
     channels: int
     rope: int = 0
-    of_value: int = 0  # channels of a value where sequences are concatenated; 0: one length, and those of a key
+    of_value: int = (
+        0  # channels of a value where sequences are concatenated; 0: one length, and those of a key
+    )
 
     @property
     def value(self) -> int:
