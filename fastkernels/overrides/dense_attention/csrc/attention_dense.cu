@@ -8,14 +8,14 @@
 // With RAGGED, sequences are concatenated, a sequence's queries are its last tokens and see no later keys, and the last
 // ROPE channels of a key are all heads' (mla_expanded). Values behind a sequence's last key may be NaN: a warp clears them.
 //
-// Compile-time constants: CHANNELS (of a head, a multiple of 8), ROPE and VALUE (channels of a value), RAGGED, GROUPS, KEYS (a multiple of 16), STAGES, BF16. multiply() for
-// scores and weigh() for values precede this file.
+// Compile-time constants: CHANNELS (of a head, a multiple of 8), ROPE and VALUE (channels of a value), RAGGED, GROUPS, KEYS
+// (a multiple of 16), STAGES, BF16. multiply() for scores and weigh() for values precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
 // Pieces of 64 channels, the last one with zeros
 constexpr int PIECES = (CHANNELS + ROPE + 63) / 64, V_PIECES = (VALUE + 63) / 64, QUERIES = 64 * GROUPS;
-constexpr int ROW = 128, PIECE = ROW * KEYS, TILE = PIECES * PIECE, V_TILE = V_PIECES * PIECE;  // bytes: of a row of a piece, of keys
+constexpr int ROW = 128, PIECE = ROW * KEYS, TILE = PIECES * PIECE, V_TILE = V_PIECES * PIECE;  // bytes
 constexpr int SCORES = KEYS / 2;  // of a thread
 constexpr bool ALONE = GROUPS == 1;
 constexpr int THREADS = ALONE ? 128 : 128 * (GROUPS + 1);

@@ -20,8 +20,9 @@
 // piece is 128 columns. Tensor cores accumulate float8 with 14 bits: the sums of a piece are scaled and added to float32 sums
 // by one warpgroup while the other one multiplies, or, where registers hold two sets of sums, while the next piece is
 // multiplied. With SPLITS, the blocks of a cluster share a tile: each has a part of K, sends its sums to the others'
-// shared memory, and adds up and stores one part of the tile; there are no more tiles than clusters. With GROUPED, W is a matrix for each expert, [E, N, K], and each BM rows of
-// x belong to one expert; blocks of rows with another one are left out.
+// shared memory, and adds up and stores one part of the tile; there are no more tiles than clusters. With GROUPED, W is a
+// matrix for each expert, [E, N, K], and each BM rows of x belong to one expert; blocks of rows with another one are left
+// out.
 //
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
 // share W in L2), SPLITS, PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
@@ -244,7 +245,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
         asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         for (int i = 0; i < PARTS; i++) asm volatile("prefetch.tensormap [%0];" ::"l"(&weights.of[i]) : "memory");
         for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 4 * (1 + COOPERATE) * CLUSTER);
-        make_barrier(turns, SPLITS == 1 ? 4 : 8 * (SPLITS - 1)), make_barrier(turns + 8, 4);
+        make_barrier(turns, SPLITS == 1 ? 4 : 8 * (SPLITS - 1)), make_barrier(turns + 8, 4);  // or: others have sent
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
