@@ -95,13 +95,14 @@ def test_ranks_have_their_part_of_each_expert(folders: tuple[Path, Path], kind: 
     assert not parts[1].down_proj_bias.any()
 
 
-def test_mxfp4_of_wrong_shape_names_the_tensor(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_damaged_mxfp4_scales_are_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
     folder, key = (
         shutil.copytree(folders[0], tmp_path / "wrong"),
         "model.layers.0.mlp.experts.down_proj_scales",
     )
     config = build.load_config(folder)
-    for tensor, said in ((torch.zeros(4, 64, 1, dtype=torch.uint8), "shape"), (None, "keys missing from it")):
+    wrong = torch.full((4, 64, 2), 255, dtype=torch.uint8)
+    for tensor, said in ((wrong, "is NaN"), (wrong[..., :1], "shape"), (None, "keys missing from it")):
         rewrite(folder, {key: tensor})
         with pytest.raises(CheckpointError, match=said) as caught:
             build.build(folder, config, torch.device("cpu"), torch.float32)

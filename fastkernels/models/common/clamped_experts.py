@@ -69,6 +69,8 @@ class StackedExperts(nn.Module):
             expected[axis] *= self.ranks
         if list(loaded.shape) != expected:
             raise ValueError(f"as values of all ranks it must have the shape {tuple(expected)}")
+        if param.dtype == torch.uint8 and not packed and not loaded.is_meta and loaded.eq(255).any():
+            raise ValueError("it has a scale that is NaN")
         if axis is not None:
             loaded = loaded.narrow(axis, self.rank * param.shape[axis], param.shape[axis])
         param.data.copy_(loaded) if axis is not None or self.rank == 0 else param.data.zero_()
