@@ -18,7 +18,8 @@ from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.execution.attention import make_backend
 from fastkernels.overrides.latent_attention import mla_decode, mla_prefill
-from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
+from fastkernels.overrides.latent_attention.expansion import Expansion
+from fastkernels.overrides.latent_attention.mla_attention import LatentAttention
 
 PROMPT = [(i * 37) % 500 for i in range(150)]
 HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 3, 24, 16, 20, 48, 8
