@@ -80,6 +80,11 @@ def test_plan_counts_two_bits(base: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_weights_are_named(base: Path, tmp_path: Path) -> None:
+    folder = quantized(tmp_path / "online", "online", base)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, KEY: tensors[KEY].char()}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{KEY} .* its dtype is torch.int8, not a float"):
+        build.build(folder, build.load_config(folder), torch.device("cpu"), torch.float32)
     folder = quantized(tmp_path / "packed", "autobitlinear", base)
     tensors = load_file(folder / "model.safetensors")
     tensors[KEY][3, 3] = 0b11

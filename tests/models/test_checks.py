@@ -40,7 +40,7 @@ KIMI_K2: dict[str, Any] = {  # moonshotai/Kimi-K2-Instruct without its quantizat
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checks")
-    for kind in ("llama", "olmoe", "cohere2", "gpt_oss"):
+    for kind in ("llama", "olmoe", "cohere2", "gpt_oss", "gemma3_text", "gemma4_text"):
         make_tiny(
             root / kind,
             kind,
@@ -67,6 +67,8 @@ def edited(folder: Path, target: Path, **fields: Any) -> Path:
         ("cohere2", {"sliding_window": -4}, "config.sliding_window=-4 is not supported"),
         ("llama", {"hidden_size": "big"}, "Field 'hidden_size' expected int, got str (value: 'big')"),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of num_key_value_heads=3"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "config.query_pre_attn_scalar=0 is not supported"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 300}, "is not supported, only vocab_size=512 or more"),
         ("olmoe", {"num_experts_per_tok": 9}, "config.num_experts_per_tok=9 is more than the 6 experts"),
         ("cohere2", {"layer_types": ["linear_attention"] * 4}, "config.layer_types has linear_attention; supported:"),
         ("cohere2", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
@@ -155,7 +157,7 @@ def test_ranks_that_cannot_share_are_refused(
     ("kind", "ranks", "groups", "said"),
     [
         ("llama", 2, 2, "LlamaForCausalLM has no experts"),
-        ("gpt_oss", 2, 2, "the experts of GptOssForCausalLM cannot be divided: only 1 is supported"),
+        ("gpt_oss", 8, 8, "4 experts cannot be divided by 8; supported: 1, 2, 4"),
         ("olmoe", 4, 4, "6 experts cannot be divided by 4; supported: 1, 2"),
         ("olmoe", 6, 3,
          "num_attention_heads=4, num_key_value_heads=2, vocab_size=512 cannot be shared by 6 ranks; supported: none"),

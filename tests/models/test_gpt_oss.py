@@ -77,9 +77,9 @@ def test_mxfp4_tokens_are_those_of_the_floats(
     assert len(said) == decoded
 
 
-def experts_of(folder: Path, rank: int, ranks: int) -> Any:
+def experts_of(folder: Path, rank: int, ranks: int, groups: int = 1) -> Any:
     config = build.load_config(folder)
-    with parallel.build_as(rank, ranks):
+    with parallel.build_as(rank, ranks, groups):
         return build.build(folder, config, torch.device("cpu"), torch.float32).model.layers[1].mlp.experts
 
 
@@ -95,13 +95,26 @@ def test_ranks_have_their_part_of_each_expert(folders: tuple[Path, Path], kind: 
     assert not parts[1].down_proj_bias.any()
 
 
-def test_mxfp4_of_wrong_shape_names_the_tensor(folders: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [0, 1], ids=["mxfp4", "floats"])
+def test_groups_of_ranks_have_their_own_experts(folders: tuple[Path, Path], kind: int) -> None:
+    """Two groups of two ranks: the first rank of each has the down projection's bias of its two experts."""
+    whole, parts = experts_of(folders[kind], 0, 1), [experts_of(folders[kind], i, 4, 2) for i in range(4)]
+    for name, dim in (("gate_up_proj", 1), ("gate_up_proj_bias", 1), ("down_proj", 2)):
+        groups = [torch.cat([getattr(p, name) for p in parts[i : i + 2]], dim) for i in (0, 2)]
+        assert torch.equal(torch.cat(groups), getattr(whole, name))
+    assert torch.equal(torch.cat([p.down_proj_bias for p in parts[::2]]), whole.down_proj_bias)
+    assert not any(p.down_proj_bias.any() for p in parts[1::2])
+    assert [p.expert_map.tolist() for p in parts] == [[0, 1, -1, -1]] * 2 + [[-1, -1, 0, 1]] * 2
+
+
+def test_damaged_mxfp4_scales_are_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
     folder, key = (
         shutil.copytree(folders[0], tmp_path / "wrong"),
         "model.layers.0.mlp.experts.down_proj_scales",
     )
     config = build.load_config(folder)
-    for tensor, said in ((torch.zeros(4, 64, 1, dtype=torch.uint8), "shape"), (None, "keys missing from it")):
+    wrong = torch.full((4, 64, 2), 255, dtype=torch.uint8)
+    for tensor, said in ((wrong, "is NaN"), (wrong[..., :1], "shape"), (None, "keys missing from it")):
         rewrite(folder, {key: tensor})
         with pytest.raises(CheckpointError, match=said) as caught:
             build.build(folder, config, torch.device("cpu"), torch.float32)

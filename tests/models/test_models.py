@@ -18,6 +18,7 @@ from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.execution import ranks
 from fastkernels.models.common import build, decoder
+from fastkernels.models.common.clamped_experts import StackedExperts
 from fastkernels.models.common.registry import models
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.moe.sparse_moe import Experts
@@ -123,7 +124,9 @@ def test_two_ranks_keep_tokens(folder: Path, greedy: Any) -> None:
     assert got == [greedy(folder, prompt, 12) for prompt in PROMPTS]
 
 
-EXPERTS = [name for name in MODELS if name in ("mixtral", "deepseek_v3", "qwen3_moe", "gemma4_experts")]
+EXPERTS = [
+    name for name in MODELS if name in ("mixtral", "deepseek_v3", "qwen3_moe", "gemma4_experts", "gpt_oss")
+]
 
 
 @pytest.mark.slow
@@ -133,8 +136,9 @@ def test_expert_parallel_ranks_keep_tokens(folder: Path, greedy: Any) -> None:
     """Each of two ranks has half of the experts, whole."""
     ranks = {"tensor_parallel_size": 2, "expert_parallel_size": 2}
     llm = LLM(str(folder), device="cpu", max_model_len=256, **ranks)
-    modules = [m for m in llm.llm_engine.executor.runner.model.modules() if isinstance(m, Experts)]
-    shapes = {tuple(m.w13_weight.shape) for m in modules}
+    modules = llm.llm_engine.executor.runner.model.modules()
+    kinds = Experts, StackedExperts
+    shapes = {tuple(next(m.parameters()).shape) for m in modules if isinstance(m, kinds)}
     got = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
     llm.llm_engine.shutdown()
     assert got == [greedy(folder, prompt, 12) for prompt in PROMPTS]

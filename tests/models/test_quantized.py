@@ -36,12 +36,14 @@ from fastkernels.models.common import build, quantized
 from fastkernels.models.common.checkpoint import CheckpointError
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
-from fastkernels.models.common.quantization import read
+from fastkernels.models.common.quantization import Scheme, read
 from fastkernels.models.common.registry import find
 from fastkernels.overrides.linear.linear_int4 import dequantize_int4, pack_int4, untile_int4
 from fastkernels.overrides.linear.parallel_linear import weights_as
 from fastkernels.overrides.linear.quantized import DequantizedMethod, Int4LinearMethod
 from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
+
+DENSE = ("gptq_8_bits", "gptq_8_bits_zeros", "packed_8_bits", "int_8_bits", "compressed_weights")  # at load
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def test_plan_counts_the_bytes(made: Any) -> None:
     quantized.finish(model)
     kept = sum(p.numel() * p.element_size() for p in model.parameters())
     assert plan(str(folder)).weight_bytes == kept
-    assert kept < plan(str(dense)).weight_bytes or "8_bits" in name
+    assert kept < plan(str(dense)).weight_bytes or name in DENSE
 
 
 def test_engine_serves_quantized_checkpoints(made: Any) -> None:
@@ -115,6 +117,12 @@ def group(**weights: Any) -> dict[str, Any]:
     return {**CHANNEL, "config_groups": {"group_0": {**first, "weights": {**first["weights"], **weights}}}}
 
 
+def inputs(**activations: Any) -> dict[str, Any]:
+    first = CHANNEL["config_groups"]["group_0"]
+    given = {**first, "input_activations": {**first["input_activations"], **activations}}
+    return {**CHANNEL, "config_groups": {"group_0": given}}
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -138,6 +146,24 @@ def group(**weights: Any) -> dict[str, Any]:
         ({**CHANNEL, "config_groups": {"a": {**INT4, "format": "marlin-24"}}},
          "config_groups.a.format='marlin-24' is not supported, only 'pack-quantized'"),
         ({**CHANNEL, "ignore": "lm_head"}, "ignore='lm_head' is not a list of module names"),
+        ({**CHANNEL, "ignore": ["re:("]}, "'re:(' is no regular expression: missing )"),
+        ({**CHANNEL, "config_groups": {}}, "config_groups has no group of linear layers"),
+        ({**CHANNEL, "format": "mxfp8-quantized"}, "format='mxfp8-quantized' is not supported, only 'float"),
+        (inputs(symmetric=False), "input_activations.symmetric=False is not supported, only True"),
+        (inputs(strategy="group"), "input_activations.strategy='group' is not supported, only 'token', 'tensor'"),
+        ({**CHANNEL, "config_groups": {"a": {**INT4, "format": "pack-quantized"},
+                                       "b": {**formats.ATTENTION, "targets": ["re:.*k_proj"]}}},
+         "has another format for model.layers.0.self_attn.k_proj: one weight here has model.layers.0.self_attn.q_proj"),
+        ({"quant_method": "fp8", "store_dtype": "mxfp4"}, "store_dtype='mxfp4' is not supported"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format=True is not supported"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*o_proj": {"bits": 3}}},
+         "dynamic.+:.*o_proj.bits=3 is not supported, only 4, 8"),
+        ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "backend='llm-awq' is not supported"),
+        ({"quant_method": "auto-round", "bits": 4, "sym": False}, "sym=False is not supported, only True"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": {}}},
+         "quantized_layers.a.b.quant_algo=None is not supported, only 'FP8', 'FP8_PER_CHANNEL_PER_TOKEN'"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": ["FP8"]}},
+         "quantization.quant_algo=['FP8'] is not supported"),
     ],
 )  # fmt: skip
 def test_config_is_refused_with_field_and_value(
@@ -179,6 +205,12 @@ def edited(base: Path, folder: Path, name: str, change: Callable[[Tensors], Any]
          f"{KEY}weight_scale_inv of shape (2, 2) does not fit: its dtype is torch.float8_e4m3fn, not torch.float32"),
         ("compressed_nvfp4", lambda t: t[KEY + "weight_global_scale"].fill_(0),
          f"{KEY}weight_global_scale of shape () does not fit: weights are divided by it, and it is 0"),
+        ("compressed_nvfp4", lambda t: t[KEY + "weight_global_scale"].fill_(torch.inf),
+         f"{KEY}weight_global_scale of shape () does not fit: weights are divided by it, and it is inf"),
+        ("int_8_bits", lambda t: t.update({KEY + "weight": t[KEY + "weight"].int()}),
+         f"{KEY}weight of shape (256, 256) does not fit: its dtype is torch.int32, not torch.int8"),
+        ("awq", lambda t: t.update({KEY + "weight": t.pop(KEY + "qweight")}),
+         f"{KEY}weight of shape (256, 32) does not fit: it is not quantized, and config.quantization_config"),
         ("modelopt_nvfp4", lambda t: t[KEY + "weight_scale"].view(torch.uint8)[3, 3].fill_(0x81),
          f"{KEY}weight_scale of shape (256, 16) does not fit: it has a scale that is negative or NaN"),
         ("modelopt_nvfp4", lambda t: t.update({KEY + "weight": t[KEY + "weight"].view(torch.int8)}),
@@ -278,6 +310,7 @@ def test_published_config_is_read(base: Path, tmp_path: Path, name: str) -> None
     [
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}, FP8),
         ("hf_quant_config.json", {"quantization": {"quant_algo": None}}, torch.float32),
+        ("hf_quant_config.json", {"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, torch.uint8),
         ("quantize_config.json", {"bits": 4, "group_size": 128, "desc_act": True, "sym": True}, torch.uint8),
         ("quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True}, torch.uint8),
     ],
@@ -289,6 +322,43 @@ def test_quantization_in_a_file_of_its_own_is_read(
     (folder / file).write_text(json.dumps(own))
     made = build.skeleton(folder, build.load_config(folder), torch.float32)
     assert made.get_parameter("model.layers.0.mlp.down_proj.weight").dtype == dtype
+
+
+def test_older_name_of_the_field_is_read(base: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(base, tmp_path / "copy")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "compression_config": CHANNEL}))
+    made = build.skeleton(folder, build.load_config(folder), torch.float32)
+    assert made.get_parameter("model.layers.0.mlp.down_proj.weight").dtype == FP8
+
+
+ROWS = Scheme("modelopt", "fp8", "modelopt", by_row=True)
+TWO = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {
+    "model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"},
+    "model.layers.0.mlp.experts.7.up_proj": {"quant_algo": "FP8"},
+    "model.layers.0.self_attn.o_proj": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "expected"),
+    [
+        ({"quant_method": "fbgemm_fp8"}, "o_proj", Scheme("fbgemm_fp8", "fp8", "compressed-tensors", by_row=True)),
+        ({"quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}, "o_proj", ROWS),
+        ({"quant_method": "modelopt", **TWO}, "o_proj", ROWS),
+        ({"quant_method": "modelopt", **TWO}, "qkv_proj", None),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["layers.0."]}, "o_proj", None),
+        ({"quant_method": "auto-round", "bits": 4, "sym": False, "packing_format": "auto_round:auto_awq"}, "o_proj",
+         Scheme("awq", "int4", "awq", group=128, zeros=True)),
+        ({**CHANNEL, "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}, "o_proj", None),
+    ],
+)  # fmt: skip
+def test_config_gives_the_format_of_a_layer(
+    config: dict[str, Any], layer: str, expected: Scheme | None
+) -> None:
+    name = "LlamaForCausalLM"
+    found = read(SimpleNamespace(architectures=[name], quantization_config=config))
+    assert found is not None and found.of(f"model.layers.0.self_attn.{layer}", find(name).arch) == expected
 
 
 def test_quantization_that_is_no_table_is_refused(base: Path, tmp_path: Path) -> None:
@@ -318,9 +388,9 @@ def test_layers_that_a_config_leaves_out(names: str, fields: dict[str, Any] | No
         with pytest.raises(Unsupported, match="quant_method='gptq' is not supported, only 'mxfp4'"):
             read(config)
         return
-    scheme, arch = read(config), find(names).arch
-    assert scheme is not None and not scheme.quantizes(DOWN, arch)
-    assert scheme.quantizes("model.layers.0.mlp.gate_up_proj", arch)
+    found, arch = read(config), find(names).arch
+    assert found is not None and found.of(DOWN, arch) is None
+    assert found.of("model.layers.0.mlp.gate_up_proj", arch) is not None
 
 
 @pytest.mark.parametrize(
@@ -346,6 +416,24 @@ def test_packed_queries_and_experts_in_one_tensor(
     assert (found - expected).square().mean().sqrt() < 1e-2 * expected.std()
 
 
+@pytest.mark.parametrize(
+    ("inner", "ranks", "said"),
+    [
+        (192, 1, "192, 192 rows on a rank share blocks of 128 rows, which is not"),
+        (256, 2, "64, 64 .*: use fewer ranks"),
+    ],
+)
+def test_matrices_that_share_a_block_are_refused(
+    base: Path, tmp_path: Path, inner: int, ranks: int, said: str
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "copy")
+    set_config(folder, FORMATS["fp8_blocks"][0])
+    config = build.load_config(folder)
+    config.intermediate_size = inner
+    with parallel.build_as(0, ranks), pytest.raises(ValueError, match=rf"layers.0.*: matrices of .*{said}"):
+        build.skeleton(folder, config, torch.float32)
+
+
 def test_act_order_is_refused_where_ranks_share_columns(base: Path, tmp_path: Path) -> None:
     folder, _ = write(tmp_path, "gptq_act", base)
     with (
@@ -366,9 +454,10 @@ def test_act_order_is_undone_where_a_weight_is_dequantized() -> None:
     torch.testing.assert_close(layer.weight.data, plain)
 
 
-@pytest.mark.parametrize(
-    "name", ["fp8_blocks", "compressed_channel", "fp8_static", "gptq_64", "packed_channel", "awq"]
-)
+@pytest.mark.parametrize("name", [
+    "fp8_blocks", "compressed_channel", "fp8_static", "gptq_64", "packed_channel", "awq", "packed_8_bits",
+    "int_8_bits", "compressed_weights",
+])  # fmt: skip
 def test_ranks_hold_their_part_of_weight_and_scales(base: Path, tmp_path: Path, name: str) -> None:
     """The products of two ranks' columns, put together, are those of one; rows' parts are summed."""
     wide = make_tiny(tmp_path / "wide", "llama", "float32", **{**SIZES, "num_attention_heads": 8,
@@ -382,6 +471,9 @@ def test_ranks_hold_their_part_of_weight_and_scales(base: Path, tmp_path: Path, 
         found = {}
         for part in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
             layer: Any = model.get_submodule(f"model.layers.0.{part}")
+            if name in DENSE:
+                found[part] = layer.weight.data
+                continue
             scale = layer.weight_scale
             if layer.weight.dtype == torch.uint8:
                 rows = untile_int4(layer.weight, scale, layer.weight_zero)

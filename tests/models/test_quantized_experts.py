@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +45,7 @@ CASES = [
     ("deepseek_v32", "fp8_blocks"), ("qwen3_moe", "fp8_static"), ("qwen3_moe", "fp8_dynamic"),
     ("qwen3_moe", "packed_channel"), ("mixtral", "awq"), ("mixtral", "compressed_block"),
     ("qwen3_moe", "modelopt_nvfp4"), ("mixtral", "compressed_nvfp4"), ("deepseek_v3", "modelopt_nvfp4"),
-    ("qwen2_moe", "gptq_64"),
+    ("qwen2_moe", "gptq_64"), ("qwen3_moe", "compressed_groups"),
 ]  # fmt: skip
 
 
@@ -130,6 +129,7 @@ def test_parts_of_two_ranks_add_up(bases: Any, tmp_path: Path, kind: str, name: 
     [
         ({"quant_method": "bitnet"}, "'bitnet' .* experts in ternary"),
         ({"quant_method": "gptq", "bits": 8}, "in int8"),
+        (FORMATS["compressed_weights"][0], "in fp8_block with unquantized activations"),
     ],
 )
 def test_experts_in_another_format_are_refused(
@@ -146,18 +146,19 @@ def test_ignored_gate_is_matched_by_names_of_the_checkpoint(kind: str) -> None:
     """compressed-tensors and vLLM match a regex with the start of a name: re:.*gate is gate_proj, too."""
     ignore = {**FORMATS["compressed_channel"][0], "ignore": ["lm_head", "re:.*gate"]}
     name = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[kind]
-    scheme, arch = read(SimpleNamespace(architectures=[name], quantization_config=ignore)), find(name).arch
-    assert scheme is not None
+    found, arch = read(SimpleNamespace(architectures=[name], quantization_config=ignore)), find(name).arch
+    assert found is not None
     if kind == "mixtral":
-        assert scheme.quantizes("model.layers.0.block_sparse_moe.experts", arch)
-        assert not scheme.quantizes("model.layers.0.block_sparse_moe.gate", arch)
+        assert found.of("model.layers.0.block_sparse_moe.experts", arch)
+        assert not found.of("model.layers.0.block_sparse_moe.gate", arch)
         return
     with pytest.raises(
         Unsupported, match=r"leaves model.layers.0.mlp.experts.0.gate_proj unquantized: the experts"
     ):
-        scheme.quantizes("model.layers.0.mlp.experts", arch)
-    scheme = replace(scheme, skipped=("lm_head", "re:.*gate$"))
-    assert scheme.quantizes("model.layers.0.mlp.experts", arch)
+        found.of("model.layers.0.mlp.experts", arch)
+    ignore = {**ignore, "ignore": ["lm_head", "re:.*gate$"]}
+    found = read(SimpleNamespace(architectures=[name], quantization_config=ignore))
+    assert found is not None and found.of("model.layers.0.mlp.experts", arch)
 
 
 EXPERT, LATENT = "model.layers.1.mlp.experts.3.", "model.layers.1.self_attn."

@@ -230,7 +230,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32", DSA),
     "glm_moe_dsa": (
         "GlmMoeDsa",
-        {**DSA, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "index_head_dim": 16},
+        {
+            **DSA,
+            "num_hidden_layers": 3,
+            "indexer_types": ["full", "shared", "full"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "index_head_dim": 16,
+        },
     ),
     "deepseek_v2": (
         "DeepseekV2",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from fk_bench.capture.captures import Argument, Capture, SignatureCalls, load_al
 
 CACHE_BYTES = 4 << 20
 CACHES = ("key_cache", "value_cache")
+ROUTING = ("topk_weights", "topk_ids")
+SIZES = ("tokens", "experts", "topk", "hidden", "intermediate")
+MULTIPLE = 128  # of sizes for another op's experts: the largest block of quantized weights
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class CapturedCase:
 def captured_cases(op: str, folder: Path | str | None = None) -> list[CapturedCase]:
     """The captured calls of an op, most frequent first, from the captures in `folder` or from the shipped ones.
 
-    Unusable parts are left out; `problems` lists them. Raises UnknownName, CaptureError.
+    Other ops with experts get the routing of captured `fused_experts`, see _routed. Unusable parts are left out;
+    `problems` lists them. Raises UnknownName, CaptureError.
     """
     return _collect(op, folder)[0]
 
@@ -54,7 +58,9 @@ def problems(op: str, folder: Path | str | None = None) -> list[str]:
 def _collect(op: str, folder: Path | str | None) -> tuple[list[CapturedCase], list[str]]:
     spec = registry.get(op)
     captures, wrong = load_all(folder)
-    found = [case for capture in captures for case in _cases(spec, capture, wrong)]
+    found = [
+        case for capture in captures for case in (*_cases(spec, capture, wrong), *_routed(spec, capture))
+    ]
     return sorted(found, key=lambda c: -c.case.weight), wrong
 
 
@@ -81,6 +87,40 @@ def _cases(spec: OpSpec, capture: Capture, wrong: list[str]) -> Iterator[Capture
                 continue
             case = Case(name, dims, _dtype(arguments), call.count * count / seen, tags=("captured",))
             yield CapturedCase(spec.name, capture.name, case, arguments, replayed)
+
+
+def _routed(spec: OpSpec, capture: Capture) -> Iterator[CapturedCase]:
+    """Captured routing of fused_experts for an op whose experts have other weights, one call of each size.
+
+    The number format is that of a model in spec.cases. Sizes are the capture's, rounded up to MULTIPLE.
+    """
+    names, seen = [argument.name for argument in spec.arguments], set()
+    if "fused_experts" not in capture.ops or spec.name in capture.ops:
+        return
+    if not {"hidden_states", *ROUTING} <= set(names):
+        return
+    models = [case for case in spec.cases if "model" in case.tags]
+    for source in _cases(registry.get("fused_experts"), capture, []):
+        sizes = {name: source.case.dims[name] for name in SIZES}
+        sizes |= {name: -(-sizes[name] // MULTIPLE) * MULTIPLE for name in SIZES[3:]}
+        if (key := tuple(sizes.values())) in seen:
+            continue
+        seen.add(key)
+        model = min(models, key=lambda case: abs(case.dims["experts"] - sizes["experts"]))
+        blank = spec.declaration.blank(replace(model, dims={**model.dims, **sizes}))
+        arguments = tuple(_argument(name, value) for name, value in zip(names, blank, strict=True))
+        values = {name: source.values[name] for name in ROUTING if name in source.values}
+        dims = spec.dims_of(*(_stand_in(argument, values) for argument in arguments))
+        case = replace(source.case, dims=dims, dtype=model.dtype)
+        yield CapturedCase(spec.name, capture.name, case, arguments, values)
+
+
+def _argument(name: str, value: Any) -> Argument:
+    """A tensor without values, or a value."""
+    if not isinstance(value, torch.Tensor):
+        return Argument(name=name, value=value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Argument(name=name, shape=list(value.shape), dtype=dtype, strides=list(value.stride()))
 
 
 def _values(call: SignatureCalls, capture: Capture) -> Iterator[tuple[int, dict[str, Any]]]:

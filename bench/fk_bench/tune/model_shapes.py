@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from fastkernels.core.tuning import Key
 from fastkernels.models.common.description import Attention
 from fastkernels.models.common.plan import Item, Plan
 from fastkernels.models.common.quantization import BLOCK, Scheme, read
+from fastkernels.models.common.registry import find
 
 TENSOR, ROW, FOUND = 0, 1, 2  # granularity of scales, as in the keys of FP8 ops
 
@@ -25,7 +26,7 @@ def shapes_of_model(name: str, key: Key, model: str, dtype: torch.dtype, tp: int
     model: a short name ('llama': its default sizes), or a folder with config.json. Raises UnknownName, CheckpointError,
     Unsupported, and ValueError for a model that `tp` ranks cannot share.
     """
-    plan, scheme = _plan_of(model, dtype_name(dtype))
+    plan, scheme_of = _plan_of(model, dtype_name(dtype))
     if plan is None:
         return _built(name, key, model, dtype, tp)
     if name == "attention_decode":
@@ -33,9 +34,9 @@ def shapes_of_model(name: str, key: Key, model: str, dtype: torch.dtype, tp: int
         return distinct(_attention(a, dtype, tp) for a in several)
     of_op = [item for item in plan.items if item.op == name]
     if name in ("linear", "linear_fp8"):
-        return distinct(_linear(item, plan, scheme, dtype, tp) for item in of_op)
+        return distinct(_linear(item, plan, scheme_of(item.path), dtype, tp) for item in of_op)
     if name in ("fused_experts", "fused_experts_fp8"):
-        return distinct(_experts(item, scheme, dtype, tp) for item in of_op)
+        return distinct(_experts(item, scheme_of(item.path), dtype, tp) for item in of_op)
     return []
 
 
@@ -72,19 +73,20 @@ def distinct(shapes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list({tuple(s.items()): s for s in shapes}.values())
 
 
-def _plan_of(model: str, dtype: str = "") -> tuple[Plan | None, Scheme | None]:
-    """The plan of a folder's model, and its quantization; None for a short name, which has no config."""
+def _plan_of(model: str, dtype: str = "") -> tuple[Plan | None, Callable[[str], Scheme | None]]:
+    """The plan of a folder's model, None for a short name, which has no config; and the number format by path."""
     file = Path(model) / "config.json"
-    return _planned(model, dtype, file.stat().st_mtime_ns) if file.is_file() else (None, None)
+    return _planned(model, dtype, file.stat().st_mtime_ns) if file.is_file() else (None, lambda path: None)
 
 
 @lru_cache(maxsize=8)  # several ops have shapes of the same model
-def _planned(model: str, dtype: str, changed: int) -> tuple[Plan, Scheme | None]:
+def _planned(model: str, dtype: str, changed: int) -> tuple[Plan, Callable[[str], Scheme | None]]:
     import fastkernels
     from fastkernels.models.common import build
 
     config = build.load_config(Path(model))
-    return fastkernels.plan(config, dtype), read(config)
+    formats, arch = read(config), find(config.architectures[0], config).arch
+    return fastkernels.plan(config, dtype), lambda path: None if formats is None else formats.of(path, arch)
 
 
 def _attention(a: Attention, dtype: torch.dtype, tp: int) -> dict[str, Any]:

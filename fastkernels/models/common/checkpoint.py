@@ -14,7 +14,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {  # of safetensors' headers, those that a conversion of quantized tensors tells apart
     "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
-    "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E8M0": torch.float8_e8m0fnu, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ POSITIVE = (
     *REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_experts",
     "num_local_experts", "num_experts_per_tok", "sliding_window", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
     "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group", "index_topk", "index_n_heads", "index_head_dim",
+    "query_pre_attn_scalar",
 )  # fmt: skip
 # The last two are names of sparse attention, in transformers' releases.
 LAYER_TYPES = "full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention"
@@ -120,10 +121,6 @@ def check_ranks(config: Any, size: int, experts: int = 1) -> None:
         counts = {own.count for own in found if own is not None}
         if not counts:
             raise Unsupported(f"{config.architectures[0]} has no experts")
-        if any(own is not None and own.clamped for own in found):
-            raise Unsupported(
-                f"the experts of {config.architectures[0]} cannot be divided: only 1 is supported"
-            )
         if uneven := sorted(n for n in counts if n % experts):
             whole = [str(n) for n in range(1, size + 1) if size % n == 0 and not any(c % n for c in counts)]
             raise Unsupported(

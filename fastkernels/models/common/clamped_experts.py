@@ -14,6 +14,7 @@ from fastkernels.models.common.description import Experts
 from fastkernels.overrides.kit import mxfp4
 from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
 from fastkernels.overrides.moe.fused_experts_swigluoai import fused_experts_swigluoai
+from fastkernels.overrides.moe.sparse_moe import own_experts
 from fastkernels.overrides.routing.topk_softmax import topk_softmax
 
 log = logging.getLogger("fastkernels")
@@ -21,17 +22,20 @@ _announced = False
 
 
 class StackedExperts(nn.Module):
-    """All experts' matrices as the checkpoint has them, with this rank's shard of the intermediate size.
+    """This rank's experts as the checkpoint has them, with its shard of the intermediate size; see own_experts.
 
     In floats gate_up_proj [E, 2 I, H] and down_proj [E, H, I], both transposed in the checkpoint. In MXFP4 the same
     names with _blocks ([E, rows, columns / 32, 16] in the checkpoint, without the last axis here) and _scales. Rows of
     gate_up_proj alternate between gate and up. Raises ValueError for sizes that the ranks cannot share.
     """
 
+    expert_map: torch.Tensor | None
+
     def __init__(self, experts: Experts, hidden: int) -> None:
         super().__init__()
-        self.rank, self.ranks = parallel.get_tp_rank(), parallel.get_tp_size()
-        n, total = experts.count, experts.intermediate
+        size, self.count, total = parallel.get_tp_size(), experts.count, experts.intermediate
+        self.ranks, self.rank, self.first, n, expert_map = own_experts(self.count, size)
+        self.register_buffer("expert_map", expert_map, persistent=False)
         inner = parallel.divide(total, self.ranks, "intermediate size of an expert")
         if experts.mxfp4:
             parallel.divide(
@@ -59,16 +63,19 @@ class StackedExperts(nn.Module):
     def _load(
         self, param: nn.Parameter, loaded: torch.Tensor, axis: int | None, packed: bool, turned: bool
     ) -> None:
-        """Copy this rank's part. axis: the one that ranks share; None: a bias that the first rank adds for all."""
+        """Copy this rank's part. axis: the one that ranks share; None: a bias that the first of them adds for all."""
         if packed and loaded.dim() == 4 and loaded.shape[-1] == mxfp4.BLOCK // 2:
             loaded = loaded.flatten(-2)
         elif turned and loaded.dim() == 3 and not (loaded.is_meta and loaded.shape == param.shape):
             loaded = loaded.transpose(1, 2)
-        expected = list(param.shape)
+        expected = [self.count, *param.shape[1:]]
         if axis is not None:
             expected[axis] *= self.ranks
         if list(loaded.shape) != expected:
             raise ValueError(f"as values of all ranks it must have the shape {tuple(expected)}")
+        if param.dtype == torch.uint8 and not packed and not loaded.is_meta and loaded.eq(255).any():
+            raise ValueError("it has a scale that is NaN")
+        loaded = loaded.narrow(0, self.first, len(param))
         if axis is not None:
             loaded = loaded.narrow(axis, self.rank * param.shape[axis], param.shape[axis])
         param.data.copy_(loaded) if axis is not None or self.rank == 0 else param.data.zero_()
@@ -114,8 +121,11 @@ class ClampedExperts(nn.Module):
         scores, _ = self.router(x)
         weights, ids, _ = topk_softmax(scores, self.top_k, self.normalize)
         w1, w2, *scales = self.experts.weights()
-        biases = self.experts.gate_up_proj_bias, self.experts.down_proj_bias
-        out = fused_experts_swigluoai(x, w1, w2, *biases, weights, ids, *scales, None, self.alpha, self.limit)
+        e = self.experts
+        out = fused_experts_swigluoai(
+            x, w1, w2, e.gate_up_proj_bias, e.down_proj_bias, weights, ids, *scales, e.expert_map, self.alpha,
+            self.limit,
+        )  # fmt: skip
         return parallel.all_reduce(out)
 
     def loaded(self, dtype: torch.dtype) -> None:

@@ -461,31 +461,32 @@ def indexer(config: Any, interleaved: bool, shared: bool = False) -> Indexer:
     return Indexer(config.index_n_heads, config.index_head_dim, config.index_topk, interleaved, shared)
 
 
-def dense_layers(config: Any) -> int:
-    """The number of first layers with an MLP by config.mlp_layer_types. Raises Unsupported for another order."""
+def dense_layers(config: Any) -> list[bool]:
+    """Which layers have an MLP instead of experts, by config.mlp_layer_types. Raises Unsupported for other kinds."""
     kinds = config.mlp_layer_types[: config.num_hidden_layers]
-    dense = kinds.count("dense")
-    if kinds != ["dense"] * dense + ["sparse"] * (config.num_hidden_layers - dense):
+    if len(kinds) < config.num_hidden_layers or set(kinds) - {"dense", "sparse"}:
         raise Unsupported(
-            f"config.mlp_layer_types={config.mlp_layer_types!r} is not supported, only dense layers before sparse ones"
+            f"config.mlp_layer_types={config.mlp_layer_types!r} is not supported, only 'dense' or 'sparse' for each of"
+            f" {config.num_hidden_layers} layers"
         )
-    return dense
+    return [kind == "dense" for kind in kinds]
 
 
 def latent_decoder(
-    config: Any, experts: Experts, dense_layers: int | None = None, indexers: Sequence[Indexer] = ()
+    config: Any, experts: Experts, dense: Sequence[bool] | None = None, indexers: Sequence[Indexer] = ()
 ) -> Decoder:
-    """DeepSeek's decoder with the sizes of a config: the first layers have an MLP, the others experts.
+    """DeepSeek's decoder with the sizes of a config: some layers have an MLP, the others experts.
 
-    dense_layers: with an MLP; by default config.first_k_dense_replace. indexers: one for each layer, or none
+    dense: which have an MLP; by default the first config.first_k_dense_replace. indexers: one for each layer, or none
     """
-    first = config.first_k_dense_replace if dense_layers is None else dense_layers
+    if dense is None:
+        dense = [i < config.first_k_dense_replace for i in range(config.num_hidden_layers)]
     norm, attention = Norm(eps=config.rms_norm_eps), latent_attention(config)
-    dense = Mlp(config.intermediate_size, activation(config))
+    mlp = Mlp(config.intermediate_size, activation(config))
     none: list[Indexer | None] = [None] * config.num_hidden_layers
     attentions = [replace(attention, indexer=x) for x in indexers or none]
     layers = tuple(
-        Layer(a, dense if i < first else experts, before_attention=norm, before_mlp=norm)
-        for i, a in enumerate(attentions)
+        Layer(a, mlp if has_mlp else experts, before_attention=norm, before_mlp=norm)
+        for a, has_mlp in zip(attentions, dense, strict=True)
     )
     return Decoder(config.vocab_size, config.hidden_size, layers, norm, bool(config.tie_word_embeddings))

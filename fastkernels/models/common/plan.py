@@ -23,7 +23,7 @@ from fastkernels.models.common.description import (
     Norm,
     ParallelExperts,
 )
-from fastkernels.models.common.quantization import Scheme
+from fastkernels.models.common.quantization import Quantization
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 MXFP4_BITS = 4 + 8 / 32  # a scale for 32 values
@@ -147,18 +147,19 @@ def plan(model: Any, dtype: str = "") -> Plan:
     checks.check(config)
     described = registry.describe(config)
     dtype = dtype or str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-    scheme = quantization.read(config)
-    items = tuple(_in_format(item, scheme, arch, SIZES[dtype]) for item in _items(described, arch))
+    formats = quantization.read(config)
+    items = tuple(_in_format(item, formats, arch, SIZES[dtype]) for item in _items(described, arch))
     attentions = tuple(layer.attention for layer in described.layers)
     return Plan(names[0], arch.category, dtype, items, attentions, described.tied)
 
 
-def _in_format(item: Item, scheme: Scheme | None, arch: Architecture, dtype_bytes: int) -> Item:
+def _in_format(item: Item, formats: Quantization | None, arch: Architecture, dtype_bytes: int) -> Item:
     """The item with the op and the bytes of the checkpoint's number format."""
     ops = "linear", "fused_experts"
-    if scheme is None or item.op not in ops or item.path.rpartition(".")[2] in quantization.DENSE:
+    if formats is None or item.op not in ops or item.path.rpartition(".")[2] in quantization.DENSE:
         return item
-    if not scheme.quantizes(item.path, arch):
+    scheme = formats.of(item.path, arch)
+    if scheme is None:
         return item
     if item.op == "fused_experts":
         parts = [scheme.weight_bytes(n, k, dtype_bytes, True) * e for e, n, k in item.shapes.values()]

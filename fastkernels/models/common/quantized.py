@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fastkernels.models.common import registry
-from fastkernels.models.common.quantization import AS_DENSE, DENSE, Scheme, read
+from fastkernels.models.common.quantization import DENSE, Scheme, read
 from fastkernels.overrides.linear.linear_int4 import MIDDLE, pack_int4
 from fastkernels.overrides.linear.linear_ternary import UNIT, pack_ternary
 from fastkernels.overrides.linear.parallel_linear import Methods, ParallelLinear
@@ -44,34 +44,30 @@ Tensors: TypeAlias = Mapping[str, tuple[tuple[str, Convert], ...]]
 
 def methods(config: Any) -> Methods | None:
     """The method of each linear layer of a config's model, by prefix; None if the model is not quantized."""
-    scheme = read(config)
-    if scheme is None:
+    quantization = read(config)
+    if quantization is None:
         return None
-    arch, make, make_experts = (
-        registry.find(config.architectures[0], config).arch,
-        _method(scheme),
-        _experts_method(scheme),
-    )
-    announce(scheme)
+    arch = registry.find(config.architectures[0], config).arch
 
     def method(prefix: str) -> Any:
-        if not scheme.quantizes(prefix, arch):
+        scheme, own = quantization.of(prefix, arch), prefix.rpartition(".")[2]
+        if scheme is None:
             return None
-        own = prefix.rpartition(".")[2]
         if own == "experts" and arch.experts:
-            return make_experts()
-        return DequantizedMethod(make()) if own in DENSE or scheme.kind in AS_DENSE else make()
+            return _experts_method(scheme)
+        made = _method(scheme)
+        if scheme.dense:
+            announce(scheme.kind)
+        return DequantizedMethod(made) if own in DENSE or scheme.dense else made
 
     return method
 
 
 @lru_cache
-def announce(scheme: Scheme) -> None:
+def announce(kind: str) -> None:
     """Log once what is not done in the checkpoint's number format."""
-    if scheme.kind in AS_DENSE:
-        log.warning(
-            "8-bit integer weights are dequantized while they are loaded: no kernel here multiplies them"
-        )
+    what = "8-bit integer weights" if kind == "int8" else "float8 weights with unquantized activations"
+    log.warning(f"{what} are dequantized while they are loaded: no kernel here multiplies them")
 
 
 @lru_cache
@@ -79,51 +75,64 @@ def announce_cache() -> None:
     log.warning("the KV cache has the model's dtype: the checkpoint's scales for one in 8 bits are not used")
 
 
-def _method(scheme: Scheme) -> Callable[[], Any]:
+def _method(scheme: Scheme) -> Any:
     if scheme.kind in ("int4", "int8"):
-        # GPTQ and AWQ have scales in float16; in bfloat16 they would lose three bits.
-        scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16
         method = Int4LinearMethod if scheme.kind == "int4" else Int8Weight
-        return lambda: method(scheme.group, scheme.zeros, scale_dtype, scheme.act_order)
+        return method(scheme.group, scheme.zeros, _scale_dtype(scheme), scheme.act_order)
     if scheme.kind == "nvfp4":
-        return Nvfp4LinearMethod
+        return Nvfp4LinearMethod()
     if scheme.kind == "ternary":
-        return TernaryLinearMethod
-    return lambda: Fp8LinearMethod(scheme.kind == "fp8_block", scheme.static)
+        return TernaryLinearMethod()
+    return Fp8LinearMethod(scheme.kind == "fp8_block", scheme.static)
 
 
-def _experts_method(scheme: Scheme) -> Callable[[], Any]:
+def _experts_method(scheme: Scheme) -> Any:
     if scheme.kind == "int4":
-        scale_dtype = None if scheme.layout == "compressed-tensors" else torch.float16
-        return lambda: Int4ExpertsMethod(scheme.group, scheme.zeros, scale_dtype)
+        return Int4ExpertsMethod(scheme.group, scheme.zeros, _scale_dtype(scheme))
     if scheme.kind == "nvfp4":
-        return Nvfp4ExpertsMethod
-    return lambda: Fp8ExpertsMethod(scheme.kind == "fp8_block", scheme.static)
+        return Nvfp4ExpertsMethod()
+    return Fp8ExpertsMethod(scheme.kind == "fp8_block", scheme.static)
+
+
+def _scale_dtype(scheme: Scheme) -> torch.dtype | None:
+    """GPTQ and AWQ have scales in float16; in bfloat16 they would lose three bits."""
+    return torch.float16 if scheme.layout in ("gptq", "gptq_v2", "awq") else None
 
 
 class Reader:
     """The tensors of a checkpoint and the parameters that they become."""
 
     def __init__(self, config: Any, model: nn.Module) -> None:
-        scheme, self.model, parameters = read(config), model, dict(model.named_parameters())
-        self.tensors: Tensors = {} if scheme is None else _tensors(scheme)
-        self.group = 0 if scheme is None else scheme.group
-        self.parameters = parameters
-        self.names = {p: name for name, parts in reversed(list(self.tensors.items())) for p, _ in parts if p}
+        self.quantization, self.model = read(config), model
+        self.arch = registry.find(config.architectures[0], config).arch
+        self.parameters = dict(model.named_parameters())
+        self.schemes: dict[str, Scheme | None] = {}
 
     def targets(self, name: str) -> tuple[tuple[str, Convert], ...]:
         """(parameter, conversion) of a tensor, whose name has the layer's name in our model."""
         layer, own = self._split(name)
-        if self.tensors and own in NOT_READ:
+        if self.quantization and own in NOT_READ:
             announce_cache()
             return ()
-        if own == "bias" and self._quantized(layer) and name not in self.parameters:
+        scheme = self._scheme(layer)
+        if scheme is None:
+            return ((name, same),)
+        if own == "bias" and name not in self.parameters:
             return (("", _no_bias),)
-        if own in ORDERS and self._quantized(layer) and layer + "g_idx" not in self.parameters:
-            return (("", partial(_in_order, self.group, self._columns(layer))),)
-        if own in self.tensors and self._quantized(layer):
-            return tuple((p and layer + p, convert) for p, convert in self.tensors[own])
-        return ((name, same),)
+        if own in ORDERS and layer + "g_idx" not in self.parameters:
+            return (("", partial(_in_order, scheme.group, self._columns(layer))),)
+        tensors = _tensors(scheme)
+        if own in tensors:
+            return tuple((p and layer + p, convert) for p, convert in tensors[own])
+        return ((name, _unquantized if own == "weight" else same),)
+
+    def _scheme(self, layer: str) -> Scheme | None:
+        """The format of a layer with its separator, of a matrix of experts."""
+        if self.quantization is None or layer + MARK not in self.parameters:
+            return None
+        if layer not in self.schemes:
+            self.schemes[layer] = self.quantization.of(layer.rpartition(".")[0], self.arch)
+        return self.schemes[layer]
 
     def _columns(self, layer: str) -> int:
         """The columns of a weight on all ranks."""
@@ -137,7 +146,9 @@ class Reader:
     def checkpoint_name(self, parameter: str) -> str:
         """The name of a parameter's tensor, before the layer is renamed."""
         layer, own = self._split(parameter)
-        return layer + self.names.get(own, own) if self._quantized(layer) else parameter
+        scheme = self._scheme(layer)
+        tensors = {} if scheme is None else _tensors(scheme)
+        return layer + next((name for name, parts in tensors.items() if own in dict(parts)), own)
 
     def _split(self, name: str) -> tuple[str, str]:
         """The layer with its separator, and a tensor's own name: stacked experts have w13_weight and w2_weight."""
@@ -146,9 +157,6 @@ class Reader:
         if line and matrix in MATRICES:
             return f"{layer}.{matrix}_", rest
         return layer + dot, own
-
-    def _quantized(self, layer: str) -> bool:
-        return layer + MARK in self.parameters
 
 
 def finish(model: nn.Module) -> None:
@@ -161,6 +169,10 @@ def finish(model: nn.Module) -> None:
 def same(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, as a conversion."""
     return tensor
+
+
+def _unquantized(tensor: torch.Tensor) -> torch.Tensor:
+    raise ValueError("it is not quantized, and config.quantization_config does not leave its layer out")
 
 
 def _row_scale(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,12 +264,21 @@ def _zeros(scheme: Scheme, unpack: Convert) -> tuple[tuple[str, Convert], ...]:
     return (("weight_zero", unpack),) if scheme.zeros else (("", check),)
 
 
+def _from_int8(values: torch.Tensor) -> torch.Tensor:
+    """Add 128 to signed integers."""
+    return _of_dtype(torch.int8, values).view(torch.uint8) ^ Int8Weight.middle
+
+
 def _integer_tensors(scheme: Scheme) -> Tensors:
+    bits, pack = (4, _packed) if scheme.kind == "int4" else (8, same)
+    if scheme.layout == "int-quantized":
+        unused = dict.fromkeys(("input_scale", "input_zero_point"), ())
+        return {"weight": (("weight", _from_int8),), "weight_scale": (("weight_scale", same),), **unused}
     if scheme.layout == "compressed-tensors":
         return {
-            "weight_packed": (("weight", lambda t: _packed(_integers(t, 1))),),
+            "weight_packed": (("weight", lambda t: pack(_integers(t, 1, bits))),),
             "weight_scale": (("weight_scale", same),),
-            "weight_zero_point": _zeros(scheme, lambda t: _integers(t, 0)),
+            "weight_zero_point": _zeros(scheme, lambda t: _integers(t, 0, bits)),
             "weight_shape": (),
             "weight_g_idx": (("g_idx", same),),
         }
@@ -271,7 +292,6 @@ def _integer_tensors(scheme: Scheme) -> Tensors:
             "qzeros": _zeros(scheme, lambda t: _integers(t, 1, 4, order).t()),
         }
     one = int(scheme.layout == "gptq")  # the first version stores zero points less one
-    bits, pack = (4, _packed) if scheme.kind == "int4" else (8, same)
     return {
         "qweight": (("weight", lambda t: pack(_integers(t, 0, bits).t())),),
         "scales": scales,
@@ -303,6 +323,8 @@ def _mean(weight: torch.Tensor) -> torch.Tensor:
 
 def _rounded(weight: torch.Tensor) -> torch.Tensor:
     """Weights before quantization, divided by their mean absolute value."""
+    if not weight.is_floating_point() or weight.dtype.itemsize == 1:
+        raise ValueError(f"its dtype is {weight.dtype}, not a float of at least 16 bits, before quantization")
     return _ternary(((weight.float() * _mean(weight).reciprocal()).round().clamp(-1, 1) + 1).to(torch.uint8))
 
 
@@ -322,8 +344,10 @@ def _of_dtype(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reciprocal(divisor: torch.Tensor) -> torch.Tensor:
-    if not divisor.is_meta and divisor.eq(0).any():
-        raise ValueError("weights are divided by it, and it is 0")
+    if not divisor.is_floating_point():
+        raise ValueError(f"its dtype is {divisor.dtype}")
+    if not divisor.is_meta and not (divisor.isfinite() & divisor.ne(0)).all():
+        raise ValueError(f"weights are divided by it, and it is {divisor.flatten()[0].item():g}")
     return _one(divisor).reciprocal()
 
 
@@ -344,6 +368,13 @@ def _nvfp4_tensors(scheme: Scheme) -> Tensors:
     return {"weight_packed": weight, "weight_global_scale": divisor, **scale, "input_global_scale": ()}
 
 
+def _block_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Scales of blocks, also [N, 1, K, 1], and powers of two by their exponents."""
+    scale = scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
+    return scale.flatten(2).flatten(0, 1) if scale.dim() == 4 and scale.shape[1::2] == (1, 1) else scale
+
+
+@lru_cache
 def _tensors(scheme: Scheme) -> Tensors:
     if scheme.kind in ("int4", "int8"):
         return _integer_tensors(scheme)
@@ -351,9 +382,9 @@ def _tensors(scheme: Scheme) -> Tensors:
         return _nvfp4_tensors(scheme)
     if scheme.kind == "ternary":
         return _ternary_tensors(scheme)
-    static = {"input_scale": (("input_scale", _input_scale),) if scheme.static else ()}
+    static = {"input_scale": (("input_scale", _input_scale),) if scheme.static else (), "input_scale_ub": ()}
     by_row = _scale_of_each_row if scheme.by_row else _row_scale
-    scale = (("weight_scale", same if scheme.kind == "fp8_block" else by_row),)
+    scale = (("weight_scale", _block_scale if scheme.kind == "fp8_block" else by_row),)
     weight = (("weight", same),)
     if scheme.layout == "fp8":
         names = ("weight_scale_inv", "weight_scale")

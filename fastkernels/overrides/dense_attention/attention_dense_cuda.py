@@ -22,6 +22,7 @@ LEAST = 192  # keys; fewer are not measured
 LOG2E = 1.4426950408889634
 _P, _I, _F, _M = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, cuda_rtc.TensorMap
 TYPES = (_M, _M, _M, _P, *[_I] * 6, _F)
+RAGGED_TYPES = (*TYPES, _M, _P, _P, _P, _I)
 
 
 class Plan(NamedTuple):
@@ -32,6 +33,18 @@ class Plan(NamedTuple):
     stages: int
     bf16: bool
     channels: int
+    rope: int = 0
+    of_value: int = (
+        0  # channels of a value where sequences are concatenated; 0: one length, and those of a key
+    )
+
+    @property
+    def value(self) -> int:
+        return self.of_value or self.channels
+
+    @property
+    def ragged(self) -> bool:
+        return self.of_value > 0
 
     @property
     def threads(self) -> int:
@@ -40,21 +53,23 @@ class Plan(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes: queries, tiles of keys and values, barriers; 1 KiB to align them."""
-        rows = 64 * self.groups + 2 * self.stages * self.keys
-        return 128 * cdiv(self.channels, 64) * rows + 8 + 32 * self.stages + 1024
+        of_key, of_value = cdiv(self.channels + self.rope, 64), cdiv(self.value, 64)
+        rows = of_key * 64 * self.groups + self.stages * self.keys * (of_key + of_value)
+        return 128 * rows + 8 + 32 * self.stages + 1024
 
     @property
     def options(self) -> tuple[str, ...]:
         """NVRTC's options, without the architecture."""
         return (
             "--std=c++17", f"-DGROUPS={self.groups}", f"-DKEYS={self.keys}", f"-DSTAGES={self.stages}",
-            f"-DBF16={int(self.bf16)}", f"-DCHANNELS={self.channels}",
+            f"-DBF16={int(self.bf16)}", f"-DCHANNELS={self.channels}", f"-DROPE={self.rope}", f"-DVALUE={self.value}",
+            f"-DRAGGED={int(self.ragged)}",
         )  # fmt: skip
 
 
 def weigh(p: Plan) -> str:
     """Return CUDA C++ of weigh(): wgmma for all channels of keys in rows, with weights from registers."""
-    count, kind = p.channels // 2, "bf16.bf16" if p.bf16 else "f16.f16"
+    count, kind = p.value // 2, "bf16.bf16" if p.bf16 else "f16.f16"
     sums = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(c[{i}])' for i in range(count))
     weights = ", ".join(f"%{count + i}" for i in range(4))
@@ -62,7 +77,7 @@ def weigh(p: Plan) -> str:
     return f"""
 __device__ __forceinline__ void weigh(float (&c)[{count}], const unsigned (&a)[4], unsigned long long b) {{
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n{p.channels}k16.f32.{kind}"
+        "wgmma.mma_async.sync.aligned.m64n{p.value}k16.f32.{kind}"
         " {{{sums}}}, {{{weights}}}, %{count + 4}, 1, 1, 1, 1;"
         : {operands} : {given}, "l"(b) : "memory");
 }}
@@ -75,8 +90,10 @@ def source(p: Plan) -> str:
 
 
 @lru_cache(maxsize=64)
-def _kernel(device: torch.device, p: Plan) -> cuda_rtc.Kernel:
-    return cuda_rtc.Kernel(source(p), "attention_dense", p.options, device.index, TYPES, p.shared)
+def kernel_for(device: torch.device, p: Plan) -> cuda_rtc.Kernel:
+    """Return the kernel of this plan, compiled and loaded."""
+    types = RAGGED_TYPES if p.ragged else TYPES
+    return cuda_rtc.Kernel(source(p), "attention_dense", p.options, device.index, types, p.shared)
 
 
 def supports(
@@ -153,7 +170,7 @@ def choose(batch: int, heads: int, n_q: int, n_k: int, channels: int, sms: int =
     return {"groups": 1, "keys": keys, "stages": 2}
 
 
-def _map(t: torch.Tensor, rows: int) -> cuda_rtc.TensorMap:
+def tensor_map(t: torch.Tensor, rows: int) -> cuda_rtc.TensorMap:
     """Describe q, k or v [B, S, H, D]: boxes of 64 channels and so many tokens of a head."""
     order = (1, 2, 0)  # tokens, heads, batch
     strides = tuple(t.stride(i) if t.shape[i] > 1 else 8 for i in order)
@@ -174,7 +191,7 @@ def attend(
     p = Plan(**chosen, bf16=q.dtype == torch.bfloat16, channels=size)
     tiles = cdiv(n_q, 64 * p.groups)
     grid = tiles * batch * heads
-    maps = _map(q, 64 * p.groups), _map(k, p.keys), _map(v, p.keys)
+    maps = tensor_map(q, 64 * p.groups), tensor_map(k, p.keys), tensor_map(v, p.keys)
     early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
     given = (
         *maps,
@@ -188,5 +205,5 @@ def attend(
         scale * LOG2E,
     )
     stream = torch.cuda.current_stream(q.device).cuda_stream
-    _kernel(q.device, p).launch(grid, p.threads, stream, given, overlap=early)
+    kernel_for(q.device, p).launch(grid, p.threads, stream, given, overlap=early)
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,24 +11,13 @@ from fastkernels.core.forward_context import AttentionMetadata, get_forward_cont
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.attention.paged_cache import take_blocks
 from fastkernels.overrides.cache.concat_and_cache_mla import concat_and_cache_mla
+from fastkernels.overrides.latent_attention.expansion import Expansion
 from fastkernels.overrides.latent_attention.mla_decode import mla_decode
 from fastkernels.overrides.latent_attention.mla_expanded import mla_expanded
 from fastkernels.overrides.latent_attention.mla_prefill import mla_prefill
 from fastkernels.overrides.latent_attention.mla_rope_store import mla_rope_store
 from fastkernels.overrides.latent_attention.mla_sparse import mla_sparse
 from fastkernels.overrides.latent_attention.sparse_indexer import chosen
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """The plan of a step that expands the keys of its prompts: sequences after the first metadata.num_decodes.
-
-    blocks  [N] of the cache, sequence after sequence
-    starts  [B'] int32: the first token of each sequence among those blocks
-    """
-
-    blocks: torch.Tensor
-    starts: torch.Tensor
 
 
 class LatentAttention(PagedAttention):
@@ -75,8 +64,9 @@ class LatentAttention(PagedAttention):
     ) -> torch.Tensor:
         """q: [T, H, nope + rope]; kv_c_normed: [T, rank]; k_pe: [T, rope]. Returns [T, H * v_head_dim].
 
-        indices: [T, topk] int32, the positions of the keys that each query attends to (mla_sparse); None: all. The
-        rotary embedding is already applied to q and k_pe. Raises RuntimeError without a cache.
+        indices: [T, topk] int32, the positions of the keys that each query attends to (mla_sparse); None: all; of
+        fewer queries where the step's plan has a `rest`. The rotary embedding is already applied to q and k_pe. Raises
+        RuntimeError without a cache.
         """
         return self.latent(q, kv_c_normed, k_pe, indices)
 
@@ -93,10 +83,8 @@ class LatentAttention(PagedAttention):
         metadata = get_forward_context().of(self)
         self.store(kv_c_normed, k_pe, metadata)
         if isinstance(metadata.plan, Expansion):
-            return self._expanded(q, metadata, metadata.plan)
-        queries = self._queries(q)
-        queries[..., self.kv_lora_rank :] = q[..., self.qk_nope_head_dim :]
-        return self._absorbed(q, queries, metadata, indices)
+            return self._expanded(q, metadata, metadata.plan, indices)
+        return self._rotated(q, metadata, indices)
 
     def from_projections(
         self, positions: torch.Tensor, q: torch.Tensor, latent: torch.Tensor, weight: torch.Tensor, eps: float,
@@ -116,32 +104,44 @@ class LatentAttention(PagedAttention):
             cast_cache, eps, self.k_scale,
         )  # fmt: skip
         if isinstance(metadata.plan, Expansion):
-            return self._expanded(q, metadata, metadata.plan)
+            return self._expanded(q, metadata, metadata.plan, indices)
         return self._absorbed(q, queries, metadata, indices)
 
     def _queries(self, q: torch.Tensor) -> torch.Tensor:
         """Memory for the absorbed queries, [T, H, rank + rope]."""
         return q.new_empty(*q.shape[:2], self.head_size)
 
-    def _expanded(self, q: torch.Tensor, m: AttentionMetadata, plan: Expansion) -> torch.Tensor:
-        """Decodes in the absorbed form, prompts with expanded keys."""
+    def _expanded(
+        self, q: torch.Tensor, m: AttentionMetadata, plan: Expansion, indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Prompts with expanded keys, decodes in the absorbed form; in sparse attention all of the plan's `rest`."""
         n, rank = m.num_decodes, self.kv_lora_rank
         latents = take_blocks(self.kv_cache[0], plan.blocks).to(q.dtype).flatten(0, 1)  # type: ignore[index]
         latents = latents if self.k_scale == 1.0 else latents * self.k_scale
         both = self._kv_b_proj[0](latents[:, :rank])[0].unflatten(-1, (self.num_heads, -1))
         out = mla_expanded(
-            q, both, latents[:, rank:], m.cu_seqlens_q[n:], plan.starts, m.seq_lens[n:], m.max_seqlen_q, self.scale,
+            q, both, latents[:, rank:], plan.cu_seqlens_q, plan.starts, plan.seq_lens, plan.max_seqlen_q, self.scale,
             m.padded,
         )  # fmt: skip
-        if n:
+        if plan.rest is not None:
+            rows = plan.rest.rows
+            out[rows] = self._rotated(q[rows], plan.rest.of(m), indices).view(-1, *out.shape[1:])
+        elif n:
             decodes = replace(
                 m, seq_lens=m.seq_lens[:n], block_table=m.block_table[:n], max_seqlen_q=1, plan=None,
                 max_seqlen_k=m.max_decode_seqlen_k,
             )  # fmt: skip
-            queries = self._queries(q[:n])
-            queries[..., rank:] = q[:n, :, self.qk_nope_head_dim :]
-            self._absorbed(q[:n], queries, decodes, out=out[:n])
+            self._rotated(q[:n], decodes, out=out[:n])
         return out.flatten(1)
+
+    def _rotated(
+        self, q: torch.Tensor, m: AttentionMetadata, indices: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The absorbed form, for queries [T, H, nope + rope] that are rotated."""
+        queries = self._queries(q)
+        queries[..., self.kv_lora_rank :] = q[..., self.qk_nope_head_dim :]
+        return self._absorbed(q, queries, m, indices, out)
 
     def _absorbed(
         self,

@@ -20,7 +20,10 @@ from fastkernels.core.expressions import Expr
 from fastkernels.core.shapes import near, near_size, varied
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases
+from fastkernels.overrides.dense_attention import attention_dense_cuda as dense
+from fastkernels.overrides.kit.hopper import no_hopper
 from fastkernels.overrides.kit.launch import next_power_of_2, shared_memory
+from fastkernels.overrides.kit.overlap import overlaps
 
 LOG2_E = 1.4426950408889634
 LARGE_TILE = 172_032  # bytes of shared memory of 128 rows and three stages of 64 keys, in 16 bits
@@ -104,10 +107,11 @@ def _mla_expanded_kernel(
     N: tl.constexpr, P: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # One program per (block of queries, head). Late queries see the most keys: they go first. The grid depends on
-    # shapes only: blocks of sequence i begin at number i + (queries before it) // BLOCK_M.
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // heads
+    # One program per (head, block of queries): neighbors read the same keys. Late queries see the most: they go first.
+    # The grid depends on shapes only: blocks of sequence i begin at number i + (queries before it) // BLOCK_M.
+    blocks = tl.num_programs(0) // heads
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    block = blocks - 1 - tl.program_id(0) % blocks
     before = tl.load(cu_ptr)
     seq, most = batch * 0, batch - 1
     while seq < most:
@@ -216,6 +220,72 @@ def _triton(
     return out
 
 
+def plan(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor) -> dense.Plan:
+    """Return how the kernel of attention_dense computes this op: queries of two warpgroups, tiles of keys that fit."""
+    rope, nope = k_rope.shape[1], q.shape[2] - k_rope.shape[1]
+    value = kv.shape[2] - nope
+    keys = 128 if nope + rope <= 192 and value <= 128 else 64
+    return dense.Plan(2, keys, 2, q.dtype == torch.bfloat16, nope, rope, value)
+
+
+def supports_cuda(
+    q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, cu_seqlens_q: torch.Tensor, starts: torch.Tensor,
+    seq_lens: torch.Tensor, max_seqlen_q: int, scale: float, padded: bool = True,
+) -> str | None:  # fmt: skip
+    """Return why csrc/attention_dense.cu does not compute this call, None if it does."""
+    if (reason := no_hopper(dense.SOURCE, q.device)) is not None:
+        return reason
+    _check(q, kv, k_rope)
+    if q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == kv.dtype == k_rope.dtype:
+        return f"dtypes {q.dtype}, {kv.dtype}, {k_rope.dtype} are not all float16 or all bfloat16"
+    p = plan(q, kv, k_rope)
+    if (
+        p.channels % 64
+        or p.rope % 64
+        or p.value % 64
+        or max(p.channels + p.rope, p.value) > 256
+        or not scale > 0
+    ):
+        return (
+            f"{p.channels} + {p.rope} and {p.value} channels are no multiples of 64 up to 256, or scale {scale} is"
+            " not positive"
+        )
+    if any(t.dtype != torch.int32 or not t.is_contiguous() for t in (cu_seqlens_q, starts, seq_lens)):
+        return "cu_seqlens_q, starts and seq_lens must be contiguous int32"
+    for name, t in (("q", q), ("kv", kv), ("k_rope", k_rope)):
+        if t.data_ptr() % 16 or t.stride(-1) != 1 or any(s % 8 or not s for s in t.stride()[:-1]):
+            return (
+                f"{name} has strides {tuple(t.stride())}: its rows must be contiguous and start at 16 bytes"
+            )
+    return None
+
+
+def _cuda(
+    q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, cu_seqlens_q: torch.Tensor, starts: torch.Tensor,
+    seq_lens: torch.Tensor, max_seqlen_q: int, scale: float, padded: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    p, (tokens, heads), batch = plan(q, kv, k_rope), q.shape[:2], len(seq_lens)
+    out = (torch.zeros if padded else torch.empty)((tokens, heads, p.value), dtype=q.dtype, device=q.device)
+    if batch == 0 or max_seqlen_q == 0 or out.numel() == 0 or len(kv) == 0:
+        return out.zero_()
+    blocks = tokens // (64 * p.groups) + batch
+    kv, k_rope = kv[None], k_rope[None, :, None]
+    maps = [
+        dense.tensor_map(t, rows)
+        for t, rows in (
+            (q[None], 64 * p.groups), (kv[..., : p.channels], p.keys), (kv[..., p.channels :], p.keys), (k_rope, p.keys)
+        )
+    ]  # fmt: skip
+    given = (
+        *maps[:3], out.data_ptr(), 0, 0, heads, 1, blocks, 0, scale * LOG2_E, maps[3], cu_seqlens_q.data_ptr(),
+        starts.data_ptr(), seq_lens.data_ptr(), batch,
+    )  # fmt: skip
+    early = overlaps(q.device) and torch.cuda.is_current_stream_capturing()
+    stream = torch.cuda.current_stream(q.device).cuda_stream
+    dense.kernel_for(q.device, p).launch(blocks * heads, p.threads, stream, given, overlap=early)
+    return out
+
+
 def _fake(q: torch.Tensor, kv: torch.Tensor, k_rope: torch.Tensor, *_: Any) -> torch.Tensor:
     return q.new_empty(*q.shape[:2], kv.shape[2] + k_rope.shape[1] - q.shape[2])
 
@@ -225,6 +295,7 @@ mla_expanded = define(
     " SymInt max_seqlen_q, float scale, bool padded=True) -> Tensor",
     fake=_fake,
     providers=(
+        Provider("cuda", _cuda, supports=supports_cuda),
         Provider("triton", _triton, supports=_supports_triton),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),

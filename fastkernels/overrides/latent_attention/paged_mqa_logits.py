@@ -91,22 +91,24 @@ def _logits_kernel(
         q = tl.load(q_at, mask=used, other=0.0)
         w = tl.load(w_ptr + token * w_stride + head, mask=head < heads, other=0.0) * k_scale
         low = tl.program_id(2) * CHUNK
-        for begin in range(low, tl.minimum(low + CHUNK, K), BLOCK_N):
+        high = tl.minimum(low + CHUNK, K)
+        end = tl.minimum(tl.cdiv(seen, BLOCK_N) * BLOCK_N, high)
+        for begin in range(low, end, BLOCK_N):
             cols = begin + tl.arange(0, BLOCK_N)
             inside = cols < seen
-            score = tl.full([BLOCK_N], float("-inf"), tl.float32)
-            if begin < seen:
-                page = tl.load(table_ptr + seq * table_stride + cols // block_size, mask=inside, other=0)
-                at = page.to(tl.int64) * kv_stride_b + (cols % block_size).to(tl.int64) * kv_stride_s
-                k_mask = inside[:, None] & (channel < D)[None, :]
-                k = tl.load(kv_ptr + at[:, None] + channel[None, :], mask=k_mask, other=0.0).to(q.dtype)
-                each = tl.maximum(tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
-                total = tl.sum(each * w[:, None], 0)
-                if SCALES:  # positive, so that they may come after the maximum
-                    at = page.to(tl.int64) * scales_stride + cols % block_size
-                    total *= tl.load(scales_ptr + at, mask=inside, other=0.0)
-                score = tl.where(inside, total, float("-inf"))
-            tl.store(out_ptr + token * K + cols, score, mask=cols < K)
+            page = tl.load(table_ptr + seq * table_stride + cols // block_size, mask=inside, other=0)
+            at = page.to(tl.int64) * kv_stride_b + (cols % block_size).to(tl.int64) * kv_stride_s
+            k_mask = inside[:, None] & (channel < D)[None, :]
+            k = tl.load(kv_ptr + at[:, None] + channel[None, :], mask=k_mask, other=0.0).to(q.dtype)
+            each = tl.maximum(tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0)
+            total = tl.sum(each * w[:, None], 0)
+            if SCALES:  # positive, so that they may come after the maximum
+                at = page.to(tl.int64) * scales_stride + cols % block_size
+                total *= tl.load(scales_ptr + at, mask=inside, other=0.0)
+            tl.store(out_ptr + token * K + cols, tl.where(inside, total, float("-inf")), mask=cols < K)
+        for begin in range(tl.maximum(low, end), high, BLOCK_N):
+            cols = begin + tl.arange(0, BLOCK_N)
+            tl.store(out_ptr + token * K + cols, float("-inf"), mask=cols < K)
 
 
 def _check(
@@ -175,7 +177,7 @@ def _triton(
         block_table.stride(0), 0 if k_scales is None else k_scales.stride(0), kv_cache.shape[1], heads, size,
         max_seqlen_k, k_scale, SCALES=k_scales is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         CHUNK=CHUNK, BLOCK_H=max(next_power_of_2(heads), 16), BLOCK_N=32 if q.dtype == torch.float32 else 64,
-        BLOCK_D=max(next_power_of_2(size), 16), num_warps=4,
+        BLOCK_D=max(next_power_of_2(size), 16), num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 

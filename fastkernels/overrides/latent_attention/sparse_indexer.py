@@ -11,6 +11,7 @@ from fastkernels.core.forward_context import AttentionMetadata, get_forward_cont
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.cache.concat_and_cache_mla import concat_and_cache_mla
 from fastkernels.overrides.cache.indexer_k_quant_and_cache import indexer_k_quant_and_cache
+from fastkernels.overrides.latent_attention.expansion import Expansion
 from fastkernels.overrides.latent_attention.paged_mqa_logits import paged_mqa_logits
 from fastkernels.overrides.latent_attention.top_k_per_row import top_k_per_row
 
@@ -52,8 +53,9 @@ class SparseAttnIndexer(PagedAttention):
     def forward(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """q: [T, H, D]; k: the new keys, [T, D]; weights: [T, H] float32.
 
-        Returns [T, topk] int32, ascending, -1 where a query sees fewer keys; None if all sequences of the step are so
-        short that every query attends to all keys. Raises RuntimeError without a cache.
+        Returns [T, topk] int32, ascending, -1 where a query sees fewer keys; of a plan's `rest` only, if there is one.
+        None if all sequences of the step are so short that every query attends to all keys. Raises RuntimeError without
+        a cache.
         """
         if self.kv_cache is None:
             raise RuntimeError("no KV cache is bound: set kv_cache = new_cache(...) on every indexer")
@@ -65,6 +67,9 @@ class SparseAttnIndexer(PagedAttention):
             indexer_k_quant_and_cache(k, cache, scales, m.slot_mapping)
         if m.max_seqlen_k <= self.topk:
             return None
+        if isinstance(m.plan, Expansion) and m.plan.rest is not None:
+            own = m.plan.rest.rows
+            q, weights, m = q[own], weights[own], m.plan.rest.of(m)
         score, select = chosen(m, paged_mqa_logits), chosen(m, top_k_per_row)
         found = []
         for rows, starts, lens, table, most, longest, decodes in _parts(m, len(q)):

@@ -325,7 +325,7 @@ def check_multiple(layer: Any, unit: int, columns: int, rows: list[int], what: s
         raise ValueError(f"{name}: {columns} columns on a rank are not a multiple of the {what} size {unit}")
     wrong = [n for n in rows[:-1] if n % unit]
     if wrong:
+        advice = ": use fewer ranks" if getattr(layer, "tp_size", 1) > 1 else ", which is not supported"
         raise ValueError(
-            f"{name}: matrices of {', '.join(map(str, rows))} rows on a rank share blocks of {unit}"
-            " rows: use fewer ranks"
+            f"{name}: matrices of {', '.join(map(str, rows))} rows on a rank share blocks of {unit} rows{advice}"
         )

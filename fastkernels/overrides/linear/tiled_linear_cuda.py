@@ -7,6 +7,7 @@ queries and keys; cuBLASLt has GELU with tanh only.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -55,12 +56,17 @@ PARAMS: tuple[dict[str, Any], ...] = tuple(
     for shares, cluster in (("w", 1), ("w", 2), ("x", 2))
     if shares == "x" or columns // cluster % 32 == 0
 )  # fmt: skip
-# Of float8 tiles: us of 128 columns of K, and of the rest of a tile, a fit to 38 sizes on an H100, 2026-11-28. Its
-# choice takes 1.3% longer than the fastest of these in the mean. Clusters were not faster.
+# Of float8 tiles: us of 128 columns of K, and of the rest of a tile, from 18 to 38 sizes on an H100, 2026-11-28. The
+# choice takes 2% longer than the fastest of these in the mean. Clusters of whole tiles and four splits were not faster.
 FP8_COST = {
-    (256, 128): (0.80, 3.5), (128, 256): (0.78, 3.4), (128, 128): (0.52, 1.3), (128, 64): (0.41, 0.2),
+    (256, 128, 1): (0.80, 3.5), (128, 256, 1): (0.78, 3.4), (128, 128, 1): (0.46, 1.0), (128, 64, 1): (0.35, 0.5),
+    (128, 128, 2): (0.46, 3.5), (128, 64, 2): (0.35, 3.0),
 }  # fmt: skip
-FP8_PARAMS = tuple({"rows": rows, "columns": columns, "cooperate": True} for rows, columns in FP8_COST)
+FP8_READS = 2.45e6  # bytes of the weight in a us
+FP8_PARAMS = tuple(
+    {"rows": rows, "columns": columns, "cooperate": True, "splits": splits}
+    for rows, columns, splits in FP8_COST
+)
 
 # The set for GEGLU of so many tokens. SDXL's 2,048 and 8,192 on an H100 at its limit of power, 2026-11-28: 85.2 and
 # 93.8 us, the set with the fewest `cycles` 90.5 and 95.4, cuBLAS and a pass 108.8 and 135.2.
@@ -114,15 +120,21 @@ class Plan(NamedTuple):
     grid: int
     fp8: bool = False
     grouped: bool = False
+    splits: int = 1  # blocks that have a part of K each; they are a cluster
 
     @property
     def stages(self) -> int:
-        return min(MAX_STAGES, SHARED // (128 * (self.rows + self.columns)))
+        return min(MAX_STAGES, (SHARED - self.sent) // (128 * (self.rows + self.columns)))
+
+    @property
+    def sent(self) -> int:
+        """Bytes of sums that a block of a split tile gets from the others."""
+        return 4 * self.rows * self.columns // self.splits * (self.splits - 1)
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory: the ring, its barriers and those of turns, and 1 KiB to align it."""
-        return self.stages * (128 * (self.rows + self.columns) + 16) + 16 + 1024
+        """Bytes of dynamic shared memory: the ring, sums, the barriers and those of turns, and 1 KiB to align it."""
+        return self.stages * (128 * (self.rows + self.columns) + 16) + self.sent + 16 + 1024
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -132,12 +144,13 @@ class Plan(NamedTuple):
 
     def options(self, bf16: bool) -> tuple[str, ...]:
         """Return NVRTC's options, without the architecture."""
-        clustered = f"__cluster_dims__({self.cluster},1,1)" if self.cluster > 1 else ""
+        together = self.cluster * self.splits
+        clustered = f"__cluster_dims__({together},1,1)" if together > 1 else ""
         return (
             "--std=c++17", f"-DBM={self.rows}", f"-DBN={self.columns}", f"-DSTAGES={self.stages}",
             f"-DCOOPERATE={int(self.cooperate)}", f"-DCLUSTER={self.cluster}", f"-DSHARE_W={int(self.shares == 'w')}",
             f"-DGROUP={GROUP}", f"-DPARTS={self.parts}", f"-DBEHIND={self.f}", f"-DBF16={int(bf16)}",
-            f"-DFP8={int(self.fp8)}", f"-DGROUPED={int(self.grouped)}",
+            f"-DFP8={int(self.fp8)}", f"-DGROUPED={int(self.grouped)}", f"-DSPLITS={self.splits}",
             f"-DCLUSTERED={clustered}",
         )  # fmt: skip
 
@@ -145,14 +158,16 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=4096)
 def plan(
     m: int, n: int, rows: int, columns: int, cooperate: bool = False, shares: str = "w", cluster: int = 1,
-    sms: int = 132, f: int = NONE, parts: int = 1, fp8: bool = False,
+    sms: int = 132, f: int = NONE, parts: int = 1, fp8: bool = False, splits: int = 1,
 ) -> Plan:  # fmt: skip
     """Return the plan for results [m, n] of so many weights, or of two if GATED, on a chip with so many SMs."""
     down = -(-m // rows)
     right = -(-2 * n // columns) if f in GATED else parts * -(-n // columns)
     tiles = -(-down // cluster) * right if shares == "w" else down * -(-right // cluster)
     grid = cluster * min(tiles, sms // cluster)
-    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid, fp8)
+    if splits > 1:
+        grid = splits * tiles  # a block has one tile
+    return Plan(f, parts, rows, columns, cooperate, shares, cluster, tiles, grid, fp8, False, splits)
 
 
 def fits(params: dict[str, Any], f: int) -> bool:
@@ -195,8 +210,12 @@ def choose_fp8(m: int, n: int, k: int, sms: int = 132) -> dict[str, Any]:
     """Return the default parameters for float8 x [m, k] and a weight [n, k]."""
 
     def us(p: dict[str, Any]) -> float:
-        piece, rest = FP8_COST[p["rows"], p["columns"]]
-        return -(-plan(m, n, **p, sms=sms).tiles // sms) * (-(-k // BLOCK) * piece + rest)
+        piece, rest = FP8_COST[p["rows"], p["columns"], p["splits"]]
+        blocks = plan(m, n, **p, sms=sms).tiles * p["splits"]
+        if p["splits"] > 1 and blocks > sms:
+            return math.inf
+        own = -(-blocks // sms) * (-(-k // (BLOCK * p["splits"])) * piece + rest)
+        return max(own, n * k / FP8_READS) + own / 10
 
     return min(FP8_PARAMS, key=us)
 

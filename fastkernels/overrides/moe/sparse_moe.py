@@ -41,6 +41,23 @@ def expert_mapping(num_experts: int) -> list[tuple[str, str, int, str]]:
     ]
 
 
+def own_experts(num_experts: int, ranks: int) -> tuple[int, int, int, int, torch.Tensor | None]:
+    """Return this rank's part of the experts of `ranks` ranks: (tp_size, tp_rank, first, count, expert_map).
+
+    It has `count` experts from `first` on, and shares their inner size with tp_size - 1 ranks. expert_map
+    [num_experts]: index of each expert on this rank or -1; None if it has all. Raises ValueError for numbers that
+    cannot be divided.
+    """
+    groups = parallel.get_ep_size() if ranks > 1 else 1
+    tp_size = parallel.divide(ranks, groups, "tensor-parallel ranks")
+    count = parallel.divide(num_experts, groups, "experts")
+    group, tp_rank = divmod(parallel.get_tp_rank() if ranks > 1 else 0, tp_size)
+    if groups == 1:
+        return tp_size, tp_rank, 0, count, None
+    at = torch.arange(num_experts, dtype=torch.int32) - group * count
+    return tp_size, tp_rank, group * count, count, torch.where((at >= 0) & (at < count), at, -1)
+
+
 class UnquantizedExpertsMethod:
     """Weights in floats; moe/quantized.py has the others."""
 
@@ -63,10 +80,9 @@ class Experts(nn.Module):
     """The stacked weights of this rank's experts, with its shard of the intermediate size.
 
     Of `ranks` ranks, ep_size groups of tp_size ranks have an equal part of the experts each, by default all experts
-    (parallel.get_ep_size() is 1). w13_weight: [E / ep_size, 2 I / tp_size, H], gate rows first; w2_weight: [E /
-    ep_size, H, I / tp_size]. expert_map [E]: index of each expert on this rank or -1; None if it has all. Quantized
-    weights are those of weights_as, see moe/quantized.py. Raises ValueError for a host's quant_config and for sizes
-    that cannot be divided.
+    (parallel.get_ep_size() is 1), see own_experts. w13_weight: [E / ep_size, 2 I / tp_size, H], gate rows first;
+    w2_weight: [E / ep_size, H, I / tp_size]. Quantized weights are those of weights_as, see moe/quantized.py. Raises
+    ValueError for a host's quant_config and for sizes that cannot be divided.
     """
 
     expert_map: torch.Tensor | None
@@ -90,15 +106,9 @@ class Experts(nn.Module):
             raise ValueError(
                 f"{prefix or 'Experts'}: tp_size {size} is neither 1 nor the group's {parallel.get_tp_size()}"
             )
-        self.ranks, self.ep_size, self.prefix = size, parallel.get_ep_size() if size > 1 else 1, prefix
-        self.tp_size = parallel.divide(size, self.ep_size, "tensor-parallel ranks")
-        ep_rank, self.tp_rank = divmod(parallel.get_tp_rank() if size > 1 else 0, self.tp_size)
+        self.ranks, self.prefix, self.num_experts = size, prefix, num_experts
+        self.tp_size, self.tp_rank, self.first, here, expert_map = own_experts(num_experts, size)
         inner = parallel.divide(intermediate_size, self.tp_size, "intermediate size")
-        self.num_experts, here = num_experts, parallel.divide(num_experts, self.ep_size, "experts")
-        self.first, expert_map = ep_rank * here, None
-        if self.ep_size > 1:
-            at = torch.arange(num_experts, dtype=torch.int32) - self.first
-            expert_map = torch.where((at >= 0) & (at < here), at, -1)
         self.register_buffer("expert_map", expert_map, persistent=False)
         self.quant_method = method_of(prefix) or UnquantizedExpertsMethod()
         dtype = params_dtype or torch.get_default_dtype()

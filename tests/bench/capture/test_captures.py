@@ -21,7 +21,8 @@ from support.kernels.op_cases import call, mismatch, oracle
 from fastkernels import capture
 from fastkernels.core import registry
 
-OPS = [name for name in registry.op_names() if replay.captured_cases(name)]
+RECORDED = {name for each in captures.load_all()[0] for name in each.ops}
+OPS = [name for name in registry.op_names() if name in RECORDED]
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -235,6 +236,24 @@ def passes_the_oracle(name: str, cases: list[replay.CapturedCase]) -> None:
         assert mismatch(spec, captured.case, call(spec.op, reference.fn, args), want) is None, (
             captured.case.name
         )
+
+
+ROUTED = [name for name in registry.op_names() if name.startswith("fused_experts_")]
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_captured_routing_reaches_other_experts(name: str) -> None:
+    """Their weights are in the number format of one of the op's models, and their sizes fit it."""
+    spec, recorded = registry.get(name), {c.case.name: c for c in replay.captured_cases("fused_experts")}
+    cases = replay.captured_cases(name)
+    assert len({c.case.dims["experts"] for c in cases}) == 2 and replay.problems(name) == []
+    found = next(c for c in cases if c.case.dims["tokens"] == 8 and c.case.dims["hidden"] == 256)
+    args = found.make_args("cpu", generator())
+    for argument in replay.ROUTING:
+        assert torch.equal(args[spec.position(argument)], recorded[found.case.name].values[argument])
+    assert spec.dims_of is not None and spec.dims_of(*args) == found.case.dims
+    want = spec.reference(*(a.double() if i == 0 else a for i, a in enumerate(args)))
+    assert (spec.op(*args) - want).norm() < 0.05 * want.norm() and want.std() > 0.01
 
 
 def test_arguments_newer_than_capture_are_made() -> None:

@@ -11,12 +11,15 @@ import pytest
 import torch
 from support.step_driver import Driver, make_runner
 from support.tiny import make_tiny
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
 
+from fastkernels import LLM, SamplingParams
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.execution.attention import make_backend
 from fastkernels.overrides.latent_attention import mla_decode, mla_prefill
-from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
+from fastkernels.overrides.latent_attention.expansion import Expansion
+from fastkernels.overrides.latent_attention.mla_attention import LatentAttention
 
 PROMPT = [(i * 37) % 500 for i in range(150)]
 HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 3, 24, 16, 20, 48, 8
@@ -150,6 +153,37 @@ def test_model_with_the_fused_op_equals_the_separate_ops(
         layers = len([m for m in runner.model.modules() if isinstance(m, LatentAttention)])
         assert OPS["mla_rope_store"].calls == (len(steps) * layers if fused else 0)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("step", [64, 13])  # prompts with expanded keys, and in parts
+def test_fp8_cache_equals_rounded_latents(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers with latents and rotary keys rounded to e4m3. The second run finds the prompt in the cache."""
+    rotate = modeling.apply_rotary_pos_emb_interleave
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+    def rotated(q: torch.Tensor, k: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = rotate(q, k, *more)
+        return q, rounded(k)
+
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb_interleave", rotated)
+    folder = make_tiny(tmp_path, "deepseek_v3", "float32")
+    model = modeling.DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="eager").float()
+    for layer in model.model.layers:
+        layer.self_attn.kv_a_layernorm.register_forward_hook(lambda module, args, out: rounded(out))
+    llm = LLM(
+        str(folder), device="cpu", max_model_len=128, kv_cache_dtype="fp8", max_num_batched_tokens=step,
+        max_num_seqs=4,
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0)
+    for _ in range(2):
+        out = llm.generate([PROMPT[:60]], sampling)[0].outputs[0]
+        with torch.inference_mode():
+            expected = model(torch.tensor([[*PROMPT[:60], *out.token_ids]])).logits[0, 59:-1].log_softmax(-1)
+        assert expected.argmax(-1).tolist() == out.token_ids
+        for row, token, found in zip(expected, out.token_ids, out.logprobs, strict=True):
+            assert found[token].logprob == pytest.approx(row[token].item(), abs=2e-3)
 
 
 def test_backend_refuses_kernels_of_other_layers() -> None:

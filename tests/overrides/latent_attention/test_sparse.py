@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.kernels.op_cases import make_args
 from support.tiny import make_tiny
 
@@ -16,17 +17,26 @@ from fastkernels import LLM, SamplingParams
 from fastkernels.core import registry
 from fastkernels.core.forward_context import AttentionMetadata, forward_context
 from fastkernels.engine.execution.attention import make_backend
+from fastkernels.engine.execution.attention.mla import MlaBackend
 from fastkernels.models.common import build
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import plan
 from fastkernels.overrides.latent_attention import mla_sparse, sparse_indexer
-from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
+from fastkernels.overrides.latent_attention.mla_attention import LatentAttention
 from fastkernels.overrides.latent_attention.paged_mqa_logits import paged_mqa_logits
 from fastkernels.overrides.latent_attention.sparse_indexer import SparseAttnIndexer
 
 HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 3, 24, 16, 20, 48, 8
 INDEX_HEADS, INDEX, TOPK = 12, 24, 5
 SIZES = [HEADS * (NOPE + ROPE), RANK, ROPE, INDEX_HEADS * INDEX, INDEX, INDEX_HEADS]
+
+
+class Projection:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (F.linear(x, self.weight),)
 
 
 def made(data: torch.Tensor, weight: torch.Tensor) -> tuple[LatentAttention, SparseAttnIndexer]:
@@ -37,7 +47,7 @@ def made(data: torch.Tensor, weight: torch.Tensor) -> tuple[LatentAttention, Spa
         ROPE,
         VALUE,
         RANK,
-        SimpleNamespace(weight=weight.to(data.dtype)),
+        Projection(weight.to(data.dtype)),
         TOPK,
     )
     indexer = SparseAttnIndexer(INDEX_HEADS, INDEX, TOPK)
@@ -62,11 +72,15 @@ def equations(data: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("most", [1, 40, sparse_indexer.MOST_LOGITS])
-@pytest.mark.parametrize("backend", [False, True])
+@pytest.mark.parametrize("backend", [None, "latents", "expanded"])
 @torch.inference_mode()
-def test_layers_equal_equations(backend: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prompts, mixed batches, then decodes, with all logits of a step at once and with few at a time."""
+def test_layers_equal_equations(backend: str | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts, mixed batches, then decodes, with all logits of a step at once and with few at a time.
+
+    expanded: the first TOPK queries of a prompt attend to expanded keys, and the indexer has no row for them.
+    """
     monkeypatch.setattr(sparse_indexer, "MOST_LOGITS", most)
+    monkeypatch.setattr(MlaBackend, "_is_worth", lambda *_: backend == "expanded")
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(HEADS * (NOPE + VALUE), RANK, generator=generator, dtype=torch.float64) * RANK**-0.5
     data = [torch.randn(24, sum(SIZES), generator=generator) for _ in range(2)]
@@ -74,16 +88,27 @@ def test_layers_equal_equations(backend: bool, most: int, monkeypatch: pytest.Mo
     layer, indexer = made(data[0], weight)
     own: Any = make_backend(None, [indexer, layer], torch.device("cpu"), torch.float32) if backend else None
     table = torch.tensor([[7, 1, 4], [2, 9, 5]], dtype=torch.int32)
-    for step in ([(4, 4), (3, 3)], [(1, 5), (9, 12)], [(3, 8), (6, 18)], [(1, 9), (1, 19)]):
+    for step, rest in (
+        ([(4, 4), (2, 2)], None), ([(3, 7), (2, 4)], 2), ([(1, 8), (5, 9)], 5), ([(3, 11), (6, 15)], None),
+        ([(1, 12), (1, 16)], None),
+    ):  # fmt: skip
         at = [(i, p) for i, (n, k) in enumerate(step) for p in range(k - n, k)]
         slots = torch.tensor([int(table[i, p // BLOCK]) * BLOCK + p % BLOCK for i, p in at])
         starts = torch.tensor([0, *(n for n, _ in step)]).cumsum(0).to(torch.int32)
         lens = torch.tensor([k for _, k in step], dtype=torch.int32)
         decoded = [k for n, k in step if n == 1]
-        metadata = AttentionMetadata(
-            slots, starts, lens, table, max(n for n, _ in step), max(k for _, k in step), len(decoded),
-            max(decoded, default=0), own,
-        )  # fmt: skip
+        counts = len(decoded), max(decoded, default=0)
+        most = max(n for n, _ in step), max(k for _, k in step)
+        metadata = AttentionMetadata(slots, starts, lens, table, *most, *counts)
+        if backend:
+            inputs: Any = SimpleNamespace(
+                input_ids=slots, slot_mapping=slots, cu_seqlens_q=starts, seq_lens=lens, max_seqlen_q=most[0],
+                max_seqlen_k=most[1], num_decodes=counts[0], max_decode_seqlen_k=counts[1],
+                host_query_lens=starts.diff().numpy(), host_seq_lens=lens.numpy(),
+            )  # fmt: skip
+            metadata = own.plan(inputs, table)
+        found = metadata.plan and metadata.plan.rest and len(metadata.plan.rest.rows)
+        assert found == (rest if backend == "expanded" else None)
         tokens = torch.stack([data[i][p] for i, p in at])
         q, latents, rope, index_q, index_k, weights = tokens.split(SIZES, dim=1)
         with forward_context(metadata):
@@ -94,28 +119,20 @@ def test_layers_equal_equations(backend: bool, most: int, monkeypatch: pytest.Mo
         torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=2e-5)
 
 
-def test_short_steps_attend_to_expanded_keys(tmp_path: Path) -> None:
-    """A prompt up to index_topk has the plan of dense attention; with a longer sequence the step has none."""
+def test_expanded_keys_keep_tokens(tmp_path: Path) -> None:
+    """The first index_topk queries of a prompt attend to expanded keys, unless a backend is named."""
     folder = make_tiny(tmp_path, "deepseek_v32", "float32", index_topk=120)
-    llm = LLM(str(folder), device="cpu", max_model_len=256, num_blocks=100)
-    backend = llm.llm_engine.executor.runner.backend
-    plans: list[Any] = []
-    original = backend.plan
-    backend.plan = lambda *args: plans.append(original(*args)) or plans[-1]
-    for length, expands in ((100, True), (130, False)):
-        plans.clear()
-        llm.generate([[(i * 37) % 500 for i in range(length)]], SamplingParams(temperature=0, max_tokens=1))
-        assert isinstance(plans[0].plan, Expansion) is expands
-
-
-def test_named_backend_keeps_tokens(tmp_path: Path) -> None:
-    folder = make_tiny(tmp_path, "deepseek_v32", "float32")
-    prompts = [[(i * 37) % 500 for i in range(40)], [3, 4]]
+    prompts = [[(i * 37 + n) % 500 for i in range(n)] for n in (100, 130)]
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    found = []
+    found: list[Any] = []
     for name in (None, "reference"):
-        llm = LLM(str(folder), device="cpu", max_model_len=64, attention_backend=name)
-        found.append([o.outputs[0].token_ids for o in llm.generate(prompts, greedy)])
+        llm = LLM(str(folder), device="cpu", max_model_len=256, num_blocks=100, attention_backend=name)
+        backend = llm.llm_engine.executor.runner.backend
+        plans: list[Any] = []
+        backend.plan = lambda *a, plan=backend.plan, plans=plans: plans.append(plan(*a)) or plans[-1]
+        found.append([llm.generate([p], greedy)[0].outputs[0].token_ids for p in prompts])
+        expansions = [m.plan for m in plans if m.plan is not None]
+        assert [e.rest and len(e.rest.rows) for e in expansions] == ([] if name else [None, 10])
     assert found[0] == found[1]
 
 
@@ -188,7 +205,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v32", {"index_head_dim": 8}, "config.index_head_dim=8 is not supported, only sizes from qk_rope"),
     ("deepseek_v32", {"indexer_rope_interleave": True}, "config.indexer_rope_interleave=True is not supported"),
     ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, "only 'full' or 'shared' for each of 3 layers"),
-    ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "only dense layers before sparse ones"),
+    ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense"]}, "only 'dense' or 'sparse' for each of 3 layers"),
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -149,15 +149,37 @@ def awq(w: T) -> tuple[Tensors, T]:
     return parts, plain
 
 
-def packed(size: int, symmetric: bool, ordered: bool = False) -> Callable[[T], tuple[Tensors, T]]:
+def packed(
+    size: int, symmetric: bool, ordered: bool = False, bits: int = 4
+) -> Callable[[T], tuple[Tensors, T]]:
     def quantize(w: T) -> tuple[Tensors, T]:
-        q, scale, zero, plain = groups_of(w, size, symmetric, 4, ordered)
-        parts = {"weight_packed": words(q, 1), "weight_scale": scale, "weight_shape": torch.tensor(w.shape)}
+        q, scale, zero, plain = groups_of(w, size, symmetric, bits, ordered)
+        shape = torch.tensor(w.shape)
+        parts = {"weight_packed": words(q, 1, None, bits), "weight_scale": scale, "weight_shape": shape}
         if ordered:
             parts["weight_g_idx"] = index_of(w.shape[1], size, True)
-        return parts | ({} if symmetric else {"weight_zero_point": words(zero, 0)}), plain
+        return parts | ({} if symmetric else {"weight_zero_point": words(zero, 0, None, bits)}), plain
 
     return quantize
+
+
+def int8(w: T) -> tuple[Tensors, T]:
+    scale = w.abs().amax(1, keepdim=True) / 127
+    q = (w / scale).round()
+    return {"weight": q.to(torch.int8), "weight_scale": scale}, q * scale
+
+
+def four_dimensions(w: T) -> tuple[Tensors, T]:
+    parts, plain = blockwise("weight_scale")(w)
+    return {**parts, "weight_scale": parts["weight_scale"][:, None, :, None]}, plain
+
+
+def exponents(w: T) -> tuple[Tensors, T]:
+    """Blocks with powers of two as scales."""
+    scale = blockwise("weight_scale_inv")(w)[0]["weight_scale_inv"].log2().ceil().exp2()
+    wide = blocks_of(scale, w.shape)
+    q = to_fp8(w, wide)
+    return {"weight": q, "weight_scale_inv": scale.to(torch.float8_e8m0fnu)}, q.float() * wide
 
 
 def nvfp4(names: tuple[str, str, str], divides: bool) -> Callable[[T], tuple[Tensors, T]]:
@@ -185,8 +207,13 @@ BLOCK = compressed(
     {"num_bits": 8, "type": "float", "strategy": "block", "symmetric": True, "block_structure": [128, 128]},
     {"num_bits": 8, "type": "float", "strategy": "group", "dynamic": True, "group_size": 128}, "float-quantized",
 )  # fmt: skip
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+INT8 = {**INT4, "num_bits": 8}
+ATTENTION = {"targets": ["re:.*self_attn"], "weights": INT8, "format": "pack-quantized"}
+Quantize: TypeAlias = Callable[[T], tuple[Tensors, T]]
 # name: (quantization_config, one matrix to (tensors, dequantized matrix), x to dequantized x)
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[T], tuple[Tensors, T]], Callable[[T], T]]] = {
+# Instead of the function {pattern of names: function}; other matrices are not quantized.
+FORMATS: dict[str, tuple[dict[str, Any], Quantize | dict[str, Quantize], Callable[[T], T]]] = {
     "fp8_static": ({"quant_method": "fp8", "activation_scheme": "static"}, per_tensor, fake_static),
     "fp8_dynamic": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, per_tensor, fake_rows),
     "fp8_blocks": (
@@ -233,6 +260,34 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[T], tuple[Tensors, T]], Calla
                    {"num_bits": 4, "type": "float"}, "nvfp4-pack-quantized"),
         nvfp4(("weight_packed", "weight_scale", "weight_global_scale"), True), as_it_is,
     ),
+    "packed_8_bits": (compressed(INT8, None, "pack-quantized"), packed(32, False, bits=8), as_it_is),
+    "int_8_bits": (
+        compressed({"num_bits": 8, "type": "int", "strategy": "channel"}, {"num_bits": 8, "dynamic": True},
+                   "int-quantized"),
+        int8, as_it_is,
+    ),
+    "compressed_weights": (
+        compressed({**BLOCK["config_groups"]["group_0"]["weights"], "block_structure": "128x128"}, None,
+                   "naive-quantized"),
+        blockwise("weight_scale"), as_it_is,
+    ),
+    "compressed_groups": (
+        {**compressed(INT4, None, "mixed-precision"), "ignore": ["lm_head", "re:.*layers.1.self_attn.o_proj"],
+         "config_groups": {"a": {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"}, "b": ATTENTION}},
+        {r"0.self_attn|[qkv]_proj": packed(32, False, bits=8), r"mlp": packed(32, False)}, as_it_is,
+    ),
+    "gptq_dynamic": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True,
+         "dynamic": {r"-:.*\.1\.mlp": {}, "+:.*down_proj": {"bits": 8, "group_size": 64, "sym": False}, "lm_head": {}}},
+        {"0.mlp.down": gptq(64, False, 1, 8), "self_attn|0.mlp": gptq(32, True)}, as_it_is,
+    ),
+    "auto_round": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True, "extra_config": {
+            "model.layers.0.mlp.down_proj": {"bits": 8}, r".*\.1\.mlp.*": {"bits": 16, "data_type": "fp"}}},
+        {"0.mlp.down": gptq(64, True, 1, 8), "self_attn|0.mlp": gptq(64, True)}, as_it_is,
+    ),
+    "fp8_exponents": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, exponents, fake_groups),
+    "modelopt_blocks": ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, four_dimensions, fake_groups),
     "modelopt_fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, per_tensor, fake_static),
 }  # fmt: skip
 
@@ -242,10 +297,13 @@ def write(folder: Path, name: str, base: Path) -> tuple[Path, Path]:
     config, quantize, _ = FORMATS[name]
     kept, plain = {}, {}
     for key, tensor in load_file(base / "model.safetensors").items():
-        if not key.endswith(".weight") or not LAYER.search(key.removesuffix(".weight")):
+        chosen = quantize
+        if isinstance(chosen, dict):
+            chosen = next((own for pattern, own in chosen.items() if re.search(pattern, key)), None)
+        if chosen is None or not key.endswith(".weight") or not LAYER.search(key.removesuffix(".weight")):
             kept[key] = plain[key] = tensor
             continue
-        parts, plain[key] = quantize(tensor)
+        parts, plain[key] = chosen(tensor)
         kept |= {key.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
     kept["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(1.0)
     made, dense = (shutil.copytree(base, folder / part) for part in (name, "dense"))

@@ -22,8 +22,11 @@ BODIES = {
     "arrive_at": "count(in_block(barrier, rank), 1, 0), changes.held++;",
     "expect": "count(barrier, 1, bytes), changes.held++;",
     "wait": "while ((u32)barriers[barrier].phase == parity) wait_past(changes, changes.held);",
-    "load_x": "copy(to, map.opaque, column, row, barrier, !SHARE_W);",
-    "load_w": "copy(to, map.opaque, column, row, barrier, SHARE_W);",
+    "wait_for_others": "wait(barrier, parity);",
+    "send": "const float v[4] = {a, b, c, d}; memcpy(at(in_block(to, rank)), v, 16);",
+    "received": "float4 v; memcpy(&v, at(from), 16); return v;",
+    "load_x": "copy(to, map.opaque, column, row, barrier, !SHARE_W && CLUSTER > 1);",
+    "load_w": "copy(to, map.opaque, column, row, barrier, SHARE_W && CLUSTER > 1);",
     "cluster_begins": "arrive_at_cluster(), wait_for_cluster();",
     "cluster_ends": "arrive_at_cluster(), wait_for_cluster();",
     "rank_in_cluster": "return rank_of_block();",
@@ -38,7 +41,8 @@ BODIES = {
     "widen": "return number(bits);",
     "narrow": "return rounded(low) | (u32)rounded(high) << 16;",
 }
-BEFORE = """#include "on_cpu.hpp"
+BEFORE = """#define TOGETHER (CLUSTER * SPLITS)
+#include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
 static Meeting changes;  // of barriers
 
@@ -145,9 +149,9 @@ int main(int, char** names) {
     }
     out.assign(numbers_out / 8, {~0u, ~0u, ~0u, ~0u});
     gridDim.x = grid;
-    for (int block = 0; block < grid; block += CLUSTER) {
+    for (int block = 0; block < grid; block += TOGETHER) {
         memset(shared_memory, 0xff, sizeof shared_memory);
-        run_cluster(CLUSTER, block, THREADS, one);
+        run_cluster(TOGETHER, block, THREADS, one);
     }
     FILE* to = fopen(names[2], "wb");
     fwrite(out.data(), BEHIND == 8 ? 1 : 2, numbers_out, to), fwrite(scales_out.data(), 4, scales_out.size(), to);
@@ -183,7 +187,7 @@ def linear_tiled(
         "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
         'extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)': "void",
         "multiply(sums[": "multiply_32_bytes(sums[",
-        "multiply(fresh,": "multiply_32_bytes(fresh,",
+        "multiply(to,": "multiply_32_bytes(to,",
     }
     source = ported(text(tiled.SOURCE), BODIES, written, [*told, f"-DSTAGES={stages}"])
     end = source.index("typedef unsigned int u32;")

@@ -14,9 +14,11 @@ from fastkernels.engine.execution.attention.ops import choose
 from fastkernels.engine.execution.input_batch import Inputs
 from fastkernels.engine.execution.step import StepInput
 from fastkernels.overrides.attention.attention import PagedAttention
-from fastkernels.overrides.latent_attention.mla_attention import Expansion, LatentAttention
+from fastkernels.overrides.latent_attention.expansion import Expansion, Rest
+from fastkernels.overrides.latent_attention.mla_attention import LatentAttention
 from fastkernels.overrides.latent_attention.mla_decode import mla_decode
 from fastkernels.overrides.latent_attention.mla_prefill import mla_prefill
+from fastkernels.overrides.latent_attention.mla_sparse import mla_sparse
 
 MOST_EXPANDED = 1 << 29  # numbers in expanded keys and values of a step: 1 GiB in 16 bits
 # A graph saves a layer about 0.15 ms of launches. That is as long as the work of so many multiply-adds, half of them
@@ -57,33 +59,57 @@ class MlaBackend(AttentionBackend):
         return metadata_of(self, inputs, block_table, self._expansion(inputs, block_table), padded)
 
     def _expansion(self, inputs: Inputs, block_table: torch.Tensor) -> Expansion | None:
-        """The plan for expanded keys of this step's prompts; None where latents are less work, or on request."""
+        """The plan for expanded keys of this step's prompts; None where latents are less work, or on request.
+
+        In sparse attention, queries that see up to `topk` keys attend to all of them, whatever the indexer picks.
+        """
         n, layer = inputs.num_decodes, self._layer
         queries, lens = inputs.host_query_lens[n:].astype(np.int64), inputs.host_seq_lens[n:].astype(np.int64)
         if self._wanted is not None or len(lens) == 0 or mla_prefill.candidate is not None:
             return None
-        if layer.topk is not None and inputs.max_seqlen_k > layer.topk:
-            return None  # each query attends to keys of its own
-        size = layer.qk_nope_head_dim + layer.head_size - layer.kv_lora_rank
-        # Operations for each head: less for a query and a key, more for a key
-        less = layer.head_size + layer.kv_lora_rank - size - layer.v_head_dim
-        more = layer.kv_lora_rank * (layer.qk_nope_head_dim + layer.v_head_dim)
-        counts = -(-lens // self._block_size)
-        tokens = int(counts.sum()) * self._block_size
-        channels = layer.qk_nope_head_dim + layer.v_head_dim
-        if (
-            less * int((queries * lens).sum()) < more * tokens
-            or tokens * layer.num_heads * channels > MOST_EXPANDED
-        ):
+        topk = layer.topk or 0
+        sparse = 0 < topk < inputs.max_seqlen_k
+        if sparse and mla_sparse.candidate is not None:
             return None
-        device, total = block_table.device, int(counts.sum())
-        there = (
-            inputs.seq_lens[n:] + (self._block_size - 1)
-        ) // self._block_size  # without a copy from the host
+        if sparse:
+            before = lens - queries
+            queries = np.clip(topk - before, 0, queries)
+            lens = np.where(queries > 0, before + queries, 0)
+        counts = -(-lens // self._block_size)
+        total = int(counts.sum())
+        if total == 0 or not self._is_worth(queries, lens, total * self._block_size):
+            return None
+        # On the device, as a copy from the host would wait for it
+        cu, keys, rest = inputs.cu_seqlens_q[n:], inputs.seq_lens[n:], None
+        if sparse:
+            of_all, ends = inputs.cu_seqlens_q.diff(), inputs.seq_lens
+            dense = torch.minimum((topk - ends + of_all).clamp(min=0), of_all)
+            dense[:n] = 0
+            rest = _rest(inputs, of_all - dense, int(inputs.host_query_lens.sum() - queries.sum()), queries)
+            dense, keys = dense[n:], torch.where(dense > 0, ends - of_all + dense, 0)[n:]
+            cu = torch.cat((torch.stack((cu[:-1], cu[:-1] + dense), 1).flatten(), cu[-1:]))
+        there = (keys + (self._block_size - 1)) // self._block_size
         starts = there.cumsum(0) - there
         row = torch.repeat_interleave(there, output_size=total)
-        column = torch.arange(total, device=device) - starts[row]
-        return Expansion(block_table[n:].long()[row, column], (starts * self._block_size).int())
+        column = torch.arange(total, device=block_table.device) - starts[row]
+        starts = (starts * self._block_size).int()
+        if sparse:  # each sequence's other queries have no keys here
+            starts, keys = (torch.stack((t, torch.zeros_like(t)), 1).flatten() for t in (starts, keys))
+        blocks, most = block_table[n:].long()[row, column], inputs.max_seqlen_q
+        return Expansion(blocks, cu.int(), starts, keys.int(), most, rest)
+
+    def _is_worth(self, queries: np.ndarray, lens: np.ndarray, tokens: int) -> bool:
+        """Whether expanding so many tokens is less work than attending to latents, and fits into memory."""
+        layer = self._layer
+        size = layer.qk_nope_head_dim + layer.head_size - layer.kv_lora_rank
+        channels = layer.qk_nope_head_dim + layer.v_head_dim
+        # Operations for each head: less for a query and a key, more for a key
+        less = layer.head_size + layer.kv_lora_rank - size - layer.v_head_dim
+        more = layer.kv_lora_rank * channels
+        return (
+            less * int((queries * lens).sum()) >= more * tokens
+            and tokens * layer.num_heads * channels <= MOST_EXPANDED
+        )
 
     def plan_capture(self, inputs: Inputs, block_table: torch.Tensor) -> AttentionMetadata:
         if self.name == "reference":
@@ -125,3 +151,12 @@ class MlaBackend(AttentionBackend):
             return op
         op.calls += 1
         return provider.fn
+
+
+def _rest(inputs: Inputs, counts: torch.Tensor, total: int, dense: np.ndarray) -> Rest:
+    """The rows that `dense` queries of each prompt leave: the last ones, `counts` of each sequence, `total` in all."""
+    ends = counts.cumsum(0)
+    row = torch.repeat_interleave(counts, output_size=total)
+    rows = inputs.cu_seqlens_q[1:][row] - ends[row] + torch.arange(total, device=counts.device)
+    most = int((inputs.host_query_lens[inputs.num_decodes :] - dense).max())
+    return Rest(rows, torch.cat((ends.new_zeros(1), ends)).int(), max(most, 1))

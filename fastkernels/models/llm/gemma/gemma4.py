@@ -13,6 +13,11 @@ def describe(config: Any) -> d.Decoder:
     d.refuse(config, use_bidirectional_attention="vision")  # text is causal then
     norm, activation = d.Norm(eps=config.rms_norm_eps), d.activation(config, "hidden_activation")
     first, size = first_shared(config), getattr(config, "hidden_size_per_layer_input", 0)
+    if size and config.vocab_size_per_layer_input < config.vocab_size:
+        raise d.Unsupported(
+            f"config.vocab_size_per_layer_input={config.vocab_size_per_layer_input} is not supported, only"
+            f" vocab_size={config.vocab_size} or more"
+        )
     layers = []
     for i, window in enumerate(d.windows(config)):
         own, kind = config.per_layer_config[i], config.layer_types[i]

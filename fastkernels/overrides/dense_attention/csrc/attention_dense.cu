@@ -5,18 +5,23 @@
 // multiplies its weights by a tile's values, it computes the exponentials of the next tile's scores. With one warpgroup, a
 // multiprocessor has three or four blocks, whose exponentials and products overlap, and multiprocessors have more equal work.
 //
-// Compile-time constants: CHANNELS (of a head, a multiple of 8), GROUPS, KEYS (a multiple of 16), STAGES, BF16. multiply() for
-// scores and weigh() for values precede this file.
+// With RAGGED, sequences are concatenated, a sequence's queries are its last tokens and see no later keys, and the last
+// ROPE channels of a key are all heads' (mla_expanded). Values behind a sequence's last key may be NaN: a warp clears them.
+//
+// Compile-time constants: CHANNELS (of a head, a multiple of 8), ROPE and VALUE (channels of a value), RAGGED, GROUPS, KEYS
+// (a multiple of 16), STAGES, BF16. multiply() for scores and weigh() for values precede this file.
 
 struct __align__(128) TensorMap { u64 opaque[16]; };
 
-constexpr int PIECES = (CHANNELS + 63) / 64, QUERIES = 64 * GROUPS;  // pieces of 64 channels, the last one with zeros
-constexpr int ROW = 128, PIECE = ROW * KEYS, TILE = PIECES * PIECE;  // bytes: of a row of a piece, of keys
+// Pieces of 64 channels, the last one with zeros
+constexpr int PIECES = (CHANNELS + ROPE + 63) / 64, V_PIECES = (VALUE + 63) / 64, QUERIES = 64 * GROUPS;
+constexpr int ROW = 128, PIECE = ROW * KEYS, TILE = PIECES * PIECE, V_TILE = V_PIECES * PIECE;  // bytes
 constexpr int SCORES = KEYS / 2;  // of a thread
 constexpr bool ALONE = GROUPS == 1;
 constexpr int THREADS = ALONE ? 128 : 128 * (GROUPS + 1);
 #define LOWEST __int_as_float(0xff800000)
-static_assert(KEYS % 16 == 0 && KEYS <= 256 && CHANNELS % 8 == 0 && CHANNELS <= 256, "steps of a product");
+static_assert(KEYS % 16 == 0 && KEYS <= 256 && CHANNELS % 8 == 0 && CHANNELS + ROPE <= 256 && VALUE <= 256, "steps of a product");
+static_assert(ROPE == 0 || (CHANNELS % 64 == 0 && ROPE % 64 == 0), "whole pieces");
 
 __device__ __forceinline__ void load_rows(u32 to, const TensorMap& map, int channel, int row, int head, int image, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
@@ -34,8 +39,21 @@ __device__ __forceinline__ u64 transposed(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | (u64)(PIECE >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
-// The compiler moves computations past a wait for products, but not past a branch that needs their result.
-__device__ __forceinline__ void never() { asm volatile("trap;"); }
+// The compiler moves computations past a wait for products, but not past a branch that needs their result. With a trap
+// there, it would not use the registers of setmaxnreg.
+__device__ __forceinline__ void never() {
+    if (RAGGED) asm volatile("st.shared.u32 [%0], %0;" ::"r"(0) : "memory");
+    else asm volatile("trap;");
+}
+
+__device__ __forceinline__ void clear_16(u32 to) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
+
+__device__ __forceinline__ void cleared() {  // by this warp
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+}
 
 __device__ __forceinline__ float largest_of_row(float v) {  // four threads have a row
     v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
@@ -50,19 +68,51 @@ __device__ __forceinline__ float sum_of_row(float v) {
 // scale: of scores, times log2(e). blocks: of a head. across: heads of one block of queries are neighbors.
 extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_dense(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-    u16* __restrict__ out, int n_q, int n_k, int heads, int shared_by, int blocks, int across, float scale) {
+    u16* __restrict__ out, int n_q, int n_k, int heads, int shared_by, int blocks, int across, float scale
+#if RAGGED
+    , const __grid_constant__ TensorMap rope_map, const int* __restrict__ starts_q, const int* __restrict__ starts_k,
+    const int* __restrict__ lens, int sequences
+#endif
+) {
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32;
     const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler sees that it is alike in a warp
     const u32 queries = (shared_address(memory) + 1023) & ~1023u, keys = queries + PIECES * ROW * QUERIES, values = keys + STAGES * TILE;
-    const u32 asked = values + STAGES * TILE;  // barriers: of queries; of keys and values, there and read
+    const u32 asked = values + STAGES * V_TILE;  // barriers: of queries; of keys and values, there and read
     const u32 full_k = asked + 8, full_v = full_k + 8 * STAGES, empty_k = full_v + 8 * STAGES, empty_v = empty_k + 8 * STAGES;
     const int of_heads = gridDim.x / blocks;  // heads of all images
-    const int block = across ? (int)blockIdx.x / of_heads : (int)blockIdx.x % blocks;
     const int which = across ? (int)blockIdx.x % of_heads : (int)blockIdx.x / blocks;
-    const int image = which / heads, head = which % heads, tiles = (n_k + KEYS - 1) / KEYS;
+    const int image = which / heads, head = which % heads;
+#if RAGGED
+    // Late queries see the most keys: they go first. Blocks of sequence i begin at i + (queries before it) / QUERIES.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const int number = blocks - 1 - (int)blockIdx.x % blocks;
+    int sequence = 0;
+    for (int most = sequences - 1; sequence < most;) {
+        const int middle = (sequence + most + 1) / 2;
+        if ((starts_q[middle] - starts_q[0]) / QUERIES + middle > number) most = middle - 1;
+        else sequence = middle;
+    }
+    const int first_q = starts_q[sequence], first_k = starts_k[sequence];
+    const int block = number - sequence - (first_q - starts_q[0]) / QUERIES;
+    n_q = starts_q[sequence + 1] - first_q, n_k = lens[sequence];
+    if (block * QUERIES >= n_q) return;
+    const int before = n_k - n_q + block * QUERIES;  // keys before the block's first query
+    const int seen = min(before + QUERIES, n_k);
+    if (seen <= 0) {  // no keys
+        for (int i = thread; i < min(QUERIES, n_q - block * QUERIES) * (VALUE / 8); i += THREADS) {
+            const long long row = first_q + block * QUERIES + i / (VALUE / 8);
+            *(uint4*)(out + (row * heads + head) * VALUE + i % (VALUE / 8) * 8) = make_uint4(0, 0, 0, 0);
+        }
+        return;
+    }
+#else
+    const int block = across ? (int)blockIdx.x / of_heads : (int)blockIdx.x % blocks;
+    const int first_q = 0, first_k = 0, before = 0, seen = n_k;
+#endif
+    const int tiles = (seen + KEYS - 1) / KEYS;
     const int groups = min(GROUPS, (n_q - block * QUERIES + 63) / 64);  // that have queries
 
     if (thread == 0) {
@@ -83,18 +133,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     const int kv_head = head / shared_by;
     auto load_k = [&](int tile, int stage) {
         expect(full_k + 8 * stage, TILE);
-        for (int i = 0; i < PIECES; i++)
-            load_rows(keys + stage * TILE + i * PIECE, k_map, 64 * i, tile * KEYS, kv_head, image, full_k + 8 * stage);
+        for (int i = 0; i < (CHANNELS + 63) / 64; i++)
+            load_rows(keys + stage * TILE + i * PIECE, k_map, 64 * i, first_k + tile * KEYS, kv_head, image, full_k + 8 * stage);
+#if RAGGED
+        for (int i = CHANNELS / 64; i < PIECES; i++)
+            load_rows(keys + stage * TILE + i * PIECE, rope_map, 64 * i - CHANNELS, first_k + tile * KEYS, 0, 0, full_k + 8 * stage);
+#endif
     };
     auto load_v = [&](int tile, int stage) {
-        expect(full_v + 8 * stage, TILE);
-        for (int i = 0; i < PIECES; i++)
-            load_rows(values + stage * TILE + i * PIECE, v_map, 64 * i, tile * KEYS, kv_head, image, full_v + 8 * stage);
+        expect(full_v + 8 * stage, V_TILE);
+        for (int i = 0; i < V_PIECES; i++)
+            load_rows(values + stage * V_TILE + i * PIECE, v_map, 64 * i, first_k + tile * KEYS, kv_head, image, full_v + 8 * stage);
     };
     if (thread == THREADS - 128) {  // before anything has been read
         expect(asked, PIECES * ROW * QUERIES);
         for (int i = 0; i < PIECES; i++)
-            load_rows(queries + i * ROW * QUERIES, q_map, 64 * i, block * QUERIES, head, image, asked);
+            load_rows(queries + i * ROW * QUERIES, q_map, 64 * i, first_q + block * QUERIES, head, image, asked);
         for (int tile = 0; tile < min(STAGES, tiles); tile++) load_k(tile, tile), load_v(tile, tile);
     }
     if (!ALONE && warp >= 4 * GROUPS) {
@@ -115,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
 
     const int group = warp / 4, quad = lane % 4;
     if (group >= groups) return;
-    float scores[SCORES], sums[CHANNELS / 2] = {};
+    float scores[SCORES], sums[VALUE / 2] = {};
     float top[2] = {LOWEST, LOWEST}, total[2] = {}, decay[2];
     u32 weights[KEYS / 16][4];
     const u64 own = descriptor(queries + 64 * ROW * group);
@@ -124,23 +178,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
         const u64 b = descriptor(keys + stage * TILE);
         begin_multiply();
 #pragma unroll
-        for (int step = 0; step < (CHANNELS + 15) / 16; step++)
+        for (int step = 0; step < (CHANNELS + ROPE + 15) / 16; step++)
             multiply(scores, own + (step / 4 * ROW * QUERIES + step % 4 * 32) / 16, b + (step / 4 * PIECE + step % 4 * 32) / 16, step > 0);
         commit_multiply();
     };
-    auto weigh_values = [&](int stage, u32 parity) {
+    auto weigh_values = [&](int stage, u32 parity, int tile) {
         wait(full_v + 8 * stage, parity);
-        const u64 b = transposed(values + stage * TILE);
+        const int left = n_k - tile * KEYS;
+        if (RAGGED && left < KEYS) {
+            for (int i = max(left, 0) * 8 + lane; i < 8 * KEYS; i += 32)
+                for (int piece = 0; piece < V_PIECES; piece++) clear_16(values + stage * V_TILE + piece * PIECE + 16 * i);
+            cleared();
+        }
+        const u64 b = transposed(values + stage * V_TILE);
         begin_multiply();
 #pragma unroll
         for (int step = 0; step < KEYS / 16; step++) weigh(sums, weights[step], b + step * 16 * ROW / 16);
         commit_multiply();
     };
-    auto use_scores = [&](int left) {  // of a tile with so many keys: exponentials take their place
-        if (left < KEYS)
+    const int row_of_thread = warp * 16 + lane / 4;  // and the eighth after it
+    auto use_scores = [&](int tile) {  // exponentials take their place
+        int left[2];  // keys that each row sees
+#pragma unroll
+        for (int r = 0; r < 2; r++) left[r] = (RAGGED ? min(before + row_of_thread + 8 * r + 1, n_k) : n_k) - tile * KEYS;
+        if ((RAGGED ? before + 64 * group + 1 - tile * KEYS : left[0]) < KEYS)
 #pragma unroll
             for (int i = 0; i < SCORES; i++)
-                if (i / 4 * 8 + 2 * quad + i % 2 >= left) scores[i] = LOWEST;
+                if (i / 4 * 8 + 2 * quad + i % 2 >= left[i / 2 % 2]) scores[i] = LOWEST;
 #pragma unroll
         for (int r = 0; r < 2; r++) {  // rows of this thread: every other pair
             float most = top[r], other = LOWEST, sum = 0, rest = 0;  // of every other group of 8 keys: shorter chains
@@ -150,9 +214,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
                 other = fmaxf(other, fmaxf(scores[i + 4], scores[i + 5]));
             }
             most = largest_of_row(fmaxf(most, other));
-            decay[r] = power_of_2((top[r] - most) * scale);
+            const float finite = RAGGED && most == LOWEST ? 0 : most;  // a row without keys
+            decay[r] = power_of_2((top[r] - finite) * scale);
             top[r] = most;
-            const float base = most * scale;
+            const float base = finite * scale;
 #pragma unroll
             for (int i = 2 * r; i < SCORES; i += 8) {
 #pragma unroll
@@ -188,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     finish_multiply<0>();
     hold();
     release_k(0);
-    use_scores(n_k);
+    use_scores(0);
     keep_weights();
     int stage = 0;
     u32 parity = 0;
@@ -196,35 +261,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
         const int next = stage + 1 == STAGES ? 0 : stage + 1;
         const u32 next_parity = next == 0 ? parity ^ 1 : parity;
         score(next, next_parity);
-        weigh_values(stage, parity);
+        weigh_values(stage, parity, tile - 1);
         finish_multiply<1>();
         hold();
         release_k(next);
-        use_scores(n_k - tile * KEYS);
+        use_scores(tile);
         if (__ballot_sync(~0u, total[0] + total[1] < 0)) never();
         finish_multiply<0>();
 #pragma unroll
-        for (int i = 0; i < CHANNELS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
+        for (int i = 0; i < VALUE / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
         release_v(stage);
         refill(tile - 1, stage, parity);
 #pragma unroll
-        for (int i = 0; i < CHANNELS / 2; i++) sums[i] *= decay[i / 2 % 2];
+        for (int i = 0; i < VALUE / 2; i++) sums[i] *= decay[i / 2 % 2];
         keep_weights();
         stage = next, parity = next_parity;
     }
-    weigh_values(stage, parity);
+    weigh_values(stage, parity, tiles - 1);
 #pragma unroll
-    for (int r = 0; r < 2; r++) total[r] = 1 / sum_of_row(total[r]);
+    for (int r = 0; r < 2; r++) {
+        total[r] = sum_of_row(total[r]);
+        total[r] = RAGGED && total[r] == 0 ? 0 : 1 / total[r];
+    }
     finish_multiply<0>();
 #pragma unroll
-    for (int i = 0; i < CHANNELS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
-    const int row = block * QUERIES + warp * 16 + lane / 4;
+    for (int i = 0; i < VALUE / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
+    const int row = block * QUERIES + row_of_thread;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         if (row + 8 * r >= n_q) continue;
-        u16* const to = out + (((long long)image * n_q + row + 8 * r) * heads + head) * CHANNELS + 2 * quad;
+        u16* const to = out + (((long long)image * n_q + first_q + row + 8 * r) * heads + head) * VALUE + 2 * quad;
 #pragma unroll
-        for (int i = 0; i < CHANNELS / 8; i++)
+        for (int i = 0; i < VALUE / 8; i++)
             *(u32*)(to + 8 * i) = narrow(sums[4 * i + 2 * r] * total[r], sums[4 * i + 2 * r + 1] * total[r]);
     }
 }

@@ -18,11 +18,14 @@
 //
 // With FP8, x and W are float8 e4m3 with a scale for 128 columns of a row of x and for 128 x 128 of W; K counts pairs, and a
 // piece is 128 columns. Tensor cores accumulate float8 with 14 bits: the sums of a piece are scaled and added to float32 sums
-// by one warpgroup while the other one multiplies. With GROUPED, W is a matrix for each expert, [E, N, K], and each BM rows of
-// x belong to one expert; blocks of rows with another one are left out.
+// by one warpgroup while the other one multiplies, or, where registers hold two sets of sums, while the next piece is
+// multiplied. With SPLITS, the blocks of a cluster share a tile: each has a part of K, sends its sums to the others'
+// shared memory, and adds up and stores one part of the tile; there are no more tiles than clusters. With GROUPED, W is a
+// matrix for each expert, [E, N, K], and each BM rows of x belong to one expert; blocks of rows with another one are left
+// out.
 //
 // Compile-time constants: BM and BN (multiples of 64 and 32), STAGES, COOPERATE, CLUSTER, SHARE_W, GROUP (rows of tiles that
-// share W in L2), PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
+// share W in L2), SPLITS, PARTS, BEHIND (0: nothing, 1: GELU with erf, 2: with tanh, 3: scale and residual, 4: SiLU(gate) * up,
 // 5: rotation of pairs that are 32 channels apart, 6: of neighbors, 7: GELU(gate) * up, with erf, 8: 4 in float8
 // with a scale for 128 columns), FP8, GROUPED, BF16 (the result).
 // multiply() precedes this file (wgmma_linear_cuda.py). Requires N % 32 == 0, K % 8 == 0, and less than 2^32 results.
@@ -43,21 +46,26 @@ constexpr int X_STAGE = 128 * BM, W_STAGE = 128 * BN;
 constexpr int X_SLICE = SHARE_W ? BM : BM / CLUSTER, W_SLICE = SHARE_W ? BN / CLUSTER : BN;  // rows that a block reads
 #define GATES (BEHIND == 4 || BEHIND == 7)
 #define ROTATES (BEHIND == 5 || BEHIND == 6)
+#define TWO_SETS (FP8 && BM == 128 && BN <= 128)  // of sums of a piece
 constexpr bool GATED = GATES || BEHIND == 8;
 constexpr int WIDTH = GATED ? BN / 2 : BN;  // columns of a tile's result
 constexpr int W_BOX = GATED ? BN / 2 : W_SLICE;  // rows of one copy
 constexpr int BLOCKS = WIDTH / 32, PLACES = 2 * ATOMS;  // of 32 columns; rows of a thread
+constexpr int OWN = BLOCKS * PLACES / SPLITS;  // rows of blocks, of eight sums each, that a block of a split tile stores
+constexpr int SENT = (SPLITS - 1) * OWN * 32 * 256;  // bytes of others' sums
 constexpr u16 EVERYONE = (1 << CLUSTER) - 1;  // a mask of the cluster's blocks
 #if BEHIND == 3 || ROTATES
 constexpr u32 ONES = BF16 ? 0x3f803f80 : 0x3c003c00;  // a pair
 #endif
 constexpr int AT_ONCE = FP8 && BN > 128 ? 128 : BN, HALVES = BN / AT_ONCE;  // columns of a multiplication, which share a scale
-constexpr bool MANY = ATOMS * SUMS + FP8 * AT_ONCE / 2 >= 160;  // sums: the two warpgroups have all registers but a few
+constexpr int SETS = TWO_SETS ? 2 : 1;
+constexpr bool MANY = ATOMS * SUMS + FP8 * SETS * AT_ONCE / 2 >= 160;  // sums: the two warpgroups have all registers but a few
 constexpr bool EARLY = BEHIND != 3 && !ROTATES || ATOMS * SUMS < 192;  // registers are left to read a block of columns ahead
 static_assert(ROWS % 64 == 0 && BN % 32 == 0 && BN <= 256 && ATOMS * SUMS <= 192, "what registers hold");
 static_assert(X_SLICE % 8 == 0 && W_BOX % 32 == 0, "slices begin where the swizzle and blocks of columns do");
 static_assert(!GATED || PARTS == 2, "gate and up");
 static_assert(!FP8 || (COOPERATE && 256 % BN == 0), "columns of a tile share one or two scales");
+static_assert(SPLITS == 1 || (SETS == 2 && CLUSTER == 1 && !GROUPED && BLOCKS * PLACES % SPLITS == 0), "split tiles");
 static_assert(!FP8 || BEHIND == 0 || (BEHIND == 8 && GROUPED && BN == 256), "128 columns of gate and of up");
 
 // Of x: rows in their order. Of W: rows 32b + 8q + 2j + e as 32b + 8j + 2q + e, `row` a multiple of 32.
@@ -91,18 +99,46 @@ __device__ __forceinline__ void arrive_at(u32 barrier, int rank) {
 }
 
 __device__ __forceinline__ void cluster_begins() {  // after the fence of its barriers
-    if (CLUSTER == 1) return __syncthreads();
+    if (CLUSTER * SPLITS == 1) return __syncthreads();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_ends() {  // not while a block reads into another one or arrives there
-    if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+    if (CLUSTER * SPLITS > 1) asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ int rank_in_cluster() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return CLUSTER == 1 ? 0 : rank;
+    return CLUSTER * SPLITS == 1 ? 0 : rank;
+}
+
+__device__ __forceinline__ void send(u32 to, int rank, float a, float b, float c, float d) {  // to another block's memory
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+        " st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5}; }"
+        ::"r"(to), "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+__device__ __forceinline__ void sent(u32 barrier, int rank) {  // by this warp
+    asm volatile("fence.acq_rel.cluster;" ::: "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive_at(barrier, rank);
+}
+
+__device__ __forceinline__ void wait_for_others(u32 barrier, u32 parity) {  // for what they have sent
+    u32 done = 0;
+    while (!done) {
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    }
+}
+
+__device__ __forceinline__ float4 received(u32 from) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from) : "memory");
+    return v;
 }
 
 __device__ __forceinline__ float power_of_2(float x) {
@@ -177,25 +213,27 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     extern __shared__ __align__(1024) unsigned char memory[];
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    const int thread = threadIdx.x, lane = thread % 32, rank = rank_in_cluster();
+    const int thread = threadIdx.x, lane = thread % 32, rank_of_all = rank_in_cluster();
+    const int rank = SPLITS == 1 ? rank_of_all : 0, split = SPLITS == 1 ? 0 : rank_of_all;
     const int group = __shfl_sync(~0u, thread / 128, 0);  // a warpgroup; the compiler sees that it is alike in a warp
 #if GROUPED
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int pieces = (K + 63) / 64, m_tiles = *groups.total / BM;
+    const int all_pieces = (K + 63) / 64, m_tiles = *groups.total / BM;
     auto expert_of = [&](int row) { return groups.experts[row / BM]; };
     auto left_out = [&](int row) { return (u32)expert_of(row) >= groups.E; };
 #else
-    const int pieces = (K + 63) / 64, m_tiles = (M + BM - 1) / BM;
+    const int all_pieces = (K + 63) / 64, m_tiles = (M + BM - 1) / BM;
     auto expert_of = [](int) { return 0; };
     auto left_out = [](int) { return false; };
 #endif
+    const int begin = all_pieces * split / SPLITS, pieces = all_pieces * (split + 1) / SPLITS - begin;  // of this block
     const int of_part = (N + WIDTH - 1) / WIDTH, n_tiles = GATED ? of_part : PARTS * of_part;
     // Of clusters: m_count by n_count.
     const int m_count = SHARE_W ? (m_tiles + CLUSTER - 1) / CLUSTER : m_tiles;
     const int n_count = SHARE_W ? n_tiles : (n_tiles + CLUSTER - 1) / CLUSTER;
-    const int tiles = m_count * n_count, first = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
+    const int tiles = m_count * n_count, first = blockIdx.x / (CLUSTER * SPLITS), clusters = gridDim.x / (CLUSTER * SPLITS);
     const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + STAGES * X_STAGE;
-    const u32 full = w_ring + STAGES * W_STAGE, empty = full + 8 * STAGES, turns = empty + 8 * STAGES;
+    const u32 others = w_ring + STAGES * W_STAGE, full = others + SENT, empty = full + 8 * STAGES, turns = empty + 8 * STAGES;
     auto place = [&](int tile, int& row, int& column, int& part) {
         const int band = tile / (GROUP * n_count), in_band = tile % (GROUP * n_count), height = min(GROUP, m_count - band * GROUP);
         const int m = band * GROUP + in_band % height, n = SHARE_W ? in_band / height : in_band / height * CLUSTER + rank;
@@ -207,7 +245,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
         asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
         for (int i = 0; i < PARTS; i++) asm volatile("prefetch.tensormap [%0];" ::"l"(&weights.of[i]) : "memory");
         for (int s = 0; s < STAGES; s++) make_barrier(full + 8 * s, 1), make_barrier(empty + 8 * s, 4 * (1 + COOPERATE) * CLUSTER);
-        make_barrier(turns, 4), make_barrier(turns + 8, 4);
+        make_barrier(turns, SPLITS == 1 ? 4 : 8 * (SPLITS - 1)), make_barrier(turns + 8, 4);  // or: others have sent
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
@@ -220,7 +258,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                 expect(full + 8 * stage, X_STAGE + W_STAGE);
                 const int first = SHARE_W ? W_SLICE * rank : 0;
                 for (int from = first; from < first + W_SLICE; from += W_BOX)
-                    load_w(w_ring + stage * W_STAGE + 128 * from, weights.of[GATED ? from / W_BOX : part], 64 * piece,
+                    load_w(w_ring + stage * W_STAGE + 128 * from, weights.of[GATED ? from / W_BOX : part], 64 * (begin + piece),
                            column + (GATED ? 0 : from), full + 8 * stage);
             };
             int row, column, part, stage = 0, ahead = 0;
@@ -242,7 +280,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                         read_weights(stage, piece, before + column, part);
                     }
                     const int from = SHARE_W ? 0 : X_SLICE * rank;
-                    load_x(x_ring + stage * X_STAGE + 128 * from, x_map, 64 * piece, row + from, full + 8 * stage);
+                    load_x(x_ring + stage * X_STAGE + 128 * from, x_map, 64 * (begin + piece), row + from, full + 8 * stage);
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
             }
@@ -280,45 +318,91 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             if (!COOPERATE) wait(turns + 8 * (i % 2), (i + 1) / 2 - 1 & 1);
 #if FP8
             const float *w_scale[HALVES], *x_scale[PLACES];
-            float next[PLACES + HALVES], fresh[AT_ONCE / 2];
+            float next[SETS][PLACES + HALVES], fresh[SETS][AT_ONCE / 2];
 #pragma unroll
             for (int h = 0; h < HALVES; h++)
                 w_scale[h] = scales.w + (long long)((N + 127) / 128 * (GATED ? 2 * expert + h : expert) +
                                                     min(column / 128 + (GATED ? 0 : h), (N - 1) / 128)) * scales.w_row;
 #pragma unroll
             for (int i = 0; i < PLACES; i++) x_scale[i] = scales.x + (long long)min(row_of(i), M - 1) * scales.x_token;
-            auto read_scales = [&](int k) {
+            auto read_scales = [&](float (&to)[PLACES + HALVES], int k) {
+                k = begin + min(k, pieces - 1);
 #pragma unroll
-                for (int i = 0; i < PLACES; i++) next[i] = x_scale[i][k * scales.x_block];
+                for (int i = 0; i < PLACES; i++) to[i] = x_scale[i][k * scales.x_block];
 #pragma unroll
-                for (int h = 0; h < HALVES; h++) next[PLACES + h] = w_scale[h][k * scales.w_block];
+                for (int h = 0; h < HALVES; h++) to[PLACES + h] = w_scale[h][k * scales.w_block];
             };
-            read_scales(0);
+            auto multiply_piece = [&](float (&to)[AT_ONCE / 2], int atom, int half) {
+                const u64 a = descriptor(x_ring + stage * X_STAGE + 128 * own_rows), b = descriptor(w_ring + stage * W_STAGE);
+                begin_multiply();
+#pragma unroll
+                for (int step = 0; step < 4; step++)  // 32 of K are 32 bytes
+                    multiply(to, a + (8192 * atom + 32 * step) / 16, b + (128 * AT_ONCE * half + 32 * step) / 16, step);
+                commit_multiply();
+            };
+            auto add = [&](float (&of)[AT_ONCE / 2], const float (&by)[PLACES], int atom, int half) {
+#pragma unroll
+                for (int s = 0; s < AT_ONCE / 2; s++) asm volatile("" : "+f"(of[s])::"memory");  // not read earlier
+#pragma unroll
+                for (int s = 0; s < AT_ONCE / 2; s++) sums[atom][AT_ONCE / 2 * half + s] += by[2 * atom + s / 2 % 2] * of[s];
+            };
+            auto scales_of = [&](float (&by)[PLACES], const float (&v)[PLACES + HALVES], int half) {
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) by[i] = v[i] * v[PLACES + half];
+            };
+            auto forward = [&] {
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            };
+#pragma unroll
+            for (int i = 0; i < SETS; i++) read_scales(next[i], i);
+#if TWO_SETS
+            float by[PLACES];
+            int k = 0;
+            auto begin_piece = [&](int set) {
+                wait(full + 8 * stage, parity);
+                multiply_piece(fresh[set], 0, 0);
+                used = stage;
+                forward();
+            };
+            for (; k < pieces % 4; k++) {
+                begin_piece(0);
+                scales_of(by, next[0], 0);
+                read_scales(next[0], k + 1), read_scales(next[1], k + 2);
+                finish_multiply<0>();
+                release(used);
+                add(fresh[0], by, 0, 0);
+            }
+            while (k < pieces) {  // four, and no products go on into the next round: the compiler would wait for each
+                begin_piece(0);
+#pragma unroll
+                for (int i = 0; i < 4; i++, k++) {
+                    const int set = i % 2, last = used;
+                    if (i < 3) begin_piece(1 - set);
+                    scales_of(by, next[set], 0);
+                    read_scales(next[set], k + 2);
+                    if (i < 3) finish_multiply<1>();
+                    else finish_multiply<0>();
+                    release(last);
+                    add(fresh[set], by, 0, 0);
+                }
+            }
+#else
             for (int k = 0; k < pieces; k++) {
                 float by[HALVES][PLACES];
 #pragma unroll
-                for (int i = 0; i < HALVES * PLACES; i++) by[i / PLACES][i % PLACES] = next[i % PLACES] * next[PLACES + i / PLACES];
-                read_scales(min(k + 1, pieces - 1));
+                for (int h = 0; h < HALVES; h++) scales_of(by[h], next[0], h);
+                read_scales(next[0], k + 1);
                 wait(full + 8 * stage, parity);
-                const u64 a = descriptor(x_ring + stage * X_STAGE + 128 * own_rows), b = descriptor(w_ring + stage * W_STAGE);
 #pragma unroll
                 for (int i = 0; i < ATOMS * HALVES; i++) {
-                    const int atom = i / HALVES, half = i % HALVES;
-                    begin_multiply();
-#pragma unroll
-                    for (int step = 0; step < 4; step++)  // 32 of K are 32 bytes
-                        multiply(fresh, a + (8192 * atom + 32 * step) / 16, b + (128 * AT_ONCE * half + 32 * step) / 16, step);
-                    commit_multiply();
+                    multiply_piece(fresh[0], i / HALVES, i % HALVES);
                     finish_multiply<0>();
                     if (i == ATOMS * HALVES - 1) release(stage);
-#pragma unroll
-                    for (int s = 0; s < AT_ONCE / 2; s++) asm volatile("" : "+f"(fresh[s])::"memory");  // not read earlier
-#pragma unroll
-                    for (int s = 0; s < AT_ONCE / 2; s++)
-                        sums[atom][AT_ONCE / 2 * half + s] += by[half][2 * atom + s / 2 % 2] * fresh[s];
+                    add(fresh[0], by[i % HALVES], i / HALVES, i % HALVES);
                 }
-                if (++stage == STAGES) stage = 0, parity ^= 1;
+                forward();
             }
+#endif
 #else
             for (int k = 0; k < pieces; k++) {
                 wait(full + 8 * stage, parity);
@@ -460,6 +544,36 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
             auto row_to = [&](int i) { return (u32)part * M + row_of(i); };
             auto stores = there;
 #endif
+#if SPLITS > 1
+            // Unit u of a tile: eight sums of block u / PLACES and row u % PLACES. Block u / OWN of the cluster stores it.
+            auto of_unit = [&](int u, int i) -> float& { return sums[0][u / PLACES * 16 + i / 2 * 4 + u % PLACES * 2 + i % 2]; };
+            const u32 own = others + 16 * (thread - 128);
+#pragma unroll
+            for (int u = 0; u < SPLITS * OWN; u++) {
+                const int from_there = (split - u / OWN + SPLITS) % SPLITS - 1;
+                if (u / OWN == split) continue;
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    send(own + 4096 * ((from_there * OWN + u % OWN) * 2 + half), u / OWN, of_unit(u, 4 * half),
+                         of_unit(u, 4 * half + 1), of_unit(u, 4 * half + 2), of_unit(u, 4 * half + 3));
+            }
+            for (int other = 1; other < SPLITS; other++) sent(turns, (split + other) % SPLITS);
+            wait_for_others(turns, 0);
+#pragma unroll
+            for (int u = 0; u < SPLITS * OWN; u++) {
+                if (u / OWN != split) continue;
+                for (int of = 0; of < SPLITS - 1; of++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const float4 v = received(own + 4096 * ((of * OWN + u % OWN) * 2 + half));
+                        of_unit(u, 4 * half) += v.x, of_unit(u, 4 * half + 1) += v.y;
+                        of_unit(u, 4 * half + 2) += v.z, of_unit(u, 4 * half + 3) += v.w;
+                    }
+            }
+            auto stored = [&](int i, int block) { return (block * PLACES + i) / OWN == split && stores(i, block); };
+#else
+            auto stored = stores;
+#endif
             // Sums 4j to 4j + 3 of a block: columns 8 * quad + 2j and the one after, of a row and of the 8th below.
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++) {
@@ -504,7 +618,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
                         v[j] = narrow(low, high);
                     }
                     u16* to = out + (row_to(i) * N + column_of(block));
-                    if (stores(i, block)) *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
+                    if (stored(i, block)) *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]);
                 }
             }
 #endif
