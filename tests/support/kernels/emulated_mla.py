@@ -35,7 +35,7 @@ BODIES = {
     "widen_half": "_Float16 f; memcpy(&f, &bits, 2); return f;",
     "group_meets": "meets(own().groups[group]);",
 }
-BEFORE = """#define MEMORY (CLUSTER << 18)
+BEFORE = """#define EMULATED_BYTES (CLUSTER << 18)
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
 static Meeting changes;  // of barriers

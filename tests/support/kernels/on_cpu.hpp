@@ -27,10 +27,10 @@ struct Barrier { int count = 0, pending = 0, phase = 0; long bytes = 0; };
 
 thread_local Index threadIdx, blockIdx;
 static Index gridDim;
-#ifndef MEMORY
-#define MEMORY (1 << 18)
+#ifndef EMULATED_BYTES
+#define EMULATED_BYTES (1 << 18)
 #endif
-alignas(1 << 18) static unsigned char shared_memory[MEMORY];
+alignas(1 << 18) static unsigned char shared_memory[EMULATED_BYTES];
 static std::mutex barriers_lock;
 static std::unordered_map<uint32_t, Barrier> barriers;  // by shared address
 static pthread_barrier_t block_meets, consumers_barrier, warps_meet[4];
