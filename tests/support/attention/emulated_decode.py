@@ -107,7 +107,7 @@ def program(p: cuda.Plan, tickets: bool = True) -> str:
     """Return C++ of the kernel and its launcher; with tickets=False, taking a ticket is an error."""
     written = {
         "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT)': "void",
+        'extern "C" __global__ void AT_ONCE __launch_bounds__(THREADS, RESIDENT)': "void",
     }
     bodies = BODIES if tickets else {**BODIES, "add_to": 'fail("a ticket was taken"); return 0;'}
     source = ported(cuda.source(), bodies, written, p.options)

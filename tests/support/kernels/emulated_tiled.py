@@ -41,7 +41,7 @@ BODIES = {
     "widen": "return number(bits);",
     "narrow": "return rounded(low) | (u32)rounded(high) << 16;",
 }
-BEFORE = """#define TOGETHER (CLUSTER * SPLITS)
+BEFORE = """#define AT_ONCE (CLUSTER * SPLITS)
 #include "on_cpu.hpp"
 #include "lanes_on_cpu.hpp"
 static Meeting changes;  // of barriers
@@ -149,9 +149,9 @@ int main(int, char** names) {
     }
     out.assign(numbers_out / 8, {~0u, ~0u, ~0u, ~0u});
     gridDim.x = grid;
-    for (int block = 0; block < grid; block += TOGETHER) {
+    for (int block = 0; block < grid; block += AT_ONCE) {
         memset(shared_memory, 0xff, sizeof shared_memory);
-        run_cluster(TOGETHER, block, THREADS, one);
+        run_cluster(AT_ONCE, block, THREADS, one);
     }
     FILE* to = fopen(names[2], "wb");
     fwrite(out.data(), BEHIND == 8 ? 1 : 2, numbers_out, to), fwrite(scales_out.data(), 4, scales_out.size(), to);

@@ -30,10 +30,10 @@ static ucontext_t launcher;
 static Meeting of_cluster;
 static std::vector<Meeting> of_blocks, of_warps;
 static int per_block, first_block;  // threads; the cluster's first block
-#ifndef TOGETHER
-#define TOGETHER CLUSTER
+#ifndef AT_ONCE
+#define AT_ONCE CLUSTER
 #endif
-constexpr int BLOCK_MEMORY = sizeof shared_memory / (TOGETHER);
+constexpr int BLOCK_MEMORY = sizeof shared_memory / (AT_ONCE);
 static uint32_t said[512][32][8];  // by each lane of a warp
 
 inline bool may_run(const Fiber& f) { return !f.ended && (!f.waits_for || f.waits_for->held != f.until); }
