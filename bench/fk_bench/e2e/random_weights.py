@@ -29,8 +29,7 @@ def draw(model: torch.nn.Module, seed: int = 0) -> None:
 
     Quantized weights get random bits, in FP8 N(0, 1), where the hosts leave zeros. Their scales keep the host's values,
     those of MXFP4 get that of `weights.dummy`. The factors of NVFP4 matrices become FACTOR: the hosts' are reciprocals
-    of random numbers, which overflow, and routers choose the same experts for all tokens. Values change in place, so
-    that captured graphs read them.
+    of random numbers, which may overflow. Values change in place, so that captured graphs read them.
     """
     drawn = set[int]()  # an embedding that is also the head is drawn as the embedding
     scales = {name.rpartition(".")[2]: float(t) for name, t in model.named_buffers() if name.endswith(SCALED)}
