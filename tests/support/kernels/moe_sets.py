@@ -56,7 +56,8 @@ def sets(kind: str) -> None:
     module = plain if kind == "plain" else fp8
     args, few = arguments(kind), arguments(kind, tokens=1, experts=8)
     wants = [module.reference(*a) for a in (args, few)]
-    for params in registry.get(module.SPEC.name).op.providers[0].params:
+    providers = {p.name: p for p in registry.get(module.SPEC.name).op.providers}
+    for params in providers["triton"].params:
         for a, want, name in ((args, wants[0], "sorted"), (few, wants[1], "few")):
             say(
                 f"{kind} {params['gate_up']} {name}",
