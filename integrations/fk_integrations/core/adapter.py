@@ -94,9 +94,7 @@ class Adapter:
     def repin(self, module: Any, journal: Journal) -> None:
         """Renew the bound method of the old class that the instance may have cached, after a change of its class."""
         if "_forward_method" in vars(module):
-            old = vars(module)["_forward_method"]
-            module._forward_method = module.forward
-            journal.add(lambda: setattr(module, "_forward_method", old))
+            journal.set_attribute(module, "_forward_method", module.forward)
 
     def shape(self, op: Op, module: Any) -> tuple[Any, ...] | Reason | None:
         """Values of op.key.shape for a module's calls, as `tuning.not_faster` takes them; None: unknown."""

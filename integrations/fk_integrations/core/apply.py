@@ -36,6 +36,7 @@ log = logging.getLogger("fastkernels")
 class Patched:
     """The state of one patched process.
 
+    whole       whether the patch is complete; False: it is being made or undone, or that was interrupted
     traced      ops whose kernels a profiler trace has shown
     every_step  ids of the rows whose modules a model calls in every step, or never
     trials      {id of a row: the trial that decides about it, the reasons of its other modules}
@@ -47,6 +48,7 @@ class Patched:
     request: Request
     rank: int
     journal: Journal = field(default_factory=Journal)
+    whole: bool = False
     candidates: dict[str, Candidate] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     traced: set[str] = field(default_factory=set)
@@ -109,30 +111,48 @@ class Patched:
         for op in OPS.values():
             op.reset()
 
+    def meant_by(self, request: Request) -> bool:
+        """Whether an undo, report or reset is about this patch, and not about an earlier one of the same model."""
+        return request.patch in ("", self.request.patch)
+
     def undo(self) -> None:
+        """Restore everything. After an interruption, a second call continues."""
+        self.whole = False
         self.journal.undo()
 
 
-def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patched:
-    """Swap every module that the request names. Raises PatchError; nothing has changed then."""
-    patched = change(adapter, model, request, rank)
+def _nowhere(patched: Patched) -> None:
+    """For callers without a place from which a later call could undo an interrupted patch."""
+
+
+def apply(
+    adapter: Adapter, model: Any, request: Request, rank: int = 0, begun: Callable[[Patched], None] = _nowhere
+) -> Patched:
+    """Swap every module that the request names. Raises PatchError; nothing has changed then.
+
+    begun  gets the patch before anything changes, and keeps it: if this call is interrupted, and the undo in it too,
+           `undo` of that patch restores the rest
+    """
+    patched = change(adapter, model, request, rank, begun)
     patched.reset()
     if rank == 0 or not adapter.whole:
         log.info("%s", summary(patched))
     return patched
 
 
-def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patched:
+def change(
+    adapter: Adapter, model: Any, request: Request, rank: int = 0, begun: Callable[[Patched], None] = _nowhere
+) -> Patched:
     """`apply`, with the counters as they were."""
     patched = Patched(adapter, model, request, rank)
     try:
+        begun(patched)
         _add_providers(patched)
         _load_candidates(patched)
         verified = choose.Verified(dict(adapter.measured))
         if not adapter.own:
-            verified = choose.verify(adapter, model, request, _device_of(model))
+            verified = choose.verify(adapter, model, request, _device_of(model), patched.journal)
         patched.seconds |= verified.seconds
-        patched.journal.add(verified.back)
         with timed(patched.seconds, "swap modules"):
             _swap_modules(patched)
         _add_measured(patched.rows, verified.measured)
@@ -225,18 +245,16 @@ def _add_providers(patched: Patched) -> None:
                 op.providers = before
                 op.forget()
 
+            patched.journal.add(undo)
             op.providers = (*before, provider)
             op.forget()
-            patched.journal.add(undo)
 
 
 def _load_candidates(patched: Patched) -> None:
     for name, path in patched.request.candidates.items():
         with within(Environment.read().trial_s, f"the import of candidate {path}"):
             patched.candidates[name] = found = candidate.load(name, path)
-        undo = candidate.install(found)
-        if undo is not None:
-            patched.journal.add(undo)
+        candidate.install(found, patched.journal.add)
 
 
 def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:

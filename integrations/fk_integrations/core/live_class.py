@@ -111,7 +111,6 @@ def replace_attribute(
         return Reason(Kind.REPLACED, f"its {name}.{patched[0]} was replaced by other code")
     new: Any = object.__new__(live_class(type(old), ours, by_table, trial, differentiable))
     vars(new).update(vars(old))
-    setattr(holder, name, new)
     live = type(new)
 
     def back() -> None:
@@ -125,6 +124,7 @@ def replace_attribute(
             setattr(holder, name, old)
 
     journal.add(back)
+    setattr(holder, name, new)
     if trial is not None:
         trial.begin(new, sizes_of(holder), back, journal)
     return None
@@ -217,9 +217,20 @@ def calling_class(cls: Any, theirs: FunctionType, ours: Any, method: str = "forw
     return type(cls.__name__, (cls,), {**_copies(cls), **body})
 
 
-def restore(model: Any) -> None:
-    """Give the modules of a model and their processors the host's classes, without the journal of their patch."""
+def restore(model: Any) -> bool:
+    """Give the modules of a model and their processors the host's classes, without the journal of their patch.
+
+    Whether any was ours.
+    """
+    changed = False
     for module in model.modules():
         for found in (module, vars(module).get("processor")):
-            while hasattr(type(found), "fastkernels") or _CALLS in vars(type(found)):
+            while is_ours(type(found)):
                 _CLASS.__set__(found, type(found).__mro__[1])
+                changed = True
+    return changed
+
+
+def is_ours(cls: type) -> bool:
+    """Whether a class was made by a patch of a live object."""
+    return "fastkernels" in vars(cls) or _CALLS in vars(cls)

@@ -133,8 +133,7 @@ def _hook(built: Callable[[Any], None], journal: Journal) -> None:
         theirs(self, **kwargs)
         built(self)
 
-    base.register_modules = register_modules
-    journal.add(lambda: setattr(base, "register_modules", theirs))
+    journal.set_attribute(base, "register_modules", register_modules)
 
 
 HOST = DiffusersHost()

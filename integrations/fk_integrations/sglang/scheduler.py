@@ -24,6 +24,7 @@ from fk_integrations.core import call_recording, proof, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.heap import Heap, frozen_again
+from fk_integrations.core.in_process import UNDO_FIRST
 from fk_integrations.core.journal import Journal
 from fk_integrations.sglang import attention, experts, own_kernels
 from fk_integrations.sglang.attention import backends
@@ -124,6 +125,7 @@ def patch_after_loading() -> None:
 def _apply(model_runner: Any, request: Request) -> Patched:
     rank, _ = _rank_and_world()
     patched = apply(SglangAdapter(model_runner), model_runner.model, request, rank)
+    patched.whole = True
     _patched.append(patched)
     reports.start("sglang", rank, _reply)
     return patched
@@ -136,10 +138,11 @@ def answer(scheduler: Any, request: str) -> None:
     """Carry out one request and write the reply to FOLDER/RANK.json. Errors go there too: SGLang would hide them."""
     raw = json.loads(request)
     extra: dict[str, Any] = {}
+    wanted = Request.from_json(request)
     try:
         if raw["action"] not in _ACTIONS:
             raise PatchError(f"unknown action {raw['action']!r}; known: {', '.join(_ACTIONS)}")
-        extra = _ACTIONS[raw["action"]](scheduler, Request.from_json(request)) or {}
+        extra = _ACTIONS[raw["action"]](scheduler, wanted) or {}
     except PatchError as error:
         extra = {
             "error": str(error),
@@ -150,22 +153,25 @@ def answer(scheduler: Any, request: str) -> None:
         log.exception("fastkernels: %s failed", raw["action"])
         extra = {"error": f"{type(error).__name__}: {error}"}
     paused = bool(getattr(scheduler, "_engine_paused", False))
-    reply = {**_reply(), "graphs": bool(_captured(_runner(scheduler))), "paused": paused, **extra}
+    reply = {**_reply(wanted), "graphs": bool(_captured(_runner(scheduler))), "paused": paused, **extra}
     file = Path(raw["folder"]) / f"{reply['rank']}.json"
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(reply))
-    os.replace(partial, file)
+    try:
+        partial.write_text(json.dumps(reply))
+        os.replace(partial, file)
+    except FileNotFoundError:
+        log.warning("fastkernels: the caller of %s was interrupted, or has ended", raw["action"])
 
 
-def _reply() -> dict[str, Any]:
+def _reply(request: Request | None = None) -> dict[str, Any]:
     from sglang.srt.distributed.parallel_state import get_pp_group
 
     rank, world = _rank_and_world()
-    rows = _patched[0].report() if _patched else []
+    shown = _patched[0] if _patched and _patched[0].meant_by(request or Request("report")) else None
     return {
         "rank": rank, "world": world, "stage": get_pp_group().rank_in_group, "pid": os.getpid(), "host": "sglang",
-        "version": versions.installed("sglang"), "rows": rows, "error": None,
-        "seconds": _patched[0].seconds if _patched else {},
+        "version": versions.installed("sglang"), "rows": shown.report() if shown else [], "error": None,
+        "seconds": shown.seconds if shown else {},
     }  # fmt: skip
 
 
@@ -187,7 +193,7 @@ def _patch(scheduler: Any, request: Request) -> None:
 
 def _patch_now(scheduler: Any, request: Request, heap: Heap) -> None:
     if _patched:
-        raise Refused("this engine is patched already: undo that patch first (report.undo())")
+        raise Refused(f"this engine is patched already: {UNDO_FIRST}")
     runner = _runner(scheduler)
     _refuse(scheduler, runner)
     error: str | None = None
@@ -242,13 +248,13 @@ class Trial:
 
 
 def _undo(scheduler: Any, request: Request) -> dict[str, Any] | None:
+    if not _patched or not _patched[0].meant_by(request):
+        return None
     with frozen_again() as heap:
         return _undo_now(scheduler, heap)
 
 
 def _undo_now(scheduler: Any, heap: Heap) -> dict[str, Any] | None:
-    if not _patched:
-        return None
     runner = _runner(scheduler)
     _refuse(scheduler, runner)
     taken = _patched.pop()
@@ -423,7 +429,7 @@ def _report(scheduler: Any, request: Request) -> None:
 
 
 def _reset(scheduler: Any, request: Request) -> None:
-    if _patched:
+    if _patched and _patched[0].meant_by(request):
         _patched[0].reset()
 
 

@@ -57,8 +57,8 @@ class Trial:
 
     def begin(self, holder: Any, sizes: Any, back: Callable[[], None], journal: Journal) -> None:
         """Let the first calls of `holder`, which has a live class, decide; `back` makes it the host's again."""
-        vars(holder)[OWN] = _Own(self, sizes, back)
         journal.add(lambda: vars(holder).pop(OWN, None))
+        vars(holder)[OWN] = _Own(self, sizes, back)
         self.modules += 1
 
     def lines(self) -> list[str]:
