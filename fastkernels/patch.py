@@ -403,9 +403,8 @@ def _request(ops: Iterable[str] | str | None, candidates: Candidates | None, str
     env = Environment.read()
     if isinstance(ops, str):
         ops = [name.strip() for name in ops.split(",")]
-    names = None if ops is None else check_names(ops)
+    names = env.ops if ops is None else check_names(ops)
     files = resolve(candidates)
-    check_names(env.disable)
     chosen = env.strict if strict is None else strict
     return Request("patch", names, files, env.disable, chosen, patch=uuid.uuid4().hex)
 
@@ -436,7 +435,7 @@ def patch(
 
     target      vllm.LLM or LLMEngine, sglang.Engine, fastkernels.LLM, a transformers, timm or diffusers model, a
                 diffusers pipeline, or 'vllm', 'sglang', 'timm', 'diffusers'
-    ops         op names, or one name; None: all that are on by default for the host
+    ops         op names, or one name; None: those of FASTKERNELS_OPS, else all that are on by default for the host
     candidates  {op: path of a file}, or a folder of OP.py files: the user's kernels instead of ours; their code
                 runs in the host's processes
     strict      a fallback, an unknown version or an unsupported module is an error (default: FASTKERNELS_STRICT)
@@ -498,7 +497,6 @@ def patch_from_environment(engine: Any) -> None:
     """Put the candidates of FASTKERNELS_CANDIDATES into an engine of ours that is being built. Raises PatchError."""
     env = Environment.read()
     wanted = {op: path for op, path in env.candidates.items() if op not in env.disable}
-    check_names(env.candidates)
     if wanted:
         patch(engine, candidates=wanted)
 

@@ -385,6 +385,7 @@ def define(
         _register(re.sub(r"\(\w!\)", "", schema).replace("(", ".unchanging(", 1), bodies, fake)
         op.unchanging = tuple(i for i, _ in mutated), getattr(torch.ops.fastkernels, name).unchanging
     OPS[name] = op
+    registry.defined.add(name)
     return op
 
 

@@ -248,6 +248,9 @@ def _add_providers(patched: Patched) -> None:
             patched.journal.add(undo)
             op.providers = (*before, provider)
             op.forget()
+    for name in wanted:
+        if name in registry.op_modules() and (op := registry.get(name).op) is not None:
+            op.order(_device(patched.model))  # raises ValueError for an unknown provider
 
 
 def _load_candidates(patched: Patched) -> None:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from fastkernels.core import registry
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.trial import import_in_child
@@ -64,8 +63,6 @@ def register() -> None:
     env = Environment.read()
     if not env.enabled:
         return
-    request = Request.from_environment(env)
-    registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
     if scheduler is not None and not hasattr(scheduler.__init__, "fastkernels_stock"):
         scheduler.__init__ = _patches_its_model(scheduler.__init__)
 

@@ -7,6 +7,7 @@ with its neighbours, and an op of ours would stand in its way.
 from __future__ import annotations
 
 import logging
+import reprlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -193,7 +194,7 @@ def _measured(theirs: Callable[[], Any], ours: Callable[[], Any], device: torch.
             interleaved([theirs, ours], calls, device, rounds),
         )
     except Exception as error:  # of a kernel, a compiler or a capture
-        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
         log.warning("a module stays with the host: %s", text)
         return Choice(False, f"the host's; {text}")
     alone, graphed = (Ratio.of(*reversed(times)) for times in (eager, in_graph))
@@ -210,11 +211,26 @@ def _different(got: Any, want: Any) -> str | None:
             return f"our result is a {type(got).__name__}"
         return next((why for a, b in zip(got, want, strict=True) if (why := _different(a, b))), None)
     if not isinstance(want, torch.Tensor):
-        return None if got == want else f"our result is {got!r}, the host's {want!r}"
+        same = type(got) is type(want) and got == want
+        return None if same else f"our result is {_shown(got)}, the host's {_shown(want)}"
+    if not isinstance(got, torch.Tensor):
+        return f"our result is {_shown(got)}, the host's {_shown(want)}"
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"our result is {tuple(got.shape)} {got.dtype}, the host's {tuple(want.shape)} {want.dtype}"
     error = float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30))
     return None if error <= ERRORS.get(want.dtype, 1e-4) else f"our result differs by {error:.2g} of its norm"
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: a tensor by its shape and dtype, all else in at most 80 characters."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return reprlib.repr(value)[:80] if _plain(value) else f"a {type(value).__name__}"
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value prints no tensor."""
+    return isinstance(value, (int, float, complex, str, bytes, bool, type(None)))
 
 
 def _eager(subjects: list[Callable[[], Any]], device: torch.device, rounds: int) -> list[list[float]]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastkernels.core import registry
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.reasons import Reason
@@ -406,7 +405,6 @@ def register() -> None:
         return
     _log_like_vllm()
     request = Request.from_environment(env)
-    registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
     WorkerBase.fastkernels_key = compiled.fingerprint(request)
     compiled.add_key(WorkerBase.fastkernels_key)
     if stock is None:
