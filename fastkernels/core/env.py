@@ -56,7 +56,9 @@ def _pairs(variable: str, value: str | None, separator: str) -> dict[str, str]:
 def _warn_of_unknown(names: frozenset[str], known: frozenset[str]) -> None:
     for name in sorted(names - known):
         close = difflib.get_close_matches(name, known, n=1)
-        log.warning("%s is not a variable that FastKernels reads%s", name, f": {close[0]} is" if close else "")
+        log.warning(
+            "%s is not a variable that FastKernels reads%s", name, f": {close[0]} is" if close else ""
+        )
 
 
 def _count(variable: str, value: str | None) -> int | None:

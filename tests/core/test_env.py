@@ -12,16 +12,27 @@ from fastkernels.core.env import Environment
 from fastkernels.core.registry import op_names
 
 FLAGS = {f.name: f.default for f in dataclasses.fields(Environment) if f.type in ("bool", "bool | None")}
-VARIABLES = {"enabled": "FASTKERNELS"} | {n: f"FASTKERNELS_{n.upper()}" for n in FLAGS if n not in ("enabled", "interpret")}
+VARIABLES = {"enabled": "FASTKERNELS"} | {
+    n: f"FASTKERNELS_{n.upper()}" for n in FLAGS if n not in ("enabled", "interpret")
+}
 
 
 @pytest.mark.parametrize(("field", "variable"), VARIABLES.items())
 def test_flags_accept_yes_and_no_alone(field: str, variable: str) -> None:
-    for text, value in (("1", True), ("TRUE", True), (" on ", True), ("0", False), ("No", False), ("off", False)):
+    for text, value in (
+        ("1", True),
+        ("TRUE", True),
+        (" on ", True),
+        ("0", False),
+        ("No", False),
+        ("off", False),
+    ):
         assert getattr(Environment.read({variable: text}), field) is value
     assert getattr(Environment.read({variable: " "}), field) is FLAGS[field]
     for text in ("treu", "yes please", "2", "-1", "1,0"):
-        with pytest.raises(ValueError, match=rf"^{variable}: expected 1, true, yes, on, or 0, false, no, off, got '{text}'"):
+        with pytest.raises(
+            ValueError, match=rf"^{variable}: expected 1, true, yes, on, or 0, false, no, off, got '{text}'"
+        ):
             Environment.read({variable: text})
 
 
@@ -33,9 +44,13 @@ def test_flags_accept_yes_and_no_alone(field: str, variable: str) -> None:
     ],
 )  # fmt: skip
 def test_unknown_op_is_an_error_that_names_ops(variable: str, text: str) -> None:
-    with pytest.raises(ValueError, match=rf"{variable}: unknown op 'rms_nrom'\. Did you mean 'rms_norm'\?.*fk-bench list"):
+    with pytest.raises(
+        ValueError, match=rf"{variable}: unknown op 'rms_nrom'\. Did you mean 'rms_norm'\?.*fk-bench list"
+    ):
         Environment.read({variable: text.format("rms_nrom")})
-    with pytest.raises(ValueError, match=rf"{variable}: unknown op 'xyzzy'\. Known: .*rms_norm, .*silu_and_mul"):
+    with pytest.raises(
+        ValueError, match=rf"{variable}: unknown op 'xyzzy'\. Known: .*rms_norm, .*silu_and_mul"
+    ):
         Environment.read({variable: text.format("xyzzy")})
     Environment.read({variable: text.format("silu_and_mul")})
 
@@ -43,7 +58,9 @@ def test_unknown_op_is_an_error_that_names_ops(variable: str, text: str) -> None
 def test_provider_named_twice_is_an_error() -> None:
     with pytest.raises(ValueError, match="rms_norm is named twice, with 'triton' and with 'vllm'"):
         Environment.read({"FASTKERNELS_PROVIDER": "rms_norm:triton, rms_norm : vllm"})
-    assert Environment.read({"FASTKERNELS_PROVIDER": " rms_norm : triton "}).provider == {"rms_norm": "triton"}
+    assert Environment.read({"FASTKERNELS_PROVIDER": " rms_norm : triton "}).provider == {
+        "rms_norm": "triton"
+    }
 
 
 def test_unknown_variable_is_a_warning_with_the_closest(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,13 +21,12 @@ from fastkernels.core.spec import OpSpec, Target
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import seam
+from fk_integrations.core import choose, seam, trials
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.live_class import copied
 from fk_integrations.core.seam import Seam, Swap
-from fk_integrations.verify import choose, trials
-from fk_integrations.verify.trials import Trial
+from fk_integrations.core.trials import Trial
 
 log = logging.getLogger("fastkernels")
 

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from fastkernels.core.dispatch import proving
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.journal import Journal
-from fk_integrations.verify.trials import Trial, choosing, sizes_of, wrapper
+from fk_integrations.core.trials import Trial, choosing, sizes_of, wrapper
 
 _LIVE: dict[tuple[type, type, bool, str, bool, bool], type] = {}
 _CLASS: Any = vars(object)["__class__"]

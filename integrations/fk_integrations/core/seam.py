@@ -11,12 +11,12 @@ from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import Target
+from fk_integrations.core import trials
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.live_class import live_class
 from fk_integrations.core.lookalikes import with_reason
-from fk_integrations.verify import trials
-from fk_integrations.verify.trials import Trial
+from fk_integrations.core.trials import Trial
 
 FOLDER = Path(__file__).resolve().parents[1] / "seams"
 

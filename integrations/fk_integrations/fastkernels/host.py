@@ -20,11 +20,11 @@ from fastkernels.core import registry
 from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
+from fk_integrations.core import choose
 from fk_integrations.core.adapter import BATCHES, Adapter
 from fk_integrations.core.apply import Patched, apply, change
 from fk_integrations.core.cancellation import or_undone
 from fk_integrations.core.in_process import UNDO_FIRST
-from fk_integrations.verify import choose
 
 VARIABLE = "FASTKERNELS_CANDIDATES"
 Reply = dict[str, Any]

@@ -22,7 +22,7 @@ from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import seam
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
-from fk_integrations.verify.ranks import agree
+from fk_integrations.core.ranks import agree
 
 log = logging.getLogger("fastkernels")
 # Ops whose verification has run on a GPU; others are measured with FASTKERNELS_VERIFY=1.
