@@ -24,7 +24,6 @@ from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import choose, seam, trials
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.live_class import copied
 from fk_integrations.core.seam import Seam, Swap
 from fk_integrations.core.trials import Trial
 
@@ -54,10 +53,9 @@ class Patched:
     every_step: set[int] = field(default_factory=set)
     trials: dict[int, tuple[Trial, dict[Reason, int]]] = field(default_factory=dict)
     seconds: Seconds = field(default_factory=dict)
-    __deepcopy__ = copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a pickled model is the host's
+        return type(None), ()  # copies of a model, and pickled ones, are the host's
 
     @property
     def unchanged(self) -> bool:

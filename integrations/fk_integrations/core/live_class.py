@@ -65,30 +65,65 @@ def _shown_as(host_class: type) -> property:
     return property(lambda self: host_class, lambda self, cls: _CLASS.__set__(self, cls))
 
 
-def copied(self: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A copy of an object as copy.copy makes it, with a memo as copy.deepcopy does."""
-    made = object.__new__(type(self))
-    if memo is not None:
-        memo[id(self)] = made
-    state = dict(vars(self)) if memo is None else copy.deepcopy(vars(self), memo)
+def _copies(host_class: type) -> dict[str, Callable[..., Any]]:
+    """Methods with which copies and pickles of an object are the host's: an undo of the original cannot reach them.
+
+    A pickle then loads without FastKernels. A class of the host with methods of its own for this keeps them.
+    """
+    host = _host_of(host_class)
+    plain = all(
+        getattr(host, name, None) is getattr(object, name, None) for name in ("__reduce__", "__reduce_ex__")
+    )
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        # Later protocols accept an object's own class only. Objects without attributes have no state.
+        found: Any = object.__reduce_ex__(self, 1) if plain else host.__reduce_ex__(self, protocol)
+        if not isinstance(found, tuple):
+            return found
+        make, given, *states = found
+        given = tuple(host if value is type(self) else value for value in given)
+        return host if make is type(self) else make, given, *map(_without_ours, states)
+
+    def copied(self: Any) -> Any:
+        theirs = getattr(host, "__copy__", None)
+        return _as_host(theirs(self) if theirs is not None else _rebuilt(host, self, dict(vars(self)), {}))
+
+    def deeply_copied(self: Any, memo: dict[int, Any]) -> Any:
+        theirs = getattr(host, "__deepcopy__", None)
+        if theirs is not None:
+            return _as_host(theirs(self, memo))
+        return _rebuilt(host, self, None, memo)
+
+    return {"__reduce_ex__": reduced, "__copy__": copied, "__deepcopy__": deeply_copied}
+
+
+def _rebuilt(host: type, of: Any, state: dict[str, Any] | None, memo: dict[int, Any]) -> Any:
+    """An object of the host's class with this state, or with a deep copy of the state of `of`."""
+    made: Any = object.__new__(host)
+    memo[id(of)] = made
+    state = copy.deepcopy(_without_ours(vars(of)), memo) if state is None else _without_ours(state)
     getattr(made, "__setstate__", vars(made).update)(state)
     return made
 
 
-def _copies(host_class: type) -> dict[str, Callable[..., Any]]:
-    """Methods with which a pickle has an object of the host's class, which can be imported; copies stay ours."""
-    names = ("__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__")
-    if any(getattr(host_class, name, None) is not getattr(object, name, None) for name in names):
-        return {}
+def _without_ours(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {key: value for key, value in state.items() if not str(key).startswith("_fastkernels")}
 
-    def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # Later protocols accept an object's own class only. Objects without attributes have no state.
-        found: Any = object.__reduce_ex__(self, 1)
-        make, (_, *given), *states = found
-        kept = ({k: v for k, v in state.items() if not k.startswith("_fastkernels")} for state in states)
-        return make, (host_class, *given), *kept
 
-    return {"__reduce_ex__": reduced, "__copy__": copied, "__deepcopy__": copied}
+def _host_of(cls: type) -> type:
+    """The first class that is not ours."""
+    return next(c for c in cls.__mro__ if not is_ours(c))
+
+
+def _as_host(made: Any) -> Any:
+    """An object that the host's own method has copied, of the host's class."""
+    if is_ours(type(made)):
+        _CLASS.__set__(made, _host_of(type(made)))
+    for key in [key for key in getattr(made, "__dict__", {}) if key.startswith("_fastkernels")]:
+        del vars(made)[key]
+    return made
 
 
 def _method_names(host_class: type, ours: type) -> set[str]:
