@@ -79,7 +79,7 @@ class Row:
     """One (rank, op, host class) of a report.
 
     state       'active': ours is in place; 'off': not used; 'planned': engines built from now on
-    calls       runs of the op's body in that process since the patch (or since the last capture)
+    calls       runs of the op's body since the patch (or since the last capture)
     proof       'calls'; 'trace' if kernel names in a profiler trace of a replayed step show it; 'uncalled' if steps
                 have run and the model has called no module of the row
     reason      the reasons as one line
@@ -90,6 +90,8 @@ class Row:
     reasons     [{kind, text, modules}]: modules is 0 where the reason concerns the whole row
     measured    what was measured on this chip for the op, a line for each shape and size
     most_tokens the largest batch in which a compiled model runs ours; None: all
+    own         whether `calls` are those of the row's own modules; else the op's in that process, where rows of one op
+                share them
     """
 
     rank: int
@@ -108,6 +110,7 @@ class Row:
     reasons: list[dict[str, Any]] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
     most_tokens: int | None = None
+    own: bool = False
 
     @property
     def kinds(self) -> list[Kind]:
@@ -223,15 +226,19 @@ class Report:
 
     @property
     def patched_calls(self) -> int:
-        return sum(calls for calls in self._calls().values())
+        return sum(self._calls(self.active).values())
 
-    def _calls(self) -> dict[tuple[int, str], int]:
-        return {(r.rank, r.op): r.calls for r in self.active}  # a counter is per op, not per host class
+    def _calls(self, rows: Iterable[Row]) -> dict[tuple[int, str], int]:
+        """{(rank, op): calls}; rows without a count of their own show the op's."""
+        found: dict[tuple[int, str], int] = {}
+        for r in rows:
+            found[r.rank, r.op] = r.calls + (found.get((r.rank, r.op), 0) if r.own else 0)
+        return found
 
     @property
     def candidates(self) -> dict[str, int]:
         """{op: calls} of the user's candidates in place, over all ranks; `Row.candidate` names the places."""
-        calls: dict[tuple[int, str], int] = {(r.rank, r.op): r.calls for r in self.active if r.candidate}
+        calls = self._calls(r for r in self.active if r.candidate)
         return {op: sum(n for (_, o), n in calls.items() if o == op) for _, op in sorted(calls)}
 
     def refresh(self) -> Report:

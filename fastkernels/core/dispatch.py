@@ -112,6 +112,9 @@ class Op:
     unchanging  for an op that mutates only arguments that may be None: (their positions, the torch op of compiled calls
                 in which all of them are). Inductor of torch 2.13 cannot compile `overload` for these
     left        {reason: calls} that a seam left to the host because of the op's table; these are not fallbacks
+    owned       the calls that an integration has attributed to single modules; all others are `unowned`
+
+    `fallbacks` and `left` are replaced, not changed, so that a reader may keep them to compare.
     """
 
     name: str
@@ -119,6 +122,7 @@ class Op:
     key: Key | None = None
     overload: Any = None
     calls: int = 0
+    owned: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     candidate: Provider | None = None
@@ -127,6 +131,7 @@ class Op:
     _order: dict[str, list[Provider]] = field(default_factory=dict)
     _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict)
     _faster: dict[str, tuned.Lookup[Provider | None]] = field(default_factory=dict)
+    _unowned_before: int = 0  # in resets
     _strict: bool = False
     _wanted: str | None = None
     _requested: str | None = None
@@ -255,10 +260,16 @@ class Op:
 
     def reset(self) -> None:
         """Set the counters to zero and read the order of providers from the environment again."""
-        self.calls = 0
+        self._unowned_before = self.unowned
+        self.calls = self.owned = 0
         self.fallbacks = {}
         self.left = {}
         self.forget()
+
+    @property
+    def unowned(self) -> int:
+        """The calls of this process that belong to no single module, resets included."""
+        return self._unowned_before + self.calls - self.owned
 
     def forget(self) -> None:
         """Drop cached providers and table look-ups; the next call finds them again."""
@@ -352,13 +363,13 @@ class Op:
             raise UnsupportedCase(f"{self.name}: {reason} (FASTKERNELS_STRICT=1)")
         if reason not in self.fallbacks:
             log.warning("%s falls back in pid %d: %s", self.name, os.getpid(), reason)
-        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+        self.fallbacks = {**self.fallbacks, reason: self.fallbacks.get(reason, 0) + 1}
 
     def leave(self, reason: str) -> None:
         """Count a call that stays with the host, which no table lists as slower. Compiled code counts nothing."""
         if torch.compiler.is_dynamo_compiling():  # a count would be a constant of the compiled code
             return
-        self.left[reason] = self.left.get(reason, 0) + 1
+        self.left = {**self.left, reason: self.left.get(reason, 0) + 1}
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -106,8 +106,8 @@ def candidate(tmp_path: Path) -> Callable[[str], str]:
 def interrupted(run: Callable[[], object], seconds: float) -> bool:
     """Whether Ctrl-C, sent to this process after so many seconds, ended run()."""
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     try:
+        timer.start()
         run()
         timer.cancel()
         timer.join()  # the signal of a timer that has fired is raised here

@@ -34,6 +34,7 @@ class Adapter:
     profiles_memory_later  whether the host still measures how much memory is left for its KV cache
     first_call     whether modules that no user has named decide by time, at their first calls, if ours runs
     trained        whether users train such models: calls that need gradients then run the host's code
+    several        whether a process may have several such models: each row then counts the calls of its own modules
     faster_on_cpu  whether the host's code on a CPU beats our plain PyTorch, which then goes in only when requested
     """
 
@@ -45,6 +46,7 @@ class Adapter:
     faster_on_cpu = False
     first_call = False
     trained = False
+    several = False
     profiles_memory_later = False
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:

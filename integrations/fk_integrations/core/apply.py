@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import candidate, registry, tuning
 from fastkernels.core.candidate import Candidate
@@ -25,7 +25,11 @@ from fk_integrations.core import choose, seam, trials
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.seam import Seam, Swap
+from fk_integrations.core.tally import Counts, Tally
 from fk_integrations.core.trials import Trial
+
+if TYPE_CHECKING:
+    from fastkernels.core.dispatch import Op
 
 log = logging.getLogger("fastkernels")
 
@@ -38,6 +42,7 @@ class Patched:
     traced      ops whose kernels a profiler trace has shown
     every_step  ids of the rows whose modules a model calls in every step, or never
     trials      {id of a row: the trial that decides about it, the reasons of its other modules}
+    counts      the calls in the modules of each row, of a host with several models in a process
     seconds     of each phase of the patch
     """
 
@@ -52,6 +57,7 @@ class Patched:
     traced: set[str] = field(default_factory=set)
     every_step: set[int] = field(default_factory=set)
     trials: dict[int, tuple[Trial, dict[Reason, int]]] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
     seconds: Seconds = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,24 +95,34 @@ class Patched:
         ops = proving(row.op)
         if not ops:
             return
-        row.calls = sum(op.calls for op in ops)
-        row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
-        row.left = {why: n for op in ops for why, n in op.left.items()}
+        row.own = self.adapter.several
+        row.calls = self._calls(row, ops)
+        row.fallbacks = self._reasons(row, "fallbacks", ops)
+        row.left = self._reasons(row, "left", ops)
         if not row.calls and not row.candidate:
-            fused = [op for op in fusions_of(row.op) if op.calls]
-            row.calls = sum(op.calls for op in fused)
+            fused = {op.name: calls for op in fusions_of(row.op) if (calls := self._calls(row, [op]))}
+            row.calls = sum(fused.values())
             if fused:
-                row.explain({Reason(Kind.FUSED, f"{fused[0].name} runs in its place"): 0})
+                row.explain({Reason(Kind.FUSED, f"{next(iter(fused))} runs in its place"): 0})
         if row.calls and Kind.CANDIDATE_UNCALLED in row.kinds:
             row.state = "active"
             row.explain({Reason(Kind.CANDIDATE, "candidate"): 0})
         row.proof = "trace" if row.op in self.traced else "calls" if row.calls else ""
+
+    def _calls(self, row: Row, ops: list[Op]) -> int:
+        return self.counts.calls(row, ops) if self.adapter.several else sum(op.calls for op in ops)
+
+    def _reasons(self, row: Row, kind: str, ops: list[Op]) -> dict[str, int]:
+        if self.adapter.several:
+            return self.counts.reasons(row, kind, ops)
+        return {why: n for op in ops for why, n in getattr(op, kind).items()}
 
     def reset(self) -> None:
         from fastkernels.core.dispatch import OPS
 
         for op in OPS.values():
             op.reset()
+        self.counts.clear()
 
     def meant_by(self, request: Request) -> bool:
         """Whether an undo, report or reset is about this patch, and not about an earlier one of the same model."""
@@ -284,11 +300,13 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if place.decided and decides and not by_table:
         chip = tuning.chip_of(_device(patched.model))
         trial = Trial(spec.name, host_class, chip in target.compiled)
+    tally = Tally(spec.name) if patched.adapter.several else None
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:
             trained = spec.name if patched.adapter.trained else ""
-            made = Swap(patched.adapter, module, host_class, ours, patched.journal, by_table, trial, trained)
+            journal = patched.journal
+            made = Swap(patched.adapter, module, host_class, ours, journal, by_table, trial, trained, tally)
             stays = _swap(place, made)
             if stays is not None and by_table and place.optional:
                 stays = _unless_requested(stays)
@@ -296,6 +314,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
             row.modules += 1
         else:
             reasons[stays] += 1
+    if tally is not None and row.modules:
+        patched.counts.of[id(row)] = tally
     row.state = "active" if row.modules else "off"
     row.candidate = _candidate_label(patched.candidates.get(spec.name), target.cls) if row.modules else ""
     if not row.modules and not reasons:

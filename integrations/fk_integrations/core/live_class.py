@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from fastkernels.core.dispatch import proving
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.journal import Journal
+from fk_integrations.core.tally import Tally, counted
 from fk_integrations.core.trials import Trial, choosing, sizes_of, wrapper
 
 _LIVE: dict[tuple[type, type, bool, str, bool, bool], type] = {}
@@ -33,7 +34,8 @@ def live_class(
 
     by_table: wrap each method in `ours.by_table(theirs, ours)`, which picks one of the two per call by a tuned table.
     trial: `trials.choosing` wraps each method and picks by the time of first calls.
-    differentiable: the op, if calls may need gradients; `inference_only` wraps each method. A trial implies it.
+    differentiable: the op, if calls may need gradients; `inference_only` wraps each method, and `counted` counts its
+    calls. A trial implies it.
     """
     op, compiled = (trial.op, trial.compiled) if trial is not None else (differentiable, False)
     key = (host_class, ours, by_table, op, trial is not None, compiled)
@@ -47,6 +49,7 @@ def live_class(
         if op:
             needs = getattr(ours, "needs_host", None)
             methods = {n: inference_only(getattr(host_class, n), m, op, needs) for n, m in methods.items()}
+            methods = {n: counted(m) for n, m in methods.items()}
         body = {
             **methods,
             **_copies(host_class),
@@ -135,7 +138,7 @@ def _method_names(host_class: type, ours: type) -> set[str]:
 
 def replace_attribute(
     holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal, by_table: bool = False,
-    trial: Trial | None = None, differentiable: str = "",
+    trial: Trial | None = None, differentiable: str = "", tally: Tally | None = None,
 ) -> Reason | None:  # fmt: skip
     """Replace the object `holder.name` with one of our class and the same state; None, or why not.
 
@@ -160,6 +163,8 @@ def replace_attribute(
 
     journal.add(back)
     setattr(holder, name, new)
+    if tally is not None:
+        tally.add(holder, new, journal)
     if trial is not None:
         trial.begin(new, sizes_of(holder), back, journal)
     return None
@@ -235,8 +240,12 @@ def callers(cls: type) -> dict[FunctionType, str]:
 
 
 @cache
-def calling_class(cls: Any, theirs: FunctionType, ours: Any, method: str = "forward") -> type:
+def calling_class(
+    cls: Any, theirs: FunctionType, ours: Any, method: str = "forward", counts: bool = False
+) -> type:
     """A subclass whose method is the class's, with a name of our own in the place of that of `theirs`.
+
+    counts: the method counts for the tally of its object.
 
     The name is a new global of the class's file. With other globals, torch.compile would not find what forward calls.
     """
@@ -248,7 +257,8 @@ def calling_class(cls: Any, theirs: FunctionType, ours: Any, method: str = "forw
     forward.__kwdefaults__ = old.__kwdefaults__
     update_wrapper(forward, old)
     del forward.__wrapped__  # type: ignore[attr-defined]
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, method: forward, _CALLS: ours}
+    made = counted(forward) if counts else forward
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, method: made, _CALLS: ours}
     return type(cls.__name__, (cls,), {**_copies(cls), **body})
 
 

@@ -161,7 +161,7 @@ def _decide(
         return False
     place = (own.sizes, call)
     if place not in own.trial.choices:
-        counted = [(op, op.calls, dict(op.fallbacks), dict(op.left)) for op in OPS.values()]
+        counted = [(op, op.calls, op.owned, op.fallbacks, op.left) for op in OPS.values()]
         run = (partial(theirs, module, *args, **kwargs), partial(ours, module, *args, **kwargs))
         shapes = ", ".join(str(list(t.shape)) for t in tensors)
         kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
@@ -169,8 +169,8 @@ def _decide(
         own.trial.choices[place] = Choice(
             found.ours, f"{own.trial.host_class.__name__} {kind} {shapes}: {found.text}"
         )
-        for op, calls, fallbacks, left in counted:  # what a measurement runs is no proof
-            op.calls, op.fallbacks, op.left = calls, fallbacks, left
+        for op, calls, owned, fallbacks, left in counted:  # what a measurement runs is no proof
+            op.calls, op.owned, op.fallbacks, op.left = calls, owned, fallbacks, left
     use = own.ours[call] = own.trial.choices[place].ours
     if not any(own.ours.values()):  # without a wrapper of ours from now on
         own.back()

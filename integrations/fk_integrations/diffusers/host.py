@@ -34,6 +34,7 @@ class DiffusersAdapter(Adapter):
     host = "diffusers"
     first_call = True
     trained = True
+    several = True
 
     def __init__(self) -> None:
         self.version = versions.installed("diffusers") or ""

@@ -34,6 +34,9 @@ class CalledFunction(Seam):
         cls: Any = type(swap.module)
         theirs: Any = swap.host_class
         ours = inference_only(theirs, swap.ours, swap.differentiable) if swap.differentiable else swap.ours
-        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, callers(cls)[theirs]))
+        counts = swap.tally is not None
+        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, callers(cls)[theirs], counts))
+        if swap.tally is not None:
+            swap.tally.add(swap.module, swap.module, swap.journal)
         swap.adapter.repin(swap.module, swap.journal)
         return None

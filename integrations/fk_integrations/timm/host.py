@@ -27,6 +27,7 @@ class TimmAdapter(Adapter):
     host = "timm"
     first_call = True
     trained = True
+    several = True
 
     def __init__(self) -> None:
         self.version = versions.installed("timm") or ""
