@@ -124,8 +124,6 @@ class Row:
 
 
 def _line(reason: Reason, modules: int) -> str:
-    if reason.kind is Kind.OTHER_CLASS:
-        return f"{modules} stay with the host: {reason.text}"
     if reason.kind.left:
         return f"{modules} left to the host: {reason.text}" if modules else f"left to the host: {reason.text}"
     if reason.kind is Kind.FUSED and modules:
@@ -166,8 +164,8 @@ class Host(Protocol):
         """Carry out the request in every process of the live object; one reply per process, in rank order.
 
         A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}. In a pipeline it
-        also has 'stage': only ranks of one stage have the same modules; it may have 'seconds' of each phase. Raises
-        PatchError for an unreachable process.
+        also has 'stage': only ranks of one stage have the same modules; it may have 'seconds' of each phase, and
+        'lasting' changes that outlive an undo. Raises PatchError for an unreachable process.
         """
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
@@ -189,6 +187,7 @@ class Report:
     """The result of a patch, per (rank, op, host class), with `undo`. Also a context manager.
 
     target   the live object; None after the undo, so that the report does not keep a model in memory
+    lasting  changes of the processes that outlive an undo
     seconds  {phase: seconds} of the last patch or undo in vLLM or SGLang, of each phase in the slowest process
     """
 
@@ -201,6 +200,7 @@ class Report:
         self.version = replies[0]["version"] if replies else None
         self.rows = [Row(**row) for r in replies for row in r["rows"]]
         self.seconds = phases.slowest(r.get("seconds", {}) for r in replies)
+        self.lasting = list(dict.fromkeys(text for r in replies for text in r.get("lasting", ())))
 
     @property
     def active(self) -> list[Row]:
@@ -293,6 +293,7 @@ class Report:
             "pids": self.pids,
             "rows": [asdict(r) for r in self.rows],
             "seconds": self.seconds,
+            "lasting": self.lasting,
         }
 
     def __str__(self) -> str:
@@ -312,6 +313,7 @@ class Report:
             lines.append(f"  {r.rank:>4} {r.op:<20} {r.host_class:<24} {r.modules:>7} {r.calls:>8}  {state}")
         if self.seconds:
             lines.append(f"  the {'undo' if self.undone else 'patch'} took {phases.line(self.seconds)}")
+        lines += [f"  {text}" for text in self.lasting]
         measured = list(dict.fromkeys(text for r in self.rows for text in r.measured))
         if measured:
             lines.append(

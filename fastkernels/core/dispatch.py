@@ -13,16 +13,16 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from importlib.machinery import PathFinder
 from threading import get_ident
 from typing import Any
 
 import torch
 
-from fastkernels.core import registry
+from fastkernels.core import inductor_repair, registry
 from fastkernels.core import tuning as tuned
 from fastkernels.core.env import Environment
 from fastkernels.core.tuning import Key
@@ -415,50 +415,11 @@ def _register(schema: str, bodies: dict[str, Callable[..., Any]], fake: Callable
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         device = getattr(args[0] if args else None, "device", None)
-        if getattr(device, "type", "") == "cpu" and _tracing():
-            _repair_inductor()
+        if getattr(device, "type", "") == "cpu" and inductor_repair.tracing():
+            inductor_repair.repair()
         return fake(*args, **kwargs)
 
     torch.library.register_fake(f"fastkernels::{name}", traced, lib=LIBRARY)
-
-
-def _tracing() -> bool:
-    """Whether torch.compile traces a model in this thread."""
-    with suppress(AttributeError):
-        return torch._guards.TracingContext.try_get() is not None
-    return False
-
-
-@cache
-def _repair_inductor() -> None:
-    """Keep compiled CPU kernels behind the ops that write what they read, in this process from now on.
-
-    Inductor's C++ backend aligns the loops of two kernels before it fuses them, and finds their inputs again. PyTorch
-    up to 2.13 then forgets that an op has written such an input since (pytorch/pytorch issue 185509): the fused kernel
-    no longer depends on that op, and may run before it. Triton's backend does not use this method. The repair is of
-    PyTorch, not of a host: undoing a patch leaves it. Where PyTorch's names differ, its code stays as it is.
-    """
-    try:
-        from torch._inductor.dependencies import StarDep, WeakDep
-        from torch._inductor.scheduler import SchedulerNode
-        from torch.utils._ordered_set import OrderedSet
-
-        node: Any = SchedulerNode
-        stock, config = node.recompute_size_and_body, torch.compiler.config
-        config.cache_key_tag += "fastkernels-1"  # torch's caches may have code from before the repair
-    except (ImportError, AttributeError) as error:
-        log.debug("Inductor stays as it is: %s", error)
-        return
-
-    def recompute_size_and_body(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before: Any = getattr(self, "read_writes", None)
-        found = stock(self, *args, **kwargs)
-        with suppress(AttributeError, TypeError):
-            order = OrderedSet(d for d in before.reads if isinstance(d, (StarDep, WeakDep)))
-            self.set_read_writes(self.read_writes.with_read(order).rename(self.mutation_renames))
-        return found
-
-    node.recompute_size_and_body = recompute_size_and_body
 
 
 @contextmanager

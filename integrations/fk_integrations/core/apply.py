@@ -186,6 +186,7 @@ def _swap_modules(patched: Patched) -> None:
     found = sorted(plan(adapter, request, model), key=lambda pair: seam.find(pair[1].seam).order)
     for spec, target in found:
         patched.rows.append(_apply_target(patched, spec, target))
+    patched.counts.watch()
     patched.rows += _rows_without_a_table(patched, {spec.name for spec, _ in found})
     patched.rows += _called_rows(patched)
     patched.rows += _candidate_rows(patched)
@@ -592,8 +593,7 @@ def summary(patched: Patched) -> str:
 _SILENT = (Kind.NO_SUCH_MODULE, Kind.CANDIDATE, Kind.CANDIDATE_UNCALLED)
 _STAYS: dict[str, Callable[[Kind], bool]] = {
     "left to the host": lambda kind: kind.left,
-    "stays with the host": lambda kind: kind is Kind.OTHER_CLASS,
-    "off": lambda kind: not kind.left and kind is not Kind.OTHER_CLASS and kind not in _SILENT,
+    "unsupported": lambda kind: not kind.left and kind not in _SILENT,
 }
 
 

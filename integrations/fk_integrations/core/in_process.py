@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from fastkernels.core.inductor_repair import lasting
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
@@ -110,7 +111,7 @@ class InProcessHost:
 
     def reply(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"rank": 0, "pid": os.getpid(), "host": self.name, "version": self.version()}
-        return {**head, "rows": rows, "error": None}
+        return {**head, "rows": rows, "error": None, "lasting": lasting()}
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
         return self.call(target, request)

@@ -14,8 +14,7 @@ from weakref import WeakSet
 import torch
 from torch._dynamo.comptime import comptime
 
-from fastkernels.core import registry
-from fastkernels.core.dispatch import OPS, Op, proving
+from fastkernels.core.dispatch import OPS, Op, fusions_of, proving
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.trials import wrapper
 
@@ -29,6 +28,7 @@ class Tally:
     """The calls in one row's modules since the patch, or since `clear`.
 
     proving    the ops of which a call proves the row
+    ops        these, fusions that run in their place, and those of rows inside
     modules    the row's modules
     calls      runs of the bodies of `proving` inside these modules
     direct     {op: runs} inside these modules, and not inside a module of another row
@@ -37,9 +37,9 @@ class Tally:
     """
 
     def __init__(self, op: str):
-        self.proving = {found.name for found in proving(op)}
-        names = dict.fromkeys([*self.proving, *registry.reached(op)])
-        self.ops = [found for name in names if (found := registry.get(name).op) is not None]
+        self.op = op
+        self.ops: list[Op] = []
+        self.proving: set[str] = set()
         self.modules: list[Any] = []
         self.compiled: set[int] = set()
         self.clear()
@@ -137,6 +137,17 @@ class Counts:
     def __init__(self) -> None:
         self.of: dict[int, Tally] = {}
         self.before: dict[str, int] = {}
+
+    def watch(self) -> None:
+        """Count in each row's modules also the ops of the rows inside: a block may compute its norms itself."""
+        for tally in self.of.values():
+            tally.proving = {op.name for op in proving(tally.op)}
+            tally.ops = [*proving(tally.op), *fusions_of(tally.op)]
+        own = {id(tally): list(tally.ops) for tally in self.of.values()}
+        for tally in self.of.values():
+            for other in self.of.values():
+                if tally.has(other):
+                    tally.ops += [op for op in own[id(other)] if op not in tally.ops]
 
     def clear(self) -> None:
         self.before = {name: op.unowned for name, op in OPS.items()}

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from fastkernels import __version__
 from fastkernels.core import registry
+from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
@@ -165,7 +166,7 @@ def _apply(runner: Any, request: Request) -> Patched:
 
 def _reply(rank: int, rows: list[dict[str, Any]], error: str | None = None) -> Reply:
     head = {"rank": rank, "pid": os.getpid(), "host": "fastkernels", "version": __version__}
-    return {**head, "rows": rows, "error": error}
+    return {**head, "rows": rows, "error": error, "lasting": lasting()}
 
 
 def _text(error: Exception) -> str:

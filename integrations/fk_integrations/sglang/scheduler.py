@@ -16,6 +16,7 @@ from typing import Any
 
 from fastkernels.core.dispatch import Provider
 from fastkernels.core.env import Environment
+from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
@@ -171,7 +172,7 @@ def _reply(request: Request | None = None) -> dict[str, Any]:
     return {
         "rank": rank, "world": world, "stage": get_pp_group().rank_in_group, "pid": os.getpid(), "host": "sglang",
         "version": versions.installed("sglang"), "rows": shown.report() if shown else [], "error": None,
-        "seconds": shown.seconds if shown else {},
+        "seconds": shown.seconds if shown else {}, "lasting": lasting(),
     }  # fmt: skip
 
 

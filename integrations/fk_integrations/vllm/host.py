@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
+from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Reason
 from fastkernels.core.trial import import_in_child
 from fastkernels.overrides.linear.linear_fp8_scales import holder_of
@@ -186,7 +187,7 @@ def _reply(
     rows = patched.report() if patched is not None else []
     place = {"stage": _stage(worker), "failed_step": vars(worker).get(FAILED)}
     place["seconds"] = {} if patched is None else patched.seconds
-    return {**_process(_rank(worker), rows), **place, "error": error, **(extra or {})}
+    return {**_process(_rank(worker), rows), **place, "error": error, "lasting": lasting(), **(extra or {})}
 
 
 def _reply_while_alive(worker: Any) -> Callable[[], dict[str, Any] | None]:

@@ -330,7 +330,7 @@ def test_every_requested_op_has_a_row(llm, caplog):
     (block,) = [r.getMessage() for r in caplog.records if "patched" in r.getMessage()]
     first, patched, *off = block.splitlines()
     assert first == "vllm 0.32.0, rank 0: 5 modules patched" and patched == "  patched: rms_norm (5 RMSNorm)"
-    assert len(off) == 3 and all(line.startswith("  off: ") for line in off)
+    assert len(off) == 3 and all(line.startswith("  unsupported: ") for line in off)
     with fastkernels.patch(llm, ops="rms_norm") as report:
         assert [row.op for row in report.rows] == ["rms_norm"]
     with pytest.raises(PatchError, match=r"nothing to patch: sampling .*not in a live host"):
