@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from fastkernels.core.candidate import resolve
 from fastkernels.core.env import Environment
-from fastkernels.core.reasons import Kind, Reason
+from fastkernels.core.reasons import Kind, Phrase, Reason
 from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.verify import phases
 
@@ -124,11 +124,12 @@ class Row:
 
 
 def _line(reason: Reason, modules: int) -> str:
-    if reason.kind.left:
-        return f"{modules} left to the host: {reason.text}" if modules else f"left to the host: {reason.text}"
     if reason.kind is Kind.FUSED and modules:
         return f"{modules} fused: {reason.text}"
-    return f"{modules} unsupported: {reason.text}" if modules else reason.text
+    phrase = reason.kind.phrase.value
+    if modules:
+        return f"{modules} {phrase}: {reason.text}"
+    return f"{phrase}: {reason.text}" if reason.kind.left else reason.text
 
 
 def nothing_patched(rows: Sequence[Row], request: Request) -> str | None:
@@ -308,8 +309,8 @@ class Report:
             state += f"; provider {r.provider}" if r.provider else ""
             state += f"; candidate {r.candidate}" if r.candidate else ""
             state += f"; candidates inside: {', '.join(r.inside)}" if r.inside else ""
-            state += "".join(f"; fell back {n}x: {why}" for why, n in r.fallbacks.items())
-            state += "".join(f"; left to the host {n}x: {why}" for why, n in r.left.items())
+            state += "".join(f"; {Phrase.FELL_BACK.value} {n}x: {why}" for why, n in r.fallbacks.items())
+            state += "".join(f"; {Phrase.LEFT.value} {n}x: {why}" for why, n in r.left.items())
             lines.append(f"  {r.rank:>4} {r.op:<20} {r.host_class:<24} {r.modules:>7} {r.calls:>8}  {state}")
         if self.seconds:
             lines.append(f"  the {'undo' if self.undone else 'patch'} took {phases.line(self.seconds)}")

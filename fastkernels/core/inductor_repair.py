@@ -57,5 +57,5 @@ def repair() -> bool:
 
 
 def lasting() -> list[str]:
-    """What a report says about changes of this process that outlive an undo."""
+    """The lines of a report about changes of this process that outlive an undo."""
     return [TEXT] if repair.cache_info().currsize and repair() else []

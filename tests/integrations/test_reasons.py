@@ -184,9 +184,7 @@ def test_subclass_stays_with_the_host_and_has_a_row() -> None:
     mixed = apply(Host(), nn.Sequential(Norm(), Sub(), Sub()), Request("patch", NAMED, strict=True))
     (row,) = mixed.rows
     assert (row.state, row.modules, row.reason) == ("active", 1, f"2 unsupported: {name}")
-    with pytest.raises(
-        PatchError, match=rf"nothing to patch: rms_norm \(Norm\): 1 unsupported: {name}"
-    ):
+    with pytest.raises(PatchError, match=rf"nothing to patch: rms_norm \(Norm\): 1 unsupported: {name}"):
         apply(Host(), nn.Sequential(Sub()), Request("patch", NAMED))
 
 

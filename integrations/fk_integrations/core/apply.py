@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fastkernels.core import candidate, registry, tuning
 from fastkernels.core.candidate import Candidate
 from fastkernels.core.env import Environment
-from fastkernels.core.reasons import Kind, Reason
+from fastkernels.core.reasons import Kind, Phrase, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
@@ -577,11 +577,12 @@ def summary(patched: Patched) -> str:
         lines.append(
             "  patched: " + ", ".join(f"{row.op} ({row.modules} {row.host_class})" for row in active)
         )
-    for title, chosen in _STAYS.items():
-        found: dict[str, dict[str, None]] = {}
+    for phrase in (Phrase.LEFT, Phrase.UNSUPPORTED):
+        title, found = phrase.value, dict[str, dict[str, None]]()
         for row in rows:
             for reason in row.reasons:
-                if chosen(Kind(reason["kind"])):
+                kind = Kind(reason["kind"])
+                if kind not in _SILENT and kind.phrase is phrase:
                     found.setdefault(reason["text"], {})[row.op] = None
         for text, ops in list(found.items())[:3]:
             lines.append(f"  {title}: {', '.join(ops)}: {text}")
@@ -590,11 +591,7 @@ def summary(patched: Patched) -> str:
     return "\n".join(lines)
 
 
-_SILENT = (Kind.NO_SUCH_MODULE, Kind.CANDIDATE, Kind.CANDIDATE_UNCALLED)
-_STAYS: dict[str, Callable[[Kind], bool]] = {
-    "left to the host": lambda kind: kind.left,
-    "unsupported": lambda kind: not kind.left and kind not in _SILENT,
-}
+_SILENT = (Kind.NO_SUCH_MODULE, Kind.CANDIDATE, Kind.CANDIDATE_UNCALLED, Kind.FUSED)
 
 
 def _annotate(patched: Patched) -> None:

@@ -1,4 +1,4 @@
-"""Copies of patched models are the host's, whoever makes them, and `unpatch` restores what has our classes."""
+"""Copies of patched models are the host's, and `unpatch` restores what has our classes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def test_calls_of_another_model_prove_nothing() -> None:
 
 @torch.no_grad()
 def test_part_that_never_ran_shows_no_calls() -> None:
-    config = transformers.MistralConfig(**SIZES, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    config = transformers.MistralConfig(
+        **SIZES, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
     encoder = transformers.MistralModel(config).eval()
     whole = nn.ModuleDict({"text_encoder": encoder, "model": llama()})
     with fastkernels.patch(whole, ops="rms_norm") as report:
