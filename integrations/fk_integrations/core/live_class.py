@@ -73,7 +73,7 @@ def _copies(host_class: type) -> dict[str, Callable[..., Any]]:
 
     A pickle then loads without FastKernels. A class of the host with methods of its own for this keeps them.
     """
-    host = _host_of(host_class)
+    host: Any = _host_of(host_class)
     plain = all(
         getattr(host, name, None) is getattr(object, name, None) for name in ("__reduce__", "__reduce_ex__")
     )

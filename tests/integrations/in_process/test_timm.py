@@ -99,7 +99,10 @@ def test_patched_models_give_the_hosts_outputs(
     )
     after = run()
     assert modules(report.active) == expected and report.host.name == "timm"
-    assert {r.op: r.calls for r in report.refresh().active} == expected and report.verified
+    calls = {r.op: 0 for r in report.refresh().active}
+    for row in report.active:  # attention of the blocks and of the pooling have a row each
+        calls[row.op] += row.calls
+    assert calls == expected and report.verified
     assert before.std() > 0.1, "the outputs are all alike"
     torch.testing.assert_close(after, before, atol=atol * float(before.abs().max()), rtol=0)
     report.undo()
