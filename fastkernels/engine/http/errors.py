@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -13,6 +12,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from fastkernels.engine.async_llm import EngineError
 from fastkernels.engine.http.protocol import FIELDS
+from fastkernels.engine.http.unserved import shown
 from fastkernels.engine.scheduling.scheduler import QueueFull
 from fastkernels.engine.structured.bodies import renamed
 
@@ -23,6 +23,11 @@ TYPES = {
     408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
     503: "overloaded_error",
 }  # fmt: skip
+# By type of error, where pydantic's own words are Python's
+_MESSAGES = {
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a JSON object"),
+    "list_type": "must be a list",
+}
 
 
 class ApiError(HTTPException):
@@ -99,7 +104,8 @@ def describe(error: dict[str, Any]) -> tuple[str, str | None]:
         return (
             f"{where} is required" if where else "the body is empty: it must be a JSON object"
         ), where or None
-    message, given = str(error["msg"]).removeprefix("Value error, "), reprlib.repr(error.get("input"))
+    message = _MESSAGES.get(error["type"]) or str(error["msg"]).removeprefix("Value error, ")
+    given = shown(error.get("input"))
     if error["type"] == "too_long":
         limit, given = error["ctx"]["max_length"], str(len(error["input"]))
         message = f"may have {limit} entries"

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from fastkernels.engine.http import unserved
+from fastkernels.engine.http.messages import Message, check_content
 from fastkernels.engine.http.unserved import field_error
 from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
 from fastkernels.engine.structured.bodies import (
@@ -148,17 +149,6 @@ def _stop(value: Any) -> list[str] | None:
     return strings
 
 
-def _content(value: Any) -> str | list[dict[str, str]] | None:
-    """A message's text, or its parts. Whether the template gets parts or their text is decided in prompts.py."""
-    if value is None or isinstance(value, str):
-        return value
-    parts = value if isinstance(value, list) else [value]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('must be a text, or a list of {"type": "text", "text": ...}')
-    return [{"type": "text", "text": part["text"]} for part in parts]
-
-
 def _array(items: dict[str, Any], most: int, least: int = 0) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": least, "maxItems": most}
 
@@ -167,10 +157,6 @@ _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": 1024}
 _STOP_SCHEMA = {"anyOf": [_STOP_STRING, _array(_STOP_STRING, MAX_STOP), {"type": "null"}]}
 Stop = Annotated[Any, PlainValidator(_stop), WithJsonSchema(_STOP_SCHEMA)]
 _PROMPT_SCHEMA = {"anyOf": [_TEXT, _TOKENS, _array(_TEXT, MAX_PROMPTS, 1), _array(_TOKENS, MAX_PROMPTS, 1)]}
-_PART = {
-    "type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}  # fmt: skip
 _VISUAL = [
     {
         "type": "object", "required": ["type", kind],
@@ -185,7 +171,6 @@ _VISUAL = [
     for kind in FORMS
 ]  # fmt: skip
 _INPUT_SCHEMA = {"anyOf": [*_PROMPT_SCHEMA["anyOf"], *_VISUAL, _array({"anyOf": _VISUAL}, MAX_PROMPTS, 1)]}
-_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
 
 
 class Strict(BaseModel):
@@ -338,16 +323,6 @@ class CompletionRequest(GenerationRequest):
         return 1 if self.max_tokens == 0 else self.max_tokens
 
 
-class Message(BaseModel):
-    """A message. Other fields (name, tool_call_id) go to the chat template."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: str = Field(min_length=1, max_length=64)
-    content: Annotated[Any, PlainValidator(_content), WithJsonSchema(_CONTENT_SCHEMA)] = None
-    tool_calls: list[dict[str, Any]] | None = None
-
-
 class Function(Strict):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
@@ -369,6 +344,11 @@ class Conversation(Body):
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _messages_have_content(self) -> Conversation:
+        check_content(self.messages or ())
+        return self
 
 
 def _tool_choice(value: Any) -> Any:

@@ -8,6 +8,7 @@ stream.py; responses.py makes OpenAI's bodies of them, and streaming.py sends th
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -42,8 +43,23 @@ from fastkernels.engine.runners import RUNNERS
 ROUTES: dict[str, tuple[Any, ...]] = {"Generate": (Generation, Responses, Sglang), "Encode": (Embeddings,)}
 
 
+MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts
+_SCANNED = 1 << 18  # bytes in which deeper levels are looked for, within 0.2 s
+_TEXT_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)
+
+
+def _too_deep(body: bytes) -> bool:
+    """Whether the beginning of a JSON text, which may have errors, has more than MAX_DEPTH levels."""
+    level = 0
+    for found in _TEXT_OR_BRACKET.finditer(body[:_SCANNED]):
+        level += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found.group(), 0)
+        if level > MAX_DEPTH:
+            return True
+    return False
+
+
 class StrictJSONRequest(Request):
-    """Strict JSON: UTF-8, no NaN, no lone surrogates, limited nesting."""
+    """Strict JSON: UTF-8, no NaN, no lone surrogates, at most MAX_DEPTH levels."""
 
     async def json(self) -> Any:
         body = await self.body()
@@ -55,6 +71,9 @@ class StrictJSONRequest(Request):
             except UnicodeDecodeError as wrong:
                 byte, at = wrong.object[wrong.start], wrong.start
                 raise ApiError(400, f"the body is not UTF-8: byte 0x{byte:02x} at position {at}") from error
+            if _too_deep(body):
+                limit = f"at most {MAX_DEPTH} levels of lists and objects are allowed"
+                raise ApiError(400, f"the body is nested too deeply: {limit}") from error
             raise ApiError(400, f"the body is not JSON: {error}") from error
 
 

@@ -107,12 +107,16 @@ class StructuredOutputsParams:
             StructuredOutputsParams._text(name, value)
             try:
                 return jsonlib.loads(value)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise ValueError(_message(name, f"is not JSON: {error}, got {_short(value)}")) from error
+            except RecursionError as error:
+                raise ValueError(_message(name, "is nested too deeply")) from error
         try:
             return jsonlib.loads(jsonlib.dumps(value))
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(_message(name, f"is not JSON: {error}, got {_short(value)}")) from error
+        except RecursionError as error:
+            raise ValueError(_message(name, "is nested too deeply")) from error
 
     @staticmethod
     def _text(name: str, value: Any, empty: bool = False) -> str:
