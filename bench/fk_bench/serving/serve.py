@@ -59,6 +59,16 @@ def serve(
     reasoning_parser: Annotated[
         str | None, typer.Option(help="separate the reasoning of answers: deepseek_r1 or qwen3")
     ] = SERVER.reasoning_parser,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(help="file of a chat template, or its text in Jinja (default: the tokenizer's)"),
+    ] = SERVER.chat_template,
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="requests may bring their own chat template")
+    ] = SERVER.trust_request_chat_template,
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, typer.Option("--enable-tokenizer-info-endpoint", help="serve /tokenizer_info")
+    ] = SERVER.enable_tokenizer_info_endpoint,
     tokenizer: Annotated[
         str | None, typer.Option(help="folder or hub id (default: the model's)")
     ] = DEFAULT.tokenizer,
@@ -114,6 +124,13 @@ def serve(
         ),
     ] = DEFAULT.expert_parallel_size,
     max_logprobs: Annotated[int, typer.Option(help="maximum logprobs of a request")] = DEFAULT.max_logprobs,
+    json_any_whitespace: Annotated[
+        bool,
+        typer.Option(
+            "--json-any-whitespace",
+            help="JSON of structured outputs may have whitespace between values (default: one line)",
+        ),
+    ] = DEFAULT.json_any_whitespace,
     seed: Annotated[
         int, typer.Option(help="for dummy weights, and for requests without a seed")
     ] = DEFAULT.seed,
@@ -137,7 +154,9 @@ def serve(
             header_timeout=header_timeout, allowed_origins=_strings("--allowed-origins", allowed_origins),
             allow_credentials=allow_credentials, allowed_methods=_strings("--allowed-methods", allowed_methods),
             allowed_headers=_strings("--allowed-headers", allowed_headers), tool_call_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
+            reasoning_parser=reasoning_parser, chat_template=chat_template,
+            trust_request_chat_template=trust_request_chat_template,
+            enable_tokenizer_info_endpoint=enable_tokenizer_info_endpoint,
         )  # fmt: skip
         config = EngineConfig(
             model=model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, device=device, dtype=dtype,
@@ -147,7 +166,8 @@ def serve(
             enable_prefix_caching=enable_prefix_caching, async_scheduling=async_scheduling,
             attention_backend=attention_backend, tensor_parallel_size=tensor_parallel_size,
             expert_parallel_size=expert_parallel_size,
-            max_logprobs=max_logprobs, seed=seed, load_format=load_format, enforce_eager=enforce_eager,
+            max_logprobs=max_logprobs, json_any_whitespace=json_any_whitespace,
+            seed=seed, load_format=load_format, enforce_eager=enforce_eager,
         )  # fmt: skip
         with process.bind(host, port) as sock:
             status = process.serve(config, sock, server_config)

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jinja2
-from jinja2 import nodes
 from pydantic_core import from_json
 
+from fastkernels.engine.http import templates
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.messages import ROLES, Message
 from fastkernels.engine.http.protocol import Conversation
@@ -29,8 +29,9 @@ T = TypeVar("T")
 class Prompts:
     """Tokenizes for one model. Long texts share one thread, because a tokenizer is not safe in several."""
 
-    def __init__(self, tokenizer: Any, max_model_len: int):
+    def __init__(self, tokenizer: Any, max_model_len: int, trust_request_template: bool = False):
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self.trust_request_template = trust_request_template
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastkernels-tokenizer")
 
     def close(self) -> None:
@@ -107,8 +108,19 @@ class Prompts:
             raise ApiError(400, _rejection(error, bool(body.continue_final_message)), "messages") from error
         return await self.text(text, bool(special), "messages", limit, side)
 
+    def check_template(self, body: Conversation) -> None:
+        """Raise ApiError for a request with a chat template of its own, unless the server trusts these."""
+        if body.chat_template is not None and not self.trust_request_template:
+            raise ApiError(
+                400, "chat_template is not allowed in requests: start the server with --trust-request-chat-template",
+                "chat_template",
+            )  # fmt: skip
+
     def _template(self, body: Conversation) -> str:
         """The chat template of a conversation. Raises ApiError."""
+        if body.chat_template is not None and self.tokenizer is not None:
+            self.check_template(body)
+            return body.chat_template
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages")
         try:
@@ -136,23 +148,6 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-@functools.lru_cache(maxsize=16)
-def _reads_parts(template: str) -> bool:
-    """Whether a chat template loops over the parts of a message's content."""
-    try:
-        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except jinja2.TemplateSyntaxError:  # tags of other extensions
-        return False
-    return any(_name(loop.iter) == "content" for loop in tree.find_all(nodes.For))
-
-
-def _name(of: nodes.Node) -> str | None:
-    """The name that a Jinja node ends with: content in `content`, `m.content` and `m["content"]`."""
-    if isinstance(of, nodes.Getitem):
-        return of.arg.value if isinstance(of.arg, nodes.Const) else None
-    return of.attr if isinstance(of, nodes.Getattr) else of.name if isinstance(of, nodes.Name) else None
-
-
 def _for_template(index: int, message: Message, template: str) -> dict[str, Any]:
     """Convert a message to what the template reads, as vLLM does. Raises ApiError for an unknown role.
 
@@ -162,7 +157,7 @@ def _for_template(index: int, message: Message, template: str) -> dict[str, Any]
     found = message.for_template()
     found["role"] = _role(index, message.role, template)
     content = found["content"] or ""
-    if isinstance(content, list) and not _reads_parts(template):
+    if isinstance(content, list) and not templates.reads_parts(template):
         content = "\n".join(part["text"] for part in content)
     found["content"] = content
     for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
@@ -177,7 +172,7 @@ def _for_template(index: int, message: Message, template: str) -> dict[str, Any]
 
 
 def _role(index: int, role: str, template: str) -> str:
-    named = any(f"{q}{role}{q}" in template for q in "'\"")
+    named = templates.names(template, role)
     if role == "developer" and not named:
         return "system"
     if role not in ROLES and not named:

@@ -20,7 +20,7 @@ from pydantic import (
 from fastkernels.engine.http import unserved
 from fastkernels.engine.http.messages import Message, check_content
 from fastkernels.engine.http.unserved import field_error
-from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE, RequestOutputKind, SamplingParams
 from fastkernels.engine.structured.bodies import (
     ResponseFormat,
     StructuredOutputs,
@@ -33,6 +33,10 @@ MAX_PROMPTS = 1024
 MAX_STOP = 128
 INT64 = 2**63 - 1
 
+CacheSalt = Annotated[
+    str | None,
+    Field(min_length=1, max_length=1024, description="Cached prefixes are shared only with the same salt."),
+]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -203,7 +207,7 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
     n: int | None = Field(1, ge=1, le=MAX_N)
     best_of: int | None = Field(None, ge=1, le=MAX_N, description="Must equal n.")
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -224,6 +228,7 @@ class GenerationRequest(Body):
     add_special_tokens: bool | None = None
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
     request_id: str | None = Field(None, min_length=1, max_length=256)
+    cache_salt: CacheSalt = None
     bad_words: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(
         None, max_length=1000
     )
@@ -343,6 +348,9 @@ class Conversation(Body):
     documents: list[dict[str, str]] | None = Field(None, max_length=512)
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
+    chat_template: str | None = Field(
+        None, min_length=1, description="Only with the server's --trust-request-chat-template."
+    )
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

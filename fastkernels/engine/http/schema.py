@@ -182,6 +182,16 @@ class Text(BaseModel):
     prompt: str
 
 
+class Load(BaseModel):
+    server_load: int
+
+
+class TokenizerInfo(BaseModel):
+    model_config = {"extra": "allow"}
+
+    tokenizer_class: str
+
+
 class Done(BaseModel):
     success: bool
 
@@ -216,6 +226,7 @@ def _text(description: str, media: str | None) -> dict[str, Any]:
 EMPTY = _text("Requests are taken", None)
 METRICS = _text("Prometheus' text format", "text/plain")
 VERSION, MODELS, MODEL = answers(Version), answers(ModelList), answers(ModelCard)
+LOAD, TOKENIZER_INFO = answers(Load), answers(TokenizerInfo)
 COMPLETION = answers(Completion, stream=True)
 CHAT = answers(ChatCompletion, stream=True)
 EMBEDDINGS, CLASSIFICATION = answers(EmbeddingList), answers(ClassificationList)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from fastkernels.engine.http.protocol import INT64, Body, Strict
+from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE
 
 _TEXT_PART = {
     "type": "object",
@@ -132,7 +133,7 @@ class ResponsesRequest(Body):
     input: Annotated[Any, PlainValidator(_input), WithJsonSchema(_INPUT_SCHEMA)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT64)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = False
     tools: list[FunctionTool] | None = Field(None, max_length=512)
