@@ -56,6 +56,17 @@ ITEMS = [
     {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
     {"type": "function_call_output", "call_id": "1", "output": "o"},
 ]
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "c"}]}
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {
+        "role": "assistant", "content": [
+            {"type": "thinking", "thinking": "r", "signature": "s"},
+            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+        ],
+    },
+    {"role": "user", "content": [RESULT]},
+]  # fmt: skip
 BODIES = {
     "/v1/completions": {**OPENAI, "prompt": "a"},
     "/v1/chat/completions": {**OPENAI, **CHAT, "tool_choice": "none", "reasoning_effort": "low"},
@@ -63,6 +74,13 @@ BODIES = {
         "input": ITEMS, "instructions": "i", "max_output_tokens": 1, "temperature": 1, "top_p": 1, "stream": False,
         "tools": [{"type": "function", **FUNCTION}], "tool_choice": "none", "reasoning": {"effort": "low"},
         "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}, "metadata": {"a": "b"},
+    },
+    "/v1/messages": {
+        "messages": BLOCKS, "system": [{"type": "text", "text": "s"}], "max_tokens": 1, "stop_sequences": ["x"],
+        "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+        "thinking": {"type": "enabled", "budget_tokens": 1024}, "temperature": 1, "top_k": 5, "stream": False,
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+        "tool_choice": {"type": "none"},
     },
     "/generate": {
         "text": "a", "stream": False, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1,
