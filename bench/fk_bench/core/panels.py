@@ -18,8 +18,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     A field is an Annotated type with a typer.Option, and PANEL the title of its class. Raises ValueError for a field
     without an option, and for a name in two groups.
     """
-    hints = get_type_hints(command)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     found: list[inspect.Parameter] = [
         parameter.replace(annotation=hints[name])
         for name, parameter in inspect.signature(command).parameters.items()
@@ -32,14 +32,19 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     if twice:
         raise ValueError(f"options in two groups: {', '.join(twice)}")
 
+    signature = inspect.Signature(found)
+
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(*args: Any, **more: Any) -> None:
+        bound = signature.bind(*args, **more)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
         for name, group in groups.items():
             own = {field.name: given.pop(field.name) for field in fields(group)}
             given[name] = group(**own)
         command(**given)
 
-    run.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
     return run
 

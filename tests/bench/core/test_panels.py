@@ -37,7 +37,7 @@ class Lost:
 def test_command_gets_its_options_in_groups() -> None:
     seen = []
 
-    def draw(ctx: typer.Context, name: Annotated[str, typer.Argument()], size: Size) -> None:
+    def draw(ctx: typer.Context, name: Annotated[str, typer.Argument(help="of a file")], size: Size) -> None:
         """Draw."""
         seen.append((name, size, given(ctx, size)))
 
@@ -46,7 +46,13 @@ def test_command_gets_its_options_in_groups() -> None:
     assert CliRunner().invoke(app, ["box", "--tall", "5"]).exit_code == 0
     assert seen == [("box", Size(3, 5), {"height": 5})]
     text = CliRunner().invoke(app, ["--help"]).stdout
-    assert "Draw." in text and "Sizes" in text and "to the right" in text and "--tall" in text
+    assert (
+        "Draw." in text
+        and "Sizes" in text
+        and "to the right" in text
+        and "of a file" in text
+        and "--tall" in text
+    )
 
 
 def test_fields_that_are_no_options_are_refused() -> None:

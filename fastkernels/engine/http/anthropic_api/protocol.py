@@ -24,7 +24,7 @@ ROLE_OF = {
     "tool_use": "assistant",
     "tool_result": "user",
 }
-_WORDS = {str: "a text", dict: "an object", list: "a list of blocks of type text"}
+_WORDS: dict[type, str] = {str: "a text", dict: "an object", list: "a list of blocks of type text"}
 
 
 def _block(block: Any, kinds: tuple[str, ...], where: str) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def _system(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _schema_of(kind: str) -> dict[str, Any]:
-    names: dict[type, dict[str, Any]] = {str: {"type": "string"}, dict: {"type": "object"}, list: _TEXTS}
-    fields = {name: {"anyOf": [names[t] for t in types]} for name, types, _ in BLOCKS[kind]}
+    schemas: dict[type, dict[str, Any]] = {str: {"type": "string"}, dict: {"type": "object"}, list: _TEXTS}
+    fields: dict[str, Any] = {name: {"anyOf": [schemas[t] for t in types]} for name, types, _ in BLOCKS[kind]}
     if kind == "tool_use":
         fields["name"] = {"type": "string", "minLength": 1}
     required = ["type", *(name for name, _, needed in BLOCKS[kind] if needed)]
