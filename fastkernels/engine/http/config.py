@@ -10,7 +10,7 @@ class ServerConfig:
     """Options of the HTTP server.
 
     served_model_name   the model's name for clients (default: config.model)
-    api_key             required for everything but /health, /ping, /version and /metrics; None: no key is required
+    api_key             required for everything but the paths of gate.OPEN; None: no key is required
     max_body_size       maximum bytes of a request's body
     drain_timeout       seconds for running requests to finish after SIGTERM
     stall_timeout       seconds until a client that does not read its stream is disconnected

@@ -85,9 +85,9 @@ class Gate:
         if reason is not None:
             raise ApiError(503, reason, headers={"Retry-After": "1", "Connection": "close"})
         headers = dict(scope["headers"])
-        given = headers.get(b"authorization") or b"Bearer " + headers.get(
-            b"x-api-key", b""
-        )  # Anthropic's header
+        given = headers.get(b"authorization")
+        if given is None:  # Anthropic's header
+            given = b"Bearer " + headers.get(b"x-api-key", b"")
         if self._key is not None and not self._authorized(given):
             raise ApiError(401, "wrong or missing API key: send it as Authorization: Bearer KEY")
         if scope["method"] != "POST":

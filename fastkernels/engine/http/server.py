@@ -47,7 +47,6 @@ ROUTES: dict[str, tuple[Any, ...]] = {
     "Encode": (Embeddings,),
 }
 
-
 MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts
 _SCANNED = 1 << 18  # bytes in which deeper levels are looked for, within 0.2 s
 _TEXT_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)
@@ -105,9 +104,8 @@ class Server:
         )
         if tool_parser is not None:
             find_tool_parser(tool_parser)
-        template = (
-            templates.load(self.config.chat_template) if self.config.chat_template is not None else None
-        )
+        given = self.config.chat_template
+        template = None if given is None else templates.load(given)
         self.llm = AsyncLLM(config)
         engine = self.llm.engine
         self.metrics = Metrics(self.model_name, engine)
