@@ -25,6 +25,7 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.heap import Heap, frozen_again
 from fk_integrations.core.journal import Journal
+from fk_integrations.core.relatives import relatives
 from fk_integrations.sglang import attention, experts, own_kernels
 from fk_integrations.sglang.attention import backends
 
@@ -60,6 +61,15 @@ class SglangAdapter(Adapter):
         from sglang.srt.distributed.parallel_state import get_tp_group
 
         return get_tp_group().cpu_group
+
+    def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
+        return relatives(self, op, model)
+
+    def fused(self, model: Any, op: str, module: Any) -> Reason | None:
+        forced = os.environ.get("SGLANG_FORCE_FUSED_OP_BACKEND")
+        if not forced or not hasattr(module, "backend_eligible"):  # not a BaseFusedOp
+            return None
+        return Reason(Kind.LEFT_TO_HOST, f"SGLANG_FORCE_FUSED_OP_BACKEND={forced} selects SGLang's own kernel")
 
     def providers(self) -> Mapping[str, Provider]:
         return own_kernels.providers()

@@ -32,6 +32,8 @@ from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.construction import BeforeConstruction
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
+from fk_integrations.core.relatives import relatives
+from fk_integrations.vllm import flat_models
 
 if TYPE_CHECKING:
     from fastkernels.core.dispatch import Provider
@@ -77,7 +79,8 @@ class VllmAdapter(Adapter):
         return None if self.worker is None else parallel_state.get_tp_group().cpu_group
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
-        return lookalikes(self.host, op, model, OF_TRANSFORMERS, "transformers")
+        of_transformers = lookalikes(self.host, op, model, OF_TRANSFORMERS, "transformers")
+        return {**relatives(self, op, model), **of_transformers, **flat_models.not_reached(op, model)}
 
     def modules(self, model: Any) -> Iterator[Any]:
         from fk_integrations.vllm import attention
