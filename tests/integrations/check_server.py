@@ -51,6 +51,15 @@ def written_after_calls(file):
     return report
 
 
+def check_status(url, ops):
+    """GET /fastkernels is the report of all workers."""
+    status = json.load(urllib.request.urlopen(url + "/fastkernels", timeout=60))
+    assert {row["op"] for row in status["rows"]} == {*ops} and status["errors"] == {}
+    assert (status["host"], status["patched_modules"], status["verified"]) == (HOST, 7, True)
+    (rms_norm,) = [row for row in status["rows"] if row["op"] == "rms_norm"]
+    assert rms_norm["calls"] >= 8 * 5 and rms_norm["state"] == "active"
+
+
 def wait_until_ready(server, url):
     for _ in range(300):
         try:
@@ -70,6 +79,8 @@ def test_server_patched_by_environment(tmp_path):
         wait_until_ready(server, url)
         body = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         assert post(url + "/v1/completions", body)["usage"]["completion_tokens"] == 8
+        if HOST == "vllm":
+            check_status(url, ops.split(","))
         (file,) = reports.glob(f"{HOST}-0-*.json")
         worker = written_after_calls(file)
         os.kill(worker["pid"], signal.SIGKILL)  # the report file must survive

@@ -31,7 +31,9 @@ def relatives(adapter: Adapter, op: str, model: Any) -> dict[Reason, int]:
         return {}
     classes = _classes(adapter)
     found: Counter[Reason] = Counter()
-    for kind, modules in Counter((type(m), next(m.children(), None) is None) for m in model.modules()).items():
+    for kind, modules in Counter(
+        (type(m), next(m.children(), None) is None) for m in model.modules()
+    ).items():
         cls, leaf = kind
         theirs = cls.__module__.startswith(f"{adapter.host}.") and not hasattr(cls, "fastkernels")
         if not theirs or cls in classes:

@@ -69,7 +69,9 @@ class SglangAdapter(Adapter):
         forced = os.environ.get("SGLANG_FORCE_FUSED_OP_BACKEND")
         if not forced or not hasattr(module, "backend_eligible"):  # not a BaseFusedOp
             return None
-        return Reason(Kind.LEFT_TO_HOST, f"SGLANG_FORCE_FUSED_OP_BACKEND={forced} selects SGLang's own kernel")
+        return Reason(
+            Kind.LEFT_TO_HOST, f"SGLANG_FORCE_FUSED_OP_BACKEND={forced} selects SGLang's own kernel"
+        )
 
     def providers(self) -> Mapping[str, Provider]:
         return own_kernels.providers()

@@ -48,6 +48,8 @@ def _called(file: str) -> frozenset[str]:
             owner = node.func.value if isinstance(node.func, ast.Attribute) else None
             if isinstance(node.func, ast.Name):
                 found.add(node.func.id)
-            elif isinstance(node.func, ast.Attribute) and not (isinstance(owner, ast.Name) and owner.id == "self"):
+            elif isinstance(node.func, ast.Attribute) and not (
+                isinstance(owner, ast.Name) and owner.id == "self"
+            ):
                 found.add(node.func.attr)
     return frozenset(name for name in found if not name[:1].isupper())

@@ -33,7 +33,7 @@ from fk_integrations.core.construction import BeforeConstruction
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
 from fk_integrations.core.relatives import relatives
-from fk_integrations.vllm import flat_models
+from fk_integrations.vllm import flat_models, status_route
 
 if TYPE_CHECKING:
     from fastkernels.core.dispatch import Provider
@@ -130,9 +130,12 @@ class VllmAdapter(Adapter):
         """The largest batch that our ops run in; None: they run in all."""
         from fk_integrations.vllm import ranges
 
-        if self.worker is None or not ranges.limited(self.worker.vllm_config):
+        if self.worker is None:
             return None
-        return ranges.most_tokens(self, self.worker.get_model(), self.request, str(self.worker.device.type))
+        model = self.worker.get_model()
+        if not ranges.limited(self.worker.vllm_config, model):
+            return None
+        return ranges.most_tokens(self, model, self.request, str(self.worker.device.type))
 
     def kernel_swapped(self, module: Any) -> None:
         from fk_integrations.vllm import fusions
@@ -266,7 +269,9 @@ def _limit_ranges(worker: Any, most: int | None, patched: Patched) -> None:
     if ranges.limit(worker.vllm_config, most, plain, patched.journal):
         patched.every_step.clear()  # a step of a long prompt alone calls none of them
         for row in patched.rows:
-            row.most_tokens = most if row.op in plain else None
+            if row.state == "active" and row.op in plain:
+                row.most_tokens = most
+                row.unlimited = ranges.outside(worker.vllm_config, worker.get_model(), row.host_class)
         if patched.rank == 0:
             log.info("ours runs in batches of up to %d tokens, vLLM's compiled code in larger ones", most)
 
@@ -392,6 +397,7 @@ def register() -> None:
             WorkerBase.__init__ = stock
         return
     _log_like_vllm()
+    status_route.install()
     request = Request.from_environment(env)
     registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
     WorkerBase.fastkernels_key = compiled.fingerprint(request)
@@ -476,9 +482,10 @@ class VllmHost:
             if changes and engine.is_sleeping():
                 raise PatchError(ASLEEP)
             if changes:
+                _of_all_ranks(engine, _rpc(engine, Request("report")))
                 _forget_finished(engine)
                 _reset_caches(engine)
-            replies = _in_order(engine.collective_rpc(RPC, args=(request.to_json(),)))
+            replies = _rpc(engine, request)
         except PatchError:
             raise
         except Exception as error:
@@ -497,9 +504,10 @@ class VllmHost:
             if _ended(target) or target.errored:
                 raise PatchError(ENDED)
             if request.action not in ("patch", "undo"):
-                return await _rpc_async(target, request)
+                return await rpc_async(target, request)
             if await target.is_sleeping():
                 raise PatchError(ASLEEP)
+            await rpc_async(target, Request("report"))  # raises before anything changes
             return await _while_paused(target, request)
         except PatchError:
             raise
@@ -557,8 +565,37 @@ def _reset_caches(engine: Any) -> None:
         engine.reset_encoder_cache()
 
 
-async def _rpc_async(engine: Any, request: Request) -> list[dict[str, Any]]:
-    return _in_order(await engine.collective_rpc(RPC, args=(request.to_json(),)))
+def _rpc(engine: Any, request: Request) -> list[dict[str, Any]]:
+    """One request to all workers of an LLMEngine, and their replies in rank order."""
+    return _in_order(engine.collective_rpc(RPC, args=(request.to_json(),)))
+
+
+async def rpc_async(engine: Any, request: Request) -> list[dict[str, Any]]:
+    """One request to all workers of an AsyncLLM, and their replies in rank order."""
+    core, arguments = engine.engine_core, (request.to_json(),)
+    engines = getattr(core, "core_engines", ())
+    if len(engines) > 1:  # collective_rpc returns the replies of the first data-parallel engine only
+        send = partial(core._call_utility_async, "collective_rpc", RPC, None, arguments, None)
+        replies = [r for found in await asyncio.gather(*(send(engine=e) for e in engines)) for r in found]
+    else:
+        replies = await engine.collective_rpc(RPC, args=arguments)
+    return _of_all_ranks(engine, _in_order(replies))
+
+
+def _of_all_ranks(engine: Any, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The replies. Raises PatchError if a rank has not answered: what runs there is then unknown."""
+    parallel = engine.vllm_config.parallel_config
+    expected = parallel.world_size * max(1, len(getattr(engine.engine_core, "core_engines", ())))
+    if len(replies) < expected:
+        backend = getattr(
+            parallel.distributed_executor_backend, "__name__", parallel.distributed_executor_backend
+        )
+        ranks = ", ".join(str(reply["rank"]) for reply in replies) or "none"
+        raise PatchError(
+            f"only {len(replies)} of {expected} ranks ({ranks}) answered through vLLM's executor ({backend}): start"
+            " the engine with FASTKERNELS=1 on every node instead, which patches each worker as it loads the model"
+        )
+    return replies
 
 
 async def _while_paused(engine: Any, request: Request) -> list[dict[str, Any]]:
@@ -566,8 +603,8 @@ async def _while_paused(engine: Any, request: Request) -> list[dict[str, Any]]:
     pause = asyncio.ensure_future(engine.pause_generation(mode="wait", clear_cache=True))
     try:
         await asyncio.shield(pause)
-        undo = partial(_rpc_async, engine, Request("undo")) if request.action == "patch" else None
-        return await or_undone(_rpc_async(engine, request), undo)
+        undo = partial(rpc_async, engine, Request("undo")) if request.action == "patch" else None
+        return await or_undone(rpc_async(engine, request), undo)
     finally:
         await to_the_end(_resume(engine, pause))
 
