@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fk_integrations.core.journal import Journal
-from fk_integrations.vllm import fusions, ranges
+from fk_integrations.vllm import fusions, prompt_sizes, ranges
 from fk_integrations.vllm.plain_forms import PLAIN
 from fk_integrations.vllm.prompt_sizes import MOST, of, sizes
 from torch import nn
@@ -170,3 +170,28 @@ def test_sizes_follow_the_configuration(mode: str | None, last: int) -> None:
         model_config=SimpleNamespace(get_num_experts=lambda: 32),
     )
     assert of(config) == sizes(last, 2048, True) != sizes(last, 2048)
+
+
+def test_engine_built_patched_runs_prompts_before_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's JIT monitor is active from the end of the warm-up on."""
+    order: list[Any] = []
+    monkeypatch.setattr(prompt_sizes, "of", lambda config: [1, 513])
+
+    class Worker:
+        vllm_config, device = None, "cuda:0"
+        model_runner = SimpleNamespace(_dummy_run=lambda tokens, **_: order.append(tokens))
+
+        def compile_or_warm_up_model(self) -> str:
+            order.append("warm-up")
+            return "seconds"
+
+    worker = Worker()
+    prompt_sizes.before_warm_up(worker)
+    assert worker.compile_or_warm_up_model() == "seconds" and order == [1, 513, "warm-up"]
+    worker.compile_or_warm_up_model()
+    assert order == [1, 513, "warm-up", "warm-up"]
+    on_cpu = Worker()
+    on_cpu.device = "cpu"
+    prompt_sizes.before_warm_up(on_cpu)
+    on_cpu.compile_or_warm_up_model()
+    assert order[4:] == ["warm-up"]

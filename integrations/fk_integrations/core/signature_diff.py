@@ -91,7 +91,7 @@ def our_signature(cls: type, method: str) -> str | None:
 
 
 def accepted(entry: dict[str, Any], method: str) -> str | None:
-    """The recorded signature of a method; of `forward_native`, with the keywords of the forward that dispatches to it."""
+    """The recorded signature of a method; of `forward_native`, with the keywords of its dispatching forward."""
     recorded: str | None = entry["methods"].get(method)
     if method != "forward_native" or recorded is None or "dispatch" not in entry:
         return recorded

@@ -20,7 +20,7 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import call_recording, proof, reports, versions
+from fk_integrations.core import all_ranks, call_recording, proof, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.heap import Heap, frozen_again
@@ -124,6 +124,8 @@ def patch_after_loading() -> None:
         result = stock(self, *args, **kwargs)
         if not self.is_draft_worker:
             try:
+                all_ranks.announce("sglang")
+                all_ranks.check("sglang")
                 _apply(self, Request.from_environment())
             except Exception as error:
                 raise PatchError(f"FASTKERNELS=1, but SGLang cannot be patched: {error}") from error

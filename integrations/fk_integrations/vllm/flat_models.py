@@ -1,4 +1,4 @@
-"""vLLM's flat models (vllm/models/): their layers call norms, activations and rotations as functions of their own files.
+"""vLLM's flat models (vllm/models/): their layers call norms, activations and rotations as functions.
 
 A patch replaces modules, so it does not reach these calls. The report names them.
 """

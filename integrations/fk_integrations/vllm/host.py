@@ -25,7 +25,7 @@ from fastkernels.overrides.linear.linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify import phases
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import call_recording, reports, versions
+from fk_integrations.core import all_ranks, call_recording, reports, versions
 from fk_integrations.core.adapter import BATCHES, Adapter, class_path
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.cancellation import or_undone, to_the_end
@@ -33,13 +33,14 @@ from fk_integrations.core.construction import BeforeConstruction
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
 from fk_integrations.core.relatives import relatives
-from fk_integrations.vllm import flat_models, status_route
+from fk_integrations.vllm import flat_models, jit_monitor, prompt_sizes, status_route
 
 if TYPE_CHECKING:
     from fastkernels.core.dispatch import Provider
 
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
+PREFIX = "FASTKERNELS"  # of our variables
 STATE = "_fastkernels_patched"
 BEFORE = "_fastkernels_before"
 FAILED = "_fastkernels_failed_step"
@@ -246,13 +247,16 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
     with timed(seconds, "rest"):
         if live:
             try:
-                kept = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged, seconds)
+                with jit_monitor.paused():
+                    kept = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged, seconds)
                 vars(worker)[BEFORE] = kept
             except PatchError:
                 _clear_kv_cache(worker)  # a trial step may have written to it
                 raise
         else:
             compiled.together(worker, lambda: _discard(change()))
+            if not vars(worker)[STATE].unchanged:
+                prompt_sizes.before_warm_up(worker)
     if _rank(worker) == 0:
         log.info("the change took %s", phases.line(seconds))
     reports.start("vllm", _rank(worker), _reply_while_alive(worker))
@@ -294,7 +298,8 @@ def _undo(worker: Any, request: Request) -> dict[str, Any] | None:
 
     with timed(seconds, "rest"):
         before = vars(worker).pop(BEFORE, None)
-        compiled.swap(worker, change, lambda: patched.unchanged, seconds, before, keep=False)
+        with jit_monitor.paused():
+            compiled.swap(worker, change, lambda: patched.unchanged, seconds, before, keep=False)
         _clear_kv_cache(worker)
     reports.write("vllm", _rank(worker), _reply(worker))
     return {"seconds": seconds}
@@ -397,6 +402,7 @@ def register() -> None:
             WorkerBase.__init__ = stock
         return
     _log_like_vllm()
+    _copy_to_ray()
     status_route.install()
     request = Request.from_environment(env)
     registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
@@ -404,6 +410,14 @@ def register() -> None:
     compiled.add_key(WorkerBase.fastkernels_key)
     if stock is None:
         WorkerBase.__init__ = _patched_after_loading(WorkerBase.__init__)
+
+
+def _copy_to_ray() -> None:
+    """Have vLLM copy our variables to workers on Ray, as it copies its own."""
+    name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+    prefixes = [prefix for prefix in os.environ.get(name, "").split(",") if prefix.strip()]
+    if PREFIX not in prefixes:
+        os.environ[name] = ",".join([*prefixes, PREFIX])
 
 
 def _log_like_vllm() -> None:
@@ -423,17 +437,23 @@ def _patched_after_loading(stock: Callable[..., None]) -> Callable[..., None]:
         stock(self, *args, **kwargs)
         fusions.install(self.vllm_config)
         vars(self)[graphs.STATE] = graphs.extend(self)
-        load_model = self.load_model
+        load_model, init_device = self.load_model, self.init_device
+
+        def init_and_announce(*args: Any, **kwargs: Any) -> Any:
+            result = init_device(*args, **kwargs)
+            all_ranks.announce("vllm")
+            return result
 
         def load_and_patch(*args: Any, **kwargs: Any) -> Any:
             result = load_model(*args, **kwargs)
             try:
+                all_ranks.check("vllm")
                 _patch(self, Request.from_environment(), live=False)
             except Exception as error:
                 raise PatchError(f"FASTKERNELS=1, but vLLM cannot be patched: {error}") from error
             return result
 
-        self.load_model = load_and_patch
+        self.init_device, self.load_model = init_and_announce, load_and_patch
 
     __init__.fastkernels_stock = stock  # type: ignore[attr-defined]
     return __init__

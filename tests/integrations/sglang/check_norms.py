@@ -70,7 +70,7 @@ def test_a_named_backend_runs_the_hosts_code():
     patched = apply(Alone(), model, Request("patch", ops=("rms_norm", "silu_and_mul")), 0)
     for name, module in model.items():
         assert torch.equal(module(x, backend=KernelBackend.TORCH), expected[name])
-        with pytest.raises(NotImplementedError, match="HELION|helion"):
+        with pytest.raises(NotImplementedError, match="helion"):
             module(x, backend=KernelBackend.HELION)
     assert [row["calls"] for row in patched.report()] == [0, 0]
     assert all(torch.allclose(module(x, backend=None), expected[name]) for name, module in model.items())
