@@ -8,8 +8,8 @@ import sys
 import urllib.request
 
 import pytest
-from check_server import COMMANDS, HOST, post, wait_until_ready
 from fk_bench.serving.process import free_port
+from support.hosts.servers import COMMANDS, HOST, post, wait_until_ready
 
 PORT = {"vllm": "--master-port", "sglang": "--dist-init-addr"}[HOST]
 OPTIONS = {
@@ -56,7 +56,7 @@ def start(tmp_path):
 
 def test_every_rank_of_both_nodes_is_patched(start, tmp_path):
     (first, _), url = start(True, True)
-    wait_until_ready(first, url)
+    wait_until_ready(first, url, tries=800)
     body = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     assert post(url + "/v1/completions", body)["usage"]["completion_tokens"] == 8
     files = sorted((tmp_path / "reports").glob(f"{HOST}-*.json"))
@@ -71,7 +71,7 @@ def test_every_rank_of_both_nodes_is_patched(start, tmp_path):
 
 def test_a_node_without_the_patch_ends_the_start_by_name(start, tmp_path):
     (first, _), _ = start(True, False)
-    assert first.wait(timeout=240) != 0
+    assert first.wait(timeout=400) != 0
     assert (
         "rank 1 has not loaded the patch: set FASTKERNELS=1 on every node" in (tmp_path / "log0").read_text()
     )

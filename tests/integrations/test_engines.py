@@ -28,7 +28,7 @@ IN_PROCESS = (
     "check_works", "check_works_more", "check_random_weights",
 )  # fmt: skip
 BEFORE = {("vllm", "check_eager"): "check_graphs"}  # checks that run first in the same process
-SECONDS = {"check_held_out": 2400}  # one engine after the other
+SECONDS = {"check_held_out": 2400, "check_nodes": 1000}  # one engine after the other; two at once
 CHECKS = [
     pytest.param(
         host,

@@ -402,7 +402,7 @@ def register() -> None:
             WorkerBase.__init__ = stock
         return
     _log_like_vllm()
-    _copy_to_ray()
+    copy_to_ray()
     status_route.install()
     request = Request.from_environment(env)
     registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
@@ -412,7 +412,7 @@ def register() -> None:
         WorkerBase.__init__ = _patched_after_loading(WorkerBase.__init__)
 
 
-def _copy_to_ray() -> None:
+def copy_to_ray() -> None:
     """Have vLLM copy our variables to workers on Ray, as it copies its own."""
     name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
     prefixes = [prefix for prefix in os.environ.get(name, "").split(",") if prefix.strip()]
