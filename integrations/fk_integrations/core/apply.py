@@ -476,13 +476,20 @@ def absent_rows(adapter: Adapter, request: Request, model: Any, rows: list[Row],
         if request.ops is None and name not in present and adapter.first_call and model is not None:
             reasons |= _on_request(adapter, registry.get(name), model)
         if request.ops is not None and name not in present:
-            reasons = reasons or {_why_absent(adapter, name): 0}
+            reasons = {_unrecognized(reason): n for reason, n in reasons.items()} or {
+                _why_absent(adapter, name): 0
+            }
         if reasons:
             targets = registry.get(name).targets_for(adapter.host, adapter.version)
             row = Row(rank, name, targets[0].path.partition(":")[2] if targets else f"{name}()", 0, "off")
             row.explain(reasons)
             made.append(row)
     return made
+
+
+def _unrecognized(reason: Reason) -> Reason:
+    """The reason of modules that may compute an op which was requested and goes in nowhere."""
+    return Reason(Kind.UNRECOGNIZED, reason.text) if reason.kind is Kind.OTHER_CLASS else reason
 
 
 def _on_request(adapter: Adapter, spec: OpSpec, model: Any) -> dict[Reason, int]:
@@ -551,11 +558,12 @@ def summary(patched: Patched) -> str:
     return "\n".join(lines)
 
 
+_OTHERS = (Kind.OTHER_CLASS, Kind.UNRECOGNIZED)
 _SILENT = (Kind.NO_SUCH_MODULE, Kind.CANDIDATE, Kind.CANDIDATE_UNCALLED)
 _STAYS: dict[str, Callable[[Kind], bool]] = {
     "left to the host": lambda kind: kind.left,
-    "stays with the host": lambda kind: kind is Kind.OTHER_CLASS,
-    "off": lambda kind: not kind.left and kind is not Kind.OTHER_CLASS and kind not in _SILENT,
+    "stays with the host": lambda kind: kind in _OTHERS,
+    "off": lambda kind: not kind.left and kind not in (*_OTHERS, *_SILENT),
 }
 
 
