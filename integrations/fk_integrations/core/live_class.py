@@ -139,11 +139,14 @@ def inference_only(
     """Make a function that runs `ours`, but `theirs` in a call that needs gradients: our kernels compute none.
 
     A call needs gradients if one of its tensors, or a parameter of a module among its arguments, requires them; in
-    forward mode every call does. `theirs` also runs in torch.func.vmap, and if needs(self) is a reason: why the
-    parts that ours does not call have to run, as they are now.
+    forward mode every call does. `theirs` also runs in torch.func.vmap, under an exporter, whose result must not need
+    our ops, and if needs(self) is a reason: why the parts that ours does not call have to run, as they are now.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            _leave_to_exporter(op)
+            return theirs(*args, **kwargs)
         backward = torch.is_grad_enabled() and (_requires_grad(args) or _requires_grad(kwargs.values()))
         if backward or forward_ad._current_level >= 0:
             _note(op, "the call needs gradients; inference runs ours in torch.no_grad()")
@@ -157,6 +160,13 @@ def inference_only(
         return ours(*args, **kwargs)
 
     return wrapper(run, ours)
+
+
+@torch._dynamo.assume_constant_result
+def _leave_to_exporter(op: str) -> None:
+    """Count a place that torch.export, torch.jit.trace or an ONNX exporter records."""
+    for found in proving(op)[:1]:
+        found.leave("an exporter records the host's code")
 
 
 def _requires_grad(values: Any) -> bool:
