@@ -20,6 +20,7 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
+from fastkernels.verify import host_time
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import seam
 from fk_integrations.core.adapter import Adapter
@@ -264,8 +265,10 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     ours = _our_class(patched, spec, target)
     trial = None
     if place.decided and decides and not by_table:
-        chip = tuning.chip_of(_device(patched.model))
-        trial = Trial(spec.name, host_class, chip in target.compiled)
+        device = _device_of(patched.model)
+        compiled = bool(modules) and tuning.chip_of(device.type) in target.compiled
+        slower = host_time.slower_to_call(spec.name, device) if compiled else None
+        trial = Trial(spec.name, host_class, compiled and slower is None, slower or "")
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:
