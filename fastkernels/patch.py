@@ -92,6 +92,7 @@ class Row:
     most_tokens the largest batch in which a compiled model runs ours; None: all
     own         whether `calls` are those of the row's own modules; else the op's in that process, where rows of one op
                 share them
+    unlimited   modules outside of the compiled code, which run ours in batches of every size in spite of most_tokens
     """
 
     rank: int
@@ -111,6 +112,7 @@ class Row:
     measured: list[str] = field(default_factory=list)
     most_tokens: int | None = None
     own: bool = False
+    unlimited: int = 0
 
     @property
     def kinds(self) -> list[Kind]:
@@ -306,6 +308,7 @@ class Report:
         for r in self.rows:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
             state += f"; in batches of up to {r.most_tokens} tokens" if r.most_tokens else ""
+            state += f", except in {r.unlimited} modules outside of compiled code" if r.unlimited else ""
             state += f"; provider {r.provider}" if r.provider else ""
             state += f"; candidate {r.candidate}" if r.candidate else ""
             state += f"; candidates inside: {', '.join(r.inside)}" if r.inside else ""
