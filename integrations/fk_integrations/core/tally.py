@@ -125,7 +125,7 @@ def compiled_calls(op: Op, tally: Tally | None, tallies: Iterable[Tally], before
     """
     calls = op.unowned - before
     prove = [t for t in _alive if t.compiled and op.name in t.proving]
-    if tally is not None and tally.compiled:
+    if tally is not None and tally in prove:
         return round(calls * len(tally.compiled) / sum(len(t.compiled) for t in prove))
     inside = any(t.compiled and op in t.ops for t in tallies)
     return calls if inside and not prove else 0
@@ -176,6 +176,8 @@ class Counts:
                     found[reason] = max(found.get(reason, 0), calls)
         if tally is None or tally.compiled or any(t.compiled for t in around):
             for op in ops:
-                for reason, calls in getattr(op, kind).items():
-                    found.setdefault(reason, calls)
+                for reason, calls in getattr(op, kind).items():  # noted while a module was traced
+                    known = sum(getattr(t, kind).get(reason, 0) for t in _alive if op.name in t.proving)
+                    if calls > known:
+                        found[reason] = found.get(reason, 0) + calls - known
         return found

@@ -134,9 +134,10 @@ def test_pipeline_gives_the_hosts_latents_and_images() -> None:
         ("gated_residual", "BasicTransformerBlock"): 8,
     }  # fmt: skip
     torch.testing.assert_close(image(pipe), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
-    calls = {r.op: (r.calls, r.proof) for r in report.refresh().active}
-    assert calls["attention_dense"] == (32, "calls") and calls["quick_gelu"] == (0, "uncalled")
-    assert calls["geglu"] == (16, "calls") and calls["timestep_embedding"] == (4, "calls")
+    calls = {r.host_class: (r.calls, r.proof) for r in report.refresh().active}
+    assert calls["AttnProcessor2_0"] == (32, "calls")
+    assert calls["CLIPAttention"] == calls["QuickGELUActivation"] == (0, "uncalled")  # the prompt is given encoded
+    assert calls["GEGLU"] == (16, "calls") and calls["Timesteps"] == (4, "calls")
     torch.testing.assert_close(image(pipe, "pt"), picture, rtol=1e-3, atol=1e-3)
     report.undo()
     assert [type(m) for m in modules] == classes
