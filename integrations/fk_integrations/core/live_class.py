@@ -240,7 +240,8 @@ def called(cls: type, method: str = "forward") -> dict[str, FunctionType]:
     for step in dis.get_instructions(forward.__code__):
         if step.argval in forward.__code__.co_names:
             kinds.setdefault(step.argval, set()).add(step.opname)
-    found = {name: forward.__globals__.get(name) for name, how in kinds.items() if how == {"LOAD_GLOBAL"}}
+    names = [name for name, how in kinds.items() if how == {"LOAD_GLOBAL"}]
+    found: dict[str, Any] = {name: forward.__globals__.get(name) for name in names}
     return {name: value for name, value in found.items() if plain_function(value) is not None}
 
 

@@ -136,7 +136,7 @@ def test_pipeline_gives_the_hosts_latents_and_images() -> None:
     torch.testing.assert_close(image(pipe), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
     calls = {r.host_class: (r.calls, r.proof) for r in report.refresh().active}
     assert calls["AttnProcessor2_0"] == (32, "calls")
-    assert calls["CLIPAttention"] == calls["QuickGELUActivation"] == (0, "uncalled")  # the prompt is given encoded
+    assert calls["CLIPAttention"] == calls["QuickGELUActivation"] == (0, "uncalled")  # given encoded
     assert calls["GEGLU"] == (16, "calls") and calls["Timesteps"] == (4, "calls")
     torch.testing.assert_close(image(pipe, "pt"), picture, rtol=1e-3, atol=1e-3)
     report.undo()
