@@ -95,7 +95,7 @@ def test_columns_are_in_the_order_of_lanes(tmp_path: Path) -> None:
     assert order(2880).sort().values.equal(torch.arange(2880))
 
 
-@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("glu", [True, False])
 def test_prompt_kernels_compile_for_hopper(glu: bool) -> None:
     p = many.Plan(2880, 4 if glu else 1, glu)
