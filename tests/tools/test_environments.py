@@ -122,7 +122,8 @@ def test_lock_has_the_chosen_versions() -> None:
 def test_upper_limits_were_tested() -> None:
     """pip may bring no later minor version of a package than one that the tests ran with."""
     tested: dict[str, Version] = {}
-    for name in [*environments.FOLDERS, "newest"]:
+    newest = ["newest"] if environments.lock_file("newest").exists() else []  # of a passing make test-newest
+    for name in [*environments.FOLDERS, *newest]:
         for package, version in locked(name).items():
             tested[package] = max(version, tested.get(package, version))
     project = environments.tomllib.loads((environments.ROOT / "pyproject.toml").read_text())["project"]

@@ -223,7 +223,7 @@ def library_rows() -> list[dict[str, Any]]:
 
 
 def cuda_row() -> dict[str, Any]:
-    """The compiler of our CUDA C++ kernels: NVRTC's version, the CUDA of PyTorch and of the driver, or why none does."""
+    """The compiler of our CUDA C++ kernels, and the CUDA versions of PyTorch and of the driver."""
     reason = cuda_rtc.unavailable()
     return {
         "nvrtc": None if reason else cuda_rtc.nvrtc_version(),
