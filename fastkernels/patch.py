@@ -114,7 +114,7 @@ class Row:
 
 
 def _line(reason: Reason, modules: int) -> str:
-    if reason.kind is Kind.OTHER_CLASS:
+    if reason.kind in (Kind.OTHER_CLASS, Kind.UNRECOGNIZED):
         return f"{modules} stay with the host: {reason.text}"
     if reason.kind.left:
         return f"{modules} left to the host: {reason.text}" if modules else f"left to the host: {reason.text}"

@@ -389,7 +389,7 @@ def _with_fallback(text: str, host: str, supports: bool = False) -> str:
     if stored & {*positional, *(x.arg for x in a.kwonlyargs)}:  # the host's code gets the arguments as given
         if keywords:
             raise ExportError(f"{node.name} assigns to its arguments")
-        head, called = [*head, f"{indent}given = ({', '.join(called)})"], ["*given"]
+        head, called = [*head, f"{indent}given = [{', '.join(called)}]"], ["*given"]
     tail = [f"{indent}except Unsupported:", *_returned(host, [*called, *rest], f"{indent}    ")]
     return "\n".join([*lines[:first], *head, f"{indent}try:", *body, *tail])
 
