@@ -103,6 +103,8 @@ class Patched:
             row.state = "active"
             row.explain({Reason(Kind.CANDIDATE, "candidate"): 0})
         row.proof = "trace" if row.op in self.traced else "calls" if row.calls else ""
+        if row.proof == "calls" and row.calls <= sum(op.plain for op in ops):
+            row.proof = "fell back"
 
     def reset(self) -> None:
         from fastkernels.core.dispatch import OPS
