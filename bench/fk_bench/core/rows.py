@@ -33,7 +33,8 @@ class Status(str, Enum):
     SKIPPED = "skipped"
     # of a candidate's kernel
     REJECTED = "rejected"  # by the static scan
-    COMPILE_ERROR = "compile_error"  # the import or the first call raised
+    COMPILE_ERROR = "compile_error"  # the import failed, or a compiler did
+    RUNTIME_ERROR = "runtime_error"  # a call raised
     SIGNATURE_MISMATCH = "signature_mismatch"  # names, arguments, shapes or dtypes differ from the op's
     CRASH = "crash"  # the process exited or was ended by a signal
     OOM = "oom"

@@ -22,6 +22,7 @@ from fk_bench.core.text import printable
 from fk_bench.info.stubs import selected_ops
 from fk_bench.kernels import task as tasks
 
+MOST_NAMES = 100  # of cases, in a message
 AGAINST = ("production", "host", "reference")
 
 
@@ -135,6 +136,7 @@ def kernels_command(
         candidates = _candidates(candidate, tuple(ops or ()))
         names = _ops(tuple(ops or ()), tuple(level or ()), model, candidates)
         damaged = _damaged(names, options)
+        _check_case_names(names, options)
     except (UnknownName, CandidateError, CaptureError, ValueError) as error:
         fail(str(error))
     run = _directory(out)
@@ -202,6 +204,19 @@ def _judge(
         print(f"error: {printable(result['error'])}", file=sys.stderr)
     last_line(result)
     return 0 if result["ok"] else 1
+
+
+def _check_case_names(ops: list[str], options: Any) -> None:
+    """Raise ValueError for a name of --case that no case of these ops has, with the names that there are."""
+    from fk_bench.kernels.judge.correctness.cases import case_names
+
+    if not options.names:
+        return
+    known = case_names([registry.get(op) for op in ops], options)
+    if unknown := [n for n in options.names if n not in known]:
+        of = ops[0] if len(ops) == 1 else f"these {len(ops)} ops"
+        shown = ", ".join(list(known)[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")
+        raise ValueError(f"--case: no case of {of} is named {', '.join(unknown)}: {shown or 'there is none'}")
 
 
 def _damaged(names: list[str], options: Any) -> list[str]:

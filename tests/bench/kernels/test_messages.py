@@ -168,7 +168,7 @@ def test_failure_is_never_ok(error: str, reason: str, trusted: bool, lost: bool)
 def test_process_may_report_few_statuses(status: Status) -> None:
     failed = Failed(error=status.value, reason="why", context_lost=False)
     found, reason = messages.believed(failed, False)
-    if status in (Status.COMPILE_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM):
+    if status in (Status.COMPILE_ERROR, Status.RUNTIME_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM):
         assert (found, reason) == (status, "why")
     else:
         assert found is Status.INVALID and status.value in reason

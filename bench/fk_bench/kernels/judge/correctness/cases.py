@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,23 @@ def trials(
     if "extreme" in sources:
         found += _extremes(spec, here)
     return [t for t in found if not names or t.case.name in names]
+
+
+def case_names(specs: Sequence[OpSpec], options: Any) -> dict[str, None]:
+    """Names of all cases of these ops that do not change from run to run, for `Options.names`."""
+    found: dict[str, None] = {}
+    for spec in specs:
+        if options.task:
+            found |= dict.fromkeys(c.name for c in options.task)
+            continue
+        if "random" in options.cases:
+            found |= dict.fromkeys(c.name for c in spec.cases)
+        if "captured" in options.cases:
+            found |= dict.fromkeys(t.case.name for t in _captured(spec, options.captures, {}))
+        if "extreme" in options.cases:
+            dtypes = dict.fromkeys(c.dtype for c in spec.cases)
+            found |= dict.fromkeys(f"{dtype}:{kind}" for dtype in dtypes for kind in _hard(spec))
+    return found
 
 
 def _own(spec: OpSpec, case: Case) -> Callable[[str, torch.Generator], list[Any]]:

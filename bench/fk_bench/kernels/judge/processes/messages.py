@@ -17,7 +17,7 @@ from fk_bench.core.text import printable
 from fk_bench.kernels.judge.processes.protocol import ChannelGarbage
 
 # The failures that a process may report of itself; all others are decided by the judge.
-FAILURES = frozenset({Status.COMPILE_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM})
+FAILURES = frozenset({Status.COMPILE_ERROR, Status.RUNTIME_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM})
 # Our own code may also say that it does not support a call.
 TRUSTED_FAILURES = FAILURES | {Status.UNSUPPORTED}
 LIMIT, CAPTURE_LIMIT = 1 << 18, 8 << 20  # bytes of a message

@@ -291,8 +291,10 @@ class RunnerState(Implementation):
         except Failure:
             raise
         except Exception as error:
+            status = status_of(error)
             raise Failure(
-                status_of(error), f"cannot be captured in a CUDA graph: {describe_error(error)}"
+                "compile_error" if status == "runtime_error" else status,
+                f"cannot be captured in a CUDA graph: {describe_error(error)}",
             ) from None
         for result in results:
             self.metas(result)
