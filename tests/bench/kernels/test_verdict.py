@@ -53,7 +53,8 @@ def test_refused_case_keeps_its_status(status: Status) -> None:
 
 
 FAILURES = (
-    Status.COMPILE_ERROR, Status.RUNTIME_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM, Status.TIMEOUT, Status.CRASH, Status.INVALID,
+    Status.COMPILE_ERROR, Status.RUNTIME_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM, Status.TIMEOUT, Status.CRASH,
+    Status.INVALID,
     Status.UNSUPPORTED,
 )  # fmt: skip
 
