@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 import torch
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.clock.batches import GRAPH_CALLS, QUEUED, SINGLES, Batches, Lane, Timed
+from fk_bench.kernels.judge.batches.batches import GRAPH_CALLS, QUEUED, SINGLES, Batches, Lane, Timed
 from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena, memory_file
 from fk_bench.kernels.judge.memory.gate import Gate
+from fk_bench.kernels.judge.memory.place import Place
 from fk_bench.kernels.judge.memory.slots import Slots
-from fk_bench.kernels.judge.processes.messages import Place
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
 from fk_bench.kernels.judge.rows.case import CaseRun, Plan
 from fk_bench.kernels.judge.rows.verdict import Evidence, decide

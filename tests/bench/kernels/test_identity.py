@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from fk_bench.core.rows import Row, Status, Subject, read
+from fk_bench.core.wall_time import OTHER, Phases
 from fk_bench.kernels import identity
-from fk_bench.kernels.judge.clock.phases import OTHER, Phases
 from support.commands import fk_bench_here, last_json
 
 

@@ -11,7 +11,7 @@ import torch
 
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.correctness.errors import Errors, Expected, compare, expect
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.arena import Arena

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import Case, OpSpec
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.slots import split
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.slots import Slots, poison
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fastkernels.core.spec import OpSpec
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory import filling, layout
 from fk_bench.kernels.judge.memory.permutations import Permuter
 

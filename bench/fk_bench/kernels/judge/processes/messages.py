@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import from_json
 
 from fk_bench.core.rows import Status
 from fk_bench.core.text import printable
+from fk_bench.kernels.judge.memory.place import Count, Place, Strict
 from fk_bench.kernels.judge.processes.protocol import ChannelGarbage
 
 # The failures that a process may report of itself; all others are decided by the judge.
@@ -24,13 +25,10 @@ LIMIT, CAPTURE_LIMIT = 1 << 18, 8 << 20  # bytes of a message
 
 Text = Annotated[str, Field(max_length=1 << 16), AfterValidator(printable)]
 Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=1 << 40)]
 
 
-class Message(BaseModel):
+class Message(Strict):
     """A reply; fields that the schema does not name are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Hello(Message):
@@ -71,16 +69,6 @@ class Called(Message):
 
 class Estimated(Message):
     seconds: Seconds
-
-
-class Place(Message):
-    """The memory of an output: in the side's arena, in an allocation of the process, or empty."""
-
-    nbytes: Count
-    stride: list[Count] = Field(max_length=16)
-    arena: Count | None = None
-    handle: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")] | None = None
-    offset: Count | None = None
 
 
 class Captured(Message):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from fk_bench.core.rows import Status
 from fk_bench.core.text import printable
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.processes import messages
 from fk_bench.kernels.judge.processes.messages import Failed, Message

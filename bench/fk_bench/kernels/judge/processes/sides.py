@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.env import Environment
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory.arena import memory_file
 from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import Case, OpSpec
+from fk_bench.kernels.judge.batches.batches import SINGLES, Batches, Lane, Timed
 from fk_bench.kernels.judge.clock import timing
-from fk_bench.kernels.judge.clock.batches import SINGLES, Batches, Lane, Timed
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory.arena import Arena

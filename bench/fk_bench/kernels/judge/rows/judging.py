@@ -16,7 +16,7 @@ from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.correctness.cases import Trial, trials
 from fk_bench.kernels.judge.processes.sides import Sides
 from fk_bench.kernels.judge.rows import metrics

@@ -6,8 +6,8 @@ import numpy as np
 
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core.rows import Row
+from fk_bench.kernels.judge.batches.batches import Timed
 from fk_bench.kernels.judge.clock import timing
-from fk_bench.kernels.judge.clock.batches import Timed
 from fk_bench.kernels.judge.rows.verdict import Evidence, Verdict
 
 

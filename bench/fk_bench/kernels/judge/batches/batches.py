@@ -20,15 +20,16 @@ import numpy as np
 import torch
 
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.clock.timing import Samples, batched, counted_alone, unsteady
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong, same_bits
 from fk_bench.kernels.judge.memory import ipc, layout, producer
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.memory.outputs import BadPlace, map_outputs
+from fk_bench.kernels.judge.memory.place import Place
 from fk_bench.kernels.judge.memory.slots import FLUSH_BYTES, Slots, poison
 from fk_bench.kernels.judge.processes import priority
-from fk_bench.kernels.judge.processes.messages import Place, Traced
+from fk_bench.kernels.judge.processes.messages import Traced
 from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 
 TRACED = 32  # calls traced by CUPTI
