@@ -68,7 +68,7 @@ class Sides:
         # On a CPU both sides share one core, so that extra threads of a candidate gain nothing.
         self.core = random.choice(sorted(os.sched_getaffinity(0))) if cpu else None
         self._files = {who: memory_file() if cpu else -1 for who in WHO}
-        self._gates = {} if cpu else {who: memory_file() for who in WHO}
+        self._gates = {who: memory_file() for who in WHO}
 
     @property
     def files(self) -> tuple[int, int]:
@@ -104,15 +104,17 @@ class Sides:
             off: dict[str, Any] = dict.fromkeys(STEPS, False)
             home = None if files else own_home()
             cage = CageOptions(**off, memory=None, home=home, core=self.core)
-        fds = {"arena": self._files[who]} if self.device == "cpu" else {"gate": self._gates[who]}
-        side = RunnerProcess(zygote.spawn({}, cage, fds), who, self.timeout, not files)
+        fds = {"gate": self._gates[who]}
+        if self.device == "cpu":
+            fds["arena"] = self._files[who]
+        gate = Gate(self._gates[who])
+        gate.reset()
+        side = RunnerProcess(zygote.spawn({}, cage, fds), who, self.timeout, not files, gate)
         side.greet()
         if cage.mounts:
             self.cage = side.cage
         if self.device == "cuda":
             side.channel.spin_s = 0.05
-            side.gate = Gate(self._gates[who])
-            side.gate.reset()
         return side
 
     def trusted(self, who: str) -> RunnerProcess:
