@@ -35,9 +35,10 @@ log = logging.getLogger("fastkernels")
 
 OUTPUT_KEPT = 64 << 10
 _KEPT = (
-    "PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "CC", "CXX", "FASTKERNELS_PROVIDER", "FASTKERNELS_TUNED",
+    "PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "CC", "CXX", "CPATH", "LIBRARY_PATH", "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH", "FASTKERNELS_PROVIDER", "FASTKERNELS_TUNED",
 )  # fmt: skip
-_KEPT_PREFIXES = ("LC_", "OMP_", "MKL_", "KMP_", "CUDA", "NVIDIA_", "TRITON_", "TORCH", "PYTORCH_", "NCCL_")
+_KEPT_PREFIXES = ("LC_", "OMP_", "MKL_", "KMP_", "CUDA", "NVIDIA_", "TRITON_", "TORCH", "PYTORCH_", "NCCL_", "NVCC_")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -276,6 +277,9 @@ class Zygote:
         roots = [p for p in roots if Path(p).name not in ("site-packages", "dist-packages")]
         paths = dict.fromkeys([*roots, *kept.get("PYTHONPATH", "").split(os.pathsep)])
         kept["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+        # An environment that is not activated has its ninja and its compilers next to the interpreter.
+        folder = os.path.dirname(os.path.abspath(shutil.which(self.python) or self.python))
+        kept["PATH"] = os.pathsep.join([*filter(None, kept.get("PATH", os.defpath).split(os.pathsep)), folder])
         return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/", "OPENBLAS_NUM_THREADS": "1"}
 
     def begin(self) -> None:
