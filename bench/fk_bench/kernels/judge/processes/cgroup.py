@@ -15,10 +15,11 @@ _NAP = 2e-5
 
 
 class Group:
-    """freezes: whether the kernel can freeze this group (version 2); limits: whether it limits its memory."""
+    """freezes: whether the kernel can freeze this group (version 2); kills: the file that counts tasks which the kernel
+    has ended because the group used too much memory, '' if it has no limit.
+    """
 
     def __init__(self, name: str, memory: int | None) -> None:
-        self._kills: Path | None = None
         self._empty()
         unified = self._make("cgroup2", "", name)
         if unified is not None:
@@ -26,13 +27,14 @@ class Group:
                 self._freeze = self._open(unified / "cgroup.freeze", os.O_WRONLY)
                 self._events = self._open(unified / "cgroup.events", os.O_RDONLY)
                 self.freezes = True
-        if memory is not None:
-            self.limits = unified is not None and _write(unified / "memory.max", memory)
-            if unified is not None:
-                self._kills = unified / "memory.events"
-            if not self.limits and (folder := self._make("cgroup", "memory", name)) is not None:
-                self.limits = _write(folder / "memory.limit_in_bytes", memory)
-                self._kills = folder / "memory.oom_control"
+        if memory is None:
+            return
+        if unified is not None and _write(unified / "memory.max", memory):
+            self.kills = str(unified / "memory.events")
+            return
+        folder = self._make("cgroup", "memory", name)
+        if folder is not None and _write(folder / "memory.limit_in_bytes", memory):
+            self.kills = str(folder / "memory.oom_control")
 
     @classmethod
     def none(cls) -> Group:
@@ -42,10 +44,9 @@ class Group:
         return found
 
     def _empty(self) -> None:
-        self.freezes = self.limits = False
+        self.freezes, self.kills = False, ""
         self._made: list[Path] = []
         self._fds: list[int] = []
-        self._kills = None
 
     @property
     def joins(self) -> list[str]:
@@ -89,17 +90,6 @@ class Group:
 
     def thaw(self) -> None:
         os.pwrite(self._freeze, b"0", 0)
-
-    @property
-    def killed(self) -> bool:
-        """Whether the kernel has ended a task of it for lack of memory."""
-        if not self.limits or self._kills is None:
-            return False
-        try:
-            counts = dict(line.split() for line in self._kills.read_text().splitlines())
-        except OSError:
-            return False
-        return int(counts.get("oom_kill", 0)) > 0
 
     def close(self, timeout: float = 2.0) -> None:
         """Remove the group, whose processes have ended."""
@@ -155,6 +145,15 @@ def sweep() -> None:
             if not os.path.exists(f"/proc/{folder.name.split('-')[2]}"):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
+
+
+def killed(file: str) -> bool:
+    """Whether the kernel has ended a task of a group, by the file that counts this."""
+    try:
+        counts = dict(line.split() for line in Path(file).read_text().splitlines())
+    except OSError:
+        return False
+    return int(counts.get("oom_kill", 0)) > 0
 
 
 def join(files: list[str]) -> None:

@@ -159,7 +159,7 @@ def _supervise(request: dict[str, Any], fds: list[int], zygote: int) -> None:
     _keep_open(0, 1, 2, status, read, proc)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
-    end = _watch(first, options, proc)
+    end = _watch(first, options, proc, request["kills"])
     if own_pids:
         with contextlib.suppress(ValueError):
             end.update(json.loads(os.read(read, 1 << 16)))
@@ -177,10 +177,14 @@ def _join(files: list[str], report: cage.Report) -> None:
         report["groups"] = f"off: {error}"
 
 
-def _watch(first: int, options: cage.CageOptions, proc: int) -> dict[str, Any]:
+def _watch(first: int, options: cage.CageOptions, proc: int, kills: str) -> dict[str, Any]:
     end: dict[str, Any] = {"peak": 0}
     while True:
         pid, status, usage = os.wait4(-1, os.WNOHANG)
+        if kills and not end.get("oom") and cgroup.killed(kills):  # perhaps a child of the runner only
+            end |= {"oom": True, "peak": max(end["peak"], options.memory or 0)}
+            if pid != first:
+                os.kill(first, signal.SIGKILL)
         if pid == first:
             return end | {"status": status, "maxrss": usage.ru_maxrss * 1024}
         if pid:

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -104,8 +104,6 @@ class Child:
         if self.exit is None and select.select([self._status], [], [], timeout)[0]:
             text = os.read(self._status, 1 << 16)
             self.exit = _ended(json.loads(text)) if text else Exit()
-            if self.group.killed:
-                self.exit = replace(self.exit, oom=True)
             if not text:  # the supervisor was killed: only the child's session is known
                 with contextlib.suppress(OSError):
                     os.killpg(self.pid, signal.SIGKILL)
@@ -347,13 +345,13 @@ class Zygote:
         assert self._control is not None
         room = self.dir / f"{self._count}-{time.time_ns():x}"
         room.mkdir(mode=0o711)
-        group = Group(f"{cgroup.PREFIX}{os.getpid()}-{room.name}", cage.memory)
+        group = Group(f"{cgroup.PREFIX}{os.getpid()}-{room.name}", _limit(cage.memory))
         channel, theirs = socket.socketpair()
         read, write = os.pipe()
         status, status_write = os.pipe()
         request = {
             "config": config, "options": asdict(cage), "entry": self.entry, "fds": list(fds), "room": str(room),
-            "number": self._count, "join": group.joins,
+            "number": self._count, "join": group.joins, "kills": group.kills,
         }  # fmt: skip
         try:
             forkserver.send(self._control, request, [theirs.fileno(), write, status_write, *fds.values()])
@@ -385,3 +383,8 @@ class Zygote:
 
 def _how(code: int | None) -> str:
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+
+
+def _limit(memory: int | None) -> int | None:
+    """The bytes at which the kernel ends the tree: more than those at which its supervisor does, which says so."""
+    return None if memory is None else memory + memory // 8
