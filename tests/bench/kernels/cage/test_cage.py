@@ -316,11 +316,12 @@ me, cont = os.getpid(), 18
 spaces = {flag: refused(56, flag | 17, 0, 0, 0, 0) for flag in config["spaces"]}
 say(spaces, refused(435, 0, 0))
 say({name: refused(*call) for name, call in {
-    "child's end": (56, cont, 0, 0, 0, 0), "kill": (62, me, cont), "tkill": (200, me, cont), "tgkill": (234, me, me, cont),
-    "sigqueue": (129, me, cont, None), "tgsigqueue": (297, me, me, cont, None), "pidfd": (424, -1, cont, None, 0),
-    "timer": (222, 0, None, None), "setitimer": (38, 0, None, None), "alarm": (37, 0), "mq_notify": (244, 0, None),
-    "F_SETOWN": (72, 1, 8, me), "F_SETSIG": (72, 1, 10, cont), "F_SETOWN_EX": (72, 1, 15, None),
-    "F_NOTIFY": (72, 1, 1026, 1), "FIOSETOWN": (16, 1, 0x8901, None), "parent's death": (157, 1, cont),
+    "child's end": (56, cont, 0, 0, 0, 0), "kill": (62, me, cont), "tkill": (200, me, cont),
+    "tgkill": (234, me, me, cont), "sigqueue": (129, me, cont, None), "tgsigqueue": (297, me, me, cont, None),
+    "pidfd": (424, -1, cont, None, 0), "timer": (222, 0, None, None), "setitimer": (38, 0, None, None),
+    "alarm": (37, 0), "mq_notify": (244, 0, None), "F_SETOWN": (72, 1, 8, me), "F_SETSIG": (72, 1, 10, cont),
+    "F_SETOWN_EX": (72, 1, 15, None), "F_NOTIFY": (72, 1, 1026, 1), "FIOSETOWN": (16, 1, 0x8901, None),
+    "parent's death": (157, 1, cont),
 }.items()})
 """
 HONEST = """

