@@ -16,6 +16,7 @@ from fk_bench.kernels.judge.correctness.errors import Errors, Expected, compare,
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.memory.slots import Slots, poison
+from fk_bench.kernels.judge.processes.messages import Used
 from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 
 REFERENCE = "reference"
@@ -60,23 +61,30 @@ class Checks:
         self._natively = False  # errors of this case are larger than those of rounding
         self.errors = Errors()
         self.passed_over: dict[str, str] = {}  # {baseline: why it does not serve this case}
+        self.unmade: dict[str, str] = {}  # {baseline: the error with which its library does not load}
+        self.uncalled: dict[str, str] = {}  # {baseline: the error of its call}
         self.unchecked: Sequence[
             int
         ] = ()  # outputs that are not compared: of a baseline in the candidate's place
 
     # -- the baseline
 
-    def choose(self, side: RunnerProcess, arena: Arena, slots: Slots, names: Sequence[str]) -> Chosen:
-        """The fastest of these baselines that is correct here, or the reference; its process is left using it.
+    def choose(
+        self, side: RunnerProcess, arena: Arena, slots: Slots, names: Sequence[str], last: Sequence[str] = ()
+    ) -> Chosen:
+        """The fastest of these baselines that is correct here; its process is left using it. Those of `last` and the
+        reference only serve if no other one does.
 
         The candidate is stopped meanwhile, so it cannot disturb the errors that become tolerances.
         """
         best: Chosen | None = None
-        for name in sorted(names, key=lambda n: n == REFERENCE):
-            if name == REFERENCE and best is not None:
+        least = {*last, REFERENCE}
+        for name in sorted(names, key=lambda n: n in least):
+            if name in least and best is not None and best.name not in least:
                 break
             slots.fill([0] * slots.count)
             arena.publish()
+            used: Used | None = None
             try:
                 used = side.ask("use", baseline=name)
                 if used.unsupported:
@@ -91,6 +99,7 @@ class Checks:
                 seconds = side.ask("estimate", calls=slots.count).seconds
             except RunnerError as error:
                 self.passed_over[name] = str(error)
+                (self.unmade if used is None else self.uncalled)[name] = str(error)
                 if error.fatal:
                     raise
                 continue
