@@ -53,11 +53,11 @@ class Checked:
 
 
 class Checks:
-    """The checks of one case. `allowed` is the baseline's own rms error, once it is known."""
+    """The checks of one case. `allowed` and `of_baseline` are the baseline's own errors, once they are known."""
 
     def __init__(self, spec: OpSpec, case: Case, mode: str):
         self.spec, self.case, self.mode = spec, case, mode
-        self.allowed = 0.0
+        self.allowed, self.of_baseline = 0.0, Errors()
         self._natively = False  # errors of this case are larger than those of rounding
         self.errors = Errors()
         self.passed_over: dict[str, str] = {}  # {baseline: why it does not serve this case}
@@ -108,7 +108,7 @@ class Checks:
         if best is None:
             return Chosen()
         side.ask("use", baseline=best.name)
-        self.allowed = best.errors.rms
+        self.allowed, self.of_baseline = best.errors.rms, best.errors
         return best
 
     # -- the candidate, untimed
@@ -156,13 +156,14 @@ class Checks:
         baseline.stop()
         if errors.problem:
             return
-        usual, self.allowed = self.allowed, max(self.allowed, errors.rms)
+        usual = self.allowed, self.of_baseline
+        self.allowed, self.of_baseline = max(self.allowed, errors.rms), errors.worse(self.of_baseline)
         arena.publish()
         try:
             self._eager(candidate, arena, slots)
         except Wrong as wrong:
             raise Wrong(f"with extreme values ({name}): {wrong}") from None
-        self.allowed = usual
+        self.allowed, self.of_baseline = usual
 
     def _eager(self, side: RunnerProcess, arena: Arena, slots: Slots) -> dict[str, int]:
         """Call slots 0 and 1 in turn. Then change all inputs: the results of both calls must not change with them."""
@@ -293,7 +294,7 @@ class Checks:
     def _compare(
         self, got: list[torch.Tensor], want: Expected, allowed: float | None, unchecked: Sequence[int]
     ) -> Errors:
-        errors = compare(self.spec, self.case, got, want, allowed, unchecked)
+        errors = compare(self.spec, self.case, got, want, allowed, unchecked, self.of_baseline)
         self._natively = self._natively or want.needed
         return errors
 
