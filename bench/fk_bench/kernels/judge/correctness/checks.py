@@ -60,6 +60,7 @@ class Checks:
         self.allowed, self.of_baseline = 0.0, Errors()
         self._natively = False  # errors of this case are larger than those of rounding
         self.errors = Errors()
+        self.nonfinite = False  # NaN and infinity count as the same
         self.passed_over: dict[str, str] = {}  # {baseline: why it does not serve this case}
         self.unmade: dict[str, str] = {}  # {baseline: the error with which its library does not load}
         self.uncalled: dict[str, str] = {}  # {baseline: the error of its call}
@@ -135,13 +136,23 @@ class Checks:
 
     def hard(
         self, sides: tuple[RunnerProcess, RunnerProcess], arenas: tuple[Arena, Arena], slots: Slots, name: str,
-        change: Callable[[list[Any]], None],
+        change: Callable[[list[Any]], None], nonfinite: bool = False,
     ) -> None:  # fmt: skip
         """Check calls on extreme values of the timed shape, unless the baseline itself fails on them.
 
         Without it a candidate may be right for the shapes of extreme values only. Raises Wrong, RunnerError.
         """
         (candidate, baseline), (arena, other) = sides, arenas
+        self.nonfinite = nonfinite
+        try:
+            self._hard(candidate, baseline, arena, other, slots, name, change)
+        finally:
+            self.nonfinite = False
+
+    def _hard(
+        self, candidate: RunnerProcess, baseline: RunnerProcess, arena: Arena, other: Arena, slots: Slots, name: str,
+        change: Callable[[list[Any]], None],
+    ) -> None:  # fmt: skip
         candidate.stop()
         slots.edit(change)
         other.publish()
@@ -294,7 +305,9 @@ class Checks:
     def _compare(
         self, got: list[torch.Tensor], want: Expected, allowed: float | None, unchecked: Sequence[int]
     ) -> Errors:
-        errors = compare(self.spec, self.case, got, want, allowed, unchecked, self.of_baseline)
+        errors = compare(
+            self.spec, self.case, got, want, allowed, unchecked, self.of_baseline, self.nonfinite
+        )
         self._natively = self._natively or want.needed
         return errors
 

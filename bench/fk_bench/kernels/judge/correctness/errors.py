@@ -26,7 +26,7 @@ LOCAL = 8.0
 ROW = 32  # values of a row that show its scale
 QUIET = 64.0  # a row with a so much smaller scale than the tensor's may have the errors of the others
 CONTRACTS = 64  # operations per result, from which on an op sums products
-RELATIVE = 20.0  # other ops may have so much smaller errors in results that are small
+RELATIVE = 8.0  # other ops may have so much smaller errors in results that are small
 BINS, FEW_IN_BIN = 16, 16  # powers of two of values that are compared among each other
 FEW = 4.0  # the mean square of honest errors may vary by this over the square root of their number
 
@@ -109,12 +109,14 @@ def compare(
     allowed: float | None = None,
     unchecked: Container[int] = (),
     baseline: Errors | None = None,
+    nonfinite: bool = False,
 ) -> Errors:
     """Compare outputs (and written arguments behind them) with the oracle.
 
     unchecked  positions that are not compared (a baseline whose correct outputs may differ)
     allowed    the baseline's own rms error, which a candidate may exceed by FACTOR; None: only the reference's counts,
                and errors are not compared with the size of each value
+    nonfinite  whether NaN and infinity are the same: formulas of equal values differ in which of them they give
     baseline   the baseline's errors in `excess` and `bins`, of which a candidate may have twice as large ones
 
     Where the dtypes are known, the error of an honest kernel is first taken to be that of rounding. It has no smaller
@@ -127,7 +129,7 @@ def compare(
             if i not in unchecked:
                 label = f"output {i}" if i < len(want.outputs) else "a written argument"
                 total = total.worse(
-                    _compare(spec, case, label, a, b, n, allowed, baseline or Errors(), finite)
+                    _compare(spec, case, label, a, b, n, allowed, baseline or Errors(), finite, nonfinite)
                 )
         return total
 
@@ -148,6 +150,7 @@ def _compare(
     allowed: float | None,
     baseline: Errors,
     finite_only: bool = False,
+    nonfinite: bool = False,
 ) -> Errors:
     """Compare one tensor. finite_only: infinite values and NaN in `native` are a problem."""
     if got.shape != want.shape:
@@ -185,6 +188,8 @@ def _compare(
             place = inexact
     # Values beyond the dtype's range are infinite, also in the reference.
     same = (g == w) | (g.isnan() & (w.isnan() | n.isnan())) | (n.isinf() & (g == n))
+    if nonfinite:
+        same = same | ~(g.isfinite() | w.isfinite())
     error = torch.where(same, 0.0, (g - w).abs())
     finite = w.isfinite()
     magnitude = torch.where(finite, w.abs(), 0.0)

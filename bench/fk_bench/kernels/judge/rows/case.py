@@ -69,6 +69,7 @@ class CaseRun:
         seen = self.evidence
         seen.wants_times = seen.wants_times and timed
         checks = Checks(self.spec, self.trial.case, self.mode)
+        checks.nonfinite = self.trial.is_nonfinite
         seen.passed_over, seen.unmade, seen.uncalled = checks.passed_over, checks.unmade, checks.uncalled
         try:
             slots, candidate, baseline = self._open(CHECKED, CHECKED)
@@ -92,7 +93,7 @@ class CaseRun:
                 hard = self.trial.hard
                 for name in RANDOM.sample(sorted(hard), min(self.plan.hard, len(hard))):
                     sides, arenas = (self.candidate, self.baseline), (candidate, baseline)
-                    checks.hard(sides, arenas, slots, name, hard[name])
+                    checks.hard(sides, arenas, slots, name, hard[name], name in self.trial.nonfinite)
             if seen.wants_times and seen.chosen.seconds:
                 own = self._estimate()
                 seen.timed = self._time(checks, own, 1)
