@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.batches.batches import Timed
+from fk_bench.kernels.judge.batches.lane import Timed
 from fk_bench.kernels.judge.clock import timing
 from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.checks import Checked

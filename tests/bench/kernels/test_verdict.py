@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fk_bench.core.rows import Row, Status, Subject, Untimed
-from fk_bench.kernels.judge.batches.batches import Timed
+from fk_bench.kernels.judge.batches.lane import Timed
 from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.checks import Checked, Chosen
 from fk_bench.kernels.judge.correctness.errors import Errors

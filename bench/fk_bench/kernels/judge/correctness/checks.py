@@ -266,14 +266,14 @@ class Checks:
 
         The oracle decides: it runs for the calls whose outputs differ most from the baseline's.
         """
-        distances = self._distances(outputs, others)
+        distances = self.distances(outputs, others)
         for slot in distances.topk(min(SUSPECTS, len(outputs))).indices.tolist():
             self._verdict(slots, mine, slot, outputs[slot], f"in timed call {slot} of {len(outputs)}: ")
         if mine.changed():
             raise Wrong("an argument was written, but the op does not write it")
 
     @staticmethod
-    def _distances(outputs: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> torch.Tensor:
+    def distances(outputs: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> torch.Tensor:
         """How much the outputs of each call differ; infinite for NaN on one side only. Many calls at once."""
         total = torch.zeros(len(outputs), device=outputs[0][0].device if outputs[0] else "cpu")
         for a, b in zip(zip(*outputs, strict=True), zip(*others, strict=True), strict=True):

@@ -93,7 +93,7 @@ class Traced(Message):
 SCHEMAS: dict[str, type[Message]] = {
     "load": Loaded, "use": Used, "case": Done, "free": Done, "call": Called, "copy": Done, "prepare": Done,
     "estimate": Estimated,
-    "capture": Captured, "run": Ran, "queue": Done, "trace": Traced, "compiled": Done,
+    "capture": Captured, "run": Ran, "calls": Done, "queue": Done, "trace": Traced, "compiled": Done,
 }  # fmt: skip
 M = TypeVar("M", bound=Message)
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import Case, OpSpec
-from fk_bench.kernels.judge.batches.batches import SINGLES, Batches, Lane, Timed
+from fk_bench.kernels.judge.batches.batches import SINGLES, Batches
+from fk_bench.kernels.judge.batches.calls import Calls
+from fk_bench.kernels.judge.batches.lane import Lane, Timed
 from fk_bench.kernels.judge.clock import timing
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
@@ -23,6 +25,8 @@ from fk_bench.kernels.judge.rows.verdict import Evidence
 CHECKED = 3  # slots of the untimed checks
 HARD_BYTES = 64 << 20  # of a timed case's arguments, above which no extreme values are tried
 RANDOM = random.SystemRandom()
+LEAST_SLOTS = 8  # CPU: calls of a side in a round, which wait for each other in turn
+WAKE_S = 1.5e-3  # CPU: seconds of a slot's four requests outside its calls
 SLOWER = 4  # a batch of the slower side may last so many times the usual length
 
 
@@ -31,7 +35,7 @@ class Plan:
     """The effort spent on a case.
 
     rounds, seconds  most rounds, and the target for all of them together; there are at least `least`
-    batch_s          target of a batch of N calls; max_calls: the largest N
+    batch_s          target of a batch of N calls, on a CPU of a round; max_calls: the largest N
     memory           bytes of inputs and outputs
     hard             kinds of extreme values that are also tried
     """
@@ -128,25 +132,35 @@ class CaseRun:
 
     def _time(self, checks: Checks, own: float, longer: int) -> Timed:
         fast, slow = sorted((self.evidence.chosen.seconds, own))
+        cuda, plan = self.plan.device == "cuda", self.plan
         n = self._calls(fast, slow, longer)
-        cuda = self.plan.device == "cuda"
-        count = 2 * n + (SINGLES if cuda else 0)
+        # On a GPU a round has six batches, on a CPU each slot is called once on both sides.
+        count, round_s = (
+            (2 * n + SINGLES, 4.5 * n * (fast + slow)) if cuda else (n, n * (fast + slow + WAKE_S))
+        )
         slots, candidate, baseline = self._open(count, 0 if cuda else count)
-        round_s = 4.5 * n * (fast + slow)  # six batches
-        rounds = max(self.plan.least, min(self.plan.rounds, int(self.plan.seconds / round_s)))
+        rounds = max(plan.least, min(plan.rounds, int(plan.seconds / round_s)))
         prepares = self.evidence.chosen.prepares
         lanes = (
             Lane(self.candidate, candidate, prepares=prepares and self.identity),
             Lane(self.baseline, baseline, prepares=prepares),
         )
-        return Batches(slots, n, *lanes, checks, rounds).run()
+        if cuda:
+            return Batches(slots, n, *lanes, checks, rounds).run()
+        return Calls(slots, *lanes, checks, rounds).run()
 
     def _calls(self, fast: float, slow: float, longer: int) -> int:
-        """N for slots of 2N calls: long enough for the faster side, not too long for the slower, within memory."""
+        """N, within memory. On a GPU there are 2N slots: enough for the faster side, not too many for the slower one.
+
+        On a CPU there are N slots, and fewer for calls that take long.
+        """
         slots = self._slots
         per_slot = 4 * slots.layout.stride + slots.out_bytes * (3 if self.plan.device == "cuda" else 2)
         total = (self.plan.memory - 3 * slots.layout.shared) // max(per_slot, 1)
-        fits = (total - SINGLES) // 3 if self.plan.device == "cuda" else total // 2
+        if self.plan.device == "cpu":
+            wanted = int(self.plan.batch_s / (fast + slow + WAKE_S))
+            return max(4, min(longer * max(wanted, LEAST_SLOTS), self.plan.max_calls, total) // 2 * 2)
+        fits = (total - SINGLES) // 3
         wanted = int(self.plan.batch_s / max(fast, 1e-7)) + 1
         most = int(SLOWER * self.plan.batch_s / max(slow, 1e-7)) + 1
         return max(2, min(longer * min(wanted, most, self.plan.max_calls), fits))

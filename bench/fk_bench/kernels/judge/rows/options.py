@@ -46,7 +46,7 @@ class Options:
     identity: bool = False
     seconds: float = 1.0
     hard: int = 3
-    timeout: float = 120.0
+    timeout: float = 300.0
     case_budget: float = 300.0
     op_budget: float = 3600.0
     scan: bool = True

@@ -21,10 +21,10 @@ from fk_bench.kernels.judge.rows.options import Options
 from fk_bench.kernels.judge.rows.verdict import Evidence
 
 DEATHS = 3  # after so many deaths a candidate's process is not restarted for the op's other cases
-# CPU rounds are few and short, because every batch needs fresh inputs
-ROUNDS = {"cpu": (4, 4), "cuda": (5, 100)}  # least and most
-BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # target seconds of N calls
-MAX_CALLS = {"cpu": 20, "cuda": 768}  # of a batch, N
+# CPU rounds are few and short, because every call needs fresh inputs
+ROUNDS = {"cpu": (4, 8), "cuda": (5, 100)}  # least and most
+BATCH_S = {"cpu": 5e-2, "cuda": 6e-3}  # target seconds of N calls, on a CPU of both sides
+MAX_CALLS = {"cpu": 20, "cuda": 768}  # N
 
 
 class Pair:

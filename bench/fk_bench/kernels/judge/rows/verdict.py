@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fk_bench.core.rows import Status, Untimed
-from fk_bench.kernels.judge.batches.batches import Timed
+from fk_bench.kernels.judge.batches.lane import Timed
 from fk_bench.kernels.judge.clock import timing
 from fk_bench.kernels.judge.correctness.checks import Checked, Chosen
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
