@@ -40,6 +40,16 @@ class Status(str, Enum):
     OOM = "oom"
 
 
+class Untimed(str, Enum):
+    """The reason why a case that is `ok` has no speedup: case['untimed']. All but the first two count as not timed."""
+
+    NOT_WANTED = "checked only"  # extreme values, or a run with --no-time
+    NO_OUTPUT = "without output"
+    NO_BASELINE = "no baseline"
+    UNSTEADY = "the baseline's times scatter"
+    UNRESOLVED = "scatter hides the time of a call"
+
+
 class Machine(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -70,6 +80,7 @@ class Row(BaseModel):
     metrics   name with unit: number ('ttft_ms_p50': 12.3); metrics without a value are left out
     baseline  the lane or provider that this result is compared with
     ci95      metric: [low, high]
+    provisional  why the speedup is no score: production's libraries are missing. Tables and comparisons refuse the row
     """
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
@@ -89,6 +100,7 @@ class Row(BaseModel):
     metrics: dict[str, float] = Field(default_factory=dict)
     baseline: str | None = None
     ci95: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    provisional: str = ""
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True)
@@ -96,6 +108,11 @@ class Row(BaseModel):
     @property
     def kind(self) -> str:
         return str(self.case.get("kind", ""))
+
+
+def provisional(rows: Iterable[Row]) -> str:
+    """The first reason why these rows are no scores; '' if all are."""
+    return next((r.provisional for r in rows if r.provisional), "")
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:

@@ -188,7 +188,9 @@ def _judge(
         "not_run": int(total.metrics["not_run"]), "seconds": round(time.perf_counter() - start, 1),
         "rows": str(path), "report": str(page) if page else None,
     }  # fmt: skip
-    if options.device == "cuda" and "speedup_geomean" in total.metrics:
+    if total.provisional:
+        result["provisional"] = total.provisional
+    elif options.device == "cuda" and "speedup_geomean" in total.metrics:
         result["speedup"] = round(total.metrics["speedup_geomean"], 4)
     if candidates:
         result["candidates"] = report.live(found, candidates)

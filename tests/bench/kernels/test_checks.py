@@ -66,7 +66,11 @@ def test_lower_precision_shows_in_rms_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(0.0, ""), (2.0, "output 0: 1 of 4096 values wrong, the largest error is 2")]
+    ("value", "said"),
+    [
+        (0.0, ""),
+        (2.0, "output 0: 1 of 4096 values wrong, the largest error is 2; at [60, 1] expected 0, got 2"),
+    ],
 )
 def test_cache_of_which_little_is_written(monkeypatch: pytest.MonkeyPatch, value: float, said: str) -> None:
     """Values that are exact on both sides are left out only where they are the most; the verdict is the same."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from fk_bench.kernels.judge.clock import batches
+from fk_bench.kernels.judge.batches import batches
 from fk_bench.kernels.judge.correctness.cases import trials
 from fk_bench.kernels.judge.correctness.checks import Checks
 from fk_bench.kernels.judge.memory.arena import memory_file

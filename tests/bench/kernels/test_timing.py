@@ -165,6 +165,8 @@ def test_calls_that_the_clock_does_not_resolve_are_untimed() -> None:
     noisy = jittery(1e-6, (-3.0, 0.5, 2.0, 5.0, -2.0, 7.0, 0.6))
     near = jittery(1e-6, (1.5, 3.0, 2.0, 4.0, 2.5, 6.0, 4.0))
     assert near.steady and "too short for the clock" in timing.unresolved(noisy, near)
+    long = [jittery(3e-3, tuple(x / 1 for x in (1.5, 3.0, 2.0, 4.0, 2.5, 6.0, 4.0))) for _ in range(2)]
+    assert timing.unresolved(*long).startswith("the times scatter too much: the baseline's")
     precise = samples(1e-6, 0.001, 1)
     assert timing.unresolved(noisy, precise) == ""  # the candidate's own scatter
     assert timing.unresolved(precise, near) == timing.unresolved(precise, precise) == ""

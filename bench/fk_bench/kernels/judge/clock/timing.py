@@ -28,6 +28,7 @@ EARLY = 0.5, 2e-5
 QUANTILES, MANY = (0.1, 0.25, 0.5), 48
 SIGMAS = 2.0  # of a quantile, on both sides
 GIVEN, GIVEN_S = 0.02, 5e-6  # the judge's copy of the inputs may take so much longer on the candidate's side
+SHORT_S = 2e-5  # a longer call is not too short for the clock: other work of the machine disturbs it
 RESOLVED = 6.0  # standard errors: a time that is shorter on both sides says too little
 APART = 0.05  # allowed difference between the judge's clock and the runner's events, in addition to noise
 
@@ -140,7 +141,9 @@ def unresolved(candidate: Samples, baseline: Samples) -> str:
     if any(s.time >= RESOLVED * s.spread for s in (candidate, baseline)):
         return ""
     shown = " and ".join(f"{1e6 * s.time:.1f} +- {1e6 * s.spread:.1f} us" for s in (baseline, candidate))
-    return f"calls are too short for the clock: the baseline's and the candidate's take {shown}"
+    long = max(candidate.time, baseline.time) >= SHORT_S
+    why = "the times scatter too much" if long else "calls are too short for the clock"
+    return f"{why}: the baseline's and the candidate's take {shown}"
 
 
 def invalid(

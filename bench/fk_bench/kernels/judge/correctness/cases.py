@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastkernels.core.spec import Case, OpSpec
+from fk_bench.kernels.judge.correctness import extremes
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.slots import scalable
 
@@ -19,6 +20,7 @@ SOURCES = ("captured", "random", "held-out", "extreme")
 CPU_BYTES, CPU_FLOPS = 1 << 20, 5e7  # milliseconds on a CPU; larger cases need a GPU
 CPU_ARGUMENTS = 16 << 20  # bytes of a call's arguments, which the judge makes again for every batch
 HELD_OUT = 4
+ATTEMPTS = 3  # at cases to which a kind of extreme case applies
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Trial:
     make    make(device, generator) -> arguments with values drawn from that generator
     edit    changes the arguments in place (extreme values)
     hard    {name: such a change}, of which some are also tried on a timed case
-    timed   False for extreme values, which are only checked
+    nonfinite  kinds in `hard`, or this case itself, with NaN or infinite values
+    timed   False for extreme cases, which are only checked
     """
 
     source: str
@@ -36,10 +39,16 @@ class Trial:
     make: Callable[[str, torch.Generator], list[Any]]
     edit: Callable[[list[Any]], None] | None = None
     hard: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
+    nonfinite: frozenset[str] = frozenset()
 
     @property
     def timed(self) -> bool:
-        return self.edit is None
+        return self.source != "extreme"
+
+    @property
+    def is_nonfinite(self) -> bool:
+        """Whether NaN and infinity count as the same in this case."""
+        return self.case.name.partition(":")[2] in self.nonfinite
 
     def gpu_only(self, spec: OpSpec) -> str | None:
         """Why it does not run on a CPU, or None."""
@@ -79,17 +88,18 @@ def trials(
     if task:
         return [Trial("task", c, _own(spec, c)) for c in task if not names or c.name in names]
     found: list[Trial] = []
-    hard = _hard(spec) if "extreme" in sources else {}
+    hard = _values(spec) if "extreme" in sources else {}
+    nonfinite = frozenset(k.name for k in extremes.kinds(spec) if k.nonfinite)
     if "captured" in sources:
-        found += _captured(spec, captures, hard)
-    own = [Trial("random", c, _own(spec, c), hard=hard) for c in spec.cases]
+        found += _captured(spec, captures, hard, nonfinite)
+    own = [Trial("random", c, _own(spec, c), hard=hard, nonfinite=nonfinite) for c in spec.cases]
     if "random" in sources:
         found += own
     here = [t for t in own if device == "cuda" or t.gpu_only(spec) is None]
     if "held-out" in sources:
         found += _held_out(spec, [t.case for t in here])
     if "extreme" in sources:
-        found += _extremes(spec, here)
+        found += _extremes(spec, here, bool(names))
     return [t for t in found if not names or t.case.name in names]
 
 
@@ -106,7 +116,8 @@ def case_names(specs: Sequence[OpSpec], options: Any) -> dict[str, None]:
             found |= dict.fromkeys(t.case.name for t in _captured(spec, options.captures, {}))
         if "extreme" in options.cases:
             dtypes = dict.fromkeys(c.dtype for c in spec.cases)
-            found |= dict.fromkeys(f"{dtype}:{kind}" for dtype in dtypes for kind in _hard(spec))
+            kinds = [*_hard(spec), *(k.name for k in extremes.kinds(spec))]
+            found |= dict.fromkeys(f"{dtype}:{kind}" for dtype in dtypes for kind in kinds)
     return found
 
 
@@ -114,10 +125,15 @@ def _own(spec: OpSpec, case: Case) -> Callable[[str, torch.Generator], list[Any]
     return lambda device, generator: spec.inputs(case, device, generator)
 
 
-def _captured(spec: OpSpec, folder: Path | None, hard: Mapping[str, Any]) -> list[Trial]:
+def _captured(
+    spec: OpSpec, folder: Path | None, hard: Mapping[str, Any], nonfinite: frozenset[str] = frozenset()
+) -> list[Trial]:
     from fk_bench.capture.replay import captured_cases
 
-    return [Trial("captured", c.case, c.make_args, hard=hard) for c in captured_cases(spec.name, folder)]
+    return [
+        Trial("captured", c.case, c.make_args, hard=hard, nonfinite=nonfinite)
+        for c in captured_cases(spec.name, folder)
+    ]
 
 
 def _hard(spec: OpSpec) -> dict[str, Callable[[list[Any]], None]]:
@@ -126,6 +142,14 @@ def _hard(spec: OpSpec) -> dict[str, Callable[[list[Any]], None]]:
     return {
         name: _on_activations(spec, change) if name in _VALUES and name not in spec.extremes else change
         for name, change in kinds.items()
+    }
+
+
+def _values(spec: OpSpec) -> dict[str, Callable[[list[Any]], None]]:
+    """{name: change} of the values that can also be tried on a timed case."""
+    return {
+        **_hard(spec),
+        **{k.name: k.edit for k in extremes.kinds(spec) if k.values and k.edit is not None},
     }
 
 
@@ -141,8 +165,10 @@ def _held_out(spec: OpSpec, cases: list[Case]) -> list[Trial]:
     return [Trial("held-out", c, _own(spec, c)) for c in varied]
 
 
-def _extremes(spec: OpSpec, here: list[Trial]) -> list[Trial]:
-    """Every kind of extreme value for every dtype, on a case drawn anew, with another shape where the op has any."""
+def _extremes(spec: OpSpec, here: list[Trial], every: bool) -> list[Trial]:
+    """Every kind of extreme value for every dtype, on a case drawn anew, with another shape where the op has any; and
+    every kind of its declaration (see extremes) for a dtype drawn anew, or for `every` one.
+    """
     rng = random.Random(secrets.randbits(128))
     found = []
     for dtype in dict.fromkeys(t.case.dtype for t in here):
@@ -154,6 +180,17 @@ def _extremes(spec: OpSpec, here: list[Trial]) -> list[Trial]:
             drawn = base if spec.vary is None else spec.vary(base, rng)
             case = Case(f"{dtype}:{name}", drawn.dims, dtype, 0.0, base.tags)
             found.append(Trial("extreme", case, _own(spec, drawn), edit))
+    dtypes = list(dict.fromkeys(t.case.dtype for t in here))
+    for kind in extremes.kinds(spec) if dtypes else ():
+        for dtype in dtypes if every else [rng.choice(dtypes)]:
+            small = sorted((t.case for t in here if t.case.dtype == dtype), key=spec.bytes_moved)
+            for base in rng.sample(small, min(ATTEMPTS, len(small))):
+                if (drawn := extremes.apply(kind, spec, base, rng)) is not None:
+                    case = replace(drawn, name=f"{dtype}:{kind.name}")
+                    nonfinite = frozenset({kind.name} if kind.nonfinite else ())
+                    make = _own(spec, drawn)
+                    found.append(Trial("extreme", case, make, kind.edit, nonfinite=nonfinite))
+                    break
     return found
 
 

@@ -16,6 +16,7 @@ from fk_bench.kernels.judge.correctness.errors import Errors, Expected, compare,
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.memory.slots import Slots, poison
+from fk_bench.kernels.judge.processes.messages import Used
 from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 
 REFERENCE = "reference"
@@ -52,31 +53,39 @@ class Checked:
 
 
 class Checks:
-    """The checks of one case. `allowed` is the baseline's own rms error, once it is known."""
+    """The checks of one case. `allowed` and `of_baseline` are the baseline's own errors, once they are known."""
 
     def __init__(self, spec: OpSpec, case: Case, mode: str):
         self.spec, self.case, self.mode = spec, case, mode
-        self.allowed = 0.0
+        self.allowed, self.of_baseline = 0.0, Errors()
         self._natively = False  # errors of this case are larger than those of rounding
         self.errors = Errors()
+        self.nonfinite = False  # NaN and infinity count as the same
         self.passed_over: dict[str, str] = {}  # {baseline: why it does not serve this case}
+        self.unmade: dict[str, str] = {}  # {baseline: the error with which its library does not load}
+        self.uncalled: dict[str, str] = {}  # {baseline: the error of its call}
         self.unchecked: Sequence[
             int
         ] = ()  # outputs that are not compared: of a baseline in the candidate's place
 
     # -- the baseline
 
-    def choose(self, side: RunnerProcess, arena: Arena, slots: Slots, names: Sequence[str]) -> Chosen:
-        """The fastest of these baselines that is correct here, or the reference; its process is left using it.
+    def choose(
+        self, side: RunnerProcess, arena: Arena, slots: Slots, names: Sequence[str], last: Sequence[str] = ()
+    ) -> Chosen:
+        """The fastest of these baselines that is correct here; its process is left using it. Those of `last` and the
+        reference only serve if no other one does.
 
         The candidate is stopped meanwhile, so it cannot disturb the errors that become tolerances.
         """
         best: Chosen | None = None
-        for name in sorted(names, key=lambda n: n == REFERENCE):
-            if name == REFERENCE and best is not None:
+        least = {*last, REFERENCE}
+        for name in sorted(names, key=lambda n: n in least):
+            if name in least and best is not None and best.name not in least:
                 break
             slots.fill([0] * slots.count)
             arena.publish()
+            used: Used | None = None
             try:
                 used = side.ask("use", baseline=name)
                 if used.unsupported:
@@ -91,6 +100,7 @@ class Checks:
                 seconds = side.ask("estimate", calls=slots.count).seconds
             except RunnerError as error:
                 self.passed_over[name] = str(error)
+                (self.unmade if used is None else self.uncalled)[name] = str(error)
                 if error.fatal:
                     raise
                 continue
@@ -99,7 +109,7 @@ class Checks:
         if best is None:
             return Chosen()
         side.ask("use", baseline=best.name)
-        self.allowed = best.errors.rms
+        self.allowed, self.of_baseline = best.errors.rms, best.errors
         return best
 
     # -- the candidate, untimed
@@ -126,13 +136,23 @@ class Checks:
 
     def hard(
         self, sides: tuple[RunnerProcess, RunnerProcess], arenas: tuple[Arena, Arena], slots: Slots, name: str,
-        change: Callable[[list[Any]], None],
+        change: Callable[[list[Any]], None], nonfinite: bool = False,
     ) -> None:  # fmt: skip
         """Check calls on extreme values of the timed shape, unless the baseline itself fails on them.
 
         Without it a candidate may be right for the shapes of extreme values only. Raises Wrong, RunnerError.
         """
         (candidate, baseline), (arena, other) = sides, arenas
+        self.nonfinite = nonfinite
+        try:
+            self._hard(candidate, baseline, arena, other, slots, name, change)
+        finally:
+            self.nonfinite = False
+
+    def _hard(
+        self, candidate: RunnerProcess, baseline: RunnerProcess, arena: Arena, other: Arena, slots: Slots, name: str,
+        change: Callable[[list[Any]], None],
+    ) -> None:  # fmt: skip
         candidate.stop()
         slots.edit(change)
         other.publish()
@@ -147,13 +167,14 @@ class Checks:
         baseline.stop()
         if errors.problem:
             return
-        usual, self.allowed = self.allowed, max(self.allowed, errors.rms)
+        usual = self.allowed, self.of_baseline
+        self.allowed, self.of_baseline = max(self.allowed, errors.rms), errors.worse(self.of_baseline)
         arena.publish()
         try:
             self._eager(candidate, arena, slots)
         except Wrong as wrong:
             raise Wrong(f"with extreme values ({name}): {wrong}") from None
-        self.allowed = usual
+        self.allowed, self.of_baseline = usual
 
     def _eager(self, side: RunnerProcess, arena: Arena, slots: Slots) -> dict[str, int]:
         """Call slots 0 and 1 in turn. Then change all inputs: the results of both calls must not change with them."""
@@ -284,7 +305,9 @@ class Checks:
     def _compare(
         self, got: list[torch.Tensor], want: Expected, allowed: float | None, unchecked: Sequence[int]
     ) -> Errors:
-        errors = compare(self.spec, self.case, got, want, allowed, unchecked)
+        errors = compare(
+            self.spec, self.case, got, want, allowed, unchecked, self.of_baseline, self.nonfinite
+        )
         self._natively = self._natively or want.needed
         return errors
 

@@ -48,9 +48,13 @@ class Done(Message):
 
 
 class Loaded(Message):
+    """compilers, production: the baselines of these kinds; missing: {a baseline of production: its packages}."""
+
     import_s: Seconds
     baselines: list[Text]
     compilers: list[Text]
+    production: list[Text] = []
+    missing: dict[Text, list[Text]] = {}
 
 
 class Used(Message):

@@ -91,6 +91,7 @@ class RunnerState(Implementation):
         return {
             "import_s": _clock() - start, "baselines": list(self.baselines),
             "compilers": [n for n, b in self.baselines.items() if b is not None and b.kind == "compiler"],
+            "production": self.production, "missing": {n: list(names) for n, names in self.missing.items()},
         }  # fmt: skip
 
     def do_use(self, baseline: str) -> dict[str, Any]:

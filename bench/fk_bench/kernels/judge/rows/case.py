@@ -63,21 +63,28 @@ class CaseRun:
         self.evidence = Evidence(wants_times=trial.timed, floor_s=floor_s)
         self._files, self._arenas = files, list[Arena]()
 
-    def run(self, baselines: Sequence[str], compiled: bool, timed: bool) -> Evidence:
-        """Check and time the case. compiled: also under torch.compile; timed: False to check only."""
+    def run(
+        self, baselines: Sequence[str], compiled: bool, timed: bool, last: Sequence[str] = ()
+    ) -> Evidence:
+        """Check and time the case. compiled: also under torch.compile; timed: False to check only.
+
+        last  the baselines that only serve if no other one does
+        """
         seen = self.evidence
         seen.wants_times = seen.wants_times and timed
         checks = Checks(self.spec, self.trial.case, self.mode)
-        seen.passed_over = checks.passed_over
+        checks.nonfinite = self.trial.is_nonfinite
+        seen.passed_over, seen.unmade, seen.uncalled = checks.passed_over, checks.unmade, checks.uncalled
         try:
             slots, candidate, baseline = self._open(CHECKED, CHECKED)
             # A call without output may launch nothing, and need not take any time.
-            seen.wants_times = seen.wants_times and any(t.numel() for t in candidate.output_views(0))
+            seen.has_output = any(t.numel() for t in candidate.output_views(0))
+            seen.wants_times = seen.wants_times and seen.has_output
             # The cost may depend on values, such as which experts have a token.
             if self.spec.dims_of is not None:
                 self.cost = self.spec.case_of(slots.masters[0], self.trial.case.name)
             self.candidate.stop()
-            seen.chosen = checks.choose(self.baseline, baseline, slots, baselines)
+            seen.chosen = checks.choose(self.baseline, baseline, slots, baselines, last)
             self.baseline.stop()
             if self.identity and seen.chosen.name:
                 self.candidate.ask("use", baseline=seen.chosen.name)
@@ -90,7 +97,7 @@ class CaseRun:
                 hard = self.trial.hard
                 for name in RANDOM.sample(sorted(hard), min(self.plan.hard, len(hard))):
                     sides, arenas = (self.candidate, self.baseline), (candidate, baseline)
-                    checks.hard(sides, arenas, slots, name, hard[name])
+                    checks.hard(sides, arenas, slots, name, hard[name], name in self.trial.nonfinite)
             if seen.wants_times and seen.chosen.seconds:
                 own = self._estimate()
                 seen.timed = self._time(checks, own, 1)

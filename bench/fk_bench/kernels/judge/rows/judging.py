@@ -158,6 +158,10 @@ class Judge:
         verdict = decide(seen)
         row = self.row(pair.spec, trial, verdict.status, verdict.reason)
         if case is not None:
+            if verdict.speedup:
+                row.provisional = pair.provisional
+            if verdict.untimed is not None:
+                row.case["untimed"] = verdict.untimed.value
             metrics.fill(row, seen, verdict, pair.spec, case.cost, pair.loaded["candidate"].import_s)
             if pair.candidates and seen.checked is not None:
                 row.case["candidates"] = {
@@ -240,4 +244,5 @@ class Judge:
             row.metrics["speedup_geomean"] = total.speedup
             if total.ci95 is not None:
                 row.ci95["speedup_geomean"] = total.ci95
+            row.provisional = total.provisional
         return row
