@@ -38,7 +38,19 @@ _KEPT = (
     "PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "CC", "CXX", "CPATH", "LIBRARY_PATH", "C_INCLUDE_PATH",
     "CPLUS_INCLUDE_PATH", "FASTKERNELS_PROVIDER", "FASTKERNELS_TUNED",
 )  # fmt: skip
-_KEPT_PREFIXES = ("LC_", "OMP_", "MKL_", "KMP_", "CUDA", "NVIDIA_", "TRITON_", "TORCH", "PYTORCH_", "NCCL_", "NVCC_")
+_KEPT_PREFIXES = (
+    "LC_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "CUDA",
+    "NVIDIA_",
+    "TRITON_",
+    "TORCH",
+    "PYTORCH_",
+    "NCCL_",
+    "NVCC_",
+)
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -277,7 +289,9 @@ class Zygote:
         kept["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
         # An environment that is not activated has its ninja and its compilers next to the interpreter.
         folder = os.path.dirname(os.path.abspath(shutil.which(self.python) or self.python))
-        kept["PATH"] = os.pathsep.join([*filter(None, kept.get("PATH", os.defpath).split(os.pathsep)), folder])
+        kept["PATH"] = os.pathsep.join(
+            [*filter(None, kept.get("PATH", os.defpath).split(os.pathsep)), folder]
+        )
         return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/", "OPENBLAS_NUM_THREADS": "1"}
 
     def begin(self) -> None:
