@@ -152,3 +152,14 @@ def test_names_of_cases_are_known_without_a_run() -> None:
     assert {"odd_1128", "bfloat16:rows_apart", "float32:zero", "float16:nan"} <= set(names)
     chosen = trials(registry.get("silu_and_mul"), ("extreme",), "cpu", ("bfloat16:rows_apart",))
     assert [t.case.name for t in chosen] == ["bfloat16:rows_apart"]
+
+
+@pytest.mark.parametrize("op", ["relu2", "linear"])
+def test_secret_large_case_is_checked_untimed_on_cpu(op: str) -> None:
+    spec, picked = registry.get(op), set()
+    for _ in range(20):
+        (large,) = [t for t in trials(spec, ("random",), "cpu") if t.large]
+        assert not large.timed and large.gpu_only(spec) is None and spec.bytes_moved(large.case) > 1 << 20
+        picked.add(large.case.name)
+    assert len(picked) > 1
+    assert not any(t.large for t in trials(spec, ("random",), "cuda"))

@@ -1,4 +1,4 @@
-"""What a timed case has: two lanes with their memory, sampled calls, and the times."""
+"""The parts of a timed case: two lanes with their memory, sampled calls, and the times."""
 
 from __future__ import annotations
 

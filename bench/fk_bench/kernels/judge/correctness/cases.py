@@ -18,6 +18,8 @@ from fk_bench.kernels.judge.memory.slots import scalable
 
 SOURCES = ("captured", "random", "held-out", "extreme")
 CPU_BYTES, CPU_FLOPS = 1 << 20, 5e7  # milliseconds on a CPU; larger cases need a GPU
+# Larger ones up to here can be checked, but not timed: a second or two
+CHECKED_BYTES, CHECKED_FLOPS, LARGE = 40 << 20, 5e8, 1  # of LARGE secret cases of an op
 CPU_ARGUMENTS = 16 << 20  # bytes of a call's arguments, which the judge makes again for every batch
 HELD_OUT = 4
 ATTEMPTS = 3  # at cases to which a kind of extreme case applies
@@ -31,7 +33,8 @@ class Trial:
     edit    changes the arguments in place (extreme values)
     hard    {name: such a change}, of which some are also tried on a timed case
     nonfinite  kinds in `hard`, or this case itself, with NaN or infinite values
-    timed   False for extreme cases, which are only checked
+    large   too large to be timed on a CPU
+    timed   False for extreme and large cases, which are only checked
     """
 
     source: str
@@ -40,10 +43,11 @@ class Trial:
     edit: Callable[[list[Any]], None] | None = None
     hard: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
     nonfinite: frozenset[str] = frozenset()
+    large: bool = False
 
     @property
     def timed(self) -> bool:
-        return self.source != "extreme"
+        return self.source != "extreme" and not self.large
 
     @property
     def is_nonfinite(self) -> bool:
@@ -53,12 +57,13 @@ class Trial:
     def gpu_only(self, spec: OpSpec) -> str | None:
         """Why it does not run on a CPU, or None."""
         size, work = spec.bytes_moved(self.case), spec.flops(self.case)
-        if size > CPU_BYTES or work > CPU_FLOPS:
+        most, most_work = (CHECKED_BYTES, CHECKED_FLOPS) if self.large else (CPU_BYTES, CPU_FLOPS)
+        if size > most or work > most_work:
             return (
                 f"GPU only: {size / 1e6:.2f} MB and {work / 1e6:.1f} MFLOP per call, "
-                f"more than {CPU_BYTES / 1e6:.2f} MB or {CPU_FLOPS / 1e6:.0f} MFLOP; not run"
+                f"more than {most / 1e6:.2f} MB or {most_work / 1e6:.0f} MFLOP; not run"
             )
-        if (size := self._argument_bytes()) > CPU_ARGUMENTS:
+        if (size := self._argument_bytes()) > (CHECKED_BYTES if self.large else CPU_ARGUMENTS):
             return f"GPU only: {size / 1e6:.0f} MB of arguments; not run"
         return None
 
@@ -100,7 +105,17 @@ def trials(
         found += _held_out(spec, [t.case for t in here])
     if "extreme" in sources:
         found += _extremes(spec, here, bool(names))
-    return [t for t in found if not names or t.case.name in names]
+    chosen = [t for t in found if not names or t.case.name in names]
+    return chosen if device == "cuda" else _with_large(spec, chosen)
+
+
+def _with_large(spec: OpSpec, found: list[Trial]) -> list[Trial]:
+    """CPU: check some cases that are too large to be timed, because a candidate may be right for small ones only."""
+    large = [replace(t, large=True, hard={}) for t in found if t.gpu_only(spec) is not None]
+    fitting = [t.case.name for t in large if t.gpu_only(spec) is None]
+    picked = secrets.SystemRandom().sample(fitting, min(LARGE, len(fitting)))
+    by_name = {t.case.name: t for t in large if t.case.name in picked}
+    return [by_name.get(t.case.name, t) for t in found]
 
 
 def case_names(specs: Sequence[OpSpec], options: Any) -> dict[str, None]:

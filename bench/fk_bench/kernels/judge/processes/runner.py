@@ -165,7 +165,7 @@ class RunnerState(Implementation):
         return lambda: op(*args)
 
     def _direct(self, call: Callable[[], Any], args: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
-        """What a timed call on a CPU runs, with its arguments: an installed function without torch's dispatcher.
+        """The function of a timed call on a CPU and its arguments: an installed one without torch's dispatcher.
 
         So neither side has Python of ours in its time, and a candidate gains nothing by going around it.
         """

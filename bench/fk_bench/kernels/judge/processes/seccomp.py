@@ -45,7 +45,7 @@ _NUMBERS = {
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
     "fcntl": (72, 25), "ioctl": (16, 29), "prctl": (157, 167),
 }  # fmt: skip
-# SIGCONT wakes a stopped process whoever sends it: another process, a timer, a file, a child that ends.
+# SIGCONT wakes a stopped process. These can send it: another process, a timer, a file, a child that ends.
 _SIGCONT = {
     "kill": 1, "tkill": 1, "tgkill": 2, "rt_sigqueueinfo": 1, "rt_tgsigqueueinfo": 2, "pidfd_send_signal": 1,
 }  # fmt: skip
