@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastkernels.core.spec import OpSpec
+from fastkernels.core.spec import OpSpec, Tensor
 from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory import filling, layout
 from fk_bench.kernels.judge.memory.permutations import Permuter
@@ -37,6 +37,36 @@ def split(
     if not written:
         return values, {}
     return values[: -len(written)], dict(zip(written, values[-len(written) :], strict=True))
+
+
+def weights(spec: OpSpec) -> frozenset[int]:
+    """Positions of the arguments that a module holds as weights: their sizes are constants of a model.
+
+    None of a module with a router, whose activations are made for its weights: each token's choice is clear.
+    """
+    if spec.tie_sensitive:
+        return frozenset()
+    varies = {name for name, axis in spec.axes.items() if axis.varies}
+    own = {*spec.activations, *spec.mutates, *(spec.declaration.mutated if spec.arguments else ())}
+    return frozenset(
+        i for i, a in enumerate(spec.arguments)
+        if isinstance(a, Tensor) and i not in own
+        and not any(d.expr.names & varies for _, dims in a.shapes for d in dims)
+    )  # fmt: skip
+
+
+def writable(spec: OpSpec, cls: str | None, args: list[Any]) -> set[int]:
+    """Positions of the arguments that a class may write: what its op mutates, and what the host's own class overwrites.
+
+    A layer of level 3 hands its activations to norms that write them.
+    """
+    if spec.level > 2:
+        return {*spec.activations, *spec.mutates}
+    found = {*spec.mutates, *(spec.declaration.mutated if spec.arguments else ())}
+    there = [i for i in found if i < len(args) and args[i] is not None]
+    if there:  # without a residual the hosts' norms write nothing
+        found |= {spec.position(n) for t in spec.targets if t.cls == cls for n in t.writes}
+    return found
 
 
 def written_arguments(spec: OpSpec) -> list[int]:
@@ -75,6 +105,8 @@ class Slots:
     """`count` slots of one case; `memory.arena` copies them to the sides.
 
     make   make(generator) -> the arguments of a call with new values; called with secret seeds
+    cls    the class whose modules are called. Its weights are the same in all slots and refreshes, as in a model: what
+           it derives from them is made once
     rolls  whether values may be rolled and permuted; not for extreme values, whose positions matter
     """
 
@@ -85,15 +117,19 @@ class Slots:
     mode: str
     rolls: bool = False
     masters: list[list[Any]] = field(default_factory=list)
+    cls: str | None = None
 
     @PHASES.of("inputs")
     def __post_init__(self) -> None:
         self.masters = [self.make(self._generator())]
         first = self.masters[0]
         written = set(written_arguments(self.spec)) if self.mode == "op" else set(range(len(first)))
-        if self.mode == "module":  # a module may write its activations and caches, never its weights
+        if self.mode == "module":
             written = {*self.spec.activations, *self.spec.mutates}
-        self.may_change = written
+        self.may_change = written if self.mode == "op" else writable(self.spec, self.cls, first)
+        held = weights(self.spec) if self.mode == "module" else frozenset()
+        self._weights = {p: a for p, a in enumerate(first) if p in held}
+        self._steady = {i for i, (p, _) in enumerate(self._positions()) if p in held}
         # Data larger than the cache is cold in every call, whether it has one place or many.
         self.layout = layout.describe(first, FLUSH_BYTES // 2 if self.device == "cuda" else 1 << 62, written)
         self.outs = [Out(o.dtype, tuple(o.shape)) for o in outputs_of(self.spec, first, self.mode)]
@@ -126,6 +162,13 @@ class Slots:
             self._bound[slot] = layout.bind(self.plan, self.private, slot, self.count)
         return self._bound[slot]
 
+    def _new(self, change: Callable[[list[Any]], None] | None = None) -> list[Any]:
+        """New arguments around the weights that modules hold."""
+        made = self.make(self._generator())
+        if change is not None:
+            change(made)
+        return [self._weights.get(p, a) for p, a in enumerate(made)]
+
     def _generator(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(secrets.randbits(62))
 
@@ -140,14 +183,13 @@ class Slots:
         count = self.count - start if count is None else count
         wanted = min(MASTERS if self.scales else MASTERS_EXACT, count)
         kept = self.masters[1 - wanted :] if self.scales and wanted > 1 else []
-        self.masters = [*kept, *(self.make(self._generator()) for _ in range(wanted - len(kept)))]
+        self.masters = [*kept, *(self._new() for _ in range(wanted - len(kept)))]
         self.fill((_drawn(count).argsort() % wanted).tolist(), start)
 
     @PHASES.of("inputs")
     def edit(self, change: Callable[[list[Any]], None]) -> None:
         """Fill all slots with new values that `change` has edited; from now on values are not moved."""
-        made = self.make(self._generator())
-        change(made)
+        made = self._new(change)
         self.rolls, self._permuter, self.masters = False, None, [made]
         self.fill([0] * self.count)
 
@@ -203,7 +245,7 @@ class Slots:
         regions = self._regions()
         return [
             i for i, t in enumerate(layout.tensors(self.masters[0]))
-            if self._rolled(i) and scalable(t) and t.numel() > 1 and not regions[i]["shared"]
+            if self._rolled(i) and self._scaled(i, t) and t.numel() > 1 and not regions[i]["shared"]
         ]  # fmt: skip
 
     def _renew_part(self, slot: int, i: int) -> None:
@@ -236,7 +278,7 @@ class Slots:
                 continue
             step = self.layout.stride // first.element_size()
             pool = first.as_strided((count, *first.shape), (step, *first.stride()), first.storage_offset())
-            rolled = scalable(first) and self._rolled(i)
+            rolled = self._scaled(i, first) and self._rolled(i)
             for m, value in enumerate([p[i] for p in per_slot]):
                 rows = rows_of[m]
                 if not len(rows):
@@ -246,12 +288,12 @@ class Slots:
                 for at in range(0, len(rows), chunk):
                     part, numbers = rows[at : at + chunk], chosen[m][at : at + chunk]
                     made = value
-                    if self._permuter is not None and self._permuter.permutes(i):
+                    if self._permuted(i):
                         made = self._permuter.apply(i, value, [self.codes[start + s] for s in numbers])
                     elif turns is not None:
                         from_ = [self._shift(start + s, i) for s in numbers]
                         made = turns[torch.tensor(from_, device=self.device)].view(len(part), *value.shape)
-                    if scalable(first):
+                    if self._scaled(i, first):
                         made = made * factor[part].view(-1, *([1] * first.dim())).to(value.dtype)
                     pool[part] = made
         if self.device == "cuda":
@@ -259,9 +301,8 @@ class Slots:
 
     def _filled(self, first: torch.Tensor, i: int, start: int, sources: list[torch.Tensor]) -> bool:
         """Let one kernel write tensor i of the slots from `start`, one for each source; False if it cannot."""
-        scales = scalable(first)
-        permuted = self._permuter is not None and self._permuter.permutes(i)
-        if not self.by_kernel or permuted or not filling.fits(first, scales):
+        scales = self._scaled(i, first)
+        if not self.by_kernel or self._permuted(i) or not filling.fits(first, scales):
             return False
         slots = range(start, start + len(sources))
         shifts = [self._shift(s, i) if scales and self._rolled(i) else 0 for s in slots]
@@ -282,13 +323,19 @@ class Slots:
 
     def _value(self, slot: int, i: int, value: torch.Tensor) -> torch.Tensor:
         """The value of tensor i in a slot, derived from the master's."""
-        if self._permuter is not None:
+        if self._permuter is not None and i not in self._steady:
             value = self._permuter.apply(i, value, [self.codes[slot]])[0]
-        if not scalable(value):
+        if not self._scaled(i, value):
             return value
         if self._rolled(i):
             value = value.flatten().roll(-self._shift(slot, i)).view(value.shape)
         return self.scaled(value, self.factors[slot])
+
+    def _scaled(self, i: int, t: torch.Tensor) -> bool:
+        return scalable(t) and i not in self._steady
+
+    def _permuted(self, i: int) -> bool:
+        return self._permuter is not None and self._permuter.permutes(i) and i not in self._steady
 
     def _rolled(self, i: int) -> bool:
         return self.rolls and self.scales and not self.spec.tie_sensitive and self._alone[i]

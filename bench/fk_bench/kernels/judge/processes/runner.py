@@ -156,7 +156,11 @@ class RunnerState(Implementation):
         if self.cls is not None:
             if self.spec.build is None:
                 raise Failure("unsupported", f"{self.spec.name}: its modules cannot be built from a case yet")
-            return self.spec.build(self.cls, args)
+            made: list[Any] = []
+            call = self.spec.build(_noted(self.cls, made), args)
+            for module in made:
+                module.prepare()
+            return call
         op = self.overload
         return lambda: op(*args)
 
@@ -417,6 +421,19 @@ class RunnerState(Implementation):
     def _sync(self) -> None:
         if self.device == "cuda":
             _synchronize()
+
+
+def _noted(cls: type, made: list[Any]) -> type:
+    """The class, whose new instances are noted in `made` if it prepares what it derives from its weights."""
+    if not callable(getattr(cls, "prepare", None)):
+        return cls
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        made.append(self)
+
+    init.__wrapped__ = cls.__init__  # type: ignore[attr-defined,misc]
+    return type(cls.__name__, (cls,), {"__init__": init, "__module__": cls.__module__})
 
 
 def _listed(result: Any) -> list[Any]:

@@ -55,10 +55,11 @@ class CaseRun:
 
     def __init__(
         self, spec: OpSpec, trial: Trial, sides: tuple[RunnerProcess, RunnerProcess], files: tuple[int, int],
-        mode: str, plan: Plan, floor_s: float, identity: bool = False,
+        mode: str, plan: Plan, floor_s: float, identity: bool = False, cls: str | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.trial, self.plan, self.mode, self.identity = spec, trial, plan, mode, identity
         self.candidate, self.baseline = sides
+        self.cls = cls
         self.cost: Case = trial.case
         self.evidence = Evidence(wants_times=trial.timed, floor_s=floor_s)
         self._files, self._arenas = files, list[Arena]()
@@ -175,12 +176,18 @@ class CaseRun:
         """New slots, and an arena for each side that nothing else shares."""
         self._close()
         slots = self._slots = Slots(
-            self.spec, self._make, self.plan.device, count, self.mode, self.trial.timed
+            self.spec, self._make, self.plan.device, count, self.mode, self.trial.timed, cls=self.cls
         )
+        if (
+            self.mode == "module"
+        ):  # modules are built around their weights, and prepare what they derive from them
+            slots.fill([0] * slots.count)
         outs = [o.to_json() for o in slots.outs]
         for side, fd in zip((self.candidate, self.baseline), self._files, strict=True):
             arena = Arena(slots, out_slots, fd)
             self._arenas.append(arena)
+            if self.mode == "module":
+                arena.publish()
             side.ask("case", arena.fds, plan=slots.plan, cells=arena.cells, arena=arena.place, outs=outs)
         return slots, self._arenas[0], self._arenas[1]
 

@@ -129,6 +129,7 @@ class Pair:
             plan,
             self._floor(trial),
             self.options.identity,
+            self.calling.cls,
         )
         seen = case.run(names, not self.compiled, self.options.timed, last)
         self.uncompiled |= set(self.loaded["baseline"].compilers) & {*seen.unmade, *seen.uncalled}
