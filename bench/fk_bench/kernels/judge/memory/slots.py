@@ -143,9 +143,6 @@ class Slots:
         self.grid = self.private[: self.count * self.layout.stride].view(self.count, self.layout.stride)
         self.plan = self.layout.to_json()
         self._bound: dict[int, list[Any]] = {}
-        self._patched: dict[
-            int, dict[int, torch.Tensor]
-        ] = {}  # {slot: {tensor: its values after a partial renewal}}
         self.factors, self.origin = [1.0] * self.count, [0] * self.count
         self.shifts, self.codes = [0] * self.count, [0] * self.count
         self._alone = self._alone_in_their_regions()
@@ -201,8 +198,6 @@ class Slots:
         Without rolling, a cached output of a master would also give that of its multiple: norms and products scale.
         """
         part = slice(start, start + len(origin))
-        for slot in range(part.start, part.stop):
-            self._patched.pop(slot, None)
         self.origin[part] = origin
         if self._permuter is not None:
             self.codes[part] = self._permuter.draw(origin)
@@ -217,16 +212,8 @@ class Slots:
         self._fill_at_once(part)
 
     @PHASES.of("inputs")
-    def renew(self, slot: int, part: bool = False) -> None:
-        """Give one slot new values, from another master if there is one.
-
-        part: only a secret part of one tensor, of any size, so that no look at a few elements shows the change. Where
-        values may not be moved, it is the whole slot.
-        """
-        if part and (found := self._parts()):
-            self._renew_part(slot, secrets.choice(found))
-            return
-        self._patched.pop(slot, None)
+    def renew(self, slot: int) -> None:
+        """Give one slot new values, from another master if there is one."""
         self.origin[slot] = secrets.randbelow(len(self.masters))
         if self._permuter is not None:
             self.codes[slot] = self._permuter.draw([0])[0]
@@ -239,24 +226,6 @@ class Slots:
             # Memory of all slots keeps the values of slot 0.
             if not shared[i] and not self._filled(into, i, slot, [value]):
                 into.copy_(self._value(slot, i, value))
-
-    def _parts(self) -> list[int]:
-        """The tensors of which a part may be renewed: any value may stand at any place."""
-        regions = self._regions()
-        return [
-            i for i, t in enumerate(layout.tensors(self.masters[0]))
-            if self._rolled(i) and self._scaled(i, t) and t.numel() > 1 and not regions[i]["shared"]
-        ]  # fmt: skip
-
-    def _renew_part(self, slot: int, i: int) -> None:
-        """Replace some adjacent values of tensor i by others of that tensor; all sizes are equally likely."""
-        old = self.expected(slot)[i]
-        flat, random = old.flatten().clone(), secrets.SystemRandom()
-        size = max(1, int(flat.numel() ** random.random()))
-        at = secrets.randbelow(flat.numel() - size + 1)
-        flat[at : at + size] = old.flatten().roll(1 + secrets.randbelow(flat.numel() - 1))[at : at + size]
-        new = self._patched.setdefault(slot, {})[i] = flat.view(old.shape)
-        layout.tensors(self.args_of(slot))[i].copy_(new)
 
     def _fill_at_once(self, slots: slice) -> None:
         start, count = slots.start, slots.stop - slots.start
@@ -315,9 +284,8 @@ class Slots:
         master = self.masters[self.origin[slot]]
         tensors = layout.tensors(master)
         shared = [r["shared"] for r in self._regions()]
-        patched = self._patched.get(slot, {})
         return [
-            patched[i] if i in patched else self._value(0 if s else slot, i, self._tensor(0, i) if s else t)
+            self._value(0 if s else slot, i, self._tensor(0, i) if s else t)
             for i, (t, s) in enumerate(zip(tensors, shared, strict=True))
         ]
 
