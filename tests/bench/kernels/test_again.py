@@ -46,7 +46,7 @@ def equal(a: list[Any], b: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("op", "source"), [("silu_and_mul", "held-out"), ("topk_softmax", "random"), ("embedding", "captured")]
+    ("op", "source"), [("silu_and_mul", "held-out"), ("topk_softmax", "random"), ("moe_align", "captured")]
 )
 def test_values_of_every_slot_are_made_again(op: str, source: str) -> None:
     """Scaled, rolled and permuted ones, of drawn sizes and of captured calls."""

@@ -144,7 +144,7 @@ def case_names(specs: Sequence[OpSpec], options: Any) -> dict[str, None]:
 
 
 def maker(spec: OpSpec, case: Case) -> Callable[[str, torch.Generator], list[Any]]:
-    """What makes the arguments of a case of the op itself."""
+    """A maker of the arguments of a case, with values that the op draws."""
     return lambda device, generator: spec.inputs(case, device, generator)
 
 
