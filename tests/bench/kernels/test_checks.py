@@ -129,7 +129,7 @@ def test_distances_of_calls_show_each_difference(monkeypatch: pytest.MonkeyPatch
     for side in (mine, theirs):
         side[4][0][1, 1] = torch.nan  # on both sides
         side[0][0][0, 0] = torch.inf
-    assert checks.Checks._distances(mine, theirs).tolist() == [
+    assert checks.Checks.distances(mine, theirs).tolist() == [
         0.0,
         0.5,
         8.0,
@@ -137,5 +137,5 @@ def test_distances_of_calls_show_each_difference(monkeypatch: pytest.MonkeyPatch
         0.0,
     ]
     empty = [[torch.ones(0, 4)]] * 2
-    assert checks.Checks._distances(empty, empty).tolist() == [0.0, 0.0]
-    assert checks.Checks._distances([[]] * 2, [[]] * 2).tolist() == [0.0, 0.0]
+    assert checks.Checks.distances(empty, empty).tolist() == [0.0, 0.0]
+    assert checks.Checks.distances([[]] * 2, [[]] * 2).tolist() == [0.0, 0.0]

@@ -65,7 +65,7 @@ class Batches:
                 places = lane.side.ask("capture", segments=self.segments, alone=2 * self.n).outputs
                 lane.outputs = self._map(lane, places, mapping)
             compared = set(RANDOM.sample(range(self.rounds), min(COMPARED_ROUNDS, self.rounds)))
-            for r in range(-1, self.rounds):  # the first one warms up
+            for r in range(-1, self.rounds):  # the first one warms up, and uploads every graph
                 self._round(r, timed, r in compared)
             for r in range(self.rounds, EXTENDED * self.rounds):
                 if not self._disturbed(timed) and (timed.candidate.steady or r >= 2 * self.rounds):
@@ -103,12 +103,7 @@ class Batches:
     # -- a round
 
     def _round(self, r: int, timed: Timed, compared: bool) -> None:
-        groups = [
-            "long",
-            "short",
-            "again",
-            *["alone"] * self._alone,
-        ]  # the first one uploads every graph, too
+        groups = ["long", "short", "again", *["alone"] * self._alone]
         RANDOM.shuffle(groups)
         for group in groups:
             if group == "again":
@@ -155,11 +150,13 @@ class Batches:
         given = self._give(lane, (0, self.slots.count))
         self._flush.sum()
         torch.cuda.synchronize()
+        looked = time.perf_counter()
         lane.side.check_stopped()
+        looked = time.perf_counter() - looked
         lane.side.begin("run", start=start, count=count)
         answer = lane.side.end()
         held = self._read(lane, sampled)
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin - looked
         lane.side.stop()
         if into is not None:
             into.add(long, seconds, answer.events_s, count)

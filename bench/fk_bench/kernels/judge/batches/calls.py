@@ -62,8 +62,10 @@ class Calls:
     def run(self) -> Timed:
         """Time both sides, with real-time priority if the user may have it."""
         sides = self.candidate.side, self.baseline.side
+        self.slots.refresh()
         for lane in (self.candidate, self.baseline):
             lane.outputs = [lane.arena.output_views(s) for s in range(self.slots.count)]
+            self._prepare(lane)
         with _away_from(sides[0].pid) as away, priority.raised([side.pid for side in sides]) as report:
             self._nap = 0.0 if away else NAP_S
             timed = Timed(Samples(1), Samples(1), Samples(1), priority=report)
@@ -86,8 +88,7 @@ class Calls:
         for lane in lanes:
             lane.side.stop()
             if compared:
-                with PHASES.of("prepare"):
-                    lane.prepare(0, self.slots.count)
+                self._prepare(lane)
         order = RANDOM.sample(range(self.count), self.count)
         blocks = [self._block(order[at : at + BLOCK]) for at in range(0, self.count, BLOCK)]
         asked = [slot for block in blocks for slot in block]
@@ -105,10 +106,15 @@ class Calls:
                     sent.lane.side.stop()
         if timed is not None:
             _add(timed, times[True, False], times[False, False], times[False, True])
-        self._check(held[True], held[False])
+        # Without weights of this round a baseline's outputs are those of other inputs.
+        self._check(held[True], held[False] if compared or not self.baseline.prepares else {})
         # A buffer that is used again within the round has overwritten an earlier result.
         for slot in {order[0], RANDOM.choice(order[:-1])}:
             self.checks.kept(self.candidate.side, self.candidate.arena, self.slots, slot)
+
+    @PHASES.of("prepare")
+    def _prepare(self, lane: Lane) -> None:
+        lane.prepare(0, self.slots.count)
 
     @staticmethod
     def _block(slots: list[int]) -> list[int]:
@@ -165,8 +171,10 @@ class Calls:
         order = sorted(mine)
         for sample in mine.values():
             check_written(sample.outputs)
-        of = [[[*side[s].outputs, *side[s].args] for s in order] for side in (mine, theirs)]
-        picked = {order[int(self.checks.distances(*of).argmax())], RANDOM.choice(order)}
+        picked = {RANDOM.choice(order)}
+        if theirs:
+            of = [[[*side[s].outputs, *side[s].args] for s in order] for side in (mine, theirs)]
+            picked.add(order[int(self.checks.distances(*of).argmax())])
         for slot in picked:
             mine[slot].check(self.checks, self.slots, self.candidate.arena)
 

@@ -172,8 +172,9 @@ class RunnerState(Implementation):
         op = self.spec.op
         if self.cls is not None or op is None:
             return call, []
-        provider = op.candidate
-        return (provider.fn if provider is not None and provider.supports is None else op.run), args
+        if op.candidate is not None and op.candidate.supports is None:
+            return op.candidate.fn, args
+        return (op.run, args) if args and isinstance(args[0], torch.Tensor) else (call, [])
 
     def _outputs(self, result: Any) -> list[torch.Tensor]:
         values = [v for v in _listed(result) if v is not None]
