@@ -81,6 +81,7 @@ class Row:
     reasons     [{kind, text, modules}]: modules is 0 where the reason concerns the whole row
     measured    what was measured on this chip for the op, a line for each shape and size
     most_tokens the largest batch in which a compiled model runs ours; None: all
+    unlimited   modules outside of the compiled code, which run ours in batches of every size in spite of most_tokens
     """
 
     rank: int
@@ -99,6 +100,7 @@ class Row:
     reasons: list[dict[str, Any]] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
     most_tokens: int | None = None
+    unlimited: int = 0
 
     @property
     def kinds(self) -> list[Kind]:
@@ -112,7 +114,7 @@ class Row:
 
 
 def _line(reason: Reason, modules: int) -> str:
-    if reason.kind is Kind.OTHER_CLASS:
+    if reason.kind in (Kind.OTHER_CLASS, Kind.UNRECOGNIZED):
         return f"{modules} stay with the host: {reason.text}"
     if reason.kind.left:
         return f"{modules} left to the host: {reason.text}" if modules else f"left to the host: {reason.text}"
@@ -278,6 +280,7 @@ class Report:
         for r in self.rows:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
             state += f"; in batches of up to {r.most_tokens} tokens" if r.most_tokens else ""
+            state += f", except in {r.unlimited} modules outside of compiled code" if r.unlimited else ""
             state += f"; provider {r.provider}" if r.provider else ""
             state += f"; candidate {r.candidate}" if r.candidate else ""
             state += f"; candidates inside: {', '.join(r.inside)}" if r.inside else ""

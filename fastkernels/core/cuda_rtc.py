@@ -230,13 +230,15 @@ class Kernel:
 
     def launch(self, grid: int, block: int, stream: int, args: Sequence[Any], overlap: bool = False) -> None:
         """Launch `grid` blocks on the stream; with `overlap`, before the previous kernel ends (griddepcontrol.wait)."""
+        Prepared(self, grid, block, args).launch(stream, overlap)
+
+    def config(self, grid: int, block: int, stream: int, overlap: bool) -> Any:
+        """Return the launch's configuration: making one costs more than a launch."""
         key = (grid, block, stream, overlap)
         config = self.configs.get(key)
-        if config is None:  # making one costs more than a launch
+        if config is None:
             config = self.configs[key] = self._config(*key)
-        values = [a if isinstance(a, t) else t(a) for t, a in zip(self.types, args, strict=True)]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        _checked(self.driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
+        return config
 
     def _config(self, grid: int, block: int, stream: int, overlap: bool) -> Any:
         driver = self.driver
@@ -250,3 +252,24 @@ class Kernel:
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
         return config
+
+
+class Prepared:
+    """A launch of a kernel whose parameters are in memory already: repeated calls change few or none of them."""
+
+    def __init__(self, kernel: Kernel, grid: int, block: int, args: Sequence[Any]) -> None:
+        self.kernel, self.grid, self.block, self.lock = kernel, grid, block, threading.Lock()
+        self.values = [a if isinstance(a, t) else t(a) for t, a in zip(kernel.types, args, strict=True)]
+        self.pointers = (ctypes.c_void_p * len(self.values))(*map(ctypes.addressof, self.values))
+        self.address = ctypes.addressof(self.pointers)
+
+    def launch(self, stream: int, overlap: bool = False, at: int = -1, pointer: int | None = None) -> None:
+        """Launch on the stream, as Kernel.launch does; first set the parameter `at`, a pointer, if there is one."""
+        kernel = self.kernel
+        config = kernel.config(self.grid, self.block, stream, overlap)
+        with self.lock:  # the driver copies the parameters; another thread may set its own
+            if at >= 0:
+                self.values[at].value = pointer
+            status = kernel.driver.cuLaunchKernelEx(config, kernel.function, self.address, 0)
+        if status[0].value:
+            _checked(status)

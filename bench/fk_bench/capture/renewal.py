@@ -1,6 +1,6 @@
 """New values like the recorded ones: with their statistics, but none that a table of the captures could contain.
 
-Recorded values are public. What is kept are properties that make a call as expensive as the recorded one: the loads of
+Recorded values are public. Kept are the properties that make a call as expensive as the recorded one: the loads of
 experts, up to a tenth of the tokens; the numbers of blocks of sequences; repeated tokens; runs of positions. All
 integers that these do not determine are drawn anew for every set of inputs.
 """

@@ -44,6 +44,9 @@ def kernels_command(
         Path | None, typer.Option(help="a task file of `fk-bench scaffold`: its op on exactly its cases")
     ] = None,
     case: Annotated[list[str] | None, typer.Option(help="only cases with this name")] = None,
+    values: Annotated[
+        str, typer.Option(help="the values of a wrong case, as its reason has them: check only these")
+    ] = "",
     captures: Annotated[
         Path | None, typer.Option(help="folder of captures to replay, instead of the shipped ones")
     ] = None,
@@ -91,6 +94,7 @@ def kernels_command(
     directory.
     """
     from fk_bench.kernels.judge import Options
+    from fk_bench.kernels.judge.correctness.again import trial_of
     from fk_bench.kernels.judge.correctness.cases import SOURCES
     from fk_bench.kernels.judge.processes.zygote import ZygoteError
 
@@ -114,6 +118,8 @@ def kernels_command(
         fail("--cheat names some of the cheats that --cheats runs: add --cheats")
     if task is not None and (ops or level or model or cases or cheats):
         fail("--task states the op and its cases: give no op, --level, --model, --cases or --cheats")
+    if values and (not ops or len(ops) != 1 or task is not None or case or cheats or identity):
+        fail("--values is of one case: name its op, and give no --task, --case, --cheats or --identity")
     if identity and (
         candidate is not None or task is not None or cheats or against.endswith(".py") or no_time
     ):
@@ -131,12 +137,15 @@ def kernels_command(
         timed=not no_time, timeout=timeout, case_budget=case_budget,
         op_budget=op_budget, scan=not no_scan, cage=not no_cage, python=interpreters,
         captures=captures, task=stated.cases if stated is not None else (),
+        values=values,
     )  # fmt: skip
     try:
         candidates = _candidates(candidate, tuple(ops or ()))
         names = _ops(tuple(ops or ()), tuple(level or ()), model, candidates)
         damaged = _damaged(names, options)
         _check_case_names(names, options)
+        if values:
+            trial_of(registry.get(names[0]), values, captures)
     except (UnknownName, CandidateError, CaptureError, ValueError) as error:
         fail(str(error))
     run = _directory(out)

@@ -34,7 +34,7 @@ class Production:
 
 
 def production(found: Sequence[Baseline]) -> Production:
-    """What is there of production, of the baselines of an op."""
+    """The baselines of production among those of an op: usable and missing ones."""
     ours = [b for b in found if b.kind in ("host", "library")]
     absent = {b.name: packages(b) for b in ours if b.available() is not None}
     return Production(tuple(b.name for b in ours if b.name not in absent), absent)

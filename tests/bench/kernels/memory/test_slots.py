@@ -11,7 +11,7 @@ import torch
 from fk_bench.kernels.judge.correctness.cases import trials
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.permutations import Permuter
-from fk_bench.kernels.judge.memory.slots import Slots, scalable
+from fk_bench.kernels.judge.memory.slots import Slots, scalable, writable
 from support.kernels import warm
 
 from fastkernels.core import registry
@@ -139,6 +139,45 @@ def test_tokens_keep_their_experts() -> None:
         x, gate = (slots.args_of(slot)[i] for i in range(2))
         exact = (x.double() @ gate.double().t()).topk(2).indices.sort().values
         assert torch.equal((x @ gate.t()).topk(2).indices.sort().values, exact)
+
+
+def test_modules_keep_their_weights_and_get_new_activations() -> None:
+    spec = registry.get("rms_norm")
+    case = next(c for c in spec.cases if c.name == "odd_1128")
+    slots = Slots(spec, lambda g: spec.inputs(case, "cpu", g), "cpu", 4, "module", True, cls="VllmRMSNorm")
+    slots.fill([0] * 4)
+    held = [slots.args_of(s)[1].clone() for s in range(4)]
+    before = [slots.args_of(s)[0].clone() for s in range(4)]
+    slots.refresh()
+    slots.renew(1)
+    slots.renew(2, part=True)
+    for s in range(4):
+        x, weight, *_ = slots.args_of(s)
+        assert torch.equal(weight, held[0]) and not torch.equal(x, before[s])
+        for value, want in zip(layout.tensors(slots.args_of(s)), slots.expected(s), strict=True):
+            assert torch.equal(value, want)
+    slots.edit(lambda args: args[1].zero_())
+    assert torch.equal(slots.args_of(0)[1], held[0])
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "cls", "names"),
+    [
+        ("rms_norm", "odd_1128", "VllmRMSNorm", set()),  # without a residual the host's class writes nothing
+        ("rms_norm", "residual", "VllmRMSNorm", {"x", "residual"}),
+        ("rms_norm", "residual", "TransformersRMSNorm", {"residual"}),
+        ("silu_and_mul", "odd_1128", "VllmSiluAndMul", set()),
+        ("rotary_emb", "odd_63", "VllmRotaryEmbedding", {"query", "key"}),
+        ("attention", "odd_63", "VllmAttention", {"key_cache", "value_cache"}),
+    ],
+)
+def test_class_may_write_what_its_host_class_writes(op: str, case: str, cls: str, names: set[str]) -> None:
+    spec = registry.get(op)
+    found = next((c for c in spec.cases if c.name == case), None)
+    found = found or next(c for c in spec.cases if c.dims.get("residual") or case != "residual")
+    args = spec.inputs(found, "cpu", torch.Generator())
+    may = {spec.arguments[i].name for i in writable(spec, cls, args)}
+    assert may & {"x", "residual", "query", "key", "value", "key_cache", "value_cache"} == names
 
 
 MOVED = [

@@ -34,6 +34,7 @@ class Trial:
     hard    {name: such a change}, of which some are also tried on a timed case
     nonfinite  kinds in `hard`, or this case itself, with NaN or infinite values
     large   too large to be timed on a CPU
+    recipe  of the values of a slot, which are made again; see Slots
     timed   False for extreme and large cases, which are only checked
     """
 
@@ -44,6 +45,12 @@ class Trial:
     hard: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
     nonfinite: frozenset[str] = frozenset()
     large: bool = False
+    recipe: Mapping[str, Any] | None = None
+
+    @property
+    def rolls(self) -> bool:
+        """Whether the values of a call may be moved."""
+        return self.timed if self.recipe is None else bool(self.recipe["rolls"])
 
     @property
     def timed(self) -> bool:
@@ -91,13 +98,13 @@ def trials(
     task: only these cases, with values that the op draws.
     """
     if task:
-        return [Trial("task", c, _own(spec, c)) for c in task if not names or c.name in names]
+        return [Trial("task", c, maker(spec, c)) for c in task if not names or c.name in names]
     found: list[Trial] = []
     hard = _values(spec) if "extreme" in sources else {}
     nonfinite = frozenset(k.name for k in extremes.kinds(spec) if k.nonfinite)
     if "captured" in sources:
         found += _captured(spec, captures, hard, nonfinite)
-    own = [Trial("random", c, _own(spec, c), hard=hard, nonfinite=nonfinite) for c in spec.cases]
+    own = [Trial("random", c, maker(spec, c), hard=hard, nonfinite=nonfinite) for c in spec.cases]
     if "random" in sources:
         found += own
     here = [t for t in own if device == "cuda" or t.gpu_only(spec) is None]
@@ -131,12 +138,13 @@ def case_names(specs: Sequence[OpSpec], options: Any) -> dict[str, None]:
             found |= dict.fromkeys(t.case.name for t in _captured(spec, options.captures, {}))
         if "extreme" in options.cases:
             dtypes = dict.fromkeys(c.dtype for c in spec.cases)
-            kinds = [*_hard(spec), *(k.name for k in extremes.kinds(spec))]
+            kinds = [*changes(spec), *(k.name for k in extremes.kinds(spec))]
             found |= dict.fromkeys(f"{dtype}:{kind}" for dtype in dtypes for kind in kinds)
     return found
 
 
-def _own(spec: OpSpec, case: Case) -> Callable[[str, torch.Generator], list[Any]]:
+def maker(spec: OpSpec, case: Case) -> Callable[[str, torch.Generator], list[Any]]:
+    """A maker of the arguments of a case, with values that the op draws."""
     return lambda device, generator: spec.inputs(case, device, generator)
 
 
@@ -151,7 +159,7 @@ def _captured(
     ]
 
 
-def _hard(spec: OpSpec) -> dict[str, Callable[[list[Any]], None]]:
+def changes(spec: OpSpec) -> dict[str, Callable[[list[Any]], None]]:
     """{name: change} of all extreme values of the op."""
     kinds = {**(_VALUES if spec.activations else {}), **spec.extremes}
     return {
@@ -163,7 +171,7 @@ def _hard(spec: OpSpec) -> dict[str, Callable[[list[Any]], None]]:
 def _values(spec: OpSpec) -> dict[str, Callable[[list[Any]], None]]:
     """{name: change} of the values that can also be tried on a timed case."""
     return {
-        **_hard(spec),
+        **changes(spec),
         **{k.name: k.edit for k in extremes.kinds(spec) if k.values and k.edit is not None},
     }
 
@@ -177,7 +185,7 @@ def _held_out(spec: OpSpec, cases: list[Case]) -> list[Trial]:
     others = [c for c in cases if c not in chosen]
     chosen += rng.sample(others, min(HELD_OUT - len(chosen), len(others)))
     varied = [spec.vary(c, rng) for c in chosen]
-    return [Trial("held-out", c, _own(spec, c)) for c in varied]
+    return [Trial("held-out", c, maker(spec, c)) for c in varied]
 
 
 def _extremes(spec: OpSpec, here: list[Trial], every: bool) -> list[Trial]:
@@ -190,11 +198,11 @@ def _extremes(spec: OpSpec, here: list[Trial], every: bool) -> list[Trial]:
         mine = sorted((t.case for t in here if t.case.dtype == dtype), key=spec.bytes_moved)
         usable = [c for c in mine if spec.bytes_moved(c) > 64] or mine
         small = usable[: max(1, (len(usable) + 1) // 2)]  # checked by the oracle only, so small ones suffice
-        for name, edit in _hard(spec).items():
+        for name, edit in changes(spec).items():
             base = rng.choice(small)
             drawn = base if spec.vary is None else spec.vary(base, rng)
             case = Case(f"{dtype}:{name}", drawn.dims, dtype, 0.0, base.tags)
-            found.append(Trial("extreme", case, _own(spec, drawn), edit))
+            found.append(Trial("extreme", case, maker(spec, drawn), edit))
     dtypes = list(dict.fromkeys(t.case.dtype for t in here))
     for kind in extremes.kinds(spec) if dtypes else ():
         for dtype in dtypes if every else [rng.choice(dtypes)]:
@@ -203,7 +211,7 @@ def _extremes(spec: OpSpec, here: list[Trial], every: bool) -> list[Trial]:
                 if (drawn := extremes.apply(kind, spec, base, rng)) is not None:
                     case = replace(drawn, name=f"{dtype}:{kind.name}")
                     nonfinite = frozenset({kind.name} if kind.nonfinite else ())
-                    make = _own(spec, drawn)
+                    make = maker(spec, drawn)
                     found.append(Trial("extreme", case, make, kind.edit, nonfinite=nonfinite))
                     break
     return found

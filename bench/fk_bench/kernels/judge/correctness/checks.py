@@ -25,7 +25,11 @@ SUSPECTS = 4  # calls whose outputs differ most from the baseline's are compared
 
 
 class Wrong(Exception):
-    """The candidate's outputs are incorrect; the message says which and how."""
+    """The candidate's outputs are incorrect; the message says which and how. recipe: of the slot, see Slots."""
+
+    def __init__(self, reason: str, recipe: dict[str, Any] | None = None):
+        super().__init__(reason)
+        self.recipe = recipe
 
 
 @dataclass
@@ -173,7 +177,8 @@ class Checks:
         try:
             self._eager(candidate, arena, slots)
         except Wrong as wrong:
-            raise Wrong(f"with extreme values ({name}): {wrong}") from None
+            recipe = None if wrong.recipe is None else {**wrong.recipe, "edit": name}
+            raise Wrong(f"with extreme values ({name}): {wrong}", recipe) from None
         self.allowed, self.of_baseline = usual
 
     def _eager(self, side: RunnerProcess, arena: Arena, slots: Slots) -> dict[str, int]:
@@ -222,7 +227,7 @@ class Checks:
         want = self._expect(slots, slot)
         got = [*outputs, *(args[i] for i in want.written)]
         errors = self._compare(got, want, self.allowed, self.unchecked)
-        self._take(errors, "in a timed call: ")
+        self._take(errors, "in a timed call: ", slots, slot)
         if arena.changed(slot):
             raise Wrong("an argument was written, but the op does not write it")
 
@@ -314,13 +319,15 @@ class Checks:
     def _verdict(
         self, slots: Slots, arena: Arena, slot: int, outputs: list[torch.Tensor], where: str = ""
     ) -> None:
-        self._take(self._errors(slots, arena, slot, outputs, self.allowed, self.unchecked), where)
+        self._take(
+            self._errors(slots, arena, slot, outputs, self.allowed, self.unchecked), where, slots, slot
+        )
         if arena.changed(slot):
             raise Wrong("an argument was written, but the op does not write it")
 
-    def _take(self, errors: Errors, where: str) -> None:
+    def _take(self, errors: Errors, where: str, slots: Slots, slot: int) -> None:
         if errors.problem:
-            raise Wrong(where + errors.problem)
+            raise Wrong(where + errors.problem, slots.recipe_of(slot))
         self.errors = self.errors.worse(errors)
 
 

@@ -26,7 +26,7 @@ LOCAL = 8.0
 ROW = 32  # values of a row that show its scale
 QUIET = 64.0  # a row with a so much smaller scale than the tensor's may have the errors of the others
 CONTRACTS = 64  # operations per result, from which on an op sums products
-RELATIVE = 8.0  # other ops may have so much smaller errors in results that are small
+RELATIVE = 2.0  # other ops may have so much smaller errors in results that are small
 BINS, FEW_IN_BIN = 16, 16  # powers of two of values that are compared among each other
 FEW = 4.0  # the mean square of honest errors may vary by this over the square root of their number
 

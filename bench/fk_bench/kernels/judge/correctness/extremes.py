@@ -19,7 +19,7 @@ from fk_bench.kernels.judge.memory.slots import scalable
 
 Edit = Callable[[list[Any]], None]
 PAD = 8  # columns behind each row; 16 bytes or more, so that rows stay aligned
-FACTOR = 64.0  # of an outlier, which keeps its sign
+FACTOR = 64.0  # of an outlier to the largest value; it keeps its sign
 LEADING = {"one_dimension": (), "four_dimensions": (2, 1, 3)}
 MOST = 1 << 22  # bytes of a case whose reference is tried
 
@@ -132,7 +132,9 @@ def _middle(t: torch.Tensor) -> tuple[int, ...]:
 
 
 def _outlier(t: torch.Tensor) -> None:
-    t[_middle(t)] *= FACTOR
+    at = _middle(t)
+    most = t.abs().max() * FACTOR
+    t[at] = torch.where(t[at] < 0, -most, most)
 
 
 def _put(value: float) -> Callable[[torch.Tensor], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,9 +62,9 @@ def writable(spec: OpSpec, cls: str | None, args: list[Any]) -> set[int]:
     """
     if spec.level > 2:
         return {*spec.activations, *spec.mutates}
-    found = {*spec.mutates, *(spec.declaration.mutated if spec.arguments else ())}
-    there = [i for i in found if i < len(args) and args[i] is not None]
-    if there:  # without a residual the hosts' norms write nothing
+    mutated = {*spec.mutates, *(spec.declaration.mutated if spec.arguments else ())}
+    found = {i for i in mutated if i < len(args) and args[i] is not None}
+    if found:  # without a residual the hosts' norms write nothing
         found |= {spec.position(n) for t in spec.targets if t.cls == cls for n in t.writes}
     return found
 
@@ -107,6 +107,7 @@ class Slots:
     make   make(generator) -> the arguments of a call with new values; called with secret seeds
     cls    the class whose modules are called. Its weights are the same in all slots and refreshes, as in a model: what
            it derives from them is made once
+    recipe of a slot, as `recipe_of` gave it: all slots have its values
     rolls  whether values may be rolled and permuted; not for extreme values, whose positions matter
     """
 
@@ -118,10 +119,14 @@ class Slots:
     rolls: bool = False
     masters: list[list[Any]] = field(default_factory=list)
     cls: str | None = None
+    recipe: Mapping[str, Any] | None = None
 
     @PHASES.of("inputs")
     def __post_init__(self) -> None:
-        self.masters = [self.make(self._generator())]
+        self.seeds: list[int] = []  # of the masters
+        self._held_seed = secrets.randbits(62) if self.recipe is None else int(self.recipe["weights"])
+        self.masters = [self.make(self._generator(self._held_seed))]
+        self.seeds.append(self._held_seed)
         first = self.masters[0]
         written = set(written_arguments(self.spec)) if self.mode == "op" else set(range(len(first)))
         if self.mode == "module":
@@ -129,6 +134,9 @@ class Slots:
         self.may_change = written if self.mode == "op" else writable(self.spec, self.cls, first)
         held = weights(self.spec) if self.mode == "module" else frozenset()
         self._weights = {p: a for p, a in enumerate(first) if p in held}
+        if self.recipe is not None:
+            self.masters, self.seeds = [], []
+            self.masters.append(self._new())
         self._steady = {i for i, (p, _) in enumerate(self._positions()) if p in held}
         # Data larger than the cache is cold in every call, whether it has one place or many.
         self.layout = layout.describe(first, FLUSH_BYTES // 2 if self.device == "cuda" else 1 << 62, written)
@@ -161,13 +169,23 @@ class Slots:
 
     def _new(self, change: Callable[[list[Any]], None] | None = None) -> list[Any]:
         """New arguments around the weights that modules hold."""
-        made = self.make(self._generator())
+        self.seeds.append(secrets.randbits(62) if self.recipe is None else int(self.recipe["seed"]))
+        made = self.make(self._generator(self.seeds[-1]))
         if change is not None:
             change(made)
         return [self._weights.get(p, a) for p, a in enumerate(made)]
 
-    def _generator(self) -> torch.Generator:
-        return torch.Generator(self.device).manual_seed(secrets.randbits(62))
+    def _generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def recipe_of(self, slot: int) -> dict[str, Any] | None:
+        """All that the values of a slot are made from; None if a part of them was renewed."""
+        if slot in self._patched:
+            return None
+        return {
+            "seed": self.seeds[self.origin[slot]], "weights": self._held_seed, "factor": self.factors[slot],
+            "shift": self.shifts[slot], "code": self.codes[slot], "rolls": self.rolls,
+        }  # fmt: skip
 
     # -- inputs
 
@@ -180,12 +198,14 @@ class Slots:
         count = self.count - start if count is None else count
         wanted = min(MASTERS if self.scales else MASTERS_EXACT, count)
         kept = self.masters[1 - wanted :] if self.scales and wanted > 1 else []
+        self.seeds = self.seeds[len(self.masters) - len(kept) :] if kept else []
         self.masters = [*kept, *(self._new() for _ in range(wanted - len(kept)))]
         self.fill((_drawn(count).argsort() % wanted).tolist(), start)
 
     @PHASES.of("inputs")
     def edit(self, change: Callable[[list[Any]], None]) -> None:
         """Fill all slots with new values that `change` has edited; from now on values are not moved."""
+        self.seeds = []
         made = self._new(change)
         self.rolls, self._permuter, self.masters = False, None, [made]
         self.fill([0] * self.count)
@@ -205,6 +225,9 @@ class Slots:
         self.shifts[part] = (drawn >> 24).tolist()
         span = 0.2 if self.scales else 0.0
         self.factors[part] = (1.0 - span * (drawn & 0xFFFF) / (1 << 16)).tolist()
+        if (recipe := self.recipe) is not None:
+            for own, name in ((self.factors, "factor"), (self.shifts, "shift"), (self.codes, "code")):
+                own[part] = [recipe[name]] * len(origin)  # type: ignore[call-overload]
         if len(origin) == 1:
             for into, value in zip(layout.tensors(self.args_of(start)), self.expected(start), strict=True):
                 into.copy_(value)

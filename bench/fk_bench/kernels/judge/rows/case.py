@@ -72,7 +72,7 @@ class CaseRun:
         last  the baselines that only serve if no other one does
         """
         seen = self.evidence
-        seen.wants_times = seen.wants_times and timed
+        seen.wants_times = seen.wants_times and timed and self.trial.recipe is None
         checks = Checks(self.spec, self.trial.case, self.mode)
         checks.nonfinite = self.trial.is_nonfinite
         seen.passed_over, seen.unmade, seen.uncalled = checks.passed_over, checks.unmade, checks.uncalled
@@ -92,7 +92,7 @@ class CaseRun:
                 # Prepared weights are not those of every batch; with itself as the candidate only times matter.
                 every = range(len(slots.outs))
                 checks.unchecked = every if seen.chosen.prepares else seen.chosen.unchecked
-            repeats = 2 if self.trial.timed else 0
+            repeats = 2 if self.trial.timed and self.trial.recipe is None else 0
             seen.checked = checks.first(self.candidate, candidate, slots, repeats, compiled)
             if seen.chosen.seconds and slots.layout.stride + slots.layout.shared <= HARD_BYTES:
                 hard = self.trial.hard
@@ -105,7 +105,7 @@ class CaseRun:
                 if longer := self._again(seen.timed):
                     seen.timed = self._time(checks, own, longer)
         except Wrong as error:
-            seen.wrong = str(error)
+            seen.wrong, seen.recipe = str(error), error.recipe
         except RunnerError as error:
             seen.failure = error
         except RuntimeError as error:  # in the judge itself: no memory for the oracle
@@ -176,8 +176,9 @@ class CaseRun:
         """New slots, and an arena for each side that nothing else shares."""
         self._close()
         slots = self._slots = Slots(
-            self.spec, self._make, self.plan.device, count, self.mode, self.trial.timed, cls=self.cls
-        )
+            self.spec, self._make, self.plan.device, count, self.mode, self.trial.rolls, cls=self.cls,
+            recipe=self.trial.recipe,
+        )  # fmt: skip
         if (
             self.mode == "module"
         ):  # modules are built around their weights, and prepare what they derive from them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fk_bench.core.rows import Status, Untimed
 from fk_bench.kernels.judge.batches.lane import Timed
@@ -17,7 +18,7 @@ class Evidence:
     """Everything that the judge saw of a case.
 
     refused  status and reason of a case that was not run, because there is no way to call it
-    failure  a process failed; wrong: an output was; broken: the judge itself failed
+    failure  a process failed; wrong: an output was, with the `recipe` of its values; broken: the judge itself failed
     chosen   the baseline, with `passed_over` {another: why not}: `unmade` do not load, and calls of `uncalled` fail
     checked: the candidate's first calls
     timed    the times; None if none were wanted, or the checks ended before
@@ -27,6 +28,7 @@ class Evidence:
     refused: tuple[Status, str] | None = None
     failure: RunnerError | None = None
     wrong: str = ""
+    recipe: dict[str, Any] | None = None
     broken: str = ""
     chosen: Chosen = field(default_factory=Chosen)
     passed_over: Mapping[str, str] = field(default_factory=dict)

@@ -193,7 +193,7 @@ BUILD_ENVIRONMENT = (
     "MAX_JOBS",
 )
 ENVIRONMENT = ("TRITON_", "TORCHINDUCTOR_", "CUDA_VISIBLE_DEVICES", *BUILD_ENVIRONMENT)
-# What looks an attribute or a module up by a string. Elsewhere "gc" is only a word.
+# Names of functions and attributes that look something up by a string. Elsewhere "gc" is only a word.
 LOOK_UPS = frozenset(
     ("getattr", "attrgetter", "methodcaller", "vars", "globals", "locals", "__dict__", "__getattribute__",
      "__getattr__", "getattr_static", "import_module", "__import__", "modules")
