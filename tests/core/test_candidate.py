@@ -160,7 +160,7 @@ def test_older_function_runs_without_a_new_argument(write: Callable[[str], str])
         CandidateError, match=r"topk_softmax\(...\) does not take the op's arguments \(gating_output"
     ):
         candidate.install(candidate.load("topk_softmax", write("def topk_softmax(gating_output): ...\n")))
-    with pytest.raises(CandidateError, match="missing a required argument: 'renormalize'"):
+    with pytest.raises(CandidateError, match="'renormalize'"):
         candidate.install(candidate.load("topk_softmax", write(ROUTING.replace("=False", ", scales"))))
     assert op.candidate is None
 

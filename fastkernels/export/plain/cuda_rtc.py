@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
-try:
+try:  # cuda-bindings loads the NVRTC of its own major version, whose code needs a driver for that version
     from cuda.bindings import nvrtc
-except ImportError:
+
+    if torch.version.cuda and nvrtc.nvrtcVersion()[1] > int(torch.version.cuda.partition(".")[0]):
+        nvrtc = None
+except (ImportError, RuntimeError):
     nvrtc = None
 
 TensorMap = ctypes.c_uint64 * 16  # CUtensorMap

@@ -208,13 +208,32 @@ def test_doctor_answers_in_ten_lines(
     assert status == 0 and len(whole.splitlines()) > 100 and "GELUActivation" in whole
 
 
-def test_verdict_with_five_hosts_has_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdict_with_five_hosts_has_eleven_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
     found = doctor.examine([]).rows
     hosts = [{"host": name, "version": "1", "python": "python"} for name in doctor.HOSTS]
     said = verdict.lines({**found, "hosts": hosts}, [], [])
-    assert len(doctor.HOSTS) == 5 and len(said) <= 10
+    assert len(doctor.HOSTS) == 5 and len(said) <= 11
     assert "--all" in said[0] and "--all" not in verdict.lines(found, [], [], whole=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        (("12.9", "12.8", "12.8", ""), "NVRTC 12.9; PyTorch for CUDA 12.8; driver for CUDA 12.8"),
+        ((None, None, None, "NVRTC cannot be used"), "NVRTC cannot be used; PyTorch for CPUs; no driver"),
+    ],
+)
+def test_doctor_has_a_line_on_cuda(
+    row: tuple[str | None, ...], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
+    found = doctor.examine([]).rows
+    assert found["cuda"] == doctor.cuda_row() and set(found["cuda"]) == {
+        "nvrtc", "torch_cuda", "driver_cuda", "reason",
+    }  # fmt: skip
+    said = verdict.lines({**found, "cuda": dict(zip(found["cuda"], row, strict=True))}, [], [])
+    assert f"CUDA C++     {line}" in said
 
 
 def test_doctor_explains_libraries_without_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
