@@ -278,7 +278,7 @@ class Slots:
                 for at in range(0, len(rows), chunk):
                     part, numbers = rows[at : at + chunk], chosen[m][at : at + chunk]
                     made = value
-                    if self._permuted(i):
+                    if self._permuter is not None and self._permuted(i):
                         made = self._permuter.apply(i, value, [self.codes[start + s] for s in numbers])
                     elif turns is not None:
                         from_ = [self._shift(start + s, i) for s in numbers]
