@@ -140,7 +140,10 @@ class Engine(ABC):
         """Run one step and return an output for each request with news. After an exception no request is left."""
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes, e.g. after the model's code has changed. Running requests go on."""
+        """Forget cached prefixes, e.g. after the model's code has changed.
+
+        Running requests go on with the keys that they have, which no other request finds.
+        """
         if self.blocks is not None:
             self.blocks.reset_cache()
 

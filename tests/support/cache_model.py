@@ -39,7 +39,11 @@ class Done:
 
 
 class CacheModel:
-    """The executor of the simulated model."""
+    """The executor of the simulated model.
+
+    version  of its weights, which a test may change
+    oldest   by group and place in the cache: the oldest version that what is stored there depends on
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
@@ -48,6 +52,7 @@ class CacheModel:
         self.block_size, self.budget, self.windows = block_size, max_num_batched_tokens, windows
         groups = 1 + len(windows)
         self.caches = np.full((groups, num_blocks * block_size), -1, np.int64)
+        self.version, self.oldest = 0, np.zeros_like(self.caches)
         self.tables = np.zeros((groups, max_num_seqs + 1, num_blocks), np.int64)
         self.cache = self.caches[0]
         self.last = np.full(max_num_seqs, -1, np.int64)
@@ -92,7 +97,15 @@ class CacheModel:
                 place = int(block) * self.block_size + position % self.block_size
                 assert place not in written, "two rows write the same place"
                 written[place] = self.caches[group, place] = ids[at]
+                self.oldest[group, place] = min(self.version, self._oldest_before(slot, position))
                 at += 1
+
+    def _oldest_before(self, slot: int, position: int) -> int:
+        """The oldest version that the keys of the position before depend on."""
+        if position == 0:
+            return self.version
+        block, offset = divmod(position - 1, self.block_size)
+        return int(self.oldest[0, self.tables[0, slot, block] * self.block_size + offset])
 
     def _check_window(self, group: int, window: int, step: StepInput) -> None:
         """The group has all tokens that the step's queries see."""

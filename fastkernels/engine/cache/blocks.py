@@ -28,6 +28,8 @@ class BlockManager:
     """Allocates blocks 1 .. num_blocks - 1. Block 0 is reserved: padded rows of a CUDA graph write there.
 
     window: the number of tokens that a query of these layers sees, itself included; None: all.
+    epoch: number of resets. What a sequence admitted in an earlier epoch computes depends on keys from before the
+    reset, so it names no more blocks.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class BlockManager:
             raise ValueError(f"num_blocks {num_blocks}: at least 2 are needed, block 0 is kept for padding")
         self.num_blocks, self.block_size, self.enable_caching = num_blocks, block_size, enable_caching
         self.window = window
+        self.epoch = 0
         self._free = deque(range(1, num_blocks))  # without a name
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free but named, oldest first
         self._refs = [0] * num_blocks
@@ -145,6 +148,7 @@ class BlockManager:
 
     def reset_cache(self) -> None:
         """Forget all names. Held blocks stay with their holders but are no longer found."""
+        self.epoch += 1
         for block in list(self._block.values()):
             self._forget(block)
         self._free.extend(self._evictable)
