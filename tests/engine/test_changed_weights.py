@@ -107,7 +107,9 @@ def test_reset_leaves_no_older_keys(folder: Path, state: Callable[[LLM], None], 
     change(llm)
     llm.llm_engine.reset_prefix_cache()
     prompts = []
-    for tokens in finish(llm).values():  # the shorter prompt's blocks lead to those that follow in the longer one
+    for tokens in finish(
+        llm
+    ).values():  # the shorter prompt's blocks lead to those that follow in the longer one
         prompts += [[*tokens[:-16], 7], [*tokens, 9]]
     expect_fresh(folder, llm, prompts)
     groups = llm.llm_engine.scheduler.groups

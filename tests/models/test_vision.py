@@ -140,7 +140,7 @@ def test_gpu_equals_the_cpu(folder: Path, dtype: str, least: float) -> None:
     ("kind", "fields", "message"),
     [
         ("dinov3", {"hidden_size": 36, "num_attention_heads": 6}, "hidden_size=36 is not a multiple of four times"),
-        ("dinov3", {"hidden_act": "tanh"}, "hidden_act='tanh' is not one of gelu"),
+        ("dinov3", {"hidden_act": "tanh"}, "hidden_act='tanh' is not supported, only silu"),
         ("siglip2_vision", {"num_patches": 15}, "num_patches=15 is not a square"),
         ("swinv2", {"use_absolute_embeddings": True}, "use_absolute_embeddings=True is not supported"),
         ("swinv2", {"num_heads": [2, 4]}, r"num_heads=\[2, 4\] has fewer than 3 entries"),

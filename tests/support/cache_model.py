@@ -84,6 +84,7 @@ class CacheModel:
     def _store(self, step: StepInput, ids: np.ndarray) -> None:
         for group in range(len(self.caches)):
             self._store_group(group, step, ids)
+        self._date(step)
         for group, window in enumerate(self.windows, 1):
             self._check_window(group, window, step)
 
@@ -97,15 +98,23 @@ class CacheModel:
                 place = int(block) * self.block_size + position % self.block_size
                 assert place not in written, "two rows write the same place"
                 written[place] = self.caches[group, place] = ids[at]
-                self.oldest[group, place] = min(self.version, self._oldest_before(slot, position))
                 at += 1
 
-    def _oldest_before(self, slot: int, position: int) -> int:
-        """The oldest version that the keys of the position before depend on."""
-        if position == 0:
-            return self.version
-        block, offset = divmod(position - 1, self.block_size)
-        return int(self.oldest[0, self.tables[0, slot, block] * self.block_size + offset])
+    def _date(self, step: StepInput) -> None:
+        """Set `oldest` of the step's tokens. Those of one row may continue the blocks of another one."""
+        new = [
+            (position, slot)
+            for slot, count, length in zip(step.slots, step.query_lens, step.seq_lens, strict=True)
+            for position in range(length - count, length)
+        ]
+        for position, slot in sorted(new):
+            before = self.oldest[0, self._place(0, slot, position - 1)] if position else self.version
+            for group in range(len(self.caches)):
+                self.oldest[group, self._place(group, slot, position)] = min(self.version, before)
+
+    def _place(self, group: int, slot: int, position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        return int(self.tables[group, slot, block]) * self.block_size + offset
 
     def _check_window(self, group: int, window: int, step: StepInput) -> None:
         """The group has all tokens that the step's queries see."""

@@ -462,11 +462,17 @@ def _rope(
     of_types = [kind for kind, own in given.items() if isinstance(own, dict)]  # of layers
     for kind in of_types or [""]:
         try:
-            rope = d.rope(config, kind)
+            rope = d.rope(config, kind, partial=True)
         except d.Unsupported as error:
             raise Unexplained(seen.path, str(error)) from error
-        for interleaved in (False, True):
-            tried = replace(a, rope=rope, interleaved=interleaved)
+        whole = {
+            name: value for name, value in rope.items() if name != "partial_rotary_factor"
+        }  # if it is ignored
+        for tried in (
+            replace(a, rope=p, interleaved=interleaved)
+            for p in (rope, whole)
+            for interleaved in (False, True)
+        ):
             try:
                 turned = [probe.rotated(tried, x) for x in before]
             except (ValueError, RuntimeError):  # sizes that no module of ours has

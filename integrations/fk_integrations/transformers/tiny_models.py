@@ -278,9 +278,9 @@ def with_all_keys(config: Any, change: dict[str, Any]) -> Iterator[dict[str, Any
 
 
 def _activations() -> tuple[str, ...]:
-    from fastkernels.models.common.description import ACTIVATIONS
+    from fastkernels.models.common.activations import NAMES
 
-    return tuple(ACTIVATIONS)
+    return tuple(NAMES)
 
 
 def _flipped(values: list[Any]) -> Iterator[list[Any]]:
