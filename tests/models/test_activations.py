@@ -32,7 +32,7 @@ def test_modules_equal_transformers(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "starcoder2", "qwen3"])  # with a gate, and without
+@pytest.mark.parametrize("kind", ["llama", "granite", "starcoder2", "qwen3"])  # with a gate, and without
 @pytest.mark.parametrize("name", ["relu", "quick_gelu", "gelu", "swish"])
 def test_model_with_activation_equals_transformers(tmp_path: Path, kind: str, name: str, greedy: Any) -> None:
     folder = make_tiny(tmp_path, kind, "float32", hidden_act=name)

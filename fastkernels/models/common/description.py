@@ -280,7 +280,7 @@ class LayerInput:
 def _only_gelu(activation: str, what: str) -> None:
     if activation != "gelu_tanh":
         raise Unsupported(
-            f"{what} with the activation {activation!r} are not supported, only with GELU by tanh"
+            f"config.hidden_activation: {activation!r} of {what} is not supported, only 'gelu_tanh'"
         )
 
 

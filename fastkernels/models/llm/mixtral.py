@@ -37,7 +37,9 @@ ARCH = Architecture(
     experts="fastkernels.models.common.decoder:numbered_expert_mapping",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     config_fields=("num_local_experts", "num_experts_per_tok"),
-    config_defaults={"eos_token_id": 2, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None},
+    config_defaults={
+        "eos_token_id": 2, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+    },
     public={
         "mistralai/Mixtral-8x7B": {
             "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
