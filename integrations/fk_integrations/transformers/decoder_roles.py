@@ -35,6 +35,10 @@ class Unexplained(ValueError):
         return (self, *self.also)
 
 
+class NotObserved(Unexplained):
+    """The model does not run at small sizes, or its attention is not seen: the reason is a symptom."""
+
+
 @dataclass
 class Observed:
     """The result of one observed forward pass.
@@ -130,7 +134,7 @@ def _embedding(
 def _stack(model: nn.Module, made: Recording) -> str:
     """The name of the list of layers: the one above every call of attention."""
     if not made.attention:
-        raise Unexplained(
+        raise NotObserved(
             "",
             "no softmax attention over all tokens was seen: neither a call of transformers' attention "
             "functions, nor a softmax of queries times keys",
