@@ -106,10 +106,10 @@ class AsyncLLM:
             await grammars.ready(structured)
 
     def make_request(
-        self, request_id: str, prompt: str | Sequence[int], params: Any, priority: int = 0
+        self, request_id: str, prompt: str | Sequence[int], params: Any, priority: int = 0, **more: Any
     ) -> Any:
         """Check a request without queuing it; see Engine. Safe in any thread. Raises ValueError."""
-        return self.engine.make_request(request_id, prompt, params, priority)
+        return self.engine.make_request(request_id, prompt, params, priority, **more)
 
     async def open(self, requests: Sequence[Any]) -> OutputStream:
         """Queue requests, all or none, and return the stream of their outputs.

@@ -38,6 +38,7 @@ class EngineConfig:
     load_format             'auto': safetensors; 'dummy': random weights from `seed`
     enforce_eager           no CUDA graphs
     skip_tokenizer_init     no tokenizer: token ids in, token ids out
+    json_any_whitespace     JSON of structured outputs may have any whitespace between values; False: it is in one line
 
     Raises ValueError, naming the field and the value, for invalid values.
     """
@@ -65,6 +66,7 @@ class EngineConfig:
     load_format: str = "auto"
     enforce_eager: bool = False
     skip_tokenizer_init: bool = False
+    json_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):

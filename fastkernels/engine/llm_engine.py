@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastkernels.engine.cache.blocks import BlockManager
+from fastkernels.engine.cache.blocks import BlockManager, salt_root
 from fastkernels.engine.engine import Engine, StepStats
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling import outputs
@@ -47,7 +47,9 @@ class LLMEngine(Engine):
     def _start(self) -> None:
         config, limits = self.config, self.executor.limits
         self.eos_token_ids = _eos_token_ids(self.folder, self.hf_config, self.tokenizer)
-        self.grammars = Grammars(self.tokenizer, self.hf_config.vocab_size, self.eos_token_ids)
+        self.grammars = Grammars(
+            self.tokenizer, self.hf_config.vocab_size, self.eos_token_ids, config.json_any_whitespace
+        )
         groups = [
             BlockManager(count, config.block_size, config.enable_prefix_caching, window)
             for window, count in limits.groups
@@ -67,8 +69,14 @@ class LLMEngine(Engine):
         self.scheduler.reset_cache()
 
     def make_request(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> RequestGroup:
+        """See Engine. cache_salt: only requests with the same one share cached blocks."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"a language model takes SamplingParams, got {type(params).__name__}")
         limit = self.prompt_limit(params.truncate_prompt_tokens)
@@ -100,7 +108,7 @@ class LLMEngine(Engine):
             group.sequences.append(
                 Request(
                     request_id, ids, own, max_tokens, frozenset(ends), text, self._detokenizer(ids, params), seed,
-                    priority, index, new_constraint(),
+                    priority, index, new_constraint(), salt_root(cache_salt),
                 )
             )  # fmt: skip
         if params.prompt_logprobs is not None:

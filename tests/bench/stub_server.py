@@ -23,6 +23,7 @@ from pathlib import Path
 
 ENV = os.environ
 served = 0
+CARD = {"id": "stub", "root": ENV.get("STUB_ROOT", "/models/words")}
 cache: set[tuple[int, ...]] = set()
 counters = {"prefix_cache_hits": 0, "spec_decode_num_drafts": 0, "spec_decode_num_draft_tokens": 0,
             "spec_decode_num_accepted_tokens": 0}  # fmt: skip
@@ -64,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
             lines = [f"# TYPE vllm:{k} counter\nvllm:{k}_total {v}" for k, v in counters.items()]
             return self._send(200, "\n".join([*lines, ""]).encode(), "text/plain")
         ready = self.path == "/v1/models" or not ENV.get("STUB_NEVER_READY")
-        self._send(200 if ready else 503, json.dumps({"data": [{"id": "stub"}]}).encode())
+        self._send(200 if ready else 503, json.dumps({"data": [CARD]}).encode())
 
     def do_POST(self) -> None:
         global served

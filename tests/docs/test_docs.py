@@ -189,6 +189,8 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     from fastkernels.engine.config import EngineConfig
     from fastkernels.engine.execution.startup import Phases
     from fastkernels.engine.http import protocol
+    from fastkernels.engine.http.anthropic_api.protocol import MessagesRequest
+    from fastkernels.engine.http.config import ServerConfig
     from fastkernels.engine.http.metrics import Metrics
     from fastkernels.engine.http.responses_api.protocol import ResponsesRequest
     from fastkernels.engine.http.server import ROUTES, Server
@@ -200,6 +202,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
     for kind in ROUTES:
         server = Server.__new__(Server)  # its routes need no engine but its kind
         server.llm, server.context = SimpleNamespace(engine=SimpleNamespace(kind=kind)), None  # type: ignore[assignment]
+        server.config = ServerConfig(enable_tokenizer_info_endpoint=True)
         found = [r.path for r in server._routes().routes if "{path" not in r.path]
         routes |= {path.replace("{model:path}", "NAME") for path in found}
     own = {"/docs", "/docs/oauth2-redirect", "/redoc"}  # FastAPI's
@@ -212,6 +215,7 @@ def test_serve_page_names_every_route_flag_field_and_metric() -> None:
         **SglangRequest.model_fields,
         **SglangSampling.model_fields,
         **ResponsesRequest.model_fields,
+        **MessagesRequest.model_fields,
     }
     implied = {"model", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty"}
     assert {f for f in fields if f"`{f}`" not in text} <= implied

@@ -41,6 +41,7 @@ class Fleet:
     ):
         self.config, self.lanes, self.sizing = config, list(all_lanes), sizing
         self.out, self.record = out, record
+        self.warnings: list[str] = []
         self.running: list[Running] = []
         self.starting: list[Running] = []
 
@@ -67,7 +68,9 @@ class Fleet:
         try:
             if lane.url is not None:
                 row.case["url"] = lane.url
-                running = Running(lane, lane.url, process.served_model(lane.url), None, row)
+                model, root = process.served_model(lane.url)
+                self._compare_models(row, model, root, display)
+                running = Running(lane, lane.url, model, None, row)
             else:
                 server = self._launch(lane, row)
                 running = Running(lane, server.url, self.served_name, server, row)
@@ -76,6 +79,20 @@ class Fleet:
             return None
         self.starting.append(running)
         return running
+
+    def _compare_models(self, row: Row, model: str, root: str, display: Display) -> None:
+        """Warn if an attached server seems to have another model than the run: prompts and rows are of the run's."""
+        wanted = {self.config.model, Path(self.config.model).name}
+        if wanted & {model, root, Path(model).name, Path(root).name}:
+            return
+        lane, own = row.subject.lane, self.served_name
+        name = repr(model) if root == model else f"{model!r} ({root})"
+        warning = (
+            f"the attached server has the model {name}, the run is of {own!r}: compare --attach and --model"
+        )
+        row.case["warning"] = warning
+        self.warnings.append(f"{lane}: {warning}")
+        display.line(f"warning: {lane}: {warning}")
 
     def _wait(self, running: Running, display: Display) -> None:
         lane, row, server, took = running.lane, running.row, running.server, ""

@@ -172,13 +172,14 @@ def _answers(http: httpx.Client, url: str) -> bool:
         return False
 
 
-def served_model(url: str) -> str:
-    """The first model that a server offers. Raises ServerError if it does not answer."""
+def served_model(url: str) -> tuple[str, str]:
+    """(name, folder or hub id) of the first model that a server offers. Raises ServerError if it does not answer."""
     try:
         with httpx.Client(trust_env=False, timeout=10.0) as http:
             reply = http.get(url + "/v1/models")
             reply.raise_for_status()
-            return str(reply.json()["data"][0]["id"])
+            first = reply.json()["data"][0]
+            return str(first["id"]), str(first.get("root") or first["id"])
     except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
         raise ServerError(
             f"{url}/v1/models does not answer as an OpenAI server: {type(error).__name__}: {error}"

@@ -4,123 +4,162 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from typing import Annotated, ClassVar
 
 import typer
 
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.http.config import ServerConfig
+from fk_bench.core.panels import grouped
 
 DEFAULT = EngineConfig(model="")
 SERVER = ServerConfig()
 
 
-def serve(
-    model: Annotated[str, typer.Argument(help="folder of a Hugging Face checkpoint, or a hub id")],
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = 8000,
+@dataclass(frozen=True)
+class ServerOptions:
+    """Fields of ServerConfig."""
+
+    PANEL: ClassVar[str | None] = None
+
     served_model_name: Annotated[
         str | None, typer.Option(help="name of the model for clients (default: MODEL)")
-    ] = SERVER.served_model_name,
+    ] = SERVER.served_model_name
     api_key: Annotated[
         str | None,
         typer.Option(envvar="FASTKERNELS_API_KEY", help="key that clients must send", show_default=False),
-    ] = SERVER.api_key,
-    max_body_size: Annotated[
-        int, typer.Option(min=1, help="bytes of a request's body")
-    ] = SERVER.max_body_size,
+    ] = SERVER.api_key
+    max_body_size: Annotated[int, typer.Option(min=1, help="bytes of a request's body")] = (
+        SERVER.max_body_size
+    )
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="seconds that running requests get after SIGTERM")
-    ] = SERVER.drain_timeout,
+    ] = SERVER.drain_timeout
     stall_timeout: Annotated[
         float, typer.Option(min=0.1, help="seconds after which a client that does not read is dropped")
-    ] = SERVER.stall_timeout,
+    ] = SERVER.stall_timeout
     timeout_keep_alive: Annotated[
         int, typer.Option(min=0, help="seconds before an idle connection is closed")
-    ] = SERVER.timeout_keep_alive,
+    ] = SERVER.timeout_keep_alive
     header_timeout: Annotated[
         float, typer.Option(min=0.1, help="seconds in which a connection must send a request's headers")
-    ] = SERVER.header_timeout,
+    ] = SERVER.header_timeout
     allowed_origins: Annotated[
         str, typer.Option(help="JSON list of origins that browsers may call from (CORS), such as '[\"*\"]'")
-    ] = "[]",
+    ] = "[]"
     allow_credentials: Annotated[
         bool, typer.Option("--allow-credentials", help="CORS: allow cookies and authorization headers")
-    ] = SERVER.allow_credentials,
-    allowed_methods: Annotated[str, typer.Option(help="CORS: JSON list of methods")] = '["*"]',
-    allowed_headers: Annotated[str, typer.Option(help="CORS: JSON list of headers")] = '["*"]',
+    ] = SERVER.allow_credentials
+    allowed_methods: Annotated[str, typer.Option(help="CORS: JSON list of methods")] = '["*"]'
+    allowed_headers: Annotated[str, typer.Option(help="CORS: JSON list of headers")] = '["*"]'
     tool_call_parser: Annotated[
         str | None,
         typer.Option(
             help="format of tool calls: hermes, llama3_json, mistral, qwen3_coder or qwen3_xml"
             " (default: detected from the chat template)"
         ),
-    ] = SERVER.tool_call_parser,
+    ] = SERVER.tool_call_parser
     reasoning_parser: Annotated[
         str | None, typer.Option(help="separate the reasoning of answers: deepseek_r1 or qwen3")
-    ] = SERVER.reasoning_parser,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="folder or hub id (default: the model's)")
-    ] = DEFAULT.tokenizer,
+    ] = SERVER.reasoning_parser
+    chat_template: Annotated[
+        str | None,
+        typer.Option(help="file of a chat template, or its text in Jinja (default: the tokenizer's)"),
+    ] = SERVER.chat_template
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="requests may bring their own chat template")
+    ] = SERVER.trust_request_chat_template
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, typer.Option("--enable-tokenizer-info-endpoint", help="serve /tokenizer_info")
+    ] = SERVER.enable_tokenizer_info_endpoint
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Fields of EngineConfig, without the model."""
+
+    PANEL: ClassVar[str | None] = None
+
+    tokenizer: Annotated[str | None, typer.Option(help="folder or hub id (default: the model's)")] = (
+        DEFAULT.tokenizer
+    )
     skip_tokenizer_init: Annotated[
         bool, typer.Option("--skip-tokenizer-init", help="token ids in, token ids out")
-    ] = DEFAULT.skip_tokenizer_init,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu (default: cuda if there is one)")
-    ] = DEFAULT.device,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16")] = DEFAULT.dtype,
+    ] = DEFAULT.skip_tokenizer_init
+    device: Annotated[str | None, typer.Option(help="cuda or cpu (default: cuda if there is one)")] = (
+        DEFAULT.device
+    )
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16")] = DEFAULT.dtype
     max_model_len: Annotated[
         int | None, typer.Option(help="tokens of a sequence (default: the model's limit)")
-    ] = DEFAULT.max_model_len,
-    max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = DEFAULT.max_num_seqs,
+    ] = DEFAULT.max_model_len
+    max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = DEFAULT.max_num_seqs
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="tokens of one step: decodes and prompt chunks together")
-    ] = DEFAULT.max_num_batched_tokens,
+    ] = DEFAULT.max_num_batched_tokens
     max_waiting: Annotated[
         int, typer.Option(help="sequences that may wait (a request has n); more are refused with 429")
-    ] = DEFAULT.max_waiting,
-    block_size: Annotated[int, typer.Option(help="tokens of one KV block")] = DEFAULT.block_size,
-    num_blocks: Annotated[
-        int | None, typer.Option(help="KV blocks (default: what fits)")
-    ] = DEFAULT.num_blocks,
+    ] = DEFAULT.max_waiting
+    block_size: Annotated[int, typer.Option(help="tokens of one KV block")] = DEFAULT.block_size
+    num_blocks: Annotated[int | None, typer.Option(help="KV blocks (default: what fits)")] = (
+        DEFAULT.num_blocks
+    )
     kv_cache_memory: Annotated[
         int | None, typer.Option(help="bytes of the KV cache (default: what fits)")
-    ] = DEFAULT.kv_cache_memory,
+    ] = DEFAULT.kv_cache_memory
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="share of the GPU's memory that may be in use, other processes included")
-    ] = DEFAULT.gpu_memory_utilization,
-    kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto (the model's), bfloat16 or fp8")
-    ] = DEFAULT.kv_cache_dtype,
+    ] = DEFAULT.gpu_memory_utilization
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's), bfloat16 or fp8")] = (
+        DEFAULT.kv_cache_dtype
+    )
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="share the KV blocks of common prompt prefixes")
-    ] = DEFAULT.enable_prefix_caching,
+    ] = DEFAULT.enable_prefix_caching
     async_scheduling: Annotated[
         bool | None, typer.Option(help="schedule a step while the previous one runs (default: on CUDA)")
-    ] = DEFAULT.async_scheduling,
+    ] = DEFAULT.async_scheduling
     attention_backend: Annotated[
         str | None,
         typer.Option(
             help="fa3, triton, flashinfer or reference (default: the first that supports the model here)"
         ),
-    ] = DEFAULT.attention_backend,
+    ] = DEFAULT.attention_backend
     tensor_parallel_size: Annotated[
         int, typer.Option(help="GPUs (on the CPU: processes) that share each layer")
-    ] = DEFAULT.tensor_parallel_size,
+    ] = DEFAULT.tensor_parallel_size
     expert_parallel_size: Annotated[
         int,
         typer.Option(
             help="groups of those ranks that have different experts (1: all ranks share each expert)"
         ),
-    ] = DEFAULT.expert_parallel_size,
-    max_logprobs: Annotated[int, typer.Option(help="maximum logprobs of a request")] = DEFAULT.max_logprobs,
-    seed: Annotated[
-        int, typer.Option(help="for dummy weights, and for requests without a seed")
-    ] = DEFAULT.seed,
-    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = DEFAULT.load_format,
-    enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", help="no CUDA graphs")
-    ] = DEFAULT.enforce_eager,
+    ] = DEFAULT.expert_parallel_size
+    max_logprobs: Annotated[int, typer.Option(help="maximum logprobs of a request")] = DEFAULT.max_logprobs
+    json_any_whitespace: Annotated[
+        bool,
+        typer.Option(
+            "--json-any-whitespace",
+            help="JSON of structured outputs may have whitespace between values (default: one line)",
+        ),
+    ] = DEFAULT.json_any_whitespace
+    seed: Annotated[int, typer.Option(help="for dummy weights, and for requests without a seed")] = (
+        DEFAULT.seed
+    )
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights")] = DEFAULT.load_format
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="no CUDA graphs")] = (
+        DEFAULT.enforce_eager
+    )
+
+
+@grouped
+def serve(
+    model: Annotated[str, typer.Argument(help="folder of a Hugging Face checkpoint, or a hub id")],
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0: any free one")] = 8000,
+    *,
+    server: ServerOptions,
+    engine: EngineOptions,
 ) -> None:
     """Serve MODEL over OpenAI's API until SIGTERM (requests may finish) or Ctrl-C. Routes: docs/serve.md."""
     from fastkernels.core.registry import UnknownName
@@ -131,24 +170,12 @@ def serve(
     for noisy in ("httpx", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
-        server_config = ServerConfig(
-            served_model_name=served_model_name, api_key=api_key, max_body_size=max_body_size,
-            drain_timeout=drain_timeout, stall_timeout=stall_timeout, timeout_keep_alive=timeout_keep_alive,
-            header_timeout=header_timeout, allowed_origins=_strings("--allowed-origins", allowed_origins),
-            allow_credentials=allow_credentials, allowed_methods=_strings("--allowed-methods", allowed_methods),
-            allowed_headers=_strings("--allowed-headers", allowed_headers), tool_call_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-        )  # fmt: skip
-        config = EngineConfig(
-            model=model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, device=device, dtype=dtype,
-            max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-            max_waiting=max_waiting, block_size=block_size, num_blocks=num_blocks, kv_cache_memory=kv_cache_memory,
-            gpu_memory_utilization=gpu_memory_utilization, kv_cache_dtype=kv_cache_dtype,
-            enable_prefix_caching=enable_prefix_caching, async_scheduling=async_scheduling,
-            attention_backend=attention_backend, tensor_parallel_size=tensor_parallel_size,
-            expert_parallel_size=expert_parallel_size,
-            max_logprobs=max_logprobs, seed=seed, load_format=load_format, enforce_eager=enforce_eager,
-        )  # fmt: skip
+        lists = {
+            name: _strings(f"--{name.replace('_', '-')}", getattr(server, name))
+            for name in ("allowed_origins", "allowed_methods", "allowed_headers")
+        }
+        server_config = ServerConfig(**{**asdict(server), **lists})
+        config = EngineConfig(model=model, **asdict(engine))
         with process.bind(host, port) as sock:
             status = process.serve(config, sock, server_config)
     except (CheckpointError, UnknownName, ValueError, OSError) as error:

@@ -283,7 +283,7 @@ class Compare:
                 numbers.baselines(self.record.rows, self.names),
                 requests.measured_rounds(self.record.rows),
             ),
-            "warnings": self.warnings,
+            "warnings": [*self.fleet.warnings, *self.warnings],
             "lanes": [summary.lane_line(result, top) for result in results],
         }
 

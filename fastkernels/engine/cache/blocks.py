@@ -20,8 +20,17 @@ class OutOfBlocks(RuntimeError):
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of a full block that follows the block `parent` (b'' at the start of a sequence)."""
+    """The name of a full block that follows the block `parent` (salt_root at the start of a sequence)."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+def salt_root(cache_salt: str | None) -> bytes:
+    """The `parent` of a sequence's first block. Blocks are shared only between requests with the same salt."""
+    return (
+        b""
+        if cache_salt is None
+        else blake2b(cache_salt.encode(), digest_size=16, person=b"cache_salt").digest()
+    )
 
 
 class BlockManager:

@@ -10,7 +10,7 @@ class ServerConfig:
     """Options of the HTTP server.
 
     served_model_name   the model's name for clients (default: config.model)
-    api_key             required for everything but /health, /ping, /version and /metrics; None: no key is required
+    api_key             required for everything but the paths of gate.OPEN; None: no key is required
     max_body_size       maximum bytes of a request's body
     drain_timeout       seconds for running requests to finish after SIGTERM
     stall_timeout       seconds until a client that does not read its stream is disconnected
@@ -19,6 +19,9 @@ class ServerConfig:
     allowed_origins     origins whose pages may call the server from a browser (CORS); '*': any, (): none
     allow_credentials, allowed_methods, allowed_headers  the other CORS options, as in vLLM
     tool_call_parser    name of the parser of tool calls (tools/); None: detected from the chat template
+    chat_template       a file with a chat template, or its text; None: the tokenizer's
+    trust_request_chat_template  whether requests may bring their own chat template, which is run in Jinja's sandbox
+    enable_tokenizer_info_endpoint  serve /tokenizer_info, which shows the chat template
     reasoning_parser    name of the parser of reasoning (reasoning/); None: reasoning stays in the content
     """
 
@@ -35,3 +38,6 @@ class ServerConfig:
     allowed_headers: tuple[str, ...] = ("*",)
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    enable_tokenizer_info_endpoint: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -13,16 +12,23 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from fastkernels.engine.async_llm import EngineError
 from fastkernels.engine.http.protocol import FIELDS
+from fastkernels.engine.http.unserved import shown
 from fastkernels.engine.scheduling.scheduler import QueueFull
 from fastkernels.engine.structured.bodies import renamed
 
 log = logging.getLogger("fastkernels")
+ANTHROPIC = "/v1/messages"
 RETRY_AFTER = 1  # seconds, about the time until a full queue has room again
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
     408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
     503: "overloaded_error",
 }  # fmt: skip
+# By type of error, where pydantic's own words are Python's
+_MESSAGES = {
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a JSON object"),
+    "list_type": "must be a list",
+}
 
 
 class ApiError(HTTPException):
@@ -35,17 +41,19 @@ class ApiError(HTTPException):
         self.param = param
 
 
-def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """The body of an error in OpenAI's form."""
+def error_body(message: str, status: int, param: str | None = None, path: str = "") -> dict[str, Any]:
+    """The body of an error in OpenAI's form, or in Anthropic's for a path of that API."""
+    if path.startswith(ANTHROPIC):
+        return {"type": "error", "error": {"type": TYPES.get(status, "api_error"), "message": message}}
     kind = TYPES.get(status, "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def error_response(error: Exception) -> JSONResponse:
-    """The response to a request that ended with this exception."""
+def error_response(error: Exception, path: str = "") -> JSONResponse:
+    """The response to a request for this path that ended with an exception."""
     status, headers = _status(error)
     message = str(error.detail) if isinstance(error, StarletteHTTPException) else str(error)
-    return JSONResponse(error_body(message, status, getattr(error, "param", None)), status, headers)
+    return JSONResponse(error_body(message, status, getattr(error, "param", None), path), status, headers)
 
 
 def refused(error: ValueError, body: Any = None) -> ApiError:
@@ -75,7 +83,7 @@ def install(app: FastAPI) -> None:
 
 
 async def _failed(raw: Request, error: Exception) -> JSONResponse:
-    answer = error_response(error)
+    answer = error_response(error, raw.url.path)
     if answer.status_code >= 500 and answer.status_code != 503:
         log.error("%s %s: %s", raw.method, raw.url.path, error, exc_info=error)
     return answer
@@ -83,7 +91,7 @@ async def _failed(raw: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(raw: Request, error: Any) -> JSONResponse:
     message, param = describe(error.errors()[0])
-    return JSONResponse(error_body(message, 400, param), 400)
+    return JSONResponse(error_body(message, 400, param, raw.url.path), 400)
 
 
 def describe(error: dict[str, Any]) -> tuple[str, str | None]:
@@ -99,7 +107,8 @@ def describe(error: dict[str, Any]) -> tuple[str, str | None]:
         return (
             f"{where} is required" if where else "the body is empty: it must be a JSON object"
         ), where or None
-    message, given = str(error["msg"]).removeprefix("Value error, "), reprlib.repr(error.get("input"))
+    message = _MESSAGES.get(error["type"]) or str(error["msg"]).removeprefix("Value error, ")
+    given = shown(error.get("input"))
     if error["type"] == "too_long":
         limit, given = error["ctx"]["max_length"], str(len(error["input"]))
         message = f"may have {limit} entries"

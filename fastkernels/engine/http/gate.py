@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Collection
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -13,9 +14,9 @@ from starlette.middleware.cors import CORSMiddleware
 from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.errors import ApiError, error_response
 
-OPEN = frozenset(
-    {"/health", "/ping", "/version", "/metrics"}
-)  # no key required, and answered during shutdown
+# no key required, and answered during shutdown
+OPEN = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
+MAX_ID = 256  # bytes of a client's X-Request-Id
 BODY_TIMEOUT = 60.0  # seconds to wait for the next part of a body
 
 
@@ -23,13 +24,21 @@ class Gate:
     """ASGI middleware.
 
     active      requests in progress, without those to OPEN paths
+    load        those to `model_paths`, which run the model
     refusal()   the reason why requests are refused; None: they are accepted
     """
 
-    def __init__(self, app: Any, config: ServerConfig, refusal: Callable[[], str | None]):
+    def __init__(
+        self,
+        app: Any,
+        config: ServerConfig,
+        refusal: Callable[[], str | None],
+        model_paths: Collection[str] = (),
+    ):
         self.app, self.max_body_size, self.refusal = app, config.max_body_size, refusal
         self._key = _digest(config.api_key) if config.api_key else None
-        self.active = 0
+        self.model_paths = frozenset(model_paths)
+        self.active = self.load = 0
         self._entry: Any = self._check_and_pass
         if (
             config.allowed_origins
@@ -40,27 +49,46 @@ class Gate:
             )  # fmt: skip
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._entry(scope, receive, send)
+        if scope["type"] != "http":
+            await self._entry(scope, receive, send)
+            return
+        request_id = dict(scope["headers"]).get(b"x-request-id", b"")[:MAX_ID]
+        if not request_id:
+            request_id = uuid.uuid4().hex.encode()
+            scope["headers"] = [*scope["headers"], (b"x-request-id", request_id)]
+
+        async def identified(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
+            await send(message)
+
+        await self._entry(scope, receive, identified)
 
     async def _check_and_pass(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN:
             await self.app(scope, receive, send)
             return
+        runs_model = scope["path"] in self.model_paths
         self.active += 1
+        self.load += runs_model
         try:
             self._check(scope)
             await self.app(scope, self._limited(receive), send)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         finally:
             self.active -= 1
+            self.load -= runs_model
 
     def _check(self, scope: Any) -> None:
         reason = self.refusal()
         if reason is not None:
             raise ApiError(503, reason, headers={"Retry-After": "1", "Connection": "close"})
         headers = dict(scope["headers"])
-        if self._key is not None and not self._authorized(headers.get(b"authorization", b"")):
+        given = headers.get(b"authorization")
+        if given is None:  # Anthropic's header
+            given = b"Bearer " + headers.get(b"x-api-key", b"")
+        if self._key is not None and not self._authorized(given):
             raise ApiError(401, "wrong or missing API key: send it as Authorization: Bearer KEY")
         if scope["method"] != "POST":
             return

@@ -21,6 +21,7 @@ from fastkernels.engine.http.parsing.message import MessageParser
 from fastkernels.engine.http.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from fastkernels.engine.http.responses import Answer, ChatAnswer, CompletionAnswer, Prompt
 from fastkernels.engine.http.streaming import EventStream, unless_gone
+from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.engine.scheduling.outputs import RequestGroup
 from fastkernels.engine.structured.bodies import structured_outputs
 from fastkernels.engine.structured.params import StructuredOutputsParams
@@ -88,6 +89,7 @@ class Generation:
 
     async def _plan(self, body: ChatCompletionRequest) -> Plan:
         """The prompt of a chat, and how its answers are parsed."""
+        self.context.prompts.check_template(body)
         tools = plan_tools(body, self.context.tools)
         change: dict[str, Any] = {} if tools.parser is not None else {"tools": None}
         if tools.keeps_special_tokens:
@@ -113,10 +115,16 @@ class Generation:
         return Plan(body, Prompt(ids), make_parser, tools.schema)
 
     async def _answer(
-        self, answer: Answer, body: GenerationRequest, raw: Request, json_schema: dict[str, Any] | None = None
+        self,
+        answer: Answer,
+        body: GenerationRequest,
+        raw: Request,
+        json_schema: dict[str, Any] | None = None,
+        bodies: Sequence[GenerationRequest] = (),
     ) -> Response:
-        """Generate. json_schema: the answers must be instances of it."""
-        requests = await self._requests(answer.prompts, body, json_schema)
+        """Generate. json_schema: the answers must be instances of it; bodies: of each prompt, if they differ."""
+        each = bodies or [body] * len(answer.prompts)
+        requests = await self._requests(answer.prompts, each, json_schema)
         # Queued before the status is sent: a full queue is a 429, not a broken stream.
         outputs = await self.context.open(requests)
         if body.stream:
@@ -132,18 +140,39 @@ class Generation:
         )
 
     async def _requests(
-        self, prompts: Sequence[Prompt], body: GenerationRequest, json_schema: dict[str, Any] | None
+        self,
+        prompts: Sequence[Prompt],
+        bodies: Sequence[GenerationRequest],
+        json_schema: dict[str, Any] | None,
     ) -> list[RequestGroup]:
-        sequences, most = len(prompts) * (body.n or 1), self.context.llm.config.max_waiting
+        sequences, most = sum(body.n or 1 for body in bodies), self.context.llm.config.max_waiting
         if sequences > most:
             raise ApiError(
                 400,
                 f"{sequences} sequences (prompts times n) are more than the queue holds: {most}",
                 "prompt",
             )
-        for i, prompt in enumerate(prompts):
+        for i, (prompt, body) in enumerate(zip(prompts, bodies, strict=True)):
             self._check_room(len(prompt.token_ids), body, f"prompt {i}" if len(prompts) > 1 else "the prompt")
         own = uuid.uuid4().hex  # not the client's id: it may use one twice
+        made: list[RequestGroup] = []
+        params: dict[int, SamplingParams] = {}  # by body, which many prompts may share
+        for i, (prompt, body) in enumerate(zip(prompts, bodies, strict=True)):
+            if id(body) not in params:
+                params[id(body)] = await self._params(body, json_schema)
+            try:
+                made.append(
+                    self.context.llm.make_request(
+                        f"{own}-{i}", prompt.token_ids, params[id(body)], body.priority or 0,
+                        cache_salt=body.cache_salt,
+                    )
+                )  # fmt: skip
+            except ValueError as error:
+                raise errors.refused(error, body) from error
+        return made
+
+    async def _params(self, body: GenerationRequest, json_schema: dict[str, Any] | None) -> SamplingParams:
+        """The sampling parameters of a body, ready for make_request. Raises ApiError."""
         try:
             params = body.sampling_params()
             if json_schema is not None:
@@ -156,12 +185,9 @@ class Generation:
                 wanted = StructuredOutputsParams(json=json_schema, disable_any_whitespace=True)
                 params = replace(params, structured_outputs=wanted)
             await self.context.llm.prepare(params)
-            return [
-                self.context.llm.make_request(f"{own}-{i}", p.token_ids, params, body.priority or 0)
-                for i, p in enumerate(prompts)
-            ]
         except ValueError as error:
             raise errors.refused(error, body) from error
+        return params
 
     def _check_room(self, tokens: int, body: GenerationRequest, prompt: str) -> None:
         """Raise ApiError for more tokens than the context has room for, rather than generate fewer."""

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import json
+import logging
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jinja2
-from jinja2 import nodes
+from pydantic_core import from_json
 
+from fastkernels.engine.http import templates
 from fastkernels.engine.http.errors import ApiError
+from fastkernels.engine.http.messages import ROLES, Message
 from fastkernels.engine.http.protocol import Conversation
+from fastkernels.engine.http.unserved import shown
 from fastkernels.engine.tokenizer import encode
 
+log = logging.getLogger("fastkernels")
 SMALL = 4096  # characters tokenized in the event loop (about 1 ms); longer texts go to a thread
 T = TypeVar("T")
 
@@ -24,8 +29,9 @@ T = TypeVar("T")
 class Prompts:
     """Tokenizes for one model. Long texts share one thread, because a tokenizer is not safe in several."""
 
-    def __init__(self, tokenizer: Any, max_model_len: int):
+    def __init__(self, tokenizer: Any, max_model_len: int, trust_request_template: bool = False):
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self.trust_request_template = trust_request_template
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastkernels-tokenizer")
 
     def close(self) -> None:
@@ -39,8 +45,12 @@ class Prompts:
 
     @functools.cached_property
     def _reserved(self) -> frozenset[str]:
-        """Parameters of apply_chat_template, which chat_template_kwargs must not set."""
-        return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
+        """Names that chat_template_kwargs must not set: the parameters of the functions that take them."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        functions = (self.tokenizer.apply_chat_template, render_jinja_template)
+        names = {name for function in functions for name in inspect.signature(function).parameters}
+        return frozenset(names | {"messages", "self"})  # parameters of Jinja's own function
 
     async def text(
         self,
@@ -79,30 +89,44 @@ class Prompts:
 
         limit, side: of tokenizer.encode; more: for the template
         """
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise ApiError(400, "this model has no chat template; use /v1/completions", "messages")
+        template = self._template(body)
         kwargs = {**more, **(body.chat_template_kwargs or {})}
         reserved = sorted(kwargs.keys() & self._reserved)
         if reserved:
             raise ApiError(400, f"chat_template_kwargs may not set {reserved[0]!r}", "chat_template_kwargs")
         tools = [t.model_dump(exclude_none=True) for t in body.tools] if body.tools else None
-        try:
-            template = self.tokenizer.get_chat_template(tools=tools)
-        except ValueError as error:  # several templates, and none is the default
-            raise ApiError(400, f"no chat template fits these messages: {error}", "messages") from error
-        messages = [
-            _for_template(i, m.model_dump(exclude_unset=True), template) for i, m in enumerate(body.messages)
-        ]
+        messages = [_for_template(i, m, template) for i, m in enumerate(body.messages)]
         render = functools.partial(
             self.tokenizer.apply_chat_template, messages, tools=tools, documents=body.documents, tokenize=False,
+            chat_template=template,
             add_generation_prompt=bool(body.add_generation_prompt) and not body.continue_final_message,
             continue_final_message=bool(body.continue_final_message), **kwargs,
         )  # fmt: skip
         try:
             text = await self._run(sum(len(str(m["content"])) for m in messages), render)
         except Exception as error:  # any exception of the template is about its input
-            raise ApiError(400, f"the chat template rejects these messages: {error}", "messages") from error
+            raise ApiError(400, _rejection(error, bool(body.continue_final_message)), "messages") from error
         return await self.text(text, bool(special), "messages", limit, side)
+
+    def check_template(self, body: Conversation) -> None:
+        """Raise ApiError for a request with a chat template of its own, unless the server trusts these."""
+        if body.chat_template is not None and not self.trust_request_template:
+            raise ApiError(
+                400, "chat_template is not allowed in requests: start the server with --trust-request-chat-template",
+                "chat_template",
+            )  # fmt: skip
+
+    def _template(self, body: Conversation) -> str:
+        """The chat template of a conversation. Raises ApiError."""
+        if body.chat_template is not None and self.tokenizer is not None:
+            self.check_template(body)
+            return body.chat_template
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ApiError(400, "this model has no chat template; use /v1/completions", "messages")
+        try:
+            return self.tokenizer.get_chat_template(tools=body.tools or None)
+        except ValueError as error:  # several templates, and none is the default
+            raise ApiError(400, f"no chat template fits these messages: {error}", "messages") from error
 
     def tail(self, ids: list[int]) -> str:
         """The last text of a prompt, where a template may begin or end the reasoning."""
@@ -124,45 +148,75 @@ class Prompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-@functools.lru_cache(maxsize=16)
-def _reads_parts(template: str) -> bool:
-    """Whether a chat template loops over the parts of a message's content."""
-    try:
-        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except jinja2.TemplateSyntaxError:  # tags of other extensions
-        return False
-    return any(_name(loop.iter) == "content" for loop in tree.find_all(nodes.For))
-
-
-def _name(of: nodes.Node) -> str | None:
-    """The name that a Jinja node ends with: content in `content`, `m.content` and `m["content"]`."""
-    if isinstance(of, nodes.Getitem):
-        return of.arg.value if isinstance(of.arg, nodes.Const) else None
-    return of.attr if isinstance(of, nodes.Getattr) else of.name if isinstance(of, nodes.Name) else None
-
-
-def _for_template(index: int, message: dict[str, Any], template: str) -> dict[str, Any]:
-    """Convert a message to what the template reads, as vLLM does.
+def _for_template(index: int, message: Message, template: str) -> dict[str, Any]:
+    """Convert a message to what the template reads, as vLLM does. Raises ApiError for an unknown role.
 
     Parts become lines of one text, unless the template loops over parts. A developer's message becomes a system
     message, unless the template names that role. Arguments of tool calls become objects.
     """
-    content = message.get("content") or ""
-    if isinstance(content, list) and not _reads_parts(template):
+    found = message.for_template()
+    found["role"] = _role(index, message.role, template)
+    content = found["content"] or ""
+    if isinstance(content, list) and not templates.reads_parts(template):
         content = "\n".join(part["text"] for part in content)
-    message["content"] = content
-    if message["role"] == "developer" and not any(f"{q}developer{q}" in template for q in "'\""):
-        message["role"] = "system"
+    found["content"] = content
     for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
-        if isinstance(message.get(name), str):  # templates use either name
-            message.setdefault(other, message[name])
-    for call in message.get("tool_calls") or ():
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except ValueError as error:
-                raise ApiError(
-                    400, f"messages[{index}]: the arguments of a tool call are not JSON: {error}", "messages"
-                ) from error
-    return message
+        if isinstance(found.get(name), str):  # templates use either name
+            found.setdefault(other, found[name])
+    calls = found.pop("tool_calls", None)
+    if calls:  # an empty list would send some templates to their branch for calls
+        found["tool_calls"] = calls
+        for call in calls:
+            call["function"]["arguments"] = _arguments(call["function"])
+    return found
+
+
+def _role(index: int, role: str, template: str) -> str:
+    named = templates.names(template, role)
+    if role == "developer" and not named:
+        return "system"
+    if role not in ROLES and not named:
+        raise ApiError(
+            400, f"messages[{index}].role is {shown(role)}: use one of {', '.join(ROLES)}; the chat template names no"
+            " such role", f"messages[{index}].role",
+        )  # fmt: skip
+    return role
+
+
+def _arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a tool call in a conversation; an empty object for a text that contains none, as in vLLM.
+
+    A call that was cut off by max_tokens has such a text. An error would end its conversation for good.
+    """
+    given = function.get("arguments")
+    if isinstance(given, dict):
+        return given
+    if given is None or not given.strip():
+        return {}
+    try:
+        found = from_json(given)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        log.warning(
+            "a conversation has a call of %s without a JSON object as arguments", shown(function["name"])
+        )
+        return {}
+    return found
+
+
+def _rejection(error: Exception, continued: bool) -> str:
+    """The message to the client for an exception of a chat template. Its own words are Python's, or the template's."""
+    if type(error) is jinja2.TemplateError:  # of raise_exception; what Jinja raises itself is a subclass
+        return f"the chat template rejects these messages: {error}"
+    log.info("a chat template failed", exc_info=error)
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((f" in line {f.lineno}" for f in reversed(frames) if f.filename == "<template>"), "")
+    if continued and not line:
+        return "the chat template does not end with the final message's text, so that it cannot be continued"
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"the chat template is not valid Jinja: {error.message}, in line {error.lineno}"
+    return (
+        f"the chat template fails{line} on these messages: a field that it reads is missing or has another type; check"
+        " messages, tools, documents and chat_template_kwargs"
+    )

@@ -18,8 +18,9 @@ from pydantic import (
 )
 
 from fastkernels.engine.http import unserved
+from fastkernels.engine.http.messages import Message, check_content
 from fastkernels.engine.http.unserved import field_error
-from fastkernels.engine.sampling.sampling_params import RequestOutputKind, SamplingParams
+from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE, RequestOutputKind, SamplingParams
 from fastkernels.engine.structured.bodies import (
     ResponseFormat,
     StructuredOutputs,
@@ -32,6 +33,10 @@ MAX_PROMPTS = 1024
 MAX_STOP = 128
 INT64 = 2**63 - 1
 
+CacheSalt = Annotated[
+    str | None,
+    Field(min_length=1, max_length=1024, description="Cached prefixes are shared only with the same salt."),
+]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -148,17 +153,6 @@ def _stop(value: Any) -> list[str] | None:
     return strings
 
 
-def _content(value: Any) -> str | list[dict[str, str]] | None:
-    """A message's text, or its parts. Whether the template gets parts or their text is decided in prompts.py."""
-    if value is None or isinstance(value, str):
-        return value
-    parts = value if isinstance(value, list) else [value]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('must be a text, or a list of {"type": "text", "text": ...}')
-    return [{"type": "text", "text": part["text"]} for part in parts]
-
-
 def _array(items: dict[str, Any], most: int, least: int = 0) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": least, "maxItems": most}
 
@@ -167,10 +161,6 @@ _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": 1024}
 _STOP_SCHEMA = {"anyOf": [_STOP_STRING, _array(_STOP_STRING, MAX_STOP), {"type": "null"}]}
 Stop = Annotated[Any, PlainValidator(_stop), WithJsonSchema(_STOP_SCHEMA)]
 _PROMPT_SCHEMA = {"anyOf": [_TEXT, _TOKENS, _array(_TEXT, MAX_PROMPTS, 1), _array(_TOKENS, MAX_PROMPTS, 1)]}
-_PART = {
-    "type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}  # fmt: skip
 _VISUAL = [
     {
         "type": "object", "required": ["type", kind],
@@ -185,7 +175,6 @@ _VISUAL = [
     for kind in FORMS
 ]  # fmt: skip
 _INPUT_SCHEMA = {"anyOf": [*_PROMPT_SCHEMA["anyOf"], *_VISUAL, _array({"anyOf": _VISUAL}, MAX_PROMPTS, 1)]}
-_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]}
 
 
 class Strict(BaseModel):
@@ -218,7 +207,7 @@ class GenerationRequest(Body):
     stream_options: StreamOptions | None = None
     n: int | None = Field(1, ge=1, le=MAX_N)
     best_of: int | None = Field(None, ge=1, le=MAX_N, description="Must equal n.")
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -239,6 +228,7 @@ class GenerationRequest(Body):
     add_special_tokens: bool | None = None
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
     request_id: str | None = Field(None, min_length=1, max_length=256)
+    cache_salt: CacheSalt = None
     bad_words: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = Field(
         None, max_length=1000
     )
@@ -338,16 +328,6 @@ class CompletionRequest(GenerationRequest):
         return 1 if self.max_tokens == 0 else self.max_tokens
 
 
-class Message(BaseModel):
-    """A message. Other fields (name, tool_call_id) go to the chat template."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    role: str = Field(min_length=1, max_length=64)
-    content: Annotated[Any, PlainValidator(_content), WithJsonSchema(_CONTENT_SCHEMA)] = None
-    tool_calls: list[dict[str, Any]] | None = None
-
-
 class Function(Strict):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
@@ -368,7 +348,15 @@ class Conversation(Body):
     documents: list[dict[str, str]] | None = Field(None, max_length=512)
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
+    chat_template: str | None = Field(
+        None, min_length=1, description="Only with the server's --trust-request-chat-template."
+    )
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _messages_have_content(self) -> Conversation:
+        check_content(self.messages or ())
+        return self
 
 
 def _tool_choice(value: Any) -> Any:

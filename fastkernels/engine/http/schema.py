@@ -182,25 +182,41 @@ class Text(BaseModel):
     prompt: str
 
 
+class Load(BaseModel):
+    server_load: int
+
+
+class TokenizerInfo(BaseModel):
+    model_config = {"extra": "allow"}
+
+    tokenizer_class: str
+
+
 class Done(BaseModel):
     success: bool
 
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorResponse, "description": "The problem, the field, and the allowed values"},
-    "5XX": {"model": ErrorResponse, "description": "The engine failed, has ended, or is shutting down"},
-}
+def _errors(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    return {
+        "4XX": {"model": model, "description": "The problem, the field, and the allowed values"},
+        "5XX": {"model": model, "description": "The engine failed, has ended, or is shutting down"},
+    }
+
+
+_ERRORS = _errors(ErrorResponse)
 
 
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
-def answers(model: type[BaseModel], stream: bool = False) -> dict[str, Any]:
+def answers(
+    model: type[BaseModel], stream: bool = False, error: type[BaseModel] = ErrorResponse
+) -> dict[str, Any]:
     """Keyword arguments of a route with this answer, and with a stream of server-sent events if `stream`."""
     ok: dict[str, Any] = {"model": model, "description": "The answer"}
     if stream:
         ok["content"] = {"text/event-stream": {"schema": _EVENT}}
-    return {"responses": {200: ok, **_ERRORS}}
+    return {"responses": {200: ok, **_errors(error)}}
 
 
 def _text(description: str, media: str | None) -> dict[str, Any]:
@@ -216,6 +232,7 @@ def _text(description: str, media: str | None) -> dict[str, Any]:
 EMPTY = _text("Requests are taken", None)
 METRICS = _text("Prometheus' text format", "text/plain")
 VERSION, MODELS, MODEL = answers(Version), answers(ModelList), answers(ModelCard)
+LOAD, TOKENIZER_INFO = answers(Load), answers(TokenizerInfo)
 COMPLETION = answers(Completion, stream=True)
 CHAT = answers(ChatCompletion, stream=True)
 EMBEDDINGS, CLASSIFICATION = answers(EmbeddingList), answers(ClassificationList)

@@ -8,6 +8,7 @@ stream.py; responses.py makes OpenAI's bodies of them, and streaming.py sends th
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -21,7 +22,8 @@ from pydantic_core import from_json
 from fastkernels import __version__
 from fastkernels.engine.async_llm import AsyncLLM, EngineError
 from fastkernels.engine.config import EngineConfig
-from fastkernels.engine.http import errors, schema
+from fastkernels.engine.http import errors, schema, templates
+from fastkernels.engine.http.anthropic_api.routes import Messages
 from fastkernels.engine.http.config import ServerConfig
 from fastkernels.engine.http.context import Context
 from fastkernels.engine.http.embeddings import Embeddings
@@ -38,12 +40,30 @@ from fastkernels.engine.http.responses_api.routes import Responses
 from fastkernels.engine.http.sglang_api.routes import Sglang
 from fastkernels.engine.runners import RUNNERS
 
+CACHE_PATHS = {"/reset_prefix_cache", "/flush_cache"}
 # By runner. PATHS: POST routes; GET_PATHS, where a class has them: GET routes
-ROUTES: dict[str, tuple[Any, ...]] = {"Generate": (Generation, Responses, Sglang), "Encode": (Embeddings,)}
+ROUTES: dict[str, tuple[Any, ...]] = {
+    "Generate": (Generation, Responses, Messages, Sglang),
+    "Encode": (Embeddings,),
+}
+
+MAX_DEPTH = 200  # levels of lists and objects that pydantic's parser accepts
+_SCANNED = 1 << 18  # bytes in which deeper levels are looked for, within 0.2 s
+_TEXT_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{}]', re.DOTALL)
+
+
+def _too_deep(body: bytes) -> bool:
+    """Whether the beginning of a JSON text, which may have errors, has more than MAX_DEPTH levels."""
+    level = 0
+    for found in _TEXT_OR_BRACKET.finditer(body[:_SCANNED]):
+        level += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found.group(), 0)
+        if level > MAX_DEPTH:
+            return True
+    return False
 
 
 class StrictJSONRequest(Request):
-    """Strict JSON: UTF-8, no NaN, no lone surrogates, limited nesting."""
+    """Strict JSON: UTF-8, no NaN, no lone surrogates, at most MAX_DEPTH levels."""
 
     async def json(self) -> Any:
         body = await self.body()
@@ -55,6 +75,9 @@ class StrictJSONRequest(Request):
             except UnicodeDecodeError as wrong:
                 byte, at = wrong.object[wrong.start], wrong.start
                 raise ApiError(400, f"the body is not UTF-8: byte 0x{byte:02x} at position {at}") from error
+            if _too_deep(body):
+                limit = f"at most {MAX_DEPTH} levels of lists and objects are allowed"
+                raise ApiError(400, f"the body is nested too deeply: {limit}") from error
             raise ApiError(400, f"the body is not JSON: {error}") from error
 
 
@@ -81,10 +104,16 @@ class Server:
         )
         if tool_parser is not None:
             find_tool_parser(tool_parser)
+        given = self.config.chat_template
+        template = None if given is None else templates.load(given)
         self.llm = AsyncLLM(config)
         engine = self.llm.engine
         self.metrics = Metrics(self.model_name, engine)
-        self.prompts = Prompts(engine.tokenizer, engine.max_model_len)
+        if template is not None and engine.tokenizer is not None:
+            engine.tokenizer.chat_template = template
+        self.prompts = Prompts(
+            engine.tokenizer, engine.max_model_len, self.config.trust_request_chat_template
+        )
         tools = ToolFormat(engine.tokenizer, tool_parser)
         self.context = Context(
             self.config, self.llm, self.model_name, self.metrics, self.prompts, tools, reasoning
@@ -94,7 +123,8 @@ class Server:
         self.draining = False
         self.created = int(time.time())
         self.routes = self._routes()
-        self.app = Gate(self.routes, self.config, self.refusal)
+        own = [path for routes in ROUTES[engine.kind] for path, *_ in routes.PATHS]
+        self.app = Gate(self.routes, self.config, self.refusal, set(own) - CACHE_PATHS)
 
     def refusal(self) -> str | None:
         if self.llm.dead is not None:
@@ -127,10 +157,21 @@ class Server:
             ("/ping", self.health, schema.EMPTY),
             ("/version", self.version, schema.VERSION),
             ("/metrics", self.metrics_text, schema.METRICS),
+            ("/load", self.load, schema.LOAD),
             ("/v1/models", self.models, schema.MODELS),
             ("/v1/models/{model:path}", self.model, schema.MODEL),
         ):
             app.add_api_route(path, route, methods=["GET"], response_model=None, **extra)
+        for path in ("/health", "/ping"):
+            app.add_api_route(path, self.health, methods=["HEAD"], include_in_schema=False)
+        if self.config.enable_tokenizer_info_endpoint:
+            app.add_api_route(
+                "/tokenizer_info",
+                self.tokenizer_info,
+                methods=["GET"],
+                response_model=None,
+                **schema.TOKENIZER_INFO,
+            )
         for path, post, extra in (
             ("/tokenize", self.tokenize, schema.TOKENIZE),
             ("/detokenize", self.detokenize, schema.DETOKENIZE),
@@ -160,6 +201,18 @@ class Server:
 
     async def metrics_text(self) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def load(self) -> dict[str, int]:
+        return {"server_load": self.app.load}
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """vLLM's answer: tokenizer_config.json without paths, with the chat template in use."""
+        tokenizer = self.prompts.tokenizer
+        if tokenizer is None:
+            raise ApiError(400, "this server runs without a tokenizer")
+        given = {k: v for k, v in tokenizer.init_kwargs.items() if k not in ("vocab_file", "merges_file")}
+        template = {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
+        return {**_plain(given), "tokenizer_class": type(tokenizer).__name__, **template}
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._card()]}
@@ -192,3 +245,14 @@ class Server:
             "id": self.model_name, "object": "model", "created": self.created, "owned_by": "fastkernels",
             "root": self.llm.config.model, "parent": None, "max_model_len": self.llm.engine.max_model_len,
         }  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    """As JSON: of an added token its text, of another object its description."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import reprlib
 from collections.abc import Iterable
 from typing import Any
@@ -50,13 +51,11 @@ def check_and_drop(data: Any, served: Iterable[str]) -> dict[str, Any]:
     known = set(served)
     for name in data.keys() - known:
         if name not in NEUTRAL:
-            raise field_error(name, f"unknown field {reprlib.repr(name)}{_nearest(str(name), known)}")
+            raise field_error(name, f"unknown field {shown(name)}{_nearest(str(name), known)}")
         allowed, value = NEUTRAL[name], data[name]
         if value is not None and allowed is not ANYTHING and not any(_same(value, a) for a in allowed):
-            choices = ", ".join(["null", *map(repr, allowed)])
-            raise field_error(
-                name, f"{name} is not supported: it may be {choices}, got {reprlib.repr(value)}"
-            )
+            choices = ", ".join(["null", *map(shown, allowed)])
+            raise field_error(name, f"{name} is not supported: it may be {choices}, got {shown(value)}")
     return {name: data[name] for name in data.keys() & known}
 
 
@@ -82,3 +81,26 @@ def field_error(name: str, message: str) -> PydanticCustomError:
     """A validation error of this field, with the complete message for the client."""
     # Passed as a value: braces in the message are not placeholders.
     return PydanticCustomError("field", "{message}", {"message": message, "param": str(name)[:100]})
+
+
+class _Json(reprlib.Repr):
+    """Shortens values as reprlib does, and writes what JSON and Python spell differently as JSON does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_str(self, value: str, level: int) -> str:
+        most = self.maxstring
+        if len(value) > most:
+            value = f"{value[: most // 2]}...{value[-(most // 2) :]}"
+        return json.dumps(value, ensure_ascii=False)
+
+
+shown = _Json().repr  # a value in a message to the client, shortened

@@ -18,6 +18,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1000
 TRUNCATION_SIDES = ("left", "right")
+MAX_TEMPERATURE = 1e6  # practically uniform; float32 logits stay far from overflow
 MIN_TEMPERATURE = 0.01  # smaller positive temperatures are raised to it, as in vLLM
 
 
@@ -34,11 +35,11 @@ class SamplingParams:
     """Per-request sampling parameters. Log-probabilities are of the raw logits, before temperature, bias, penalties and
     filters. Raises ValueError, naming the field, the value and the limit, for values out of range.
 
-    n                   outputs for the prompt, 1 to 16384; only 1 with temperature 0
+    n                   outputs for the prompt, 1 to 16384; with temperature 0 they are equal
     presence_penalty    [-2, 2], subtracted from the logits of generated tokens
     frequency_penalty   [-2, 2], subtracted once for each time the token was generated
     repetition_penalty  [1e-6, 1e6]; divides positive and multiplies negative logits of tokens in prompt and output
-    temperature  [0, 2]; 0: greedy (top_p, top_k, min_p and seed have no effect); values below 0.01 are raised to 0.01
+    temperature  [0, 1e6]; 0: greedy (top_p, top_k, min_p and seed have no effect); values below 0.01 are raised to 0.01
     top_p        (0, 1]: sample from the smallest set of most likely tokens whose probabilities sum to at least top_p
     top_k        sample from the k most likely tokens; 0 or -1: all
     min_p        [0, 1]: sample from tokens with at least min_p times the probability of the most likely one
@@ -94,7 +95,7 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
         _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
-        _number("temperature", self.temperature, 0, 2)
+        _number("temperature", self.temperature, 0, MAX_TEMPERATURE)
         _number("top_p", self.top_p, 0, 1, open_low=True)
         _integer("top_k", self.top_k, -1, note=" (0 or -1: all tokens)")
         _number("min_p", self.min_p, 0, 1)
@@ -186,8 +187,6 @@ class SamplingParams:
         if 0 < self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
         if self.greedy:
-            if self.n > 1:
-                raise ValueError(f"n must be 1 with temperature 0 (greedy), got {self.n}")
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
 
     def verify(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:

@@ -50,6 +50,7 @@ class Request:
     priority             lower goes first, as in vLLM
     index                its index among the caller's n sequences
     constraint           the tokens that it may generate next, if not all
+    cache_root           what the names of its blocks begin with: blocks.salt_root of the request's cache_salt
     slot                 its row in the ranks' state while it runs, otherwise -1
     block_tables         KV blocks of its first num_computed_tokens tokens, by group of layers
     block_hashes         names of its first full blocks, computed on demand
@@ -74,6 +75,7 @@ class Request:
     priority: int = 0
     index: int = 0
     constraint: Constraint | None = None
+    cache_root: bytes = b""
     arrival: float = field(default_factory=time.monotonic)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: SampleLogprobs | None = None

@@ -370,5 +370,5 @@ class Scheduler:
     def _hash(self, request: Request, num_blocks: int) -> None:
         hashes, size = request.block_hashes, self.blocks.block_size
         for i in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else b""
+            parent = hashes[-1] if hashes else request.cache_root
             hashes.append(hash_block(parent, request.token_ids(i * size, (i + 1) * size)))

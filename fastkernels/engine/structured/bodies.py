@@ -96,8 +96,8 @@ class StructuredOutputs(_Strict):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: TextOrObject = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
 
     def params(self) -> StructuredOutputsParams:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastkernels.engine.scheduling.request import Request
 
 log = logging.getLogger("fastkernels")
-MOST_BLANK = 20  # tokens of whitespace in a row in JSON: a model could go on with them until max_tokens
+MOST_BLANK = 4  # tokens of whitespace in a row in JSON: a model could go on with them until max_tokens
 
 
 class Constraint:

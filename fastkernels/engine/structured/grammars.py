@@ -35,7 +35,7 @@ _COMMENT = re.compile(r"(#|//).*$", re.MULTILINE)
 class Grammar:
     """A compiled grammar. words: the mask of the first token, int32 [W] as in step.TokenMasks.
 
-    blank: the mask of tokens of whitespace, for JSON, which allows any number of them between values; else None
+    blank: the mask of tokens of whitespace, for JSON that allows any number of them between values; else None
     """
 
     compiled: Any
@@ -56,10 +56,15 @@ class Grammars:
     eos_token_ids: allowed where the output may end. Special tokens are never part of an output, except in structural
     tags, which may name them. Tokens with control characters are never part of JSON, which allows only three of them,
     between values; xgrammar allows them in strings whose length is bounded.
+
+    any_whitespace: whether JSON may have any whitespace between values, unless its parameters decide
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]):
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int], any_whitespace: bool = False
+    ):
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, list(eos_token_ids)
+        self.any_whitespace = any_whitespace
         self.num_compiled = 0
         self._compilers: dict[str, Any] = {}
         self._blank: np.ndarray | None = None
@@ -72,7 +77,8 @@ class Grammars:
         """The grammar, or the ValueError that says what is wrong, as soon as it is compiled. Raises ValueError."""
         if self.tokenizer is None:
             raise ValueError("structured_outputs need a tokenizer, which skip_tokenizer_init left out")
-        key = (params.kind, params.text, params.disable_any_whitespace)
+        one_line = params.disable_any_whitespace
+        key = (params.kind, params.text, not self.any_whitespace if one_line is None else one_line)
         with self._lock:
             future = self._futures.get(key)
             if future is None or future.cancelled():

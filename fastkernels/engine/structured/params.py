@@ -25,7 +25,8 @@ class StructuredOutputsParams:
     grammar         a sentence of a context-free grammar, in GBNF (root ::= ...) or in Lark's syntax (start: ...)
     json_object     True: any JSON object
     structural_tag  free text with parts that follow a schema or grammar, in xgrammar's format, as text or as an object
-    disable_any_whitespace  JSON in one line, with one space after each comma and colon
+    disable_any_whitespace  True: JSON in one line, with one space after each comma and colon; False: any whitespace
+                            between values; None: as the engine's json_any_whitespace says
 
     Raises ValueError for anything else, and for a JSON schema with keywords that are not supported.
     """
@@ -36,8 +37,8 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | Mapping[str, Any] | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
@@ -46,7 +47,7 @@ class StructuredOutputsParams:
             found = ", ".join(given) if given else "none"
             raise ValueError(f"structured_outputs needs exactly one of {', '.join(KINDS)}, got {found}")
         for name in ("disable_any_whitespace", "disable_additional_properties"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(getattr(self, name), (bool, type(None))):
                 raise ValueError(_message(name, f"must be true or false, got {_short(getattr(self, name))}"))
         for name in ("disable_additional_properties", "whitespace_pattern"):
             if getattr(self, name):
@@ -107,12 +108,16 @@ class StructuredOutputsParams:
             StructuredOutputsParams._text(name, value)
             try:
                 return jsonlib.loads(value)
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise ValueError(_message(name, f"is not JSON: {error}, got {_short(value)}")) from error
+            except RecursionError as error:
+                raise ValueError(_message(name, "is nested too deeply")) from error
         try:
             return jsonlib.loads(jsonlib.dumps(value))
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(_message(name, f"is not JSON: {error}, got {_short(value)}")) from error
+        except RecursionError as error:
+            raise ValueError(_message(name, "is nested too deeply")) from error
 
     @staticmethod
     def _text(name: str, value: Any, empty: bool = False) -> str:

@@ -2,19 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import pytest
 import typer
-from fk_bench.core.panels import grouped
+from fk_bench.core.panels import given, grouped
+from typer.testing import CliRunner
 
 
-def test_option_without_a_group_is_refused() -> None:
-    def command(
-        here: Annotated[int, typer.Option(help="a")] = 1, lost: Annotated[int, typer.Option()] = 2
-    ) -> None: ...
+@dataclass(frozen=True)
+class Size:
+    PANEL: ClassVar[str] = "Sizes"
 
-    with pytest.raises(ValueError, match="lost"):
-        grouped({"A": ["here"]})(command)
-    with pytest.raises(ValueError, match="two"):
-        grouped({"A": ["here", "lost"], "B": ["here"]})(command)
+    width: Annotated[int, typer.Option(help="to the right")] = 3
+    height: Annotated[int | None, typer.Option("--tall")] = None
+
+
+@dataclass(frozen=True)
+class Paint:
+    PANEL: ClassVar[str] = "Paints"
+
+    colors: Annotated[list[str] | None, typer.Option("--color")] = None
+    width: Annotated[int, typer.Option()] = 2
+
+
+@dataclass(frozen=True)
+class Lost:
+    PANEL: ClassVar[str] = "Lost"
+
+    name: str = ""
+
+
+def test_command_gets_its_options_in_groups() -> None:
+    seen = []
+
+    def draw(ctx: typer.Context, name: Annotated[str, typer.Argument(help="of a file")], size: Size) -> None:
+        """Draw."""
+        seen.append((name, size, given(ctx, size)))
+
+    app = typer.Typer()
+    app.command()(grouped(draw))
+    assert CliRunner().invoke(app, ["box", "--tall", "5"]).exit_code == 0
+    assert seen == [("box", Size(3, 5), {"height": 5})]
+    text = CliRunner().invoke(app, ["--help"]).stdout
+    assert (
+        "Draw." in text
+        and "Sizes" in text
+        and "to the right" in text
+        and "of a file" in text
+        and "--tall" in text
+    )
+
+
+def test_fields_that_are_no_options_are_refused() -> None:
+    def lost(one: Lost) -> None: ...
+
+    def twice(one: Size, other: Paint) -> None: ...
+
+    with pytest.raises(ValueError, match=r"Lost\.name has no typer\.Option"):
+        grouped(lost)
+    with pytest.raises(ValueError, match="options in two groups: width"):
+        grouped(twice)

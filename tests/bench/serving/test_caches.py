@@ -31,6 +31,18 @@ def test_second_attached_run_finds_no_prompt_cached(
     assert again.case["warning"] in warning and "flushed_by" not in again.case
 
 
+def test_attached_server_of_another_model_is_a_warning(
+    words_model: Path, stub_python: Path, tmp_path: Path
+) -> None:
+    with stub(stub_python, STUB_ROOT="org/other-7B") as url:
+        line, _ = attached(words_model, url, tmp_path / "run", **SIZE)
+    (warning,) = line["warnings"]
+    assert warning.startswith(
+        "vllm: the attached server has the model 'stub' (org/other-7B), the run is of 'words'"
+    )
+    assert "has the model &#39;stub&#39;" in (tmp_path / "run/report.html").read_text()
+
+
 def test_cache_is_emptied_before_a_round(words_model: Path, stub_python: Path, tmp_path: Path) -> None:
     with stub(stub_python, STUB_CACHE="16", STUB_METRICS="1") as url:
         runs = [attached(words_model, url, tmp_path / name, seed=5, **SIZE) for name in ("a", "b")]

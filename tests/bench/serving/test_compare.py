@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fk_bench.core.rows import Row, read
-from fk_bench.serving.commands import PANELS
+from fk_bench.serving import options
 from fk_bench.serving.process import free_port
 from support.commands import BIN, fk_bench, last_json
 from support.live import wait_for
@@ -364,7 +364,15 @@ def test_help_explains_metrics_and_groups_options() -> None:
     ):
         assert said in done.stdout
     panels = re.findall(r"╭─ (.+?) ─+╮", done.stdout)
-    assert panels == ["Options", *PANELS]
+    groups = (
+        options.Servers,
+        options.Load,
+        options.Arrivals,
+        options.Prompts,
+        options.Agreement,
+        options.Output,
+    )
+    assert panels == ["Options", *(group.PANEL for group in groups)]
     own = done.stdout[done.stdout.index("─ Options") : done.stdout.index("─ Servers")]
     assert re.findall(r"--[\w-]+", own) == ["--help"]  # every other option is in a group
 

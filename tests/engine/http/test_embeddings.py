@@ -80,7 +80,7 @@ def test_text_and_token_ids_give_the_same(url, expected):
         ({"input": "a", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "at most 256"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "'float' or 'base64'"),
         ({"input": "a", "model": "other"}, "model", "does not exist"),
-        ({"input": "a", "temperature": 1}, "temperature", "unknown field 'temperature'"),
+        ({"input": "a", "temperature": 1}, "temperature", 'unknown field "temperature"'),
     ],
 )
 def test_bad_input_names_the_field(url, body, param, words):

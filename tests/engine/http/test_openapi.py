@@ -31,7 +31,7 @@ def server(tiny):
     """A server with short sequences, so that requests for the maximum length finish soon."""
     config = EngineConfig(str(tiny), device="cpu", max_model_len=48, num_blocks=64, max_num_seqs=64)
     # Generated bodies of 58 MB occur; 413 is no rejection of wrong data for schemathesis.
-    server = Server(config, ServerConfig("tiny", max_body_size=2**30))
+    server = Server(config, ServerConfig("tiny", max_body_size=2**30, enable_tokenizer_info_endpoint=True))
     yield server
     server.close()
 
@@ -41,7 +41,8 @@ ROUTES = [
     ("GET", "/v1/models/{model}"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
     ("POST", "/tokenize"), ("POST", "/detokenize"), ("POST", "/reset_prefix_cache"), ("POST", "/flush_cache"),
     ("POST", "/v1/responses"), ("POST", "/generate"), ("GET", "/model_info"), ("GET", "/get_model_info"),
-    ("GET", "/server_info"), ("GET", "/get_server_info"),
+    ("GET", "/server_info"), ("GET", "/get_server_info"), ("GET", "/load"), ("GET", "/tokenizer_info"),
+    ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
 ]  # fmt: skip
 
 

@@ -87,6 +87,46 @@ def test_limit_makes_the_response_incomplete(client):
         assert last.output_text == "YE" and last.output[1].status == "incomplete"
 
 
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_text(live, client, stream):
+    """Without the tokens of the reasoning."""
+    with unmerged(live[1]):
+        answer = client.responses.create(
+            model="tiny", input="Hi", temperature=0, max_output_tokens=13, stream=stream, **LOGPROBS
+        )
+        events = list(answer) if stream else []
+    response = events[-1].response if stream else answer
+    (part,) = response.output[-1].content
+    assert part.text == "YES" and [entry.token for entry in part.logprobs] == ["Y", "E", "S"]
+    for entry in part.logprobs:
+        first, second = entry.top_logprobs
+        assert (first.token, first.logprob) == (
+            entry.token,
+            entry.logprob,
+        ) and first.logprob >= second.logprob
+    if stream:
+        deltas = [e for e in events if e.type == "response.output_text.delta"]
+        assert [[entry.token for entry in e.logprobs] for e in deltas] == [["Y"], ["E"], ["S"]]
+        (done,) = [e for e in events if e.type == "response.output_text.done"]
+        assert [entry.token for entry in done.logprobs] == ["Y", "E", "S"]
+
+
+def test_calls_have_no_logprobs_of_text(client):
+    answer = client.responses.create(
+        model="tiny", input="Hi", tools=[WEATHER], tool_choice="required", **LOGPROBS, max_output_tokens=100
+    )
+    assert [item.type for item in answer.output] == ["function_call"]
+
+
+def test_store_has_no_effect(client):
+    """OpenAI's clients set it by default; vLLM ignores it, too."""
+    answer = client.responses.create(model="tiny", input="Hi", temperature=0, store=True)
+    assert answer.output_text == "YES" and answer.store is False
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
 def test_function_calls_whole_and_streamed(live, client, choice):
     options = {
@@ -135,7 +175,6 @@ def test_items_reach_the_template(live, client):
 @pytest.mark.parametrize(
     ("field", "body", "words"),
     [
-        ("store", {"store": True}, "stores no responses"),
         ("previous_response_id", {"previous_response_id": "resp_1"}, "stores no responses"),
         ("background", {"background": True}, "stores no responses"),
         ("input", {"input": []}, "not empty"),
@@ -145,7 +184,9 @@ def test_items_reach_the_template(live, client):
         ("tools[0].type", {"tools": [{"type": "web_search"}]}, "web_search"),
         ("tool_choice", {"tool_choice": "any"}, '"required"'),
         ("max_tokens", {"max_tokens": 5}, "unknown field"),
-        ("top_logprobs", {"top_logprobs": 3}, "chat/completions"),
+        ("top_logprobs", {"top_logprobs": 3}, "'message.output_text.logprobs'"),
+        ("include[0]", {"include": ["all"]}, "message.output_text.logprobs"),
+        ("input", {"input": [{"role": "wizard", "content": "a"}]}, "use one of system"),
     ],
 )
 def test_bad_requests(live, field, body, words):

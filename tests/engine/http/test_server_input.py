@@ -42,8 +42,8 @@ def error(answer, status=400):
     ("field", "body", "words"),
     [
         ("temperature", {"temperature": -1}, ("greater than or equal to 0", "-1")),
-        ("temperature", {"temperature": "0.5"}, ("number", "'0.5'")),
-        ("temperature", {"temperature": True}, ("number", "True")),
+        ("temperature", {"temperature": "0.5"}, ("number", '"0.5"')),
+        ("temperature", {"temperature": True}, ("number", "true")),
         ("top_p", {"top_p": 7}, ("1", "7")),
         ("top_p", {"top_p": 0}, ("greater than 0",)),
         ("top_k", {"top_k": 2**31}, ("2147483647",)),
@@ -55,9 +55,9 @@ def error(answer, status=400):
         ("seed", {"seed": 1.5}, ("integer", "1.5")),
         ("n", {"n": 0}, ("1", "0")),
         ("n", {"n": 129}, ("128", "129")),
-        ("n", {"n": 2, "temperature": 0}, ("greedy",)),
+        ("temperature", {"temperature": 1e7}, ("1000000",)),
         ("best_of", {"best_of": 3, "n": 2}, ("2", "3")),
-        ("max_tokens", {"max_tokens": "many"}, ("integer", "'many'")),
+        ("max_tokens", {"max_tokens": "many"}, ("integer", '"many"')),
         ("max_tokens", {"max_tokens": 0}, ("at least 1",)),
         ("min_tokens", {"min_tokens": 9, "max_tokens": 3}, ("9", "3")),
         ("stop", {"stop": ["x"] * 1000}, ("128", "1000")),
@@ -72,7 +72,7 @@ def error(answer, status=400):
         ("stream_options", {"stream_options": {"include_usage": True}}, ("stream",)),
         ("temprature", {"temprature": 1}, ("unknown", "did you mean 'temperature'")),
         ("response_format", {"response_format": {"type": "json_schema"}}, ("needs json_schema",)),
-        ("response_format.type", {"response_format": {"type": "xml"}}, ("'json_object'", "'xml'")),
+        ("response_format.type", {"response_format": {"type": "xml"}}, ("'json_object'", '"xml"')),
         ("response_format", {"response_format": {"type": "text", "format": {}}}, ("only for type",)),
         ("structured_outputs", {"structured_outputs": {}}, ("exactly one of json, regex", "none")),
         ("structured_outputs", {"structured_outputs": {"regex": "a", "json": {}}}, ("json, regex",)),
@@ -98,7 +98,7 @@ def error(answer, status=400):
         ("allowed_token_ids", {"allowed_token_ids": [600]}, ("600", "512")),
         ("truncate_prompt_tokens", {"truncate_prompt_tokens": 513}, ("512", "513")),
         ("truncate_prompt_tokens", {"truncate_prompt_tokens": 0}, ("-1 or at least 1", "0")),
-        ("truncate_prompt_tokens", {"truncate_prompt_tokens": "9"}, ("integer", "'9'")),
+        ("truncate_prompt_tokens", {"truncate_prompt_tokens": "9"}, ("integer", '"9"')),
         ("truncation_side", {"truncation_side": "middle"}, ("'left' or 'right'",)),
         ("suffix", {"suffix": "end"}, ("not supported", "end")),
         ("use_beam_search", {"use_beam_search": True}, ("not supported",)),
@@ -126,6 +126,12 @@ def test_wrong_field_is_named_with_its_limit(url, field, body, words):
     assert all(w in found["message"] for w in (field.split(".")[0], *words)), found["message"]
 
 
+def calls(function):
+    """A conversation with one call."""
+    call = {"id": "1", "type": "function", "function": function}
+    return {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
 @pytest.mark.parametrize(
     ("field", "body"),
     [
@@ -134,7 +140,17 @@ def test_wrong_field_is_named_with_its_limit(url, field, body, words):
         ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
         ("messages[1]", {"messages": [{"role": "user", "content": "a"}, "b"]}),
-        ("messages", {"messages": [{"role": "user", "tool_calls": [{"function": {"arguments": "{"}}]}]}),
+        ("messages[0].content", {"messages": [{"role": "user", "content": None}]}),
+        ("messages[0].content", {"messages": [{"role": "system"}]}),
+        ("messages[0].content", {"messages": [{"role": "tool", "tool_call_id": "a"}]}),
+        ("messages[0].content", {"messages": [{"role": "assistant", "content": None}]}),
+        ("messages[0].content", {"messages": [{"role": "assistant", "tool_calls": []}]}),
+        ("messages[0].role", {"messages": [{"role": "wizard", "content": "a"}]}),
+        ("messages[0].name", {"messages": [{"role": "user", "content": "a", "name": 5}]}),
+        ("messages[0].tool_calls[0].function.name", calls({"arguments": "{"})),
+        ("messages[0].tool_calls[0].function.arguments", calls({"name": "f", "arguments": 5})),
+        ("messages[0].tool_calls[0].function.arguments", calls({"name": "f", "arguments": ["a"]})),
+        ("messages[0].tool_calls[0].type", {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}),
         ("messages[0].tool_calls", {"messages": [{"role": "user", "tool_calls": 3}]}),
         ("messages[0].tool_calls[0]", {"messages": [{"role": "user", "tool_calls": [3]}]}),
         ("echo", {"echo": 0.0}),
@@ -146,7 +162,11 @@ def test_wrong_field_is_named_with_its_limit(url, field, body, words):
         ("tools[0].function", {"tools": [{"type": "function"}]}),
         ("max_completion_tokens", {"max_completion_tokens": 0}),
         ("chat_template", {"chat_template": "{{ 1 }}"}),
+        ("cache_salt", {"cache_salt": ""}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"tokenize": True}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"conversations": []}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"self": 1}}),
         ("prompt", {"prompt": "a"}),
     ],
 )  # fmt: skip
@@ -171,7 +191,9 @@ def test_bad_chats(url, field, body):
         (b'{"prompt": "a", "temperature": Infinity}', "JSON"),
         (b'{"prompt": "a", "temperature": 1e999}', "finite"),
         (b'{"prompt": "\\ud800"}', "JSON"),
-        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "JSON"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "at most 200 levels"),
+        (b'{"prompt": "[", "x": ' + b'{"a":' * 300 + b"1" + b"}" * 300 + b"}", "at most 200 levels"),
+        (b'{"prompt": "' + b"[" * 300 + b'", }', "not JSON"),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "JSON"),
         (b'{"prompt": "a", "user": {"a": [{"b": "{x} %s {{y}}"}]}, "{z}": 1}', "{z}"),
     ],
@@ -179,6 +201,49 @@ def test_bad_chats(url, field, body):
 def test_bad_bodies(url, body, words):
     found = error(send(url, content=body))
     assert words in found["message"] or words in str(found["param"]), found
+
+
+@pytest.mark.parametrize(
+    "content", [{"role": "assistant", "content": None, "reasoning": "so"},
+                {"role": "assistant", "content": None, "refusal": "no"},
+                {"role": "function", "name": "f", "content": None}],
+)  # fmt: skip
+def test_messages_that_may_have_no_content(live, content):
+    messages = [{"role": "user", "content": "a"}, content]
+    assert send(live[0], "/v1/chat/completions", messages=messages, max_tokens=1).status_code == 200
+
+
+def test_template_may_name_a_role_of_its_own(live):
+    url, server = live
+    tokenizer = server.llm.engine.tokenizer
+    before, body = tokenizer.chat_template, {"messages": [{"role": "wizard", "content": "a"}]}
+    try:
+        tokenizer.chat_template = "{% for m in messages if m.role == 'wizard' %}{{ m.content }}{% endfor %}"
+        assert send(url, "/tokenize", **body).json()["count"] == 1
+    finally:
+        tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("\n{{ messages[0].content.items() }}", ("fails in line 2", "chat_template_kwargs")),
+        ("{{ messages[0].absent + 1 }}", ("fails in line 1",)),
+        ("{{ raise_exception('only odd messages') }}", ("rejects these messages: only odd messages",)),
+        ("{% for %}", ("not valid Jinja", "in line 1")),
+    ],
+)
+def test_error_of_a_template_is_in_plain_words(live, template, words):
+    url, server = live
+    tokenizer = server.llm.engine.tokenizer
+    before = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = template
+        found = error(send(url, "/v1/chat/completions", messages=[{"role": "user", "content": "a"}]))
+    finally:
+        tokenizer.chat_template = before
+    assert found["param"] == "messages" and all(word in found["message"] for word in words)
+    assert "object" not in found["message"]
 
 
 def test_paths_methods_and_models(url):

@@ -83,6 +83,22 @@ def test_n_and_default_length(url):
     assert long["meta_info"]["completion_tokens"] == 12  # what fits
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_prompt_may_have_its_own_parameters(url, stream):
+    params = [{**SAMPLING, "max_new_tokens": 3, "n": 2}, {**SAMPLING, "regex": "[0-9]{5}", "n": 2}]
+    answer = generate(url, text=["Hello", "Bye"], sampling_params=params, stream=stream)
+    if stream:
+        events = [json.loads(x[6:]) for x in answer.text.splitlines() if x.startswith("data: {")]
+        found = [max((e for e in events if e["index"] == i), key=lambda e: len(e["text"])) for i in range(4)]
+    else:
+        found = answer.json()
+    assert [o["meta_info"]["completion_tokens"] for o in found[:2]] == [3, 3]
+    assert found[0]["text"] == found[1]["text"], "greedy"
+    assert all(o["text"].isdigit() and len(o["text"]) == 5 for o in found[2:])
+    alone = generate(url, text=["Hello"], sampling_params=[params[0]]).json()
+    assert alone[0]["output_ids"] == found[0]["output_ids"]
+
+
 def test_structured_output(url):
     answer = generate(url, text="Hi", sampling_params={"regex": "[0-9]{3}", "max_new_tokens": 8}).json()
     assert answer["text"].isdigit() and len(answer["text"]) == 3
@@ -102,6 +118,10 @@ def test_structured_output(url):
         ("sampling_params.stop", {"text": "a", "sampling_params": {"stop": 5}}, "list of strings"),
         ("sampling_params.top_p", {"text": "a", "sampling_params": {"top_p": 2}}, "2"),
         ("max_tokens", {"text": "a", "sampling_params": {"max_tokens": 2}}, "unknown field"),
+        ("sampling_params", {"text": "a", "sampling_params": 5}, "object"),
+        ("sampling_params", {"text": ["a", "b"], "sampling_params": [{}]}, "1 entries for 2 prompts"),
+        ("sampling_params", {"text": ["a", "b"], "sampling_params": [{"n": 2}, {}]}, "n must be the same"),
+        ("sampling_params[1].top_p", {"text": ["a", "b"], "sampling_params": [{}, {"top_p": 2}]}, "2"),
         ("input_ids", {"input_ids": [[1], []]}, "token ids"),
         ("input_ids", {"input_ids": [1, -1]}, "token ids"),
         ("lora_path", {"text": "a", "lora_path": "x"}, "not supported"),

@@ -136,12 +136,20 @@ def parts(client, stream, **more):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_cut_off_forced_call_is_no_content(client, stream):
-    """The text of a forced call before its arguments is not the model's answer."""
-    for max_tokens in range(1, 45, 4):
+def test_forced_call_cut_in_its_name_is_content(client, stream):
+    """Cut after its name, it is a call with the arguments so far."""
+    text = '[{"name": "weather", "parameters": '
+    seen = set()
+    for max_tokens in range(1, 45, 2):
         content, calls, reason = parts(client, stream, tool_choice="required", max_tokens=max_tokens)
-        assert content == "" and reason == "length"
-    assert calls
+        assert reason == "length"
+        if calls:
+            assert content == "" and len(calls) == 1 and calls[0][0] == "weather"
+            seen.add("no arguments" if not calls[0][1] else "arguments")
+        else:
+            assert content and text.replace(" ", "").startswith(content.replace(" ", ""))
+            seen.add("content")
+    assert seen == {"content", "no arguments", "arguments"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -253,6 +261,55 @@ def test_tool_results_reach_the_template(live, client):
     text = httpx.post(f"{url}/detokenize", json={"tokens": ids}).json()["prompt"]
     assert text == 'weather noon user:Hi;assistant:why<tool_call>{"at": 1}</tool_call>;tool:12;'
     assert ask(client, messages=messages, tools=TOOLS, max_tokens=2).usage.prompt_tokens == len(ids)
+
+
+def rendered(url, messages, **more):
+    """The text that the chat template makes of a conversation."""
+    ids = httpx.post(f"{url}/tokenize", json={"messages": messages, **more}).json()["tokens"]
+    return httpx.post(f"{url}/detokenize", json={"tokens": ids}).json()["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", {}), ("  ", {}), (None, {}), ('{"', {}), ("{", {}), ('"text"', {}), ("5", {}), ("[1]", {}), ("null", {}),
+        ("[" * 100_000, {}), ('{"a": "\\ud800"}', {}), ('{"a": {"b": null}}', {"a": {"b": None}}), ({"a": 1}, {"a": 1}),
+    ],
+)  # fmt: skip
+def test_history_with_any_arguments_continues(live, given, expected):
+    """An answer that max_tokens cut off must not end its conversation."""
+    url = live[0]
+    call = {"id": "1", "type": "function", "function": {"name": "noon", "arguments": given}}
+    history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert rendered(url, history) == f"user:Hi;assistant:<tool_call>{json.dumps(expected)}</tool_call>;"
+    body = {"messages": history, "max_tokens": 1}
+    assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 200
+    if isinstance(given, str):
+        call = {"type": "function_call", "call_id": "1", "name": "noon", "arguments": given}
+        body = {"input": [{"role": "user", "content": "Hi"}, call], "max_output_tokens": 1}
+        assert httpx.post(f"{url}/v1/responses", json=body).status_code == 200
+
+
+def test_cut_off_answers_of_the_server_are_accepted_back(client):
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice, lengths in (("required", (1, 20, 30, 40)), (named, (1, 2, 5, 10))):
+        for max_tokens in lengths:
+            answer = ask(client, tools=TOOLS, tool_choice=choice, max_tokens=max_tokens).choices[0]
+            assert answer.finish_reason == "length"
+            history = [*MESSAGES, answer.message.model_dump(exclude_unset=True), *MESSAGES]
+            assert ask(client, messages=history, tools=TOOLS, max_tokens=1).choices
+
+
+def test_empty_list_of_calls_is_no_call(live):
+    template = "{% for m in messages %}{{ 'calls' if m.tool_calls is defined else m.content }};{% endfor %}"
+    url, server = live
+    server.llm.engine.tokenizer.chat_template = template
+    try:
+        for calls in ([], None):
+            assistant = {"role": "assistant", "content": "a", "tool_calls": calls}
+            assert rendered(url, [*MESSAGES, assistant]) == "Hi;a;"
+    finally:
+        server.llm.engine.tokenizer.chat_template = HERMES
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def kept(logits, among):
     return probs
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 50.0, 1e6])
 def test_temperature(device, temperature):
     """With 6 degrees of freedom, a chi-square over 25 has probability 0.0003."""
     found = draw(20000, device, temperature=temperature)

@@ -108,9 +108,8 @@ FLAG = {
 }
 
 
-@pytest.mark.parametrize("kind", [{"json": FLAG}, {"json_object": True}])
-def test_json_ends_though_whitespace_is_most_likely(llm, kind):
-    """After 20 tokens of whitespace in a row, another one that the grammar allows follows."""
+def most_blank(llm, **kind):
+    """A greedy output of a model that prefers newlines, then the end of the object."""
     newline, brace = llm.llm_engine.tokenizer.encode("\n}", add_special_tokens=False)
     likely = {newline: 80.0, brace: 40.0}
     (output,) = llm.generate(
@@ -118,7 +117,21 @@ def test_json_ends_though_whitespace_is_most_likely(llm, kind):
     )
     out = output.outputs[0]
     assert out.finish_reason == "stop" and json.loads(out.text) is not None
-    assert "\n" * 20 in out.text and "\n" * 21 not in out.text
+    return out.text
+
+
+@pytest.mark.parametrize("kind", [{"json": FLAG}, {"json_object": True}])
+def test_json_has_few_blanks_though_they_are_likely(llm, kind):
+    """In one line; with any whitespace, after 4 tokens of it another one that the grammar allows follows."""
+    assert "\n" not in most_blank(llm, **kind)
+    text = most_blank(llm, **kind, disable_any_whitespace=False)
+    assert "\n" * 4 in text and "\n" * 5 not in text
+
+
+def test_engine_may_allow_any_whitespace(tiny):
+    with make(tiny, json_any_whitespace=True) as llm:
+        assert "\n" * 4 in most_blank(llm, json=FLAG)
+        assert "\n" not in most_blank(llm, json=FLAG, disable_any_whitespace=True)
 
 
 def test_eos_only_where_the_grammar_is_complete(llm):

@@ -32,9 +32,9 @@ def records(found: Sequence[Row]) -> list[dict[str, Any]]:
                 "input_len": level.input_len or run.get("input_len"),
                 "output_len": level.output_len or run.get("output_len"), "rounds": len(cell.rounds),
             }  # fmt: skip
-            flight = [v for m in cell.rounds.values() if (v := numbers.in_flight(m)) is not None]
-            if flight:
-                line["in_flight"] = sum(flight) / len(flight)
+            flight = numbers.mean_in_flight(cell)
+            if flight is not None:
+                line["in_flight"] = flight
             for metric in cell.mean:
                 if (value := numbers.mean(cell, metric)) is not None:
                     line |= _with_interval(metric, value, cell.ci95.get(metric))

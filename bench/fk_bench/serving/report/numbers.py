@@ -50,6 +50,12 @@ def in_flight(metrics: dict[str, float]) -> float | None:
     return (metrics.get("requests", 0.0) - metrics.get("requests_failed", 0.0)) * latency / 1e3 / duration
 
 
+def mean_in_flight(cell: Cell | None) -> float | None:
+    """The mean of `in_flight` over rounds."""
+    found = [v for m in cell.rounds.values() if (v := in_flight(m)) is not None] if cell else []
+    return sum(found) / len(found) if found else None
+
+
 def cell_at(result: LaneResult | None, level: Level) -> Cell | None:
     return next((c for c in result.cells if c.level == level), None) if result else None
 
@@ -63,11 +69,19 @@ def baselines(found: Sequence[Row], names: Sequence[str]) -> dict[str, str]:
     return chosen
 
 
-def in_words(level: Level) -> str:
-    """'8 requests in flight, 2048 tokens in and 8 out'."""
+def in_words(level: Level, measured: Sequence[float] = ()) -> str:
+    """'up to 8 requests in flight (6.4 on average), 2048 tokens in and 8 out'.
+
+    measured: the mean number in flight of each lane. It is below the load's at the end of a round, and if a server or
+    the client is late.
+    """
     many, value, start = "" if level.value == 1 else "s", f"{level.value:g}", f"{level.start or 0:g}"
+    most = "" if level.value == 1 else "up to "
+    found = " to ".join(dict.fromkeys(f"{v:.1f}" for v in sorted(measured)))
+    mean = f" ({found} on average)" if found else ""
     said = {
-        "concurrency": f"{value} request{many} in flight", "rate": f"{value} request{many} per second",
+        "concurrency": f"{most}{value} request{many} in flight{mean}",
+        "rate": f"{value} request{many} per second",
         "ramp": f"{start} to {value} requests per second",
         "trace": "arrivals of a trace" + ("" if level.value == 1 else f" at {value} times its speed"),
         "max_concurrency": f"most requests in flight within the SLOs, {start} to {value}",

@@ -103,6 +103,7 @@ def html(found: list[Row], warnings: list[str], run: Path | None = None) -> str:
         "report.html",
         title=pages.model_name(first.subject.model), lane_names=names, first=first, when=pages.period(found),
         case=numbers.case_text(_case(found)), warnings=[*warnings, *_warnings(found)], on_cpu=not first.machine.gpus,
+        own_kernels=any(numbers.own_kernels(result) for result in results),
         checked=summary.checked(results),
         speeds=[_speed_card(v) for v in verdict.verdicts(results, bases)],
         agreement=_agreement_card(results), errors=_errors_card(results, found), cached=_cached(found),
@@ -138,7 +139,7 @@ def _speed_card(one: Verdict) -> dict[str, Any]:
         "big": head.words, "css": CSS[head.outcome], "ratio": verdict.times(head.ratio),
         "outcome": head.outcome.value if head.outcome is Outcome.ONE_ROUND else "", "wide": head.wide,
         "what": verdict.NAMES.get(head.metric, head.metric), "interval": head.interval,
-        "at": numbers.in_words(head.level),
+        "at": head.at,
         "others": [{"name": verdict.NAMES[s.metric], **_ratio(s)} for s in one.others],
     }  # fmt: skip
     card["loads"] = ""
@@ -202,12 +203,17 @@ def _cached(found: Sequence[Row]) -> dict[str, Any]:
 
 
 def _warnings(found: Sequence[Row]) -> list[str]:
-    """The warnings of rounds, each once for a lane and load."""
+    """The warnings of attached servers, and of rounds, each once for a lane and load."""
+    servers = [
+        f"{row.subject.lane}: {row.case['warning']}"
+        for row in summary.latest(found)
+        if row.kind == "lane" and row.case.get("warning")
+    ]
     said: dict[tuple[str | None, str], str] = {}
     for row in requests.measured_rounds(found):
         if warning := row.case.get("warning"):
             said.setdefault((row.subject.lane, summary.level_of(row).label), str(warning))
-    return [f"{lane} at {label}: {warning}" for (lane, label), warning in said.items()]
+    return servers + [f"{lane} at {label}: {warning}" for (lane, label), warning in said.items()]
 
 
 # -- tables
@@ -237,11 +243,11 @@ def _level(
             values.append({**_number(value, interval, column.digits), "column": column,
                            "speedup": _ratio(verdict.speedup(cell, base, column.metric))})  # fmt: skip
         outcome = next((o for o in counted if o.lane == result.lane and o.level == level), None)
-        flight = [v for m in cell.rounds.values() if (v := numbers.in_flight(m)) is not None] if cell else []
+        flight = numbers.mean_in_flight(cell)
         lines.append({
             "lane": result.lane, "base": bases[result.lane], "values": values,
             "rounds": len(cell.rounds) if cell else 0,
-            "in_flight": f"{sum(flight) / len(flight):.1f}" if flight else "",
+            "in_flight": "" if flight is None else f"{flight:.1f}",
             "sent": outcome.sent if outcome else 0, "failed": outcome.failed if outcome else 0,
         })  # fmt: skip
     return {"label": level.label, "words": numbers.in_words(level), "columns": columns, "lines": lines}
@@ -294,12 +300,12 @@ def _outcomes(
     one: requests.Outcomes, results: Sequence[LaneResult], told: Sequence[tuple[str, str, int]]
 ) -> dict[str, Any]:
     cell = numbers.cell_at(next((r for r in results if r.lane == one.lane), None), one.level)
-    flight = [v for m in cell.rounds.values() if (v := numbers.in_flight(m)) is not None] if cell else []
+    flight = numbers.mean_in_flight(cell)
     return {
         "lane": one.lane, "at": one.level.label, "sent": one.sent, "completed": one.completed, "failed": one.failed,
         "finished": ", ".join(f"{n} {reason}" for reason, n in one.finished.most_common()),
         "rounds": ", ".join(f"{n} {status}" for status, n in one.rounds.items()),
-        "in_flight": f"{sum(flight) / len(flight):.1f}" if flight else "",
+        "in_flight": "" if flight is None else f"{flight:.1f}",
         "requests_per_s": _number(numbers.mean(cell, "requests_per_s"), None, 2)["text"],
         "prompt": _number(numbers.mean(cell, "prompt_tokens"), None, 0)["text"],
         "told": [_number(numbers.mean(cell, metric), None, digits)["text"] for _, metric, digits in told],

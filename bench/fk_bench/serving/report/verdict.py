@@ -35,12 +35,16 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True)
 class Speedup:
-    """The ratio of a metric to the baseline's at one load, above 1 where the lane is better."""
+    """The ratio of a metric to the baseline's at one load, above 1 where the lane is better.
+
+    in_flight: the mean number of requests in flight, of the lane and of the baseline
+    """
 
     metric: str
     level: Level
     ratio: float
     ci95: tuple[float, float] | None
+    in_flight: tuple[float, ...] = ()
 
     @property
     def outcome(self) -> Outcome:
@@ -56,6 +60,11 @@ class Speedup:
     def wide(self) -> bool:
         """Whether the interval is too wide to show a difference of less than a tenth either way."""
         return self.ci95 is None or self.ci95[1] > 1.2 * self.ci95[0]
+
+    @property
+    def at(self) -> str:
+        """The load in words."""
+        return numbers.in_words(self.level, self.in_flight)
 
     @property
     def words(self) -> str:
@@ -90,7 +99,7 @@ class Verdict:
         if self.headline is None:
             return f"{self.lane}: speed not compared with {self.baseline}: {self.excluded}"
         one = self.headline
-        what = [NAMES.get(one.metric, one.metric), numbers.in_words(one.level)]
+        what = [NAMES.get(one.metric, one.metric), one.at]
         what[1:1] = [f"95% interval {one.interval}"] if one.ci95 else ["one round, no interval"]
         if one.outcome is Outcome.SAME:
             said = f"{one.words}: {self.lane} is {times(one.ratio)} as fast as {self.baseline}"
@@ -142,7 +151,10 @@ def speedup(cell: Cell | None, base: Cell | None, metric: str) -> Speedup | None
         (mine, theirs) if metric in HIGHER_IS_BETTER or metric.startswith("max_") else (theirs, mine)
     )
     ratio, interval = stats.paired_ratio(above, below)
-    return Speedup(metric, cell.level, ratio, interval) if math.isfinite(ratio) else None
+    if not math.isfinite(ratio):
+        return None
+    flight = [v for c in (cell, base) if (v := numbers.mean_in_flight(c)) is not None]
+    return Speedup(metric, cell.level, ratio, interval, tuple(flight))
 
 
 def headline_metric(level: Level) -> str:

@@ -28,9 +28,12 @@ class ToolPlan:
 
 def plan_tools(body: ChatCompletionRequest, tool_format: ToolFormat) -> ToolPlan:
     """Raises ApiError for tools that the model would not see, or whose calls could not be found in its answer."""
-    if not body.tools or body.tool_choice == "none" or tool_format.template() is None:
-        return ToolPlan()  # without a template, the conversation itself is refused
-    if not tool_format.reads_tools():
+    if not body.tools or body.tool_choice == "none":
+        return ToolPlan()
+    template = body.chat_template or tool_format.template()
+    if template is None:
+        return ToolPlan()  # the conversation itself is refused
+    if not tool_format.reads_tools(template):
         raise ApiError(
             400,
             "this model's chat template ignores tools; leave them out, or set tool_choice to 'none'",
@@ -46,7 +49,7 @@ def plan_tools(body: ChatCompletionRequest, tool_format: ToolFormat) -> ToolPlan
         schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
         whole = {f"{i}": _moved(_parameters(f), i) for i, f in enumerate(functions) if _has_references(f)}
         return ToolPlan(lambda: Calls(functions), {**schema, "$defs": whole} if whole else schema)
-    parser = tool_format.parser()
+    parser = tool_format.parser(template)
     if parser is None:
         names = ", ".join(sorted(TOOL_PARSERS))
         how = f"start the server with --tool-call-parser ({names})"

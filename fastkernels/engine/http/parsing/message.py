@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from fastkernels.engine.http.parsing.pieces import (
     CallArguments,
@@ -16,6 +16,8 @@ from fastkernels.engine.http.parsing.pieces import (
     ToolParser,
 )
 from fastkernels.engine.http.parsing.reasoning import ReasoningParser
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -94,6 +96,43 @@ class MessageParser:
             elif isinstance(piece, CallArguments):
                 self._arguments += piece.text
         return pieces
+
+
+class ContentTokens(Generic[T]):
+    """Finds the tokens of an answer whose text is content, rather than reasoning or calls.
+
+    parser: of the answer, for this use alone
+    """
+
+    def __init__(self, parser: MessageParser):
+        self._parser = parser
+        self._held: list[tuple[str, T]] = []  # tokens whose text the parser holds back
+
+    def feed(self, tokens: Iterable[tuple[str, T]]) -> list[T]:
+        """The tokens of content that these (text, token) complete."""
+        found: list[T] = []
+        for text, token in tokens:
+            self._held.append((text, token))
+            found += self._released(self._parser.feed(text))
+        return found
+
+    def finish(self) -> list[T]:
+        return self._released(self._parser.finish())
+
+    def _released(self, pieces: list[Piece]) -> list[T]:
+        if not pieces:
+            return []
+        held, self._held = self._held, []
+        return last_tokens(held, sum(len(p.text) for p in pieces if isinstance(p, Content)))
+
+
+def last_tokens(tokens: Sequence[tuple[str, T]], length: int) -> list[T]:
+    """The last of these (text, token) that together have at least `length` characters."""
+    start = len(tokens)
+    while start and length > 0:
+        start -= 1
+        length -= len(tokens[start][0])
+    return [token for _, token in tokens[start:]]
 
 
 def collect(pieces: Iterable[Piece]) -> Message:

@@ -36,6 +36,7 @@ def detect(template: str) -> type[ToolParser] | None:
     return None
 
 
+MOST_TEMPLATES = 64  # whose use of tools is remembered
 PROBE = {
     "type": "function",
     "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
@@ -59,24 +60,24 @@ class ToolFormat:
         except (AttributeError, ValueError):  # no tokenizer, or no template
             return None
 
-    def parser(self) -> type[ToolParser] | None:
-        """The parser of the format; None: unknown."""
-        if self.name is not None:
-            return find_tool_parser(self.name)
-        template = self.template()
-        return None if template is None else detect(template)
+    def parser(self, template: str) -> type[ToolParser] | None:
+        """The parser of the format that this template teaches; None: unknown."""
+        return find_tool_parser(self.name) if self.name is not None else detect(template)
 
-    def reads_tools(self) -> bool:
+    def reads_tools(self, template: str) -> bool:
         """Whether the template shows tools to the model: a conversation with one differs from the same without."""
-        template = self.template() or ""
         if template not in self._reads:
-            self._reads[template] = self._differs()
+            if len(self._reads) >= MOST_TEMPLATES:  # those of requests
+                self._reads.clear()
+            self._reads[template] = self._differs(template)
         return self._reads[template]
 
-    def _differs(self) -> bool:
+    def _differs(self, template: str) -> bool:
         def render(tools: list[dict[str, Any]] | None) -> str:
             question = [{"role": "user", "content": "Hi"}]
-            return self.tokenizer.apply_chat_template(question, tools=tools, tokenize=False)
+            return self.tokenizer.apply_chat_template(
+                question, tools=tools, tokenize=False, chat_template=template
+            )
 
         try:
             return render([PROBE]) != render(None)

@@ -233,16 +233,25 @@ class Calls(_Objects):
         pieces: list[Piece] = []
         while text:
             if self._call is None:
-                text = text.lstrip(" \t\r\n,[]")
+                bare = text.lstrip(" \t\r\n,[]")
+                self._before += text[: len(text) - len(bare)]
+                text = bare
                 if not text:
                     break
             found, text = self._feed_call(text)
             pieces += found
+            if self._call is None:
+                self._before = ""
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Drop a call whose arguments were not reached: it is no content of the answer."""
-        return []
+        """End the text. A call that was cut after its name has no arguments; in its name, it is content."""
+        call, self._call = self._call, None
+        if call is None:
+            return [Content(self._before)] if self._before and not self.num_calls else []
+        if self._started is not None:
+            return []
+        return [Content(self._before + call.raw)] if call.name is None else [self.start(call.name)]
 
 
 class Arguments(ToolParser):
@@ -255,4 +264,5 @@ class Arguments(ToolParser):
         return [*start, CallArguments(0, text)]
 
     def finish(self) -> list[Piece]:
-        return []
+        """End the text. An answer that was cut before its first character is a call without arguments."""
+        return [] if self.num_calls else [self.start(next(iter(self.tools)))]

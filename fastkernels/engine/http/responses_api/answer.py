@@ -9,10 +9,12 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from fastkernels.engine.http.parsing.message import MessageParser
+from fastkernels.engine.http.logprobs import chat_logprobs
+from fastkernels.engine.http.parsing.message import ContentTokens, MessageParser, last_tokens
 from fastkernels.engine.http.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from fastkernels.engine.http.responses import Answer, Outputs, Prompt
 from fastkernels.engine.http.responses_api.protocol import ResponsesRequest
+from fastkernels.engine.scheduling.request import CompletionOutput
 
 
 class ResponseAnswer(Answer):
@@ -24,7 +26,12 @@ class ResponseAnswer(Answer):
     ):  # fmt: skip
         super().__init__(answer_id, model, chat, [prompt], spell)
         self.request, self.count_tokens = request, count_tokens
-        self.parser = MessageParser(None, None) if make_parser is None else make_parser()
+        make = make_parser or (lambda: MessageParser(None, None))
+        self.parser = make()
+        self._tokens: ContentTokens[dict[str, Any]] | None = (
+            ContentTokens(make()) if request.logprobs else None
+        )
+        self._logprobs: list[dict[str, Any]] = []  # of content that no event has yet
         self.output: list[dict[str, Any]] = []  # complete items, and the open one as it is so far
         self.status = "in_progress"
         self.finished_at: int | None = None
@@ -36,6 +43,10 @@ class ResponseAnswer(Answer):
         self._note(0, output)
         (out,) = output.outputs
         message = self.parser.whole(out.text)
+        if self._tokens is not None and message.calls:
+            self._logprobs = [*self._tokens.feed(self._spelled(out)), *self._tokens.finish()]
+        elif self._tokens is not None:  # the content is the end of the text
+            self._logprobs = last_tokens(self._spelled(out), len(message.content or ""))
         pieces: list[Piece] = []
         if message.reasoning is not None:
             pieces.append(Reasoning(message.reasoning))
@@ -57,8 +68,11 @@ class ResponseAnswer(Answer):
             self._note(0, output)
             for out in output.outputs:
                 pieces = self.parser.feed(out.text)
+                if self._tokens is not None:
+                    self._logprobs += self._tokens.feed(self._spelled(out))
                 if out.finish_reason is not None:
                     pieces += self.parser.finish()
+                    self._logprobs += [] if self._tokens is None else self._tokens.finish()
                     if not self.output and not pieces:
                         pieces = [Content("")]
                 events += self._add(pieces)
@@ -112,6 +126,12 @@ class ResponseAnswer(Answer):
             "total_tokens": found["total_tokens"],
         }  # fmt: skip
 
+    def _spelled(self, out: CompletionOutput) -> list[tuple[str, dict[str, Any]]]:
+        """(text, log-probability) of each token."""
+        top = self.request.top_logprobs or 0
+        found = chat_logprobs(out.token_ids, out.logprobs or (), top, self.spell)["content"]
+        return [(entry["token"], entry) for entry in found]
+
     def _add(self, pieces: Iterable[Piece]) -> bytes:
         """The events of these pieces."""
         events = b""
@@ -145,8 +165,14 @@ class ResponseAnswer(Answer):
             events += self._item_event("response.content_part.added", content_index=0, part=part)
         self.output[-1]["content"][0]["text"] += piece.text
         name = "response.reasoning_text.delta" if thinks else "response.output_text.delta"
-        more: dict[str, Any] = {} if thinks else {"logprobs": []}
+        more: dict[str, Any] = {} if thinks else {"logprobs": self._taken_logprobs()}
         return events + self._item_event(name, content_index=0, delta=piece.text, **more)
+
+    def _taken_logprobs(self) -> list[dict[str, Any]]:
+        """Move the log-probabilities that no event has to the open message."""
+        new, self._logprobs = self._logprobs, []
+        self.output[-1]["content"][0]["logprobs"] += new
+        return new
 
     def _open_item(self, item: dict[str, Any]) -> bytes:
         self.output.append(item)
@@ -166,7 +192,9 @@ class ResponseAnswer(Answer):
             (part,) = item["content"]
             thinks = item["type"] == "reasoning"
             done = "response.reasoning_text.done" if thinks else "response.output_text.done"
-            more: dict[str, Any] = {} if thinks else {"logprobs": []}
+            if not thinks:
+                self._taken_logprobs()
+            more: dict[str, Any] = {} if thinks else {"logprobs": part["logprobs"]}
             events = self._item_event(done, content_index=0, text=part["text"], **more)
             events += self._item_event("response.content_part.done", content_index=0, part=part)
         return events + self._event(

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastkernels.engine.http.errors import ApiError
 from fastkernels.engine.http.responses_api.protocol import ResponsesRequest
+from fastkernels.engine.http.unserved import shown
 
 PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
@@ -19,10 +20,13 @@ def messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         if kind == "reasoning":
             reasoning += _text(item.get("content") or [], i)
         elif kind == "function_call":
-            call = _fields(item, i, "call_id", "name", "arguments")
+            call = _fields(item, i, "call_id", "name")
             if not found or found[-1]["role"] != "assistant":
                 found.append({"role": "assistant", "content": None})
-            function = {"name": call["name"], "arguments": call["arguments"]}
+            arguments = item.get("arguments")
+            if arguments is not None and not isinstance(arguments, str):
+                raise ApiError(400, f"input[{i}]: arguments must be a string", "input")
+            function = {"name": call["name"], "arguments": arguments}
             calls = found[-1].setdefault("tool_calls", [])
             calls.append({"id": call["call_id"], "type": "function", "function": function})
         elif kind == "function_call_output":
@@ -34,7 +38,7 @@ def messages(body: ResponsesRequest) -> list[dict[str, Any]]:
             found.append({"role": role, "content": _text(item.get("content"), i)})
         else:
             raise ApiError(
-                400, f"input[{i}]: items of type {kind!r} are not supported; use message, function_call,"
+                400, f"input[{i}]: items of type {shown(kind)} are not supported; use message, function_call,"
                 " function_call_output or reasoning", "input",
             )  # fmt: skip
         if reasoning and found and found[-1]["role"] == "assistant":
@@ -69,6 +73,8 @@ def _text(content: Any, index: int) -> str:
         ):
             kind = part.get("type") if isinstance(part, dict) else part
             raise ApiError(
-                400, f"input[{index}]: parts of the content must be text, got one of type {kind!r}", "input"
+                400,
+                f"input[{index}]: parts of the content must be text, got one of type {shown(kind)}",
+                "input",
             )
     return "".join(part["text"] for part in content)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
-from fastkernels.engine.http.protocol import INT64, Body, Strict
+from fastkernels.engine.http.protocol import INT64, Body, CacheSalt, Strict
+from fastkernels.engine.http.unserved import field_error
+from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE
 
 _TEXT_PART = {
     "type": "object",
@@ -74,9 +76,8 @@ def _not_served(reason: str, *neutral: Any) -> Any:
     return Annotated[Any, PlainValidator(check), WithJsonSchema({"enum": [None, *neutral]})]
 
 
-_NO_STORAGE = (
-    "this server stores no responses: send the whole conversation as input, and store=false or no store"
-)
+_NO_STORAGE = "this server stores no responses: send the whole conversation as input"
+_LOGPROBS = "message.output_text.logprobs"
 
 
 class FunctionTool(Strict):
@@ -132,7 +133,7 @@ class ResponsesRequest(Body):
     input: Annotated[Any, PlainValidator(_input), WithJsonSchema(_INPUT_SCHEMA)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT64)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
     stream: bool | None = False
     tools: list[FunctionTool] | None = Field(None, max_length=512)
@@ -140,9 +141,10 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = True
     reasoning: Reasoning | None = None
     text: Text | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = Field(
-        None, description="Without effect: reasoning is never encrypted."
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+        None, description="reasoning.encrypted_content has no effect: reasoning is never encrypted."
     )
+    top_logprobs: int | None = Field(None, ge=0)
     metadata: dict[str, str] | None = Field(None, max_length=16)
     user: str | None = None
     include_reasoning: bool | None = True
@@ -155,8 +157,12 @@ class ResponsesRequest(Body):
     ignore_eos: bool | None = False
     priority: int | None = Field(0, ge=-INT64 - 1, le=INT64, description="Lower goes first.")
     request_id: str | None = Field(None, min_length=1, max_length=256)
+    cache_salt: CacheSalt = None
+    chat_template: str | None = Field(
+        None, min_length=1, description="Only with the server's --trust-request-chat-template."
+    )
     chat_template_kwargs: dict[str, Any] | None = None
-    store: _not_served(_NO_STORAGE, False) = None  # type: ignore[valid-type]
+    store: bool | None = Field(None, description="Without effect: nothing is stored.")
     previous_response_id: _not_served(_NO_STORAGE) = None  # type: ignore[valid-type]
     conversation: _not_served(_NO_STORAGE) = None  # type: ignore[valid-type]
     background: _not_served(_NO_STORAGE, False) = None  # type: ignore[valid-type]
@@ -167,5 +173,14 @@ class ResponsesRequest(Body):
     max_tool_calls: _not_served(  # type: ignore[valid-type]
         "max_tool_calls is for built-in tools, which this server does not have"
     ) = None
-    top_logprobs: _not_served("log-probabilities are available at /v1/chat/completions", 0) = None  # type: ignore[valid-type]
     stream_options: dict[str, bool] | None = Field(None, description="Without effect.")
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> ResponsesRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise field_error("top_logprobs", f"top_logprobs needs include to contain {_LOGPROBS!r}")
+        return self
+
+    @property
+    def logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ())

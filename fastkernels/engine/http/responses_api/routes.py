@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import Any
 
@@ -21,7 +22,7 @@ from fastkernels.engine.http.responses_api.protocol import ResponsesRequest, Tex
 SAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "include_reasoning", "top_k", "min_p",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "ignore_eos", "priority", "request_id",
-    "chat_template_kwargs",
+    "chat_template", "chat_template_kwargs", "cache_salt",
 )  # fmt: skip
 
 
@@ -55,10 +56,12 @@ class Responses(Generation):
                 "messages": "input",
                 "response_format": "text",
             }
-            name = names.get(error.param or "")
+            given = (error.param or "").partition("[")[0]
+            name = names.get(given)
             if name is None:
                 raise
-            message = str(error.detail).replace(str(error.param), name)
+            # Without the number of a message: the input's items are others.
+            message = re.sub(rf"{given}(\[\d+\])?", name, str(error.detail))
             raise ApiError(error.status_code, message, name) from error
 
 
@@ -68,6 +71,8 @@ def _chat(body: ResponsesRequest) -> dict[str, Any]:
     chat["messages"] = messages(body)
     if body.max_output_tokens is not None:
         chat["max_completion_tokens"] = body.max_output_tokens
+    if body.logprobs:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.tools:
         tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in body.tools]
         chat["tools"] = [{"type": "function", "function": tool} for tool in tools]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema, WrapValidator, model_validator
 
 from fastkernels.engine.http import unserved
-from fastkernels.engine.http.protocol import INT64, MAX_N, MAX_PROMPTS, Body, Stop, Strict, TokenId
+from fastkernels.engine.http.protocol import INT64, MAX_N, MAX_PROMPTS, Body, CacheSalt, Stop, Strict, TokenId
 from fastkernels.engine.http.unserved import field_error
+from fastkernels.engine.sampling.sampling_params import MAX_TEMPERATURE
 
 DEFAULT_TOKENS = 128  # SGLang's max_new_tokens
 
@@ -61,7 +62,7 @@ class SglangSampling(Strict):
 
     max_new_tokens: int | None = Field(None, ge=1, le=INT64, description=f"Default: {DEFAULT_TOKENS}.")
     min_new_tokens: int | None = Field(0, ge=0, le=INT64)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -86,12 +87,27 @@ class SglangSampling(Strict):
         return unserved.check_and_drop(data, cls.model_fields)
 
 
+def _one_or_list(value: Any, _: Any) -> Any:
+    """Validate without pydantic's union, whose errors have a type's name in their place."""
+    if isinstance(value, list):
+        return _MANY.validate_python(value)
+    return None if value is None else SglangSampling.model_validate(value)
+
+
+_MANY = TypeAdapter(list[SglangSampling])
+SamplingParams = Annotated[SglangSampling | list[SglangSampling] | None, WrapValidator(_one_or_list)]
+
+
 class SglangRequest(Body):
     """One prompt or several, as text or as token ids."""
 
     text: Annotated[Any, PlainValidator(_text), WithJsonSchema(_TEXT)] = None
     input_ids: Annotated[Any, PlainValidator(_input_ids), WithJsonSchema(_INPUT_IDS)] = None
-    sampling_params: SglangSampling | None = None
+    sampling_params: SamplingParams = Field(
+        None, description="A list has one entry for each prompt, all with the same n."
+    )
+    cache_salt: CacheSalt = None
+    extra_key: CacheSalt = None
     stream: bool | None = False
     return_logprob: bool | None = False
     logprob_start_len: int | None = Field(-1, ge=-1, description="-1: no log-probabilities of the prompt.")
@@ -108,6 +124,18 @@ class SglangRequest(Body):
             raise field_error("logprob_start_len", "logprob_start_len must be -1 with stream=true")
         return self
 
+    @model_validator(mode="after")
+    def _one_for_each_prompt(self) -> SglangRequest:
+        given, prompts = self.sampling_params, len(self.prompts)
+        if isinstance(given, list):
+            if len(given) != prompts:
+                raise field_error(
+                    "sampling_params", f"sampling_params has {len(given)} entries for {prompts} prompts"
+                )
+            if len({params.n or 1 for params in given}) > 1:
+                raise field_error("sampling_params", "sampling_params: n must be the same in all entries")
+        return self
+
     @property
     def prompts(self) -> list[str | list[int]]:
         given: Any = self.text if self.text is not None else self.input_ids
@@ -118,4 +146,5 @@ class SglangRequest(Body):
         """Whether the answer is a list."""
         given: Any = self.text if self.text is not None else self.input_ids
         several = isinstance(given, list) and not isinstance(given[0], int)
-        return several or (self.sampling_params is not None and (self.sampling_params.n or 1) > 1)
+        params = self.sampling_params[0] if isinstance(self.sampling_params, list) else self.sampling_params
+        return several or (params is not None and (params.n or 1) > 1)

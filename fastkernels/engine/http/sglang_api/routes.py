@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from typing import Any
 
@@ -63,17 +64,19 @@ class Sglang(Generation):
         for given in body.prompts:
             ids = given if isinstance(given, list) else await self.context.prompts.text(given, True, "text")
             prompts.append(Prompt(ids))
-        try:
-            completion = CompletionRequest.model_validate(self._completion(body, prompts))
-        except ValidationError as error:
-            where = ("body", "sampling_params")
-            found: list[Any] = [{**e, "loc": (*where, *e["loc"])} for e in error.errors()]
-            raise RequestValidationError(found) from error
+        if isinstance(body.sampling_params, list):
+            bodies = [
+                self._completion(body, params, [prompt], (i,))
+                for i, (params, prompt) in enumerate(zip(body.sampling_params, prompts, strict=True))
+            ]
+        else:
+            params = body.sampling_params or SglangSampling.model_validate({})
+            bodies = [self._completion(body, params, prompts)] * len(prompts)
         answer = SglangAnswer(
-            body.rid or uuid.uuid4().hex, self.context.model_name, completion, prompts, self._spell(completion), body
+            body.rid or uuid.uuid4().hex, self.context.model_name, bodies[0], prompts, self._spell(bodies[0]), body
         )  # fmt: skip
         try:
-            return await self._answer(answer, completion, raw)
+            return await self._answer(answer, bodies[0], raw, bodies=bodies)
         except ApiError as error:  # by SGLang's name of the field
             name = next((k for k, v in NAMES.items() if v == error.param), None)
             if name is None:
@@ -81,9 +84,13 @@ class Sglang(Generation):
             message = str(error.detail).replace(str(error.param), name)
             raise ApiError(error.status_code, message, f"sampling_params.{name}") from error
 
-    def _completion(self, body: SglangRequest, prompts: list[Prompt]) -> dict[str, Any]:
-        """The body of the completion that this is."""
-        given = body.sampling_params or SglangSampling.model_validate({})
+    def _completion(
+        self, body: SglangRequest, given: SglangSampling, prompts: list[Prompt], where: tuple[int, ...] = ()
+    ) -> CompletionRequest:
+        """The completion of these prompts. where: the place of `given` in sampling_params, if that is a list.
+
+        Raises RequestValidationError.
+        """
         completion = {NAMES.get(k, k): v for k, v in given.model_dump(exclude_unset=True).items()}
         if completion.get("max_tokens") is None:
             room = self.context.llm.engine.max_model_len - max(len(p.token_ids) for p in prompts)
@@ -93,5 +100,13 @@ class Sglang(Generation):
             if (body.logprob_start_len or 0) >= 0:
                 completion["prompt_logprobs"] = body.top_logprobs_num or 0
         # Token ids, so that nothing is tokenized again.
-        ids = [p.token_ids for p in prompts]
-        return {**completion, "prompt": ids, "stream": bool(body.stream), "priority": body.priority or 0}
+        completion["prompt"] = [p.token_ids for p in prompts]
+        completion |= {"stream": bool(body.stream), "priority": body.priority or 0}
+        try:
+            made = CompletionRequest.model_validate(completion)
+        except ValidationError as error:
+            place = ("body", "sampling_params", *where)
+            found: list[Any] = [{**e, "loc": (*place, *e["loc"])} for e in error.errors()]
+            raise RequestValidationError(found) from error
+        salts = [salt for salt in (body.cache_salt, body.extra_key) if salt is not None]
+        return made.model_copy(update={"cache_salt": json.dumps(salts)}) if salts else made

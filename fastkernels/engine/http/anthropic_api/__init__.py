@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: a request is a chat completion in other words."""
