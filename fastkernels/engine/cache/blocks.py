@@ -37,8 +37,8 @@ class BlockManager:
     """Allocates blocks 1 .. num_blocks - 1. Block 0 is reserved: padded rows of a CUDA graph write there.
 
     window: the number of tokens that a query of these layers sees, itself included; None: all.
-    epoch: number of resets. What a sequence admitted in an earlier epoch computes depends on keys from before the
-    reset, so it names no more blocks.
+    epoch: number of resets. A sequence admitted in an earlier one names no more blocks: its keys depend on those from
+    before the reset.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ def longest(config: Any) -> int | None:
 
 
 def notice(config: Any, max_model_len: int) -> str:
-    """What a user should know about LongRoPE with this length, or ''."""
+    """A warning about LongRoPE with this length, or ''."""
     for rope in _ropes(config):
         original = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None

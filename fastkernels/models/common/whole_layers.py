@@ -20,7 +20,7 @@ Build = Callable[[int, str], nn.Module]  # a layer's number and its name
 
 
 def builder(arch: Architecture, d: Decoder) -> Build | None:
-    """What builds the layers, if arch names an op for whole layers that computes all layers of this description."""
+    """The builder of the layers, if arch names an op for whole layers that computes all layers of this description."""
     for op in arch.layers:
         same, make = LAYERS[op]
         if all(same(layer) == layer for layer in d.layers):
@@ -68,7 +68,7 @@ def _attention(layer: Layer, biases: bool = True) -> Attention | None:
 
 
 def _config(d: Decoder, layer: Layer) -> SimpleNamespace:
-    """What the classes of whole layers read of a config, from the description of one layer."""
+    """The fields that classes of whole layers read of a config, from the description of one layer."""
     a, mlp, norm = layer.attention, layer.mlp, layer.before_attention
     assert isinstance(a, Attention) and isinstance(norm, Norm)
     made = SimpleNamespace(
