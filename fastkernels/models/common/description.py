@@ -24,7 +24,7 @@ def refuse(config: Any, **allowed: Any) -> None:
     """Raise Unsupported for the first field of the config that is neither absent, None nor the allowed value."""
     for name, value in allowed.items():
         found = getattr(config, name, None)
-        same = found == value or (name == "hidden_act" and activations.NAMES.get(found) == value)
+        same = found == value or (name == "hidden_act" and activations.NAMES.get(str(found)) == value)
         if found is not None and not same:
             raise Unsupported(f"config.{name}={found!r} is not supported, only {value!r}")
 

@@ -34,7 +34,11 @@ def _llama(layer: Layer) -> Layer | None:
     if not isinstance(mlp, Mlp) or norm is None or norm.kind != "rms":
         return None
     attention = _attention(layer)
-    return attention and Layer(attention, Mlp(mlp.intermediate, bias=mlp.bias), norm, before_mlp=norm)
+    return (
+        None
+        if attention is None
+        else Layer(attention, Mlp(mlp.intermediate, bias=mlp.bias), norm, before_mlp=norm)
+    )
 
 
 def _qwen3(layer: Layer) -> Layer | None:
@@ -53,7 +57,11 @@ def _mixtral(layer: Layer) -> Layer | None:
         return None
     own = Experts(experts.count, experts.top_k, experts.intermediate, names=NUMBERED)
     attention = _attention(layer, biases=False)
-    return attention and Layer(attention, own, norm, before_mlp=norm, names={"mlp": "block_sparse_moe"})
+    return (
+        None
+        if attention is None
+        else Layer(attention, own, norm, before_mlp=norm, names={"mlp": "block_sparse_moe"})
+    )
 
 
 def _attention(layer: Layer, biases: bool = True) -> Attention | None:

@@ -205,7 +205,7 @@ def fields_read(config: Any) -> set[str]:
     class Recorded(own):  # type: ignore[misc, valid-type]
         def __getattribute__(self, name: str) -> Any:
             read.add(name)
-            return own.__getattribute__(self, name)
+            return super().__getattribute__(name)
 
     made.__class__ = Recorded
     try:

@@ -56,14 +56,16 @@ def decoder(config: Any, size: int, experts: d.ParallelExperts | None) -> d.Deco
 def _experts(config: Any) -> d.ParallelExperts | None:
     if not config.enable_moe_block:
         return None
-    sizes = {n: getattr(config, n) for n in ("num_experts", "top_k_experts", "moe_intermediate_size")}
-    for name, size in sizes.items():
-        if not size:
-            raise d.Unsupported(f"config.{name}={size!r} is not supported with enable_moe_block=True")
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if not getattr(config, name):
+            raise d.Unsupported(
+                f"config.{name}={getattr(config, name)!r} is not supported with enable_moe_block=True"
+            )
     activation = d.activation(config, "hidden_activation")
-    return d.ParallelExperts(
-        d.Experts(*sizes.values(), activation=activation), d.Norm(eps=config.rms_norm_eps)
-    )
+    experts = d.Experts(
+        config.num_experts, config.top_k_experts, config.moe_intermediate_size, activation=activation
+    )  # fmt: skip
+    return d.ParallelExperts(experts, d.Norm(eps=config.rms_norm_eps))
 
 
 def first_shared(config: Any) -> int:
