@@ -80,7 +80,8 @@ class Row:
 
     state       'active': ours is in place; 'off': not used; 'planned': engines built from now on
     calls       runs of the op's body since the patch (or since the last capture)
-    proof       'calls'; 'trace' if kernel names in a profiler trace of a replayed step show it; 'uncalled' if steps
+    proof       'calls'; 'fell back' if plain PyTorch ran in all of them;
+            'trace' if kernel names in a profiler trace of a replayed step show it; 'uncalled' if steps
                 have run and the model has called no module of the row
     reason      the reasons as one line
     left        {reason: calls} that stayed the host's because no tuned table lists ours as faster there
@@ -216,7 +217,7 @@ class Report:
         Modules that the model never calls (`uncalled`) are not counted, if others have run.
         """
         needed = [r for r in self.active if r.proof != "uncalled"]
-        return bool(needed) and all(r.calls > 0 for r in needed)
+        return bool(needed) and all(r.calls > 0 and r.proof != "fell back" for r in needed)
 
     @property
     def uncalled(self) -> list[Row]:

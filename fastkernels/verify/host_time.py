@@ -38,10 +38,10 @@ def slower_to_call(name: str, device: torch.device) -> str | None:
         except Exception as error:  # of a kernel, a compiler or the allocator
             text = next(iter(str(error).splitlines()), "")
             return f"the CPU time of {op} could not be measured: {type(error).__name__}: {text}"
-    ours, usual, case = max(found, key=lambda times: times[0] / times[1], default=(0.0, 0.0, ""))
-    if ours <= usual:
+    taken, usual, case = max(found, key=lambda times: times[0] / times[1], default=(0.0, 0.0, ""))
+    if taken <= usual:
         return None
-    return f"a call takes {1e6 * ours:.0f} us of the CPU, PyTorch's own ops {1e6 * usual:.0f} us ({case})"
+    return f"a call takes {1e6 * taken:.0f} us of the CPU, PyTorch's own ops {1e6 * usual:.0f} us ({case})"
 
 
 def least(call: Callable[[], Any]) -> float:

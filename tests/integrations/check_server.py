@@ -91,4 +91,4 @@ def test_candidate_with_an_import_error_ends_the_start(tmp_path, candidate):
     path = candidate("import nothing_of_that_name\n")
     server, _ = serve(tmp_path, FASTKERNELS_OPS="rms_norm", FASTKERNELS_CANDIDATES=f"rms_norm={path}")
     assert server.wait(timeout=200) != 0
-    assert "No module named 'nothing_of_that_name'" in (tmp_path / "log").read_text()
+    assert "nothing_of_that_name" in (tmp_path / "log").read_text()

@@ -16,6 +16,7 @@ a wrong norm differs by 1 and more.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -355,6 +356,8 @@ def cells(args: argparse.Namespace, feature: str) -> int:
         skip = f"no feature of {args.host}"
     elif feature in ("tp", "tp_norms", "ray", "pp", "ep") and torch.cuda.device_count() < 2:
         skip = "it needs two GPUs"
+    elif feature == "ray" and importlib.util.find_spec("ray") is None:
+        skip = "it needs the package ray"
     for way in args.ways.split(","):
         begun = time.monotonic()
         if skip:

@@ -231,7 +231,7 @@ def _note(op: str, reason: str) -> None:
         found.note(reason)
 
 
-def called(cls: type, method: str = "forward") -> dict[str, FunctionType]:
+def called(cls: type, method: str = "forward") -> dict[str, Any]:
     """{name: function} of the global functions that a method of the class calls by name."""
     forward = host_function(getattr(cls, method, None))
     if not isinstance(forward, FunctionType):
@@ -245,7 +245,7 @@ def called(cls: type, method: str = "forward") -> dict[str, FunctionType]:
     return {name: value for name, value in found.items() if plain_function(value) is not None}
 
 
-def callers(cls: type) -> dict[FunctionType, str]:
+def callers(cls: type) -> dict[Any, str]:
     """{global function: the method of the class that calls it by name}; of several, forward."""
     own = (name for name, value in vars(cls).items() if isinstance(value, FunctionType))
     methods = [*own, "forward"]

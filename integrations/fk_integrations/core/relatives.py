@@ -50,7 +50,7 @@ def _classes(adapter: Adapter) -> dict[type, str]:
     """{class of modules that a target with a live seam names: op}, of those that this process has imported."""
     found = {}
     for op in registry.op_names():
-        for target in registry.get(op).targets_for(adapter.host, adapter.version):
+        for target in registry.get(op).targets_for(adapter.host, adapter.version or None):
             module, _, name = target.path.partition(":")
             cls = getattr(sys.modules.get(module), name, None)
             if isinstance(cls, type) and issubclass(cls, nn.Module) and seam.find(target.seam).live:

@@ -172,15 +172,15 @@ def _decide(
         return Choice(False, False, "undecided")
     place = (own.sizes, call)
     if place not in own.trial.choices:
-        counted = [(op, op.calls, op.owned, op.fallbacks, op.left) for op in OPS.values()]
+        counted = [(op, op.calls, op.owned, op.plain, op.fallbacks, op.left) for op in OPS.values()]
         run = (partial(theirs, module, *args, **kwargs), partial(ours, module, *args, **kwargs))
         shapes = ", ".join(str(list(t.shape)) for t in tensors)
         kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         found = _measured(*run, device, _cost_of_choosing(args, kwargs))
         text = f"{own.trial.host_class.__name__} {kind} {shapes}: {found.text}"
         own.trial.choices[place] = Choice(found.captured, found.eager, text)
-        for op, calls, owned, fallbacks, left in counted:  # what a measurement runs is no proof
-            op.calls, op.owned, op.fallbacks, op.left = calls, owned, fallbacks, left
+        for op, calls, owned, plain, fallbacks, left in counted:  # what a measurement runs is no proof
+            op.calls, op.owned, op.plain, op.fallbacks, op.left = calls, owned, plain, fallbacks, left
     choice = own.choices[call] = own.trial.choices[place]
     if not any(found.captured or found.eager for found in own.choices.values()):
         own.back()  # without a wrapper of ours from now on

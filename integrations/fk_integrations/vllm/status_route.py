@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from fastkernels.core.env import Environment
-from fastkernels.patch import Report, Request
+from fastkernels.patch import Report, Request, find_host
 
 GROUP, NAME, PATH = "vllm.endpoint_plugins", "fastkernels", "/fastkernels"
 
@@ -38,15 +38,15 @@ class StatusRoute:
     async def report(self) -> Any:
         from fastapi.responses import JSONResponse
 
-        from fk_integrations.vllm.host import HOST, rpc_async
+        host = find_host("vllm")
 
         if self.client is None:
             return JSONResponse({"error": "this server has no engine: it only renders prompts"}, 503)
         try:
-            replies = await rpc_async(self.client, Request("report"))
+            replies = await host.call_async(self.client, Request("report"))
         except Exception as error:
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 503)
-        report = Report(HOST, self.client, replies)
+        report = Report(host, self.client, replies)
         errors = {reply["rank"]: reply["error"] for reply in replies if reply["error"]}
         counts = {"verified": report.verified, "patched_modules": report.patched_modules, "errors": errors}
         return JSONResponse({**report.to_dict(), **counts})

@@ -24,7 +24,7 @@ def post(url, body):
     return json.load(urllib.request.urlopen(request, timeout=60))
 
 
-def wait_until_ready(server, url, tries=300):
+def wait_until_ready(server, url, tries=600):
     for _ in range(tries):
         try:
             return urllib.request.urlopen(url + "/health", timeout=5)
