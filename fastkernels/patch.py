@@ -81,7 +81,7 @@ class Row:
     state       'active': ours is in place; 'off': not used; 'planned': engines built from now on
     calls       runs of the op's body since the patch (or since the last capture)
     proof       'calls'; 'fell back' if plain PyTorch ran in all of them;
-            'trace' if kernel names in a profiler trace of a replayed step show it; 'uncalled' if steps
+                'trace' if kernel names in a profiler trace of a replayed step show it; 'uncalled' if steps
                 have run and the model has called no module of the row
     reason      the reasons as one line
     left        {reason: calls} that stayed the host's because no tuned table lists ours as faster there

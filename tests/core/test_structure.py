@@ -220,7 +220,7 @@ CIRCLES_OF_FOLDERS: tuple[set[str], ...] = (
     _under(
         "fk_bench", "capture e2e e2e.pictures info kernels serving serving.load serving.report kernels.judge"
     )
-    | _under("fk_bench.kernels.judge", "clock correctness memory processes rows statistics"),
+    | _under("fk_bench.kernels.judge", "batches correctness processes rows statistics"),
     _under("fk_bench", "explain tables"),
 )
 
