@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from fk_integrations.transformers import architectures
+from fk_integrations.transformers import architectures, switches
 from fk_integrations.transformers.matching import Kind, Match, match
 
 from fastkernels.models.common import registry
@@ -37,7 +37,7 @@ class Row:
     modules    classes of modules; matched: how many of them by {"class", "signature", "probe"}, if all of them count
     ops        ops that its modules equal
     missing    {primitive: classes} that no op computes
-    differs    {difference: classes} that are matched by class only
+    differs    {difference: classes} that are matched by class only, or that only a switched config has
     error      why it is external or failed
     served     classes of the file that our engine serves whole; the file `runs` if `model` is one of them
     """
@@ -95,7 +95,19 @@ def audit(file: str) -> Row:
     found = {(type(module).__name__, match(module)) for module in model.modules()}
     for variant in architectures.variants(model):
         found |= {(type(module).__name__, match(module)) for module in variant.modules()}
-    return replace(judge(file, model_type, cls.__name__, runs, found), served=served)
+    row = judge(file, model_type, cls.__name__, runs, found)
+    if row.verdict is Verdict.COMPOSABLE:
+        row = needing(row, switches.switched(model))
+    return replace(row, served=served)
+
+
+def needing(row: Row, switched: Iterable[tuple[str, str, Match]]) -> Row:
+    """The row of a composable file: partial if a module of a switched config, (class, switches, match), differs."""
+    differs: dict[str, list[str]] = {}
+    for cls, told, m in switched:
+        if not m.strict:
+            differs.setdefault(m.needs or f"{m.op}: not shown to be equal", []).append(f"{cls} with {told}")
+    return replace(row, verdict=Verdict.PARTIAL, differs=differs) if differs else row
 
 
 def _served(classes: Iterable[str]) -> tuple[str, ...]:

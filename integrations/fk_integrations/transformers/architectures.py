@@ -213,13 +213,13 @@ def variants(model: Any) -> Iterator[Any]:
 
     for kind in ALLOWED_LAYER_TYPES:
         config = copy.deepcopy(model.config)
-        if not any(getattr(part, "layer_types", None) for part in _parts(config)):
+        if not any(getattr(part, "layer_types", None) for part in parts(config)):
             config = _completed(config)
-        parts = [part for part in _parts(config) if getattr(part, "layer_types", None)]
-        if not parts:
+        typed = [part for part in parts(config) if getattr(part, "layer_types", None)]
+        if not typed:
             return
         try:
-            for part in parts:
+            for part in typed:
                 layers = min(2, len(part.layer_types))
                 part.layer_types = [kind] * layers
                 if isinstance(getattr(part, "num_hidden_layers", None), int):
@@ -284,7 +284,7 @@ def _with_fields(cls: Any, config: Any) -> Any:
             return _on_meta(cls, config)
         except AttributeError as error:
             name = str(error).rpartition("has no attribute ")[2].strip("'")
-            lacking = [part for part in _parts(config) if name in _ABSENT and not hasattr(part, name)]
+            lacking = [part for part in parts(config) if name in _ABSENT and not hasattr(part, name)]
             if not lacking:
                 raise
             value = _ABSENT[name]
@@ -293,14 +293,14 @@ def _with_fields(cls: Any, config: Any) -> Any:
     return _on_meta(cls, config)
 
 
-def _parts(config: Any) -> list[Any]:
+def parts(config: Any) -> list[Any]:
     """A config and the configs in its fields."""
     return [config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))]
 
 
 def _completed(config: Any) -> Any:
     """The config with what some defaults lack: a vocabulary, and heads that divide the hidden size."""
-    for part in _parts(config):
+    for part in parts(config):
         hidden, heads = getattr(part, "hidden_size", None), getattr(part, "num_attention_heads", None)
         for name, kind in _LAYERS.items():
             if getattr(part, name, 0) is None and isinstance(getattr(part, "num_hidden_layers", None), int):

@@ -135,16 +135,26 @@ def match(module: nn.Module) -> Match:
 
 
 def _use(module: nn.Module) -> Any:
-    """The attributes that decide what a class computes: numbers and flags, without sizes of layers alone."""
+    """What decides what a class computes: its own use and its config."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         return type(module)
     config = getattr(module, "config", None)
     _configs[id(config)] = config
-    plain = (bool, str, int, float, type(None), tuple)
-    own = tuple(
-        sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k != "layer_idx")
-    )
-    return own, id(config), tuple(name for name, _ in module.named_children())
+    return own_use(module), id(config)
+
+
+def own_use(module: nn.Module) -> Any:
+    """The class of a module and its attributes that decide what it computes: numbers, strings, flags and parts."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        return type(module)
+    own = tuple(sorted((k, repr(v)) for k, v in vars(module).items() if _is_plain(v) and k != "layer_idx"))
+    return type(module), own, tuple(name for name, _ in module.named_children())
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(item, (bool, str, int, float)) for item in value)
+    return isinstance(value, (bool, str, int, float, type(None), tuple))
 
 
 def missing(primitive: str) -> Match:
