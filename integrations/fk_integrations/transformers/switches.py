@@ -38,7 +38,7 @@ def switched(model: Any) -> Iterator[tuple[str, str, Match]]:
     for group in _groups(model):
         config = copy.deepcopy(model.config)
         try:
-            told = ", ".join(f"{switch.name}={_set(config, switch)!r}" for switch in group)
+            told = ", ".join(f"{switch.name}={set_in(config, switch)!r}" for switch in group)
             variant = architectures.build(type(model), config)
         except Exception:  # a value that the model does not have
             continue
@@ -89,7 +89,7 @@ def _switches(model: Any) -> list[Switch]:
     return list(dict.fromkeys(found))
 
 
-def _set(config: Any, switch: Switch) -> Any:
+def set_in(config: Any, switch: Switch) -> Any:
     """Set a switch in each part of a config that has its field, or in all if none has it; the value that was set."""
     parts = architectures.parts(config)
     told = switch.value

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 from fk_bench.coverage import run as runner
 from fk_bench.coverage.audit import Row, Verdict, audit, judge, summary
 from fk_bench.coverage.command import file_of, paper_files
-from fk_integrations.transformers import architectures
+from fk_integrations.transformers import architectures, switches
 from fk_integrations.transformers.matching import Kind, Match, missing
 from support.commands import fk_bench_here
 
@@ -98,6 +99,47 @@ def test_partly_served_file_does_not_run() -> None:
     assert row.served == ("Gemma3ForCausalLM",)
     whole = audit("qwen3/modeling_qwen3.py")
     assert whole.verdict is Verdict.RUNS and whole.model in whole.served
+
+
+def test_relative_attention_off_by_default_is_partial() -> None:
+    row = audit(file_of("deberta_v2"))
+    told = [name for names in row.differs.values() for name in names]
+    assert row.verdict is Verdict.PARTIAL and not row.missing
+    assert "DisentangledSelfAttention with relative_attention=True" in told
+    assert any("pos_att_type=['c2p', 'p2c']" in name for name in told), "the lists that the file asks for"
+
+
+def test_position_embeddings_of_another_choice_are_partial() -> None:
+    row = audit(file_of("wav2vec2_conformer"))
+    told = [name for names in row.differs.values() for name in names]
+    assert row.verdict is Verdict.PARTIAL
+    assert "Wav2Vec2ConformerSelfAttention with position_embeddings_type='rotary'" in told
+
+
+@pytest.mark.parametrize("name", ["cvt", "idefics", "sam_hq"])
+def test_attention_or_linear_not_shown_equal_is_partial(name: str) -> None:
+    row = audit(file_of(name))
+    assert row.verdict is Verdict.PARTIAL and row.differs
+
+
+@pytest.mark.parametrize("name", ["deit", "arcee"])
+def test_covered_switches_stay_composable(name: str) -> None:
+    """DeiT's biases and Arcee's are flags that the file reads; linear layers compute either value."""
+    file = file_of(name)
+    _, model = architectures.representative(file)
+    found = list(switches.switched(model))
+    assert found and all(m.strict for _, _, m in found), found
+    assert audit(file).verdict is Verdict.COMPOSABLE
+
+
+def test_part_that_the_default_leaves_out_is_built() -> None:
+    class Config(transformers.BertConfig):
+        sub_configs: ClassVar = {"vision_config": transformers.ViTConfig}
+        vision_config = None
+
+    config = Config()
+    assert switches.set_in(config, switches.Switch("vision_config")) == "ViTConfig"
+    assert isinstance(config.vision_config, transformers.ViTConfig)
 
 
 def test_failed_audit_counts_as_not_covered() -> None:
