@@ -135,7 +135,7 @@ def match(module: nn.Module) -> Match:
 
 
 def _use(module: nn.Module) -> Any:
-    """What decides what a class computes: its own use and its config."""
+    """The own use of a module and its config, which decide what its class computes."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         return type(module)
     config = getattr(module, "config", None)

@@ -92,9 +92,10 @@ def _switches(model: Any) -> list[Switch]:
 def set_in(config: Any, switch: Switch) -> Any:
     """Set a switch in each part of a config that has its field, or in all if none has it; the value that was set."""
     parts = architectures.parts(config)
-    told = switch.value
+    told: Any = switch.value
     for part in [part for part in parts if hasattr(part, switch.name)] or parts:
-        before, value = getattr(part, switch.name, None), switch.value
+        before: Any = getattr(part, switch.name, None)
+        value: Any = switch.value
         if isinstance(before, bool):
             value = not before
         elif _is_flag(before):
@@ -132,7 +133,7 @@ def _words(cls: type) -> frozenset[str]:
 
 @dataclass
 class _Read:
-    """What a file reads of configs.
+    """Fields that a file reads of configs, and how it uses them.
 
     names      fields; defaults: {field: default} of flags that it reads with getattr
     choices    {field: strings that it is compared with}; members: {field: strings that it may contain}

@@ -72,11 +72,18 @@ def test_wrapper_is_built_from_its_documented_config(name: str, part: str) -> No
     assert part in {type(module).__name__ for module in model.modules()}
 
 
+def _of_default(row: Row) -> str:
+    """The verdict on the default config, which the readings are of: without what only switched configs need."""
+    named = [name for names in row.differs.values() for name in names]
+    only_switched = row.verdict is Verdict.PARTIAL and all(" with " in name for name in named)
+    return (Verdict.COMPOSABLE if only_switched else row.verdict).value
+
+
 @pytest.mark.slow
 @needs_drawn_version
 def test_audit_agrees_with_95_percent_of_hand_checks() -> None:
     rows = runner.run(sorted(VERDICTS), workers=2)
-    wrong = {r.file: r.verdict.value for r in rows if r.verdict.value != VERDICTS[r.file]}
+    wrong = {r.file: read for r in rows if (read := _of_default(r)) != VERDICTS[r.file]}
     assert len(wrong) <= 0.05 * len(rows), wrong
 
 
@@ -106,7 +113,7 @@ def test_relative_attention_off_by_default_is_partial() -> None:
     told = [name for names in row.differs.values() for name in names]
     assert row.verdict is Verdict.PARTIAL and not row.missing
     assert "DisentangledSelfAttention with relative_attention=True" in told
-    assert any("pos_att_type=['c2p', 'p2c']" in name for name in told), "the lists that the file asks for"
+    assert any("pos_att_type=['c2p', 'p2c']" in name for name in told), "the members that the file looks for"
 
 
 def test_position_embeddings_of_another_choice_are_partial() -> None:
