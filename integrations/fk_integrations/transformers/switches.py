@@ -45,7 +45,7 @@ def switched(model: Any) -> Iterator[tuple[str, str, Match]]:
         names = frozenset(switch.name for switch in group)
         for module in variant.modules():
             use = own_use(module)
-            mentioned = names & _words(type(module))
+            mentioned = names & _words(type(module))  # type: ignore[arg-type]
             if (use in base and not mentioned) or (use, mentioned and told) in seen:
                 continue
             seen.add((use, mentioned and told))
@@ -55,11 +55,11 @@ def switched(model: Any) -> Iterator[tuple[str, str, Match]]:
 def _groups(model: Any) -> list[tuple[Switch, ...]]:
     """The switches to try, each alone, then the first of each field that one class of the file reads."""
     found = _switches(model)
-    groups = dict.fromkeys((switch,) for switch in found)
+    groups: dict[tuple[Switch, ...], None] = dict.fromkeys((switch,) for switch in found)
     first = {switch.name: switch for switch in reversed(found)}
     for cls in vars(sys.modules[type(model).__module__]).values():
         if inspect.isclass(cls) and cls.__module__ == type(model).__module__:
-            together = tuple(first[name] for name in sorted(first.keys() & _words(cls)))
+            together = tuple(first[name] for name in sorted(first.keys() & _words(cls)))  # type: ignore[arg-type]
             groups[together] = None
     return [group for group in groups if group]
 
