@@ -49,6 +49,7 @@ class Target:
     tried     whether patch() without a list of ops lets the first calls decide, on a GPU, by time against the host
     note      why the class is not applied to live hosts, or how it differs from the host's
     compiled  with `tried`: chips on which code that torch.compile traces keeps ours, which was measured to be faster
+    traced    with `compiled`: ops that such code calls besides its own
     computes  scalar arguments of the op that the class has built in: {"approximate": "tanh"}
     module    module of our class; the registry sets it
     """
@@ -63,6 +64,7 @@ class Target:
     computes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     tried: bool = False
     compiled: tuple[str, ...] = ()
+    traced: tuple[str, ...] = ()
     module: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

@@ -16,10 +16,9 @@ from torch._dynamo.comptime import comptime
 
 from fastkernels.core.dispatch import OPS, Op, fusions_of, proving
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.trials import wrapper
+from fk_integrations.core.trials import MEASURING, TALLY, wrapper
 
 log = logging.getLogger("fastkernels")
-ATTRIBUTE = "_fastkernels_calls"
 _alive: WeakSet[Tally] = WeakSet()
 State = list[tuple[Op, int, int, dict[str, int], dict[str, int]]]
 
@@ -53,14 +52,16 @@ class Tally:
 
     def add(self, module: Any, holder: Any, journal: Journal) -> None:
         """Count the calls of a module. `holder`, itself or a part of it, has methods that `counted` wraps."""
-        journal.add(lambda: vars(holder).pop(ATTRIBUTE, None))
-        vars(holder)[ATTRIBUTE] = self
+        journal.add(lambda: vars(holder).pop(TALLY, None))
+        vars(holder)[TALLY] = self
         self.modules.append(module)
 
     def begin(self) -> State:
         return [(op, op.calls, op.owned, op.fallbacks, op.left) for op in self.ops]
 
     def end(self, before: State) -> None:
+        if MEASURING:
+            return
         for op, calls, owned, fallbacks, left in before:
             runs = op.calls - calls
             if runs > 0:
@@ -94,7 +95,7 @@ def counted(method: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             comptime(_note_compiled)
             return method(self, *args, **kwargs)
-        tally: Tally | None = vars(self).get(ATTRIBUTE)
+        tally: Tally | None = vars(self).get(TALLY)
         if tally is None:  # undone, and still held by other code
             return method(self, *args, **kwargs)
         before = tally.begin()
@@ -113,7 +114,7 @@ def _note_compiled(context: Any) -> None:
     except (AttributeError, KeyError) as error:  # of another PyTorch: its calls are then not in a row's
         log.debug("a compiled module is not counted: %s", error)
         return
-    tally: Tally | None = vars(module).get(ATTRIBUTE)
+    tally: Tally | None = vars(module).get(TALLY)
     if tally is not None:
         tally.compiled.add(id(module))
 
