@@ -92,7 +92,7 @@ def counted(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that counts what it runs in the object's tally."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # false while an exporter without Dynamo records
             comptime(_note_compiled)
             return method(self, *args, **kwargs)
         tally: Tally | None = vars(self).get(TALLY)

@@ -74,7 +74,7 @@ def test_compiled_blocks_are_ours_on_h100(
     monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0) if kept else (8, 0))
     monkeypatch.setattr(trials, "_measured", lambda *_: trials.Choice(False, False, "the host's"))
     # As Dynamo of torch 2.11 takes it in code that it traces.
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: torch.compiler.is_compiling())
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: torch.compiler.is_dynamo_compiling())
     model, blocks, x = build(name)
     classes, seen = [type(m) for m in model.modules()], set()
 
