@@ -49,7 +49,7 @@ class Target:
     tried     whether patch() without a list of ops lets the first calls decide, on a GPU, by time against the host
     note      why the class is not applied to live hosts, or how it differs from the host's
     compiled  with `tried`: chips on which code that torch.compile traces keeps ours, which was measured to be faster
-    traced    with `compiled`: ops that such code calls besides its own
+    traced    with `compiled`: further ops that such code calls
     computes  scalar arguments of the op that the class has built in: {"approximate": "tanh"}
     module    module of our class; the registry sets it
     """

@@ -157,7 +157,7 @@ def hosts_first(theirs: Callable[..., Any], method: Callable[..., Any]) -> Calla
         if own is None or own.left:
             return theirs(self, *args, **kwargs)
         where = own.where
-        x = kwargs.get(where) if type(where) is str else args[where] if len(args) > where else None  # type: ignore[operator]
+        x = kwargs.get(where) if isinstance(where, str) else args[where] if len(args) > where else None
         if type(x) is torch.Tensor:
             captured = own.at_once.get((x.shape, x.dtype))
             if captured is False or (captured and not capturing(x)):
