@@ -124,8 +124,8 @@ class Op:
     key: Key | None = None
     overload: Any = None
     calls: int = 0
-    plain: int = 0
     owned: int = 0
+    plain: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     candidate: Provider | None = None
@@ -266,7 +266,7 @@ class Op:
     def reset(self) -> None:
         """Set the counters to zero and read the order of providers from the environment again."""
         self._unowned_before = self.unowned
-        self.calls = self.plain = self.owned = 0
+        self.calls = self.owned = self.plain = 0
         self.fallbacks = {}
         self.left = {}
         self.forget()

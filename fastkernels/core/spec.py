@@ -51,6 +51,7 @@ class Target:
     compiled  with `tried`: chips on which code that torch.compile traces keeps ours, which was measured to be faster
     traced    with `compiled`: further ops that such code calls
     computes  scalar arguments of the op that the class has built in: {"approximate": "tanh"}
+    writes    arguments that the host's class overwrites although the op does not, with its mutated arguments: ("x",)
     module    module of our class; the registry sets it
     """
 
@@ -62,6 +63,7 @@ class Target:
     default: bool = True
     note: str = ""
     computes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    writes: tuple[str, ...] = ()
     tried: bool = False
     compiled: tuple[str, ...] = ()
     traced: tuple[str, ...] = ()

@@ -16,11 +16,12 @@ from torch._dynamo.comptime import comptime
 
 from fastkernels.core.dispatch import OPS, Op, fusions_of, proving
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.trials import MEASURING, TALLY, wrapper
+from fk_integrations.core.trials import MEASURING, wrapper
 
 log = logging.getLogger("fastkernels")
+ATTRIBUTE = "_fastkernels_calls"
 _alive: WeakSet[Tally] = WeakSet()
-State = list[tuple[Op, int, int, dict[str, int], dict[str, int]]]
+State = list[tuple[Op, int, int, int, dict[str, int], dict[str, int]]]
 
 
 class Tally:
@@ -29,7 +30,7 @@ class Tally:
     proving    the ops of which a call proves the row
     ops        these, fusions that run in their place, and those of rows inside
     modules    the row's modules
-    calls      runs of the bodies of `proving` inside these modules
+    calls      runs of the bodies of `proving` inside these modules; `plain`: of these, in plain PyTorch as a fallback
     direct     {op: runs} inside these modules, and not inside a module of another row
     fallbacks  {reason: calls} of `proving`, and `left` likewise; see Op
     compiled   ids of the modules that torch.compile has traced
@@ -45,24 +46,24 @@ class Tally:
         _alive.add(self)
 
     def clear(self) -> None:
-        self.calls = 0
+        self.calls = self.plain = 0
         self.direct: dict[str, int] = {}
         self.fallbacks: dict[str, int] = {}
         self.left: dict[str, int] = {}
 
     def add(self, module: Any, holder: Any, journal: Journal) -> None:
         """Count the calls of a module. `holder`, itself or a part of it, has methods that `counted` wraps."""
-        journal.add(lambda: vars(holder).pop(TALLY, None))
-        vars(holder)[TALLY] = self
+        journal.add(lambda: vars(holder).pop(ATTRIBUTE, None))
+        vars(holder)[ATTRIBUTE] = self
         self.modules.append(module)
 
     def begin(self) -> State:
-        return [(op, op.calls, op.owned, op.fallbacks, op.left) for op in self.ops]
+        return [(op, op.calls, op.owned, op.plain, op.fallbacks, op.left) for op in self.ops]
 
     def end(self, before: State) -> None:
         if MEASURING:
             return
-        for op, calls, owned, fallbacks, left in before:
+        for op, calls, owned, plain, fallbacks, left in before:
             runs = op.calls - calls
             if runs > 0:
                 inner = op.owned - owned
@@ -71,6 +72,7 @@ class Tally:
                     self.direct[op.name] = self.direct.get(op.name, 0) + runs - inner
                 if op.name in self.proving:
                     self.calls += runs
+                    self.plain += max(op.plain - plain, 0)
             if op.name in self.proving and op.fallbacks is not fallbacks:
                 _add_new(self.fallbacks, op.fallbacks, fallbacks)
             if op.name in self.proving and op.left is not left:
@@ -95,7 +97,7 @@ def counted(method: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_dynamo_compiling():  # false while an exporter without Dynamo records
             comptime(_note_compiled)
             return method(self, *args, **kwargs)
-        tally: Tally | None = vars(self).get(TALLY)
+        tally: Tally | None = vars(self).get(ATTRIBUTE)
         if tally is None:  # undone, and still held by other code
             return method(self, *args, **kwargs)
         before = tally.begin()
@@ -114,7 +116,7 @@ def _note_compiled(context: Any) -> None:
     except (AttributeError, KeyError) as error:  # of another PyTorch: its calls are then not in a row's
         log.debug("a compiled module is not counted: %s", error)
         return
-    tally: Tally | None = vars(module).get(TALLY)
+    tally: Tally | None = vars(module).get(ATTRIBUTE)
     if tally is not None:
         tally.compiled.add(id(module))
 
@@ -164,6 +166,13 @@ class Counts:
             total += sum(t.direct.get(op.name, 0) for t in around)
             total += compiled_calls(op, tally, around, self.before.get(op.name, 0))
         return total
+
+    def plain(self, row: Any, ops: Iterable[Op]) -> int:
+        """Those of a row's calls that fell back to plain PyTorch; with calls in compiled code, those of the process."""
+        tally = self.of.get(id(row))
+        if tally is not None and row.calls == tally.calls:
+            return tally.plain
+        return sum(op.plain for op in ops)
 
     def reasons(self, row: Any, kind: str, ops: Iterable[Op]) -> dict[str, int]:
         """{reason: calls} of a row's ops; kind: 'fallbacks' or 'left'."""

@@ -34,7 +34,6 @@ UNDECIDED = "undecided"
 COMPILED = "torch.compile fuses the host's code"
 NO_GRAPHS = "without CUDA graphs, calls of ours take too much of the CPU"
 OWN = "_fastkernels_first_call"
-TALLY = "_fastkernels_calls"
 MEASURING: list[Any] = []  # modules that decide now: what they run is no proof
 
 
@@ -261,7 +260,7 @@ def _decide(
         try:
             found = _measured(*run, device, cost_of_the_hosts())
         finally:
-            MEASURING.remove(module)
+            MEASURING.pop()
             del own.choices[call]
             for op, calls, owned, plain, fallbacks, left in counted:
                 op.calls, op.owned, op.plain, op.fallbacks, op.left = calls, owned, plain, fallbacks, left
