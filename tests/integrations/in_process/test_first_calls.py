@@ -262,6 +262,24 @@ def test_default_patch_keeps_what_wins_and_undoes() -> None:
     assert not any(OWN in vars(m) for m in model.modules())
 
 
+def test_measurements_are_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of modules inside of others, too, which the measurements of these call."""
+
+    def measured(theirs: Callable[[], Any], ours: Callable[[], Any], *_: Any) -> trials.Choice:
+        for _ in range(3):
+            theirs(), ours()
+        return trials.Choice(True, True, "ours")
+
+    monkeypatch.setattr(trials, "_measured", measured)
+    model, run = vit()
+    with fastkernels.patch(model) as report:
+        run()
+        first = {(row.op, row.host_class): row.calls for row in report.refresh().active}
+        run()
+        both = {(row.op, row.host_class): row.calls for row in report.refresh().active}
+    assert sum(first.values()) and both == {key: 2 * calls for key, calls in first.items()}
+
+
 def test_flux_decides_about_processors_and_norms() -> None:
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
