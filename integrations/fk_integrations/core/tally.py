@@ -164,6 +164,8 @@ class Counts:
         total = tally.calls if tally is not None and {op.name for op in ops} == tally.proving else 0
         for op in ops:
             total += sum(t.direct.get(op.name, 0) for t in around)
+            if tally is not None and op.name not in tally.proving:  # a fusion
+                total += tally.direct.get(op.name, 0)
             total += compiled_calls(op, tally, around, self.before.get(op.name, 0))
         return total
 
