@@ -45,6 +45,8 @@ class DuplicateName(ValueError):
     """Two files claim one name. The message names both."""
 
 
+# Functional ops of this process without a file in `overrides/`, such as those of a plugin.
+defined: set[str] = set()
 OPS_ROOT = Path(__file__).resolve().parents[1] / "overrides"
 OPS_PACKAGE = "fastkernels.overrides"
 # An assignment at the start of a line is at the top level.

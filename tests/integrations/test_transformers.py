@@ -77,7 +77,7 @@ def test_norms_of_an_unknown_forward_are_named(monkeypatch: pytest.MonkeyPatch) 
     for module in model.modules():
         if type(module).__name__ == "LlamaRMSNorm":
             module.__class__ = OddRMSNorm
-    found = r"5 stay with the host: .*OddRMSNorm, whose forward is not one that rms_norm replaces"
+    found = r"5 unsupported: .*OddRMSNorm, whose forward is not one that rms_norm replaces"
     with pytest.raises(PatchError, match=found):
         fastkernels.patch(model, ops="rms_norm")
 
