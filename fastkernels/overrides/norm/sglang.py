@@ -303,13 +303,13 @@ _L2_NOTE = "SGLang's linear attention binds the function at import: for forks an
 
 TARGETS = {
     "rms_norm": (
-        Target("sglang", _HOST + "RMSNorm", "SGLangRMSNorm_0_5_16", "leaf", "<0.5.21"),
-        Target("sglang", _HOST + "RMSNorm", "SGLangRMSNorm", "leaf", ">=0.5.21"),
+        Target("sglang", _HOST + "RMSNorm", "SGLangRMSNorm_0_5_16", "leaf", "<0.5.21", writes=("x",)),
+        Target("sglang", _HOST + "RMSNorm", "SGLangRMSNorm", "leaf", ">=0.5.21", writes=("x",)),
         Target("sglang", _HOST + "Gemma4RMSNorm", "SGLangGemma4RMSNorm", "leaf"),
         Target("sglang", _HOST + "RMSNormWithoutScale", "SGLangRMSNormWithoutScale", "leaf"),
     ),
     "gemma_rms_norm": (
-        Target("sglang", _HOST + "GemmaRMSNorm", "SGLangGemmaRMSNorm", "leaf"),
+        Target("sglang", _HOST + "GemmaRMSNorm", "SGLangGemmaRMSNorm", "leaf", writes=("x",)),
         Target("sglang", _HOST + "Gemma3RMSNorm", "SGLangGemma3RMSNorm_0_5_16", "leaf", "<0.5.17"),
         Target("sglang", _HOST + "Gemma3RMSNorm", "SGLangGemma3RMSNorm", "leaf", ">=0.5.17"),
     ),
