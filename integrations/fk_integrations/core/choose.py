@@ -19,7 +19,7 @@ from fastkernels.patch import Request
 from fastkernels.verify import cache, measure, phases
 from fastkernels.verify.measure import Point, named_shape
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import seam
+from fk_integrations.core import seam_interface
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.ranks import agree
@@ -130,7 +130,7 @@ def modules_of(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tu
     """The modules that the op can replace, each with the values of the key's shape."""
     found = []
     for target in adapter.targets(spec, model):
-        place, host_class = seam.find(target.seam), seam.host_class(target)
+        place, host_class = seam_interface.find(target.seam), seam_interface.host_class(target)
         if not place.live or host_class is None:
             continue
         supports = getattr(registry.target_class(target), "supports", None)

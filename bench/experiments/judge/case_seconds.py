@@ -1,6 +1,6 @@
 """Where the time of a kernels run goes: seconds a case by phase, from its rows.
 
-python bench/experiments/judge/phases.py RUN/rows.jsonl
+python bench/experiments/judge/case_seconds.py RUN/rows.jsonl
 """
 
 from __future__ import annotations
