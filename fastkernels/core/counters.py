@@ -1,4 +1,4 @@
-"""What an op counts in this process: calls, by which a report proves that it runs, and the reasons of those not ours."""
+"""What an op counts in this process: calls, which prove that it runs, and the reasons of those that were not ours."""
 
 from __future__ import annotations
 

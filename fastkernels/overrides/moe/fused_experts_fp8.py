@@ -98,7 +98,10 @@ def unsupported_scales(
     for name, w, scale in (("w1", w1, w1_scale), ("w2", w2, w2_scale)):
         e, n, k = w.shape
         if block_shape is not None and k % BLOCK:
-            return f"fused_experts_fp8: {name} has {k} columns, not a multiple of {BLOCK}, the size of activation groups"
+            return (
+                f"fused_experts_fp8: {name} has {k} columns, not a multiple of {BLOCK},"
+                " the size of activation groups"
+            )
         shapes: dict[int, list[tuple[int, ...]]] = {BLOCK: [(e, blocks(n), blocks(k))]}
         if block_shape is None:
             shapes = {TENSOR: [(e,), (e, 1), (e, 1, 1)], ROW: [(e, n), (e, n, 1)]}
