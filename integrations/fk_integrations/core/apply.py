@@ -312,7 +312,9 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         if stays is None:
             trained = spec.name if patched.adapter.trained else ""
             journal = patched.journal
-            made = Swap(patched.adapter, module, host_class, ours, journal, by_table, trial, trained, tally)
+            made = Swap(
+                patched.adapter, module, host_class, ours, journal, by_table, trial, trained, tally, spec.name
+            )
             stays = _swap(place, made)
             if stays is not None and by_table and place.optional:
                 stays = _unless_requested(stays)
@@ -422,7 +424,7 @@ def _stays(patched: Patched, spec: OpSpec, module: Any, by_table: bool, requeste
     if not by_table:
         return patched.adapter.fused(patched.model, spec.name, module)
     op = spec.tuned_by
-    shape = patched.adapter.shape(op, module)
+    shape = patched.adapter.of(op.name).shape(op, module)
     if isinstance(shape, Reason):
         return _unless_requested(shape)
     slower = tuning.not_faster(op.name, op.key, shape, _device(patched.model))

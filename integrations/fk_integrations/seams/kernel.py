@@ -24,5 +24,5 @@ class Kernel(Seam):
         methods = ("apply_scaled_mm", "apply_weights")
         reason = replace_attribute(holder_of(swap.module), "fp8_linear", swap.ours, methods, swap.journal)
         if reason is None:
-            swap.adapter.kernel_swapped(swap.module)
+            swap.adapter.of(swap.op).swapped(swap.module)
         return reason

@@ -54,7 +54,7 @@ def shape(op: Any, module: Any) -> tuple[Any, ...] | Reason:
 def swap_experts(module: Any, ours: Any, version: str, journal: Journal, by_table: bool) -> Reason | None:
     """Have a layer's experts run ours, on its own weights. None, or why not.
 
-    by_table: see Adapter.swap_experts. A captured graph replays the choice that was made at its capture.
+    by_table: see HostOp.swap. A captured graph replays the choice that was made at its capture.
     """
     if (text := unsupported(module)) is not None:
         return Reason(Kind.UNSUPPORTED, text)
