@@ -96,7 +96,7 @@ class Adapter:
             journal.set_attribute(module, "_forward_method", module.forward)
 
     def of(self, op: str) -> HostOp:
-        """What is special about an op, by its name or that of the functional op that it is measured by."""
+        """The special handling of an op, by its name or that of the functional op that it is measured by."""
         return HostOp()
 
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:
