@@ -1,4 +1,4 @@
-"""The counters of an op in this process: calls, which prove that it runs, and the reasons of calls that were not ours."""
+"""The counters of an op in this process: calls, which prove that it runs, and the reasons of other calls."""
 
 from __future__ import annotations
 
