@@ -215,11 +215,12 @@ CIRCLES_OF_FOLDERS: tuple[set[str], ...] = (
     _under("fastkernels.overrides", "dense_attention diffusion"),
     {"fastkernels", "fastkernels.verify", "fastkernels.engine"}
     | _under("fastkernels.engine", "cache execution execution.attention sampling scheduling structured"),
-    {"fastkernels.engine.http"} | _under("fastkernels.engine.http", "parsing responses_api sglang_api"),
+    {"fastkernels.engine.http"}
+    | _under("fastkernels.engine.http", "anthropic_api parsing responses_api sglang_api"),
     _under(
         "fk_bench", "capture e2e e2e.pictures info kernels serving serving.load serving.report kernels.judge"
     )
-    | _under("fk_bench.kernels.judge", "clock correctness memory processes rows statistics"),
+    | _under("fk_bench.kernels.judge", "batches correctness processes rows statistics"),
     _under("fk_bench", "explain tables"),
 )
 

@@ -109,7 +109,7 @@ class Patched:
             row.state = "active"
             row.explain({Reason(Kind.CANDIDATE, "candidate"): 0})
         row.proof = "trace" if row.op in self.traced else "calls" if row.calls else ""
-        if row.proof == "calls" and row.calls <= sum(op.plain for op in ops):
+        if row.proof == "calls" and row.calls <= self.counts.plain(row, ops):
             row.proof = "fell back"
 
     def _calls(self, row: Row, ops: list[Op]) -> int:

@@ -21,7 +21,7 @@ from fk_integrations.core.trials import wrapper
 log = logging.getLogger("fastkernels")
 ATTRIBUTE = "_fastkernels_calls"
 _alive: WeakSet[Tally] = WeakSet()
-State = list[tuple[Op, int, int, dict[str, int], dict[str, int]]]
+State = list[tuple[Op, int, int, int, dict[str, int], dict[str, int]]]
 
 
 class Tally:
@@ -30,7 +30,7 @@ class Tally:
     proving    the ops of which a call proves the row
     ops        these, fusions that run in their place, and those of rows inside
     modules    the row's modules
-    calls      runs of the bodies of `proving` inside these modules
+    calls      runs of the bodies of `proving` inside these modules; `plain`: of these, in plain PyTorch as a fallback
     direct     {op: runs} inside these modules, and not inside a module of another row
     fallbacks  {reason: calls} of `proving`, and `left` likewise; see Op
     compiled   ids of the modules that torch.compile has traced
@@ -46,7 +46,7 @@ class Tally:
         _alive.add(self)
 
     def clear(self) -> None:
-        self.calls = 0
+        self.calls = self.plain = 0
         self.direct: dict[str, int] = {}
         self.fallbacks: dict[str, int] = {}
         self.left: dict[str, int] = {}
@@ -58,10 +58,10 @@ class Tally:
         self.modules.append(module)
 
     def begin(self) -> State:
-        return [(op, op.calls, op.owned, op.fallbacks, op.left) for op in self.ops]
+        return [(op, op.calls, op.owned, op.plain, op.fallbacks, op.left) for op in self.ops]
 
     def end(self, before: State) -> None:
-        for op, calls, owned, fallbacks, left in before:
+        for op, calls, owned, plain, fallbacks, left in before:
             runs = op.calls - calls
             if runs > 0:
                 inner = op.owned - owned
@@ -70,6 +70,7 @@ class Tally:
                     self.direct[op.name] = self.direct.get(op.name, 0) + runs - inner
                 if op.name in self.proving:
                     self.calls += runs
+                    self.plain += max(op.plain - plain, 0)
             if op.name in self.proving and op.fallbacks is not fallbacks:
                 _add_new(self.fallbacks, op.fallbacks, fallbacks)
             if op.name in self.proving and op.left is not left:
@@ -161,8 +162,17 @@ class Counts:
         total = tally.calls if tally is not None and {op.name for op in ops} == tally.proving else 0
         for op in ops:
             total += sum(t.direct.get(op.name, 0) for t in around)
+            if tally is not None and op.name not in tally.proving:  # a fusion
+                total += tally.direct.get(op.name, 0)
             total += compiled_calls(op, tally, around, self.before.get(op.name, 0))
         return total
+
+    def plain(self, row: Any, ops: Iterable[Op]) -> int:
+        """Those of a row's calls that fell back to plain PyTorch; with calls in compiled code, those of the process."""
+        tally = self.of.get(id(row))
+        if tally is not None and row.calls == tally.calls:
+            return tally.plain
+        return sum(op.plain for op in ops)
 
     def reasons(self, row: Any, kind: str, ops: Iterable[Op]) -> dict[str, int]:
         """{reason: calls} of a row's ops; kind: 'fallbacks' or 'left'."""

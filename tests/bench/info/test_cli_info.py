@@ -64,6 +64,17 @@ def test_list_describes_entries(
     assert status == 0 and some <= {r[key] for r in rows} and all(r["about"] for r in rows)
 
 
+def test_models_name_the_test_that_verified_them(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = last(run(capsys, "list", "models", "--json")[1])["models"]
+    files = sorted({row["verified"]["test"].partition("::")[0] for row in rows})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    tests = {line.strip() for line in done.stdout.splitlines() if "::" in line}
+    tests |= {line.partition("[")[0] for line in tests}
+    assert {row["verified"]["test"] for row in rows} - tests == set()
+    assert all(0 <= row["verified"]["tolerance"] < 1e-3 for row in rows)
+
+
 def test_list_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     rows = last(run(capsys, "list", "hosts")[1])["hosts"]
     assert {r["host"] for r in rows} == set(signature_diff.hosts()) >= {"vllm", "sglang"}

@@ -77,13 +77,10 @@ def test_weights_of_a_module_are_made_again() -> None:
     assert equal(made.args_of(0), slots.args_of(3))
 
 
-def test_partly_renewed_slot_has_no_recipe() -> None:
+def test_no_recipe_reveals_nothing() -> None:
     spec = registry.get("silu_and_mul")
     trial = next(t for t in trials(spec, ("random",), "cpu", ("odd_1128",)))
-    slots = Slots(spec, lambda g: trial.make("cpu", g), "cpu", 4, "op", True)
-    slots.refresh()
-    slots.renew(2, part=True)
-    assert slots.recipe_of(2) is None and revealed(spec, trial, None) == ""
+    assert revealed(spec, trial, None) == ""
 
 
 @pytest.mark.parametrize("text", ["", "abc", "eNp1j0tuwzAMRK8SaJ2kJinKSS8TqLIcG5UsQx8URZC7V"])

@@ -150,7 +150,7 @@ def test_modules_keep_their_weights_and_get_new_activations() -> None:
     before = [slots.args_of(s)[0].clone() for s in range(4)]
     slots.refresh()
     slots.renew(1)
-    slots.renew(2, part=True)
+    slots.renew(2)
     for s in range(4):
         x, weight, *_ = slots.args_of(s)
         assert torch.equal(weight, held[0]) and not torch.equal(x, before[s])

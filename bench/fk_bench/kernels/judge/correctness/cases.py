@@ -208,10 +208,10 @@ def _extremes(spec: OpSpec, here: list[Trial], every: bool) -> list[Trial]:
         for dtype in dtypes if every else [rng.choice(dtypes)]:
             small = sorted((t.case for t in here if t.case.dtype == dtype), key=spec.bytes_moved)
             for base in rng.sample(small, min(ATTEMPTS, len(small))):
-                if (drawn := extremes.apply(kind, spec, base, rng)) is not None:
-                    case = replace(drawn, name=f"{dtype}:{kind.name}")
+                if (made := extremes.apply(kind, spec, base, rng)) is not None:
+                    case = replace(made, name=f"{dtype}:{kind.name}")
                     nonfinite = frozenset({kind.name} if kind.nonfinite else ())
-                    make = maker(spec, drawn)
+                    make = maker(spec, made)
                     found.append(Trial("extreme", case, make, kind.edit, nonfinite=nonfinite))
                     break
     return found

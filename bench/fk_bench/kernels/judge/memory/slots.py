@@ -178,10 +178,8 @@ class Slots:
     def _generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
 
-    def recipe_of(self, slot: int) -> dict[str, Any] | None:
-        """All that the values of a slot are made from; None if a part of them was renewed."""
-        if slot in self._patched:
-            return None
+    def recipe_of(self, slot: int) -> dict[str, Any]:
+        """All that the values of a slot are made from."""
         return {
             "seed": self.seeds[self.origin[slot]], "weights": self._held_seed, "factor": self.factors[slot],
             "shift": self.shifts[slot], "code": self.codes[slot], "rolls": self.rolls,
@@ -280,7 +278,7 @@ class Slots:
                 for at in range(0, len(rows), chunk):
                     part, numbers = rows[at : at + chunk], chosen[m][at : at + chunk]
                     made = value
-                    if self._permuted(i):
+                    if self._permuter is not None and self._permuted(i):
                         made = self._permuter.apply(i, value, [self.codes[start + s] for s in numbers])
                     elif turns is not None:
                         from_ = [self._shift(start + s, i) for s in numbers]
