@@ -70,21 +70,21 @@ class FastKernelsAdapter(Adapter):
 class _Attention(HostOp):
     """Attention with keys and values of several heads."""
 
-    def __init__(self, runner: Any):
-        self.runner = runner
+    def __init__(self, model_runner: Any):
+        self.model_runner = model_runner
 
     def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
         if not _is_attention(module) or module.sinks is not None:  # what is measured has no sinks
             return None
-        runner = self.runner
+        runner = self.model_runner
         if runner.config.attention_backend is not None:
             return None  # the user has chosen
         heads = module.num_heads, module.num_kv_heads, module.head_size
         return *heads, runner.config.block_size, max(module.window_left + 1, 0), runner.cache_dtype
 
     def points(self, op: Any) -> Sequence[tuple[int, ...]]:
-        most = self.runner.config.max_num_seqs
-        return [(batch, self.runner.max_model_len) for batch in BATCHES if batch <= most]
+        most = self.model_runner.config.max_num_seqs
+        return [(batch, self.model_runner.max_model_len) for batch in BATCHES if batch <= most]
 
 
 class _Linear(HostOp):
