@@ -10,7 +10,6 @@ replay of a CUDA graph runs no body.
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import torch
 
 from fastkernels.core import inductor_repair, registry
 from fastkernels.core import tuning as tuned
+from fastkernels.core.counters import Counters, UnsupportedCase
 from fastkernels.core.env import Environment
 from fastkernels.core.tuning import Key
 
@@ -33,12 +33,8 @@ LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
 only_overload = False
 OPS: dict[str, Op] = {}
 PLAIN = ("torch", "reference")  # providers without a kernel of ours
-_around: Callable[[Op, Provider], Provider] | None = None
+_around: Callable[[Choice, Provider], Provider] | None = None
 _direct: set[int] = set()  # threads; see direct_calls
-
-
-class UnsupportedCase(RuntimeError):
-    """No provider supports the call, or FASTKERNELS_STRICT=1 turned a fallback into an error."""
 
 
 class ForOthers(str):
@@ -105,139 +101,20 @@ def installed(module: str) -> bool:
 
 
 @dataclass
-class Op:
-    """A functional op: its providers, and the counters that prove it ran.
+class Choice(Counters):
+    """Which provider of an op runs a call: the order of providers, the chip's table, and the user's requests.
 
-    key         how to look a call up in a tuned table; None for an op without a table
-    functional  for an op that mutates arguments: the torch op that returns their new values instead
-    unchanging  for an op that mutates only arguments that may be None: (their positions, the torch op of compiled calls
-                in which all of them are). Inductor of torch 2.13 cannot compile `overload` for these
-    plain       of the calls, those that fell back to plain PyTorch
-    left        {reason: calls} that a seam left to the host because of the op's table; these are not fallbacks
-    owned       the calls that an integration has attributed to single modules; all others are `unowned`
-
-    `fallbacks` and `left` are replaced, not changed, so that a reader may keep them to compare.
+    key  how to look a call up in a tuned table; None for an op without a table
     """
 
-    name: str
     providers: tuple[Provider, ...]
     key: Key | None = None
-    overload: Any = None
-    calls: int = 0
-    owned: int = 0
-    plain: int = 0
-    fallbacks: dict[str, int] = field(default_factory=dict)
-    left: dict[str, int] = field(default_factory=dict)
-    candidate: Provider | None = None
-    functional: Callable[..., Any] | None = None
-    unchanging: tuple[tuple[int, ...], Any] | None = None
-    _order: dict[str, list[Provider]] = field(default_factory=dict)
-    _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict)
-    _faster: dict[str, tuned.Lookup[Provider | None]] = field(default_factory=dict)
-    _unowned_before: int = 0  # in resets
-    _strict: bool = False
-    _wanted: str | None = None
-    _requested: str | None = None
-
-    def __call__(self, *args: Any) -> Any:
-        if _direct and get_ident() in _direct:
-            return self.run(*args)
-        if self.unchanging is not None and not only_overload and torch.compiler.is_dynamo_compiling():
-            positions, overload = self.unchanging
-            if all(i >= len(args) or args[i] is None for i in positions):
-                return overload(*args)
-        return self.overload(*args)
-
-    def body(self, device: str) -> Callable[..., Any]:
-        """Make the implementation of torch.ops.fastkernels.NAME for a device type: pick the provider, run it."""
-        pick = self._pick  # looked up once: this code runs on every call
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return pick(device, args, kwargs).fn(*args, **kwargs)
-
-        return run
-
-    def run(self, *args: Any) -> Any:
-        """Run the body without torch's dispatcher, for the device of the first argument."""
-        return self._pick(args[0].device.type, args, {}).fn(*args)
-
-    def into(self, out: torch.Tensor, *args: Any) -> None:
-        """Run the op and put its result into `out`, a tensor of the result's shape and dtype.
-
-        A provider with `out` writes there directly if `out` is contiguous; other results are copied. Only for code that
-        torch.compile does not trace, such as the hosts' attention: a tracer would not see one op here. Raises
-        ValueError if the result is not one tensor of that shape, dtype and device.
-        """
-        provider = self._pick(args[0].device.type, args, {})
-        found = provider.fn(*args, out=out) if provider.out and out.is_contiguous() else provider.fn(*args)
-        if found is out:
-            return
-        if not isinstance(found, torch.Tensor):
-            raise ValueError(
-                f"{self.name}: {provider.name} returns {type(found).__name__}, not one tensor for `out`"
-            )
-        if (found.shape, found.dtype, found.device) != (out.shape, out.dtype, out.device):
-            raise ValueError(
-                f"{self.name}: out is {_described(out)}, the result of {provider.name} is {_described(found)}"
-            )
-        out.copy_(found)
-
-    def onto(self, new: tuple[torch.Tensor, ...], changed: tuple[int, ...], *args: Any) -> None:
-        """Run an op that mutates the arguments at positions `changed`, but write their new values to `new`."""
-        provider = self._pick(args[0].device.type, args, {})
-        if provider.out:
-            provider.fn(*args, out=new)
-            return
-        given = list(args)
-        for i, tensor in zip(changed, new, strict=True):
-            given[i] = tensor.copy_(args[i])
-        provider.fn(*given)
-
-    def faster(self, *args: Any) -> bool:
-        """Whether the chip's table names an available provider that supports this call and beats production.
-
-        Runs and counts nothing, and ignores explicit requests (see `requested`). Raises TableError.
-        """
-        if self.key is None:
-            return False
-        provider = self.winner(args[0].device.type, *self.key.of(*args))
-        return provider is not None and (provider.supports is None or provider.supports(*args) is None)
-
-    def winner(self, device: str, shape: tuple[Any, ...], sizes: tuple[int, ...]) -> Provider | None:
-        """Return the available provider that beats production for calls of this key, by the chip's table.
-
-        For seams that know the key before they have the op's arguments. Reads no tensor. Raises TableError.
-        """
-        found = self._faster.get(device)
-        if found is None:
-            assert self.key is not None
-            table = tuned.entries(self.name, tuned.chip_of(device))
-            found = tuned.lookup(self.key, table).map(lambda entry: self._winner(entry, device))
-            self._faster[device] = found
-        return found.find(shape, sizes)
-
-    def _winner(self, entry: tuned.Entry, device: str) -> Provider | None:
-        provider = self._provider_of(entry) if entry.faster else None
-        return provider if provider is not None and provider.unavailable(device) is None else None
-
-    def _pick(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Provider:
-        """Count the call and return its provider. Raises UnsupportedCase."""
-        self.calls += 1
-        order = self._order.get(device) or self._resolve(device)
-        if device in self._tuned:
-            order = self._chosen(device, args, kwargs) or order
-        fell_back = False
-        for provider in order:
-            supports = provider.supports
-            reason = None if supports is None else supports(*args, **kwargs)
-            if reason is None:
-                if fell_back and provider.name in PLAIN:
-                    self.plain += 1
-                return provider
-            if not isinstance(reason, ForOthers) or provider.name == self._wanted:
-                self.note(f"{provider.name}: {reason}")
-                fell_back = True
-        raise UnsupportedCase(f"{self.name}: no provider supports this case on {device}: {self.fallbacks}")
+    candidate: Provider | None = field(default=None, kw_only=True)
+    _order: dict[str, list[Provider]] = field(default_factory=dict, kw_only=True)
+    _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict, kw_only=True)
+    _faster: dict[str, tuned.Lookup[Provider | None]] = field(default_factory=dict, kw_only=True)
+    _wanted: str | None = field(default=None, kw_only=True)
+    _requested: str | None = field(default=None, kw_only=True)
 
     def order(self, device: str) -> list[tuple[Provider, str | None]]:
         """All providers in order of preference, each with the reason why it is unavailable, or None."""
@@ -263,36 +140,24 @@ class Op:
         self.candidate = None if fn is None else Provider(label, fn, devices, supports=supports)
         self.forget()
 
-    def reset(self) -> None:
-        """Set the counters to zero and read the order of providers from the environment again."""
-        self._unowned_before = self.unowned
-        self.calls = self.owned = self.plain = 0
-        self.fallbacks = {}
-        self.left = {}
-        self.forget()
-
-    @property
-    def unowned(self) -> int:
-        """The calls of this process that belong to no single module, resets included."""
-        return self._unowned_before + self.calls - self.owned
-
-    def forget(self) -> None:
-        """Drop cached providers and table look-ups; the next call finds them again."""
-        self._order.clear()
-        self._tuned.clear()
-        self._faster.clear()
-        self._requested = None
-
-    @property
-    def requested(self) -> str:
-        """The user's explicit request: 'off' (FASTKERNELS_DISABLE), 'named' (a candidate, a provider, or a recording of
-        all ops), or ''. A fusion replaces only ops without a request.
-        """
-        if self._requested is None:
-            env = Environment.read()
-            named = self.candidate is not None or self.name in env.provider or _around is not None
-            self._requested = "off" if self.name in env.disable else "named" if named else ""
-        return self._requested
+    def _pick(self, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Provider:
+        """Count the call and return its provider. Raises UnsupportedCase."""
+        self.calls += 1
+        order = self._order.get(device) or self._resolve(device)
+        if device in self._tuned:
+            order = self._chosen(device, args, kwargs) or order
+        fell_back = False
+        for provider in order:
+            supports = provider.supports
+            reason = None if supports is None else supports(*args, **kwargs)
+            if reason is None:
+                if fell_back and provider.name in PLAIN:
+                    self.plain += 1
+                return provider
+            if not isinstance(reason, ForOthers) or provider.name == self._wanted:
+                self.note(f"{provider.name}: {reason}")
+                fell_back = True
+        raise UnsupportedCase(f"{self.name}: no provider supports this case on {device}: {self.fallbacks}")
 
     def _resolve(self, device: str) -> list[Provider]:
         self._strict = Environment.read().strict
@@ -362,19 +227,124 @@ class Op:
         assert self.key is not None
         return self._tuned[device].find(*self.key.of(*args, **kwargs))
 
-    def note(self, reason: str) -> None:
-        """Count a fallback and log its reason once. Raises UnsupportedCase under FASTKERNELS_STRICT=1."""
-        if self._strict:
-            raise UnsupportedCase(f"{self.name}: {reason} (FASTKERNELS_STRICT=1)")
-        if reason not in self.fallbacks:
-            log.warning("%s falls back in pid %d: %s", self.name, os.getpid(), reason)
-        self.fallbacks = {**self.fallbacks, reason: self.fallbacks.get(reason, 0) + 1}
+    def faster(self, *args: Any) -> bool:
+        """Whether the chip's table names an available provider that supports this call and beats production.
 
-    def leave(self, reason: str) -> None:
-        """Count a call that stays with the host, which no table lists as slower. Compiled code counts nothing."""
-        if torch.compiler.is_dynamo_compiling():  # a count would be a constant of the compiled code
+        Runs and counts nothing, and ignores explicit requests (see `requested`). Raises TableError.
+        """
+        if self.key is None:
+            return False
+        provider = self.winner(args[0].device.type, *self.key.of(*args))
+        return provider is not None and (provider.supports is None or provider.supports(*args) is None)
+
+    def winner(self, device: str, shape: tuple[Any, ...], sizes: tuple[int, ...]) -> Provider | None:
+        """Return the available provider that beats production for calls of this key, by the chip's table.
+
+        For seams that know the key before they have the op's arguments. Reads no tensor. Raises TableError.
+        """
+        found = self._faster.get(device)
+        if found is None:
+            assert self.key is not None
+            table = tuned.entries(self.name, tuned.chip_of(device))
+            found = tuned.lookup(self.key, table).map(lambda entry: self._winner(entry, device))
+            self._faster[device] = found
+        return found.find(shape, sizes)
+
+    def _winner(self, entry: tuned.Entry, device: str) -> Provider | None:
+        provider = self._provider_of(entry) if entry.faster else None
+        return provider if provider is not None and provider.unavailable(device) is None else None
+
+    @property
+    def requested(self) -> str:
+        """The user's explicit request: 'off' (FASTKERNELS_DISABLE), 'named' (a candidate, a provider, or a recording of
+        all ops), or ''. A fusion replaces only ops without a request.
+        """
+        if self._requested is None:
+            env = Environment.read()
+            named = self.candidate is not None or self.name in env.provider or _around is not None
+            self._requested = "off" if self.name in env.disable else "named" if named else ""
+        return self._requested
+
+    def reset(self) -> None:
+        """Set the counters to zero and read the order of providers from the environment again."""
+        self.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop cached providers and table look-ups; the next call finds them again."""
+        self._order.clear()
+        self._tuned.clear()
+        self._faster.clear()
+        self._requested = None
+
+
+@dataclass
+class Op(Choice):
+    """A functional op, torch.ops.fastkernels.NAME, and the ways to call it.
+
+    overload    the torch op
+    functional  for an op that mutates arguments: the torch op that returns their new values instead
+    unchanging  for an op that mutates only arguments that may be None: (their positions, the torch op of compiled calls
+                in which all of them are). Inductor of torch 2.13 cannot compile `overload` for these
+    """
+
+    overload: Any = None
+    functional: Callable[..., Any] | None = None
+    unchanging: tuple[tuple[int, ...], Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if _direct and get_ident() in _direct:
+            return self.run(*args)
+        if self.unchanging is not None and not only_overload and torch.compiler.is_dynamo_compiling():
+            positions, overload = self.unchanging
+            if all(i >= len(args) or args[i] is None for i in positions):
+                return overload(*args)
+        return self.overload(*args)
+
+    def body(self, device: str) -> Callable[..., Any]:
+        """Make the implementation of torch.ops.fastkernels.NAME for a device type: pick the provider, run it."""
+        pick = self._pick  # looked up once: this code runs on every call
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return pick(device, args, kwargs).fn(*args, **kwargs)
+
+        return run
+
+    def run(self, *args: Any) -> Any:
+        """Run the body without torch's dispatcher, for the device of the first argument."""
+        return self._pick(args[0].device.type, args, {}).fn(*args)
+
+    def into(self, out: torch.Tensor, *args: Any) -> None:
+        """Run the op and put its result into `out`, a tensor of the result's shape and dtype.
+
+        A provider with `out` writes there directly if `out` is contiguous; other results are copied. Only for code that
+        torch.compile does not trace, such as the hosts' attention: a tracer would not see one op here. Raises
+        ValueError if the result is not one tensor of that shape, dtype and device.
+        """
+        provider = self._pick(args[0].device.type, args, {})
+        found = provider.fn(*args, out=out) if provider.out and out.is_contiguous() else provider.fn(*args)
+        if found is out:
             return
-        self.left = {**self.left, reason: self.left.get(reason, 0) + 1}
+        if not isinstance(found, torch.Tensor):
+            raise ValueError(
+                f"{self.name}: {provider.name} returns {type(found).__name__}, not one tensor for `out`"
+            )
+        if (found.shape, found.dtype, found.device) != (out.shape, out.dtype, out.device):
+            raise ValueError(
+                f"{self.name}: out is {_described(out)}, the result of {provider.name} is {_described(found)}"
+            )
+        out.copy_(found)
+
+    def onto(self, new: tuple[torch.Tensor, ...], changed: tuple[int, ...], *args: Any) -> None:
+        """Run an op that mutates the arguments at positions `changed`, but write their new values to `new`."""
+        provider = self._pick(args[0].device.type, args, {})
+        if provider.out:
+            provider.fn(*args, out=new)
+            return
+        given = list(args)
+        for i, tensor in zip(changed, new, strict=True):
+            given[i] = tensor.copy_(args[i])
+        provider.fn(*given)
 
 
 def _described(tensor: torch.Tensor) -> str:
@@ -445,7 +415,7 @@ def direct_calls(device: torch.device) -> Iterator[None]:
         _direct.remove(thread)
 
 
-def observe(around: Callable[[Op, Provider], Provider] | None) -> None:
+def observe(around: Callable[[Any, Provider], Provider] | None) -> None:
     """Replace every provider of every op by `around(op, provider)`; None restores the providers.
 
     For fastkernels.capture. Ops apply it when they resolve their providers, so it costs nothing when unused.

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastkernels.core.counters import UnsupportedCase
 from fastkernels.core.dispatch import (
     OPS,
     ForOthers,
     Op,
     Provider,
-    UnsupportedCase,
     counters,
     define,
     installed,

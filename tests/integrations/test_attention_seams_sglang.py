@@ -114,19 +114,19 @@ def test_sglang_decode_attention_is_measured_for_its_graphs(monkeypatch: pytest.
     layer.v_head_dim = layer.qk_head_dim = D
     layer.tp_v_head_num, layer.k_scale, layer.v_scale, layer.xai_temperature_len = KV_HEADS, None, None, -1
     layer.pos_encoding_mode, layer.logit_capping_method, layer.logit_cap = "NONE", "tanh", 30.0
-    adapter = SglangAdapter(runner)
-    assert adapter.points(attention_decode) == ()
+    here = SglangAdapter(runner).of("attention_decode")
+    assert here.points(attention_decode) == ()
     monkeypatch.setenv("FASTKERNELS_VERIFY", "1")
     context = 3 * BLOCK
-    assert adapter.points(attention_decode) == [(1, context), (8, context), (4, context)]
-    shape = adapter.whole_shape(attention_decode, layer)
+    assert here.points(attention_decode) == [(1, context), (8, context), (4, context)]
+    shape = here.whole_shape(attention_decode, layer)
     assert shape == (HEADS, KV_HEADS, D, BLOCK, 0, torch.float32)
     point = Point("attention_decode", shape, (4, context), (layer,))
     (call, *_) = arguments(point, torch.device("cpu"), torch.Generator().manual_seed(0), 0)
     assert call[8] == 30.0 and attention_decode.key is not None
     assert attention_decode.key.of(*call) == (shape, (4, context))
     layer.is_cross_attention = True
-    assert adapter.whole_shape(attention_decode, layer) is None
+    assert here.whole_shape(attention_decode, layer) is None
 
 
 def test_sglang_unsupported_step_is_counted_as_fallback() -> None:

@@ -315,12 +315,12 @@ def test_decode_attention_is_measured_with_the_layers_soft_cap() -> None:
         impl=impl, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=D, sliding_window=8,
         kv_cache_torch_dtype=torch.float32,
     )  # fmt: skip
-    adapter = VllmAdapter(SimpleNamespace(vllm_config=CONFIG))
-    assert adapter.points(attention_decode) == [(1, 40), (8, 40), (4, 40)]
-    shape = adapter.whole_shape(attention_decode, layer)
+    here = VllmAdapter(SimpleNamespace(vllm_config=CONFIG)).of("attention_decode")
+    assert here.points(attention_decode) == [(1, 40), (8, 40), (4, 40)]
+    shape = here.whole_shape(attention_decode, layer)
     assert shape == (HEADS, KV_HEADS, D, BLOCK, 8, torch.float32)
     impl.sinks = torch.ones(HEADS)
-    assert adapter.whole_shape(attention_decode, layer) is None
+    assert here.whole_shape(attention_decode, layer) is None
     impl.sinks = None
     point = Point("attention_decode", shape, (4, 40), (layer, layer))
     calls = arguments(point, torch.device("cpu"), torch.Generator().manual_seed(0), 1 << 18)
@@ -328,7 +328,7 @@ def test_decode_attention_is_measured_with_the_layers_soft_cap() -> None:
     assert len({call[1].data_ptr() for call in calls}) == len(calls) > 2
     assert attention_decode.key is not None and attention_decode.key.of(*calls[0]) == (shape, (4, 40))
     impl.kv_cache_dtype = "fp8"
-    assert adapter.whole_shape(attention_decode, layer) is None
+    assert here.whole_shape(attention_decode, layer) is None
 
 
 class LatentImpl:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fk_integrations.core import seam
+from fk_integrations.core import seam_interface
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.seam import Seam, Swap
+from fk_integrations.core.seam_interface import Seam, Swap
 
 from fastkernels.core import registry
 from fastkernels.core.spec import SEAMS
@@ -23,15 +23,15 @@ LIVE = {
 
 def test_each_seam_of_a_target_has_exactly_one_class() -> None:
     used = {target.seam for name in registry.op_names() for target in registry.get(name).targets}
-    assert used <= set(SEAMS) == set(seam.names())
-    classes = [type(seam.find(name)) for name in seam.names()]
+    assert used <= set(SEAMS) == set(seam_interface.names())
+    classes = [type(seam_interface.find(name)) for name in seam_interface.names()]
     assert len(set(classes)) == len(classes) == 12
-    assert {name for name in seam.names() if seam.find(name).live} == LIVE
+    assert {name for name in seam_interface.names() if seam_interface.find(name).live} == LIVE
 
 
 def test_a_seam_file_defines_one_class_and_no_function() -> None:
-    for name in seam.names():
-        body = ast.parse((seam.FOLDER / f"{name}.py").read_text()).body
+    for name in seam_interface.names():
+        body = ast.parse((seam_interface.FOLDER / f"{name}.py").read_text()).body
         assert sum(isinstance(node, ast.ClassDef) for node in body) == 1, name
         assert not any(isinstance(node, ast.FunctionDef) for node in body), name
 
@@ -40,7 +40,7 @@ def test_an_unknown_seam_lists_the_known_ones() -> None:
     with pytest.raises(
         LookupError, match=r"unknown seam 'wall'. Known: attention, called_function, .*standalone"
     ):
-        seam.find("wall")
+        seam_interface.find("wall")
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -50,16 +50,18 @@ def test_a_file_without_exactly_one_seam_is_an_error(
     import fk_integrations.seams
 
     classes = "".join(f"class Wall{i}(Seam): pass\n" for i in range(count))
-    (tmp_path / f"wall{count}.py").write_text(f"from fk_integrations.core.seam import Seam\n{classes}")
-    monkeypatch.setattr(seam, "FOLDER", tmp_path)
+    (tmp_path / f"wall{count}.py").write_text(
+        f"from fk_integrations.core.seam_interface import Seam\n{classes}"
+    )
+    monkeypatch.setattr(seam_interface, "FOLDER", tmp_path)
     monkeypatch.setattr(fk_integrations.seams, "__path__", [str(tmp_path)])
     with pytest.raises(LookupError, match=f"wall{count}.py defines {count} seams, not one"):
-        seam.find(f"wall{count}")
+        seam_interface.find(f"wall{count}")
 
 
 @pytest.mark.parametrize("name", sorted(set(SEAMS) - LIVE))
 def test_a_seam_that_is_not_live_refuses_a_swap(name: str) -> None:
-    place, module = seam.find(name), torch.nn.Linear(2, 2)
+    place, module = seam_interface.find(name), torch.nn.Linear(2, 2)
     with pytest.raises(NotImplementedError, match="not for live models"):
         place.swap(Swap(Adapter(), module, torch.nn.Linear, torch.nn.Identity, Journal()))
 
@@ -73,7 +75,7 @@ def test_a_class_swap_keeps_state_and_is_undone(name: str) -> None:
     module, journal = torch.nn.Linear(2, 2), Journal()
     module._forward_method = module.forward  # as vLLM's CustomOp caches it
     weight, x = module.weight, torch.randn(3, 2)
-    assert seam.find(name).swap(Swap(Adapter(), module, torch.nn.Linear, Ours, journal)) is None
+    assert seam_interface.find(name).swap(Swap(Adapter(), module, torch.nn.Linear, Ours, journal)) is None
     assert isinstance(module, torch.nn.Linear) and module.weight is weight
     assert torch.equal(module(x), x + 1) and torch.equal(module._forward_method(x), x + 1)
     journal.undo()
@@ -81,4 +83,4 @@ def test_a_class_swap_keeps_state_and_is_undone(name: str) -> None:
 
 
 def test_every_seam_is_a_subclass_of_seam() -> None:
-    assert all(isinstance(seam.find(name), Seam) for name in seam.names())
+    assert all(isinstance(seam_interface.find(name), Seam) for name in seam_interface.names())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply, plan
+from fk_integrations.core.host_op import HostOp
 from torch import nn
 
 from fastkernels.core import tuning
@@ -40,12 +41,17 @@ class AttentionHost(Adapter):
     def unknown(self, target: Any, host_class: Any) -> str | None:
         return None
 
+    def of(self, op: str) -> HostOp:
+        return Decode()
+
+
+class Decode(HostOp):
     def shape(self, op: Any, module: Any) -> tuple[Any, ...]:
         assert op.name == "attention_decode"
         # The block size is unknown before the cache exists
         return (module.heads, 2, 64, None, module.window, torch.bfloat16)
 
-    def swap_attention(self, module: Any, ours: type, journal: Any, by_table: bool) -> Reason | None:
+    def swap(self, module: Any, ours: type, journal: Any, by_table: bool) -> Reason | None:
         module.by_table = by_table
         journal.add(lambda: delattr(module, "by_table"))
         return Reason(Kind.UNSUPPORTED, module.refuses) if module.refuses else None

@@ -190,7 +190,7 @@ def steps_of(loads: Sequence[Load]) -> list[Load]:
     return [Load(requests, length, 2) for requests, length in sorted(sizes)]
 
 
-class Pair:
+class Engines:
     """The engines of one model, side by side."""
 
     def __init__(
@@ -384,14 +384,14 @@ def main() -> None:
     folders = [Path(one) for one in options.models.split(",") if one]
     made: list[Row] = []
     todo = [str(folder) for folder in folders] or names
-    pairs: list[Pair] = []
+    pairs: list[Engines] = []
 
-    def started(name: str) -> Pair:
+    def started(name: str) -> Engines:
         hosts = FORMATS[name].hosts if not folders else (VLLM, OURS)
         path = Path(name) if folders else write_config(name, options.out / "configs", options.layers)
         used = [host for host in hosts if options.vllm != "none" or host == OURS]
         shapes = Path(name).name if folders else FORMATS[name].model
-        return Pair(Path(name).name, path, used, options, "auto" if folders else "dummy", shapes)
+        return Engines(Path(name).name, path, used, options, "auto" if folders else "dummy", shapes)
 
     def keep(rows: Iterator[Row]) -> None:
         for row in rows:

@@ -1,7 +1,7 @@
 """`fk-bench explain MODEL`: where a step's time goes, module by module, and what patching is expected to save.
 
 Floors are computed from the model's config (cost_model) and the GPU's peaks (clock.roofline). Times are measured on
-this machine's GPU if there is one, one provider at a time (timing); hosts need neither be patched nor run.
+this machine's GPU if there is one, one provider at a time (provider_times); hosts need neither be patched nor run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fk_bench.core.rows import Row, Subject
 from fk_bench.e2e.model_configs import ModelError, load_config
 from fk_bench.explain import tables
 from fk_bench.explain.cost_model import PHASES, Call, Step, step
-from fk_bench.explain.timing import HOSTS, Measured, ProviderTime, measure
+from fk_bench.explain.provider_times import HOSTS, Measured, ProviderTime, measure
 from fk_bench.kernels.judge.clock import roofline
 from fk_bench.serving.config import ConfigError, comma_list
 
@@ -61,9 +61,9 @@ class TimedCall:
 @cache
 def patched(op: str, host: str) -> bool:
     """Whether patch() without a list of ops puts this op into a live host."""
-    from fk_integrations.core import seam
+    from fk_integrations.core import seam_interface
 
-    return any(t.default and seam.find(t.seam).live for t in registry.get(op).targets_for(host))
+    return any(t.default and seam_interface.find(t.seam).live for t in registry.get(op).targets_for(host))
 
 
 def totals(found: Step, lines: Sequence[TimedCall]) -> dict[str, float]:

@@ -17,7 +17,7 @@ import torch
 
 from fastkernels.core import registry, tuning
 from fk_bench.core.rows import Row, Status
-from fk_bench.explain import timing
+from fk_bench.explain import provider_times
 from fk_bench.kernels import report
 from fk_bench.tables.layers import MODEL, groups, timed
 from fk_bench.tables.origin import Files
@@ -135,8 +135,10 @@ def _judged(row: Row) -> Iterable[Point]:
 
 def _explained(row: Row) -> Iterable[Point]:
     case, us = row.case, row.case.get("us") or {}
-    libraries = {timing.OURS + n for n in timing.LIBRARIES}  # library kernels among our providers
-    offered = {n: t for n, t in us.items() if not n.startswith(timing.OURS) or n in libraries}
+    libraries = {
+        provider_times.OURS + n for n in provider_times.LIBRARIES
+    }  # library kernels among our providers
+    offered = {n: t for n, t in us.items() if not n.startswith(provider_times.OURS) or n in libraries}
     if row.kind == "call" and case.get("timer") == "cuda-graph" and "ours_us" in row.metrics and offered:
         op, dtype, best = str(row.subject.op), str(case["dtype"]), min(offered, key=offered.__getitem__)
         dims = {k: _value(v) for k, v in (case.get("dims") or {}).items()}
@@ -144,10 +146,10 @@ def _explained(row: Row) -> Iterable[Point]:
             dims["seq_lens"] = [case["context"]] * case["batch"]  # its text may have been truncated
         if op in PRODUCTION and dims:
             entry = _entry(op, dtype, dims, str(row.machine.gpu))
-            if entry is not None and entry.faster and timing.OURS + str(entry.provider) not in us:
+            if entry is not None and entry.faster and provider_times.OURS + str(entry.provider) not in us:
                 return  # the table has changed since, and its current choice was not timed
         name = f"explain, {case['label']} of {case['batch']}"
-        theirs = best.removeprefix(timing.OURS)
+        theirs = best.removeprefix(provider_times.OURS)
         yield Point(op, dtype, shape(op, dims), name, row.metrics["ours_us"], offered[best], theirs)
 
 

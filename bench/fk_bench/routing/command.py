@@ -107,7 +107,7 @@ def _measured(
             yield Row(**base, subject=Subject(op="fused_experts"), case=case, metrics=metrics)
     if not on_gpu:
         return
-    from fk_bench.routing.timing import measure, why_no_vllm
+    from fk_bench.routing.expert_times import measure, why_no_vllm
 
     reason = why_no_vllm()
     if reason:

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from fk_bench.serving.config import ConfigError
 from fk_bench.tables.origin import Files
-from fk_bench.tables.servers import TPOT, Pair, patched
+from fk_bench.tables.servers import TPOT, LaneAndBase, patched
 
 COLORS = ("#3b6fb6", "#e08a3c", "#5a9a5a")  # by host, in the order of the rows
 BAR, GAP, GROUP_GAP = 22, 2, 14  # width of a bar, between the bars of a group, between groups
@@ -21,7 +21,7 @@ TEXT = 'font-family="system-ui, sans-serif" fill="#24292f"'
 
 def speedup(files: Files) -> str:
     """Return the figure. Raises ConfigError if the rows have no patched host."""
-    panels: dict[str, list[Pair]] = {}
+    panels: dict[str, list[LaneAndBase]] = {}
     for pair in patched(files):
         if pair.lane.level.own_lengths and pair.ratio(TPOT) is not None:
             panels.setdefault(pair.model, []).append(pair)
@@ -60,7 +60,7 @@ def speedup(files: Files) -> str:
 
 
 def _panel(
-    model: str, found: Sequence[Pair], hosts: Sequence[str], x: float, low: float, high: float
+    model: str, found: Sequence[LaneAndBase], hosts: Sequence[str], x: float, low: float, high: float
 ) -> tuple[list[str], float]:
     """Return a model's bars from `x` on, and their width."""
     loads = list(dict.fromkeys(p.requests for p in sorted(found, key=lambda p: p.lane.level.order)))
@@ -90,7 +90,7 @@ def _panel(
     return bars, width
 
 
-def _ratio(pair: Pair) -> float:
+def _ratio(pair: LaneAndBase) -> float:
     found = pair.ratio(TPOT)
     assert found is not None  # such pairs are left out
     return found[0]

@@ -19,7 +19,7 @@ TPOT, TTFT, OUTPUT = "tpot_ms_p50", "ttft_ms_p50", "output_tokens_per_s"
 
 
 @dataclass(frozen=True)
-class Pair:
+class LaneAndBase:
     """A lane and its base lane at one load, restricted to the rounds that both completed."""
 
     model: str
@@ -71,7 +71,7 @@ def baselines(found: Iterable[Row]) -> dict[str, str]:
     return {name: base for name, base in made.items() if base and base != name}
 
 
-def pairs(files: Files) -> list[Pair]:
+def pairs(files: Files) -> list[LaneAndBase]:
     """Return every lane with its base lane, by run, lane and load."""
     made = []
     for run in runs(files):
@@ -85,7 +85,7 @@ def pairs(files: Files) -> list[Pair]:
             lengths = f"{level.input_len}, {level.output_len}"
             if level.own_lengths:
                 lengths = f"{_prompt_tokens(case, cells)}, {case.get('output_len')}"
-            made.append(Pair(model, PACKAGES.get(base.lane, base.lane), lengths, cell, base))
+            made.append(LaneAndBase(model, PACKAGES.get(base.lane, base.lane), lengths, cell, base))
     return made
 
 
@@ -111,7 +111,7 @@ def _prompt_tokens(case: dict[str, object], cells: Iterable[Cell]) -> str:
     return f"~{sum(m['prompt_tokens'] for m in counted) / answered:.0f}"
 
 
-def patched(files: Files) -> list[Pair]:
+def patched(files: Files) -> list[LaneAndBase]:
     """Return the patched hosts, each against the same host unpatched."""
     return [p for p in pairs(files) if p.lane.lane == f"{p.base.lane}+fk"]
 
@@ -225,7 +225,7 @@ def _rows(files: Files) -> list[Row]:
     return [r for r in flat(files) if r.command == "serve-compare" and r.kind == "round"]
 
 
-def _means(pair: Pair, metric: str) -> list[str]:
+def _means(pair: LaneAndBase, metric: str) -> list[str]:
     """Return the metric of the base and of the lane as cells."""
     mine, other = pair.values(metric)
     return [_text(other), _text(mine)]

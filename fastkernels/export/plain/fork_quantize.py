@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from fastkernels.core.dispatch import INTERPRETED, Unsupported, register  # type: ignore[attr-defined]  # of fork.py
-from fastkernels.overrides.kit.fp8 import FP8, MAX_COLUMNS, MIN_ABSMAX, Pair
+from fastkernels.overrides.kit.fp8 import FP8, MAX_COLUMNS, MIN_ABSMAX, ValuesAndScales
 from fastkernels.overrides.kit.rows import FLOATS, rows
 from fastkernels.overrides.quant.groups import launch_groups
 
 
 def quantize(
     x: torch.Tensor, width: int, ub: torch.Tensor | None, eps: float, by_column: bool, aligned: bool, ue8m0: bool
-) -> Pair:  # fmt: skip
+) -> ValuesAndScales:  # fmt: skip
     q, s = outputs(x, width, ub, eps, by_column, aligned)
     launch_groups(x, ub, q, s, rows(x) or (1, 0, 0), x.shape[-1], width, eps, ue8m0)
     return q, s
@@ -20,7 +20,7 @@ def quantize(
 
 def outputs(
     x: torch.Tensor, width: int, ub: torch.Tensor | None, eps: float, by_column: bool, aligned: bool, *_: bool
-) -> Pair:  # fmt: skip
+) -> ValuesAndScales:  # fmt: skip
     q, (*tokens, n) = torch.empty_like(x, dtype=FP8, memory_format=torch.contiguous_format), x.shape
     if not by_column:
         return q, x.new_empty((*tokens, n // width), dtype=torch.float32)
@@ -39,7 +39,7 @@ quantize_groups = register(
 def quantize_fp8(
     x: torch.Tensor, scale: torch.Tensor | None = None, group_size: int = 0, scale_ub: torch.Tensor | None = None,
     min_absmax: float = MIN_ABSMAX, by_column: bool = False, aligned: bool = False, ue8m0: bool = False,
-) -> Pair:  # fmt: skip
+) -> ValuesAndScales:  # fmt: skip
     width = x.shape[-1] if group_size < 0 else group_size
     fits = 0 < width <= MAX_COLUMNS and x.shape[-1] % width == 0 and 0 < x.numel() < 1 << 38
     layout = x.dtype in FLOATS and rows(x) is not None and (x.dim() == 2 or not by_column)

@@ -12,12 +12,20 @@ from torch import nn
 
 from fastkernels.overrides.norm.rms_norm import rms_norm
 
+# The classes of norms that `apply_norm` computes: the hosts', which a live patch derives from, and ours. Other classes
+# called RMSNorm compute something else: Cohere's passes the residual through, flash-linear-attention's has a gate.
+NORMS = {
+    "vllm.model_executor.layers.layernorm:RMSNorm", "sglang.srt.layers.layernorm:RMSNorm",
+    "fastkernels.overrides.norm.vllm:VllmRMSNorm", "fastkernels.overrides.norm.sglang:SGLangRMSNorm",
+    "fastkernels.overrides.norm.sglang:SGLangRMSNorm_0_5_16",
+}  # fmt: skip
+
 
 def unsupported_norm(norm: Any) -> str | None:
     """Return why `apply_norm` does not compute this norm, or None."""
-    name = type(norm).__name__.removeprefix("Vllm").removeprefix("SGLang").partition("_")[0]
-    if name != "RMSNorm":  # GemmaRMSNorm adds one to its weight
-        return f"a norm is {type(norm).__name__}, not RMSNorm"
+    kind = type(norm)
+    if (path := f"{kind.__module__}:{kind.__qualname__}") not in NORMS:
+        return f"a norm is {path}, not the RMSNorm of vLLM's or SGLang's layers"
     for name, off in (
         ("variance_size_override", None), ("fp32_residual", False), ("override_orig_dtype", None),
         ("x_pad_to_multiple", 0), ("has_weight", True),

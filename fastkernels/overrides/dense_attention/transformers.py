@@ -23,7 +23,7 @@ from fastkernels.overrides.rope.linear_rope import rotated_products
 from fastkernels.overrides.rope.rope_nd import rope_nd
 from fastkernels.overrides.rope.transformers import transformers_dinov3_vit_apply_rotary_pos_emb
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 def _elsewhere(module: Any) -> str | None:
@@ -158,7 +158,7 @@ class TransformersDINOv3ViTAttention(_Projections):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        position_embeddings: Pair | None = None,
+        position_embeddings: CosSin | None = None,
         **kwargs,
     ):
         if (reason := _elsewhere(self) or _extra(kwargs, "is_causal")) is not None:
@@ -250,7 +250,7 @@ class TransformersVJEPA2RopeAttention(nn.Module):
         return self.proj(attend(q, k, v, self.scaling, None, self.dropout_prob * self.training)), None
 
 
-def _table_3d(module: Any, x: torch.Tensor, positions: torch.Tensor | None) -> Pair:
+def _table_3d(module: Any, x: torch.Tensor, positions: torch.Tensor | None) -> CosSin:
     """Cosines and sines of the tokens of x [B, S, H, D]: [S, D]; of positions [B, S]: [B * S, D].
 
     Channels 2j and 2j + 1 are a pair, but the angles repeat by halves of a third, as in the model's training. They are

@@ -15,10 +15,10 @@ from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
 MOST_AXES = 4
-Pair = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
-def reference(ids: torch.Tensor, dims: Sequence[int], theta: int) -> Pair:
+def reference(ids: torch.Tensor, dims: Sequence[int], theta: int) -> CosSin:
     """ids: [S, A], of any dtype; dims: channels of each of the A axes, even. Returns cosines and sines [S, sum(dims)].
 
     Channels 2j and 2j + 1 of an axis have the angle id * theta^(-2j / dim). Computed in float64, rounded to float32
@@ -68,13 +68,13 @@ def _supports_triton(ids: torch.Tensor, dims: Sequence[int], theta: int) -> str 
     return f"{len(dims)} axes are over {MOST_AXES}" if len(dims) > MOST_AXES else None
 
 
-def _fake(ids: torch.Tensor, dims: Sequence[int], theta: int) -> Pair:
+def _fake(ids: torch.Tensor, dims: Sequence[int], theta: int) -> CosSin:
     wide = torch.float64 if ids.dtype == torch.float64 else torch.float32
     cos, sin = (torch.empty(len(ids), sum(dims), dtype=wide, device=ids.device) for _ in range(2))
     return cos, sin
 
 
-def _triton(ids: torch.Tensor, dims: Sequence[int], theta: int) -> Pair:
+def _triton(ids: torch.Tensor, dims: Sequence[int], theta: int) -> CosSin:
     _check(ids, dims)
     cos, sin = _fake(ids, dims, theta)
     if cos.numel() == 0:
@@ -87,7 +87,7 @@ def _triton(ids: torch.Tensor, dims: Sequence[int], theta: int) -> Pair:
     return cos, sin
 
 
-def _reference(ids: torch.Tensor, dims: Sequence[int], theta: int) -> Pair:
+def _reference(ids: torch.Tensor, dims: Sequence[int], theta: int) -> CosSin:
     _check(ids, dims)
     return reference(ids, dims, theta)
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+ValuesAndScales = tuple[torch.Tensor, torch.Tensor]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 MIN_ABSMAX = 1 / 512  # least absolute maximum of a tensor, a token or a norm's group in vLLM

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.overrides.kit.fp8 import FP8, Pair
+from fastkernels.overrides.kit.fp8 import FP8, ValuesAndScales
 
 
 def refuse(function: str, **given: Any) -> None:
@@ -22,7 +22,7 @@ def padding(x: torch.Tensor, rows: int | None) -> int:
     return max((rows or 0) - x.shape[0], 0)
 
 
-def padded(found: Pair, more: int, per_token: bool) -> Pair:
+def padded(found: ValuesAndScales, more: int, per_token: bool) -> ValuesAndScales:
     """The pair with that many more rows, of zeros."""
     if more == 0:
         return found
@@ -31,7 +31,9 @@ def padded(found: Pair, more: int, per_token: bool) -> Pair:
     return q, torch.cat((scales, scales.new_zeros(more, 1))) if per_token else scales
 
 
-def written(found: Pair, output_q: torch.Tensor | None, output_s: torch.Tensor | None) -> Pair:
+def written(
+    found: ValuesAndScales, output_q: torch.Tensor | None, output_s: torch.Tensor | None
+) -> ValuesAndScales:
     """The pair, copied into the caller's outputs where given."""
     q, scales = found
     return (

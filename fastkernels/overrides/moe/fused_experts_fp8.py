@@ -82,24 +82,25 @@ def kind_of(
     return Kind(weights, TOKEN if per_token else FOUND if a1_scale is None else GIVEN)
 
 
-def check_scales(
+def unsupported_scales(
     w1: torch.Tensor, w2: torch.Tensor, w1_scale: torch.Tensor, w2_scale: torch.Tensor, a1_scale: torch.Tensor | None,
     a2_scale: torch.Tensor | None, per_token: bool, block_shape: list[int] | None, ue8m0: bool,
-) -> Kind:  # fmt: skip
-    """Return the granularity. Raises ValueError for scales that match neither the weights nor each other."""
+) -> str | None:  # fmt: skip
+    """Return a reason for scales that match neither the weights nor each other."""
     if block_shape is not None and (list(block_shape) != [BLOCK, BLOCK] or per_token):
-        raise ValueError(
+        return (
             f"fused_experts_fp8: block_shape {list(block_shape)} and per_act_token_quant {per_token}: blocks are"
             f" {BLOCK} x {BLOCK}, and activations have one scale per {BLOCK} columns"
         )
     if ue8m0 and block_shape is None:
-        raise ValueError("fused_experts_fp8: scale_ue8m0 needs scales of blocks, but block_shape is None")
+        return "fused_experts_fp8: scale_ue8m0 needs scales of blocks, but block_shape is None"
     found = []
     for name, w, scale in (("w1", w1, w1_scale), ("w2", w2, w2_scale)):
         e, n, k = w.shape
         if block_shape is not None and k % BLOCK:
-            raise ValueError(
-                f"fused_experts_fp8: {name} has {k} columns, not a multiple of {BLOCK}, the size of activation groups"
+            return (
+                f"fused_experts_fp8: {name} has {k} columns, not a multiple of {BLOCK},"
+                " the size of activation groups"
             )
         shapes: dict[int, list[tuple[int, ...]]] = {BLOCK: [(e, blocks(n), blocks(k))]}
         if block_shape is None:
@@ -107,19 +108,30 @@ def check_scales(
         kinds = [kind for kind, several in shapes.items() if tuple(scale.shape) in several]
         if not kinds:
             allowed = " or ".join(str(shape) for several in shapes.values() for shape in several)
-            raise ValueError(f"fused_experts_fp8: {name}_scale {tuple(scale.shape)} must be {allowed}")
+            return f"fused_experts_fp8: {name}_scale {tuple(scale.shape)} must be {allowed}"
         found.append(kinds)
     given = [s for s in (a1_scale, a2_scale) if s is not None]
     if not set(found[0]) & set(found[1]):
-        raise ValueError(
+        return (
             f"fused_experts_fp8: w1_scale {tuple(w1_scale.shape)} and w2_scale {tuple(w2_scale.shape)} must both be"
             " per expert or both per row"
         )
     if len(given) == 1 or any(s.numel() != 1 for s in given) or (given and (per_token or block_shape)):
-        raise ValueError(
+        return (
             "fused_experts_fp8: a1_scale and a2_scale must both be None, or both be one value without"
             " per_act_token_quant and block_shape"
         )
+    return None
+
+
+def check_scales(
+    w1: torch.Tensor, w2: torch.Tensor, w1_scale: torch.Tensor, w2_scale: torch.Tensor, a1_scale: torch.Tensor | None,
+    a2_scale: torch.Tensor | None, per_token: bool, block_shape: list[int] | None, ue8m0: bool,
+) -> Kind:  # fmt: skip
+    """Return the granularity. Raises ValueError for unsupported scales."""
+    reason = unsupported_scales(w1, w2, w1_scale, w2_scale, a1_scale, a2_scale, per_token, block_shape, ue8m0)
+    if reason is not None:
+        raise ValueError(reason)
     return kind_of(w1, w1_scale, a1_scale, per_token, block_shape)
 
 

@@ -11,7 +11,7 @@ from fastkernels.overrides.linear.sglang import SGLangReplicatedLinear
 from fastkernels.overrides.moe.fused_experts import fused_experts
 from fastkernels.overrides.moe.fused_experts_fp8 import fused_experts_fp8
 from fastkernels.overrides.moe.sparse_moe import Experts, SparseMoE
-from fastkernels.overrides.routing.arguments import refuse
+from fastkernels.overrides.routing.arguments import refuse, unsupported_argument
 
 # Fields of a MoeRunnerConfig and the values that our kernels support.
 _RUNNER = {
@@ -29,21 +29,28 @@ _OTHERS = (
 )  # fmt: skip
 
 
-def refuse_config(config: Any) -> None:
-    """Raise ValueError for a MoeRunnerConfig with values that our kernels do not support."""
+def unsupported_config(config: Any) -> str | None:
+    """Return a reason for a MoeRunnerConfig with values that our kernels do not support."""
     for name, supported in _RUNNER.items():
         value = getattr(config, name, supported[0])
         if value not in supported:
-            raise ValueError(
-                f"fused_experts: moe_runner_config.{name}={value!r} is not supported; use the host's own function"
-            )
+            return f"fused_experts: moe_runner_config.{name}={value!r} is not supported; use the host's own function"
+    return None
+
+
+def unsupported_quant(quant_info: Any) -> str | None:
+    """Return a reason for quantization info other than a TritonMoeQuantInfo of float8 or no scheme, without biases."""
+    if (kind := type(quant_info).__name__).endswith("QuantInfo") and kind != "TritonMoeQuantInfo":
+        return f"fused_experts: {kind} is not TritonMoeQuantInfo: its weights are in another order"
+    return unsupported_argument(
+        "fused_experts", **{f"quant_info.{n}": getattr(quant_info, n, None) for n in _OTHERS}
+    )
 
 
 def quant_of(quant_info: Any) -> tuple[bool, dict[str, Any]]:
     """Return (is it float8, its scales) of a TritonMoeQuantInfo. Raises ValueError for other schemes and biases."""
-    if (kind := type(quant_info).__name__).endswith("QuantInfo") and kind != "TritonMoeQuantInfo":
-        raise ValueError(f"fused_experts: {kind} is not TritonMoeQuantInfo: its weights are in another order")
-    refuse("fused_experts", **{f"quant_info.{name}": getattr(quant_info, name, None) for name in _OTHERS})
+    if (reason := unsupported_quant(quant_info)) is not None:
+        raise ValueError(reason)
     return bool(quant_info.use_fp8_w8a8), {ours: getattr(quant_info, name) for ours, name in _FP8.items()}
 
 
@@ -62,7 +69,8 @@ def _computed(
 ) -> torch.Tensor:  # fmt: skip
     """quant: arguments that only float8 (use_fp8_w8a8) may set; others: unsupported arguments, which must be unset."""
     refuse("fused_experts", **others, **({} if fp8 else quant))
-    refuse_config(config)
+    if (reason := unsupported_config(config)) is not None:
+        raise ValueError(reason)
     topk_weights, topk_ids, _ = topk_output
     factor = getattr(config, "routed_scaling_factor", None)
     on_input = getattr(config, "apply_router_weight_on_input", False)

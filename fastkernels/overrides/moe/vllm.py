@@ -13,7 +13,7 @@ from fastkernels.overrides.linear.vllm import VllmReplicatedLinear
 from fastkernels.overrides.moe.fused_experts import fused_experts
 from fastkernels.overrides.moe.fused_experts_fp8 import fused_experts_fp8
 from fastkernels.overrides.moe.sparse_moe import Experts, SparseMoE
-from fastkernels.overrides.routing.arguments import refuse
+from fastkernels.overrides.routing.arguments import unsupported_argument
 
 
 class MoEActivation(Enum):
@@ -47,7 +47,7 @@ def vllm_fused_experts(
     quant_config: None, or a FusedMoEQuantConfig with float8 e4m3 weights and activations (use_fp8_w8a8). Raises
     ValueError for other activations, other quantization schemes and biases.
     """
-    refuse_activation(activation)
+    _raise_if(unsupported_activation(activation))
     op, args = call_of(
         hidden_states, w1, w2, topk_weights, topk_ids, global_num_experts, expert_map, apply_router_weight_on_input,
         quant_config,
@@ -55,20 +55,30 @@ def vllm_fused_experts(
     return op(*args)
 
 
-def refuse_activation(activation: Any) -> None:
-    """Raise ValueError unless the activation is silu."""
+def unsupported_activation(activation: Any) -> str | None:
+    """Return a reason unless the activation is silu."""
     name = getattr(activation, "value", activation)
-    refuse("fused_experts", activation=None if name == "silu" else name)
+    return unsupported_argument("fused_experts", activation=None if name == "silu" else name)
 
 
-def refuse_quant(quant_config: Any) -> bool:
-    """Return whether a FusedMoEQuantConfig (or None) means float8. Raises ValueError for other schemes and biases."""
+def in_fp8(quant_config: Any) -> bool:
+    """Return whether a FusedMoEQuantConfig (or None) means float8 weights and activations."""
+    return bool(getattr(quant_config, "use_fp8_w8a8", False))
+
+
+def unsupported_quant(quant_config: Any) -> str | None:
+    """Return a reason for a FusedMoEQuantConfig with biases or with a scheme other than float8."""
     if quant_config is None:
-        return False
-    fp8 = bool(getattr(quant_config, "use_fp8_w8a8", False))
-    names = _QUANT if fp8 else (*_QUANT, *_FP8)
-    refuse("fused_experts", **{f"quant_config.{n}": getattr(quant_config, n, None) for n in names})
-    return fp8
+        return None
+    names = _QUANT if in_fp8(quant_config) else (*_QUANT, *_FP8)
+    return unsupported_argument(
+        "fused_experts", **{f"quant_config.{n}": getattr(quant_config, n, None) for n in names}
+    )
+
+
+def _raise_if(reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def call_of(
@@ -82,7 +92,8 @@ def call_of(
     """
     if expert_map is not None and global_num_experts not in (-1, expert_map.numel()):
         raise ValueError(f"expert_map has {expert_map.numel()} entries for {global_num_experts} experts")
-    if not refuse_quant(quant_config):
+    _raise_if(unsupported_quant(quant_config))
+    if not in_fp8(quant_config):
         args: tuple[Any, ...] = (hidden_states, w1, w2, topk_weights, topk_ids, expert_map, on_input)
         return fused_experts, args
     given = {n: getattr(quant_config, n, None) for n in _FP8}
@@ -137,7 +148,7 @@ class VllmFusedMoEKernel:
 
         Raises ValueError for unsupported activations, biases, quantization schemes and orders of the weights.
         """
-        refuse_activation(activation)
+        _raise_if(unsupported_activation(activation))
         if not getattr(self, "checked", False):  # a live patch has checked the layer
             refuse_parts(self.fused_experts, self.prepare_finalize)
         op, args = call_of(

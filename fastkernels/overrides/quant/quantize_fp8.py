@@ -14,7 +14,7 @@ from fastkernels.overrides.kit.fp8 import (
     GROUP_EPS,
     MAX_COLUMNS,
     MIN_ABSMAX,
-    Pair,
+    ValuesAndScales,
     check,
     empty_outputs,
     fp8_inverse,
@@ -38,7 +38,7 @@ def reference(
     column_major_scales: bool = False,
     tma_aligned_scales: bool = False,
     scale_ue8m0: bool = False,
-) -> Pair:
+) -> ValuesAndScales:
     """x: [..., N]. Returns (values [..., N] in float8 e4m3, scales in float32) with values * scales about x.
 
     scale       a given scale of one value; None: scales map max(absolute maximum, min_absmax) to 448
@@ -123,7 +123,7 @@ def quantize_triton(
     column_major_scales: bool = False,
     tma_aligned_scales: bool = False,
     scale_ue8m0: bool = False,
-) -> Pair:
+) -> ValuesAndScales:
     n = x.shape[-1]
     check("quantize_fp8", n, scale, group_size)
     per_tensor = scale is not None or group_size == 0
@@ -182,7 +182,7 @@ def _reference(
     column_major_scales: bool = False,
     tma_aligned_scales: bool = False,
     scale_ue8m0: bool = False,
-) -> Pair:
+) -> ValuesAndScales:
     check("quantize_fp8", x.shape[-1], scale, group_size)
     found = reference(
         x, scale, group_size, scale_ub, min_absmax, column_major_scales, tma_aligned_scales, scale_ue8m0
@@ -200,7 +200,7 @@ def _fake(
     column_major_scales: bool = False,
     tma_aligned_scales: bool = False,
     scale_ue8m0: bool = False,
-) -> Pair:
+) -> ValuesAndScales:
     per_tensor = scale is not None or group_size == 0
     return empty_outputs(x.shape, x.device, per_tensor, group_size, column_major_scales, tma_aligned_scales)
 

@@ -12,7 +12,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor, Tolerance, full, uniform
 from fastkernels.overrides.kit.fp8 import (
     MIN_ABSMAX,
-    Pair,
+    ValuesAndScales,
     check,
     empty_outputs,
     fp8_inverse,
@@ -143,7 +143,7 @@ def _triton(
     scale_ub: torch.Tensor | None = None,
     min_absmax: float = MIN_ABSMAX,
     *layout: bool,
-) -> Pair:
+) -> ValuesAndScales:
     _check(x, weight, scale, group_size)
     q, s = empty_outputs(x.shape, x.device, scale is not None, group_size, *layout)
     hidden = x.shape[-1]
@@ -174,7 +174,7 @@ def _reference(
     scale_ub: torch.Tensor | None = None,
     min_absmax: float = MIN_ABSMAX,
     *layout: bool,
-) -> Pair:
+) -> ValuesAndScales:
     _check(x, weight, scale, group_size)
     *found, new = reference(x, weight, eps, scale, group_size, residual, scale_ub, min_absmax)
     if residual is not None and new is not None:
@@ -190,7 +190,7 @@ def _fake(
     group_size: int = -1,
     residual: torch.Tensor | None = None,
     *rest: Any,
-) -> Pair:
+) -> ValuesAndScales:
     return empty_outputs(x.shape, x.device, scale is not None, group_size, *rest[2:])
 
 

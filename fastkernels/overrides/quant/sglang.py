@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.kit.fp8 import FP8, Pair
+from fastkernels.overrides.kit.fp8 import FP8, ValuesAndScales
 from fastkernels.overrides.kit.fp8_arguments import padded, padding, refuse, written
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.quant.rms_norm_quant_fp8 import rms_norm_quant_fp8
@@ -22,7 +22,7 @@ def sglang_per_token_group_quant_fp8_0_5_16(
     fuse_silu_and_mul: bool = False,
     masked_m: torch.Tensor | None = None,
     enable_v2: bool | None = None,
-) -> Pair:
+) -> ValuesAndScales:
     """fp8_kernel.sglang_per_token_group_quant_fp8 of 0.5.16; see the function from 0.5.23."""
     return sglang_per_token_group_quant_fp8(
         x, group_size, eps, column_major_scales, scale_tma_aligned, scale_ue8m0, fuse_silu_and_mul, masked_m
@@ -38,7 +38,7 @@ def sglang_per_token_group_quant_fp8_0_5_17(
     scale_ue8m0: bool = False,
     fuse_silu_and_mul: bool = False,
     masked_m: torch.Tensor | None = None,
-) -> Pair:
+) -> ValuesAndScales:
     """fp8_kernel.sglang_per_token_group_quant_fp8 of 0.5.17; see the function from 0.5.23."""
     return sglang_per_token_group_quant_fp8(
         x, group_size, eps, column_major_scales, scale_tma_aligned, scale_ue8m0, fuse_silu_and_mul, masked_m
@@ -57,7 +57,7 @@ def sglang_per_token_group_quant_fp8(
     *,
     output_q: torch.Tensor | None = None,
     output_s: torch.Tensor | None = None,
-) -> Pair:
+) -> ValuesAndScales:
     """fp8_kernel.sglang_per_token_group_quant_fp8 from 0.5.23 on: x [..., N] -> (values, scales [..., N / g]).
 
     Raises ValueError for fuse_silu_and_mul (see silu_mul_quant_fp8), masked_m, and scale_ue8m0 with column-major
@@ -74,7 +74,9 @@ def sglang_per_token_group_quant_fp8(
     return written(found, output_q, output_s)
 
 
-def sglang_per_token_quant_fp8_0_5_17(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Pair:
+def sglang_per_token_quant_fp8_0_5_17(
+    x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> ValuesAndScales:
     """fp8_kernel.sglang_per_token_quant_fp8 before 0.5.23: x [T, N] -> (values, scales [T, 1]).
 
     A token of zeros has scale 0.
@@ -89,12 +91,14 @@ def sglang_per_token_quant_fp8(
     *,
     output_q: torch.Tensor | None = None,
     output_s: torch.Tensor | None = None,
-) -> Pair:
+) -> ValuesAndScales:
     """fp8_kernel.sglang_per_token_quant_fp8 from 0.5.23 on; see the function of 0.5.17."""
     return written(sglang_per_token_quant_fp8_0_5_17(x, dtype), output_q, output_s)
 
 
-def sglang_static_quant_fp8(x: torch.Tensor, x_s: torch.Tensor, repeat_scale: bool = False) -> Pair:
+def sglang_static_quant_fp8(
+    x: torch.Tensor, x_s: torch.Tensor, repeat_scale: bool = False
+) -> ValuesAndScales:
     """fp8_kernel.static_quant_fp8; repeat_scale: return the scale as [tokens, 1]."""
     q, scale = quantize_fp8(x, x_s)
     return q, scale.repeat(x.numel() // x.shape[-1], 1) if repeat_scale else x_s
@@ -105,7 +109,7 @@ def sglang_scaled_fp8_quant(
     scale: torch.Tensor | None = None,
     num_token_padding: int | None = None,
     use_per_token_if_dynamic: bool = False,
-) -> Pair:
+) -> ValuesAndScales:
     """fp8_kernel.scaled_fp8_quant; a tensor of zeros has scale 0."""
     more = padding(input, num_token_padding)
     per_token = scale is None and use_per_token_if_dynamic
@@ -118,7 +122,7 @@ def sglang_fused_rmsnorm_fp8_per_token_quant(
     weight: torch.Tensor,
     epsilon: float,
     residual: torch.Tensor | None = None,
-) -> Pair | tuple[Pair, torch.Tensor]:
+) -> ValuesAndScales | tuple[ValuesAndScales, torch.Tensor]:
     """_fused_rmsnorm_fp8_per_token_quant, which the host uses on AMD's devices: (values [T, H], scales [T, 1]).
 
     With a residual, returns ((values, scales), hidden_states + residual); the sum is a new tensor.

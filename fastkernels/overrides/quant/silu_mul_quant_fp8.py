@@ -14,7 +14,7 @@ from fastkernels.core.spec import Axis, Case, Expr, OpSpec, Scalar, Tensor, Tole
 from fastkernels.overrides.kit.fp8 import (
     MAX_COLUMNS,
     MIN_ABSMAX,
-    Pair,
+    ValuesAndScales,
     check,
     empty_outputs,
     fp8_inverse,
@@ -36,7 +36,7 @@ def reference(
     min_absmax: float = MIN_ABSMAX,
     column_major_scales: bool = False,
     scale_ue8m0: bool = False,
-) -> Pair:
+) -> ValuesAndScales:
     """x: [..., 2 * d], gate then up. Returns (values [..., d] in float8 e4m3, scales in float32).
 
     Bit-identical to quantize_fp8 of silu_and_mul's output, which is rounded to x's dtype. Scales are one given value
@@ -118,7 +118,7 @@ def _triton(
     min_absmax: float = MIN_ABSMAX,
     column_major_scales: bool = False,
     scale_ue8m0: bool = False,
-) -> Pair:
+) -> ValuesAndScales:
     _check(x, scale, group_size)
     d = x.shape[-1] // 2
     q, s = empty_outputs(
@@ -156,7 +156,7 @@ def _reference(
     min_absmax: float = MIN_ABSMAX,
     column_major_scales: bool = False,
     scale_ue8m0: bool = False,
-) -> Pair:
+) -> ValuesAndScales:
     _check(x, scale, group_size)
     found = reference(x, scale, group_size, scale_ub, min_absmax, column_major_scales, scale_ue8m0)
     return laid_out(found, scale is not None, group_size, column_major_scales, False)
@@ -170,7 +170,7 @@ def _fake(
     min_absmax: float = MIN_ABSMAX,
     column_major_scales: bool = False,
     scale_ue8m0: bool = False,
-) -> Pair:
+) -> ValuesAndScales:
     shape = (*x.shape[:-1], x.shape[-1] // 2)
     return empty_outputs(shape, x.device, scale is not None, group_size, column_major_scales, False)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
-from fastkernels.overrides.kit.fp8 import FP8, GROUP_EPS, MIN_ABSMAX, Pair
+from fastkernels.overrides.kit.fp8 import FP8, GROUP_EPS, MIN_ABSMAX, ValuesAndScales
 from fastkernels.overrides.kit.fp8_arguments import padded, padding, refuse, written
 from fastkernels.overrides.quant.quantize_fp8 import quantize_fp8
 from fastkernels.overrides.quant.rms_norm_quant_fp8 import rms_norm_quant_fp8
@@ -62,7 +62,7 @@ class VllmQuantFP8(nn.Module):
         scale: torch.Tensor | None = None,
         scale_ub: torch.Tensor | None = None,
         use_triton: bool = False,
-    ) -> Pair:
+    ) -> ValuesAndScales:
         if (scale is not None) != self.static:
             raise ValueError("QuantFP8: static quantization needs a scale; dynamic quantization takes none")
         if self.is_group_quant:
@@ -84,7 +84,7 @@ def vllm_scaled_fp8_quant(
     use_per_token_if_dynamic: bool = False,
     output: torch.Tensor | None = None,
     group_shape: tuple[int, int] | None = None,
-) -> Pair:
+) -> ValuesAndScales:
     """_custom_ops.scaled_fp8_quant: input [M, N] -> (values [M, N], scales [1] or [M, 1]).
 
     Raises ValueError for a given scale of more than one value.
@@ -105,7 +105,7 @@ def vllm_per_token_group_quant_fp8(
     tma_aligned_scales: bool = False,
     out_q: torch.Tensor | None = None,
     use_ue8m0: bool | None = None,
-) -> Pair:
+) -> ValuesAndScales:
     """fp8_utils.per_token_group_quant_fp8: x [..., N] -> (values, scales [..., N / g])."""
     refuse("per_token_group_quant_fp8", dtype=None if dtype == FP8 else dtype)
     layout = (column_major_scales, tma_aligned_scales, bool(use_ue8m0))
@@ -119,7 +119,7 @@ def vllm_rms_norm_dynamic_per_token_quant(
     quant_dtype: torch.dtype,
     scale_ub: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-) -> Pair:
+) -> ValuesAndScales:
     """_custom_ops.rms_norm_dynamic_per_token_quant, float8 e4m3 only: (values [..., H], scales [tokens, 1]).
 
     The residual's memory is overwritten with input + residual. Raises ValueError for another quant_dtype.
@@ -139,7 +139,7 @@ def vllm_rms_norm_per_block_quant(
     residual: torch.Tensor | None = None,
     is_scale_transposed: bool = False,
     tma_alignment: int = 0,
-) -> Pair:
+) -> ValuesAndScales:
     """_custom_ops.rms_norm_per_block_quant, float8 e4m3 only: (values [T, H], scales [T, H / group_size[1]]).
 
     is_scale_transposed: column-major scales, padded to tma_alignment (0 or 4) tokens. The residual's memory is
@@ -161,7 +161,7 @@ def vllm_silu_and_mul_per_block_quant(
     quant_dtype: torch.dtype,
     scale_ub: torch.Tensor | None = None,
     is_scale_transposed: bool = False,
-) -> Pair:
+) -> ValuesAndScales:
     """_custom_ops.silu_and_mul_per_block_quant, float8 e4m3 only: input [T, 2 * d] -> (values, scales).
 
     Raises ValueError for another quant_dtype.
@@ -179,7 +179,7 @@ def vllm_silu_mul_per_token_group_quant_fp8_colmajor_0_26(
     group_size: int = 128,
     alpha: float = 1.0,
     beta: float = 0.0,
-) -> Pair:
+) -> ValuesAndScales:
     """fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor of 0.26; see the function from 0.32."""
     return vllm_silu_mul_per_token_group_quant_fp8_colmajor(
         input, output, use_ue8m0, eps, clamp_limit, group_size, alpha, beta
@@ -198,7 +198,7 @@ def vllm_silu_mul_per_token_group_quant_fp8_colmajor(
     *,
     expert_ends: torch.Tensor | None = None,
     expert_alignment: int = 0,
-) -> Pair:
+) -> ValuesAndScales:
     """fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor from 0.32 on.
 
     input [T, 2 * d] -> (values [T, d], column-major scales [T, d / group_size]), for any T; the host needs multiples.

@@ -7,12 +7,19 @@ from typing import Any
 import torch
 
 
-def refuse(function: str, **arguments: Any) -> None:
-    """Raise ValueError for the first argument that is set: those named here have no kernel of ours."""
+def unsupported_argument(function: str, **arguments: Any) -> str | None:
+    """Return the first argument that is set, as a reason, or None: those named here have no kernel of ours."""
     for name, value in arguments.items():
         if value is not None and value is not False:
             given = name if isinstance(value, torch.Tensor) else f"{name}={value!r}"
-            raise ValueError(f"{function}: {given} is not supported; use the host's own function")
+            return f"{function}: {given} is not supported; use the host's own function"
+    return None
+
+
+def refuse(function: str, **arguments: Any) -> None:
+    """Raise ValueError for the first argument that is set; see `unsupported_argument`."""
+    if (reason := unsupported_argument(function, **arguments)) is not None:
+        raise ValueError(reason)
 
 
 def check_tokens(hidden_states: torch.Tensor, gating_output: torch.Tensor) -> None:

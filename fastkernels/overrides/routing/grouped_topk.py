@@ -18,7 +18,7 @@ from fastkernels.overrides.kit.overlap import follow, launch_kernel
 MAX_EXPERTS, MAX_TOPK = 1024, 32
 # Added to the sum of weights before the division, as in SGLang: weights that are all 0 stay 0.
 LEAST_SUM = 1e-20
-Pair = tuple[torch.Tensor, torch.Tensor]
+WeightsAndIds = tuple[torch.Tensor, torch.Tensor]
 
 
 def reference(
@@ -30,7 +30,7 @@ def reference(
     scoring_func: str = "softmax",
     e_score_correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
-) -> Pair:
+) -> WeightsAndIds:
     """gating_output: [T, E]. Returns (topk_weights [T, K] in at least float32, topk_ids [T, K] int32), best first.
 
     Experts are ranked by score ('softmax' or 'sigmoid' of the logits) plus e_score_correction_bias [E]. Experts are
@@ -174,7 +174,7 @@ def _supports_triton(
     return None
 
 
-def _empty(gating_output: torch.Tensor, topk: int) -> Pair:
+def _empty(gating_output: torch.Tensor, topk: int) -> WeightsAndIds:
     shape, device = (gating_output.shape[0], topk), gating_output.device
     weights = torch.empty(shape, dtype=torch.float32, device=device)
     return weights, torch.empty(shape, dtype=torch.int32, device=device)
@@ -189,7 +189,7 @@ def _triton(
     scoring_func: str = "softmax",
     e_score_correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
-) -> Pair:
+) -> WeightsAndIds:
     bias = e_score_correction_bias
     _check(gating_output, topk, num_expert_group, topk_group, scoring_func, bias)
     tokens, experts = gating_output.shape
@@ -220,7 +220,7 @@ def _reference(
     scoring_func: str = "softmax",
     e_score_correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
-) -> Pair:
+) -> WeightsAndIds:
     groups = (num_expert_group, topk_group, scoring_func, e_score_correction_bias)
     _check(gating_output, topk, *groups)
     weights, ids = reference(gating_output, topk, renormalize, *groups, routed_scaling_factor)

@@ -6,7 +6,7 @@ import torch
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.routing.arguments import check_tokens, refuse
-from fastkernels.overrides.routing.grouped_topk import Pair, grouped_topk
+from fastkernels.overrides.routing.grouped_topk import WeightsAndIds, grouped_topk
 from fastkernels.overrides.routing.moe_align import Aligned, moe_align, padded_size
 from fastkernels.overrides.routing.moe_sum import moe_sum
 from fastkernels.overrides.routing.topk_softmax import topk_softmax
@@ -48,7 +48,7 @@ def _grouped_topk(
     shared: int,
     factor: float | None,
     scoring_func: str,
-) -> Pair:
+) -> WeightsAndIds:
     check_tokens(hidden_states, gating_output)
     refuse("grouped_topk", num_fused_shared_experts=shared or None)
     return grouped_topk(
@@ -68,7 +68,7 @@ def sglang_grouped_topk_gpu(
     routed_scaling_factor: float | None = None,
     apply_routed_scaling_factor_on_output: bool | None = False,
     scoring_func: str = "softmax",
-) -> Pair:
+) -> WeightsAndIds:
     """sglang.srt.layers.moe.topk.grouped_topk_gpu: (weights [T, topk], ids [T, topk] int32).
 
     routed_scaling_factor needs apply_routed_scaling_factor_on_output. Before 0.5.23 SGLang also requires renormalize;
@@ -90,7 +90,7 @@ def sglang_biased_grouped_topk_gpu(
     num_fused_shared_experts: int = 0,
     routed_scaling_factor: float | None = None,
     apply_routed_scaling_factor_on_output: bool | None = False,
-) -> Pair:
+) -> WeightsAndIds:
     """sglang.srt.layers.moe.topk.biased_grouped_topk_gpu, for sigmoid scores; see sglang_grouped_topk_gpu."""
     factor = routed_scaling_factor if apply_routed_scaling_factor_on_output else None
     groups = (num_expert_group, topk_group, num_fused_shared_experts, factor, "sigmoid")

@@ -9,7 +9,7 @@ from torch import nn
 
 from fastkernels.core.spec import Target
 from fastkernels.overrides.routing.arguments import check_tokens, refuse
-from fastkernels.overrides.routing.grouped_topk import Pair, grouped_topk
+from fastkernels.overrides.routing.grouped_topk import WeightsAndIds, grouped_topk
 from fastkernels.overrides.routing.moe_align import Aligned, moe_align, padded_size
 from fastkernels.overrides.routing.moe_sum import moe_sum
 from fastkernels.overrides.routing.topk_softmax import topk_softmax
@@ -44,7 +44,7 @@ def vllm_grouped_topk(
     scoring_func: str = "softmax",
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: torch.Tensor | None = None,
-) -> Pair:
+) -> WeightsAndIds:
     """vllm.model_executor.layers.fused_moe.router.grouped_topk_router.grouped_topk: (weights, ids), each [T, topk]."""
     check_tokens(hidden_states, gating_output)
     return grouped_topk(
@@ -63,7 +63,7 @@ def vllm_fused_grouped_topk(
     topk_group: int = 0,
     scoring_func: str = "softmax",
     routed_scaling_factor: float = 1.0,
-) -> Pair:
+) -> WeightsAndIds:
     """vllm.model_executor.layers.fused_moe.router.grouped_topk_router.fused_grouped_topk; see vllm_grouped_topk."""
     groups = (num_expert_group, topk_group, scoring_func, routed_scaling_factor, e_score_correction_bias)
     return vllm_grouped_topk(hidden_states, gating_output, topk, renormalize, *groups)
@@ -99,7 +99,7 @@ class VllmGroupedTopk(nn.Module):
         hidden_states: torch.Tensor,
         gating_output: torch.Tensor,
         e_score_correction_bias: torch.Tensor | None = None,
-    ) -> Pair:
+    ) -> WeightsAndIds:
         return vllm_grouped_topk(
             hidden_states, gating_output, self.topk, self.renormalize, self.num_expert_group, self.topk_group,
             self.scoring_func, self.routed_scaling_factor, e_score_correction_bias,

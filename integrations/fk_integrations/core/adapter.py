@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastkernels.core.reasons import Kind, Reason
+from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fk_integrations.core import versions
+from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.journal import Journal
 
 if TYPE_CHECKING:
-    from fastkernels.core.dispatch import Op, Provider
-
-
-# Decodes whose attention a patch measures, the most important first: graphs are captured for the longest context.
-BATCHES = 1, 8, 32, 16, 64, 4
+    from fastkernels.core.dispatch import Provider
 
 
 def class_path(cls: type) -> str:
@@ -98,44 +95,10 @@ class Adapter:
         if "_forward_method" in vars(module):
             journal.set_attribute(module, "_forward_method", module.forward)
 
-    def shape(self, op: Op, module: Any) -> tuple[Any, ...] | Reason | None:
-        """Values of op.key.shape for a module's calls, as `tuning.not_faster` takes them; None: unknown."""
-        return op.key.module(module) if op.key is not None and op.key.module is not None else None
-
-    def whole_shape(self, op: Op, module: Any) -> tuple[Any, ...] | None:
-        """The same without unknown values, for a measurement; None where ours cannot run or a value is unknown."""
-        found = self.shape(op, module)
-        return None if found is None or isinstance(found, Reason) or None in found else found
-
-    def heads(self, model: Any) -> Sequence[Any]:
-        """Return the LM heads whose product is the op `linear`: measured as its modules are, and not replaced."""
-        return ()
-
-    def points(self, op: Op) -> Sequence[tuple[int, ...]]:
-        """Sizes at which a patch measures an op, values of op.key.sizes; the most important ones first."""
-        return op.key.points if op.key is not None else ()
+    def of(self, op: str) -> HostOp:
+        """The special handling of an op, by its name or that of the functional op that it is measured by."""
+        return HostOp()
 
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:
         """Why the host, which fuses this module with its neighbours, is faster without ours; or None."""
         return None
-
-    def kernel_swapped(self, module: Any) -> None:
-        """Adjust a layer whose kernel object is ours now."""
-
-    def experts(self, module: Any) -> Any:
-        """The object that runs the experts of a mixture-of-experts layer; None for any other module."""
-        return None
-
-    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
-        """Have a layer's experts run ours; None, or why not.
-
-        by_table: only calls that a tuned table lists as faster.
-        """
-        return Reason(Kind.UNSUPPORTED, f"{self.host} has no seam for experts")
-
-    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
-        """Put our implementation behind an attention module; None, or why not.
-
-        by_table: only for decodes that a tuned table lists as faster; all other calls stay the host's.
-        """
-        return Reason(Kind.UNSUPPORTED, f"{self.host} has no attention seam")

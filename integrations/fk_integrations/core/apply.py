@@ -1,7 +1,7 @@
 """apply(adapter, model, request): put our modules into a loaded model, in its own process. The same for every host.
 
-An adapter states what is special about a host (adapter.py), a seam how a module gets our code (seam.py). Every change
-is noted in a journal, so that undo, or a failure half way, restores the model.
+An adapter states what is special about a host (adapter.py), a seam how a module gets our code (seam_interface.py).
+Every change is noted in a journal, so that undo, or a failure half way, restores the model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
 from fastkernels.verify import host_time
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import choose, seam, trials
+from fk_integrations.core import choose, seam_interface, trials
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.seam import Seam, Swap
+from fk_integrations.core.seam_interface import Seam, Swap
 from fk_integrations.core.tally import Counts, Tally
 from fk_integrations.core.trials import Trial
 
@@ -186,7 +186,7 @@ def change(
 def _swap_modules(patched: Patched) -> None:
     """Swap all modules of the request, and make the rows."""
     adapter, model, request, rank = patched.adapter, patched.model, patched.request, patched.rank
-    found = sorted(plan(adapter, request, model), key=lambda pair: seam.find(pair[1].seam).order)
+    found = sorted(plan(adapter, request, model), key=lambda pair: seam_interface.find(pair[1].seam).order)
     for spec, target in found:
         patched.rows.append(_apply_target(patched, spec, target))
     patched.counts.watch()
@@ -209,7 +209,7 @@ def plan(adapter: Adapter, request: Request, model: Any = None) -> Iterator[tupl
             included = (
                 target.default or _requested(request, name) or (target.tried and _decides(adapter, model))
             )
-            if seam.find(target.seam).live and (included or _by_table(spec, model)):
+            if seam_interface.find(target.seam).live and (included or _by_table(spec, model)):
                 yield spec, target
 
 
@@ -282,12 +282,12 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     requested = _requested(patched.request, spec.name)
     decides = not requested and _decides(patched.adapter, patched.model)
     by_table = not requested and not target.default and not (target.tried and decides)
-    host_class = seam.host_class(target)
+    host_class = seam_interface.host_class(target)
     whole = _why_off(patched, spec, target, host_class, by_table)
     if whole is not None:
         row.explain({whole: 0})
         return row
-    place = seam.find(target.seam)
+    place = seam_interface.find(target.seam)
     modules = place.modules(patched.adapter, patched.model, spec.name, host_class)
     if (applies := getattr(registry.target_class(target), "applies", None)) is not None:
         modules = [module for module in modules if applies(module)]
@@ -304,15 +304,17 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if place.decided and decides and not by_table:
         device = _device_of(patched.model)
         compiled = bool(modules) and tuning.chip_of(device.type) in target.compiled
-        slower = host_time.slower_to_call(spec.name, device) if compiled else None
-        trial = Trial(spec.name, host_class, compiled and slower is None, slower or "")
+        slower = (host_time.slower_to_call(op, device) for op in (spec.name, *target.traced) if compiled)
+        trial = Trial(spec.name, host_class, compiled, next((why for why in slower if why is not None), ""))
     tally = Tally(spec.name) if patched.adapter.several else None
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:
             trained = spec.name if patched.adapter.trained else ""
             journal = patched.journal
-            made = Swap(patched.adapter, module, host_class, ours, journal, by_table, trial, trained, tally)
+            made = Swap(
+                patched.adapter, module, host_class, ours, journal, by_table, trial, trained, tally, spec.name
+            )
             stays = _swap(place, made)
             if stays is not None and by_table and place.optional:
                 stays = _unless_requested(stays)
@@ -343,7 +345,7 @@ def _rows_without_a_table(patched: Patched, planned: set[str]) -> list[Row]:
         if spec.tuned_by is None or name in planned:
             continue
         for target in adapter.targets(spec, model):
-            place, host_class = seam.find(target.seam), seam.host_class(target)
+            place, host_class = seam_interface.find(target.seam), seam_interface.host_class(target)
             if not place.live or host_class is None:
                 continue
             whole = _why_off(patched, spec, target, host_class, by_table=True)
@@ -379,7 +381,7 @@ def _has_target(adapter: Adapter, model: Any, path: str) -> bool:
     targets = (
         target for name in registry.op_names() for target in adapter.targets(registry.get(name), model)
     )
-    return any(target.path == path and seam.find(target.seam).live for target in targets)
+    return any(target.path == path and seam_interface.find(target.seam).live for target in targets)
 
 
 def _why_off(
@@ -422,7 +424,7 @@ def _stays(patched: Patched, spec: OpSpec, module: Any, by_table: bool, requeste
     if not by_table:
         return patched.adapter.fused(patched.model, spec.name, module)
     op = spec.tuned_by
-    shape = patched.adapter.shape(op, module)
+    shape = patched.adapter.of(op.name).shape(op, module)
     if isinstance(shape, Reason):
         return _unless_requested(shape)
     slower = tuning.not_faster(op.name, op.key, shape, _device(patched.model))
@@ -540,7 +542,7 @@ def _on_request(adapter: Adapter, spec: OpSpec, model: Any) -> dict[Reason, int]
     """{reason: modules} of those that an op replaces, but not here without a request."""
     found: Counter[Reason] = Counter()
     for target in adapter.targets(spec, model):
-        place, host_class = seam.find(target.seam), seam.host_class(target)
+        place, host_class = seam_interface.find(target.seam), seam_interface.host_class(target)
         if not place.live or target.default or host_class is None:
             continue
         modules = place.modules(adapter, model, spec.name, host_class)
@@ -564,7 +566,7 @@ def _uncovered_rows(adapter: Adapter, request: Request, model: Any, rank: int) -
 def _why_absent(adapter: Adapter, name: str) -> Reason:
     """Why a requested op has no place in this host or model."""
     targets = registry.get(name).targets_for(adapter.host, adapter.version)
-    if adapter.own or any(seam.find(target.seam).live for target in targets):
+    if adapter.own or any(seam_interface.find(target.seam).live for target in targets):
         return Reason(Kind.NO_SUCH_MODULE, "the model has no such module")
     inside = [op for op in registry.op_names() if name in registry.get(op).calls]
     inside = [op for op in inside if registry.get(op).targets_for(adapter.host, adapter.version)]

@@ -19,7 +19,7 @@ from fastkernels.patch import Request
 from fastkernels.verify import cache, measure, phases
 from fastkernels.verify.measure import Point, named_shape
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import seam
+from fk_integrations.core import seam_interface
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.ranks import agree
@@ -101,7 +101,8 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
             continue
         listed = {e.place for e in tuning.entries(op.name, chip)}
         own = modules_of(adapter, model, spec)
-        more = [(m, adapter.whole_shape(op, m)) for m in adapter.heads(model)] if name == "linear" else []
+        here = adapter.of(op.name)
+        more = [(m, here.whole_shape(op, m)) for m in here.heads(model)] if name == op.name else []
         for into, several in ((found, own), (heads, more)):
             for module, shape in several:
                 if shape is None:
@@ -113,7 +114,7 @@ def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list
         (part is last, i, Point(op, shape, sizes, tuple(modules)))
         for part in (found, last)
         for (op, shape), modules in part.items()
-        for i, sizes in enumerate(adapter.points(registry.get(op).op))
+        for i, sizes in enumerate(adapter.of(op).points(registry.get(op).op))
     ]
     return [point for *_, point in sorted(points, key=lambda each: each[:2])]
 
@@ -130,14 +131,14 @@ def modules_of(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tu
     """The modules that the op can replace, each with the values of the key's shape."""
     found = []
     for target in adapter.targets(spec, model):
-        place, host_class = seam.find(target.seam), seam.host_class(target)
+        place, host_class = seam_interface.find(target.seam), seam_interface.host_class(target)
         if not place.live or host_class is None:
             continue
         supports = getattr(registry.target_class(target), "supports", None)
         for module in place.modules(adapter, model, spec.name, host_class):
             if supports is not None and supports(module) is not None:
                 continue
-            shape = adapter.whole_shape(spec.tuned_by, module)
+            shape = adapter.of(spec.tuned_by.name).whole_shape(spec.tuned_by, module)
             if shape is not None:
                 found.append((module, shape))
     return found

@@ -11,7 +11,7 @@ from torch import nn
 
 from fastkernels.core import registry
 from fastkernels.core.reasons import Kind, Reason
-from fk_integrations.core import seam
+from fk_integrations.core import seam_interface
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.lookalikes import with_reason
 
@@ -53,7 +53,7 @@ def _classes(adapter: Adapter) -> dict[type, str]:
         for target in registry.get(op).targets_for(adapter.host, adapter.version or None):
             module, _, name = target.path.partition(":")
             cls = getattr(sys.modules.get(module), name, None)
-            if isinstance(cls, type) and issubclass(cls, nn.Module) and seam.find(target.seam).live:
+            if isinstance(cls, type) and issubclass(cls, nn.Module) and seam_interface.find(target.seam).live:
                 found[cls] = op
     return found
 

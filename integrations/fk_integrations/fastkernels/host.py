@@ -22,9 +22,10 @@ from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import choose
-from fk_integrations.core.adapter import BATCHES, Adapter
+from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply, change
 from fk_integrations.core.cancellation import or_undone
+from fk_integrations.core.host_op import BATCHES, HostOp
 from fk_integrations.core.in_process import UNDO_FIRST
 
 VARIABLE = "FASTKERNELS_CANDIDATES"
@@ -46,28 +47,10 @@ class FastKernelsAdapter(Adapter):
         alone = self.runner.config.tensor_parallel_size == 1
         return None if alone else torch.distributed.new_group(backend="gloo")
 
-    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
-        if op.name != "attention_decode":
-            return super().shape(op, module)
-        if not _is_attention(module) or module.sinks is not None:  # what is measured has no sinks
-            return None
-        runner = self.runner
-        if runner.config.attention_backend is not None:
-            return None  # the user has chosen
-        heads = module.num_heads, module.num_kv_heads, module.head_size
-        return *heads, runner.config.block_size, max(module.window_left + 1, 0), runner.cache_dtype
-
-    def heads(self, model: Any) -> Sequence[Any]:
-        from fastkernels.overrides.embedding.vocab_parallel import UnquantizedEmbedding
-
-        head = getattr(model, "lm_head", None)
-        return [head] if isinstance(getattr(head, "quant_method", None), UnquantizedEmbedding) else []
-
-    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
-        if op.name != "attention_decode":
-            return super().points(op)
-        most = self.runner.config.max_num_seqs
-        return [(batch, self.runner.max_model_len) for batch in BATCHES if batch <= most]
+    def of(self, op: str) -> HostOp:
+        if op == "attention_decode":
+            return _Attention(self.runner)
+        return _Linear() if op == "linear" else super().of(op)
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
         modules = list(model.modules())
@@ -82,6 +65,36 @@ class FastKernelsAdapter(Adapter):
 
     def unknown(self, target: Target, host_class: Any) -> None:
         """Our classes need no fingerprint."""
+
+
+class _Attention(HostOp):
+    """Attention with keys and values of several heads."""
+
+    def __init__(self, model_runner: Any):
+        self.model_runner = model_runner
+
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
+        if not _is_attention(module) or module.sinks is not None:  # what is measured has no sinks
+            return None
+        runner = self.model_runner
+        if runner.config.attention_backend is not None:
+            return None  # the user has chosen
+        heads = module.num_heads, module.num_kv_heads, module.head_size
+        return *heads, runner.config.block_size, max(module.window_left + 1, 0), runner.cache_dtype
+
+    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
+        most = self.model_runner.config.max_num_seqs
+        return [(batch, self.model_runner.max_model_len) for batch in BATCHES if batch <= most]
+
+
+class _Linear(HostOp):
+    """Linear layers, and the LM head without quantization."""
+
+    def heads(self, model: Any) -> Sequence[Any]:
+        from fastkernels.overrides.embedding.vocab_parallel import UnquantizedEmbedding
+
+        head = getattr(model, "lm_head", None)
+        return [head] if isinstance(getattr(head, "quant_method", None), UnquantizedEmbedding) else []
 
 
 def _is_attention(module: Any) -> bool:

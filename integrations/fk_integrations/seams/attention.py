@@ -6,11 +6,11 @@ from typing import Any
 
 from fastkernels.core.reasons import Reason
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.seam import Seam, Swap
+from fk_integrations.core.seam_interface import Seam, Swap
 
 
 class Attention(Seam):
-    """The host's adapter makes the change (Adapter.swap_attention)."""
+    """The host makes the change (HostOp.swap)."""
 
     optional = True
 
@@ -19,4 +19,4 @@ class Attention(Seam):
         return [m for m in adapter.modules(model) if host_class in (type(m), type(vars(m).get("impl")))]
 
     def swap(self, swap: Swap) -> Reason | None:
-        return swap.adapter.swap_attention(swap.module, swap.ours, swap.journal, swap.by_table)
+        return swap.adapter.of(swap.op).swap(swap.module, swap.ours, swap.journal, swap.by_table)

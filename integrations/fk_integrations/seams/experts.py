@@ -7,18 +7,19 @@ from typing import Any
 from fastkernels.core.reasons import Reason
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.expert_layers import in_float8
-from fk_integrations.core.seam import Seam, Swap
+from fk_integrations.core.seam_interface import Seam, Swap
 
 
 class Experts(Seam):
-    """The host's adapter makes the change (Adapter.swap_experts)."""
+    """The host makes the change (HostOp.swap)."""
 
     optional = True
 
     def modules(self, adapter: Adapter, model: Any, op: str, host_class: type) -> list[Any]:
         """All layers of experts with weights in the op's number format, whatever class runs them."""
-        found = [m for m in adapter.modules(model) if adapter.experts(m) is not None]
+        here = adapter.of(op)
+        found = [m for m in adapter.modules(model) if here.runner(m) is not None]
         return [m for m in found if in_float8(m) == op.endswith("_fp8")]
 
     def swap(self, swap: Swap) -> Reason | None:
-        return swap.adapter.swap_experts(swap.module, swap.ours, swap.journal, swap.by_table)
+        return swap.adapter.of(swap.op).swap(swap.module, swap.ours, swap.journal, swap.by_table)

@@ -8,7 +8,7 @@ from fastkernels.core.reasons import Reason
 from fastkernels.overrides.linear.linear_fp8_scales import holder_of
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.live_class import replace_attribute
-from fk_integrations.core.seam import Seam, Swap
+from fk_integrations.core.seam_interface import Seam, Swap
 
 
 class Kernel(Seam):
@@ -24,5 +24,5 @@ class Kernel(Seam):
         methods = ("apply_scaled_mm", "apply_weights")
         reason = replace_attribute(holder_of(swap.module), "fp8_linear", swap.ours, methods, swap.journal)
         if reason is None:
-            swap.adapter.kernel_swapped(swap.module)
+            swap.adapter.of(swap.op).swapped(swap.module)
         return reason

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core import versions
-from fk_integrations.core.adapter import BATCHES
+from fk_integrations.core.host_op import BATCHES
 from fk_integrations.core.journal import Journal
 
 FLASH = "sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend"
@@ -55,7 +55,7 @@ def swap_attention(
 ) -> Reason | None:
     """Put our kernels behind a RadixAttention, in every known backend of the runner. None, or why not.
 
-    by_table: see Adapter.swap_attention; in a step that stays the host's, the host stores keys and values.
+    by_table: see HostOp.swap; in a step that stays the host's, the host stores keys and values.
     """
     if (text := _unsupported_layer(runner, layer)) is not None:
         return Reason(Kind.UNSUPPORTED, text)

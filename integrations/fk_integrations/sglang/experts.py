@@ -12,9 +12,9 @@ from typing import Any
 
 from fastkernels.core import registry
 from fastkernels.core.reasons import Kind, Reason
-from fastkernels.overrides.moe.fused_experts_fp8 import check_scales
-from fastkernels.overrides.moe.sglang import quant_of, refuse_config
-from fastkernels.overrides.routing.arguments import refuse
+from fastkernels.overrides.moe.fused_experts_fp8 import unsupported_scales
+from fastkernels.overrides.moe.sglang import quant_of, unsupported_config, unsupported_quant
+from fastkernels.overrides.routing.arguments import unsupported_argument
 from fk_integrations.core import versions
 from fk_integrations.core.expert_layers import in_float8, method_of, path_of, unusual
 from fk_integrations.core.journal import Journal
@@ -66,10 +66,8 @@ def unsupported(module: Any) -> str | None:
         return f"only {here} are here: expert parallelism is not supported"
     if config.apply_router_weight_on_input:
         return "the router's weights on the input of experts are not supported"
-    try:
-        refuse_config(config)
-    except ValueError as error:
-        return str(error)
+    if (reason := unsupported_config(config)) is not None:
+        return reason
     method = method_of(module)
     way = getattr(getattr(method, "_forward_method", None), "__name__", "forward_cuda")
     if way != "forward_cuda":
@@ -85,17 +83,18 @@ def unsupported_call(dispatch_output: Any, quant_info: Any, lora_info: Any) -> s
         return "hidden states that are quantized already"
     if not hasattr(dispatch_output.topk_output, "topk_ids"):
         return f"a router's choice in the form of {type(dispatch_output.topk_output).__name__}"
-    try:
-        refuse("fused_experts", lora_info=lora_info, hidden_states_scale=dispatch_output.hidden_states_scale)
-        fp8, quant = quant_of(quant_info)
-        if fp8:
-            check_scales(
-                quant_info.w13_weight, quant_info.w2_weight, quant["w1_scale"], quant["w2_scale"], quant["a1_scale"],
-                quant["a2_scale"], quant["per_channel_quant"], quant["block_shape"], False,
-            )  # fmt: skip
-    except ValueError as error:
-        return str(error)
-    return None
+    reason = unsupported_argument(
+        "fused_experts", lora_info=lora_info, hidden_states_scale=dispatch_output.hidden_states_scale
+    ) or unsupported_quant(quant_info)
+    if reason is not None:
+        return reason
+    fp8, quant = quant_of(quant_info)
+    if not fp8:
+        return None
+    return unsupported_scales(
+        quant_info.w13_weight, quant_info.w2_weight, quant["w1_scale"], quant["w2_scale"], quant["a1_scale"],
+        quant["a2_scale"], quant["per_channel_quant"], quant["block_shape"], False,
+    )  # fmt: skip
 
 
 @cache

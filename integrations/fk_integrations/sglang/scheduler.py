@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from fk_integrations.core import all_ranks, call_recording, proof, reports, vers
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.heap import Heap, frozen_again
+from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.in_process import UNDO_FIRST
-from fk_integrations.core.journal import Journal
 from fk_integrations.core.relatives import relatives
-from fk_integrations.sglang import attention, experts, own_kernels
+from fk_integrations.sglang import host_ops, own_kernels
 from fk_integrations.sglang.attention import backends
 
 log = logging.getLogger("fastkernels")
@@ -78,33 +78,9 @@ class SglangAdapter(Adapter):
     def providers(self) -> Mapping[str, Provider]:
         return own_kernels.providers()
 
-    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
-        if op.name == "attention_decode":
-            return attention.attention_shape(self.model_runner, module)
-        if op.name in ("fused_experts", "fused_experts_fp8"):
-            return Reason(Kind.LEFT_TO_HOST, experts.unsupported(module) or experts.NOT_MEASURED)
-        return super().shape(op, module)
-
-    def whole_shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
-        if op.name == "attention_decode" and not attention.served(self.model_runner, module):
-            return None
-        return super().whole_shape(op, module)
-
-    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
-        if op.name != "attention_decode":
-            return super().points(op)
-        if not Environment.read().verify:  # by default only what was proved on a GPU
-            return ()
-        return attention.points(self.model_runner)
-
-    def experts(self, module: Any) -> Any:
-        return experts.experts(module)
-
-    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
-        return experts.swap_experts(module, ours, self.version, journal)
-
-    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
-        return attention.swap_attention(self.model_runner, module, self.version, journal, by_table)
+    def of(self, op: str) -> HostOp:
+        special = host_ops.SPECIAL.get(op)
+        return super().of(op) if special is None else special(self.model_runner, self.version)
 
 
 # At start, with FASTKERNELS=1

@@ -51,7 +51,7 @@ def swap_attention(module: Any, version: str, config: Any, journal: Journal, by_
     """Put our kernels behind an Attention layer, on the KV cache of vLLM's FlashAttention backend. None, or why not.
 
     The layer, its cache layout and its metadata builder stay; `layer.impl` becomes an instance of a subclass.
-    by_table: see Adapter.swap_attention. A captured graph replays the choice that was made at its capture.
+    by_table: see HostOp.swap. A captured graph replays the choice that was made at its capture.
     """
     impl = getattr(module, "impl", None)
     found = f"{type(impl).__module__}:{type(impl).__qualname__}"

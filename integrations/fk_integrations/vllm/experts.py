@@ -12,8 +12,8 @@ from typing import Any
 
 from fastkernels.core import registry
 from fastkernels.core.reasons import Kind, Reason
-from fastkernels.overrides.moe.fused_experts_fp8 import check_scales, kind_of
-from fastkernels.overrides.moe.vllm import call_of, refuse_activation, refuse_quant
+from fastkernels.overrides.moe.fused_experts_fp8 import kind_of, unsupported_scales
+from fastkernels.overrides.moe.vllm import call_of, in_fp8, unsupported_activation, unsupported_quant
 from fk_integrations.core import versions
 from fk_integrations.core.expert_layers import in_float8, method_of, path_of, unusual
 from fk_integrations.core.journal import Journal
@@ -54,7 +54,7 @@ def shape(op: Any, module: Any) -> tuple[Any, ...] | Reason:
 def swap_experts(module: Any, ours: Any, version: str, journal: Journal, by_table: bool) -> Reason | None:
     """Have a layer's experts run ours, on its own weights. None, or why not.
 
-    by_table: see Adapter.swap_experts. A captured graph replays the choice that was made at its capture.
+    by_table: see HostOp.swap. A captured graph replays the choice that was made at its capture.
     """
     if (text := unsupported(module)) is not None:
         return Reason(Kind.UNSUPPORTED, text)
@@ -82,17 +82,13 @@ def unsupported(module: Any) -> str | None:
     if module.apply_router_weight_on_input:
         return "the router's weights on the input of experts are not supported"
     config = kernel.fused_experts.quant_config
-    try:
-        refuse_activation(module.activation)
-        fp8 = refuse_quant(config)
-        if fp8:
-            check_scales(
-                module.w13_weight, module.w2_weight, config.w1_scale, config.w2_scale, config.a1_scale,
-                config.a2_scale, config.per_act_token_quant, config.block_shape, False,
-            )  # fmt: skip
-    except ValueError as error:
-        return str(error)
-    return unusual(module, module.moe_config.in_dtype, fp8)
+    reason = unsupported_activation(module.activation) or unsupported_quant(config)
+    if reason is None and in_fp8(config):
+        reason = unsupported_scales(
+            module.w13_weight, module.w2_weight, config.w1_scale, config.w2_scale, config.a1_scale,
+            config.a2_scale, config.per_act_token_quant, config.block_shape, False,
+        )  # fmt: skip
+    return reason or unusual(module, module.moe_config.in_dtype, in_fp8(config))
 
 
 @cache

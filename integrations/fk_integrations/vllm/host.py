@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +21,15 @@ from fastkernels.core.env import Environment
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Reason
 from fastkernels.core.trial import import_in_child
-from fastkernels.overrides.linear.linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify import phases
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import all_ranks, call_recording, reports, versions
-from fk_integrations.core.adapter import BATCHES, Adapter, class_path
+from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.construction import BeforeConstruction
+from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.in_process import UNDO_FIRST
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
@@ -94,28 +94,11 @@ class VllmAdapter(Adapter):
 
         return own_kernels.providers()
 
-    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
-        from fk_integrations.vllm import attention, experts
+    def of(self, op: str) -> HostOp:
+        from fk_integrations.vllm import host_ops
 
-        if op.name == "attention_decode":
-            return attention.attention_shape(module)
-        if op.name in ("fused_experts", "fused_experts_fp8"):
-            return experts.shape(op, module)
-        return super().shape(op, module)
-
-    def whole_shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
-        from fk_integrations.vllm import attention
-
-        if op.name != "attention_decode" or self.worker is None:
-            return super().whole_shape(op, module)
-        return attention.whole_shape(module, self.worker.vllm_config)
-
-    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
-        if op.name != "attention_decode" or self.worker is None:
-            return super().points(op)
-        config = self.worker.vllm_config
-        most, context = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
-        return [(batch, context) for batch in BATCHES if batch <= most]
+        special = host_ops.SPECIAL.get(op)
+        return super().of(op) if special is None else special(self.worker, self.version)
 
     def fused(self, model: Any, op: str, module: Any) -> Reason | None:
         from fk_integrations.vllm import fusions, ranges
@@ -138,29 +121,6 @@ class VllmAdapter(Adapter):
         if not ranges.limited(self.worker.vllm_config, model):
             return None
         return ranges.most_tokens(self, model, self.request, str(self.worker.device.type))
-
-    def kernel_swapped(self, module: Any) -> None:
-        from fk_integrations.vllm import fusions
-
-        if self.worker is not None:
-            fusions.take_quantization(self.worker.vllm_config, holder_of(module).fp8_linear)
-
-    def experts(self, module: Any) -> Any:
-        from fk_integrations.vllm import experts
-
-        return experts.experts(module)
-
-    def swap_experts(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
-        from fk_integrations.vllm import experts
-
-        return experts.swap_experts(module, ours, self.version, journal, by_table)
-
-    def swap_attention(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
-        from fk_integrations.vllm import attention, mla
-
-        if class_path(type(module)) == mla.LAYER:
-            return mla.swap_decode(module, self.version, self.worker.vllm_config, journal, by_table)
-        return attention.swap_attention(module, self.version, self.worker.vllm_config, journal, by_table)
 
 
 # In a worker process

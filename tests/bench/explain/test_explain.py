@@ -14,10 +14,10 @@ import torch
 from fk_bench.core import rows
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e.model_configs import load_config
-from fk_bench.explain import timing
+from fk_bench.explain import provider_times
 from fk_bench.explain.command import TimedCall, explain_command, patched, totals
 from fk_bench.explain.cost_model import Call, step
-from fk_bench.explain.timing import Contender, Measured, ProviderTime, choose, time_all
+from fk_bench.explain.provider_times import Contender, Measured, ProviderTime, choose, time_all
 from support.commands import fk_bench, last_json
 
 from fastkernels.core import registry, tuning
@@ -117,7 +117,7 @@ def test_times_are_measured_on_cpu(kind: str, tmp_path: Path, capsys: pytest.Cap
 
 def test_gpu_case_is_not_timed_on_cpu() -> None:
     case = Case("big", {"tokens": (1,), "in": 4096, "out": 4096})
-    found = timing.measure("linear", case, "cpu", "vllm")
+    found = provider_times.measure("linear", case, "cpu", "vllm")
     assert found.best is None and "GPU only" in found.reasons["host"] == found.reasons["ours"]
 
 
@@ -131,7 +131,9 @@ def test_ours_follows_the_chips_table(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setenv("FASTKERNELS_TUNED", str(put)) if put else monkeypatch.delenv("FASTKERNELS_TUNED")
         tuning._by_op.cache_clear()
         linear.reset()
-        found = timing.measure("linear", Case("c", {"tokens": (5,), "in": 64, "out": 33}), "cpu", "vllm")
+        found = provider_times.measure(
+            "linear", Case("c", {"tokens": (5,), "in": 64, "out": 33}), "cpu", "vllm"
+        )
         assert found.ours is not None and (found.ours.name == "ours/tuned") is (put is not None), found
 
 
@@ -168,7 +170,7 @@ def test_written_arguments_are_checked() -> None:
     spec = registry.get("store_kvcache")
     case = Case("c", {"tokens": 3, "kv_heads": 2, "head_size": 8, "block_size": 4}, "float32")
     nothing = contender("nothing", lambda *_: None)
-    timed, _ = time_all(spec, case, "cpu", [nothing, *timing.contenders("store_kvcache", "cpu")])
+    timed, _ = time_all(spec, case, "cpu", [nothing, *provider_times.contenders("store_kvcache", "cpu")])
     assert timed[0].us is None and "a written argument" in timed[0].problem
     assert any(t.us is not None for t in timed if t.kind == "ours")
 

@@ -13,7 +13,7 @@ import torch
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.batches.batches import GRAPH_CALLS, QUEUED, SINGLES, Batches
 from fk_bench.kernels.judge.batches.lane import Lane, Timed
-from fk_bench.kernels.judge.clock.timing import Samples
+from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena, memory_file

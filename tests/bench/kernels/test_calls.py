@@ -11,7 +11,7 @@ import torch
 from fk_bench.kernels.judge.batches import calls
 from fk_bench.kernels.judge.batches.calls import BLOCK, LIVE_BYTES, NO_CALL, Calls
 from fk_bench.kernels.judge.batches.lane import Lane, Timed
-from fk_bench.kernels.judge.clock.timing import Samples
+from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory.arena import Arena, memory_file
 from fk_bench.kernels.judge.memory.gate import Gate

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fk_bench.core.rows import Row, Status, Subject, Untimed
 from fk_bench.kernels.judge.batches.lane import Timed
-from fk_bench.kernels.judge.clock.timing import Samples
+from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.checks import Checked, Chosen
 from fk_bench.kernels.judge.correctness.errors import Errors
 from fk_bench.kernels.judge.processes.messages import Traced

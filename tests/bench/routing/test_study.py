@@ -118,7 +118,7 @@ def test_batches_for_the_clock() -> None:
 
 
 def test_kernel_output_is_checked() -> None:
-    from fk_bench.routing.timing import _check
+    from fk_bench.routing.expert_times import _check
 
     from fastkernels.core.spec import Case
     from fastkernels.overrides.moe.fused_experts import SPEC, fused_experts

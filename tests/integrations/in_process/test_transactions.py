@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import transformers
-from fk_integrations.core import seam
+from fk_integrations.core import seam_interface
 from fk_integrations.core.in_process import STATE
 from fk_integrations.core.journal import Journal
 from torch import nn
@@ -136,7 +136,7 @@ def test_interrupted_way_back_is_ended_by_the_next_call(step: int, monkeypatch: 
     """The seam raises at one step, and the undo of that at each of its own."""
     model = llama()
     before = classes(model)
-    place: Any = seam.find("leaf")
+    place: Any = seam_interface.find("leaf")
     stock, swaps = type(place).swap, []
 
     def swap(self: Any, made: Any) -> Any:

@@ -14,7 +14,9 @@ from torch import nn
 from fastkernels.core import registry
 from fastkernels.core.dispatch import OPS
 from fastkernels.core.forward_context import forward_context
-from fastkernels.overrides.block import sglang, vllm
+from fastkernels.overrides.block import decoder_layer, sglang, vllm
+from fastkernels.overrides.norm.sglang import TARGETS as SGLANG_NORMS
+from fastkernels.overrides.norm.vllm import TARGETS as VLLM_NORMS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -114,3 +116,13 @@ def test_llama_layer_with_residual_equals_sum() -> None:
         split = ours(torch.arange(7), x + residual, None)
     close(h, split[0], 1e-4)
     close(r, split[1], 1e-4)
+
+
+def test_norms_are_recognized_by_class_and_not_by_name() -> None:
+    layer = vllm.VllmQwen3DecoderLayer(CONFIG)
+    namesake: Any = type("RMSNorm", (type(layer.input_layernorm),), {"__module__": "elsewhere"})
+    layer.input_layernorm.__class__ = namesake
+    assert "a norm is elsewhere:RMSNorm" in str(type(layer).supports(layer))
+    for target in (*VLLM_NORMS["rms_norm"], *SGLANG_NORMS["rms_norm"]):
+        ours = f"fastkernels.overrides.norm.{target.host}:{target.cls}"
+        assert (target.path in decoder_layer.NORMS) == (ours in decoder_layer.NORMS)

@@ -92,11 +92,7 @@ def test_emulated_product_matches_reference(
     weight = op.pack_ternary(torch.randint(0, 3, (n, k), dtype=torch.uint8, generator=g))
     scale = ((torch.rand(n, generator=g) + 0.5) * k**-0.5).to(torch.float32 if wide else dtype)
     warps, shared, options = op.plan(m, k, dtype == torch.bfloat16, True, wide)
-    written = {
-        "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
-    }
-    source = ported(text(op.SOURCE), BODIES, written, options)
+    source = ported(text(op.SOURCE), BODIES, options)
     end = source.index("typedef unsigned int u32;")
     given = struct.pack("4i", m, n, k, scale.numel() * scale.itemsize) + b"".join(
         t.view(torch.uint8).numpy().tobytes() for t in (x, weight, scale, bias)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fk_bench.routing import timing as routing_time
+from fk_bench.routing import expert_times
 from support.modules import randn
 
 from fastkernels.core import registry
@@ -265,7 +265,7 @@ def test_block_size_exceeds_average_rows(rows: int, block: int) -> None:
     """An expert with a second block reads its weights twice (docs/reports/2026-11-routing.md)."""
     now = moe_tiles.tiles(rows, torch.bfloat16, True)
     assert now.block_m == block
-    other = moe_tiles.tiles(routing_time.larger(now), torch.bfloat16, True)
+    other = moe_tiles.tiles(expert_times.larger(now), torch.bfloat16, True)
     assert other.block_m != block
 
 

@@ -105,12 +105,8 @@ int main(int, char** names) {
 
 def program(p: cuda.Plan, tickets: bool = True) -> str:
     """Return C++ of the kernel and its launcher; with tickets=False, taking a ticket is an error."""
-    written = {
-        "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT)': "void",
-    }
     bodies = BODIES if tickets else {**BODIES, "add_to": 'fail("a ticket was taken"); return 0;'}
-    source = ported(cuda.source(), bodies, written, p.options)
+    source = ported(cuda.source(), bodies, p.options)
     end = source.index("typedef unsigned int u32;")
     return source[:end] + BEFORE + source[end:] + MAIN
 

@@ -134,13 +134,7 @@ def attend_ragged(
 
 
 def _run(p: cuda.Plan, given: bytes, tensors: tuple[torch.Tensor, ...], folder: Path) -> torch.Tensor:
-    written = {
-        "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1)': "void",
-        "__syncthreads();": "meet_block();",
-        "multiply(scores,": "multiply_16(scores,",
-    }
-    source = ported(text(cuda.SOURCE), BODIES, written, p.options)
+    source = ported(text(cuda.SOURCE), BODIES, p.options)
     end = source.index("typedef unsigned int u32;")
     source = source[:end] + BEFORE + emulated_mla.PRODUCTS + WEIGH + source[end:] + MAIN
     given += b"".join(t.contiguous().view(torch.int16).numpy().tobytes() for t in tensors)

@@ -41,6 +41,19 @@ BODIES = {
     "narrow": "auto half = [](float f) { u32 b; memcpy(&b, &f, 4); return (b + 0x7fff + (b >> 16 & 1)) >> 16; };"
     " return half(low) | half(high) << 16;",
 }
+BEFORE = """#include "on_cpu.hpp"
+template <int COUNT>
+void multiply(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = 0; i < COUNT; i++) {
+        float sum = add ? c[i] : 0;
+        for (int k = 0; k < 32; k++)
+            sum += operand(a, 16 * warp + lane / 4 + i % 4 / 2 * 8, k)
+                * operand(b, i / 4 * 8 + lane % 4 * 2 + i % 2, k);
+        c[i] = sum;
+    }
+}
+"""
 MAIN = """
 int main(int, char** names) {
     FILE* file = fopen(names[1], "rb");
@@ -75,12 +88,11 @@ int main(int, char** names) {
 """
 
 
-def ported(source: str, bodies: dict[str, str], written: dict[str, str], told: Iterable[str]) -> str:
-    """Return C++ for a CUDA source.
+def ported(source: str, bodies: dict[str, str], told: Iterable[str]) -> str:
+    """Return C++ for a CUDA source. on_cpu.hpp, included first, defines CUDA's keywords and the hooks of the sources.
 
-    bodies   {function: its body}, for functions that contain PTX
-    written  other replacements of text
-    told     the compiler's options
+    bodies  {function: its body}, for functions that contain PTX
+    told    the compiler's options
     """
     for name, body in bodies.items():
         found = re.search(rf"__device__ __forceinline__ [\w *]*\b{name}\([^{{]*\) {{", source)
@@ -92,20 +104,13 @@ def ported(source: str, bodies: dict[str, str], written: dict[str, str], told: I
         source = f"{source[: found.end()]} {body} {source[end - 1 :]}"
     # The rest: hints, waits for the grid, unused functions
     source = re.sub(r'asm(?: volatile)?\((?:[^;"]|"[^"]*")*\);', ";", source)
-    for cuda, ours in {"__shared__": "static", **written}.items():
-        assert cuda in source, cuda
-        source = source.replace(cuda, ours)
     return "".join(f"#define {o[2:].replace('=', ' ')}\n" for o in told if o.startswith("-D")) + source
 
 
 def program(p: Plan, blocks: bool) -> str:
     """Return C++ of the kernel and its launcher."""
-    written = {
-        "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = shared_memory;",
-        'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
-    }
-    source = ported(text(wgmma.wgmma.SOURCE), BODIES, written, wgmma.options(p, True, blocks))
-    return '#include "on_cpu.hpp"\n' + source + MAIN
+    source = ported(text(wgmma.wgmma.SOURCE), BODIES, wgmma.options(p, True, blocks))
+    return BEFORE + source + MAIN
 
 
 GXX = ("g++", "-O1", "-std=c++17", "-w", "-pthread")  # compilation takes longer than the program

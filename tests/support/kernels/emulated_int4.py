@@ -82,11 +82,7 @@ int main(int, char** names) {
 
 def program(p: few.Plan) -> str:
     """Return C++ of the kernel and its launcher."""
-    written = {
-        "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
-    }
-    source = ported(text(few.SOURCE), BODIES, written, p.options)
+    source = ported(text(few.SOURCE), BODIES, p.options)
     end = source.index("typedef unsigned int u32;")
     barriers = "#include <map>\nstatic std::map<unsigned, Meeting> barriers_of_sums;\n"
     return source[:end] + emulated_mxfp4.BEFORE + barriers + source[end:] + MAIN

@@ -71,7 +71,7 @@ inline float stored(uint32_t address) {
     return number(bits);
 }
 
-template <int COUNT> void multiply_16(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
+template <int COUNT> void multiply(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     auto value = [](unsigned long long of, int row, int k) {
         return stored(field(of, 0) + row / 8 * field(of, 32) + row % 8 * 128 + 2 * k);
@@ -158,14 +158,8 @@ def decode(
     at_once  blocks that run at the same time
     """
     p = cuda.plan(q, kv_cache, indices is not None, **params)
-    written = {
-        "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void NEIGHBORS __maxnreg__(128)': "void",
-        "constexpr int TRIES = 64;": f"constexpr int TRIES = {1 << 20 if at_once > 1 else 2};",
-        "__syncthreads();": "meet_block();",
-        "multiply(score,": "multiply_16(score,",
-    }
-    source = ported(text(cuda.SOURCE), BODIES, written, (*p.options, f"-DCLUSTER={at_once}"))
+    told = (*p.options, f"-DCLUSTER={at_once}", f"-DTRIES={1 << 20 if at_once > 1 else 2}")
+    source = ported(text(cuda.SOURCE), BODIES, told)
     end = source.index("typedef unsigned int u32;")
     source = source[:end] + BEFORE + PRODUCTS + source[end:] + MAIN
     (batch, heads), rows = q.shape[:2], -(-q.shape[1] // cuda.HEADS)

@@ -70,11 +70,7 @@ int main(int, char** names) {
 
 def program(p: few.Plan) -> str:
     """Return C++ of the kernel and its launcher."""
-    written = {
-        "extern static __align__(128) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)': "void",
-    }
-    source = ported(text(few.COMMON, few.SOURCE), BODIES, written, p.options)
+    source = ported(text(few.COMMON, few.SOURCE), BODIES, p.options)
     end = source.index("typedef unsigned int u32;")
     return source[:end] + BEFORE + source[end:] + MAIN
 

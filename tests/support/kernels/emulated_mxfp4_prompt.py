@@ -96,11 +96,7 @@ for before, after in (
 
 def program(p: many.Plan) -> str:
     """Return C++ of the kernel and its launcher."""
-    written = {
-        "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void __launch_bounds__(THREADS, 1)': "void",
-    }
-    source = ported(text(few.COMMON, many.SOURCE), BODIES, written, p.options)
+    source = ported(text(few.COMMON, many.SOURCE), BODIES, p.options)
     end = source.index("typedef unsigned int u32;")
     return source[:end] + emulated_mxfp4.BEFORE + BEFORE + source[end:] + MAIN
 

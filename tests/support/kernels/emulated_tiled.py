@@ -73,7 +73,7 @@ static uint32_t to_e4m3(float f) {  // the nearest number, of two the even one
     return best | (f < 0 ? 128 : 0);
 }
 
-template <int COUNT> void multiply_32_bytes(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
+template <int COUNT> void multiply(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, count = FP8 ? 32 : 16;
     auto value = [](unsigned long long descriptor, int row, int k) {
         if (FP8) return operand(descriptor, row, k);
@@ -182,14 +182,8 @@ def linear_tiled(
     bf16 = dtype == torch.bfloat16
     p = tiled.plan(m, n, **params, sms=sms, f=f, parts=parts, fp8=fp8)  # type: ignore[arg-type]
     p = p._replace(grouped=groups is not None)
-    told = [o for o in p.options(bf16) if not o.startswith(("-DSTAGES", "-DCLUSTERED"))]
-    written = {
-        "extern static __align__(1024) unsigned char memory[];": "unsigned char* memory = block_memory();",
-        'extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)': "void",
-        "multiply(sums[": "multiply_32_bytes(sums[",
-        "multiply(to,": "multiply_32_bytes(to,",
-    }
-    source = ported(text(tiled.SOURCE), BODIES, written, [*told, f"-DSTAGES={stages}"])
+    told = [o for o in p.options(bf16) if not o.startswith("-DSTAGES")]
+    source = ported(text(tiled.SOURCE), BODIES, [*told, f"-DSTAGES={stages}"])
     end = source.index("typedef unsigned int u32;")
     source = source[:end] + BEFORE + source[end:] + MAIN
     args = [*args, *[None] * (4 + 2 * parts - len(args))]

@@ -78,6 +78,9 @@ inline int rank_of_block() { return running / per_block; }
 inline unsigned char* block_memory() { return shared_memory + rank_of_block() * BLOCK_MEMORY; }
 inline uint32_t in_block(uint32_t address, int rank) { return address + (rank - rank_of_block()) * BLOCK_MEMORY; }
 inline void meet_block() { meets(of_blocks[rank_of_block()]); }
+#define __syncthreads meet_block
+#undef SHARED_MEMORY
+#define SHARED_MEMORY(alignment) unsigned char* memory = block_memory()
 inline void __syncwarp() { meets(of_warps[running / 32]); }
 
 inline int __syncthreads_or(int value) {

@@ -19,6 +19,12 @@
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #define __restrict__
+#define __shared__ static
+#define __global__
+#define __launch_bounds__(...)
+#define __maxnreg__(...)
+#define __cluster_dims__(...)
+#define SHARED_MEMORY(alignment) unsigned char* memory = shared_memory
 using std::min;
 struct Index { int x; };
 struct float4 { float x, y, z, w; };
@@ -94,15 +100,4 @@ inline float e4m3(unsigned char bits) {
 
 inline float operand(unsigned long long descriptor, int row, int k) {  // of 8 rows in 1024 bytes
     return e4m3(*at(swizzled(((descriptor & 0x3fff) << 4) + row / 8 * 1024 + row % 8 * 128 + k)));
-}
-
-template <int COUNT>
-void multiply(float (&c)[COUNT], unsigned long long a, unsigned long long b, int add) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int i = 0; i < COUNT; i++) {
-        float sum = add ? c[i] : 0;
-        for (int k = 0; k < 32; k++)
-            sum += operand(a, 16 * warp + lane / 4 + i % 4 / 2 * 8, k) * operand(b, i / 4 * 8 + lane % 4 * 2 + i % 2, k);
-        c[i] = sum;
-    }
 }

@@ -40,7 +40,7 @@ extern "C" __global__ void TOGETHER __launch_bounds__(THREADS, RESIDENT) attenti
     const int* table, int batch, int kv_heads, int blocks, int width, int least, int q_seq, int q_head, int k_block,
     int k_slot, int k_head, int v_block, int v_slot, int v_head, int table_stride, float scale, float v_scale, int early,
     int window, float softcap, const void* sinks) {
-    extern __shared__ __align__(128) unsigned char memory[];
+    SHARED_MEMORY(128);
     Notes& notes = *(Notes*)(memory + RING + SUMS + 2 * GATHERED);
     int *ends = notes.ends, *lens = notes.lens, *of_warp = notes.of_warp, *first_of = notes.first_of;
     auto *tops = notes.tops, *totals = notes.totals;

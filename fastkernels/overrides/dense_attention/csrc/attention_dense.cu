@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE ? 3 : 1) attention_d
     const int* __restrict__ lens, int sequences
 #endif
 ) {
-    extern __shared__ __align__(1024) unsigned char memory[];
+    SHARED_MEMORY(1024);
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32;

@@ -5,6 +5,10 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
+#ifndef SHARED_MEMORY  // the tests' emulator, in which a block's memory is an array, has its own
+#define SHARED_MEMORY(alignment) extern __shared__ __align__(alignment) unsigned char memory[]
+#endif
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {

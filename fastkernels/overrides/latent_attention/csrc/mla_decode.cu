@@ -30,7 +30,9 @@ constexpr int STEPS = 2, AHEAD = 1;  // in which a tile's weights are handed ove
 #else
 #define NEIGHBORS
 #endif
-constexpr int TRIES = 64;  // looks at a ticket, each about 0.5 us
+#ifndef TRIES  // a test has its own
+#define TRIES 64  // looks at a ticket, each about 0.5 us
+#endif
 constexpr int KEYS = 64, PIECE = 128 * 64, TILE = PIECES * PIECE;  // bytes; queries are as large as a tile
 constexpr int BOXES = KEYS / BOX;
 #define LOWEST __int_as_float(0xff800000)
@@ -324,7 +326,7 @@ extern "C" __global__ void NEIGHBORS __maxnreg__(128) mla_decode(
     const int* __restrict__ table, u16* __restrict__ out, uint4* __restrict__ parts, float* __restrict__ sums,
     u32* __restrict__ tickets, const int* __restrict__ indices, const u16* __restrict__ cache, long long block_stride,
     int key_stride, int most, int batch, int heads, int rows, int block_size, int width, int table_stride, float scale, float v_scale) {
-    extern __shared__ __align__(1024) unsigned char memory[];
+    SHARED_MEMORY(1024);
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32;

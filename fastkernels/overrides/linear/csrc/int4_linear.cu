@@ -139,7 +139,7 @@ __device__ __forceinline__ void meet() { asm volatile("bar.sync 0;" ::: "memory"
 extern "C" __global__ void __launch_bounds__(THREADS, 1) int4_linear(
     const u16* x, const uint4* weight, const u16* scales, const unsigned char* zeros, const u16* bias, u16* out,
     float4* partial, u32* tickets, int M, int N, long long x_stride) {
-    extern __shared__ __align__(128) unsigned char memory[];
+    SHARED_MEMORY(128);
     unsigned char* const x_at = memory + X_AT;
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;

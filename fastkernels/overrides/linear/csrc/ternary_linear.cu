@@ -41,7 +41,7 @@ __device__ __forceinline__ void multiply_8(int (&c)[4], u32 a0, u32 a1, u32 a2, 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) ternary_linear(
     const u16* x, const uint4* weight, const void* scales, const u16* bias, u16* out, int M, int N, long long x_stride) {
-    extern __shared__ __align__(128) unsigned char memory[];
+    SHARED_MEMORY(128);
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
     const int first = blockIdx.x * 16;

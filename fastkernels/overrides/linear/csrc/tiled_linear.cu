@@ -210,7 +210,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1) tiled_linear(
     , const __grid_constant__ Groups groups
 #endif
 ) {
-    extern __shared__ __align__(1024) unsigned char memory[];
+    SHARED_MEMORY(1024);
 
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int thread = threadIdx.x, lane = thread % 32, rank_of_all = rank_in_cluster();

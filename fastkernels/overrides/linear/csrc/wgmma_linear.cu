@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wgmma_linear(
     , const __grid_constant__ Scales scales
 #endif
 ) {
-    extern __shared__ __align__(1024) unsigned char memory[];
+    SHARED_MEMORY(1024);
     __shared__ __align__(8) u64 w_barriers[STAGES];  // W has arrived
     __shared__ __align__(8) u64 x_barriers[STAGES];  // x and block scales have arrived
     __shared__ __align__(8) u64 empty_barriers[STAGES];

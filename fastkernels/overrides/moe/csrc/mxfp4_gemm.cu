@@ -45,7 +45,7 @@ __device__ __forceinline__ uint4 permuted(const uint4& v) {  // of eight numbers
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) mxfp4_gemm(
     const uint4* a, const uint4* weight, const unsigned char* scales, const void* more, u16* out, const float* weights,
     const int* pairs, const int* experts, const int* total, int n, int count, int n_pairs, float alpha, float limit) {
-    extern __shared__ __align__(128) unsigned char memory[];
+    SHARED_MEMORY(128);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
     const int height = HALVES ? n / 2 : n;  // rows of a region in the matrix
     const int columns = (height + HEIGHT * ROWS - 1) / (HEIGHT * ROWS), block = blockIdx.x / columns, part = warp % PARTS;

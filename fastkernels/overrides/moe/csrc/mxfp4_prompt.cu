@@ -249,7 +249,7 @@ __device__ __forceinline__ void multiply_tile(const Arguments& m, Ring& ring, Ti
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mxfp4_prompt(
     const uint4* x, const unsigned char* weight, const unsigned char* scales, const u16* bias, u16* out, const float* weights,
     const int* pairs, const int* experts, const int* total, int n, int count, int n_pairs, float alpha, float limit) {
-    extern __shared__ __align__(1024) unsigned char memory[];
+    SHARED_MEMORY(1024);
     const int thread = threadIdx.x, lane = thread % 32;
     Ring ring = {(shared_address(memory) + 1023) & ~1023u, 0, 0};
     asm volatile("" : "+r"(ring.memory));  // otherwise it is computed again wherever it is used

@@ -18,7 +18,7 @@ import torch
 from fk_bench.core.rows import Status
 from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.batches.lane import Lane, Sampled, Timed, check_written
-from fk_bench.kernels.judge.clock.timing import Samples, batched, counted_alone, unsteady
+from fk_bench.kernels.judge.clock.call_times import Samples, batched, counted_alone, unsteady
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import ipc, producer
 from fk_bench.kernels.judge.memory.outputs import BadPlace, map_outputs

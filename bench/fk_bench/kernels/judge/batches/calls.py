@@ -21,7 +21,7 @@ import torch
 
 from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.batches.lane import Lane, Sampled, Timed, check_written
-from fk_bench.kernels.judge.clock.timing import Samples, unsteady
+from fk_bench.kernels.judge.clock.call_times import Samples, unsteady
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory.slots import Slots
 from fk_bench.kernels.judge.processes import priority

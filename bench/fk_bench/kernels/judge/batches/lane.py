@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fk_bench.kernels.judge.clock.timing import Samples
+from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.arena import Arena

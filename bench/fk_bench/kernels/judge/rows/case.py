@@ -14,7 +14,7 @@ from fastkernels.core.spec import Case, OpSpec
 from fk_bench.kernels.judge.batches.batches import SINGLES, Batches
 from fk_bench.kernels.judge.batches.calls import Calls
 from fk_bench.kernels.judge.batches.lane import Lane, Timed
-from fk_bench.kernels.judge.clock import timing
+from fk_bench.kernels.judge.clock import call_times
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory.arena import Arena
@@ -124,12 +124,12 @@ class CaseRun:
 
     def _again(self, timed: Timed) -> int:
         """How much longer the batches of a second attempt must be, after a disturbance; 0: none is needed."""
-        if timing.charge(timed.candidate, timed.baseline) > 0:
+        if call_times.charge(timed.candidate, timed.baseline) > 0:
             return 2  # in longer batches the cost of starting them matters less
-        if timing.unsteady(timed.baseline, timed.again) or not timed.candidate.steady:
+        if call_times.unsteady(timed.baseline, timed.again) or not timed.candidate.steady:
             return 0  # more rounds did not help
         sides = timed.candidate, timed.baseline
-        return 1 if timing.invalid(*sides, 0.0) or timing.counted_alone(*sides) else 0
+        return 1 if call_times.invalid(*sides, 0.0) or call_times.counted_alone(*sides) else 0
 
     def _time(self, checks: Checks, own: float, longer: int) -> Timed:
         fast, slow = sorted((self.evidence.chosen.seconds, own))

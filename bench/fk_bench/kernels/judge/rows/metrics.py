@@ -7,7 +7,7 @@ import numpy as np
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core.rows import Row
 from fk_bench.kernels.judge.batches.lane import Timed
-from fk_bench.kernels.judge.clock import timing
+from fk_bench.kernels.judge.clock import call_times
 from fk_bench.kernels.judge.rows.verdict import Evidence, Verdict
 
 
@@ -27,10 +27,10 @@ def fill(row: Row, seen: Evidence, verdict: Verdict, spec: OpSpec, cost: Case, i
 
 
 def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor: float) -> None:
-    charged = timing.charge(timed.candidate, timed.baseline)
+    charged = call_times.charge(timed.candidate, timed.baseline)
     if charged:
         row.metrics["charged_us"] = 1e6 * charged
-    alone = timing.counted_alone(timed.candidate, timed.baseline) if verdict.speedup else None
+    alone = call_times.counted_alone(timed.candidate, timed.baseline) if verdict.speedup else None
     more, both = (charged, 0.0) if alone is None else (alone.of(charged), alone.both)
     row.metrics |= {f"time_us_{k}": v + 1e6 * more for k, v in timed.candidate.percentiles().items()}
     row.metrics |= {f"baseline_us_{k}": v + 1e6 * both for k, v in timed.baseline.percentiles().items()}
@@ -59,7 +59,7 @@ def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor
             row.metrics[f"trace_{name}"] = value
     if not verdict.speedup:
         return
-    found = timing.speedup(timed.candidate, timed.baseline, timed.again, charged, alone=alone)
+    found = call_times.speedup(timed.candidate, timed.baseline, timed.again, charged, alone=alone)
     row.metrics |= {"speedup": found.value, "again": found.again, "noise": abs(found.again - 1)}
     row.ci95["speedup"] = found.interval
     row.case["significant"] = found.significant

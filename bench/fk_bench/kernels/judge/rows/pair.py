@@ -9,7 +9,7 @@ from typing import Any
 from fastkernels.core.spec import OpSpec
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.baselines import why_provisional
-from fk_bench.kernels.judge.clock import timing
+from fk_bench.kernels.judge.clock import call_times
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.checks import REFERENCE
 from fk_bench.kernels.judge.processes.calling import calling
@@ -144,7 +144,7 @@ class Pair:
 
     def _floor(self, trial: Trial) -> float:
         case = trial.case
-        return timing.floor_s(self.spec.bytes_moved(case), self.spec.flops(case), case.dtype, self.gpu)
+        return call_times.floor_s(self.spec.bytes_moved(case), self.spec.flops(case), case.dtype, self.gpu)
 
     def _baselines(self, trial: Trial) -> tuple[list[str], list[str]]:
         """Names of the baselines, and those among them that only serve a case if no other one does.

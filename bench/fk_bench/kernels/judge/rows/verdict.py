@@ -8,7 +8,7 @@ from typing import Any
 
 from fk_bench.core.rows import Status, Untimed
 from fk_bench.kernels.judge.batches.lane import Timed
-from fk_bench.kernels.judge.clock import timing
+from fk_bench.kernels.judge.clock import call_times
 from fk_bench.kernels.judge.correctness.checks import Checked, Chosen
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
 
@@ -76,18 +76,18 @@ def decide(seen: Evidence) -> Verdict:
         return Verdict(Status.OK, reason, untimed=Untimed.NO_BASELINE)
     times = seen.timed
     off = "" if times.priority == "on" else f" (real-time priority is {times.priority})"
-    if why := timing.unsteady(times.baseline, times.again):
+    if why := call_times.unsteady(times.baseline, times.again):
         return Verdict(Status.OK, why + off, untimed=Untimed.UNSTEADY)
-    if why := timing.unresolved(times.candidate, times.baseline):
+    if why := call_times.unresolved(times.candidate, times.baseline):
         return Verdict(Status.OK, why + off, untimed=Untimed.UNRESOLVED)
-    if why := timing.invalid(
+    if why := call_times.invalid(
         times.candidate, times.baseline, seen.floor_s, times.traced.call_s, times.traced.launches
     ):
         return Verdict(Status.INVALID, why)
     said = [] if times.candidate.steady else ["the candidate's times scatter; its 80th percentile is counted"]
-    if (alone := timing.counted_alone(times.candidate, times.baseline)) is not None:
+    if (alone := call_times.counted_alone(times.candidate, times.baseline)) is not None:
         slope = times.candidate.time
-        counted = slope + alone.of(timing.charge(times.candidate, times.baseline))
+        counted = slope + alone.of(call_times.charge(times.candidate, times.baseline))
         said.append(
             f"counted: alone, {1e6 * counted:.1f} us a call; in a batch, where calls overlap, {1e6 * slope:.1f} us"
         )

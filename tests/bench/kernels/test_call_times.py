@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from fk_bench.core.rows import Status
 from fk_bench.kernels.judge.batches.lane import Timed
-from fk_bench.kernels.judge.clock import timing
-from fk_bench.kernels.judge.clock.timing import Samples
+from fk_bench.kernels.judge.clock import call_times
+from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.checks import Checked
 from fk_bench.kernels.judge.correctness.errors import Errors
 from fk_bench.kernels.judge.rows import metrics
@@ -58,7 +58,7 @@ def test_slope_uses_the_secret_lengths() -> None:
 def test_interval_covers_the_truth() -> None:
     held = 0
     for seed in range(60):
-        found = timing.speedup(
+        found = call_times.speedup(
             samples(1e-5, 0.01, seed), samples(2e-5, 0.01, 1000 + seed), samples(2e-5, 0.01, 2000 + seed)
         )
         assert found.interval[0] <= found.value <= found.interval[1]
@@ -77,15 +77,15 @@ def test_identity_is_rarely_significant() -> None:
             for factor in drift * (1 + 0.01 * rng.standard_normal(15)):
                 made.add(False, 1e-4 + 50e-5, None)
                 made.add(True, 1e-4 + 50e-5 * (1 + factor), None)
-        significant += timing.speedup(*sets).significant
+        significant += call_times.speedup(*sets).significant
     assert significant <= 8
 
 
 @pytest.mark.parametrize("ratio", [0.8, 1.25])
 def test_interval_has_difference_between_baselines(ratio: float) -> None:
     candidate, baseline = samples(1e-5, 0.001, 1), samples(1e-5, 0.001, 2)
-    quiet = timing.speedup(candidate, baseline, samples(1e-5, 0.001, 3))
-    busy = timing.speedup(candidate, baseline, samples(1e-5 * ratio, 0.001, 3))
+    quiet = call_times.speedup(candidate, baseline, samples(1e-5, 0.001, 3))
+    busy = call_times.speedup(candidate, baseline, samples(1e-5 * ratio, 0.001, 3))
     assert quiet.again == pytest.approx(1, abs=0.01) and busy.again == pytest.approx(ratio, rel=0.01)
     assert math.log(quiet.interval[1] / quiet.interval[0]) < 0.02
     assert math.log(busy.interval[1] / busy.interval[0]) > 2 * abs(math.log(ratio))
@@ -94,7 +94,7 @@ def test_interval_has_difference_between_baselines(ratio: float) -> None:
 
 def test_charge_counts_in_the_speedup() -> None:
     candidate, baseline, again = (samples(1e-5, 0.001, seed) for seed in (1, 2, 3))
-    assert timing.speedup(candidate, baseline, again, 1e-5).value == pytest.approx(0.5, rel=0.01)
+    assert call_times.speedup(candidate, baseline, again, 1e-5).value == pytest.approx(0.5, rel=0.01)
 
 
 # Calls alone on a CPU
@@ -110,20 +110,20 @@ def calls(call_s: float, spread_s: float, seed: int, empty_s: float = 2e-6, coun
 def test_request_without_a_call_is_subtracted() -> None:
     made = calls(1e-5, 1e-6, 1, empty_s=3e-6)
     assert made.time == pytest.approx(1e-5, rel=0.05) and made.intercept == pytest.approx(3e-6, rel=0.01)
-    found = timing.speedup(made, calls(2e-5, 1e-6, 2), calls(2e-5, 1e-6, 3))
+    found = call_times.speedup(made, calls(2e-5, 1e-6, 2), calls(2e-5, 1e-6, 3))
     assert found.interval[0] < 2 < found.interval[1] and found.value == pytest.approx(2, rel=0.05)
 
 
 def test_calls_alone_have_no_charge_and_no_batches() -> None:
     mine, theirs = calls(1e-5, 1e-6, 1, empty_s=5e-5), calls(2e-5, 1e-6, 2)
-    assert timing.charge(mine, theirs) == 0.0
-    assert timing.invalid(mine, theirs, 0.0) == "" and timing.counted_alone(mine, theirs) is None
+    assert call_times.charge(mine, theirs) == 0.0
+    assert call_times.invalid(mine, theirs, 0.0) == "" and call_times.counted_alone(mine, theirs) is None
 
 
 @pytest.mark.parametrize(("call_s", "short"), [(1e-6, True), (-1e-6, True), (3e-5, False)])
 def test_call_within_the_noise_is_too_short(call_s: float, short: bool) -> None:
     """Also next to a slow baseline; it is neither invalid nor a huge speedup."""
-    said = timing.unresolved(calls(call_s, 8e-6, 1), calls(3e-5, 8e-6, 2))
+    said = call_times.unresolved(calls(call_s, 8e-6, 1), calls(3e-5, 8e-6, 2))
     assert said.startswith("calls are too short for the clock") is short
 
 
@@ -131,8 +131,8 @@ def test_negative_quantile_of_batches_is_invalid() -> None:
     """A side that waits in some of its short batches; on a busy machine the baseline's are negative, too."""
     waits = jittery(1e-5, (0.4, 0.4, -0.5, 0.4, 0.4, -0.5, 0.4, 0.4, -0.5, 0.4))
     good, busy = samples(1e-5, 0.001, 1), jittery(1e-5, (1, 1, -1, 1, 1, -1, 1, 1, -1, 1))
-    assert waits.time > 0 and "not positive" in timing.invalid(waits, good, 0.0)
-    assert "not positive" not in timing.invalid(waits, busy, 0.0)
+    assert waits.time > 0 and "not positive" in call_times.invalid(waits, good, 0.0)
+    assert "not positive" not in call_times.invalid(waits, busy, 0.0)
 
 
 # Scatter
@@ -140,17 +140,17 @@ def test_negative_quantile_of_batches_is_invalid() -> None:
 
 def test_scattered_baseline_is_unsteady() -> None:
     good, wild = samples(1e-5, 0.001, 1), jittery(1e-5, (0.1, 5.0, -3.0, 9.0))
-    assert timing.unsteady(good, good) == ""
+    assert call_times.unsteady(good, good) == ""
     for pair in ((wild, good), (good, wild)):
-        assert "the baseline's times scatter" in timing.unsteady(*pair)
+        assert "the baseline's times scatter" in call_times.unsteady(*pair)
 
 
 def test_scattered_candidate_counts_at_80th_percentile() -> None:
     good = samples(1e-5, 0.001, 1)
     wild = jittery(1e-5, (0.1, 0.2, 0.5, 3.0, 4.0, 2.0, 0.3, 4.0, 0.1, 0.4))
     assert not wild.steady and np.median(wild.slopes) < 0.5e-5
-    assert timing.invalid(wild, good, 0.0) == ""
-    found = timing.speedup(wild, good, good)
+    assert call_times.invalid(wild, good, 0.0) == ""
+    found = call_times.speedup(wild, good, good)
     assert found.time == pytest.approx(float(np.percentile(wild.slopes, 80))) and found.value < 0.35
     assert found.value == pytest.approx(1e-5 / found.time, rel=0.01)
     assert found.interval[0] < found.value < found.interval[1]
@@ -158,18 +158,18 @@ def test_scattered_candidate_counts_at_80th_percentile() -> None:
 
 def test_candidate_that_scatters_below_zero_is_invalid() -> None:
     wild = jittery(1e-5, (-4.0, 0.5, -3.0, 5.0, -2.0))
-    assert "scatter" in timing.invalid(wild, samples(1e-5, 0.001, 1), 0.0)
+    assert "scatter" in call_times.invalid(wild, samples(1e-5, 0.001, 1), 0.0)
 
 
 def test_calls_that_the_clock_does_not_resolve_are_untimed() -> None:
     noisy = jittery(1e-6, (-3.0, 0.5, 2.0, 5.0, -2.0, 7.0, 0.6))
     near = jittery(1e-6, (1.5, 3.0, 2.0, 4.0, 2.5, 6.0, 4.0))
-    assert near.steady and "too short for the clock" in timing.unresolved(noisy, near)
+    assert near.steady and "too short for the clock" in call_times.unresolved(noisy, near)
     long = [jittery(3e-3, tuple(x / 1 for x in (1.5, 3.0, 2.0, 4.0, 2.5, 6.0, 4.0))) for _ in range(2)]
-    assert timing.unresolved(*long).startswith("the times scatter too much: the baseline's")
+    assert call_times.unresolved(*long).startswith("the times scatter too much: the baseline's")
     precise = samples(1e-6, 0.001, 1)
-    assert timing.unresolved(noisy, precise) == ""  # the candidate's own scatter
-    assert timing.unresolved(precise, near) == timing.unresolved(precise, precise) == ""
+    assert call_times.unresolved(noisy, precise) == ""  # the candidate's own scatter
+    assert call_times.unresolved(precise, near) == call_times.unresolved(precise, precise) == ""
 
 
 def scattered(side: Samples, by: float) -> Samples:
@@ -189,15 +189,15 @@ def test_candidate_scatter_widens_no_allowance() -> None:
     for side in (steady, wide):
         side.events_single = [1e-4 + 0.8 * (s - 1e-4) for s in side.single]
         side.events_double = [1e-4 + 0.8 * (s - 1e-4) for s in side.double]
-        assert "own events" in timing.invalid(side, base, 0.0)
+        assert "own events" in call_times.invalid(side, base, 0.0)
         side.events_single, side.events_double = [], []
-        assert "CUPTI saw kernels" in timing.invalid(side, base, 0.0, busy_s=1.3e-5)
+        assert "CUPTI saw kernels" in call_times.invalid(side, base, 0.0, busy_s=1.3e-5)
         slow_start = Samples(side.n, [s + 2e-4 for s in side.single], [s + 2e-4 for s in side.double])
-        assert timing.charge(slow_start, base) == pytest.approx(4e-6, rel=0.15)
+        assert call_times.charge(slow_start, base) == pytest.approx(4e-6, rel=0.15)
     # The baseline's scatter is the machine's, and does widen them
     wide.events_single = [1e-4 + 0.8 * (s - 1e-4) for s in wide.single]
     wide.events_double = [1e-4 + 0.8 * (s - 1e-4) for s in wide.double]
-    assert timing.invalid(wide, scattered(base, 0.5), 0.0) == ""
+    assert call_times.invalid(wide, scattered(base, 0.5), 0.0) == ""
 
 
 # Times that must not be used
@@ -205,19 +205,19 @@ def test_candidate_scatter_widens_no_allowance() -> None:
 
 def test_impossible_times_are_invalid() -> None:
     good = samples(1e-5, 0.001, 1)
-    assert timing.invalid(good, samples(2e-5, 0.001, 2), 0.0) == ""
-    assert "none of the work" in timing.invalid(samples(-1e-7, 0.0, 3), good, 0.0)
-    assert timing.invalid(good, good, 1e-3) != ""
+    assert call_times.invalid(good, samples(2e-5, 0.001, 2), 0.0) == ""
+    assert "none of the work" in call_times.invalid(samples(-1e-7, 0.0, 3), good, 0.0)
+    assert call_times.invalid(good, good, 1e-3) != ""
     apart = samples(1e-5, 0.001, 5)
     apart.events_single = [2 * s for s in apart.single]
     apart.events_double = [2 * s for s in apart.double]
-    assert "events" in timing.invalid(apart, good, 0.0)
+    assert "events" in call_times.invalid(apart, good, 0.0)
 
 
 @pytest.mark.parametrize(("launches", "valid"), [(0.0, False), (0.97, False), (1.0, True), (3.0, True)])
 def test_call_without_a_kernel_is_invalid(launches: float, valid: bool) -> None:
     good = samples(1e-5, 0.001, 1)
-    said = timing.invalid(good, good, 0.0, launches=launches)
+    said = call_times.invalid(good, good, 0.0, launches=launches)
     assert (said == "") is valid and ("launch none" in said) is not valid
 
 
@@ -243,8 +243,8 @@ def test_call_alone_costs_what_the_slope_explains(
 ) -> None:
     candidate = lone(samples(call_s, 0.001, 1), own, 0.002, 1)
     baseline = lone(samples(1e-5, 0.001, 2), other, 0.002, 2)
-    assert ("batched" in timing.batched(candidate, baseline)) is caught
-    assert timing.batched(candidate, baseline) == timing.invalid(candidate, baseline, 0.0)
+    assert ("batched" in call_times.batched(candidate, baseline)) is caught
+    assert call_times.batched(candidate, baseline) == call_times.invalid(candidate, baseline, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,9 @@ def test_queued_call_costs_what_the_slope_explains(own: float, produced: bool, e
 
 
 def counted(candidate: Samples, baseline: Samples) -> str:
-    if timing.batched(candidate, baseline):
+    if call_times.batched(candidate, baseline):
         return "batched"
-    return "slope" if timing.counted_alone(candidate, baseline) is None else "alone"
+    return "slope" if call_times.counted_alone(candidate, baseline) is None else "alone"
 
 
 # Rows of an H100, 2026-11-26: microseconds of a call in a batch, and of the same call alone behind a producer.
@@ -293,7 +293,9 @@ def test_recorded_calls_alone(
             candidate = queued(batch_us, alone_us, seed, scatter_us, 288)
             sides = candidate, queued(1.2, 1.2, 1000 + seed, scatter_us, 288)
             honest = recorded is HONEST
-            caught += timing.batched(*sides) != "" or (honest and timing.counted_alone(*sides) is not None)
+            caught += call_times.batched(*sides) != "" or (
+                honest and call_times.counted_alone(*sides) is not None
+            )
         assert least <= caught <= most
 
 
@@ -314,19 +316,19 @@ def test_call_longer_alone_is_counted_alone(
     candidate: tuple[float, float], baseline: tuple[float, float], true: float
 ) -> None:
     mine, base, again = queued(*candidate, 1, 0.1), queued(*baseline, 2, 0.1), queued(*baseline, 3, 0.1)
-    assert timing.batched(mine, base) == timing.invalid(mine, base, 0.0) == ""
-    alone = timing.counted_alone(mine, base)
-    assert alone is not None and timing.counted_alone(base, base) is None
+    assert call_times.batched(mine, base) == call_times.invalid(mine, base, 0.0) == ""
+    alone = call_times.counted_alone(mine, base)
+    assert alone is not None and call_times.counted_alone(base, base) is None
     longer = (candidate[1] - candidate[0]) - (baseline[1] - baseline[0])
     assert alone.extra == pytest.approx(1e-6 * longer, rel=0.1) and (alone.both > 0) is (true > 1)
-    found = timing.speedup(mine, base, again, alone=alone)
-    slopes = timing.speedup(mine, base, again)
+    found = call_times.speedup(mine, base, again, alone=alone)
+    slopes = call_times.speedup(mine, base, again)
     assert found.value < min(slopes.value, 1.02 * true)  # never more than the truth
     least = (
         true if candidate[0] > 100 and baseline[0] == baseline[1] else 0.9 * true
     )  # the gate counts if it is large
     assert found.value > 0.97 * least and found.interval[0] < found.value < found.interval[1]
-    charged = timing.speedup(mine, base, again, 1e-3, alone=alone)
+    charged = call_times.speedup(mine, base, again, 1e-3, alone=alone)
     assert charged.time == pytest.approx(mine.time + 1e-3 + alone.both)
 
 
@@ -376,14 +378,14 @@ def test_trace_shows_no_more_than_is_counted(
     candidate: tuple[float, float], baseline: tuple[float, float], busy_us: float, valid: bool
 ) -> None:
     mine, base = queued(*candidate, 1, 0.1), queued(*baseline, 2, 0.1)
-    alone, said = timing.counted_alone(mine, base), timing.invalid(mine, base, 0.0, 1e-6 * busy_us)
+    alone, said = call_times.counted_alone(mine, base), call_times.invalid(mine, base, 0.0, 1e-6 * busy_us)
     assert (said == "") is valid and said.startswith("" if valid else "CUPTI saw kernels")
     assert ("of calls alone" in said) is (alone is not None and not valid)
-    found = timing.speedup(mine, base, base, alone=alone)
+    found = call_times.speedup(mine, base, base, alone=alone)
     if valid:  # the score has at least the time that the trace shows
-        assert alone is not None and found.time > 1e-6 * busy_us / 1.05 - timing.TRACED_S
+        assert alone is not None and found.time > 1e-6 * busy_us / 1.05 - call_times.TRACED_S
     mine.produced = False  # nothing is counted alone, so the slope must explain the trace
-    assert "the judge's clock " in timing.invalid(mine, base, 0.0, 1e-6 * busy_us)
+    assert "the judge's clock " in call_times.invalid(mine, base, 0.0, 1e-6 * busy_us)
 
 
 @pytest.mark.parametrize(
@@ -402,8 +404,8 @@ def test_report_before_the_end_is_invalid(
     candidate: tuple[float, float], baseline: tuple[float, float], early: bool, n: int
 ) -> None:
     mine, base = queued(*candidate, 1, 0.2, n), queued(*baseline, 2, 0.2, n)
-    assert bool(timing.reported_early(mine, base)) is early
-    assert ("reports its end" in timing.invalid(mine, base, 0.0)) is early
+    assert bool(call_times.reported_early(mine, base)) is early
+    assert ("reports its end" in call_times.invalid(mine, base, 0.0)) is early
 
 
 def test_row_counted_alone_has_both_times() -> None:
@@ -430,7 +432,7 @@ def test_two_modes_of_calls_alone_are_not_batched(kind: str) -> None:
             slow = np.where(rng.random(96) < 0.5, 10.0, 0.0)
             setattr(side, kind, list(1e-6 * (30 + slow + 0.2 * rng.standard_normal(96))))
             sides.append(side)
-        refused += timing.batched(*sides) != ""
+        refused += call_times.batched(*sides) != ""
         apart += float(np.median(getattr(sides[0], kind)) - np.median(getattr(sides[1], kind))) > 8e-6
     assert refused <= 1 and apart > 20
 
@@ -442,7 +444,7 @@ def test_scatter_of_calls_alone_hides_no_batch() -> None:
         candidate.passed = [
             p + 1e-6 * float(d) for p, d in zip(candidate.passed, rng.exponential(30, 96), strict=True)
         ]
-        assert timing.batched(candidate, queued(1.2, 1.2, 1000 + seed, 0.2))
+        assert call_times.batched(candidate, queued(1.2, 1.2, 1000 + seed, 0.2))
 
 
 def test_row_has_quantiles_of_calls_alone() -> None:
@@ -458,10 +460,10 @@ def test_row_has_quantiles_of_calls_alone() -> None:
 def test_requests_have_one_cost_for_both_sides() -> None:
     for requests in (0.0, 1e-3):
         sides = [lone(samples(c, 0.001, 1), requests + c) for c in (1e-6, 5e-5)]
-        assert timing.batched(*sides) == "" and timing.batched(*reversed(sides)) == ""
+        assert call_times.batched(*sides) == "" and call_times.batched(*reversed(sides)) == ""
     few = lone(samples(1e-6, 0.001, 1), 1.0)
     few.alone = few.alone[:2]
-    assert timing.batched(few, lone(samples(1e-6, 0.001, 1), 0.0)) == ""  # no median of two
+    assert call_times.batched(few, lone(samples(1e-6, 0.001, 1), 0.0)) == ""  # no median of two
 
 
 # Charges
@@ -469,27 +471,27 @@ def test_requests_have_one_cost_for_both_sides() -> None:
 
 def test_overhead_of_batches_is_charged() -> None:
     base = samples(1e-5, 0.001, 2, start_s=3e-4)
-    assert timing.charge(samples(1e-5, 0.001, 1, start_s=3e-4), base) == 0
+    assert call_times.charge(samples(1e-5, 0.001, 1, start_s=3e-4), base) == 0
     for slower_half, faster_whole in ((2e-4, 0.0), (0.0, 2e-4)):
         cheat = samples(1e-5, 0.001, 3, start_s=3e-4)
         cheat.single = [s + slower_half for s in cheat.single]
         cheat.double = [s - faster_whole for s in cheat.double]
         assert cheat.time < 0.7e-5
-        charged = timing.charge(cheat, base)
+        charged = call_times.charge(cheat, base)
         assert cheat.time + charged > 0.99e-5
-        assert timing.speedup(cheat, base, base).interval[0] > 1.01
-        assert timing.speedup(cheat, base, base, charged).interval[0] < 1.01
+        assert call_times.speedup(cheat, base, base).interval[0] > 1.01
+        assert call_times.speedup(cheat, base, base, charged).interval[0] < 1.01
     late = samples(1e-5, 0.001, 4, start_s=2e-3)  # an honest candidate is charged no more than its overhead
-    assert late.time + timing.charge(late, base) == pytest.approx((1e-5 * 50 + 1.7e-3) / 50, rel=0.01)
+    assert late.time + call_times.charge(late, base) == pytest.approx((1e-5 * 50 + 1.7e-3) / 50, rel=0.01)
 
 
 def test_one_call_shows_the_overhead_of_a_batch() -> None:
     """A baseline whose first calls are slower has a small intercept; its request for one call shows the rest."""
     base, candidate = samples(1e-5, 0.0, 2, start_s=1e-5), samples(1e-5, 0.0, 1, start_s=3e-4)
-    assert timing.charge(candidate, base) == pytest.approx(2.9e-4 / 50, rel=0.01)
+    assert call_times.charge(candidate, base) == pytest.approx(2.9e-4 / 50, rel=0.01)
     lone(base, 3e-4 + 1e-5)
     assert base.intercept == pytest.approx(1e-5) and base.overhead == pytest.approx(3e-4)
-    assert timing.charge(candidate, base) == 0
+    assert call_times.charge(candidate, base) == 0
     base.given = [
         4e-5
     ] * 3  # batches contain the copy of their inputs; requests for one call are counted without it
@@ -500,8 +502,8 @@ def test_slow_copy_of_inputs_is_charged() -> None:
     """Work that a stopped process left on the GPU delays the judge's copy."""
     base, candidate = samples(1e-5, 0.001, 2), samples(1e-5, 0.001, 1)
     base.given, candidate.given = [1e-4] * 30, [1.04e-4] * 30
-    assert timing.charge(candidate, base) == 0  # within 2% and 5 us
+    assert call_times.charge(candidate, base) == 0  # within 2% and 5 us
     candidate.given = [3e-4] * 30
-    assert timing.charge(candidate, base) == pytest.approx(2e-4 / 50)
+    assert call_times.charge(candidate, base) == pytest.approx(2e-4 / 50)
     candidate.given = [0.5e-4] * 30
-    assert timing.charge(candidate, base) == 0
+    assert call_times.charge(candidate, base) == 0

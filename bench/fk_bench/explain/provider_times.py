@@ -18,7 +18,7 @@ from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core import machine
 from fk_bench.kernels.judge.baselines import baselines
 from fk_bench.kernels.judge.clock import roofline
-from fk_bench.kernels.judge.clock.timing import Samples
+from fk_bench.kernels.judge.clock.call_times import Samples
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.errors import Expected, compare, expect
 from fk_bench.kernels.judge.memory import layout

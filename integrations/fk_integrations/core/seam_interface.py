@@ -30,6 +30,7 @@ class Swap:
     trial     decides at the first calls whether ours runs; None: always
     differentiable  the op, if calls of the module may need gradients; see live_class.inference_only
     tally     counts the calls of the row's modules; None where the process has one model
+    op        the op's name, for a seam in which the host makes the change (HostOp)
     """
 
     adapter: Adapter
@@ -41,6 +42,7 @@ class Swap:
     trial: Trial | None = None
     differentiable: str = ""
     tally: Tally | None = None
+    op: str = ""
 
 
 class Seam:

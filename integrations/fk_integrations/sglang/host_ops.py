@@ -1,0 +1,56 @@
+"""The ops that are special in SGLang: its adapter finds them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastkernels.core.env import Environment
+from fastkernels.core.reasons import Kind, Reason
+from fk_integrations.core.host_op import HostOp
+from fk_integrations.core.journal import Journal
+from fk_integrations.sglang import attention, experts
+
+
+class _OfRunner(HostOp):
+    """model_runner: None before construction."""
+
+    def __init__(self, model_runner: Any, version: str):
+        self.model_runner, self.version = model_runner, version
+
+
+class Attention(_OfRunner):
+    """Attention with keys and values of several heads."""
+
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
+        return attention.attention_shape(self.model_runner, module)
+
+    def whole_shape(self, op: Any, module: Any) -> tuple[Any, ...] | None:
+        served = attention.served(self.model_runner, module)
+        return super().whole_shape(op, module) if served else None
+
+    def points(self, op: Any) -> Sequence[tuple[int, ...]]:
+        if not Environment.read().verify:  # by default only what was proved on a GPU
+            return ()
+        return attention.points(self.model_runner)
+
+    def swap(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
+        return attention.swap_attention(self.model_runner, module, self.version, journal, by_table)
+
+
+class Experts(_OfRunner):
+    """Mixtures of experts."""
+
+    def shape(self, op: Any, module: Any) -> tuple[Any, ...] | Reason | None:
+        return Reason(Kind.LEFT_TO_HOST, experts.unsupported(module) or experts.NOT_MEASURED)
+
+    def runner(self, module: Any) -> Any:
+        return experts.experts(module)
+
+    def swap(self, module: Any, ours: type, journal: Journal, by_table: bool) -> Reason | None:
+        return experts.swap_experts(module, ours, self.version, journal)
+
+
+SPECIAL: dict[str, type[_OfRunner]] = {
+    "attention": Attention, "attention_decode": Attention, "fused_experts": Experts, "fused_experts_fp8": Experts,
+}  # fmt: skip
