@@ -93,13 +93,13 @@ def test_links_and_paths_exist(page: Path) -> None:
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         target = (page.parent / link).resolve()
-        assert target.exists() or target in GENERATED, link
+        assert target.exists(), link
         # the site contains docs/ only: a page of it cannot link to a file outside
         assert page.parent == ROOT or target.is_relative_to(DOCS), link
     for path in PATHS.findall(re.sub(r"\]\([^)]*\)", "", text)):
         if any(part.partition(".")[0].isupper() for part in path.split("/") if part != "README.md"):
             continue  # a placeholder: overrides/FAMILY/NAME.py
-        assert (ROOT / path).is_file() or ROOT / path in GENERATED, path
+        assert (ROOT / path).is_file(), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -117,7 +117,7 @@ def test_sources_name_existing_pages() -> None:
         for file in (ROOT / folder).rglob("*"):
             if file.suffix in (".py", ".md", ".cu", ".cpp") and file.is_file():
                 for path in re.findall(r"\bdocs/[\w./-]+\.md\b", file.read_text()):
-                    if not (ROOT / path).exists() and ROOT / path not in GENERATED:
+                    if not (ROOT / path).exists():
                         missing.append(f"{file.relative_to(ROOT)}: {path}")
     assert not missing
 
@@ -141,7 +141,7 @@ def test_every_variable_in_the_sources_is_documented() -> None:
 
 def test_site_navigation_names_exactly_the_pages() -> None:
     named = set(re.findall(r'= "([\w/-]+\.md)" \}', (ROOT / "zensical.toml").read_text()))
-    there = {str(page.relative_to(DOCS)) for page in set(DOCS.rglob("*.md")) | GENERATED}
+    there = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert named == there
 
 
