@@ -116,8 +116,8 @@ def commands() -> str:
 
     lines = [
         "# Commands", "",
-        "Every command runs without options on a small default, prints tables for people and ends standard output with",
-        "one line of JSON; `--json` leaves only that line. The exit status is not 0 when anything failed.", "",
+        "Commands print tables for people. With `--json`, or if standard output is no terminal, it ends with one line",
+        "of JSON; `--json` leaves only that line. The exit status is not 0 when anything failed.", "",
         row("command", "purpose"), row("---", "---"),
     ]  # fmt: skip
     lines += [row(f"[`fk-bench {name}`](#fk-bench-{name})", line) for name, (_, line) in cli.COMMANDS.items()]

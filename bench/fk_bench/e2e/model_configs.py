@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.checks import check_file
-from fastkernels.models.common.config import from_transformers, plain, text_model
-from fastkernels.models.common.quantization import with_own_file
 from fastkernels.models.common.registry import architectures, by_architecture, models
+from fk_bench.core import hub
+from fk_bench.core.hub import ModelError
 
 # {short name: (model type, fields)}: sizes that the model files list, for machines without access to the hub.
 PUBLIC: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,10 +25,6 @@ _HUB_NAMES = {
     for hub_id in m.arch.public
 }
 _OWNERS = {"", *(hub_id.partition("/")[0].lower() for m in models().values() for hub_id in m.arch.public)}
-
-
-class ModelError(ValueError):
-    """A model without a usable config; the message says why, and what to give instead."""
 
 
 def public_name(model: str) -> str | None:
@@ -47,6 +41,31 @@ def hub_name(model: str) -> str:
     return _HUB_NAMES.get(model, model)
 
 
+def is_model(word: str) -> bool:
+    """Whether a word names a model, not an op: ops are named in lower case, digits and underscores."""
+    known = word in models() or public_name(word) is not None or Path(word).expanduser().exists()
+    return known or not word.replace("_", "").isalnum()
+
+
+def check_name(model: str) -> None:
+    """Raise ModelError for a name that `load_config` cannot resolve, without importing torch or transformers."""
+    path = Path(model).expanduser()
+    if public_name(model) is not None or path.is_file() or (model in models() and not path.exists()):
+        return
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"{path} has no config.json: give the folder of a checkpoint, or of a config alone"
+            )
+        return
+    if not hub.is_id(model):
+        raise ModelError(_unknown(model))
+    try:
+        hub.check(model)
+    except ModelError as error:
+        raise ModelError(f"{error} {_unknown(model)}") from error
+
+
 def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
     """(name, config as transformers has it) of a public model, an architecture's short name (default sizes), a folder
     or file with a config.json, or a hub id, of which only the config is fetched.
@@ -55,6 +74,9 @@ def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
 
     Raises ModelError, and Unsupported for a quantization in a file of its own that cannot be read.
     """
+    from fastkernels.models.common.config import text_model
+    from fastkernels.models.common.quantization import with_own_file
+
     path, public = Path(model).expanduser(), public_name(model)
     if public is not None:
         kind, sizes = PUBLIC[public]
@@ -89,6 +111,8 @@ def _check_generates(model: str, architecture: str) -> None:
 
 def _of_type(kind: str, fields: Mapping[str, Any]) -> Any:
     """The config with these fields; others have transformers' defaults."""
+    from fastkernels.models.common.config import plain
+
     names = [next(m.arch.names[0] for m in models().values() if m.arch.model_type == kind)]
     found = plain({**fields, "model_type": kind, "architectures": names})
     if found is not None:  # importing transformers takes seconds
@@ -104,12 +128,13 @@ def _read(model: str, path: Path) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    from fastkernels.models.common.checkpoint import CheckpointError
+    from fastkernels.models.common.checks import check_file
+    from fastkernels.models.common.config import from_transformers
+
+    check_name(model)
     if path.is_file():
         path = path.parent
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json: give the folder of a checkpoint, or of a config alone")
-    if not path.is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", model):
-        raise ModelError(_unknown(model))
     name, _, revision = model.partition("@")
     try:
         if path.is_dir():
@@ -130,7 +155,7 @@ def _read(model: str, path: Path) -> Any:
 
 def _unknown(model: str) -> str:
     known = [*PUBLIC, *models()]
-    close = difflib.get_close_matches(model.lower().rpartition("/")[2], known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(model.lower().rpartition("/")[2], known, n=1, cutoff=0.7)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     forms = "a folder with a config.json, a hub id OWNER/NAME, or one of"
     return f"unknown model {model!r}.{hint} Give {forms} {', '.join(known)}."

@@ -146,6 +146,7 @@ def tables_command(
         list[str] | None,
         typer.Option(help="[FOLDER=]NAME: name of a local model in tables (default: the folder's name)"),
     ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
 ) -> None:
     """Write the tables of README.md and docs/ and the README's figure from bench/results, or check them."""
     found = Results(results or root / RESULTS)
@@ -162,12 +163,15 @@ def tables_command(
         changed = {name: texts for name, texts in outputs(root, found).items() if texts[0] != texts[1]}
         for name, (before, after) in changed.items():
             if check:
-                _show(name, before, after)
+                if not json_only:
+                    _show(name, before, after)
             else:
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 (root / name).write_text(after)
     except (ConfigError, OSError, json.JSONDecodeError) as error:
         fail(str(error))
+    if not (check or json_only):
+        print(f"written: {', '.join(changed)}" if changed else "every document is up to date")
     last_line({"command": "tables", "ok": not (check and changed), "changed": list(changed), "taken": taken})
     if check and changed:
         print(f"{', '.join(changed)}: out of date; run `fk-bench tables`", file=sys.stderr)
