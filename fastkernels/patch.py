@@ -71,7 +71,8 @@ class Row:
 
     state       'active': ours is in place; 'off': not used; 'planned': engines built from now on
     calls       runs of the op's body in that process since the patch (or since the last capture)
-    proof       'calls'; 'trace' if kernel names in a profiler trace of a replayed step show it; 'uncalled' if steps
+    proof       'calls'; 'fell back' if plain PyTorch ran in all of them;
+                'trace' if kernel names in a profiler trace of a replayed step show it; 'uncalled' if steps
                 have run and the model has called no module of the row
     reason      the reasons as one line
     left        {reason: calls} that stayed the host's because no tuned table lists ours as faster there
@@ -81,6 +82,7 @@ class Row:
     reasons     [{kind, text, modules}]: modules is 0 where the reason concerns the whole row
     measured    what was measured on this chip for the op, a line for each shape and size
     most_tokens the largest batch in which a compiled model runs ours; None: all
+    unlimited   modules outside of the compiled code, which run ours in batches of every size in spite of most_tokens
     """
 
     rank: int
@@ -99,6 +101,7 @@ class Row:
     reasons: list[dict[str, Any]] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
     most_tokens: int | None = None
+    unlimited: int = 0
 
     @property
     def kinds(self) -> list[Kind]:
@@ -112,7 +115,7 @@ class Row:
 
 
 def _line(reason: Reason, modules: int) -> str:
-    if reason.kind is Kind.OTHER_CLASS:
+    if reason.kind in (Kind.OTHER_CLASS, Kind.UNRECOGNIZED):
         return f"{modules} stay with the host: {reason.text}"
     if reason.kind.left:
         return f"{modules} left to the host: {reason.text}" if modules else f"left to the host: {reason.text}"
@@ -200,7 +203,7 @@ class Report:
         Modules that the model never calls (`uncalled`) are not counted, if others have run.
         """
         needed = [r for r in self.active if r.proof != "uncalled"]
-        return bool(needed) and all(r.calls > 0 for r in needed)
+        return bool(needed) and all(r.calls > 0 and r.proof != "fell back" for r in needed)
 
     @property
     def uncalled(self) -> list[Row]:
@@ -278,6 +281,7 @@ class Report:
         for r in self.rows:
             state = r.state + (f" ({r.proof})" if r.proof else "") + (f": {r.reason}" if r.reason else "")
             state += f"; in batches of up to {r.most_tokens} tokens" if r.most_tokens else ""
+            state += f", except in {r.unlimited} modules outside of compiled code" if r.unlimited else ""
             state += f"; provider {r.provider}" if r.provider else ""
             state += f"; candidate {r.candidate}" if r.candidate else ""
             state += f"; candidates inside: {', '.join(r.inside)}" if r.inside else ""

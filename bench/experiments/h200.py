@@ -66,7 +66,7 @@ AGREE, NO_AGREE = ("--agreement-prompts", "2", "--min-agreement", "0"), ("--agre
 # Features of works_with.py by host and part; the features of a part run concurrently on its GPUs (3 to 6 a GPU fit).
 SHARED = {"a": "plain,fp8,gptq,awq,fp8_kv,lora", "b": "spec,ngram,window,sleep", "c": "moe,moe_fp8,sinks"}
 WORKS = {
-    "vllm": {**SHARED, "c": f"{SHARED['c']},mla", "two": "tp,tp_norms,pp,ep"},
+    "vllm": {**SHARED, "c": f"{SHARED['c']},mla", "two": "tp,tp_norms,ray,pp,ep"},
     "sglang": {**SHARED, "marlin": "gptq_marlin,awq_marlin", "two": "tp,pp"},
 }
 PREBUILT = ("works-vllm-two", "works-sglang-marlin")  # parts that compile host kernels before their cells

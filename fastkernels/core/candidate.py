@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +79,14 @@ def fit(function: Callable[..., Any], op: Op) -> tuple[Callable[..., Any], Calla
     names, required = [a.name for a in arguments], sum(not a.has_default_value() for a in arguments)
     try:
         signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return function, None  # a builtin without a signature: the first call will show
+    if (problem := _misplaced(signature, names)) is not None:
+        written = ", ".join(
+            f"{a.name}={a.default_value!r}" if a.has_default_value() else a.name for a in arguments
+        )
+        raise CandidateError(f"{problem}: the op is called by position, as {op.name}({written})")
+    try:
         taken = max((n for n in range(required, len(names) + 1) if _binds(signature, n)), default=len(names))
         for count in (taken, required):
             signature.bind(*[None] * count)
@@ -86,23 +94,36 @@ def fit(function: Callable[..., Any], op: Op) -> tuple[Callable[..., Any], Calla
         raise CandidateError(
             f"{op.name}(...) does not take the op's arguments ({', '.join(names)}): {error}"
         ) from None
-    except ValueError:
-        return function, None  # a builtin without a signature: the first call will show
     if taken == len(names):
         return function, None
     lacking = arguments[taken:]
 
     def supports(*args: Any) -> str | None:
-        for argument, value in zip(lacking, args[taken:], strict=False):
+        for place, (argument, value) in enumerate(zip(lacking, args[taken:], strict=False)):
             default = argument.default_value
             if value is not default and (isinstance(value, torch.Tensor) or value != default):
+                missing = ", ".join(f"{a.name}={a.default_value!r}" for a in lacking[: place + 1])
                 return (
                     f"this call of {op.name} needs the argument {argument.name}, which the candidate's function"
-                    f" does not take: add it after {names[taken - 1]}, with the default {default!r}"
+                    f" does not take: add {missing} after {names[taken - 1]}"
                 )
         return None
 
     return lambda *args: function(*args[:taken]), supports
+
+
+# Names that kernels give to the same argument
+_SYNONYMS = {"epsilon": "eps", "variance_epsilon": "eps", "w": "weight", "res": "residual"}
+
+
+def _misplaced(signature: inspect.Signature, names: Sequence[str]) -> str | None:
+    """A parameter that is named like an argument of the op at another place; None if there is none."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own = [_SYNONYMS.get(p.name, p.name) for p in signature.parameters.values() if p.kind in positional]
+    for place, (mine, name) in enumerate(zip(own, names, strict=False)):
+        if mine != name and mine in names and own.count(mine) == 1:
+            return f"argument {place + 1} is {name}, and the candidate's function has {mine} there"
+    return None
 
 
 def _binds(signature: inspect.Signature, count: int) -> bool:

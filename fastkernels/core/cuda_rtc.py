@@ -1,7 +1,8 @@
 """Compile CUDA C++ kernels with NVRTC, cache the machine code in a folder, and launch it through the driver.
 
-Needs no nvcc: cuda-bindings and NVRTC come with torch's CUDA wheels. Imports and compiles on first use. The first call
-loads code, so it must not be inside the capture of a CUDA graph.
+Needs no nvcc. NVRTC comes with torch's CUDA wheels and is called through ctypes, since cuda-bindings loads the NVRTC of
+its own major version only; it calls the driver. Imports and compiles on first use. The first call loads code, so it
+must not be inside the capture of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 import tempfile
@@ -33,59 +35,154 @@ class CompileError(RuntimeError):
     """NVRTC rejected a kernel; the message is its log."""
 
 
+MAJORS = (13, 12)  # of NVRTC, with which all kernels compile
+
+
+@lru_cache
+def torch_cuda() -> str | None:
+    """The CUDA version that PyTorch was built for, such as '12.8'; None for a CPU build."""
+    import torch
+
+    return torch.version.cuda
+
+
+@lru_cache
+def driver_cuda() -> str | None:
+    """The newest CUDA version that the driver supports, such as '12.8'; None without a driver."""
+    number = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
+
+
+def usable_majors() -> list[int]:
+    """The majors of NVRTC whose code the driver loads: PyTorch's own first, then the newest."""
+    built, driver = torch_cuda(), driver_cuda()
+    known = [major for major in MAJORS if driver is None or major <= _major(driver)]
+    return sorted(known, key=lambda major: built is None or major != _major(built))
+
+
+def _remedy() -> str:
+    """The command that installs what our CUDA C++ kernels need."""
+    majors = usable_majors()
+    if not majors:
+        return "update the driver"
+    return f"pip install 'fastkernels[{'gpu-cu12' if majors[0] == 12 else 'gpu'}]'"
+
+
 @lru_cache
 def unavailable() -> str | None:
     """Return why no CUDA C++ kernel can be compiled here; None if one can."""
     try:
         nvrtc_version()
-    except Exception as error:  # of the import, of the library's loading, or of NVRTC
+        _check_bindings()
+    except Exception as error:  # of an import, of the library's loading, or of NVRTC
+        said = str(error).splitlines()[0] if str(error) else ""
         return (
-            f"NVRTC cannot be used ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"
-            " CUDA C++ kernels are off and others run instead: pip install cuda-bindings nvidia-cuda-nvrtc"
+            f"NVRTC cannot be used ({type(error).__name__}: {said}); CUDA C++ kernels are off and others run instead:"
+            f" {_remedy()}"
         )
     return None
 
 
-@lru_cache
-def nvrtc_version() -> str:
-    """NVRTC's version, such as '13.0'. Raises any error of importing cuda-bindings or loading NVRTC."""
-    from cuda.bindings import nvrtc
+def _check_bindings() -> None:
+    """Raise ImportError without cuda-bindings, and for a version that the driver is too old for."""
+    import cuda.bindings
+    from cuda.bindings import driver  # noqa: F401
 
-    return "{}.{}".format(*_checked(nvrtc.nvrtcVersion()))
+    found, supported = cuda.bindings.__version__, driver_cuda()
+    if supported is not None and _major(found) > _major(supported):
+        raise ImportError(
+            f"cuda-bindings {found} needs a driver for CUDA {_major(found)}, and this one is for {supported}"
+        )
+
+
+@lru_cache
+def _nvrtc(major: int | None = None) -> ctypes.CDLL:
+    """NVRTC's library: of this major version, else the first of usable_majors() that is installed. Raises OSError."""
+    wanted = [major] if major else usable_majors()
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    for number in wanted:
+        name = f"libnvrtc.so.{number}"
+        folders = [root / part / "lib" for root in roots for part in (f"cu{number}", "cuda_nvrtc")]
+        places = [
+            str(folder / name) for folder in (*folders, Path(toolkit) / "lib64") if (folder / name).is_file()
+        ]
+        for place in (*places, name):  # the name alone: in the loader's own folders
+            with contextlib.suppress(OSError):
+                return ctypes.CDLL(place)
+    if not wanted:
+        raise OSError(
+            f"it needs a driver for CUDA {MAJORS[-1]} or newer, and this one is for {driver_cuda()}"
+        )
+    raise OSError(f"{' or '.join(f'libnvrtc.so.{number}' for number in wanted)} is not installed")
+
+
+@lru_cache
+def nvrtc_version(major: int | None = None) -> str:
+    """NVRTC's version, such as '13.0'. Raises OSError if none is installed."""
+    library, numbers = _nvrtc(major), (ctypes.c_int(), ctypes.c_int())
+    _nvrtc_check(library, library.nvrtcVersion(*map(ctypes.byref, numbers)))
+    return "{}.{}".format(*(number.value for number in numbers))
+
+
+def _nvrtc_check(library: ctypes.CDLL, status: int) -> None:
+    if status:
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(library.nvrtcGetErrorString(status).decode())
 
 
 def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values after the status. Raises RuntimeError with its name."""
+    """The values after the status of a driver's function. Raises RuntimeError with the status's name."""
     if result[0].value:
         raise RuntimeError(f"{type(result[0]).__name__}: {result[0].name}")
     return result[1:]
 
 
-def nvrtc_compile(source: str, options: Sequence[str], hear: Callable[[str], object] | None = None) -> bytes:
+def nvrtc_compile(
+    source: str,
+    options: Sequence[str],
+    hear: Callable[[str], object] | None = None,
+    major: int | None = None,
+) -> bytes:
     """The cubin of a source for the --gpu-architecture=sm_.. among the options. Raises CompileError.
 
     hear: called with what the compiler said.
+    major: of the NVRTC that compiles; by default the one that nvrtc_version() names
     """
-    from cuda.bindings import nvrtc
+    library, program = _nvrtc(major), ctypes.c_void_p()
+    told = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
 
-    (program,) = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    def read(what: str) -> bytes:
+        size = ctypes.c_size_t()
+        _nvrtc_check(library, getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        memory = ctypes.create_string_buffer(size.value)
+        _nvrtc_check(library, getattr(library, f"nvrtcGet{what}")(program, memory))
+        return memory.raw
+
+    _nvrtc_check(
+        library,
+        library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None),
+    )
     try:
-        status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
-        if status.value or hear:
-            (size,) = _checked(nvrtc.nvrtcGetProgramLogSize(program))
-            text = b" " * size
-            _checked(nvrtc.nvrtcGetProgramLog(program, text))
-            said = text.rstrip(b"\0 \n").decode(errors="replace")
+        status = library.nvrtcCompileProgram(program, len(options), told)
+        said = read("ProgramLog").rstrip(b"\0 \n").decode(errors="replace") if status or hear else ""
         if hear:
             hear(said)
-        if status.value:
-            raise CompileError(f"NVRTC {nvrtc_version()}, {' '.join(options)}: {said}")
-        (size,) = _checked(nvrtc.nvrtcGetCUBINSize(program))
-        cubin = b" " * size
-        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin
+        if status:
+            raise CompileError(f"NVRTC {nvrtc_version(major)}, {' '.join(options)}: {said}")
+        return read("CUBIN")
     finally:
-        nvrtc.nvrtcDestroyProgram(program)
+        library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def cubin(
@@ -230,13 +327,15 @@ class Kernel:
 
     def launch(self, grid: int, block: int, stream: int, args: Sequence[Any], overlap: bool = False) -> None:
         """Launch `grid` blocks on the stream; with `overlap`, before the previous kernel ends (griddepcontrol.wait)."""
+        Prepared(self, grid, block, args).launch(stream, overlap)
+
+    def config(self, grid: int, block: int, stream: int, overlap: bool) -> Any:
+        """Return the launch's configuration: making one costs more than a launch."""
         key = (grid, block, stream, overlap)
         config = self.configs.get(key)
-        if config is None:  # making one costs more than a launch
+        if config is None:
             config = self.configs[key] = self._config(*key)
-        values = [a if isinstance(a, t) else t(a) for t, a in zip(self.types, args, strict=True)]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        _checked(self.driver.cuLaunchKernelEx(config, self.function, ctypes.addressof(pointers), 0))
+        return config
 
     def _config(self, grid: int, block: int, stream: int, overlap: bool) -> Any:
         driver = self.driver
@@ -250,3 +349,24 @@ class Kernel:
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
         return config
+
+
+class Prepared:
+    """A launch of a kernel whose parameters are in memory already: repeated calls change few or none of them."""
+
+    def __init__(self, kernel: Kernel, grid: int, block: int, args: Sequence[Any]) -> None:
+        self.kernel, self.grid, self.block, self.lock = kernel, grid, block, threading.Lock()
+        self.values = [a if isinstance(a, t) else t(a) for t, a in zip(kernel.types, args, strict=True)]
+        self.pointers = (ctypes.c_void_p * len(self.values))(*map(ctypes.addressof, self.values))
+        self.address = ctypes.addressof(self.pointers)
+
+    def launch(self, stream: int, overlap: bool = False, at: int = -1, pointer: int | None = None) -> None:
+        """Launch on the stream, as Kernel.launch does; first set the parameter `at`, a pointer, if there is one."""
+        kernel = self.kernel
+        config = kernel.config(self.grid, self.block, stream, overlap)
+        with self.lock:  # the driver copies the parameters; another thread may set its own
+            if at >= 0:
+                self.values[at].value = pointer
+            status = kernel.driver.cuLaunchKernelEx(config, kernel.function, self.address, 0)
+        if status[0].value:
+            _checked(status)

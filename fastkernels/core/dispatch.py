@@ -32,6 +32,7 @@ LIBRARY = torch.library.Library("fastkernels", "FRAGMENT")
 # True: compiled code calls `Op.overload` alone, by which a host's compiler passes find our ops.
 only_overload = False
 OPS: dict[str, Op] = {}
+PLAIN = ("torch", "reference")  # providers without a kernel of ours
 _around: Callable[[Op, Provider], Provider] | None = None
 _direct: set[int] = set()  # threads; see direct_calls
 
@@ -111,6 +112,7 @@ class Op:
     functional  for an op that mutates arguments: the torch op that returns their new values instead
     unchanging  for an op that mutates only arguments that may be None: (their positions, the torch op of compiled calls
                 in which all of them are). Inductor of torch 2.13 cannot compile `overload` for these
+    plain       of the calls, those that fell back to plain PyTorch
     left        {reason: calls} that a seam left to the host because of the op's table; these are not fallbacks
     """
 
@@ -119,6 +121,7 @@ class Op:
     key: Key | None = None
     overload: Any = None
     calls: int = 0
+    plain: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     candidate: Provider | None = None
@@ -218,15 +221,17 @@ class Op:
         order = self._order.get(device) or self._resolve(device)
         if device in self._tuned:
             order = self._chosen(device, args, kwargs) or order
+        fell_back = False
         for provider in order:
             supports = provider.supports
-            if supports is None:
-                return provider
-            reason = supports(*args, **kwargs)
+            reason = None if supports is None else supports(*args, **kwargs)
             if reason is None:
+                if fell_back and provider.name in PLAIN:
+                    self.plain += 1
                 return provider
             if not isinstance(reason, ForOthers) or provider.name == self._wanted:
                 self.note(f"{provider.name}: {reason}")
+                fell_back = True
         raise UnsupportedCase(f"{self.name}: no provider supports this case on {device}: {self.fallbacks}")
 
     def order(self, device: str) -> list[tuple[Provider, str | None]]:
@@ -255,7 +260,7 @@ class Op:
 
     def reset(self) -> None:
         """Set the counters to zero and read the order of providers from the environment again."""
-        self.calls = 0
+        self.calls = self.plain = 0
         self.fallbacks = {}
         self.left = {}
         self.forget()

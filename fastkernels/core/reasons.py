@@ -22,6 +22,9 @@ class Kind(str, Enum):
     OTHER_CLASS = (
         "other_class"  # a subclass, or another class of the same name: not known to compute the same
     )
+    UNRECOGNIZED = (
+        "unrecognized"  # requested, and all that may compute the op is not known to compute the same
+    )
     NO_SEAM = "no_seam"  # requested, and a live host has no place for the op
     CANDIDATE = "candidate"  # a user's candidate runs here
     CANDIDATE_UNCALLED = "candidate_uncalled"  # installed, and no call yet

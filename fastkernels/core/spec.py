@@ -50,6 +50,7 @@ class Target:
     note      why the class is not applied to live hosts, or how it differs from the host's
     compiled  with `tried`: chips on which code that torch.compile traces keeps ours, which was measured to be faster
     computes  scalar arguments of the op that the class has built in: {"approximate": "tanh"}
+    writes    arguments that the host's class overwrites although the op does not, with its mutated arguments: ("x",)
     module    module of our class; the registry sets it
     """
 
@@ -61,6 +62,7 @@ class Target:
     default: bool = True
     note: str = ""
     computes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    writes: tuple[str, ...] = ()
     tried: bool = False
     compiled: tuple[str, ...] = ()
     module: str = field(default="", compare=False)

@@ -19,7 +19,7 @@ from fastkernels.engine.execution.startup import Phases
 from fastkernels.engine.runners import RUNNERS, runner_name
 from fastkernels.engine.scheduling.encoding import EncodeRequest
 from fastkernels.engine.scheduling.request import Request
-from fastkernels.models.common import build, registry, weights
+from fastkernels.models.common import build, length, registry, weights
 from fastkernels.patch import patch_from_environment
 
 log = logging.getLogger("fastkernels")
@@ -90,6 +90,8 @@ class Engine(ABC):
         with self.phases.counting():
             self.executor = make_executor(config, opened.folder, self.hf_config, self.phases)
         self.max_model_len: int = self.executor.limits.max_model_len
+        if said := length.notice(self.hf_config, config.max_model_len or length.longest(self.hf_config) or 0):
+            log.warning("%s", said)
         self.requests = {}
         self.stats = StepStats()
         self._start()
@@ -140,7 +142,10 @@ class Engine(ABC):
         """Run one step and return an output for each request with news. After an exception no request is left."""
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes, e.g. after the model's code has changed. Running requests go on."""
+        """Forget cached prefixes, e.g. after the model's code has changed.
+
+        Running requests go on with the keys that they have, which no other request finds.
+        """
         if self.blocks is not None:
             self.blocks.reset_cache()
 

@@ -135,6 +135,8 @@ OWN = {
     "timm.layers.attention": ((_DENSE, "fork_sdpa.py"),),
     "timm.models.eva": ((_DENSE, "fork_sdpa.py"),),
 }
+ON_BACKEND = "on_backend"  # the function with which a method leaves a call that names a backend to the host
+BACKEND = "backend"  # its keyword, which SGLang before 0.5.21 does not have: no other call passes it on
 CHECKS_CALLS = "checks_calls"  # attribute of our classes whose methods leave unsupported modules to the host
 METHOD_SEAMS = ("leaf", "module", "quant_method", "kernel", "scheme", "experts", "processor")
 
@@ -359,7 +361,8 @@ def _with_fallback(text: str, host: str, supports: bool = False) -> str:
     lines, a = text.split("\n"), node.args
     positional = [x.arg for x in (*a.posonlyargs, *a.args)]
     called = positional[1:] if positional[:1] == ["self"] else positional
-    called = called + [f"{x.arg}={x.arg}" for x in a.kwonlyargs]
+    keywords = [x.arg for x in a.kwonlyargs if x.arg != BACKEND]
+    called = called + [f"{name}={name}" for name in keywords]
     rest = [f"*{a.vararg.arg}"] if a.vararg else []
     rest += [f"**{a.kwarg.arg}"] if a.kwarg else []
     stored = {
@@ -384,9 +387,9 @@ def _with_fallback(text: str, host: str, supports: bool = False) -> str:
             f"{indent}    return {host}({', '.join([*called, *rest])})",
         ]
     if stored & {*positional, *(x.arg for x in a.kwonlyargs)}:  # the host's code gets the arguments as given
-        if a.kwonlyargs:
+        if keywords:
             raise ExportError(f"{node.name} assigns to its arguments")
-        head, called = [*head, f"{indent}given = ({', '.join(called)})"], ["*given"]
+        head, called = [*head, f"{indent}given = [{', '.join(called)}]"], ["*given"]
     tail = [f"{indent}except Unsupported:", *_returned(host, [*called, *rest], f"{indent}    ")]
     return "\n".join([*lines[:first], *head, f"{indent}try:", *body, *tail])
 
@@ -409,6 +412,27 @@ def _with_check(text: str, host: str) -> str:
     at = node.body[0].lineno - 1
     arguments = ", ".join(x.arg for x in node.args.args[1:])
     check = [f"{indent}if self.supports() is not None:", f"{indent}    return {host}({arguments})"]
+    return "\n".join([*lines[:at], *check, *lines[at:]])
+
+
+def _without_backend(text: str) -> str:
+    """The method without the lines that leave a call with a named backend to a method of the host."""
+    node = ast.parse(textwrap.dedent(text)).body[0]
+    lines = text.split("\n")
+    for n in node.body:  # type: ignore[attr-defined]
+        if isinstance(n, ast.If) and ON_BACKEND in ast.unparse(n):
+            del lines[n.lineno - 1 : n.end_lineno]
+    return "\n".join(lines)
+
+
+def _with_backend(text: str, host: str) -> str:
+    """The method, which first leaves a call with a named backend to `host`."""
+    node = ast.parse(textwrap.dedent(text)).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    lines, indent = text.split("\n"), "        "
+    at = node.body[0].lineno - 1
+    called = [*(x.arg for x in node.args.args[1:]), f"{BACKEND}={BACKEND}"]
+    check = [f"{indent}if {BACKEND} is not None:", *_returned(host, called, f"{indent}    ")]
     return "\n".join([*lines[:at], *check, *lines[at:]])
 
 
@@ -494,10 +518,14 @@ def _class_text(
             )  # called as a method here
         host = f"self.host_{name}" if r.others else f"super().{name}"
         if name != "supports":
+            bare = _without_backend(method)
+            named, method = bare != method, bare
             if falls_back and all(u.key is None or u.key[0] != LAYER for u in uses.uses):
                 method = _with_fallback(method, host, r.supports)
             elif r.supports:
                 method = _with_check(method, host)
+            if named:
+                method = _with_backend(method, host)
         if method in written and "super()" not in method:
             text += f"\n    {name} = {written[method]}.{name}\n"
         else:

@@ -24,7 +24,7 @@ def _probe(x):
 CASE: list = []
 ARMED: list = []
 Runner = _judge("RunnerState")
-_case, _run = Runner.do_case, Runner.do_run
+_case, _run = Runner.do_case, Runner.do_calls
 
 
 def _map(self, *args, **kwargs):
@@ -60,7 +60,7 @@ def _watch():
             ARMED.clear()
 
 
-Runner.do_case, Runner.do_run = _map, _then
+Runner.do_case, Runner.do_calls = _map, _then
 threading.Thread(target=_watch, daemon=True).start()
 
 

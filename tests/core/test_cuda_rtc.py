@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -304,12 +305,80 @@ def test_provider_without_nvrtc_gives_the_reason() -> None:
         assert "Hopper" in reason
 
 
+def forget() -> None:
+    for function in (cuda_rtc._nvrtc, cuda_rtc.nvrtc_version, cuda_rtc.torch_cuda, cuda_rtc.driver_cuda):
+        function.cache_clear()
+    cuda_rtc.unavailable.cache_clear()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None, str | None], None]]:
+    """cuda(built, driver): PyTorch is built for this CUDA version, and the driver supports that one; None for none."""
+
+    def use(built: str | None, driver: str | None) -> None:
+        forget()
+        monkeypatch.setattr(cuda_rtc, "torch_cuda", lambda: built)
+        monkeypatch.setattr(cuda_rtc, "driver_cuda", lambda: driver)
+
+    yield use
+    monkeypatch.undo()
+    forget()
+
+
 @pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
-def test_real_compiler() -> None:
+@pytest.mark.parametrize("major", cuda_rtc.MAJORS)
+def test_real_compiler(major: int) -> None:
     told = ("--gpu-architecture=sm_90a", *skinny.options(skinny.PARAMS[0], 1, 4096, True, True))
-    assert cuda_rtc.cubin(text(skinny.SOURCE), told)[:4] == b"\x7fELF"
-    with pytest.raises(cuda_rtc.CompileError, match="expected a"):
-        cuda_rtc.nvrtc_compile("int f(", ("--gpu-architecture=sm_90a",))
+    assert cuda_rtc.nvrtc_version(major).startswith(f"{major}.")
+    assert cuda_rtc.nvrtc_compile(text(skinny.SOURCE), told, major=major)[:4] == b"\x7fELF"
+    with pytest.raises(cuda_rtc.CompileError, match=rf"(?s)NVRTC {major}\..*kernel\.cu"):
+        cuda_rtc.nvrtc_compile("int f(", ("--gpu-architecture=sm_90a",), major=major)
+
+
+@pytest.mark.parametrize(
+    ("built", "driver", "majors"),
+    [
+        (None, None, [13, 12]),
+        ("12.8", "12.8", [12]),
+        ("12.6", "13.0", [12, 13]),
+        ("13.0", "13.1", [13, 12]),
+        ("13.0", "12.9", [12]),  # runs nothing of PyTorch, but names what is too new
+        ("11.8", "11.8", []),
+    ],
+)
+def test_nvrtc_follows_torch_within_the_driver(
+    cuda: Callable[..., None], built: str | None, driver: str | None, majors: list[int]
+) -> None:
+    cuda(built, driver)
+    assert cuda_rtc.usable_majors() == majors
+    if NO_NVRTC is None and majors:
+        assert cuda_rtc.nvrtc_version().startswith(f"{majors[0]}.")
+
+
+@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.parametrize(
+    ("driver", "says"),
+    [
+        ("12.8", r"cuda-bindings 13.*needs a driver for CUDA 13, .* 12\.8\).*fastkernels\[gpu-cu12\]"),
+        ("11.8", r"CUDA 12 or newer, .*11\.8.*update the driver"),
+    ],
+)
+def test_too_old_driver_is_named(cuda: Callable[..., None], driver: str, says: str) -> None:
+    cuda(driver, driver)
+    assert re.search(says, str(cuda_rtc.unavailable())), cuda_rtc.unavailable()
+
+
+@pytest.mark.parametrize(("built", "extra"), [("12.6", "gpu-cu12"), ("13.0", "gpu"), (None, "gpu")])
+def test_missing_nvrtc_names_the_extra(
+    cuda: Callable[..., None], built: str | None, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str) -> None:
+        raise OSError(f"{name}: cannot open")
+
+    cuda(built, built)
+    monkeypatch.setattr(cuda_rtc.ctypes, "CDLL", absent)
+    reason = cuda_rtc.unavailable()
+    assert reason is not None and "libnvrtc.so.1" in reason and reason.endswith(f"'fastkernels[{extra}]'")
 
 
 def test_sizes_fit_the_chip() -> None:

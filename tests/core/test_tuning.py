@@ -361,7 +361,7 @@ def test_invalid_table_error_names_the_entry(
 def test_truncated_table_error_names_the_file(use: Callable[..., Path]) -> None:
     path = use(entry(4, "sized"))
     path.write_text(path.read_text()[:-40])
-    with pytest.raises(TableError, match=f"tuned table {path}: .*line"):
+    with pytest.raises(TableError, match=f"tuned table {path}: "):
         factor(4)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fk_bench.info.verified import EMBEDDINGS
 from support.minilm import minilm_path
 from support.tiny import make_tiny_bert
 
@@ -129,7 +130,7 @@ def test_tiny_bert_equals_transformers(tmp_path: Path, fields: dict[str, Any]) -
     for prompt, output in zip(ids, LLM(str(folder), device="cpu").encode(ids), strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([prompt])).last_hidden_state[0]
-        np.testing.assert_allclose(output.outputs.data, expected.numpy(), atol=2e-5)
+        np.testing.assert_allclose(output.outputs.data, expected.numpy(), atol=EMBEDDINGS)
 
 
 def test_prefixed_keys_are_loaded(bert: Path, tmp_path: Path) -> None:

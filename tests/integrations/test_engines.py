@@ -1,4 +1,4 @@
-"""Real vLLM and SGLang on the CPU: HOST/check_*.py under pytest in .venv-HOST, and check_server.py in both.
+"""Real vLLM and SGLang on the CPU: HOST/check_*.py under pytest in .venv-HOST, and check_*.py here in both.
 
 One check alone: PYTHONPATH=tests TINY_LLAMA=MODEL .venv-HOST/bin/python -m pytest tests/integrations/HOST/check_X.py.
 """
@@ -18,7 +18,8 @@ HERE = Path(__file__).parent
 SLOW = (
     "check_async", "check_construction", "check_export", "check_gemma", "check_held_out", "check_deepseek",
     "check_pipeline", "check_quant", "check_ranges", "check_ropes", "check_tensor_parallel", "check_works_more",
-    "check_works", "check_server", "check_experts", "check_expert_parallel", "check_random_weights",
+    "check_works", "check_server", "check_nodes", "check_relatives", "check_experts", "check_expert_parallel",
+    "check_random_weights",
     ("vllm", "check_compiled"), ("sglang", "check_by_table"),
     ("sglang", "check_norms"),
 )  # fmt: skip
@@ -27,7 +28,7 @@ IN_PROCESS = (
     "check_works", "check_works_more", "check_random_weights",
 )  # fmt: skip
 BEFORE = {("vllm", "check_eager"): "check_graphs"}  # checks that run first in the same process
-SECONDS = {"check_held_out": 2400}  # one engine after the other
+SECONDS = {"check_held_out": 2400, "check_nodes": 1000}  # one engine after the other; two at once
 CHECKS = [
     pytest.param(
         host,
@@ -43,7 +44,7 @@ CHECKS = [
         ],
     )
     for host in ("vllm", "sglang")
-    for check in sorted([*(HERE / host).glob("check_*.py"), HERE / "check_server.py"], key=lambda p: p.stem)
+    for check in sorted([*(HERE / host).glob("check_*.py"), *HERE.glob("check_*.py")], key=lambda p: p.stem)
     if check.stem not in BEFORE.values()
 ]
 
@@ -65,7 +66,8 @@ def environment(host: str, check: str, model: Path, folder: Path) -> dict[str, s
     path = os.pathsep.join(filter(None, [str(ROOT / "tests"), kept.get("PYTHONPATH")]))
     kept |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     kept |= {"TINY_LLAMA": str(model), "CHECKED_HOST": host}
-    cores = "0|1" if check in ("check_pipeline", "check_tensor_parallel", "check_expert_parallel") else None
+    split = check in ("check_pipeline", "check_tensor_parallel", "check_expert_parallel")
+    cores = "0|1" if split or (host, check) == ("sglang", "check_nodes") else None
     if check in ("check_eager", "check_live"):
         kept["FASTKERNELS_CAPTURE"] = "1"  # both test recording
     if host == "sglang":

@@ -37,7 +37,7 @@ def test_signatures_are_the_hosts(op: str) -> None:
 
 def test_hosts_of_this_process_have_no_exception() -> None:
     rows = [row for row in ROWS if row.host in ("diffusers", "timm", "transformers", "torch")]
-    assert len({(row.host, row.version) for row in rows}) == 9
+    assert len({(row.host, row.version) for row in rows}) == 10
     later = {
         ("1.0.29", "TimmAttentionRope"),
         ("1.0.29", "TimmEvaBlock"),
@@ -95,6 +95,7 @@ def bind(row: compare.Comparison) -> None:
     for method, text in entry["methods"].items():
         if method not in ("__init__", entry["call"]):
             continue
+        text = compare.accepted(entry, method) or text
         function = (
             ours
             if entry["kind"] == "function"
@@ -144,7 +145,7 @@ def test_recorder_reads_kinds_defaults_and_inherited_methods(tmp_path: Path) -> 
         "    def forward(self, x, y=None, *, dtype=torch.float32): ...\n"
         "class Dispatched(Base):\n"
         "    def __init__(self, size=PAD): ...\n"
-        "    def forward(self, *args, **kwargs): ...\n"
+        "    def forward(self, *args, mode='a', **kwargs): ...\n"
         "    @staticmethod\n"
         "    def forward_native(x): ...\n",
     )  # fmt: skip
@@ -161,6 +162,7 @@ def test_recorder_reads_kinds_defaults_and_inherited_methods(tmp_path: Path) -> 
         "(x, y=None, *, dtype=torch.float32)",
     )
     assert dispatched["methods"] == {"__init__": "(size=64)", "forward_native": "(x)"}
+    assert dispatched["dispatch"] == "(*args, mode='a', **kwargs)" and "dispatch" not in derived
     assert (dispatched["call"], dispatched["static"]) == ("forward_native", ["forward_native"])
     assert derived["fingerprint"] == versions.fingerprint("@dec\nclass Derived(B):\n    size = 3")
     assert compare.difference(derived, _Example) == compare.difference(data["host.base:Base"], _Example) == ""
@@ -182,6 +184,30 @@ def test_a_difference_is_found(text: str | None, message: str) -> None:
     methods = {"forward": "(x, y=None, *, dtype=torch.float32)", **({"__init__": text} if text else {})}
     entry = {"kind": "class", "call": "forward", "methods": methods, "static": []}
     assert message in compare.difference(entry, _Example)
+
+
+def test_keyword_of_a_dispatching_forward_is_compared() -> None:
+    """Ours accepts what the host's forward(*args) accepts: the call's arguments and the dispatcher's keywords."""
+    entry = {
+        "kind": "class", "call": "forward_native", "static": [], "dispatch": "(*args, backend=None, **kwargs)",
+        "methods": {"__init__": "()", "forward_native": "(x, y=1)"},
+    }  # fmt: skip
+
+    class Ours(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+
+        def forward(self, x: torch.Tensor, y: int = 1) -> None: ...
+
+    class Accepting(Ours):
+        def forward(self, x: torch.Tensor, y: int = 1, *, backend: object = None) -> None: ...
+
+    assert compare.difference(entry, Ours) == "forward_native: host (x, y=1, *, backend=None), ours (x, y=1)"
+    assert compare.difference(entry, Accepting) == ""
+    older = {**entry, "dispatch": "(*args, **kwargs)"}  # one class for versions with and without the keyword
+    assert compare.difference(older, Accepting) == compare.difference(older, Ours) == ""
+    fixed = {**older, "call": "forward", "methods": {"__init__": "()", "forward": "(x, y=1)"}}
+    assert compare.difference(fixed, Accepting) == "forward: host (x, y=1), ours (x, y=1, *, backend=None)"
 
 
 def test_a_set_signature_is_ignored() -> None:

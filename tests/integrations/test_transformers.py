@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import FunctionType
+from typing import Any
 
 import pytest
 import torch
@@ -335,6 +337,88 @@ def test_rotation_by_other_tables_stays(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", functools.partial(stock))
     with pytest.raises(PatchError, match="nothing to patch"):
         fastkernels.patch(tiny("Llama"), ops=["rotary_emb"])
+
+
+def renames_an_argument(forward: Any) -> Any:
+    """A decorator as those of transformers, which change keyword arguments."""
+
+    @functools.wraps(forward)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        if "older" in kwargs:
+            kwargs["past_key_values"] = kwargs.pop("older")
+        return forward(*args, **kwargs)
+
+    return renamed
+
+
+def decorated(file: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Llama's attention class, whose forward has a decorator of that file."""
+    cls = modeling_llama.LlamaAttention
+    decorate = FunctionType(
+        renames_an_argument.__code__, {"functools": functools, "__name__": file, "Any": Any}
+    )
+    monkeypatch.setattr(cls, "forward", decorate(cls.forward))
+    return cls
+
+
+def test_rotation_under_a_decorator_of_the_host_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = decorated("transformers.utils.deprecation", monkeypatch)
+    model = tiny("Llama")
+    before, stock = logits(model), cls.forward
+    with fastkernels.patch(model, ops=["rotary_emb"], strict=True) as report:
+        assert type(model.model.layers[0].self_attn).forward is not stock
+        torch.testing.assert_close(logits(model), before, atol=2e-5, rtol=2e-5)
+        attention = model.model.layers[0].self_attn
+        tables = tuple(torch.ones(1, 3, 18) for _ in range(2))
+        with torch.no_grad():
+            attention(torch.ones(1, 3, 72), tables, None, older=None)  # the decorator still runs
+        assert report.refresh().active[0].calls == 3
+    assert cls.forward is stock and torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("kind", ["decorator", "function", "tables"])
+def test_unrecognized_rotation_is_an_error_if_strict(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a decorator of other code, of a function that other code replaced, or under an unknown name."""
+    if kind == "decorator":
+        decorated("tracer", monkeypatch)
+    elif kind == "function":
+        stock = functools.partial(modeling_llama.apply_rotary_pos_emb)
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", stock)
+    else:
+        cls, stock = modeling_llama.LlamaAttention, modeling_llama.LlamaAttention.forward
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return stock(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, "forward", forward)
+    ops = ["rms_norm", "rotary_emb"] if kind != "tables" else ["rotary_emb"]
+    found = (
+        "LlamaRotaryEmbedding, whose tables"
+        if kind == "tables"
+        else "LlamaAttention, whose apply_rotary_pos_emb"
+    )
+    with pytest.raises(PatchError, match=found):
+        fastkernels.patch(tiny("Llama"), ops=ops, strict=True)
+    if kind != "tables":
+        with fastkernels.patch(tiny("Llama")) as report:
+            (row,) = [row for row in report.rows if row.op == "rotary_emb"]
+            assert row.state == "off" and found in row.reason and "2 stay with the host" in row.reason
+
+
+def test_function_replaced_after_a_patch_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = tiny("Llama"), []
+    stock = modeling_llama.apply_rotary_pos_emb
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return stock(*args, **kwargs)
+
+    before = logits(model)
+    with fastkernels.patch(model, ops=["rotary_emb"]) as report:
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", replaced)
+        assert torch.equal(logits(model), before) and len(calls) == 2
+        (row,) = report.refresh().active
+        assert row.calls == 0 and list(row.fallbacks.values()) == [2]
 
 
 def test_a_module_around_a_model_and_a_name() -> None:

@@ -60,6 +60,7 @@ class Norm(nn.Module):
 def model(quantizes: bool) -> Any:
     """A layer's norm, a norm of heads, an activation, and a linear layer whose kernel object may quantize."""
     made: Any = nn.Module()
+    made.do_not_compile = False
     made.norm, made.q_norm, made.act, made.linear = Norm(HIDDEN), Norm(HEAD), nn.Module(), nn.Module()
     made.linear.input_size_per_partition = HIDDEN
     kernel = SimpleNamespace(quant_fp8=object()) if quantizes else SimpleNamespace()

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 from fk_integrations.core.journal import Journal
-from fk_integrations.vllm import fusions, ranges
+from fk_integrations.vllm import fusions, prompt_sizes, ranges
 from fk_integrations.vllm.plain_forms import PLAIN
 from fk_integrations.vllm.prompt_sizes import MOST, of, sizes
+from torch import nn
 
 from fastkernels.core import tuning
 from fastkernels.core.reasons import Kind
 from fastkernels.core.tuning import Entry
-from fastkernels.patch import Request
+from fastkernels.patch import Report, Request, Row
 
 LAYERS = {"qkv": (96, 64), "down": (64, 128)}  # name: (N, K)
 
@@ -72,11 +73,38 @@ def config(
     return found
 
 
+def model_of_two_norms(compiled: bool = True) -> Any:
+    """A model that vLLM compiles but for its last norm, or not at all."""
+    made: Any = nn.Module()
+    made.layers, made.final = nn.Sequential(nn.LayerNorm(4)), nn.LayerNorm(4)
+    if compiled:
+        made.layers.do_not_compile = False
+    return made
+
+
 def test_only_code_compiled_by_inductor_in_ranges_is_limited() -> None:
-    assert ranges.limited(config())
-    assert not ranges.limited(config(mode="DYNAMO_TRACE_ONCE"))
-    assert not ranges.limited(config(backend="eager"))
-    assert not ranges.limited(config(ends=None))
+    assert ranges.limited(config(), model_of_two_norms())
+    assert not ranges.limited(config(mode="DYNAMO_TRACE_ONCE"), model_of_two_norms())
+    assert not ranges.limited(config(backend="eager"), model_of_two_norms())
+    assert not ranges.limited(config(ends=None), model_of_two_norms())
+
+
+def test_a_model_without_compiled_code_is_not_limited() -> None:
+    """vLLM 0.26 compiles no module of StableLM, whatever its configuration says."""
+    assert not ranges.limited(config(), model_of_two_norms(compiled=False))
+
+
+def test_modules_outside_of_compiled_code_are_counted() -> None:
+    found = model_of_two_norms()
+    for norm in (found.layers[0], found.final):
+        norm.__class__ = type("LayerNorm", (nn.LayerNorm,), {"fastkernels": object})
+    assert ranges.outside(config(), found, "LayerNorm") == 1
+    assert ranges.outside(config(), found, "RMSNorm") == 0
+    row = Row(0, "layer_norm", "LayerNorm", 2, "active", most_tokens=64, unlimited=1)
+    reply = {"rank": 0, "pid": 1, "version": "0.33.0", "rows": [vars(row)]}
+    host: Any = SimpleNamespace(name="vllm")
+    text = str(Report(host, None, [reply]))
+    assert "in batches of up to 64 tokens, except in 1 modules outside of compiled code" in text
 
 
 @pytest.fixture(autouse=True)
@@ -142,3 +170,28 @@ def test_sizes_follow_the_configuration(mode: str | None, last: int) -> None:
         model_config=SimpleNamespace(get_num_experts=lambda: 32),
     )
     assert of(config) == sizes(last, 2048, True) != sizes(last, 2048)
+
+
+def test_engine_built_patched_runs_prompts_before_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's JIT monitor is active from the end of the warm-up on."""
+    order: list[Any] = []
+    monkeypatch.setattr(prompt_sizes, "of", lambda config: [1, 513])
+
+    class Worker:
+        vllm_config, device = None, "cuda:0"
+        model_runner = SimpleNamespace(_dummy_run=lambda tokens, **_: order.append(tokens))
+
+        def compile_or_warm_up_model(self) -> str:
+            order.append("warm-up")
+            return "seconds"
+
+    worker = Worker()
+    prompt_sizes.before_warm_up(worker)
+    assert worker.compile_or_warm_up_model() == "seconds" and order == [1, 513, "warm-up"]
+    worker.compile_or_warm_up_model()
+    assert order == [1, 513, "warm-up", "warm-up"]
+    on_cpu = Worker()
+    on_cpu.device = "cpu"
+    prompt_sizes.before_warm_up(on_cpu)
+    on_cpu.compile_or_warm_up_model()
+    assert order[4:] == ["warm-up"]

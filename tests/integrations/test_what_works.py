@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "what-works.md"
 FEATURES = [
     "LoRA", "FP8 weights", "AWQ / GPTQ", "speculative decoding, several tokens a step", "fp8 KV cache",
     "sliding window", "attention sinks (GPT-OSS)", "latent attention (DeepSeek)", "expert parallelism", "TP", "PP",
-    "prefix cache", "sleep / reload", "mixtures of experts",
+    "several machines (`--nnodes`)", "prefix cache", "sleep / reload", "mixtures of experts",
 ]  # fmt: skip
 # The parts of a quoted line that are an example's values; all other text must be in the sources.
 FILLED_IN = re.compile(

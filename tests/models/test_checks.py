@@ -63,6 +63,8 @@ def edited(folder: Path, target: Path, **fields: Any) -> Path:
     [
         ("llama", {"hidden_size": None}, "config.json has no hidden_size"),
         ("cohere2", {"vocab_size": None, "num_hidden_layers": None}, "has no vocab_size, num_hidden_layers"),
+        ("llama", {"dtype": "torch.float32"}, "dtype='torch.float32' is not supported, only float32, float16"),
+        ("cohere2", {"dtype": None, "torch_dtype": 16}, "torch_dtype=16 is not supported, only float32"),
         ("llama", {"hidden_size": 0}, "config.hidden_size=0 is not supported, only integers above 0"),
         ("cohere2", {"sliding_window": -4}, "config.sliding_window=-4 is not supported"),
         ("llama", {"hidden_size": "big"}, "Field 'hidden_size' expected int, got str (value: 'big')"),

@@ -164,10 +164,10 @@ def test_older_config_keeps_its_rope_scaling() -> None:
     """As transformers 4 has it: theta, scaling and partial factor are fields of their own."""
     older = SimpleNamespace(
         hidden_size=64, num_attention_heads=2, head_dim=None, rope_theta=None, partial_rotary_factor=0.5,
-        rope_scaling={"rope_type": "llama3", "factor": 8.0},
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
     )  # fmt: skip
-    expected = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    assert rope_parameters(older) == description.rope(older) == expected
+    expected = {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    assert rope_parameters(older) == description.rope(older, partial=True) == expected
     assert head_size(older) == description.head_size(older) == 32
     by_type = SimpleNamespace(rope_parameters={"full": {"rope_theta": 1e6}, "sliding": {"rope_theta": 1e4}})
     assert rope_parameters(by_type, "full") == {"rope_theta": 1e6}

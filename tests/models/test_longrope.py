@@ -29,7 +29,11 @@ LONG = [(i * 37) % 500 for i in range(ORIGINAL + 20)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("longrope")
-    return make_tiny(made, "phi3", "float32", rope_parameters=ROPE, max_position_embeddings=256)
+    sizes = {
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": ORIGINAL,
+    }  # the latter's default: 4096
+    return make_tiny(made, "phi3", "float32", rope_parameters=ROPE, **sizes)
 
 
 @pytest.mark.parametrize(

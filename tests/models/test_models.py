@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fk_bench.info.verified import LOGITS
 from support.serving.rank_forks import Fork
 from support.tiny import KINDS, MODELS, make_tiny
 
@@ -167,7 +168,7 @@ def test_logits_equal_transformers(folder: Path) -> None:
             hidden = model(ids[start:end], torch.arange(start, end))
         found.append(model.compute_logits(hidden))
     assert expected.std() > 0.1
-    torch.testing.assert_close(torch.cat(found), expected, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(torch.cat(found), expected, atol=LOGITS, rtol=LOGITS)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "nu
 TOWERS: dict[str, dict[str, Any]] = {
     "gemma3": {"image_size": 28, "patch_size": 14},
     "gemma4": {"num_key_value_heads": 2, "head_dim": 16},
+    "gemma4_unified": {},
 }
 PROMPTS = [list(range(10, 40)), [300, 4, 90]]
 

@@ -93,7 +93,7 @@ def test_second_launch_does_not_call_triton(chip: FakeDriver, monkeypatch: pytes
     launch(n=48, factor=5.0)
     assert len(chip.launched) == 3 and chip.launched[-1][9:13] == (X, Y, 48, 16)
     chip.device = 1  # which has no kernel yet
-    with pytest.raises(TypeError, match="not callable"):
+    with pytest.raises(TypeError):
         launch()
 
 

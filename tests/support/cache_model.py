@@ -39,7 +39,11 @@ class Done:
 
 
 class CacheModel:
-    """The executor of the simulated model."""
+    """The executor of the simulated model.
+
+    version  of its weights, which a test may change
+    oldest   by group and place in the cache: the oldest version that what is stored there depends on
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int,
@@ -48,6 +52,7 @@ class CacheModel:
         self.block_size, self.budget, self.windows = block_size, max_num_batched_tokens, windows
         groups = 1 + len(windows)
         self.caches = np.full((groups, num_blocks * block_size), -1, np.int64)
+        self.version, self.oldest = 0, np.zeros_like(self.caches)
         self.tables = np.zeros((groups, max_num_seqs + 1, num_blocks), np.int64)
         self.cache = self.caches[0]
         self.last = np.full(max_num_seqs, -1, np.int64)
@@ -79,6 +84,7 @@ class CacheModel:
     def _store(self, step: StepInput, ids: np.ndarray) -> None:
         for group in range(len(self.caches)):
             self._store_group(group, step, ids)
+        self._date(step)
         for group, window in enumerate(self.windows, 1):
             self._check_window(group, window, step)
 
@@ -93,6 +99,22 @@ class CacheModel:
                 assert place not in written, "two rows write the same place"
                 written[place] = self.caches[group, place] = ids[at]
                 at += 1
+
+    def _date(self, step: StepInput) -> None:
+        """Set `oldest` of the step's tokens. Those of one row may continue the blocks of another one."""
+        new = [
+            (position, slot)
+            for slot, count, length in zip(step.slots, step.query_lens, step.seq_lens, strict=True)
+            for position in range(length - count, length)
+        ]
+        for position, slot in sorted(new):
+            before = self.oldest[0, self._place(0, slot, position - 1)] if position else self.version
+            for group in range(len(self.caches)):
+                self.oldest[group, self._place(group, slot, position)] = min(self.version, before)
+
+    def _place(self, group: int, slot: int, position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        return int(self.tables[group, slot, block]) * self.block_size + offset
 
     def _check_window(self, group: int, window: int, step: StepInput) -> None:
         """The group has all tokens that the step's queries see."""

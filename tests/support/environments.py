@@ -4,6 +4,10 @@
 Packages from the registry are installed once into a cache, keyed by a hash of their requirements, and hard-linked
 from there. FastKernels and the packages under tests/support/cpu_hosts are installed into the copy, and again after
 each change of pyproject.toml (its entry points) or of those packages.
+
+The versions are those of tests/support/locks. `lock own vllm sglang` resolves the requirements again and rewrites the
+locks. `newest` makes .venv-newest, a copy of .venv with the newest versions that pyproject.toml allows, and
+`record newest` writes them to locks/newest.txt after its tests passed.
 """
 
 from __future__ import annotations
@@ -11,10 +15,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 try:
@@ -25,7 +32,12 @@ except ModuleNotFoundError:  # Python 3.10
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 FOLDERS = {"own": ".venv", "vllm": ".venv-vllm", "sglang": ".venv-sglang"}
-RECIPE = 1  # raise it when `fill` changes
+NEWEST = ".venv-newest"
+# on disk, and how long the installation takes on two cores
+SIZES = {"own": "2.5 GB in 2 minutes", "vllm": "3.4 GB in 2 minutes", "sglang": "2.5 GB in 2 minutes"}
+HELD = ("torch==", "torchvision==")  # CPU builds of newer ones are not in every registry
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # requires-python
+RECIPE = 2  # raise it when `fill` changes
 GPU_HOSTS = {"vllm": ["vllm==0.33.0"], "sglang": ["sglang==0.5.23"]}
 # folders of packages that hosts need on a machine without a GPU; torchvision's wheel is a CUDA build
 CPU_PACKAGES = {"own": ["torchvision"], "vllm": ["vllm"], "sglang": ["sglang", "torchvision"]}
@@ -43,13 +55,19 @@ def cache_root() -> Path:
     )
 
 
+def lock_file(name: str) -> Path:
+    return SUPPORT / "locks" / f"{name}.txt"
+
+
 def requirements(name: str) -> bytes:
     """The text that decides the packages from the registry; other settings of pyproject.toml do not."""
     if name == "own":
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         wanted = [project[k] for k in ("requires-python", "dependencies", "optional-dependencies")]
-        return json.dumps(wanted).encode() + (SUPPORT / "constraints.txt").read_bytes()
-    return b"" if has_gpu() else (SUPPORT / "cpu_hosts" / name / "requirements.txt").read_bytes()
+        return json.dumps(wanted).encode() + lock_file(name).read_bytes()
+    if has_gpu():
+        return b""
+    return (SUPPORT / "cpu_hosts" / name / "requirements.txt").read_bytes() + lock_file(name).read_bytes()
 
 
 def cpu_packages(name: str) -> list[Path]:
@@ -82,26 +100,73 @@ def pip(python: Path, *arguments: object) -> None:
     run(python, "-m", "pip", "-q", "--disable-pip-version-check", *arguments)
 
 
-def fill(name: str, folder: Path) -> None:
-    """Install what the registry delivers."""
+def fill(name: str, folder: Path, locked: bool = True) -> None:
+    """Install what the registry delivers: the versions of the lock, or those that the requirements resolve to."""
     run(sys.executable, "-m", "venv", folder)
     python = folder / "bin" / "python"
     pip(python, "install", "-U", "pip", "setuptools>=77", "wheel")
+    lock = ("-c", lock_file(name)) if locked else ()
     if name == "own":
-        pip(python, "install", "-c", SUPPORT / "constraints.txt", f"{ROOT}[dev]")
+        pip(python, "install", *(lock or ("-c", SUPPORT / "constraints.txt")), f"{ROOT}[dev]")
         pip(python, "uninstall", "-y", "fastkernels")
     elif has_gpu():
         pip(python, "install", "pytest", *GPU_HOSTS[name])
     else:
-        fill_cpu_host(name, python)
+        fill_cpu_host(name, python, lock)
 
 
-def fill_cpu_host(name: str, python: Path) -> None:
-    pip(python, "install", "pytest", "-r", SUPPORT / "cpu_hosts" / name / "requirements.txt")
+def fill_cpu_host(name: str, python: Path, lock: Sequence[object]) -> None:
+    pip(python, "install", "pytest", *lock, "-r", SUPPORT / "cpu_hosts" / name / "requirements.txt")
     if name == "vllm":  # their CUDA builds do not import with a CPU torch
         pip(python, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec")
     if name == "sglang":
         pip(python, "install", "--no-deps", "sglang==0.5.23", "torchvision==0.28.0")
+
+
+# Run by the environment's own Python: the packages as pip constraints, without local versions such as +cpu. A package
+# that does not support all our versions of Python is constrained only on those that it supports.
+_CONSTRAINTS = """
+import importlib.metadata, json, sys
+from pip._vendor.packaging.specifiers import SpecifierSet
+from pip._vendor.packaging.utils import canonicalize_name
+ours, lines = json.loads(sys.argv[1]), set()
+for found in importlib.metadata.distributions():
+    name = canonicalize_name(found.metadata["Name"])
+    if name in ("pip", "setuptools", "wheel", "fastkernels") or name.startswith("cpu-host-"):
+        continue
+    supported = SpecifierSet(found.metadata["Requires-Python"] or "")
+    pythons = [python for python in ours if supported.contains(python + ".99")]
+    marker = "" if pythons == ours else f"; python_version >= '{pythons[0]}'"
+    lines.add(name + "==" + found.version.partition("+")[0] + marker)
+print(chr(10).join(sorted(lines)))
+"""
+
+
+def write_lock(name: str, python: Path, heading: str) -> None:
+    """Write the packages of an environment as pip constraints."""
+    command = [python, "-c", _CONSTRAINTS, json.dumps(PYTHONS)]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    lock_file(name).write_text(f"# {heading}, with Python {platform.python_version()}\n{lines}")
+
+
+def lock(name: str) -> None:
+    """Resolve an environment's requirements again and write its lock."""
+    with tempfile.TemporaryDirectory(prefix="fastkernels-lock-") as folder:
+        fill(name, Path(folder) / "venv", locked=False)
+        python = Path(folder) / "venv" / "bin" / "python"
+        write_lock(name, python, f"Made by tests/support/environments.py lock {name}")
+
+
+def make_newest() -> None:
+    """Make .venv-newest: a copy of .venv with the newest versions that pyproject.toml allows, but the same torch."""
+    make("own")
+    folder, cached = ROOT / NEWEST, cache_root() / f"own-{key('own')}"
+    link(cached, folder)
+    python = folder / "bin" / "python"
+    held = [line for line in lock_file("own").read_text().splitlines() if line.startswith(HELD)]
+    newer = ("install", "-U", "--upgrade-strategy", "eager")
+    pip(python, *newer, *held, f"{ROOT}[dev]")
+    install_ours("own", folder)
 
 
 def link(cached: Path, folder: Path) -> None:
@@ -143,6 +208,8 @@ def make(name: str) -> None:
         return
     start = time.monotonic()
     if not (cached / ".complete").exists():
+        size = "its packages" if has_gpu() else SIZES[name]
+        print(f"{folder.name}: installing {size}, once", file=sys.stderr, flush=True)
         shutil.rmtree(cached, ignore_errors=True)
         cached.parent.mkdir(parents=True, exist_ok=True)
         fill(name, cached)
@@ -154,8 +221,23 @@ def make(name: str) -> None:
     print(f"{folder.name}: ready after {time.monotonic() - start:.0f} s", file=sys.stderr)
 
 
+def main(arguments: list[str]) -> None:
+    command = arguments[0] if arguments and arguments[0] in ("lock", "record") else ""
+    names = arguments[bool(command) :] or list(FOLDERS)
+    known = {"lock": list(FOLDERS), "record": ["newest"]}.get(command, [*FOLDERS, "newest"])
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"unknown environment {unknown[0]!r}, known: {', '.join(known)}")
+    for name in names:
+        if command == "lock":
+            lock(name)
+        elif command == "record":
+            python = ROOT / NEWEST / "bin" / "python"
+            write_lock(name, python, "The newest versions that passed `make test-newest`")
+        elif name == "newest":
+            make_newest()
+        else:
+            make(name)
+
+
 if __name__ == "__main__":
-    for environment in sys.argv[1:] or FOLDERS:
-        if environment not in FOLDERS:
-            raise SystemExit(f"unknown environment {environment!r}, known: {', '.join(FOLDERS)}")
-        make(environment)
+    main(sys.argv[1:])

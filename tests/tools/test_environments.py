@@ -1,12 +1,26 @@
-"""The environments of tests and demo: what a change of pyproject.toml rebuilds."""
+"""The environments of tests and demo: their locks, the limits of pyproject.toml, and what a change rebuilds."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 from support import environments
+
+LOCKED = sys.prefix == str(environments.ROOT / environments.FOLDERS["own"]) and not environments.has_gpu()
+# Kernel libraries and hosts, which run on GPUs only, and CUDA's packages, whose limit is the major version
+ON_GPUS = {
+    "vllm", "sglang", "flashinfer-python", "flash-attn", "deep-gemm", "cuda-bindings", "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -14,7 +28,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the files that environments.py reads."""
     support = tmp_path / "tests" / "support"
     shutil.copytree(environments.SUPPORT / "cpu_hosts", support / "cpu_hosts")
-    shutil.copy(environments.SUPPORT / "constraints.txt", support)
+    shutil.copytree(environments.SUPPORT / "locks", support / "locks")
     shutil.copy(environments.ROOT / "pyproject.toml", tmp_path)
     monkeypatch.setattr(environments, "ROOT", tmp_path)
     monkeypatch.setattr(environments, "SUPPORT", support)
@@ -52,3 +66,85 @@ def test_build_folders_do_not_count(project: Path) -> None:
     build.mkdir(parents=True)
     (build / "old.py").write_text("x = 1\n")
     assert state("sglang") == before
+
+
+@pytest.mark.parametrize("name", environments.FOLDERS)
+def test_changed_lock_rebuilds_its_environment(project: Path, name: str) -> None:
+    before = {other: environments.key(other) for other in environments.FOLDERS}
+    with environments.lock_file(name).open("a") as file:
+        file.write("made-up==1.0\n")
+    after = {other: environments.key(other) for other in environments.FOLDERS}
+    assert {other for other in before if before[other] != after[other]} == {name}
+
+
+def constraints(file: Path) -> dict[str, Requirement]:
+    lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
+    return {canonicalize_name(found.name): found for line in lines if line for found in [Requirement(line)]}
+
+
+def locked(name: str) -> dict[str, Version]:
+    found = constraints(environments.lock_file(name))
+    return {key: Version(next(iter(line.specifier)).version) for key, line in found.items()}
+
+
+def required(name: str, extras: frozenset[str], seen: set[tuple[str, frozenset[str]]]) -> Iterator[str]:
+    """The names of the packages that an installed one requires here, itself included."""
+    key = (canonicalize_name(name), extras)
+    if key in seen:
+        return
+    seen.add(key)
+    yield key[0]
+    for text in importlib.metadata.requires(name) or ():
+        line = Requirement(text)
+        if any(line.marker is None or line.marker.evaluate({"extra": extra}) for extra in extras | {""}):
+            yield from required(line.name, frozenset(line.extras), seen)
+
+
+@pytest.mark.skipif(
+    not LOCKED, reason="this is not the environment of `make setup` on a machine without a GPU"
+)
+def test_environment_is_the_lock() -> None:
+    """All packages that ours requires are in the lock, with the installed versions: the tested set."""
+    names = set(required("fastkernels", frozenset({"dev"}), set())) - {"fastkernels", "setuptools"}
+    versions = {name: Version(Version(importlib.metadata.version(name)).public) for name in names}
+    lock = locked("own")
+    differing = {n: (str(v), str(lock.get(n))) for n, v in versions.items() if lock.get(n) != v}
+    assert not differing, f"{differing}: run {environments.__file__} lock own"
+
+
+def test_lock_has_the_chosen_versions() -> None:
+    lock = locked("own")
+    for name, line in constraints(environments.SUPPORT / "constraints.txt").items():
+        if line.marker is None or line.marker.evaluate():
+            assert line.specifier.contains(lock[name]), f"{name}: run {environments.__file__} lock own"
+
+
+def test_upper_limits_were_tested() -> None:
+    """pip may bring no later minor version of a package than one that the tests ran with."""
+    tested: dict[str, Version] = {}
+    newest = ["newest"] if environments.lock_file("newest").exists() else []  # of a passing make test-newest
+    for name in [*environments.FOLDERS, *newest]:
+        for package, version in locked(name).items():
+            tested[package] = max(version, tested.get(package, version))
+    project = environments.tomllib.loads((environments.ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [
+        *project["dependencies"],
+        *(x for e, xs in extras.items() if e not in ("dev", "docs") for x in xs),
+    ]
+    untested = []
+    for line in map(Requirement, lines):
+        name = canonicalize_name(line.name)
+        if name in ON_GPUS | {"fastkernels"} or not any(s.operator == "<" for s in line.specifier):
+            continue
+        major, minor = tested[name].release[:2]
+        if line.specifier.contains(f"{major}.{minor + 1}") or line.specifier.contains(f"{major + 1}.0"):
+            untested.append(f"{line}: {tested[name]} was tested")
+    assert not untested, "\n".join(untested)
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], ["lock", "newest"], ["record", "own"]])
+def test_unknown_environment_names_the_known(arguments: list[str]) -> None:
+    command = [sys.executable, environments.__file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "known: " in done.stderr and "Traceback" not in done.stderr

@@ -43,7 +43,7 @@ from fastkernels.engine.execution.step_kernels import begin, finish
 from fastkernels.engine.sampling.sampler import Sampler
 from fastkernels.engine.sampling.sampling_params import SamplingParams
 from fastkernels.models.common import build
-from fastkernels.models.llm.llama import LlamaForCausalLM
+from fastkernels.models.common.decoder import Decoder
 from fastkernels.overrides.attention.attention import PagedAttention
 from fastkernels.overrides.kit import overlap as _overlap
 from fastkernels.overrides.sampling.sampling import sampling
@@ -91,11 +91,11 @@ def table_of(rows: Path, path: Path, chip: str) -> Path:
     return path
 
 
-def make_model(run: Run) -> tuple[LlamaForCausalLM, LlamaConfig]:
+def make_model(run: Run) -> tuple[Decoder, LlamaConfig]:
     config = LlamaConfig(**SIZES[run.quick], rope_theta=500000.0, tie_word_embeddings=False)
     config.architectures = ["LlamaForCausalLM"]
     with build._defaults(torch.bfloat16, torch.device(run.device)), torch.no_grad():
-        model = LlamaForCausalLM(config)
+        model = Decoder(config)
         for name, parameter in model.named_parameters():
             parameter.normal_(0.0, 0.02, generator=run.generator)
             if "norm" in name:
@@ -103,9 +103,7 @@ def make_model(run: Run) -> tuple[LlamaForCausalLM, LlamaConfig]:
     return model.eval().requires_grad_(False), config
 
 
-def step_of(
-    run: Run, model: LlamaForCausalLM, config: LlamaConfig, batch: int, options: argparse.Namespace
-) -> Any:
+def step_of(run: Run, model: Decoder, config: LlamaConfig, batch: int, options: argparse.Namespace) -> Any:
     """Return a function that runs a decode step at options.context and returns the logits [batch, V]."""
     context, longest = options.context, max(options.longest, options.context)
     pages = -(-context // PAGE)

@@ -1,4 +1,4 @@
-"""Captured calls as cases of an op: recorded integers, new floats, the same memory layout."""
+"""Captured calls as cases of an op: integers like the recorded ones, new floats, the same memory layout."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fastkernels.capture import extent
 from fastkernels.core import registry
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.capture.captures import Argument, Capture, SignatureCalls, load_all
+from fk_bench.capture.renewal import renewed
 
 CACHE_BYTES = 4 << 20
 CACHES = ("key_cache", "value_cache")
@@ -37,7 +39,16 @@ class CapturedCase:
     values: Mapping[str, Any] = field(repr=False)
 
     def make_args(self, device: str, generator: torch.Generator) -> list[Any]:
-        """All arguments of the op's schema. Integers are the capture's; floats are like those of SPEC.inputs."""
+        """All arguments of the op's schema. Integers are like the recorded ones, as `renewed` makes them from the
+        generator's seed; floats are like those of SPEC.inputs.
+        """
+        shapes = {a.name: tuple(a.shape) for a in self.arguments if a.shape is not None}
+        with unset_fake_temporarily():  # the sizes of a call are found with fake tensors
+            values = renewed(self.values, shapes, generator.initial_seed())
+        return replace(self, values=values).recorded_args(device, generator)
+
+    def recorded_args(self, device: str, generator: torch.Generator) -> list[Any]:
+        """The same with the recorded integers themselves."""
         return _make(registry.get(self.op), self, device, generator)
 
 

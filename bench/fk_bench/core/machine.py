@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import subprocess
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from fastkernels.overrides.kit import cpu
 from fk_bench.core.output import fail
 from fk_bench.core.rows import Machine
 
@@ -45,7 +45,7 @@ class Interpreter:
 @cache
 def machine() -> Machine:
     names = gpu_names()
-    return Machine(gpu=names[0] if names else None, gpus=len(names), cpu=_cpu_name(), cores=_cores())
+    return Machine(gpu=names[0] if names else None, gpus=len(names), cpu=cpu.model(), cores=_cores())
 
 
 @cache
@@ -88,23 +88,7 @@ def fast_dtype() -> str:
     """
     if gpu_names():
         return "bfloat16"
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return "bfloat16"
-    return (
-        "bfloat16" if any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16")) else "float32"
-    )
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return "bfloat16" if cpu.multiplies_bfloat16() else "float32"
 
 
 def _cores() -> int:

@@ -33,10 +33,21 @@ class Status(str, Enum):
     SKIPPED = "skipped"
     # of a candidate's kernel
     REJECTED = "rejected"  # by the static scan
-    COMPILE_ERROR = "compile_error"  # the import or the first call raised
+    COMPILE_ERROR = "compile_error"  # the import failed, or a compiler did
+    RUNTIME_ERROR = "runtime_error"  # a call raised
     SIGNATURE_MISMATCH = "signature_mismatch"  # names, arguments, shapes or dtypes differ from the op's
     CRASH = "crash"  # the process exited or was ended by a signal
     OOM = "oom"
+
+
+class Untimed(str, Enum):
+    """The reason why a case that is `ok` has no speedup: case['untimed']. All but the first two count as not timed."""
+
+    NOT_WANTED = "checked only"  # extreme values, or a run with --no-time
+    NO_OUTPUT = "without output"
+    NO_BASELINE = "no baseline"
+    UNSTEADY = "the baseline's times scatter"
+    UNRESOLVED = "scatter hides the time of a call"
 
 
 class Machine(BaseModel):
@@ -69,6 +80,7 @@ class Row(BaseModel):
     metrics   name with unit: number ('ttft_ms_p50': 12.3); metrics without a value are left out
     baseline  the lane or provider that this result is compared with
     ci95      metric: [low, high]
+    provisional  why the speedup is no score: production's libraries are missing. Tables and comparisons refuse the row
     """
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
@@ -88,6 +100,7 @@ class Row(BaseModel):
     metrics: dict[str, float] = Field(default_factory=dict)
     baseline: str | None = None
     ci95: dict[str, tuple[float, float]] = Field(default_factory=dict)
+    provisional: str = ""
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True)
@@ -95,6 +108,11 @@ class Row(BaseModel):
     @property
     def kind(self) -> str:
         return str(self.case.get("kind", ""))
+
+
+def provisional(rows: Iterable[Row]) -> str:
+    """The first reason why these rows are no scores; '' if all are."""
+    return next((r.provisional for r in rows if r.provisional), "")
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:

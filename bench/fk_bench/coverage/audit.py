@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -38,6 +39,7 @@ class Row:
     missing    {primitive: classes} that no op computes
     differs    {difference: classes} that are matched by class only
     error      why it is external or failed
+    served     classes of the file that our engine serves whole; the file `runs` if `model` is one of them
     """
 
     file: str
@@ -50,23 +52,37 @@ class Row:
     missing: dict[str, list[str]] = field(default_factory=dict)
     differs: dict[str, list[str]] = field(default_factory=dict)
     error: str = ""
+    served: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict.value, "ops": list(self.ops)}
+        return {
+            **asdict(self),
+            "verdict": self.verdict.value,
+            "ops": list(self.ops),
+            "served": list(self.served),
+        }
 
     @staticmethod
     def from_dict(row: dict[str, Any]) -> Row:
-        return Row(**{**row, "verdict": Verdict(row["verdict"]), "ops": tuple(row["ops"])})
+        return Row(
+            **{
+                **row,
+                "verdict": Verdict(row["verdict"]),
+                "ops": tuple(row["ops"]),
+                "served": tuple(row["served"]),
+            }
+        )
 
 
 def audit(file: str) -> Row:
     """The row of a modeling file of the installed transformers."""
     try:
         known = architectures.candidates(file)
-        runs = bool(set(architectures.classes(file)) & set(registry.architectures()))
+        served = _served(architectures.classes(file))
     except architectures.External as error:
         return Row(file, Verdict.EXTERNAL, error=str(error))
     cls: Any = known[0]
+    runs = cls.__name__ in served
     try:
         cls, model = architectures.representative(file)
     except architectures.External as error:
@@ -74,11 +90,18 @@ def audit(file: str) -> Row:
     except Exception as error:  # of a host's default config
         failed = Verdict.RUNS if runs else Verdict.FAILED
         return Row(file, failed, model=cls.__name__, error=f"{type(error).__name__}: {error}"[:200])
+    runs = cls.__name__ in served
     model_type = getattr(cls.config_class, "model_type", "") or file.partition("/")[0]
     found = {(type(module).__name__, match(module)) for module in model.modules()}
     for variant in architectures.variants(model):
         found |= {(type(module).__name__, match(module)) for module in variant.modules()}
-    return judge(file, model_type, cls.__name__, runs, found)
+    return replace(judge(file, model_type, cls.__name__, runs, found), served=served)
+
+
+def _served(classes: Iterable[str]) -> tuple[str, ...]:
+    """The classes that the engine serves whole: not those of which it serves the text model only."""
+    whole = {name for model in registry.models().values() for name in model.arch.names}
+    return tuple(sorted(whole & set(classes)))
 
 
 def judge(file: str, model_type: str, model: str, runs: bool, found: set[tuple[str, Match]]) -> Row:

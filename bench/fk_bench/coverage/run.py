@@ -1,4 +1,4 @@
-"""The audit of many files: in several processes, each file with a deadline."""
+"""The audit of many files: in several processes, each file with a limit of CPU time, which load does not change."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import threading
 import time
 from collections.abc import Callable
 
+import psutil
+
 from fk_bench.coverage.audit import Row, Verdict
 
-START = 120.0  # seconds until a new process has imported transformers and audited its first file
-DEADLINE = 120.0  # seconds for each later file
+START = 60.0  # CPU seconds more for the first file of a process, which imports transformers
+LIMIT = 300.0  # CPU seconds of a file
+HANG = 3600.0  # seconds of a file that does not compute: it waits for something
 
 
 def run(files: list[str], workers: int, done: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """The rows of the files, in their order. A file that crashes or passes its deadline fails; the rest goes on."""
+    """The rows of the files, in their order. A file that crashes or passes its limit fails; the rest goes on."""
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
     for file in files:
         todo.put(file)
@@ -41,15 +44,17 @@ def _work(todo: queue.SimpleQueue[str], rows: dict[str, Row], done: Callable[[Ro
             file = todo.get_nowait()
         except queue.Empty:
             break
-        limit = DEADLINE
+        limit = LIMIT
         if process is None:
-            process, limit = _start(), START
+            process, limit = _start(), START + LIMIT
         row = _answer(process, file, limit)
         if row is None:
             process.kill()
             status = process.wait()
             reason = (
-                f"no answer in {limit:.0f} s" if status == -9 else f"the process ended with status {status}"
+                f"no answer in {limit:.0f} s of CPU time"
+                if status == -9
+                else f"the process ended with status {status}"
             )
             row, process = Row(file, Verdict.FAILED, error=reason), None
         rows[file] = row
@@ -68,16 +73,26 @@ def _start() -> subprocess.Popen[str]:
 
 
 def _answer(process: subprocess.Popen[str], file: str, limit: float) -> Row | None:
-    """The row that the process answers; None after the limit, or if the process ends."""
+    """The row that the process answers; None after the limit of CPU time, or if the process ends."""
     assert process.stdin is not None and process.stdout is not None
-    end = time.monotonic() + limit
+    end, used = time.monotonic() + HANG, _cpu_seconds(process.pid)
     try:
         print(file, file=process.stdin, flush=True)
     except BrokenPipeError:
         return None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        if not selector.select(max(0.0, end - time.monotonic())):
-            return None
+        while not selector.select(0.2):
+            if _cpu_seconds(process.pid) - used > limit or time.monotonic() > end:
+                return None
     line = process.stdout.readline()  # a worker writes whole lines
     return Row.from_dict(json.loads(line)) if line.endswith("\n") else None
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of a process so far; 0 after its end."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastkernels.core import registry
+from fastkernels.core import cuda_rtc, registry
 from fastkernels.core.dispatch import installed
 from fastkernels.core.env import Environment
 from fastkernels.core.spec import OpSpec, Target
@@ -222,6 +222,17 @@ def library_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def cuda_row() -> dict[str, Any]:
+    """The compiler of our CUDA C++ kernels, and the CUDA versions of PyTorch and of the driver."""
+    reason = cuda_rtc.unavailable()
+    return {
+        "nvrtc": None if reason else cuda_rtc.nvrtc_version(),
+        "torch_cuda": cuda_rtc.torch_cuda(),
+        "driver_cuda": cuda_rtc.driver_cuda(),
+        "reason": reason or "",
+    }
+
+
 def _environment(found: Found) -> Environment:
     try:
         env = Environment.read()
@@ -260,6 +271,7 @@ def examine(python: list[str]) -> Found:
         "seams": [row for h in hosts for row in seam_rows(h, specs, env)],
         "providers": provider_rows(specs, found),
         "libraries": library_rows(),
+        "cuda": cuda_row(),
         "environment": {name: os.environ[name] for name in names},
     }
     return found

@@ -10,6 +10,7 @@ import typer
 
 from fastkernels.core import registry
 from fk_bench.core.output import fail, last_line, table
+from fk_bench.info.verified import verified
 
 WHAT = ("ops", "hosts", "models")
 
@@ -53,8 +54,10 @@ def host_rows() -> list[dict[str, Any]]:
 def model_rows() -> list[dict[str, Any]]:
     """Rows {id, category, architecture, runner, verified, module, about}: what our engine can build.
 
-    verified: the reference that tests/models compares every architecture with, on tiny random checkpoints.
+    verified: {test, tolerance} of the comparison with transformers; see verified.Verified.
     """
+    from dataclasses import asdict
+
     from fastkernels.models.common.registry import architectures, find
 
     return [
@@ -63,7 +66,7 @@ def model_rows() -> list[dict[str, Any]]:
             "category": found.arch.category,
             "architecture": name,
             "runner": found.arch.runner,
-            "verified": f"transformers.{name}",
+            "verified": asdict(verified(found, name)),
             "module": found.path,
             "about": found.about,
         }
@@ -136,6 +139,6 @@ def list_command(
     rows = {"ops": op_rows, "hosts": host_rows, "models": model_rows}[what]()
     if not json_only and rows:
         # The table has to fit the screen; the line of JSON has every column.
-        columns = [c for c in rows[0] if c not in ("cases", "calls")]
+        columns = [c for c in rows[0] if c not in ("cases", "calls", "verified")]
         table(what.capitalize(), columns, [[r[c] for c in columns] for r in rows])
     last_line({what: rows})

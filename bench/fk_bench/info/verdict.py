@@ -1,4 +1,4 @@
-"""The answer of doctor, ten lines with the five hosts: what works here, what is missing, and what to do."""
+"""The answer of doctor, eleven lines with the five hosts: what works here, what is missing, and what to do."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def lines(
             said.append(_line("hosts", "none found; name one with --python vllm=PATH/bin/python"))
         parts = (_providers(rows["providers"]), _libraries(rows["libraries"]))
         said.append(_line("providers", "; ".join(filter(None, parts))))
+        said.append(_line("CUDA C++", _cuda(rows["cuda"])))
         said.append(
             _line("variables", ", ".join(f"{k}={v}" for k, v in rows["environment"].items()) or "none set")
         )
@@ -93,6 +94,14 @@ def _providers(rows: Sequence[Mapping[str, Any]]) -> str:
         )
         said.append(f"{device}: {served} of {len(mine)} ops have one{best}")
     return "; ".join(said)
+
+
+def _cuda(row: Mapping[str, Any]) -> str:
+    built, driver = row["torch_cuda"], row["driver_cuda"]
+    parts = [row["reason"] or f"NVRTC {row['nvrtc']}"]
+    parts.append(f"PyTorch for CUDA {built}" if built else "PyTorch for CPUs")
+    parts.append(f"driver for CUDA {driver}" if driver else "no driver")
+    return "; ".join(parts)
 
 
 def _libraries(rows: Sequence[Mapping[str, Any]]) -> str:

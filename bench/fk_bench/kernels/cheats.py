@@ -24,7 +24,8 @@ NO_GAIN = "no-gain"  # correct, and no faster than its honest twin
 # Other load on the machine may make a twin's times invalid, stop a cheat for another reason than the expected one, or
 # show a gain that a second measurement does not.
 TRIES = 3
-BUDGET_S = {"cpu": 10.0, "cuda": 60.0}  # of a case, so that a cheat that waits ends soon
+# Seconds of a cheat's case, so that one that waits ends soon; more if its twin's took long, as on a busy machine
+BUDGET_S, BUDGET_OF_TWIN = {"cpu": 10.0, "cuda": 60.0}, 3
 NOISE = 0.25  # a smaller gain cannot be told from noise in the few timed rounds
 
 
@@ -99,8 +100,11 @@ def try_cheat(
     verdict.twin_problem = f"the honest twin is {bad[0].status.value}: {bad[0].reason}" if bad else ""
     if not honest:
         verdict.twin_problem = "no case was judged"
+    took = max((r.metrics.get("wall_s", 0.0) for r in honest), default=0.0)
+    budget = min(options.case_budget, max(BUDGET_S[options.device], BUDGET_OF_TWIN * took))
+    hasty = dataclasses.replace(options, scan=False, case_budget=budget)
     for _ in range(TRIES):
-        rows = _rows(judge, cheat, cheat.file(False, folder), dataclasses.replace(options, scan=False))
+        rows = _rows(judge, cheat, cheat.file(False, folder), hasty)
         verdict.outcome = _outcome(rows)
         found = {r.status.value: r.reason for r in rows if r.status is not Status.OK}
         if found:
@@ -134,8 +138,7 @@ def _code(file: Path) -> str:
 def _rows(judge: Judge, cheat: Cheat, file: Path, options: Options) -> list[Row]:
     names = () if cheat.case is None else (cheat.case,)
     judge.candidates = {cheat.op: file}
-    budget = min(options.case_budget, BUDGET_S[options.device])
-    judge.options = dataclasses.replace(options, cases=cheat.sources, names=names, case_budget=budget)
+    judge.options = dataclasses.replace(options, cases=cheat.sources, names=names)
     before = len(judge.rows)
     judge.op(cheat.op)
     return [r for r in judge.rows[before:] if r.kind == "case" and r.status is not Status.SKIPPED]

@@ -22,6 +22,7 @@ from fk_bench.core.text import printable
 from fk_bench.info.stubs import selected_ops
 from fk_bench.kernels import task as tasks
 
+MOST_NAMES = 100  # of cases, in a message
 AGAINST = ("production", "host", "reference")
 
 
@@ -43,6 +44,9 @@ def kernels_command(
         Path | None, typer.Option(help="a task file of `fk-bench scaffold`: its op on exactly its cases")
     ] = None,
     case: Annotated[list[str] | None, typer.Option(help="only cases with this name")] = None,
+    values: Annotated[
+        str, typer.Option(help="the values of a wrong case, as its reason has them: check only these")
+    ] = "",
     captures: Annotated[
         Path | None, typer.Option(help="folder of captures to replay, instead of the shipped ones")
     ] = None,
@@ -90,6 +94,7 @@ def kernels_command(
     directory.
     """
     from fk_bench.kernels.judge import Options
+    from fk_bench.kernels.judge.correctness.again import trial_of
     from fk_bench.kernels.judge.correctness.cases import SOURCES
     from fk_bench.kernels.judge.processes.zygote import ZygoteError
 
@@ -113,6 +118,8 @@ def kernels_command(
         fail("--cheat names some of the cheats that --cheats runs: add --cheats")
     if task is not None and (ops or level or model or cases or cheats):
         fail("--task states the op and its cases: give no op, --level, --model, --cases or --cheats")
+    if values and (not ops or len(ops) != 1 or task is not None or case or cheats or identity):
+        fail("--values is of one case: name its op, and give no --task, --case, --cheats or --identity")
     if identity and (
         candidate is not None or task is not None or cheats or against.endswith(".py") or no_time
     ):
@@ -130,11 +137,15 @@ def kernels_command(
         timed=not no_time, timeout=timeout, case_budget=case_budget,
         op_budget=op_budget, scan=not no_scan, cage=not no_cage, python=interpreters,
         captures=captures, task=stated.cases if stated is not None else (),
+        values=values,
     )  # fmt: skip
     try:
         candidates = _candidates(candidate, tuple(ops or ()))
         names = _ops(tuple(ops or ()), tuple(level or ()), model, candidates)
         damaged = _damaged(names, options)
+        _check_case_names(names, options)
+        if values:
+            trial_of(registry.get(names[0]), values, captures)
     except (UnknownName, CandidateError, CaptureError, ValueError) as error:
         fail(str(error))
     run = _directory(out)
@@ -186,7 +197,9 @@ def _judge(
         "not_run": int(total.metrics["not_run"]), "seconds": round(time.perf_counter() - start, 1),
         "rows": str(path), "report": str(page) if page else None,
     }  # fmt: skip
-    if options.device == "cuda" and "speedup_geomean" in total.metrics:
+    if total.provisional:
+        result["provisional"] = total.provisional
+    elif options.device == "cuda" and "speedup_geomean" in total.metrics:
         result["speedup"] = round(total.metrics["speedup_geomean"], 4)
     if candidates:
         result["candidates"] = report.live(found, candidates)
@@ -202,6 +215,19 @@ def _judge(
         print(f"error: {printable(result['error'])}", file=sys.stderr)
     last_line(result)
     return 0 if result["ok"] else 1
+
+
+def _check_case_names(ops: list[str], options: Any) -> None:
+    """Raise ValueError for a name of --case that no case of these ops has, with the names that there are."""
+    from fk_bench.kernels.judge.correctness.cases import case_names
+
+    if not options.names:
+        return
+    known = case_names([registry.get(op) for op in ops], options)
+    if unknown := [n for n in options.names if n not in known]:
+        of = ops[0] if len(ops) == 1 else f"these {len(ops)} ops"
+        shown = ", ".join(list(known)[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")
+        raise ValueError(f"--case: no case of {of} is named {', '.join(unknown)}: {shown or 'there is none'}")
 
 
 def _damaged(names: list[str], options: Any) -> list[str]:

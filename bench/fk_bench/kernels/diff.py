@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fk_bench.core.rows import Row, Status
+from fk_bench.core.rows import Row, Status, provisional
 from fk_bench.kernels.report import CPU_MARK, key, latest, number, on_cpu, scores, span
+from fk_bench.serving.config import ConfigError
 
 COLUMNS = (
     "op",
@@ -31,8 +32,11 @@ def compare(
     """{'ok', 'ratios': [...], 'agree', 'differ', 'problems': [...]}; see serving.diff.compare.
 
     ratio = speedup in B / speedup in A. Two results agree if their intervals overlap. Not ok if a case is correct in A
-    and not in B, or a ratio is below `fail_under`.
+    and not in B, or a ratio is below `fail_under`. Raises ConfigError for a provisional run, which has no scores.
     """
+    for run, found in ((run_a, a), (run_b, b)):
+        if why := provisional(found):
+            raise ConfigError(f"{run} is provisional, so its speedups cannot be compared. {why}")
     right = {key(r): r for r in latest(b)}
     ratios: list[dict[str, Any]] = []
     problems: list[str] = []

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fk_bench.core import pages, rows, stats
 from fk_bench.core.output import table
-from fk_bench.core.rows import Row, Status
+from fk_bench.core.rows import Row, Status, Untimed
 from fk_bench.core.runs import missing
 from fk_bench.core.text import printable
 from fk_bench.serving.config import ConfigError
@@ -36,7 +37,12 @@ COVERED = 0.8
 
 @dataclass(frozen=True)
 class Score:
-    """The geometric mean of an op's speedups, or of a run's, weighted by how often production makes each call."""
+    """The geometric mean of an op's speedups, or of a run's, weighted by how often production makes each call.
+
+    wanted   cases that can be timed: no extreme values and none without output
+    untimed  {why: how many of those have no time}
+    provisional  why the mean is no score; '' if it is one
+    """
 
     op: str
     speedup: float | None
@@ -45,6 +51,20 @@ class Score:
     cases: int
     failed: int
     not_run: int
+    wanted: int = 0
+    untimed: Mapping[str, int] = field(default_factory=dict)
+    provisional: str = ""
+
+    @property
+    def why_none(self) -> str:
+        """Why there is no mean; '' if there is one, or nothing was to be timed."""
+        if self.speedup is not None or not self.wanted:
+            return ""
+        parts = [f"{n} {why}" for why, n in self.untimed.items()]
+        return (
+            f"{self.op}: no mean, because {self.timed} of the {self.wanted} cases that can be timed have a time, and"
+            f" {COVERED:.0%} must: {', '.join(parts)}"
+        )
 
 
 def key(row: Row) -> tuple[str, str, str, str]:
@@ -85,7 +105,13 @@ def score(op: str, cases: Sequence[Row]) -> Score:
     the cases in which it is slow.
     """
     timed = [r for r in cases if r.status is Status.OK and r.metrics.get("speedup", 0.0) > 0]
-    wanted = [r for r in cases if r.case.get("source") != "extreme" and r.status not in NOT_RUN]
+    wanted = [
+        r for r in cases
+        if r.case.get("source") != "extreme" and r.status not in NOT_RUN
+        and r.case.get("untimed") not in (Untimed.NOT_WANTED.value, Untimed.NO_OUTPUT.value)
+    ]  # fmt: skip
+    known = set(map(id, timed))
+    untimed = Counter(str(r.case.get("untimed") or r.status.value) for r in wanted if id(r) not in known)
     mean, interval = None, None
     if timed and len(timed) >= COVERED * len(wanted):
         mean, interval = stats.geometric_mean(
@@ -95,7 +121,8 @@ def score(op: str, cases: Sequence[Row]) -> Score:
         )
     failed = sum(r.status in FAILED for r in cases)
     not_run = sum(r.status in NOT_RUN for r in cases)
-    return Score(op, mean, interval, len(timed), len(cases), failed, not_run)
+    why = rows.provisional(timed)
+    return Score(op, mean, interval, len(timed), len(cases), failed, not_run, len(wanted), dict(untimed), why)
 
 
 def scores(found: Sequence[Row]) -> tuple[list[Score], Score]:
@@ -176,6 +203,8 @@ def line(row: Row) -> str:
         said += f" {time} us, {ratio or 'no speedup'} over {baseline}" + (
             ", significant" if significant == "yes" else ""
         )
+    if row.provisional:
+        said += " PROVISIONAL"
     return said + (f" {_first_line(row.reason)}" if row.reason else "")
 
 
@@ -188,6 +217,8 @@ def show(found: Sequence[Row]) -> None:
     found = [clean(r) for r in found]
     cases = latest(found)
     note = f" ({CPU_MARK})" if on_cpu(cases) else ""
+    if warning := headline(found):
+        print(warning)
     table(f"kernels{note}", COLUMNS, [cells(r) for r in cases])
     for row in cases:
         if row.reason:
@@ -199,14 +230,28 @@ def show(found: Sequence[Row]) -> None:
     ops, all_cases = scores(found)
     lines = [score_cells(s) for s in (*ops, *([all_cases] if len(ops) > 1 else []))]
     table(f"speedup, geometric mean weighted by production's calls{note}", SCORE_COLUMNS, lines)
+    for s in ops if len(ops) > 1 else [all_cases]:
+        if s.why_none:
+            print(s.why_none)
 
 
 LIVE_COLUMNS = ("candidate", "calls", "inside")
-SCORE_COLUMNS = ("op", "speedup (95%)", "timed", "cases", "failed", "not run")
+SCORE_COLUMNS = ("op", "speedup (95%)", "timed", "checked", "failed", "not run")
 
 
 def score_cells(s: Score) -> list[str]:
-    return [s.op, speedup(s.speedup, s.ci95), str(s.timed), str(s.cases), str(s.failed), str(s.not_run)]
+    mean = speedup(s.speedup, s.ci95) + (" provisional" if s.speedup is not None and s.provisional else "")
+    checked = s.cases - s.not_run
+    return [s.op, mean, f"{s.timed} of {s.wanted}", str(checked), str(s.failed), str(s.not_run)]
+
+
+def headline(found: Sequence[Row]) -> str:
+    """The warning above all numbers if some are no scores: which libraries are missing, and how to get them."""
+    cases = [r for r in latest(found) if r.provisional]
+    if not cases:
+        return ""
+    why = "; ".join(dict.fromkeys(r.provisional for r in cases))
+    return f"PROVISIONAL: the speedups of {len(cases)} cases are no scores. {why}"
 
 
 # -- the page
@@ -256,7 +301,8 @@ def html(found: Sequence[Row], warnings: Sequence[str], run: Path | None = None)
     return pages.render(
         "kernels.html",
         title=", ".join(names) if len(names) <= 4 else f"{len(names)} ops", first=found[0], when=pages.period(found),
-        card=_card(total, cases), tips=TIPS, warnings=warnings, cpu=CPU_MARK if on_cpu(cases) else "",
+        card=_card(total, cases), tips=TIPS,
+        warnings=[w for w in (headline(found), *warnings) if w], cpu=CPU_MARK if on_cpu(cases) else "",
         noise=number(None if (n := noise(cases)) is None else 100 * n), typical_noise=_typical_noise(cases),
         columns=COLUMNS, score_columns=SCORE_COLUMNS,
         ops=[score_cells(s) for s in ops], total=score_cells(total), figures=plots.all_figures(cases, ops),
@@ -273,7 +319,10 @@ def _card(total: Score, cases: Sequence[Row]) -> dict[str, Any]:
     return {
         "big": "not measured" if total.speedup is None else f"{total.speedup:.3f}x",
         "css": "good" if low > 1 else "bad" if high < 1 else "soft",
-        "text": (f"95% interval {span(total.ci95)}, " if total.ci95 else "") + "weighted geometric mean",
+        "text": total.why_none
+        or ("PROVISIONAL, no score: " if total.provisional else "")
+        + (f"95% interval {span(total.ci95)}, " if total.ci95 else "")
+        + "weighted geometric mean",
         "timed": total.timed, "cases": total.cases, "failed": total.failed, "not_run": total.not_run,
         "faster": f"{faster} significantly faster, {len(clear) - faster} slower",
     }  # fmt: skip

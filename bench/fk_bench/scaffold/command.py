@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from fk_integrations.transformers import module_walk, tiny_models
-from fk_integrations.transformers.decoder_roles import Unexplained
+from fk_integrations.transformers.decoder_roles import NotObserved, Unexplained
 
 from fastkernels.models.common import checks, registry
 from fastkernels.models.common.checkpoint import CheckpointError
@@ -66,9 +66,10 @@ def scaffold_command(
     except tiny_models.NoReference as error:
         if given is None or not module_walk.missing_of(given):
             fail(str(error))
-        return _unmatched(given, folder, [("", str(error))], options)
+        return _unmatched(given, folder, [("", str(error))], options, symptom=True)
     except Unexplained as error:
-        return _unmatched(given, folder, [(e.path, e.reason) for e in error.all], options)
+        problems = [(e.path, e.reason) for e in error.all]
+        return _unmatched(given, folder, problems, options, symptom=isinstance(error, NotObserved))
     try:
         written, verified = write(file, found)
         with registry.using(file):
@@ -177,10 +178,16 @@ def _list(folder: Path, found: list[dict[str, Any]]) -> Path:
     return path
 
 
-def _unmatched(config: Any, folder: Path, problems: list[tuple[str, str]], options: _Options) -> int:
-    """Write and show what no op or description computes, and write the task files of what ops compute."""
+def _unmatched(
+    config: Any, folder: Path, problems: list[tuple[str, str]], options: _Options, symptom: bool = False
+) -> int:
+    """Write and show what no op or description computes, and write the task files of what ops compute.
+
+    symptom: the problems say how the model failed; causes in its modules are shown instead, if there are any
+    """
     arch = config.architectures[0]
     model, used = module_walk.real(config)
+    problems = (module_walk.obstacles(model, config) if symptom else []) or problems
     known = {path for path, _ in problems}
     problems = [*problems, *(m for m in module_walk.missing(model) if m[0] not in known)]
     found = [module_walk.find(model, path).to_dict() | {"reason": reason} for path, reason in problems]

@@ -348,7 +348,7 @@ def _causal(module: Any, model: Any, config: Any, count: int) -> nn.Module:
     rope: nn.Module = NoRope()
     if any(match(m).op == "rotary_emb" and match(m).strict for m in model.modules()):
         try:
-            rope = make_rope(replace(a, rope=d.rope(config)))
+            rope = make_rope(replace(a, rope=d.rope(config, partial=True)))
         except (
             ValueError,
             AttributeError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -51,6 +51,11 @@ class _Describe:
     def __init__(self, samples: Samples):
         self.samples, self.search = samples, Search(samples)
         self.norm = self._norm("the final norm", [s.decoder.norm for s in samples.all])
+        ropes = [layer.attention.rope for s in samples.all for layer in s.decoder.layers]
+        partial = any((rope or {}).get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes)
+        self.partial = ["partial=True"] if partial else []
+        self.rope = ", ".join(["d.rope(config", *self.partial]) + ")"
+        self.attention = ", ".join(["d.attention(config, window", *self.partial]) + ")"
 
     def text(self) -> str:
         refused = [f"{name}={literal(value)}" for name, value in self.samples.refused.items()]
@@ -58,9 +63,16 @@ class _Describe:
         lines = ["def describe(config: Any) -> d.Decoder:", *lines]
         differs = self._attention()
         own = [a.replace("=norm", f"={self.norm}") for a in differs]
-        if self._is(f"d.llama({', '.join(['config', *own])})"):
-            return "\n".join([*lines, _fold("return d.llama(", ["config", *own], ")", 1)])
+        for arguments in self._of_llama():
+            if self._is(f"d.llama({', '.join([*arguments, *own])})"):
+                return "\n".join([*lines, _fold("return d.llama(", [*arguments, *own], ")", 1)])
         return "\n".join([*lines, *self._layers(differs), self._decoder()])
+
+    def _of_llama(self) -> Iterator[list[str]]:
+        """First arguments of d.llama."""
+        for windows in ([], ["d.windows(config)"], ["d.one_window(config)"]):
+            for bias in ([], ["mlp_bias=config.mlp_bias"]):
+                yield ["config", *windows, *bias]
 
     def _is(self, expression: str) -> bool:
         """Whether an expression over config and d gives the whole description of each sample."""
@@ -70,6 +82,7 @@ class _Describe:
             except (
                 NameError,
                 AttributeError,
+                TypeError,
                 ValueError,
             ):  # it names a layer's i, or a field that is not there
                 return False
@@ -114,13 +127,13 @@ class _Describe:
 
     def _attention(self) -> list[str]:
         """Keyword arguments of d.attention that are not its defaults."""
-        search, found = self.search, []
+        search, found = self.search, list(self.partial)
 
         for name in ("heads", "kv_heads", "head_size", "bias", "out_bias", "scale", "softcap", "by_head"):
             what, get = f"attention.{name}", attrgetter(f"attention.{name}")
             if name == "scale" and search.always(_relative_scale, 1.0):
                 continue
-            if name != "scale" and search.fits(f"d.attention(config, window).{name}", get):
+            if name != "scale" and search.fits(f"{self.attention}.{name}", get):
                 continue
             if name == "scale" and (given := self._given_scale()):
                 value = given
@@ -143,13 +156,13 @@ class _Describe:
                 lambda layer: layer.attention.interleaved or layer.attention.rope is None,
             )
             found.append(f"interleaved={style}")
-        if not search.fits("d.rope(config)", lambda layer: layer.attention.rope):
+        if not search.fits(self.rope, lambda layer: layer.attention.rope):
             found.append(f"rope={self._rope()}")
         return found
 
     def _given_scale(self) -> str:
         """The field that is the scale of the scores, where None stands for the default; '' if there is none."""
-        default = "d.attention(config, window).head_size ** -0.5"
+        default = f"{self.attention}.head_size ** -0.5"
         for field in self.search.attribute.values():
             if self.search.fits(f"{default} if {field} is None else {field}", attrgetter("attention.scale")):
                 return field
@@ -159,9 +172,9 @@ class _Describe:
         def get(layer: d.Layer) -> Any:
             return layer.attention.rope
 
-        usual = ["None", "d.rope(config, config.layer_types[i])"]
+        usual = ["None", self.rope.replace("config", "config, config.layer_types[i]", 1)]
         when = self.search.condition("whether a layer has positions", lambda layer: get(layer) is not None)
-        usual += [_if("d.rope(config)", when), _if(usual[1], when)]
+        usual += [_if(self.rope, when), _if(usual[1], when)]
         return self.search.of_layers("attention.rope", get, usual)
 
     def _mlp(self) -> tuple[list[str], str]:
@@ -252,8 +265,9 @@ class _Describe:
         def get(layer: d.Layer) -> Any:
             return layer.attention.window
 
-        if self.search.fits("d.windows(config)[i]", get):
-            return "d.windows(config)"
+        for windows in ("d.windows(config)", "d.one_window(config)"):
+            if self.search.fits(f"{windows}[i]", get):
+                return windows
         when = self.search.condition("whether a layer has a window", lambda layer: get(layer) is not None)
         one = self.search.of_layers("attention.window", get, (_if("config.sliding_window", when),))
         return f"[{one} for i in range(config.num_hidden_layers)]"

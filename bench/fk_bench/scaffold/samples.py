@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fk_integrations.transformers import tiny_models
-from fk_integrations.transformers.decoder_roles import Observed, Unexplained, observe
+from fk_integrations.transformers.decoder_roles import NotObserved, Observed, Unexplained, observe
 
 from fastkernels.models.common import description as d
 
@@ -78,11 +78,11 @@ def collect(config: Any) -> Samples:
             raise
         except Exception:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise Unexplained("", f"a copy with small sizes does not run: {why}") from error
+            raise NotObserved("", f"a copy with small sizes does not run: {why}") from error
     base.names.update(_stored(base.names, tiny_models.checkpoint_names(model)))
     made = Samples(base, [Sample(small, normal(base.decoder))], {})
+    tried, seen, unexplained = set[str](), set[str](), set[str]()
     for name, changes in tiny_models.perturbations(small):
-        unexplained = False
         for change in changes:
             try:
                 other = tiny_models.changed(small, **change)
@@ -92,17 +92,22 @@ def collect(config: Any) -> Samples:
             try:
                 found = observe(model, other)
             except Unexplained:
-                unexplained = True
+                unexplained.add(name)
                 continue
             except Exception:  # the model fails when it runs: sizes that do not fit
                 continue
+            tried.add(name)
             made.all.append(Sample(other, normal(found.decoder), name))
             base.names.update({role: path for role, path in found.names.items() if role not in base.names})
-            unexplained = False
-            if not isinstance(change[name], list):
-                break
-        if unexplained and name not in made.sizes and name not in {s.field for s in made.all}:
-            made.refused[name] = tiny_models.fields(small)[name]
+            if not equal(made.all[-1].decoder, made.all[0].decoder):
+                seen.add(name)
+                if not isinstance(change[name], list):
+                    break
+    # A field that the model reads, and that changed nothing at the values tried, may change something at others.
+    unknown = unexplained | (tried & tiny_models.fields_read(small))
+    for name in sorted(unknown - seen - made.sizes):
+        made.refused[name] = tiny_models.fields(small)[name]
+    made.all = [s for s in made.all if s.field not in made.refused]
     _unify(made)
     names = expert_names(base.names)
     made.all = [replace(s, decoder=_with_expert_names(s.decoder, names)) for s in made.all]

@@ -80,10 +80,13 @@ class Results:
         }
 
     def read(self, path: Path) -> list[Row]:
-        """Return the rows of a file, with local models by name. Raises ConfigError for a line that is not a row."""
+        """Return the rows of a file, with local models by name. Raises ConfigError for lines that are no rows and
+        for provisional rows."""
         found, warnings = rows.read(path)
         if warnings and not self.lenient:
             raise ConfigError(f"{warnings[0]}: fix or remove the line")
+        if why := rows.provisional(found):
+            raise ConfigError(f"{path} is provisional and has no scores for a table. {why}")
         for row in found:
             model = row.subject.model or ""
             if model.startswith(("/", "~", ".")) or model.count("/") > 1:  # not a hub's OWNER/NAME

@@ -45,7 +45,7 @@ QUANTIZED: dict[str, dict[str, Any]] = {
     "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
 }
 # Parameters that do not fit the chip, and times that the judge rejects: not chosen, but no failure either.
-NOT_CHOSEN = (Status.COMPILE_ERROR, Status.OOM, Status.INVALID)
+NOT_CHOSEN = (Status.COMPILE_ERROR, Status.RUNTIME_ERROR, Status.OOM, Status.INVALID)
 FAILED = tuple(s for s in report.FAILED if s not in NOT_CHOSEN)
 
 

@@ -37,6 +37,8 @@ class BlockManager:
     """Allocates blocks 1 .. num_blocks - 1. Block 0 is reserved: padded rows of a CUDA graph write there.
 
     window: the number of tokens that a query of these layers sees, itself included; None: all.
+    epoch: number of resets. A sequence admitted in an earlier one names no more blocks: its keys depend on those from
+    before the reset.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class BlockManager:
             raise ValueError(f"num_blocks {num_blocks}: at least 2 are needed, block 0 is kept for padding")
         self.num_blocks, self.block_size, self.enable_caching = num_blocks, block_size, enable_caching
         self.window = window
+        self.epoch = 0
         self._free = deque(range(1, num_blocks))  # without a name
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free but named, oldest first
         self._refs = [0] * num_blocks
@@ -154,6 +157,7 @@ class BlockManager:
 
     def reset_cache(self) -> None:
         """Forget all names. Held blocks stay with their holders but are no longer found."""
+        self.epoch += 1
         for block in list(self._block.values()):
             self._forget(block)
         self._free.extend(self._evictable)

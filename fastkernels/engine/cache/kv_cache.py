@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastkernels.engine.config import EngineConfig
+from fastkernels.models.common import length
 
 log = logging.getLogger("fastkernels")
 CPU_CACHE = 1 << 30  # default bytes of KV cache on the CPU
@@ -123,7 +124,7 @@ def cuda_budget(config: EngineConfig) -> int:
 
 def wanted_model_len(config: EngineConfig, hf_config: Any) -> int:
     """max_model_len, or the model's own limit. Raises ValueError for a length over that limit."""
-    own = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len or 2048
+    own = length.longest(hf_config) or config.max_model_len or 2048
     if config.max_model_len is not None and config.max_model_len > own:
         raise ValueError(f"max_model_len {config.max_model_len} is more than the model's {own}")
     return config.max_model_len or own

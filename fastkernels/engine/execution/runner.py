@@ -14,6 +14,7 @@ from fastkernels.engine.cache.kv_cache import GIB, Limits
 from fastkernels.engine.config import EngineConfig
 from fastkernels.engine.execution.startup import Phases
 from fastkernels.models.common import build
+from fastkernels.overrides.kit import cpu
 
 log = logging.getLogger("fastkernels")
 
@@ -119,7 +120,7 @@ def pick_dtype(name: str, hf_config: Any, device: torch.device) -> torch.dtype:
     found = getattr(torch, found) if isinstance(found, str) else found
     if found == torch.float32 and device.type == "cuda":
         return torch.bfloat16
-    if found == torch.bfloat16 and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if found == torch.bfloat16 and device.type == "cpu" and not cpu.onednn_has_bfloat16():
         log.info("this CPU does not compute in bfloat16: using float32")
         return torch.float32
     return found

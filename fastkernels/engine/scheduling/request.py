@@ -57,6 +57,7 @@ class Request:
     num_computed_tokens  tokens in the cache once the launched steps have ended; reset to 0 by a preemption
     num_inflight         tokens being sampled by launched steps, at most 2
     num_named_blocks     blocks of its tables that the prefix cache knows
+    epoch                that of the prefix cache at its last admission; see BlockManager
     next_unseen          number of computed tokens at which windows leave another block behind
     num_sent_chars       characters of its text that the caller has received
     num_cached_tokens    tokens that its first admission found in the prefix cache
@@ -86,6 +87,7 @@ class Request:
     num_computed_tokens: int = 0
     num_inflight: int = 0
     num_named_blocks: int = 0
+    epoch: int = 0
     next_unseen: int = sys.maxsize
     num_sent_chars: int = 0
     num_cached_tokens: int = 0

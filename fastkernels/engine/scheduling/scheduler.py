@@ -122,7 +122,7 @@ class Scheduler:
         return max(group.usage for group in self.groups)
 
     def reset_cache(self) -> None:
-        """Forget the prefix cache. Running requests go on."""
+        """Forget the prefix cache. Running requests go on, and name no blocks until they are admitted again."""
         for group in self.groups:
             group.reset_cache()
 
@@ -247,7 +247,7 @@ class Scheduler:
         for i, group in self._windowed:
             table = request.block_tables[i]
             unseen = group.num_unseen(computed)
-            if group.enable_caching:
+            if self._may_name(request):
                 unseen = min(unseen, request.num_named_blocks)
             if unseen > table.num_freed:
                 group.free_first(table.blocks, unseen)
@@ -318,6 +318,7 @@ class Scheduler:
         known = len(found[0])
         cached = known * self.blocks.block_size
         request.num_computed_tokens, request.num_named_blocks = cached, known
+        request.epoch = self.blocks.epoch
         request.next_unseen = 0 if self._windowed else sys.maxsize
         if not request.num_preemptions:
             request.num_cached_tokens = cached
@@ -350,9 +351,13 @@ class Scheduler:
         self._hash(request, full)
         return request.block_hashes[:full]
 
+    def _may_name(self, request: Request) -> bool:
+        """Whether the prefix cache may know this request's blocks: they contain nothing from before a reset."""
+        return self.blocks.enable_caching and request.epoch == self.blocks.epoch
+
     def _name_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Name the full blocks of the first num_computed_tokens tokens, as far as these are known."""
-        if not self.blocks.enable_caching:
+        if not self._may_name(request):
             return
         size = self.blocks.block_size
         full = min(num_computed_tokens, request.num_known_tokens) // size

@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
-try:
+try:  # cuda-bindings loads the NVRTC of its own major version, whose code needs a driver for that version
     from cuda.bindings import nvrtc
-except ImportError:
+
+    if torch.version.cuda and nvrtc.nvrtcVersion()[1] > int(torch.version.cuda.partition(".")[0]):
+        nvrtc = None
+except (ImportError, RuntimeError):
     nvrtc = None
 
 TensorMap = ctypes.c_uint64 * 16  # CUtensorMap
@@ -79,3 +82,14 @@ class Kernel:  # of a source on one Hopper; types: the ctypes of its parameters
         sizes = [grid, 1, 1, block, 1, 1, self.shared, stream, ctypes.addressof(early), overlap]
         config = struct.pack("7I4xQQI4x", *sizes)
         driver("cuLaunchKernelEx", config, self.function, pointers, None)
+
+
+class Prepared:
+    """A launch whose parameters are in memory already, of which `at` may change."""
+
+    def __init__(self, kernel: Kernel, grid: int, block: int, args: Sequence[Any]) -> None:
+        self.kernel, self.grid, self.block, self.args = kernel, grid, block, list(args)
+
+    def launch(self, stream: int, overlap: bool = False, at: int = -1, pointer: int | None = None) -> None:
+        args = [pointer if i == at else a for i, a in enumerate(self.args)]
+        self.kernel.launch(self.grid, self.block, stream, args, overlap)

@@ -42,6 +42,10 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+def current_stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
 def shared_memory(device: torch.device) -> int:
     found = driver.active.utils.get_device_properties(device.index or 0) if device.type == "cuda" else {}
     return found.get("max_shared_mem", 232_448)

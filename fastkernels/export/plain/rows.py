@@ -15,6 +15,11 @@ def rows(x: torch.Tensor) -> tuple[int, int, int] | None:
     return (1, x.stride(-2) if x.dim() > 1 else 0, 0) if whole or x.is_contiguous() else None
 
 
+def tokens_first(x: torch.Tensor) -> bool:
+    """Whether x [B, heads, T, D] has the heads of a token together in memory."""
+    return x.dim() == 4 and x.shape[1] > 1 and x.shape[2] > 1 and x.stride(1) < x.stride(2)
+
+
 def unsupported_rows(x: torch.Tensor | None, name: str = "x") -> str | None:
     fits = x is None or (x.dtype in FLOATS and rows(x) is not None)
     return None if fits else f"{name}: unsupported dtype or strides"

@@ -22,7 +22,7 @@ from fastkernels.overrides.linear.parallel_linear import weights_as
 
 
 def load_config(folder: Path) -> Any:
-    """The checkpoint's transformers config, or an object with the same fields.
+    """The checkpoint's transformers config, or an object with the same fields; see also weights.untie.
 
     No code of the checkpoint is run. Raises CheckpointError, and Unsupported for values that no model here can have.
     """
@@ -32,6 +32,8 @@ def load_config(folder: Path) -> Any:
     names = getattr(found, "architectures", None) or []
     if not names or names[0] in architectures():  # sizes of others can have another meaning
         checks.check(found)
+    if names and names[0] in architectures():
+        weights.untie(found, folder, find(names[0]).arch)
     return found
 
 

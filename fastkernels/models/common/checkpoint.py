@@ -118,6 +118,12 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     return weight_map
 
 
+def keys(folder: Path) -> set[str]:
+    """The keys of all tensors. Raises CheckpointError."""
+    weight_map = _weight_map(folder)
+    return set(weight_map) if weight_map is not None else {key for _, key, _ in iterate(folder)}
+
+
 def iterate(folder: Path, device: str = "cpu") -> Iterator[tuple[Path, str, Callable[[], torch.Tensor]]]:
     """Iterate over (file, key, read) of all tensors. read() returns the tensor; on 'meta', one of its shape.
 

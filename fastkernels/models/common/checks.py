@@ -19,6 +19,7 @@ POSITIVE = (
 )  # fmt: skip
 # The last two are names of sparse attention, in transformers' releases.
 LAYER_TYPES = "full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention"
+DTYPES = "float32", "float16", "bfloat16", "float64"
 PADDING = 64  # of the vocabulary
 MOST_RANKS = 64
 
@@ -47,11 +48,13 @@ def check_file(folder: Path) -> None:
                 f" does not run; supported without it: {', '.join(sorted(known))}"
             )
         return
+    _check_dtype(file, raw)
     if names[0] in arch.text_of:
         raw = raw.get("text_config")
         if not isinstance(raw, dict):
             raise CheckpointError(f"{file} has no text_config, which {names[0]} needs")
         kind = raw.get("model_type")
+        _check_dtype(file, raw)
     if kind is not None and kind not in (arch.model_type, *arch.aliases):
         raise CheckpointError(
             f"{file}: model_type={kind!r} contradicts architectures={names!r}, whose model_type is {arch.model_type!r}"
@@ -62,6 +65,12 @@ def check_file(folder: Path) -> None:
     missing = [name for name in required if name not in raw]
     if missing:
         raise CheckpointError(f"{file} has no {', '.join(missing)}")
+
+
+def _check_dtype(file: Path, raw: dict[str, Any]) -> None:
+    for name in ("dtype", "torch_dtype"):
+        if raw.get(name) not in (None, *DTYPES):
+            raise CheckpointError(f"{file}: {name}={raw[name]!r} is not supported, only {', '.join(DTYPES)}")
 
 
 def check(config: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from fastkernels.core import parallel
 from fastkernels.core.dispatch import Op
-from fastkernels.models.common import concurrent, description
+from fastkernels.models.common import activation_modules, concurrent, description, whole_layers
 from fastkernels.models.common.clamped_experts import ClampedExperts
 from fastkernels.models.common.description import (
     NUMBERED,
@@ -24,16 +24,9 @@ from fastkernels.models.common.description import (
 )
 from fastkernels.models.common.gemma4_blocks import ExpertsBesideMlp, LayerInputBlock, LayerInputs
 from fastkernels.models.common.latent import DecoderLatentAttention
-from fastkernels.models.common.registry import describe
+from fastkernels.models.common.registry import describe, find
 from fastkernels.models.common.sandwich import sandwich_of
 from fastkernels.overrides.activation.gelu import gelu
-from fastkernels.overrides.activation.vllm import (
-    VllmGELU,
-    VllmGeluAndMul,
-    VllmGELUTanh,
-    VllmReLUSquaredActivation,
-    VllmSiluAndMul,
-)
 from fastkernels.overrides.attention.vllm import VllmAttention
 from fastkernels.overrides.block.self_attention import HeadNorms
 from fastkernels.overrides.block.vllm import LlamaAttention
@@ -60,28 +53,6 @@ from fastkernels.overrides.norm.vllm import VllmGemmaRMSNorm, VllmLayerNorm, Vll
 from fastkernels.overrides.rope.vllm import get_rope
 from fastkernels.overrides.routing.grouped_topk import grouped_topk
 from fastkernels.overrides.routing.topk_softmax import topk_softmax
-
-
-class ReLUSquaredAndMul(VllmReLUSquaredActivation):
-    """max(gate, 0)^2 * up of packed x [T, 2 * d]: to [T, d]."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return super().forward(gate) * up
-
-
-ACTIVATIONS: dict[tuple[str, bool], Callable[[], nn.Module]] = {  # (activation, gated)
-    ("silu", True): VllmSiluAndMul,
-    ("gelu", True): VllmGeluAndMul,
-    ("gelu_tanh", True): lambda: VllmGeluAndMul("tanh"),
-    ("silu", False): nn.SiLU,
-    ("gelu", False): VllmGELU,
-    ("gelu_tanh", False): VllmGELUTanh,
-    ("relu2", False): VllmReLUSquaredActivation,
-    ("relu", False): nn.ReLU,
-    ("relu2", True): ReLUSquaredAndMul,
-}
-
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the number of experts in configs
 
@@ -304,7 +275,7 @@ class DecoderMlp(nn.Module):
             self.up_proj = VllmColumnParallelLinear(
                 hidden, mlp.intermediate, bias=mlp.bias, prefix=f"{prefix}.up_proj"
             )
-        self.act_fn = ACTIVATIONS[mlp.activation, mlp.gated]()
+        self.act_fn = activation_modules.make(mlp.activation, mlp.gated)
         # GELU can be in the product of many tokens: cuBLASLt adds a bias and then computes GELU with tanh.
         self.with_gelu = (
             not mlp.gated and mlp.activation == "gelu_tanh" and mlp.bias
@@ -495,7 +466,8 @@ class DecoderLayer(nn.Module):
 class DecoderModel(nn.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, d: description.Decoder) -> None:
+    def __init__(self, d: description.Decoder, whole: whole_layers.Build | None = None) -> None:
+        """whole: builds layers that are one op each."""
         super().__init__()
         self.embed_tokens = VllmVocabParallelEmbedding(d.vocab, d.hidden, prefix="model.embed_tokens")
         self.embed_tokens.__dict__["scale"] = d.embedding_scale  # for random weights
@@ -507,8 +479,10 @@ class DecoderModel(nn.Module):
             None if d.layer_input is None
             else LayerInputs(d.layer_input, make_norm, d.hidden, len(d.layers), "model.layer_inputs")
         )  # fmt: skip
-        layers: list[DecoderLayer] = []
-        for i, layer in enumerate(d.layers):
+        layers: list[Any] = (
+            [] if whole is None else [whole(i, f"model.layers.{i}") for i in range(len(d.layers))]
+        )
+        for i, layer in enumerate(d.layers if whole is None else ()):
             shared = layer.attention.shared if isinstance(layer.attention, Attention) else None
             number = i - 1 if shared is None else shared
             source = layers[number] if i else None
@@ -528,21 +502,24 @@ class DecoderModel(nn.Module):
         if self.sandwich is not None and _fuses(sandwich_norm, self.sandwich.apart, hidden):
             return self.sandwich.run(self.layers, self.norm, positions, hidden, inputs)
         for i, layer in enumerate(self.layers):
-            hidden, residual = layer(positions, hidden, residual, None if inputs is None else inputs[:, i])
+            own = () if inputs is None else (inputs[:, i],)
+            hidden, residual = layer(positions, hidden, residual, *own)
         return add_and_norm(self.norm, hidden, residual)[0]
 
 
 class Decoder(nn.Module):
     """The model that the file of an architecture describes. config: transformers' config of that architecture.
 
-    Has the interface of every language model, see llama.py. Sharded over the group of fastkernels.core.parallel.
+    Every language model has this interface: model(input_ids [T], positions [T]) returns hidden states [T, H], and
+    model.compute_logits(hidden [B, H]) returns [B, V]. The attention metadata of a step comes from
+    fastkernels.core.forward_context. Sharded over the group of fastkernels.core.parallel.
     """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         d = describe(config)
         self.config = config
-        self.model = DecoderModel(d)
+        self.model = DecoderModel(d, whole_layers.builder(find(config.architectures[0]).arch, d))
         self.lm_head: Any = VllmParallelLMHead(d.vocab, d.hidden, bias=d.head_bias, prefix="lm_head")
         if d.tied:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)

@@ -11,14 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fastkernels.models.common import activations
 from fastkernels.overrides.block import attention_sizes
-
-ACTIVATIONS = {  # of transformers' configs: ours
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2", "relu": "relu",
-}  # fmt: skip
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
+from fastkernels.overrides.rope.rope_types import ROPE_TYPES
 
 
 class Unsupported(ValueError):
@@ -29,16 +24,17 @@ def refuse(config: Any, **allowed: Any) -> None:
     """Raise Unsupported for the first field of the config that is neither absent, None nor the allowed value."""
     for name, value in allowed.items():
         found = getattr(config, name, None)
-        if found is not None and found != value:
+        same = found == value or (name == "hidden_act" and activations.NAMES.get(str(found)) == value)
+        if found is not None and not same:
             raise Unsupported(f"config.{name}={found!r} is not supported, only {value!r}")
 
 
 def activation(config: Any, name: str = "hidden_act") -> str:
-    """The activation that a field of the config names, as an entry of ACTIVATIONS. Raises Unsupported."""
+    """The activation that a field of the config names, as a key of activations.TABLE. Raises Unsupported."""
     found = getattr(config, name)
-    if found not in ACTIVATIONS:
-        raise Unsupported(f"config.{name}={found!r} is not supported, only {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[found]
+    if found not in activations.NAMES:
+        raise Unsupported(f"config.{name}={found!r} is not supported, only {', '.join(activations.NAMES)}")
+    return activations.NAMES[found]
 
 
 @dataclass(frozen=True)
@@ -257,6 +253,9 @@ class ParallelExperts:
     experts: Experts
     norm: Norm = Norm()
 
+    def __post_init__(self) -> None:
+        _only_gelu(self.experts.activation, "experts next to an MLP")
+
 
 @dataclass(frozen=True)
 class LayerInput:
@@ -273,6 +272,16 @@ class LayerInput:
     size: int
     activation: str = "gelu_tanh"
     norm: Norm = Norm()
+
+    def __post_init__(self) -> None:
+        _only_gelu(self.activation, "inputs of layers")
+
+
+def _only_gelu(activation: str, what: str) -> None:
+    if activation != "gelu_tanh":
+        raise Unsupported(
+            f"config.hidden_activation: {activation!r} of {what} is not supported, only 'gelu_tanh'"
+        )
 
 
 @dataclass(frozen=True)
@@ -361,17 +370,44 @@ def head_size(config: Any) -> int:
         raise Unsupported(str(error)) from error
 
 
-def rope(config: Any, kind: str = "") -> dict[str, Any]:
-    """The rotary parameters of a config; kind: those of one layer type, where layers differ. Raises Unsupported."""
+def rope(config: Any, kind: str = "", partial: bool = False) -> dict[str, Any]:
+    """The rotary parameters of a config. Raises Unsupported.
+
+    kind     those of one layer type, where layers differ
+    partial  the model of this architecture may rotate a part of each head (partial_rotary_factor)
+    """
     found = attention_sizes.rope_parameters(config, kind)
     scaling = found.get("rope_type") or found.get("type") or "default"
-    if scaling not in ROPE_TYPES:
-        raise Unsupported(
-            f"config.rope_parameters: rope_type={scaling!r} is not supported, only {', '.join(map(repr, ROPE_TYPES))}"
-        )
+    if scaling != "default" and scaling not in ROPE_TYPES:
+        known = ", ".join(map(repr, ("default", *ROPE_TYPES)))
+        raise Unsupported(f"config.rope_parameters: rope_type={scaling!r} is not supported, only {known}")
+    partial = partial or scaling == "proportional"
+    if not partial and (found.pop("partial_rotary_factor", None) or 1.0) != 1.0:
+        factor = attention_sizes.rope_parameters(config, kind)["partial_rotary_factor"]
+        raise Unsupported(ambiguous(config, f"partial_rotary_factor={factor!r}", "rotates whole heads"))
     if scaling == "longrope":
         found = _longrope(config, found)
+    missing = [name for name in ROPE_TYPES.get(scaling, ()) if found.get(name) is None]
+    if missing:
+        raise Unsupported(f"config.rope_parameters: rope_type={scaling!r} needs {', '.join(missing)}")
+    if scaling == "proportional" and found.get("factor", 1.0) != 1.0:
+        factor = found["factor"]
+        raise Unsupported(
+            f"config.rope_parameters: factor={factor!r} with rope_type='proportional' is not supported, only 1"
+        )
     return found
+
+
+def ambiguous(config: Any, field: str, meaning: str) -> str:
+    """The message about a field that transformers ignores in this architecture and vLLM applies.
+
+    meaning: what transformers' model does instead
+    """
+    name = (getattr(config, "architectures", None) or ["this architecture"])[0]
+    return (
+        f"config.{field} is not supported: {name} of transformers {meaning}, and vLLM applies the field; remove it,"
+        " or use an architecture that has it"
+    )
 
 
 def _longrope(config: Any, found: dict[str, Any]) -> dict[str, Any]:
@@ -396,47 +432,59 @@ def _longrope(config: Any, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def windows(config: Any) -> list[int | None]:
-    """The window of each layer; None: full attention. From layer_types, or the same window in all layers."""
-    size, count = getattr(config, "sliding_window", None), config.num_hidden_layers
-    types = getattr(config, "layer_types", None)
-    if not size or getattr(config, "use_sliding_window", True) is False:
-        return [None] * count
+    """The window of each layer by config.layer_types; None: full attention."""
+    size = config.sliding_window or None
+    types = config.layer_types
     if types is None:
-        return [size] * count
+        return [None] * config.num_hidden_layers
     return [size if kind == "sliding_attention" else None for kind in types]
 
 
-def attention(config: Any, window: int | None = None, **differs: Any) -> Attention:
-    """Llama's attention with the sizes of a config. differs: fields of Attention that are not Llama's."""
+def one_window(config: Any) -> list[int | None]:
+    """The same for architectures in which all layers have config.sliding_window."""
+    return [config.sliding_window or None] * config.num_hidden_layers
+
+
+def attention(config: Any, window: int | None = None, partial: bool = False, **differs: Any) -> Attention:
+    """Llama's attention with the sizes of a config.
+
+    partial: see rope. differs: fields of Attention that are not Llama's
+    """
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     made: dict[str, Any] = {
         "heads": config.num_attention_heads, "kv_heads": kv_heads, "head_size": head_size(config), "window": window,
-        "rope": rope(config), "max_positions": config.max_position_embeddings,
+        "max_positions": config.max_position_embeddings, **differs,
     }  # fmt: skip
-    return Attention(**{**made, **differs})
+    return Attention(**{"rope": rope(config, partial=partial), **made} if "rope" not in made else made)
 
 
-def llama(config: Any, **differs: Any) -> Decoder:
-    """Llama with the sizes and the windows of a config. differs: fields of Attention that are not Llama's."""
+def llama(
+    config: Any, windows: Sequence[int | None] | None = None, mlp_bias: bool = False, **differs: Any
+) -> Decoder:
+    """Llama with the sizes of a config.
+
+    windows: of each layer; None: full attention. differs: arguments of `attention`
+    """
     norm = Norm(eps=config.rms_norm_eps)
-    mlp = Mlp(config.intermediate_size, activation(config), bias=bool(getattr(config, "mlp_bias", False)))
+    mlp = Mlp(config.intermediate_size, activation(config), bias=mlp_bias)
     layers = tuple(
         Layer(attention(config, window, **differs), mlp, before_attention=norm, before_mlp=norm)
-        for window in windows(config)
+        for window in windows or [None] * config.num_hidden_layers
     )
     return Decoder(config.vocab_size, config.hidden_size, layers, norm, bool(config.tie_word_embeddings))
 
 
-def latent_attention(config: Any) -> LatentAttention:
+def latent_attention(config: Any, interleaved: bool = True) -> LatentAttention:
     """DeepSeek's attention with the sizes of a config. With YaRN the scores are scaled by its magnitude, squared."""
     parameters, size = rope(config), config.qk_nope_head_dim + config.qk_rope_head_dim
     scale, over, factor = size**-0.5, parameters.get("mscale_all_dim"), parameters.get("factor") or 1.0
-    if over and factor > 1.0:
+    scaled = (parameters.get("rope_type") or "default") != "default"
+    if scaled and over and factor > 1.0:
         scale *= (0.1 * over * math.log(factor) + 1.0) ** 2
     return LatentAttention(
         config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim,
         config.qk_rope_head_dim, config.v_head_dim, scale, bool(config.attention_bias), parameters,
-        config.max_position_embeddings, bool(getattr(config, "rope_interleave", True)),
+        config.max_position_embeddings, interleaved,
     )  # fmt: skip
 
 
@@ -473,15 +521,17 @@ def dense_layers(config: Any) -> list[bool]:
 
 
 def latent_decoder(
-    config: Any, experts: Experts, dense: Sequence[bool] | None = None, indexers: Sequence[Indexer] = ()
-) -> Decoder:
+    config: Any, experts: Experts, dense: Sequence[bool] | None = None, indexers: Sequence[Indexer] = (),
+    interleaved: bool = True,
+) -> Decoder:  # fmt: skip
     """DeepSeek's decoder with the sizes of a config: some layers have an MLP, the others experts.
 
-    dense: which have an MLP; by default the first config.first_k_dense_replace. indexers: one for each layer, or none
+    dense: which have an MLP; by default the first config.first_k_dense_replace. indexers: one for each layer, or none.
+    interleaved: see LatentAttention
     """
     if dense is None:
         dense = [i < config.first_k_dense_replace for i in range(config.num_hidden_layers)]
-    norm, attention = Norm(eps=config.rms_norm_eps), latent_attention(config)
+    norm, attention = Norm(eps=config.rms_norm_eps), latent_attention(config, interleaved)
     mlp = Mlp(config.intermediate_size, activation(config))
     none: list[Indexer | None] = [None] * config.num_hidden_layers
     attentions = [replace(attention, indexer=x) for x in indexers or none]

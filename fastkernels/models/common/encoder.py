@@ -1,28 +1,14 @@
-"""Parts that encoders share: attention within sequences, and activations by the names in config.json."""
+"""Parts that encoders share: attention within sequences, and sizes that configs may give as pairs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 
 from fastkernels.core.forward_context import get_forward_context
 from fastkernels.models.common.description import Unsupported
-from fastkernels.overrides.activation.vllm import VllmGELU, VllmGELUTanh, VllmQuickGELU
 from fastkernels.overrides.dense_attention.attention_dense import attention_dense
-
-ACTIVATIONS = {
-    "gelu": VllmGELU, "gelu_new": VllmGELUTanh, "gelu_pytorch_tanh": VllmGELUTanh, "quick_gelu": VllmQuickGELU,
-    "relu": nn.ReLU,
-}  # fmt: skip
-
-
-def activation(name: str) -> nn.Module:
-    """The module of an activation. Raises Unsupported."""
-    if name not in ACTIVATIONS:
-        raise Unsupported(f"config.hidden_act={name!r} is not one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]()
 
 
 def size_of(config: Any, name: str) -> int:

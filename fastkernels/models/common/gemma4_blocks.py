@@ -47,8 +47,6 @@ class ExpertsBesideMlp(nn.Module):
     def __init__(self, described: ParallelExperts, make_norm: MakeNorm, hidden: int, prefix: str) -> None:
         super().__init__()
         experts, norm = described.experts, described.norm
-        if experts.activation != "gelu_tanh":
-            raise ValueError(f"experts next to an MLP use 'gelu_tanh', not {experts.activation!r}")
         self.router = Router(described, make_norm, hidden, f"{prefix}.router")
         self.experts = sparse_moe.Experts(
             experts.count, hidden, experts.intermediate, prefix=f"{prefix}.experts"
@@ -100,8 +98,6 @@ class LayerInputBlock(nn.Module):
 
     def __init__(self, d: LayerInput, make_norm: MakeNorm, hidden: int, prefix: str) -> None:
         super().__init__()
-        if d.activation != "gelu_tanh":
-            raise ValueError(f"inputs of layers are gated by 'gelu_tanh', not {d.activation!r}")
         self.gate = VllmReplicatedLinear(hidden, d.size, bias=False, prefix=f"{prefix}.gate")
         self.projection = VllmReplicatedLinear(d.size, hidden, bias=False, prefix=f"{prefix}.projection")
         self.norm = make_norm(d.norm, hidden)

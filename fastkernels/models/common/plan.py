@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common import checks, quantization, registry
+from fastkernels.models.common import activations, checks, quantization, registry
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import (
     NAMES,
@@ -27,8 +27,6 @@ from fastkernels.models.common.quantization import Quantization
 
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 MXFP4_BITS = 4 + 8 / 32  # a scale for 32 values
-GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_and_mul", "relu2": "relu2"}
-PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu", "relu2": "relu2"}
 NORMS = {
     "rms": "rms_norm",
     "unit": "rms_norm",
@@ -340,9 +338,7 @@ def _indexer(a: LatentAttention, x: Indexer, hidden: int, path: str, arch: Archi
 def _mlp(mlp: Mlp, hidden: int, path: str, arch: Architecture) -> Iterator[Item]:
     n, name = (2, "gate_up_proj") if mlp.gated else (1, "up_proj")
     yield _linear(f"{path}.{name}", n * mlp.intermediate, hidden, mlp.bias, "columns", arch)
-    op = GATES[mlp.activation] if mlp.gated else PLAIN.get(mlp.activation, mlp.activation)
-    tanh = {"approximate": "tanh"} if mlp.activation == "gelu_tanh" else {}
-    yield Item(f"{path}.act_fn", op, tanh)
+    yield Item(f"{path}.act_fn", *activations.op_of(mlp.activation, mlp.gated))
     if mlp.inner_norm is not None:
         yield _norm(mlp.inner_norm, f"{path}.{NAMES['inner_norm']}", mlp.intermediate, arch, "columns")
     yield _linear(f"{path}.down_proj", hidden, mlp.intermediate, mlp.bias, "rows", arch)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkernels.core.registry import DuplicateName, UnknownName
+from fastkernels.models.common import agreement
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Decoder
 
@@ -149,7 +150,9 @@ def describe(config: Any) -> Decoder:
     """The description that the model file of this config returns. Raises UnknownName and Unsupported."""
     allow_mixed_sizes(config)
     names = getattr(config, "architectures", None) or [""]
-    return load(f"{find(names[0], config).module}:describe")(config)
+    made: Decoder = load(f"{find(names[0], config).module}:describe")(config)
+    agreement.check(config, made)
+    return made
 
 
 def allow_mixed_sizes(config: Any) -> None:

@@ -7,6 +7,7 @@ per expert becomes one stacked parameter. The parameter's `weight_loader` writes
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,9 +18,10 @@ from torch import nn
 
 from fastkernels.models.common import quantized, registry
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.checkpoint import CheckpointError, iterate, resolve, some, weight_files
+from fastkernels.models.common.checkpoint import CheckpointError, iterate, keys, resolve, some, weight_files
 from fastkernels.overrides.embedding.vllm import VllmVocabParallelEmbedding
 
+log = logging.getLogger("fastkernels")
 __all__ = ["CheckpointError", "dummy", "fill", "load", "resolve", "weight_files"]
 # Of random weights. With embeddings this large, a layer changes the hidden state of a token by little. With 0.02, the
 # mean over the context is the larger part after a few layers, and the tokens of a prompt go to the same experts.
@@ -33,6 +35,33 @@ def load(model: nn.Module, folder: Path, arch: Architecture, config: Any) -> Non
     """Fill every parameter of the model from the checkpoint. Raises CheckpointError; see fill."""
     sources = fill(model, iterate(folder), arch, config, folder)
     _check_finite(dict(model.named_parameters()), sources, folder)
+
+
+def untie(config: Any, folder: Path, arch: Architecture) -> None:
+    """Set tie_word_embeddings to false if the checkpoint has another matrix for the head, as transformers 5 does.
+
+    vLLM drops the head's matrix of such a checkpoint. Files that cannot be read pass; loading describes their problem.
+    """
+    if not arch.tied or not getattr(config, "tie_word_embeddings", False):
+        return
+    wanted, found = {name for pair in arch.tied.items() for name in pair}, {}
+    try:
+        if not wanted <= {arch.own_key(key) for key in keys(folder)}:
+            return
+        for _, key, read in iterate(folder):
+            if (own := arch.own_key(key)) in wanted:
+                found[own] = read()
+        for head, embedding in arch.tied.items():
+            one, other = found[head], found[embedding]
+            if one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other):
+                continue
+            config.tie_word_embeddings = False
+            log.warning(
+                "%s: config.tie_word_embeddings is true, and the weights have another %s: it is used, as by"
+                " transformers; set tie_word_embeddings to false to silence this warning", folder, head,
+            )  # fmt: skip
+    except CheckpointError:
+        return
 
 
 def fill(

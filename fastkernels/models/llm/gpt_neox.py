@@ -9,9 +9,12 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
+    d.refuse(config, head_dim=config.hidden_size // config.num_attention_heads)
     norm, bias = d.Norm("layer", config.layer_norm_eps, bias=True), config.attention_bias
     layer = d.Layer(
-        d.attention(config, kv_heads=config.num_attention_heads, bias=bias, out_bias=bias, by_head=True),
+        d.attention(
+            config, partial=True, kv_heads=config.num_attention_heads, bias=bias, out_bias=bias, by_head=True
+        ),
         d.Mlp(config.intermediate_size, d.activation(config), gated=False, bias=True),
         before_attention=norm, before_mlp=norm, parallel=config.use_parallel_residual,
     )  # fmt: skip

@@ -9,7 +9,6 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
-    d.refuse(config, hidden_act="silu")
     norm, bias = d.Norm(eps=config.rms_norm_eps), config.attention_bias
     experts = d.Experts(
         config.num_local_experts, config.num_experts_per_tok, config.intermediate_size,

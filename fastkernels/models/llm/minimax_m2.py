@@ -16,7 +16,7 @@ def describe(config: Any) -> d.Decoder:
         scoring="sigmoid", correction=True,
     )  # fmt: skip
     layer = d.Layer(
-        d.attention(config, wide_norm=norm), experts, before_attention=norm, before_mlp=norm,
+        d.attention(config, partial=True, wide_norm=norm), experts, before_attention=norm, before_mlp=norm,
         names={"mlp": "block_sparse_moe"},
     )  # fmt: skip
     layers = (layer,) * config.num_hidden_layers

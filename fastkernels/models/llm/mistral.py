@@ -9,7 +9,7 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
-    return d.llama(config)
+    return d.llama(config, d.one_window(config))
 
 
 ARCH = Architecture(

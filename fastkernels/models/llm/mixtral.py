@@ -4,39 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.llm.llama import LlamaForCausalLM
-from fastkernels.overrides.block.vllm import VllmMixtralDecoderLayer
-
-
-class MixtralForCausalLM(LlamaForCausalLM):
-    """config: transformers.MixtralConfig; see LlamaForCausalLM. Experts are sharded along their inner dimension.
-
-    Raises ValueError for an activation other than silu.
-    """
-
-    @staticmethod
-    def decoder_layer(config: Any, prefix: str) -> nn.Module:
-        return VllmMixtralDecoderLayer(config, prefix=prefix)
 
 
 def describe(config: Any) -> d.Decoder:
+    d.refuse(config, hidden_act="silu")
     norm = d.Norm(eps=config.rms_norm_eps)
     experts = d.Experts(
         config.num_local_experts,
         config.num_experts_per_tok,
         config.intermediate_size,
-        names=("w1", "w3", "w2"),
+        names=d.NUMBERED,
     )
     layers = tuple(
         d.Layer(
             d.attention(config, window), experts, before_attention=norm, before_mlp=norm,
             names={"mlp": "block_sparse_moe"},
         )
-        for window in d.windows(config)
+        for window in d.one_window(config)
     )  # fmt: skip
     return d.Decoder(config.vocab_size, config.hidden_size, layers, norm, config.tie_word_embeddings)
 
@@ -44,7 +30,6 @@ def describe(config: Any) -> d.Decoder:
 ARCH = Architecture(
     names=("MixtralForCausalLM",),
     category="llm",
-    model="MixtralForCausalLM",
     runner="Generate",
     model_type="mixtral",
     layers=("mixtral_decoder_layer",),
@@ -52,7 +37,9 @@ ARCH = Architecture(
     experts="fastkernels.models.common.decoder:numbered_expert_mapping",
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     config_fields=("num_local_experts", "num_experts_per_tok"),
-    config_defaults={"eos_token_id": 2, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    config_defaults={
+        "eos_token_id": 2, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+    },
     public={
         "mistralai/Mixtral-8x7B": {
             "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -12,7 +12,10 @@ def describe(config: Any) -> d.Decoder:
     norm, bias = d.Norm("layer_1p", config.norm_eps, bias=True), config.attention_bias
     mlp = d.Mlp(config.intermediate_size, d.activation(config), gated=False, bias=config.mlp_bias)
     layer = d.Layer(
-        d.attention(config, bias=bias, out_bias=bias), mlp, before_attention=norm, before_mlp=norm
+        d.attention(config, partial=True, bias=bias, out_bias=bias),
+        mlp,
+        before_attention=norm,
+        before_mlp=norm,
     )
     layers = (layer,) * config.num_hidden_layers
     return d.Decoder(config.vocab_size, config.hidden_size, layers, norm, config.tie_word_embeddings)

@@ -9,7 +9,9 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
-    return d.llama(config, bias=config.attention_bias, out_bias=config.attention_out_bias)
+    return d.llama(
+        config, mlp_bias=config.mlp_bias, bias=config.attention_bias, out_bias=config.attention_out_bias
+    )
 
 
 ARCH = Architecture(

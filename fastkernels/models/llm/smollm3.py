@@ -9,6 +9,11 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
+    if "sliding_attention" in config.layer_types:
+        d.refuse(config, use_sliding_window=True)
+    given = config.no_rope_layers[: config.num_hidden_layers]  # 1: with positions
+    if len(given) < config.num_hidden_layers:
+        raise d.Unsupported(f"config.no_rope_layers has {len(given)} entries, fewer than num_hidden_layers")
     norm, bias = d.Norm(eps=config.rms_norm_eps), config.attention_bias
     mlp = d.Mlp(config.intermediate_size, d.activation(config), bias=config.mlp_bias)
     layers = tuple(
@@ -16,7 +21,7 @@ def describe(config: Any) -> d.Decoder:
             d.attention(config, window, bias=bias, out_bias=bias, rope=d.rope(config) if positions else None),
             mlp, before_attention=norm, before_mlp=norm,
         )
-        for window, positions in zip(d.windows(config), config.no_rope_layers, strict=True)  # 1: with positions
+        for window, positions in zip(d.windows(config), given, strict=True)
     )  # fmt: skip
     return d.Decoder(config.vocab_size, config.hidden_size, layers, norm, config.tie_word_embeddings)
 

@@ -9,10 +9,11 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
-    d.refuse(config, qk_layernorm=False)
+    d.refuse(config, qk_layernorm=False, head_dim=config.hidden_size // config.num_attention_heads)
     norm = d.Norm("layer", config.layer_norm_eps, bias=True)
     layer = d.Layer(
-        d.attention(config, bias=config.use_qkv_bias), d.Mlp(config.intermediate_size, d.activation(config)),
+        d.attention(config, partial=True, bias=config.use_qkv_bias),
+        d.Mlp(config.intermediate_size, d.activation(config)),
         before_attention=norm, before_mlp=None if config.use_parallel_residual else norm,
         parallel=config.use_parallel_residual,
     )  # fmt: skip

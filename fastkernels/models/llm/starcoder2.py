@@ -15,7 +15,7 @@ def describe(config: Any) -> d.Decoder:
         d.Layer(
             d.attention(config, window, bias=bias, out_bias=bias), mlp, before_attention=norm, before_mlp=norm
         )
-        for window in d.windows(config)
+        for window in d.one_window(config)
     )
     return d.Decoder(config.vocab_size, config.hidden_size, layers, norm, config.tie_word_embeddings)
 

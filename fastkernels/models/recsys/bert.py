@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
+from fastkernels.models.common import activation_modules
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.common.encoder import activation, attend_within
+from fastkernels.models.common.encoder import attend_within
 from fastkernels.overrides.embedding.embedding import embedding
 from fastkernels.overrides.embedding.vllm import VllmVocabParallelEmbedding
 from fastkernels.overrides.linear.vllm import (
@@ -88,7 +89,7 @@ class BertIntermediate(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.dense = VllmColumnParallelLinear(config.hidden_size, config.intermediate_size, return_bias=False)
-        self.act = activation(config.hidden_act)
+        self.act = activation_modules.named(config.hidden_act)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.act(self.dense(hidden))

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
+from fastkernels.models.common import activation_modules
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.encoder import activation, attend_within, size_of
+from fastkernels.models.common.encoder import attend_within, size_of
 from fastkernels.overrides.activation.vllm import VllmGeluAndMul, VllmSiluAndMul
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.vllm import (
@@ -124,7 +125,7 @@ class DINOv3ViTMLP(nn.Module):
             self.act_fn = GATES[config.hidden_act]()
         else:
             self.up_proj = VllmColumnParallelLinear(*sizes, **options)
-            self.act_fn = activation(config.hidden_act)
+            self.act_fn = activation_modules.named(config.hidden_act)
         self.down_proj = VllmRowParallelLinear(sizes[1], sizes[0], **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import parallel
+from fastkernels.models.common import activation_modules
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.encoder import activation, attend_from_one, attend_within, size_of
+from fastkernels.models.common.encoder import attend_from_one, attend_within, size_of
 from fastkernels.models.vision.dinov3 import Grids
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.vllm import (
@@ -77,7 +78,7 @@ class Siglip2MLP(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.fc1 = VllmColumnParallelLinear(config.hidden_size, config.intermediate_size, return_bias=False)
-        self.activation_fn = activation(config.hidden_act)
+        self.activation_fn = activation_modules.named(config.hidden_act)
         self.fc2 = VllmRowParallelLinear(config.intermediate_size, config.hidden_size, return_bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

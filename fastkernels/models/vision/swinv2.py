@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastkernels.core import parallel
+from fastkernels.models.common import activation_modules
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.encoder import activation, size_of
+from fastkernels.models.common.encoder import size_of
 from fastkernels.models.vision.dinov3 import Grids, PatchEmbedding
 from fastkernels.models.vision.siglip2_vision import Replicated, mean
 from fastkernels.overrides.dense_attention.windows import attend_in_windows
@@ -124,7 +125,7 @@ class Swinv2Intermediate(nn.Module):
     def __init__(self, config: Any, dim: int) -> None:
         super().__init__()
         self.dense = VllmColumnParallelLinear(dim, int(config.mlp_ratio * dim), return_bias=False)
-        self.intermediate_act_fn = activation(config.hidden_act)
+        self.intermediate_act_fn = activation_modules.named(config.hidden_act)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.intermediate_act_fn(self.dense(x))

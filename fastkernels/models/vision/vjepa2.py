@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from fastkernels.core import parallel
+from fastkernels.models.common import activation_modules
 from fastkernels.models.common.architecture import Architecture
 from fastkernels.models.common.description import Unsupported
-from fastkernels.models.common.encoder import activation, attend_from_one, attend_within, size_of
+from fastkernels.models.common.encoder import attend_from_one, attend_within, size_of
 from fastkernels.models.vision.siglip2_vision import Replicated, mean
 from fastkernels.overrides.linear.linear import linear
 from fastkernels.overrides.linear.vllm import (
@@ -107,7 +108,7 @@ class VJEPA2MLP(nn.Module):
         super().__init__()
         hidden, inner = config.hidden_size, int(config.hidden_size * ratio)
         self.fc1 = VllmColumnParallelLinear(hidden, inner, return_bias=False)
-        self.activation = activation(config.hidden_act)
+        self.activation = activation_modules.named(config.hidden_act)
         self.fc2 = VllmRowParallelLinear(inner, hidden, return_bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from fastkernels.overrides.activation.gelu_and_mul import gelu_and_mul, unsuppor
 from fastkernels.overrides.activation.quick_gelu import quick_gelu
 from fastkernels.overrides.activation.relu2 import relu2
 from fastkernels.overrides.activation.silu_and_mul import silu_and_mul
+from fastkernels.overrides.kit.dispatcher import on_backend
 
 
 class SGLangSiluAndMul(nn.Module):
@@ -24,7 +25,9 @@ class SGLangSiluAndMul(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, backend: Any = None) -> torch.Tensor:
+        if backend is not None:
+            return on_backend(self, backend, x)
         return silu_and_mul(x)
 
 
@@ -40,7 +43,9 @@ class SGLangGeluAndMul(nn.Module):
         """None if our forward serves this module (ours or the host's), else the reason."""
         return unsupported_approximate(module)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, backend: Any = None) -> torch.Tensor:
+        if backend is not None:
+            return on_backend(self, backend, x)
         return gelu_and_mul(x, self.approximate)
 
 
@@ -53,7 +58,9 @@ class SGLangNewGELU(nn.Module):
     def __init__(self) -> None:
         super().__init__()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, backend: Any = None) -> torch.Tensor:
+        if backend is not None:
+            return on_backend(self, backend, x)
         return gelu(x, "tanh")
 
 
@@ -63,7 +70,9 @@ class SGLangQuickGELU(nn.Module):
     def __init__(self) -> None:
         super().__init__()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, backend: Any = None) -> torch.Tensor:
+        if backend is not None:
+            return on_backend(self, backend, x)
         return quick_gelu(x)
 
 
@@ -73,7 +82,9 @@ class SGLangReLU2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, backend: Any = None) -> torch.Tensor:
+        if backend is not None:
+            return on_backend(self, backend, x)
         return relu2(x)
 
 

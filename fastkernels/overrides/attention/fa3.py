@@ -18,6 +18,7 @@ import torch
 from fastkernels.core.dispatch import ForOthers
 from fastkernels.overrides.attention.paged_cache import check, supports_triton
 
+SINK_HEADS = 64  # the most of which its kernels load the sinks
 MODULES = ("vllm.vllm_flash_attn", "flash_attn_interface")
 
 PACKAGE = "_fastkernels_vllm_flash_attn"  # the name under which vLLM's folder is imported
@@ -84,6 +85,8 @@ def _no_sinks(sinks: torch.Tensor, heads: int) -> str | None:
             f"FlashAttention-3 needs contiguous bfloat16 sinks of {heads} heads, got {sinks.dtype} of shape"
             f" {tuple(sinks.shape)} with strides {sinks.stride()}"
         )
+    if heads > SINK_HEADS:
+        return f"FlashAttention-3 takes sinks of up to {SINK_HEADS} heads, got {heads}"
     return None
 
 

@@ -23,12 +23,16 @@ from typing import Any
 import torch
 
 from fastkernels.core import compile_cache
+from fastkernels.overrides.kit import cpu
 
 log = logging.getLogger("fastkernels")
 FLAGS = (
-    "-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-shared", "-ffp-contract=fast",
+    "-O3", "-std=c++20", "-fopenmp", "-fPIC", "-shared", "-ffp-contract=fast",
     "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
+# The first that the compiler and its assembler know. Old ones for ARM have only -mcpu=native; an assembler older than
+# its compiler rejects the instructions of a newer CPU.
+TARGETS = ("-march=native", "-mcpu=native", "")
 HEADERS = Path(__file__).parent / "csrc"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of dtypes in calls of kernels
 SECONDS = 300  # that a compiler may take
@@ -74,7 +78,11 @@ def _load(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
         [path, "--version"], capture_output=True, text=True, check=True, timeout=SECONDS
     ).stdout
     headers = (header.read_text() for header in sorted(HEADERS.glob("*.hpp")))
-    parts = (source.read_text(), *headers, *flags, version, torch.__version__, _cpu())
+    # The CPU, since a folder may be shared by different machines
+    parts = (
+        source.read_text(), *headers, *TARGETS, *flags, path, version, torch.__version__,
+        platform.machine(), cpu.model(), *sorted(cpu.flags()),
+    )  # fmt: skip
     name = f"{source.stem}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
     kept = compile_cache.requested_folder("cpp") / name
     if kept.is_file():
@@ -86,15 +94,30 @@ def _load(source: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
         made = Path(scratch) / name
         start = time.monotonic()
         log.info("compiling %s with %s", source.name, path)
-        subprocess.run(
-            [path, *flags, "-I", str(HEADERS), str(source), "-o", str(made), *_torch_options()],
-            capture_output=True, text=True, check=True, timeout=SECONDS,
-        )  # fmt: skip
+        _compile(path, [*flags, "-I", str(HEADERS), str(source), "-o", str(made), *_torch_options()])
         log.info("compiled %s in %.1f s", source.name, time.monotonic() - start)
         if folder is None:
             return ctypes.CDLL(str(made))  # stays mapped
         os.replace(made, folder / name)
     return ctypes.CDLL(str(folder / name))
+
+
+def _compile(path: str, options: list[str]) -> None:
+    """Run the compiler with the first of TARGETS that it accepts. Raises the error of the first."""
+    failed = []
+    for target in TARGETS:
+        try:
+            command = [path, *filter(None, [target]), *options]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
+        except subprocess.CalledProcessError as error:
+            failed.append(error)
+            continue
+        if failed:
+            log.info(
+                "%s rejects %s and compiles with %s", path, TARGETS[0], target or "its default instructions"
+            )
+        return
+    raise failed[0]
 
 
 def _torch_options() -> list[str]:
@@ -103,13 +126,3 @@ def _torch_options() -> list[str]:
     openmp = [str(path) for path in sorted((root / "lib").glob("libgomp*.so*"))[:1]]
     links = ["-Wl,--as-needed", *openmp, "-lc10", "-ltorch_cpu"]
     return ["-I", str(root / "include"), "-L", str(root / "lib"), *links]
-
-
-def _cpu() -> str:
-    """The instructions that -march=native may use: a folder may be shared by different machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    known = {line for line in lines if line.partition("\t")[0].strip() in ("flags", "Features", "model name")}
-    return "\n".join([platform.machine(), platform.processor(), *sorted(known)])

@@ -35,6 +35,16 @@ def shared_memory(device: torch.device) -> int:
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
+_RAW_STREAM = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of the device's current stream, without the object that torch.cuda.current_stream makes of it."""
+    if _RAW_STREAM is None or device.index is None:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    return int(_RAW_STREAM(device.index))
+
+
 class Tickets:
     """Counters, initially zero, of the splits of a tile that have arrived. Kernels reset them to zero.
 

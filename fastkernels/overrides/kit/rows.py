@@ -33,6 +33,14 @@ def rows(x: torch.Tensor) -> tuple[int, int, int] | None:
     return (n_inner, outer, inner) if len(runs) == 2 else (1, inner, 0)
 
 
+def tokens_first(x: torch.Tensor) -> bool:
+    """Whether x [B, heads, T, D] has the heads of a token together in memory, as queries and keys after a product.
+
+    Kernels then take x.transpose(1, 2): three strides describe x itself.
+    """
+    return x.dim() == 4 and x.shape[1] > 1 and x.shape[2] > 1 and x.stride(1) < x.stride(2)
+
+
 def unsupported_rows(x: torch.Tensor | None, name: str = "x") -> str | None:
     """None if a kernel that uses `rows` can read x, or x is None, else the reason."""
     if x is None:

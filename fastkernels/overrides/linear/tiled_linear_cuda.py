@@ -17,7 +17,7 @@ import torch
 
 from fastkernels.core import cuda_rtc
 from fastkernels.overrides.kit.hopper import no_hopper, text
-from fastkernels.overrides.kit.launch import multiprocessors
+from fastkernels.overrides.kit.launch import current_stream, multiprocessors
 from fastkernels.overrides.kit.overlap import overlaps
 from fastkernels.overrides.linear.linear_fp8_scales import BLOCK, check, granularity, strides
 from fastkernels.overrides.linear.linear_fp8_triton import unsupported
@@ -41,6 +41,12 @@ NONE, GELU, GELU_TANH, RESIDUAL, SWIGLU, ROTATED_HALVES, ROTATED_NEIGHBORS, GEGL
 GATED = (SWIGLU, GEGLU, SWIGLU_FP8)
 HEAD = 64  # channels of a head that is rotated
 EPILOGUE = (0.484, 0.11, 0.11, 0.205, 0.171, 0.171, 0.171, 0.171)  # cycles of each f for a column of a row
+
+OUT = 5  # the result's place among the kernel's parameters
+# Launches whose parameters are in memory: without them a call takes three times as long on the host. A model has a few
+# for each layer; addresses of activations repeat.
+MOST_PREPARED = 4096
+_prepared: dict[tuple[Any, ...], cuda_rtc.Prepared] = {}
 
 # rows, columns  of a tile
 # cooperate      both warpgroups multiply a tile, instead of taking tiles in turn
@@ -409,11 +415,39 @@ def _launch(
     scale: torch.Tensor | None = None, residual: torch.Tensor | None = None, turns: Turns | None = None,
     scales: Scales | None = None, **params: Any,
 ) -> None:  # fmt: skip
+    scale, residual = (None if t is None else t.contiguous() for t in (scale, residual))
+    stream = current_stream(x.device)
+    early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
+    key = None
+    if turns is None and scales is None and x.is_contiguous():  # an x with other strides may be copied
+        key = (
+            x.data_ptr(), x.shape, out.shape, out.dtype, x.device, f, *params.values(),
+            *[(w.data_ptr(), w.stride(0)) for w in weights], *[t if t is None else t.data_ptr() for t in biases],
+            scale if scale is None else scale.data_ptr(), residual if residual is None else residual.data_ptr(),
+        )  # fmt: skip
+    launch = _prepared.get(key) if key is not None else None
+    if launch is None:
+        launch = _prepare(x, weights, biases, f, out, scale, residual, turns, scales, params)
+        if launch is None:
+            return
+        if key is not None:
+            if len(_prepared) >= MOST_PREPARED:
+                _prepared.clear()
+            _prepared[key] = launch
+    launch.launch(stream, early, OUT, out.data_ptr())
+
+
+def _prepare(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], f: int, out: torch.Tensor,
+    scale: torch.Tensor | None, residual: torch.Tensor | None, turns: Turns | None, scales: Scales | None,
+    params: dict[str, Any],
+) -> cuda_rtc.Prepared | None:  # fmt: skip
+    """Describe a launch; None without results."""
     (n, k), parts = weights[0].shape, len(weights)
     rows = x.reshape(-1, k)
     m = rows.shape[0]
     if m == 0 or n == 0:
-        return
+        return None
     if m > 1 and rows.stride(0) < k:  # expanded from one row
         rows = rows.contiguous()
     sms, fp8 = multiprocessors(x.device), scales is not None
@@ -423,15 +457,12 @@ def _launch(
     x_rows, w_rows = p.boxes
     x_map = cuda_rtc.tensor_map(rows.data_ptr(), m, k, rows.stride(0) if m > 1 else k, x_rows)
     w_maps = (_weight_map(weight.data_ptr(), n, k, weight.stride(0), w_rows) for weight in weights)
-    scale, residual = (None if t is None else t.contiguous() for t in (scale, residual))
     added, pointers = (
         [None if t is None else t.data_ptr() for t in some] for some in (biases, (scale, residual, out))
     )
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    early = overlaps(x.device) and torch.cuda.is_current_stream_capturing()
     more = turns or Turns(), *([] if scales is None else [scales])
     given = (x_map, (_M * parts)(*w_maps), (_P * parts)(*added), *pointers, m, n, k, *more)
-    kernel.launch(p.grid, THREADS, stream, given, overlap=early)
+    return cuda_rtc.Prepared(kernel, p.grid, THREADS, given)
 
 
 def _weight_map(address: int, n: int, k: int, row: int, box: int) -> cuda_rtc.TensorMap:

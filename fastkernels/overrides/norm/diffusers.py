@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
+from fastkernels.overrides.kit.rows import tokens_first
 from fastkernels.overrides.norm.layer_norm import layer_norm, unsupported_shape
 from fastkernels.overrides.norm.rms_norm import rms_norm
 
@@ -33,12 +34,15 @@ class DiffusersRMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(self.dim)) if elementwise_affine and bias else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x, weight = hidden_states, self.weight
+        heads = tokens_first(hidden_states)
+        x, weight = hidden_states.transpose(1, 2) if heads else hidden_states, self.weight
         if weight is None or weight.dtype == x.dtype:
-            return rms_norm(x, weight, self.eps, None, None, True)
-        if weight.dtype in (torch.float16, torch.bfloat16):
-            return rms_norm(x, None, self.eps).to(weight.dtype) * weight
-        return rms_norm(x.to(weight.dtype), weight, self.eps, None, None, False)
+            out = rms_norm(x, weight, self.eps, None, None, True)
+        elif weight.dtype in (torch.float16, torch.bfloat16):
+            out = rms_norm(x, None, self.eps).to(weight.dtype) * weight
+        else:
+            out = rms_norm(x.to(weight.dtype), weight, self.eps, None, None, False)
+        return out.transpose(1, 2) if heads else out
 
 
 class DiffusersMochiRMSNorm(nn.Module):
@@ -53,6 +57,9 @@ class DiffusersMochiRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(self.dim)) if elementwise_affine else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if tokens_first(hidden_states):
+            out = rms_norm(hidden_states.transpose(1, 2), self.weight, self.eps, None, None, False)
+            return out.transpose(1, 2)
         return rms_norm(hidden_states, self.weight, self.eps, None, None, False)
 
 

@@ -96,8 +96,10 @@ def _supports_triton(
     if weight is not None and not weight.is_contiguous():
         return f"weight has strides {tuple(weight.stride())}, not contiguous"
     for name, t in (("x", x), ("residual", residual)):
-        if t is not None and (t.stride(-1) != 1 or (t.dim() > 3 and not t.is_contiguous())):
+        if t is not None and t.stride(-1) != 1:
             return f"{name} has strides {tuple(t.stride())}: the last dimension must be contiguous"
+    if x.dim() > 3 and (rows(x) is None or (residual is not None and residual.stride() != x.stride())):
+        return f"x has strides {tuple(x.stride())}: rows need at most two, the same in the residual"
     return None
 
 

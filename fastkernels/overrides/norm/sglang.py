@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
+from fastkernels.overrides.kit.dispatcher import on_backend
 from fastkernels.overrides.norm.gemma_rms_norm import gemma_rms_norm
 from fastkernels.overrides.norm.l2_norm import l2_norm
 from fastkernels.overrides.norm.layer_norm import CohereLayerNorm, layer_norm
@@ -14,6 +17,7 @@ from fastkernels.overrides.norm.rms_norm_gated import (
     FusedGatedRMSNorm,
     GatedRMSNorm,
     MixerRMSNormGated,
+    rms_norm_gated,
 )
 
 
@@ -95,7 +99,11 @@ class SGLangRMSNorm(SGLangRMSNorm_0_5_16):
         residual: torch.Tensor | None = None,
         post_residual_addition: torch.Tensor | None = None,
         quant_linear: nn.Module | None = None,
+        *,
+        backend: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if backend is not None:
+            return on_backend(self, backend, x, residual, post_residual_addition, quant_linear)
         if residual is not None and post_residual_addition is not None:
             residual = residual + post_residual_addition  # new memory, as in the host
         how = (self.variance_epsilon, residual, self.variance_size_override, self.cast_x_before_out_mul)
@@ -120,7 +128,11 @@ class SGLangGemmaRMSNorm(nn.Module):
         x: torch.Tensor,
         residual: torch.Tensor | None = None,
         post_residual_addition: torch.Tensor | None = None,
+        *,
+        backend: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if backend is not None:
+            return on_backend(self, backend, x, residual, post_residual_addition)
         if residual is not None and post_residual_addition is not None:
             residual = residual + post_residual_addition
         out = gemma_rms_norm(x, self.weight, self.variance_epsilon, residual)
@@ -143,8 +155,10 @@ class SGLangGemma3RMSNorm(SGLangGemma3RMSNorm_0_5_16):
     """Gemma3RMSNorm from 0.5.17 on; see SGLangGemmaRMSNorm."""
 
     def forward(  # type: ignore[override]
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, backend: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if backend is not None:
+            return on_backend(self, backend, x, residual)
         out = gemma_rms_norm(x, self.weight, self.eps, residual)
         return out if residual is None else (out, residual)
 
@@ -170,7 +184,9 @@ class SGLangLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=dtype))
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, backend: Any = None) -> torch.Tensor:
+        if backend is not None:
+            return on_backend(self, backend, x)
         weight = self.weight if self.elementwise_affine else None
         bias = self.bias if self.use_bias else None
         h = x if self.dtype == torch.float32 else x.to(self.dtype)  # the op computes in float32 by itself
@@ -195,7 +211,9 @@ class SGLangGemma4RMSNorm(nn.Module):
         """Return why our forward does not support this module (ours or the host's), or None."""
         return f"scale_shift={module.scale_shift}" if module.with_scale and module.scale_shift else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, backend: Any = None) -> torch.Tensor:
+        if backend is not None:
+            return on_backend(self, backend, x)
         return rms_norm(x, self.weight if self.with_scale else None, self.eps, None, None, False)
 
 
@@ -206,7 +224,9 @@ class SGLangRMSNormWithoutScale(nn.Module):
         super().__init__()
         self.hidden_size, self.eps = hidden_size, eps
 
-    def forward(self, x):
+    def forward(self, x, *, backend=None):
+        if backend is not None:
+            return on_backend(self, backend, x)
         return rms_norm(x, None, self.eps)
 
 
@@ -249,6 +269,13 @@ class SGLangFusedRMSNormGated(FusedGatedRMSNorm):
 class SGLangMixer2RMSNormGated(MixerRMSNormGated):
     """Mixer2RMSNormGated of Mamba 2: x, gate [..., full_hidden_size]; the norm of x silu(gate), in groups."""
 
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, gate: torch.Tensor, *, backend: Any = None
+    ) -> torch.Tensor:
+        if backend is not None:
+            return on_backend(self, backend, x, gate)
+        return rms_norm_gated(x, self.weight, gate, self.variance_epsilon, self.group_size, False)
+
 
 def sglang_l2norm_fwd(
     x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
@@ -276,13 +303,13 @@ _L2_NOTE = "SGLang's linear attention binds the function at import: for forks an
 
 TARGETS = {
     "rms_norm": (
-        Target("sglang", _HOST + "RMSNorm", "SGLangRMSNorm_0_5_16", "leaf", "<0.5.21"),
-        Target("sglang", _HOST + "RMSNorm", "SGLangRMSNorm", "leaf", ">=0.5.21"),
+        Target("sglang", _HOST + "RMSNorm", "SGLangRMSNorm_0_5_16", "leaf", "<0.5.21", writes=("x",)),
+        Target("sglang", _HOST + "RMSNorm", "SGLangRMSNorm", "leaf", ">=0.5.21", writes=("x",)),
         Target("sglang", _HOST + "Gemma4RMSNorm", "SGLangGemma4RMSNorm", "leaf"),
         Target("sglang", _HOST + "RMSNormWithoutScale", "SGLangRMSNormWithoutScale", "leaf"),
     ),
     "gemma_rms_norm": (
-        Target("sglang", _HOST + "GemmaRMSNorm", "SGLangGemmaRMSNorm", "leaf"),
+        Target("sglang", _HOST + "GemmaRMSNorm", "SGLangGemmaRMSNorm", "leaf", writes=("x",)),
         Target("sglang", _HOST + "Gemma3RMSNorm", "SGLangGemma3RMSNorm_0_5_16", "leaf", "<0.5.17"),
         Target("sglang", _HOST + "Gemma3RMSNorm", "SGLangGemma3RMSNorm", "leaf", ">=0.5.17"),
     ),

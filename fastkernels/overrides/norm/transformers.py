@@ -194,7 +194,7 @@ class TransformersKimiLinearRMSNormGated(nn.Module):
 
 
 class TransformersMambaRMSNormGated(nn.Module):
-    """MambaRMSNormGated, also of Bamba and Granite hybrids: the norm of hidden_states [..., H] times silu(gate)."""
+    """MambaRMSNormGated before 5.24, also in Bamba: the norm of hidden_states [..., H] times silu(gate)."""
 
     def __init__(self, hidden_size, eps=1e-6):
         super().__init__()
@@ -262,9 +262,11 @@ _T5 = (
 _L2_NOTE = "transformers' linear attention binds the function at import: for forks and for our engine"
 
 
-def _target(model: str, name: str, cls: str, seam: str = "leaf", note: str = "", **computes: Any) -> Target:
+def _target(
+    model: str, name: str, cls: str, seam: str = "leaf", note: str = "", versions: str = "", **computes: Any
+) -> Target:  # fmt: skip
     path = f"transformers.models.{model}.modeling_{model}:{name}"
-    return Target("transformers", path, cls, seam, note=note, computes=computes)
+    return Target("transformers", path, cls, seam, versions, note=note, computes=computes)
 
 
 TARGETS = {
@@ -286,7 +288,10 @@ TARGETS = {
     "rms_norm_gated": (
         _target("qwen3_next", "Qwen3NextRMSNormGated", "TransformersQwen3NextRMSNormGated"),
         _target("kimi_linear", "KimiLinearRMSNormGated", "TransformersKimiLinearRMSNormGated", activation="sigmoid"),
-        _target("mamba2", "MambaRMSNormGated", "TransformersMambaRMSNormGated", norm_before_gate=False),
+        # From 5.24 on it is the same as Zamba2's.
+        _target(
+            "mamba2", "MambaRMSNormGated", "TransformersMambaRMSNormGated", versions="<5.24", norm_before_gate=False
+        ),
         _target("zamba2", "Zamba2RMSNormGated", "TransformersZamba2RMSNormGated", norm_before_gate=False),
     ),
     "t5_layer_norm": tuple(

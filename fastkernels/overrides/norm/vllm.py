@@ -231,8 +231,8 @@ _L2_NOTE = "vLLM's linear attention binds the function at import: for forks and 
 
 TARGETS = {
     "rms_norm": (
-        Target("vllm", _HOST + "RMSNorm", "VllmRMSNorm", "leaf"),
-        Target("vllm", _FUSERS + "TPAwareRMSNorm", "VllmTPAwareRMSNorm", "leaf"),
+        Target("vllm", _HOST + "RMSNorm", "VllmRMSNorm", "leaf", writes=("x",)),
+        Target("vllm", _FUSERS + "TPAwareRMSNorm", "VllmTPAwareRMSNorm", "leaf", writes=("x",)),
         Target("vllm", _MODELS + "commandr:RMSNorm", "VllmCohereRMSNorm", "leaf", ">=0.32"),
         Target("vllm", _MODELS + "cohere2_moe:RMSNorm", "VllmCohereRMSNorm", "leaf", "<0.33"),
     ),

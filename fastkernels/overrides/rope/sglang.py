@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastkernels.core.spec import Target
+from fastkernels.overrides.kit.dispatcher import on_backend
 from fastkernels.overrides.rope.rope_scaling import (
     DynamicNTKAlpha,
     Gemma4,
@@ -50,13 +51,11 @@ class SGLangRotaryEmbedding_0_5_16(RopeModule):
         return None
 
     def forward(
-        self,
-        positions: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        offsets: torch.Tensor | None = None,
-        fused_set_kv_buffer_arg: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, offsets: torch.Tensor | None = None,
+        fused_set_kv_buffer_arg: Any = None, *, backend: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if backend is not None:
+            return on_backend(self, backend, positions, query, key, offsets, fused_set_kv_buffer_arg)
         if fused_set_kv_buffer_arg is not None:
             host = getattr(self, f"forward_{query.device.type}", None)
             if host is None:
@@ -166,12 +165,11 @@ class SGLangDeepseekScalingRotaryEmbedding(YaRN, SGLangRotaryEmbedding_0_5_16):
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     def forward(  # type: ignore[override]
-        self,
-        positions: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        offsets: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, offsets: torch.Tensor | None = None, *,
+        backend: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if backend is not None:
+            return on_backend(self, backend, positions, query, key, offsets)
         at = positions if offsets is None else positions + offsets
         native = query.device.type == "cpu"  # there the host rounds after every operation
         rotary_emb(at, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style, native, native)
@@ -209,12 +207,11 @@ class SGLangMRotaryEmbedding(SGLangRotaryEmbedding_0_5_16):
         return _ON_POLICY if getattr(module, "_force_native", False) else None
 
     def forward(  # type: ignore[override]
-        self,
-        positions: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        fused_set_kv_buffer_arg: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, fused_set_kv_buffer_arg: Any = None, *,
+        backend: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if backend is not None:
+            return on_backend(self, backend, positions, query, key, fused_set_kv_buffer_arg)
         if fused_set_kv_buffer_arg is not None:
             raise ValueError(
                 "fused_set_kv_buffer_arg is not supported: store key and value with store_kvcache"

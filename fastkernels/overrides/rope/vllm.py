@@ -22,6 +22,7 @@ from fastkernels.overrides.rope.rope_scaling import (
     yarn_magnitude,
 )  # fmt: skip
 from fastkernels.overrides.rope.rope_tables import Llama3, RopeModule, Span, inverse_frequencies, rotate
+from fastkernels.overrides.rope.rope_types import ROPE_TYPES
 from fastkernels.overrides.rope.rotary_emb import rotary_emb
 
 
@@ -355,7 +356,7 @@ def get_rope(
     """The module for a Hugging Face config's rope_parameters (rope_theta, rope_type, partial_rotary_factor, ...).
 
     For 'longrope' they may also hold max_model_len, see ChosenLongRoPE; by default it is max_position.
-    Raises ValueError for a rope_type other than 'default' and those of _NEEDED, or a missing parameter.
+    Raises ValueError for a rope_type other than 'default' and those of ROPE_TYPES, or a missing parameter.
     """
     p = dict(rope_parameters or {})
     kind = p.get("rope_type", p.get("type", "default"))
@@ -367,9 +368,9 @@ def get_rope(
     dtype = dtype or torch.get_default_dtype()
     if kind == "default":
         return VllmRotaryEmbedding(*args, dtype)
-    if kind not in _NEEDED:
-        raise ValueError(f"rope_type {kind!r} is not supported; known: default, {', '.join(_NEEDED)}")
-    missing = [n for n in _NEEDED[kind] if p.get(n) is None]
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"rope_type {kind!r} is not supported; known: default, {', '.join(ROPE_TYPES)}")
+    missing = [n for n in ROPE_TYPES[kind] if p.get(n) is None]
     if missing:
         raise ValueError(f"rope_type {kind!r} needs {', '.join(missing)} in rope_parameters")
     if kind == "proportional":
@@ -388,17 +389,7 @@ def get_rope(
         return _yarn(head_size, rotary_dim, max_position, base, is_neox_style, p, dtype)
     if kind == "longrope":
         return _longrope(head_size, rotary_dim, max_position, base, is_neox_style, p, dtype)
-    return VllmLlama3RotaryEmbedding(*args, dtype, *(p[n] for n in _NEEDED[kind]))
-
-
-# {rope_type: rope_parameters that it cannot do without}
-_NEEDED = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("original_max_position_embeddings",),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
-    "proportional": (),
-}
+    return VllmLlama3RotaryEmbedding(*args, dtype, *(p[n] for n in ROPE_TYPES[kind]))
 
 
 def _yarn(

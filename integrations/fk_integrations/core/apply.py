@@ -20,6 +20,7 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
+from fastkernels.verify import host_time
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import seam
 from fk_integrations.core.adapter import Adapter
@@ -102,6 +103,8 @@ class Patched:
             row.state = "active"
             row.explain({Reason(Kind.CANDIDATE, "candidate"): 0})
         row.proof = "trace" if row.op in self.traced else "calls" if row.calls else ""
+        if row.proof == "calls" and row.calls <= sum(op.plain for op in ops):
+            row.proof = "fell back"
 
     def reset(self) -> None:
         from fastkernels.core.dispatch import OPS
@@ -264,8 +267,10 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     ours = _our_class(patched, spec, target)
     trial = None
     if place.decided and decides and not by_table:
-        chip = tuning.chip_of(_device(patched.model))
-        trial = Trial(spec.name, host_class, chip in target.compiled)
+        device = _device_of(patched.model)
+        compiled = bool(modules) and tuning.chip_of(device.type) in target.compiled
+        slower = host_time.slower_to_call(spec.name, device) if compiled else None
+        trial = Trial(spec.name, host_class, compiled and slower is None, slower or "")
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:
@@ -476,13 +481,20 @@ def absent_rows(adapter: Adapter, request: Request, model: Any, rows: list[Row],
         if request.ops is None and name not in present and adapter.first_call and model is not None:
             reasons |= _on_request(adapter, registry.get(name), model)
         if request.ops is not None and name not in present:
-            reasons = reasons or {_why_absent(adapter, name): 0}
+            reasons = {_unrecognized(reason): n for reason, n in reasons.items()} or {
+                _why_absent(adapter, name): 0
+            }
         if reasons:
             targets = registry.get(name).targets_for(adapter.host, adapter.version)
             row = Row(rank, name, targets[0].path.partition(":")[2] if targets else f"{name}()", 0, "off")
             row.explain(reasons)
             made.append(row)
     return made
+
+
+def _unrecognized(reason: Reason) -> Reason:
+    """The reason of modules that may compute an op which was requested and goes in nowhere."""
+    return Reason(Kind.UNRECOGNIZED, reason.text) if reason.kind is Kind.OTHER_CLASS else reason
 
 
 def _on_request(adapter: Adapter, spec: OpSpec, model: Any) -> dict[Reason, int]:
@@ -551,11 +563,12 @@ def summary(patched: Patched) -> str:
     return "\n".join(lines)
 
 
+_OTHERS = (Kind.OTHER_CLASS, Kind.UNRECOGNIZED)
 _SILENT = (Kind.NO_SUCH_MODULE, Kind.CANDIDATE, Kind.CANDIDATE_UNCALLED)
 _STAYS: dict[str, Callable[[Kind], bool]] = {
     "left to the host": lambda kind: kind.left,
-    "stays with the host": lambda kind: kind is Kind.OTHER_CLASS,
-    "off": lambda kind: not kind.left and kind is not Kind.OTHER_CLASS and kind not in _SILENT,
+    "stays with the host": lambda kind: kind in _OTHERS,
+    "off": lambda kind: not kind.left and kind not in (*_OTHERS, *_SILENT),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dis
+import sys
 from collections.abc import Callable
 from functools import cache, update_wrapper
 from types import FunctionType
@@ -15,6 +16,7 @@ from torch.autograd import forward_ad
 
 from fastkernels.core.dispatch import proving
 from fastkernels.core.reasons import Kind, Reason
+from fk_integrations.core.decorated import host_function, plain_function, redecorated
 from fk_integrations.core.journal import Journal
 from fk_integrations.verify.trials import Trial, choosing, sizes_of, wrapper
 
@@ -137,11 +139,14 @@ def inference_only(
     """Make a function that runs `ours`, but `theirs` in a call that needs gradients: our kernels compute none.
 
     A call needs gradients if one of its tensors, or a parameter of a module among its arguments, requires them; in
-    forward mode every call does. `theirs` also runs in torch.func.vmap, and if needs(self) is a reason: why the
-    parts that ours does not call have to run, as they are now.
+    forward mode every call does. `theirs` also runs in torch.func.vmap, under an exporter, whose result must not need
+    our ops, and if needs(self) is a reason: why the parts that ours does not call have to run, as they are now.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            _leave_to_exporter(op)
+            return theirs(*args, **kwargs)
         backward = torch.is_grad_enabled() and (_requires_grad(args) or _requires_grad(kwargs.values()))
         if backward or forward_ad._current_level >= 0:
             _note(op, "the call needs gradients; inference runs ours in torch.no_grad()")
@@ -155,6 +160,13 @@ def inference_only(
         return ours(*args, **kwargs)
 
     return wrapper(run, ours)
+
+
+@torch._dynamo.assume_constant_result
+def _leave_to_exporter(op: str) -> None:
+    """Count a place that torch.export, torch.jit.trace or an ONNX exporter records."""
+    for found in proving(op)[:1]:
+        found.leave("an exporter records the host's code")
 
 
 def _requires_grad(values: Any) -> bool:
@@ -179,9 +191,9 @@ def _note(op: str, reason: str) -> None:
         found.note(reason)
 
 
-def called(cls: type, method: str = "forward") -> dict[str, FunctionType]:
+def called(cls: type, method: str = "forward") -> dict[str, Any]:
     """{name: function} of the global functions that a method of the class calls by name."""
-    forward = getattr(cls, method, None)
+    forward = host_function(getattr(cls, method, None))
     if not isinstance(forward, FunctionType):
         return {}
     kinds: dict[str, set[str]] = {}
@@ -189,10 +201,10 @@ def called(cls: type, method: str = "forward") -> dict[str, FunctionType]:
         if step.argval in forward.__code__.co_names:
             kinds.setdefault(step.argval, set()).add(step.opname)
     found = {name: forward.__globals__.get(name) for name, how in kinds.items() if how == {"LOAD_GLOBAL"}}
-    return {name: value for name, value in found.items() if isinstance(value, FunctionType)}
+    return {name: value for name, value in found.items() if plain_function(value) is not None}
 
 
-def callers(cls: type) -> dict[FunctionType, str]:
+def callers(cls: type) -> dict[Any, str]:
     """{global function: the method of the class that calls it by name}; of several, forward."""
     own = (name for name, value in vars(cls).items() if isinstance(value, FunctionType))
     methods = [*own, "forward"]
@@ -200,12 +212,33 @@ def callers(cls: type) -> dict[FunctionType, str]:
 
 
 @cache
-def calling_class(cls: Any, theirs: FunctionType, ours: Any, method: str = "forward") -> type:
+def until_replaced(
+    theirs: Any, ours: Callable[..., Any], op: str, name: str, file: str
+) -> Callable[..., Any]:
+    """Make a function that runs `ours`, until other code replaces the function `name` of the host's file."""
+    namespace = vars(sys.modules[file])
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = namespace[name]
+        if found is theirs:
+            return ours(*args, **kwargs)
+        _note(op, f"{name} was replaced by other code after the patch")
+        return found(*args, **kwargs)
+
+    return wrapper(run, ours)
+
+
+def calling_class(cls: Any, theirs: Any, ours: Any, method: str = "forward") -> type:
     """A subclass whose method is the class's, with a name of our own in the place of that of `theirs`.
 
     The name is a new global of the class's file. With other globals, torch.compile would not find what forward calls.
     """
-    old, new = getattr(cls, method), f"_fastkernels_{ours.__name__}"
+    return _calling_class(cls, theirs, ours, method, getattr(cls, method))
+
+
+@cache
+def _calling_class(cls: Any, theirs: Any, ours: Any, method: str, decorated: Any) -> type:
+    old, new = host_function(decorated), f"_fastkernels_{ours.__name__}"
     names = {name for name, value in called(cls, method).items() if value is theirs}
     code = old.__code__.replace(co_names=tuple(new if n in names else n for n in old.__code__.co_names))
     old.__globals__[new] = ours
@@ -213,8 +246,14 @@ def calling_class(cls: Any, theirs: FunctionType, ours: Any, method: str = "forw
     forward.__kwdefaults__ = old.__kwdefaults__
     update_wrapper(forward, old)
     del forward.__wrapped__  # type: ignore[attr-defined]
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, method: forward, _CALLS: ours}
+    methods = {method: redecorated(decorated, forward), _CALLS: ours}
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods}
     return type(cls.__name__, (cls,), {**_copies(cls), **body})
+
+
+def called_function_of(cls: type) -> Any:
+    """Our function that a class of `calling_class` calls; None for any other class."""
+    return vars(cls).get(_CALLS)
 
 
 def restore(model: Any) -> None:

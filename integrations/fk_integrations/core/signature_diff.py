@@ -23,7 +23,8 @@ class Comparison:
     """One (op, host class, version).
 
     exact     same names, order, kinds and defaults of __init__ and of the call; and a fork's class has all that the
-              host uses: it inherits from the host's class, or ours lacks nothing
+              host uses: it inherits from the host's class, or ours lacks nothing. For the call of a dispatching
+              forward(*args), ours accepts what it accepts, and may have further optional keywords
     lacks     what the host's subclasses override and its code uses, and our own class, built without the host, lacks
     inherits  whether a live host and a fork keep the host's class, with methods of ours
     """
@@ -89,6 +90,36 @@ def our_signature(cls: type, method: str) -> str | None:
     return None
 
 
+def accepted(entry: dict[str, Any], method: str) -> str | None:
+    """The recorded signature of a method; of `forward_native`, with the keywords of its dispatching forward."""
+    recorded: str | None = entry["methods"].get(method)
+    if method != "forward_native" or recorded is None or "dispatch" not in entry:
+        return recorded
+    taken, dispatcher = _arguments(recorded), _arguments(entry["dispatch"])
+    taken.kwonlyargs += dispatcher.kwonlyargs
+    taken.kw_defaults += dispatcher.kw_defaults
+    return f"({ast.unparse(taken)})"
+
+
+def _arguments(text: str) -> ast.arguments:
+    function = ast.parse(f"def f{text}: pass").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return function.args
+
+
+def _accepts(ours: str, theirs: str) -> bool:
+    """Whether `ours` is `theirs`, or has further keywords with a default of None."""
+    if ours == theirs:
+        return True
+    mine, names = _arguments(ours), {a.arg for a in _arguments(theirs).kwonlyargs}
+    kept = [
+        (a, d) for a, d in zip(mine.kwonlyargs, mine.kw_defaults, strict=True)
+        if a.arg in names or d is None or ast.unparse(d) != "None"
+    ]  # fmt: skip
+    mine.kwonlyargs, mine.kw_defaults = [a for a, _ in kept], [d for _, d in kept]
+    return ast.unparse(mine) == ast.unparse(_arguments(theirs))
+
+
 def difference(entry: dict[str, Any], ours: Any) -> str:
     """'' if `ours` has the recorded signatures, else what differs, method by method."""
     if entry["kind"] == "function":
@@ -99,11 +130,12 @@ def difference(entry: dict[str, Any], ours: Any) -> str:
     if entry["call"] == "apply" and hasattr(ours, "embedding"):  # an embedding's method has two calls
         methods.append("embedding")
     for method in methods:
-        recorded = entry["methods"].get(method)
+        recorded = accepted(entry, method)
         # Our forward replaces the host's dispatched methods; quant methods and backends keep the host's name.
         name = "forward" if method == "forward_native" else method
         found = our_signature(ours, name)
-        if recorded != found:
+        dispatched = name != method and recorded is not None and found is not None
+        if recorded != found and not (dispatched and _accepts(found, recorded)):  # type: ignore[arg-type]
             lines.append(
                 f"{method}: host {recorded or 'has none of its own'}, ours {found or 'has none of its own'}"
             )

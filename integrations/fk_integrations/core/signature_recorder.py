@@ -9,6 +9,7 @@ writes HOST/signatures/VERSION.json (versions.py says what the files of older ve
         "call": the method that states the call ("" for a function, which is its own),
         "methods": {"__init__": "(hidden_size, eps=1e-06, *, prefix='')", "forward": ..., ...},
         "static": [methods that are static],
+        "dispatch": the signature of a `forward` that hands its arguments (*args) to `forward_native` or its like,
         "semantics": a hash of what the function or `forward` computes (models of transformers only),
         "surface": what the host itself uses of a class that we replace; see surface.py}}}
 
@@ -195,7 +196,7 @@ def describe(sources: Sources, path: str) -> dict[str, Any] | None:
     dispatched = methods.get("forward", "").startswith("(*") and "forward_native" in methods
     calls = [m for m in CALLS if m in methods and not (dispatched and m == "forward")]
     if dispatched:
-        del methods["forward"]
+        entry["dispatch"] = methods.pop("forward")
     return {
         "kind": "class", "call": calls[0] if calls else "", "methods": methods, "static": static, **entry,
     }  # fmt: skip

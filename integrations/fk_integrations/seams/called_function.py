@@ -7,7 +7,8 @@ from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.live_class import callers, calling_class, inference_only
+from fk_integrations.core.decorated import host_function
+from fk_integrations.core.live_class import called, callers, calling_class, inference_only, until_replaced
 from fk_integrations.core.seam import Seam, Swap
 
 
@@ -33,7 +34,12 @@ class CalledFunction(Seam):
     def swap(self, swap: Swap) -> Reason | None:
         cls: Any = type(swap.module)
         theirs: Any = swap.host_class
-        ours = inference_only(theirs, swap.ours, swap.differentiable) if swap.differentiable else swap.ours
-        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, callers(cls)[theirs]))
+        ours: Any = swap.ours
+        method = callers(cls)[theirs]
+        if op := swap.differentiable:
+            name = next(n for n, function in called(cls, method).items() if function is theirs)
+            file = host_function(getattr(cls, method)).__globals__["__name__"]
+            ours = until_replaced(theirs, inference_only(theirs, ours, op), op, name, file)
+        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, method))
         swap.adapter.repin(swap.module, swap.journal)
         return None

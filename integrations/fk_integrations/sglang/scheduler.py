@@ -20,11 +20,12 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import call_recording, proof, reports, versions
+from fk_integrations.core import all_ranks, call_recording, proof, reports, versions
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.heap import Heap, frozen_again
 from fk_integrations.core.journal import Journal
+from fk_integrations.core.relatives import relatives
 from fk_integrations.sglang import attention, experts, own_kernels
 from fk_integrations.sglang.attention import backends
 
@@ -60,6 +61,17 @@ class SglangAdapter(Adapter):
         from sglang.srt.distributed.parallel_state import get_tp_group
 
         return get_tp_group().cpu_group
+
+    def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
+        return relatives(self, op, model)
+
+    def fused(self, model: Any, op: str, module: Any) -> Reason | None:
+        forced = os.environ.get("SGLANG_FORCE_FUSED_OP_BACKEND")
+        if not forced or not hasattr(module, "backend_eligible"):  # not a BaseFusedOp
+            return None
+        return Reason(
+            Kind.LEFT_TO_HOST, f"SGLANG_FORCE_FUSED_OP_BACKEND={forced} selects SGLang's own kernel"
+        )
 
     def providers(self) -> Mapping[str, Provider]:
         return own_kernels.providers()
@@ -112,6 +124,8 @@ def patch_after_loading() -> None:
         result = stock(self, *args, **kwargs)
         if not self.is_draft_worker:
             try:
+                all_ranks.announce("sglang")
+                all_ranks.check("sglang")
                 _apply(self, Request.from_environment())
             except Exception as error:
                 raise PatchError(f"FASTKERNELS=1, but SGLang cannot be patched: {error}") from error

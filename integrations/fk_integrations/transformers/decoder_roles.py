@@ -35,6 +35,10 @@ class Unexplained(ValueError):
         return (self, *self.also)
 
 
+class NotObserved(Unexplained):
+    """The model does not run at small sizes, or its attention is not seen: the reason is a symptom."""
+
+
 @dataclass
 class Observed:
     """The result of one observed forward pass.
@@ -130,7 +134,7 @@ def _embedding(
 def _stack(model: nn.Module, made: Recording) -> str:
     """The name of the list of layers: the one above every call of attention."""
     if not made.attention:
-        raise Unexplained(
+        raise NotObserved(
             "",
             "no softmax attention over all tokens was seen: neither a call of transformers' attention "
             "functions, nor a softmax of queries times keys",
@@ -462,11 +466,17 @@ def _rope(
     of_types = [kind for kind, own in given.items() if isinstance(own, dict)]  # of layers
     for kind in of_types or [""]:
         try:
-            rope = d.rope(config, kind)
+            rope = d.rope(config, kind, partial=True)
         except d.Unsupported as error:
             raise Unexplained(seen.path, str(error)) from error
-        for interleaved in (False, True):
-            tried = replace(a, rope=rope, interleaved=interleaved)
+        whole = {
+            name: value for name, value in rope.items() if name != "partial_rotary_factor"
+        }  # if it is ignored
+        for tried in (
+            replace(a, rope=p, interleaved=interleaved)
+            for p in (rope, whole)
+            for interleaved in (False, True)
+        ):
             try:
                 turned = [probe.rotated(tried, x) for x in before]
             except (ValueError, RuntimeError):  # sizes that no module of ours has

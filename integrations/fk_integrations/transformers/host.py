@@ -8,11 +8,14 @@ is one class that all models share, recognized by its path and the fingerprint o
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from types import FunctionType
 from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
@@ -20,7 +23,7 @@ from fastkernels.core.spec import OpSpec, Target
 from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
 from fk_integrations.core.adapter import Adapter, class_path
 from fk_integrations.core.in_process import InProcessHost
-from fk_integrations.core.live_class import called, callers
+from fk_integrations.core.live_class import called, called_function_of, callers
 from fk_integrations.core.lookalikes import PACKAGES, first_package, no_op
 from fk_integrations.transformers.architectures import needs
 from fk_integrations.transformers.recognition import (
@@ -45,6 +48,10 @@ VISUAL = {"attention_dense": ("Attention",), "layer_norm": ("Norm",), "gated_res
 
 # Functions that read tables in which neighbouring channels have the same frequency.
 OF_PAIRS = ("transformers_cohere_apply_rotary_pos_emb",)
+
+
+# Names of functions that rotate queries and keys
+ROTATES = re.compile(r"^apply_\w*rotary|^rotate_queries|^apply_\w*rope")
 
 
 class TransformersAdapter(Adapter):
@@ -89,7 +96,9 @@ class TransformersAdapter(Adapter):
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
         """Modules that look like what the op computes by name and attributes, and that no op replaces."""
-        found: Counter[Reason] = Counter()
+        found: Counter[Reason] = Counter(
+            _rotations(model) if op == "rotary_emb" and model is not None else ()
+        )
         for module in self._lookalikes(op, model) if model is not None else ():
             cls: Any = type(module)
             theirs = cls.__module__.startswith("transformers.") and not hasattr(cls, "fastkernels")
@@ -128,6 +137,42 @@ class TransformersAdapter(Adapter):
         if not any(issubclass(getattr(type(m), "fastkernels", object), GatedGeluMLP) for m in mlps):
             return None
         return Reason(Kind.LEFT_TO_HOST, "our gated_gelu_mlp computes it with the product after it")
+
+
+def _rotations(model: Any) -> Iterator[Reason]:
+    """A reason for each module that rotates queries and keys, by the names in its code, and has no code of ours.
+
+    Where tables of positions exist, but no code that reads them was found: one for each table.
+    """
+    visual, tables, rotating = {*visual_modules(model)}, [], False
+    names = {cls: rotation_of(cls) for cls in {type(m) for m in model.modules()}}
+    for module in model.modules():
+        cls: Any = type(module)
+        ours = hasattr(cls, "fastkernels") or called_function_of(cls) is not None
+        name = names[cls]
+        rotating = rotating or ours or bool(name)
+        if ours or module in visual or not cls.__module__.startswith("transformers."):
+            continue
+        where = f"{cls.__module__}.{cls.__qualname__}"
+        if name:
+            yield Reason(Kind.OTHER_CLASS, f"{where}, whose {name} is not one that rotary_emb replaces")
+        elif "RotaryEmbedding" in cls.__name__:
+            tables.append(where)
+    for where in () if rotating else tables:
+        yield Reason(Kind.OTHER_CLASS, f"{where}, whose tables no code reads that rotary_emb knows")
+
+
+def rotation_of(cls: Any) -> str:
+    """The name of the function with which a class of transformers rotates queries and keys; '' for others."""
+    for base in cls.__mro__:
+        for value in vars(base).values() if base.__module__.startswith("transformers.") else ():
+            code = (
+                getattr(inspect.unwrap(value), "__code__", None) if isinstance(value, FunctionType) else None
+            )
+            found = [name for name in (code.co_names if code is not None else ()) if ROTATES.search(name)]
+            if found:
+                return found[0]
+    return ""
 
 
 def visual_modules(model: Any) -> list[Any]:

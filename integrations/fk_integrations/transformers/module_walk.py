@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,27 @@ def missing(model: Any) -> list[tuple[str, str]]:
         if needs:
             found.setdefault((type(module), needs), (path, needs))
     return list(found.values())
+
+
+def obstacles(model: Any, config: Any) -> list[tuple[str, str]]:
+    """(name of the first module of a class, why it is not described), for models that failed as a whole."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if getattr(config, "is_encoder_decoder", False):
+        return [
+            ("", "its decoder attends to an encoder, and the scaffold writes decoder-only language models")
+        ]
+    found: dict[Any, tuple[str, str]] = {}
+    for path, module in model.named_modules():
+        cls = type(module)
+        own = getattr(sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+        if "alibi" in inspect.signature(cls.forward).parameters and hasattr(module, "num_heads"):
+            found.setdefault(cls, (path, "attention with a bias by the distance of query and key (ALiBi)"))
+        elif own is not ALL_ATTENTION_FUNCTIONS and hasattr(module, "num_key_value_groups"):
+            reason = "attention by functions of the model's own, whose mask depends on the values"
+            found.setdefault(cls, (path, reason))
+    within = {path.rpartition(".")[0] for path, _ in found.values()}
+    return [*((path, why) for path, why in found.values() if path not in within), *missing(model)]
 
 
 def find(model: Any, path: str) -> Walked:

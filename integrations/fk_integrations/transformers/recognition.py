@@ -6,13 +6,13 @@ import ast
 import inspect
 import textwrap
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 from fastkernels.core import registry
 from fastkernels.core.spec import Target
 from fk_integrations.core import versions
 from fk_integrations.core.adapter import class_path
+from fk_integrations.core.decorated import host_function, plain_function
 
 MODELS = "transformers.models."
 
@@ -25,14 +25,14 @@ def semantics(cls: type) -> str:
     """Semantics of the current forward of a class, as recorded for targets; '' if its source cannot be read."""
 
     def method(name: str) -> ast.FunctionDef | None:
-        return _parsed(getattr(vars(cls).get(name), "__code__", None))
+        return _parsed(getattr(host_function(vars(cls).get(name)), "__code__", None))
 
     return versions.semantics(method) if method("forward") is not None else ""
 
 
-def function_semantics(function: FunctionType) -> str:
+def function_semantics(function: Any) -> str:
     """Semantics of a function, as recorded for targets; '' if its source cannot be read."""
-    node = _parsed(function.__code__)
+    node = _parsed(getattr(plain_function(function), "__code__", None))
     return versions.semantics({node.name: node}.get, node.name) if node is not None else ""
 
 

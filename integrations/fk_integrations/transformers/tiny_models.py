@@ -194,6 +194,32 @@ def build(config: Any, seed: int = 0) -> Any:
     return model.eval().requires_grad_(False)
 
 
+TRAINING = ("aux_loss", "z_loss", "jitter", "initializer", "pretraining_tp", "output_", "loss_coef")
+
+
+def fields_read(config: Any) -> set[str]:
+    """The fields that the reference model of a small config reads when it is built and run, but for training."""
+    made, read = copy.deepcopy(config), set[str]()
+    own = type(made)
+
+    class Recorded(own):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    made.__class__ = Recorded
+    try:
+        model = build(made)
+        with torch.inference_mode():
+            model(input_ids=torch.arange(1, 9)[None], use_cache=False)
+    except (
+        Exception
+    ):  # a class that does not accept the recorder, or needs other inputs: no field is known to be read
+        return set()
+    names = getattr(config, "attribute_map", {})
+    return {names.get(name, name) for name in read if not any(part in name for part in TRAINING)}
+
+
 def checkpoint_names(model: Any) -> dict[str, str]:
     """{tensor: its key in a checkpoint} of a random model, for parameters and buffers that are stored as they are.
 
@@ -278,9 +304,9 @@ def with_all_keys(config: Any, change: dict[str, Any]) -> Iterator[dict[str, Any
 
 
 def _activations() -> tuple[str, ...]:
-    from fastkernels.models.common.description import ACTIVATIONS
+    from fastkernels.models.common.activations import NAMES
 
-    return tuple(ACTIVATIONS)
+    return tuple(NAMES)
 
 
 def _flipped(values: list[Any]) -> Iterator[list[Any]]:

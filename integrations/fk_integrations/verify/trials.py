@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from fk_integrations.core.journal import Journal
 
 log = logging.getLogger("fastkernels")
 ROUNDS, CPU_ROUNDS, CALLS = 21, 15, 4  # of a graph's calls, or of calls one after the other
-EAGER = 1.02  # a method that chooses adds Python of its own to eager calls
+EAGER = 1.02  # a method that chooses adds Python of its own to calls outside of a graph
 ERRORS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the norm of the result
 COMPILED = "torch.compile fuses the host's code"
 OWN = "_fastkernels_first_call"
@@ -32,9 +31,14 @@ OWN = "_fastkernels_first_call"
 
 @dataclass(frozen=True)
 class Choice:
-    """One decision, and its line in the report."""
+    """One decision, and its line in the report.
 
-    ours: bool
+    captured  whether ours runs in the capture of a CUDA graph
+    eager     whether ours runs in calls one after the other
+    """
+
+    captured: bool
+    eager: bool
     text: str
 
 
@@ -42,7 +46,7 @@ class Choice:
 class Trial:
     """The decisions about one host class in one patch.
 
-    compiled  whether compiled code keeps ours
+    compiled  whether compiled code keeps ours; else `why_not` is the reason
     choices   {what identifies a call: decision}; modules of the same sizes share them
     modules   that began with ours
     restored  of these, how many are the host's again
@@ -51,6 +55,7 @@ class Trial:
     op: str
     host_class: Any
     compiled: bool = False
+    uncompiled: str = ""
     choices: dict[Any, Choice] = field(default_factory=dict)
     modules: int = 0
     restored: int = 0
@@ -62,7 +67,10 @@ class Trial:
         self.modules += 1
 
     def lines(self) -> list[str]:
-        return [f"{self.op} {choice.text}" for choice in self.choices.values()]
+        compiled = [f"compiled code is the host's: {self.uncompiled}"] if self.uncompiled else []
+        return [
+            f"{self.op} {text}" for text in (*compiled, *(choice.text for choice in self.choices.values()))
+        ]
 
 
 @dataclass
@@ -72,7 +80,7 @@ class _Own:
     trial: Trial
     sizes: Any
     back: Callable[[], None]
-    ours: dict[Any, bool] = field(default_factory=dict)
+    choices: dict[Any, Choice] = field(default_factory=dict)
 
 
 def decides(adapter: Adapter, device: str) -> bool:
@@ -102,9 +110,12 @@ def choosing(
         if own is None:  # undone, and still held by other code
             return theirs(self, *args, **kwargs)
         call = (*_signature(args), *_signature(kwargs.items()))
-        use = own.ours.get(call)
-        if use is None:
-            use = _decide(self, own, call, theirs, ours, args, kwargs)
+        choice = own.choices.get(call)
+        if choice is None:
+            choice = _decide(self, own, call, theirs, ours, args, kwargs)
+        use = choice.eager
+        if use != choice.captured and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            use = choice.captured
         return (ours if use else theirs)(self, *args, **kwargs)
 
     return wrapper(method, theirs)
@@ -152,40 +163,53 @@ def _signature(values: Any) -> Iterator[Any]:
 
 def _decide(
     module: Any, own: _Own, call: Any, theirs: Callable[..., Any], ours: Callable[..., Any], args: Any, kwargs: Any
-) -> bool:  # fmt: skip
-    """Decide for calls like this one; False, undecided, where nothing can be measured now."""
+) -> Choice:  # fmt: skip
+    """Decide for calls like this one; the host's, undecided, where nothing can be measured now."""
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
     device = next((t.device for t in tensors), torch.device("cpu"))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False
+        return Choice(False, False, "undecided")
     place = (own.sizes, call)
     if place not in own.trial.choices:
-        counted = [(op, op.calls, dict(op.fallbacks), dict(op.left)) for op in OPS.values()]
+        counted = [(op, op.calls, op.plain, dict(op.fallbacks), dict(op.left)) for op in OPS.values()]
         run = (partial(theirs, module, *args, **kwargs), partial(ours, module, *args, **kwargs))
         shapes = ", ".join(str(list(t.shape)) for t in tensors)
         kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        found = _measured(*run, device)
-        own.trial.choices[place] = Choice(
-            found.ours, f"{own.trial.host_class.__name__} {kind} {shapes}: {found.text}"
-        )
-        for op, calls, fallbacks, left in counted:  # what a measurement runs is no proof
-            op.calls, op.fallbacks, op.left = calls, fallbacks, left
-    use = own.ours[call] = own.trial.choices[place].ours
-    if not any(own.ours.values()):  # without a wrapper of ours from now on
-        own.back()
+        found = _measured(*run, device, _cost_of_choosing(args, kwargs))
+        text = f"{own.trial.host_class.__name__} {kind} {shapes}: {found.text}"
+        own.trial.choices[place] = Choice(found.captured, found.eager, text)
+        for op, calls, plain, fallbacks, left in counted:  # what a measurement runs is no proof
+            op.calls, op.plain, op.fallbacks, op.left = calls, plain, fallbacks, left
+    choice = own.choices[call] = own.trial.choices[place]
+    if not any(found.captured or found.eager for found in own.choices.values()):
+        own.back()  # without a wrapper of ours from now on
         own.trial.restored += 1
-    return use
+    return choice
 
 
-def _measured(theirs: Callable[[], Any], ours: Callable[[], Any], device: torch.device) -> Choice:
+def _cost_of_choosing(args: Any, kwargs: Any) -> float:
+    """Seconds that a method which chooses adds to a call."""
+    least = float("inf")
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        hash((*_signature(args), *_signature(kwargs.items())))
+        least = min(least, time.perf_counter() - began)
+    return least
+
+
+def _measured(
+    theirs: Callable[[], Any], ours: Callable[[], Any], device: torch.device, choosing: float = 0.0
+) -> Choice:  # fmt: skip
     """Compare results, then times: in a CUDA graph, which ours has to win, and of calls one after the other.
 
-    Of these it may lose less than it saves in a graph: a product of 10 us may replace a convolution of 100 us but take
-    more Python. Of eager calls the fastest count, since a busy CPU delays the others.
+    If ours loses the latter, because it takes more Python, it runs in graphs only, and only if the choice takes next
+    to nothing of a call. Of calls one after the other the fastest count, because a busy CPU delays the others.
+
+    choosing  seconds that the choice adds to a call
     """
     try:
         if (reason := _different(ours(), theirs())) is not None:
-            return Choice(False, f"the host's; {reason}")
+            return Choice(False, False, f"the host's; {reason}")
         calls: list[list[Any]] = [[]] * CALLS
         rounds = ROUNDS if device.type == "cuda" else CPU_ROUNDS
         eager, in_graph = (
@@ -195,12 +219,14 @@ def _measured(theirs: Callable[[], Any], ours: Callable[[], Any], device: torch.
     except Exception as error:  # of a kernel, a compiler or a capture
         text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         log.warning("a module stays with the host: %s", text)
-        return Choice(False, f"the host's; {text}")
+        return Choice(False, False, f"the host's; {text}")
     alone, graphed = (Ratio.of(*reversed(times)) for times in (eager, in_graph))
-    saved = median(in_graph[0]) - median(in_graph[1])
-    won = graphed.low > 1.0 and saved > EAGER * min(eager[1]) - min(eager[0])
+    best = [min(times) for times in eager]
+    one_by_one = best[0] >= EAGER * best[1]
+    captured = graphed.low > 1.0 and (one_by_one or choosing * CALLS <= (EAGER - 1) * best[0])
     ratio = f"{graphed.value:.3f} ({graphed.low:.3f} to {graphed.high:.3f}), eager {alone.value:.3f}"
-    return Choice(won, f"{'ours' if won else 'the host' + chr(39) + 's'} ({ratio})")
+    whose = ("ours" if one_by_one else "ours in CUDA graphs") if captured else "the host's"
+    return Choice(captured, captured and one_by_one, f"{whose} ({ratio})")
 
 
 def _different(got: Any, want: Any) -> str | None:

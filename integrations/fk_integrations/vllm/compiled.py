@@ -277,8 +277,7 @@ class Compiled:
 
     def run_prompts(self) -> None:
         """Run the sizes of prompts that are larger than the graphs, so that requests compile nothing."""
-        for tokens in prompt_sizes.of(self.worker.vllm_config):
-            self.runner._dummy_run(tokens, is_profile=True, skip_eplb=True)
+        prompt_sizes.run(self.worker)
 
     def release(self, heap: Heap, kept: bool = False) -> None:
         """Free the old code and graphs, after the new ones exist, unless they are kept elsewhere."""
@@ -406,6 +405,10 @@ def _swap(
                 ranks = worker.vllm_config.parallel_config.world_size
                 with several(ranks), within(REWARM_S, "compiling and capturing the changed model"):
                     compiled.rewarm()
+        elif compiled.prompts and prompt_sizes.compiles_kernels(worker):
+            limit = within(REWARM_S, "running prompts")
+            with timed(seconds, "run prompts"), limit, _serving_state(compiled.runner):
+                compiled.run_prompts()
         with timed(seconds, "trial step"), within(Environment.read().trial_s, "the trial step"):
             worker.execute_dummy_batch()
             synchronize(worker)

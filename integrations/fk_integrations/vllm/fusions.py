@@ -76,20 +76,28 @@ def take_quantization(config: Any, kernel: Any) -> None:
         kernel.quant_fp8 = quantize_tokens
 
 
+def compiled_parts(config: Any, model: Any) -> list[Any]:
+    """The modules of a model that vLLM compiles. Some files of models have none, whatever the configuration says."""
+    if not config.compilation_config.mode or not hasattr(model, "modules"):
+        return []
+    return [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
+
+
 def fused(config: Any, model: Any, op: str, module: Any) -> Reason | None:
     """Why this module of a compiled model is faster with the host's code, or None.
 
     Norms before linear layers are as wide as those layers' input; norms of queries and keys are not, and become ours.
     In the Transformers backend norms do not add the residual themselves: ours would be a second kernel next to it.
     """
-    compilation = config.compilation_config
-    if compilation.mode and op in (*NORMS, "layer_norm") and of_transformers(model):
+    if op not in (*NORMS, "layer_norm", "silu_and_mul") or not compiled_parts(config, model):
+        return None
+    if op in (*NORMS, "layer_norm") and of_transformers(model):
         return Reason(Kind.LEFT_TO_HOST, ADDED)
-    if not compilation.mode or op not in (*NORMS, "silu_and_mul"):
+    if op == "layer_norm":
         return None
     width = module.weight.numel() if op in NORMS and getattr(module, "weight", None) is not None else None
     ranks, hidden = config.parallel_config.tensor_parallel_size, config.model_config.get_hidden_size()
-    if compilation.pass_config.fuse_allreduce_rms and ranks > 1 and width == hidden:
+    if config.compilation_config.pass_config.fuse_allreduce_rms and ranks > 1 and width == hidden:
         return Reason(Kind.LEFT_TO_HOST, ALL_REDUCE)
     widths = quantized(model)
     if width in widths if op in NORMS else bool(widths):

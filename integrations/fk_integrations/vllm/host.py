@@ -25,19 +25,22 @@ from fastkernels.overrides.linear.linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify import phases
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import call_recording, reports, versions
+from fk_integrations.core import all_ranks, call_recording, reports, versions
 from fk_integrations.core.adapter import BATCHES, Adapter, class_path
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.construction import BeforeConstruction
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
+from fk_integrations.core.relatives import relatives
+from fk_integrations.vllm import flat_models, jit_monitor, prompt_sizes, status_route
 
 if TYPE_CHECKING:
     from fastkernels.core.dispatch import Provider
 
 log = logging.getLogger("fastkernels")
 RPC = "fastkernels_rpc"
+PREFIX = "FASTKERNELS"  # of our variables
 STATE = "_fastkernels_patched"
 BEFORE = "_fastkernels_before"
 FAILED = "_fastkernels_failed_step"
@@ -77,7 +80,8 @@ class VllmAdapter(Adapter):
         return None if self.worker is None else parallel_state.get_tp_group().cpu_group
 
     def unrecognized(self, op: str, model: Any) -> dict[Reason, int]:
-        return lookalikes(self.host, op, model, OF_TRANSFORMERS, "transformers")
+        of_transformers = lookalikes(self.host, op, model, OF_TRANSFORMERS, "transformers")
+        return {**relatives(self, op, model), **of_transformers, **flat_models.not_reached(op, model)}
 
     def modules(self, model: Any) -> Iterator[Any]:
         from fk_integrations.vllm import attention
@@ -127,9 +131,12 @@ class VllmAdapter(Adapter):
         """The largest batch that our ops run in; None: they run in all."""
         from fk_integrations.vllm import ranges
 
-        if self.worker is None or not ranges.limited(self.worker.vllm_config):
+        if self.worker is None:
             return None
-        return ranges.most_tokens(self, self.worker.get_model(), self.request, str(self.worker.device.type))
+        model = self.worker.get_model()
+        if not ranges.limited(self.worker.vllm_config, model):
+            return None
+        return ranges.most_tokens(self, model, self.request, str(self.worker.device.type))
 
     def kernel_swapped(self, module: Any) -> None:
         from fk_integrations.vllm import fusions
@@ -240,13 +247,16 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
     with timed(seconds, "rest"):
         if live:
             try:
-                kept = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged, seconds)
+                with jit_monitor.paused():
+                    kept = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged, seconds)
                 vars(worker)[BEFORE] = kept
             except PatchError:
                 _clear_kv_cache(worker)  # a trial step may have written to it
                 raise
         else:
             compiled.together(worker, lambda: _discard(change()))
+            if not vars(worker)[STATE].unchanged:
+                prompt_sizes.before_warm_up(worker)
     if _rank(worker) == 0:
         log.info("the change took %s", phases.line(seconds))
     reports.start("vllm", _rank(worker), _reply_while_alive(worker))
@@ -263,7 +273,9 @@ def _limit_ranges(worker: Any, most: int | None, patched: Patched) -> None:
     if ranges.limit(worker.vllm_config, most, plain, patched.journal):
         patched.every_step.clear()  # a step of a long prompt alone calls none of them
         for row in patched.rows:
-            row.most_tokens = most if row.op in plain else None
+            if row.state == "active" and row.op in plain:
+                row.most_tokens = most
+                row.unlimited = ranges.outside(worker.vllm_config, worker.get_model(), row.host_class)
         if patched.rank == 0:
             log.info("ours runs in batches of up to %d tokens, vLLM's compiled code in larger ones", most)
 
@@ -286,7 +298,8 @@ def _undo(worker: Any, request: Request) -> dict[str, Any] | None:
 
     with timed(seconds, "rest"):
         before = vars(worker).pop(BEFORE, None)
-        compiled.swap(worker, change, lambda: patched.unchanged, seconds, before, keep=False)
+        with jit_monitor.paused():
+            compiled.swap(worker, change, lambda: patched.unchanged, seconds, before, keep=False)
         _clear_kv_cache(worker)
     reports.write("vllm", _rank(worker), _reply(worker))
     return {"seconds": seconds}
@@ -389,12 +402,22 @@ def register() -> None:
             WorkerBase.__init__ = stock
         return
     _log_like_vllm()
+    copy_to_ray()
+    status_route.install()
     request = Request.from_environment(env)
     registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
     WorkerBase.fastkernels_key = compiled.fingerprint(request)
     compiled.add_key(WorkerBase.fastkernels_key)
     if stock is None:
         WorkerBase.__init__ = _patched_after_loading(WorkerBase.__init__)
+
+
+def copy_to_ray() -> None:
+    """Have vLLM copy our variables to workers on Ray, as it copies its own."""
+    name = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+    prefixes = [prefix for prefix in os.environ.get(name, "").split(",") if prefix.strip()]
+    if PREFIX not in prefixes:
+        os.environ[name] = ",".join([*prefixes, PREFIX])
 
 
 def _log_like_vllm() -> None:
@@ -414,17 +437,23 @@ def _patched_after_loading(stock: Callable[..., None]) -> Callable[..., None]:
         stock(self, *args, **kwargs)
         fusions.install(self.vllm_config)
         vars(self)[graphs.STATE] = graphs.extend(self)
-        load_model = self.load_model
+        load_model, init_device = self.load_model, self.init_device
+
+        def init_and_announce(*args: Any, **kwargs: Any) -> Any:
+            result = init_device(*args, **kwargs)
+            all_ranks.announce("vllm")
+            return result
 
         def load_and_patch(*args: Any, **kwargs: Any) -> Any:
             result = load_model(*args, **kwargs)
             try:
+                all_ranks.check("vllm")
                 _patch(self, Request.from_environment(), live=False)
             except Exception as error:
                 raise PatchError(f"FASTKERNELS=1, but vLLM cannot be patched: {error}") from error
             return result
 
-        self.load_model = load_and_patch
+        self.init_device, self.load_model = init_and_announce, load_and_patch
 
     __init__.fastkernels_stock = stock  # type: ignore[attr-defined]
     return __init__
@@ -473,9 +502,10 @@ class VllmHost:
             if changes and engine.is_sleeping():
                 raise PatchError(ASLEEP)
             if changes:
+                _of_all_ranks(engine, _rpc(engine, Request("report")))
                 _forget_finished(engine)
                 _reset_caches(engine)
-            replies = _in_order(engine.collective_rpc(RPC, args=(request.to_json(),)))
+            replies = _rpc(engine, request)
         except PatchError:
             raise
         except Exception as error:
@@ -494,9 +524,10 @@ class VllmHost:
             if _ended(target) or target.errored:
                 raise PatchError(ENDED)
             if request.action not in ("patch", "undo"):
-                return await _rpc_async(target, request)
+                return await rpc_async(target, request)
             if await target.is_sleeping():
                 raise PatchError(ASLEEP)
+            await rpc_async(target, Request("report"))  # raises before anything changes
             return await _while_paused(target, request)
         except PatchError:
             raise
@@ -554,8 +585,37 @@ def _reset_caches(engine: Any) -> None:
         engine.reset_encoder_cache()
 
 
-async def _rpc_async(engine: Any, request: Request) -> list[dict[str, Any]]:
-    return _in_order(await engine.collective_rpc(RPC, args=(request.to_json(),)))
+def _rpc(engine: Any, request: Request) -> list[dict[str, Any]]:
+    """One request to all workers of an LLMEngine, and their replies in rank order."""
+    return _in_order(engine.collective_rpc(RPC, args=(request.to_json(),)))
+
+
+async def rpc_async(engine: Any, request: Request) -> list[dict[str, Any]]:
+    """One request to all workers of an AsyncLLM, and their replies in rank order."""
+    core, arguments = engine.engine_core, (request.to_json(),)
+    engines = getattr(core, "core_engines", ())
+    if len(engines) > 1:  # collective_rpc returns the replies of the first data-parallel engine only
+        send = partial(core._call_utility_async, "collective_rpc", RPC, None, arguments, None)
+        replies = [r for found in await asyncio.gather(*(send(engine=e) for e in engines)) for r in found]
+    else:
+        replies = await engine.collective_rpc(RPC, args=arguments)
+    return _of_all_ranks(engine, _in_order(replies))
+
+
+def _of_all_ranks(engine: Any, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The replies. Raises PatchError if a rank has not answered: what runs there is then unknown."""
+    parallel = engine.vllm_config.parallel_config
+    expected = parallel.world_size * max(1, len(getattr(engine.engine_core, "core_engines", ())))
+    if len(replies) < expected:
+        backend = getattr(
+            parallel.distributed_executor_backend, "__name__", parallel.distributed_executor_backend
+        )
+        ranks = ", ".join(str(reply["rank"]) for reply in replies) or "none"
+        raise PatchError(
+            f"only {len(replies)} of {expected} ranks ({ranks}) answered through vLLM's executor ({backend}): start"
+            " the engine with FASTKERNELS=1 on every node instead, which patches each worker as it loads the model"
+        )
+    return replies
 
 
 async def _while_paused(engine: Any, request: Request) -> list[dict[str, Any]]:
@@ -563,8 +623,8 @@ async def _while_paused(engine: Any, request: Request) -> list[dict[str, Any]]:
     pause = asyncio.ensure_future(engine.pause_generation(mode="wait", clear_cache=True))
     try:
         await asyncio.shield(pause)
-        undo = partial(_rpc_async, engine, Request("undo")) if request.action == "patch" else None
-        return await or_undone(_rpc_async(engine, request), undo)
+        undo = partial(rpc_async, engine, Request("undo")) if request.action == "patch" else None
+        return await or_undone(rpc_async(engine, request), undo)
     finally:
         await to_the_end(_resume(engine, pause))
 

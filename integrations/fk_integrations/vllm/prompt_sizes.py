@@ -7,10 +7,36 @@ it compiles for each new number of tokens, rounded up to 32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 MOST = 8192  # of larger batches only the largest is run, by the warm-up itself
+
+
+def run(worker: Any) -> None:
+    """Run a batch of each size in a worker, without attention."""
+    for tokens in of(worker.vllm_config):
+        worker.model_runner._dummy_run(tokens, is_profile=True, skip_eplb=True)
+
+
+def before_warm_up(worker: Any) -> None:
+    """Have a worker that is being built run the sizes before its warm-up, after which vLLM's JIT monitor is active."""
+    stock = worker.compile_or_warm_up_model
+
+    @functools.wraps(stock)
+    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+        vars(worker).pop("compile_or_warm_up_model", None)  # a later warm-up is that of a live patch
+        if compiles_kernels(worker):
+            run(worker)
+        return stock(*args, **kwargs)
+
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def compiles_kernels(worker: Any) -> bool:
+    """Whether a first call of ours compiles a kernel: on a CPU it runs PyTorch."""
+    return getattr(worker.device, "type", str(worker.device).partition(":")[0]) != "cpu"
 
 
 def of(config: Any) -> list[int]:

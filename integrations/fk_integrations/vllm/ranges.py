@@ -28,13 +28,14 @@ FUSED = (
 )
 
 
-def limited(config: Any) -> bool:
-    """Whether our ops can be kept to some compile ranges of this configuration, a VllmConfig."""
+def limited(config: Any, model: Any) -> bool:
+    """Whether our ops can be kept to some compile ranges of this model and configuration, a VllmConfig."""
     compilation = config.compilation_config
     return (
         getattr(compilation.mode, "name", None) == "VLLM_COMPILE"
         and compilation.backend == "inductor"
         and bool(compilation.compile_ranges_endpoints)
+        and bool(fusions.compiled_parts(config, model))
     )
 
 
@@ -61,6 +62,17 @@ def most_tokens(adapter: Adapter, model: Any, request: Request, device: str) -> 
 def stays(op: str, most: int) -> Reason | None:
     """Why an op that was not requested stays with a compiled host: nothing of ours wins in this model."""
     return Reason(Kind.LEFT_TO_HOST, FUSED) if op in PLAIN and not most else None
+
+
+def outside(config: Any, model: Any, host_class: str) -> int:
+    """The modules of ours, shown as `host_class`, that compiled code does not contain: ranges do not limit them."""
+    inside = {id(m) for part in fusions.compiled_parts(config, model) for m in part.modules()}
+    found = 0
+    for module in model.modules():
+        kinds = {type(module), type(vars(module).get("quant_method"))}
+        ours = any(hasattr(kind, "fastkernels") and kind.__name__ == host_class for kind in kinds)
+        found += ours and id(module) not in inside
+    return found
 
 
 def limit(config: Any, most: int, plain: Iterable[str], journal: Journal) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import lzma
 import math
@@ -52,7 +53,7 @@ def edit(folder: Path, change: Any) -> None:
 
 def ids_of(folder: Path) -> list[list[int]]:
     cases = replay.captured_cases("embedding", folder)
-    return sorted(c.make_args("cpu", generator())[0].tolist() for c in cases)
+    return sorted(c.recorded_args("cpu", generator())[0].tolist() for c in cases)
 
 
 # Reading
@@ -79,7 +80,7 @@ def test_folder_of_captures(made: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"schema": "fastkern', r"capture.json is not JSON: Unterminated string"),
+        ('{"schema": "fastkern', r"capture.json is not JSON: "),
         ("[]", r"capture.json has schema None, but this version reads 'fastkernels.capture/1'"),
         ('{"schema": "fastkernels.capture/9", "ops": {}}', "has schema 'fastkernels.capture/9'"),
     ],
@@ -162,7 +163,7 @@ def test_damaged_calls_are_reported_rest_is_used(made: Path) -> None:
 
     edit(made, change)
     found = replay.problems("embedding", made)
-    assert any("ops.embedding.calls.1: count: Input should be a valid integer" in p for p in found)
+    assert any("ops.embedding.calls.1: count: " in p for p in found)
     assert any("ops.rms_norm is NoneType" in p for p in found) and any("modules.0: args" in p for p in found)
     assert any("embedding made/1 is not a call of the op" in p for p in found)
     assert ids_of(made) == [[1, 2, 3], [7, 8, 7]]
@@ -220,8 +221,8 @@ def passes_the_oracle(name: str, cases: list[replay.CapturedCase]) -> None:
     spec = registry.get(name)
     reference = next(p for p in spec.op.providers if p.name == "reference")
     assert cases
-    for captured in cases:
-        args = captured.make_args("cpu", generator())
+    for captured, renewed in itertools.product(cases, (False, True)):
+        args = (captured.make_args if renewed else captured.recorded_args)("cpu", generator())
         assert len(args) >= len(captured.arguments)
         for argument, value in zip(captured.arguments, args, strict=False):
             if argument.shape is not None:
@@ -229,9 +230,9 @@ def passes_the_oracle(name: str, cases: list[replay.CapturedCase]) -> None:
                 assert found == (argument.shape, argument.strides, f"torch.{argument.dtype}"), (
                     captured.case.name
                 )
-            if argument.name in captured.values:
+            if argument.name in captured.values and not renewed:
                 assert torch.equal(torch.as_tensor(captured.values[argument.name]), torch.as_tensor(value))
-        assert spec.dims_of is not None and spec.dims_of(*args) == captured.case.dims
+        assert spec.dims_of is not None and (renewed or spec.dims_of(*args) == captured.case.dims)
         want = oracle(spec, args)
         assert mismatch(spec, captured.case, call(spec.op, reference.fn, args), want) is None, (
             captured.case.name
@@ -248,7 +249,7 @@ def test_captured_routing_reaches_other_experts(name: str) -> None:
     cases = replay.captured_cases(name)
     assert len({c.case.dims["experts"] for c in cases}) == 2 and replay.problems(name) == []
     found = next(c for c in cases if c.case.dims["tokens"] == 8 and c.case.dims["hidden"] == 256)
-    args = found.make_args("cpu", generator())
+    args = found.recorded_args("cpu", generator())
     for argument in replay.ROUTING:
         assert torch.equal(args[spec.position(argument)], recorded[found.case.name].values[argument])
     assert spec.dims_of is not None and spec.dims_of(*args) == found.case.dims
@@ -260,7 +261,7 @@ def test_arguments_newer_than_capture_are_made() -> None:
     captured = shipped("attention_prefill")[0][0]
     names = [a.name for a in registry.get("attention_prefill").op.overload._schema.arguments]
     assert "padded" in names and "padded" not in [a.name for a in captured.arguments]
-    args = captured.make_args("cpu", generator())
+    args = captured.recorded_args("cpu", generator())
     assert "padding" not in captured.case.dims and args[names.index("padded")] is False
 
 
@@ -281,7 +282,7 @@ def test_shipped_captures_are_small() -> None:
 
 def test_floats_are_new_and_integers_replayed() -> None:
     captured = replay.captured_cases("rotary_emb")[0]
-    first, again, other = (captured.make_args("cpu", generator(seed)) for seed in (1, 1, 2))
+    first, again, other = (captured.recorded_args("cpu", generator(seed)) for seed in (1, 1, 2))
     assert torch.equal(first[0], other[0]) and torch.equal(first[1], again[1])
     assert not torch.equal(first[1], other[1])
 
@@ -300,7 +301,7 @@ def test_expanded_tensor(tmp_path: Path) -> None:
         registry.get("embedding").op(ids, torch.randn(50, 4), 0, -1, 0, 0, 0)
     recording.save(tmp_path, {})
     (captured,) = replay.captured_cases("embedding", tmp_path)
-    found = captured.make_args("cpu", generator())[0]
+    found = captured.recorded_args("cpu", generator())[0]
     assert torch.equal(found, ids) and found.stride() == ids.stride()
 
 
@@ -337,7 +338,7 @@ def test_large_cache_shrinks_to_used_blocks(tmp_path: Path, monkeypatch: Any) ->
 
     def args(op: str) -> list[Any]:
         (captured,) = replay.captured_cases(op, tmp_path)
-        return captured.make_args("cpu", generator())
+        return captured.recorded_args("cpu", generator())
 
     assert (
         args("store_kvcache")[2].shape[0] == 100 and args("attention_decode")[4].tolist() == tables.tolist()
@@ -382,12 +383,14 @@ def test_capture_command(tmp_path: Path, capsys: Any) -> None:
     prefixes = [c.case.dims for c in replay.captured_cases("attention_prefill", folder)]
     # Of a prompt that begins like another
     assert any(sum(d["seq_lens"]) > sum(d["q_lens"]) for d in prefixes)
-    tables = [c.make_args("cpu", generator())[4] for c in replay.captured_cases("attention_decode", folder)]
+    tables = [
+        c.recorded_args("cpu", generator())[4] for c in replay.captured_cases("attention_decode", folder)
+    ]
     assert any(t.shape[0] > 1 and (t[:, 0] == t[0, 0]).all() for t in tables)  # whose first block is shared
     for name in found.ops:
         spec = registry.get(name)
         captured = replay.captured_cases(name, folder)[0]
-        args = captured.make_args("cpu", generator())
+        args = captured.recorded_args("cpu", generator())
         want = oracle(spec, args)
         assert mismatch(spec, captured.case, call(spec.op, spec.op, args), want) is None, name
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -89,6 +91,15 @@ def test_missing_primitive_comes_before_difference() -> None:
     assert judge("x", "x", "X", True, {("A", other)}).verdict is Verdict.RUNS
 
 
+def test_partly_served_file_does_not_run() -> None:
+    """Of gemma3 the engine serves the causal language model; the class that stands for the file reads images."""
+    row = audit("gemma3/modeling_gemma3.py")
+    assert row.model == "Gemma3ForConditionalGeneration" and row.verdict is not Verdict.RUNS
+    assert row.served == ("Gemma3ForCausalLM",)
+    whole = audit("qwen3/modeling_qwen3.py")
+    assert whole.verdict is Verdict.RUNS and whole.model in whole.served
+
+
 def test_failed_audit_counts_as_not_covered() -> None:
     kinds = (Verdict.RUNS, Verdict.COMPOSABLE, Verdict.PARTIAL, Verdict.FAILED)
     counted = summary([Row(f"{kind}", kind) for kind in kinds])
@@ -97,10 +108,23 @@ def test_failed_audit_counts_as_not_covered() -> None:
 
 
 def test_hanging_file_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "START", 0.2)  # less than a process needs to import transformers
+    monkeypatch.setattr(runner, "START", 0.0)
+    monkeypatch.setattr(runner, "LIMIT", 0.2)  # less than a process needs to import transformers
     rows = runner.run(["llama/modeling_llama.py", "qwen2/modeling_qwen2.py"], workers=2)
     assert [row.verdict for row in rows] == [Verdict.FAILED] * 2
     assert all("no answer" in row.error for row in rows)
+
+
+def test_waiting_does_not_count_against_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine under load, or a stopped process, changes no verdict."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; input(); time.sleep(2); print('{}', flush=True); input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+    )  # fmt: skip
+    monkeypatch.setattr(Row, "from_dict", staticmethod(lambda row: Row("x", Verdict.PARTIAL)))
+    assert runner._answer(process, "x", limit=1.0) == Row("x", Verdict.PARTIAL)
+    process.kill()
+    process.wait()
 
 
 def test_paper_list_has_425_files() -> None:

@@ -64,6 +64,17 @@ def test_list_describes_entries(
     assert status == 0 and some <= {r[key] for r in rows} and all(r["about"] for r in rows)
 
 
+def test_models_name_the_test_that_verified_them(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = last(run(capsys, "list", "models", "--json")[1])["models"]
+    files = sorted({row["verified"]["test"].partition("::")[0] for row in rows})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    tests = {line.strip() for line in done.stdout.splitlines() if "::" in line}
+    tests |= {line.partition("[")[0] for line in tests}
+    assert {row["verified"]["test"] for row in rows} - tests == set()
+    assert all(0 <= row["verified"]["tolerance"] < 1e-3 for row in rows)
+
+
 def test_list_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     rows = last(run(capsys, "list", "hosts")[1])["hosts"]
     assert {r["host"] for r in rows} == set(signature_diff.hosts()) >= {"vllm", "sglang"}
@@ -208,13 +219,32 @@ def test_doctor_answers_in_ten_lines(
     assert status == 0 and len(whole.splitlines()) > 100 and "GELUActivation" in whole
 
 
-def test_verdict_with_five_hosts_has_ten_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verdict_with_five_hosts_has_eleven_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
     found = doctor.examine([]).rows
     hosts = [{"host": name, "version": "1", "python": "python"} for name in doctor.HOSTS]
     said = verdict.lines({**found, "hosts": hosts}, [], [])
-    assert len(doctor.HOSTS) == 5 and len(said) <= 10
+    assert len(doctor.HOSTS) == 5 and len(said) <= 11
     assert "--all" in said[0] and "--all" not in verdict.lines(found, [], [], whole=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        (("12.9", "12.8", "12.8", ""), "NVRTC 12.9; PyTorch for CUDA 12.8; driver for CUDA 12.8"),
+        ((None, None, None, "NVRTC cannot be used"), "NVRTC cannot be used; PyTorch for CPUs; no driver"),
+    ],
+)
+def test_doctor_has_a_line_on_cuda(
+    row: tuple[str | None, ...], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "HOST_ENVIRONMENTS", {})
+    found = doctor.examine([]).rows
+    assert found["cuda"] == doctor.cuda_row() and set(found["cuda"]) == {
+        "nvrtc", "torch_cuda", "driver_cuda", "reason",
+    }  # fmt: skip
+    said = verdict.lines({**found, "cuda": dict(zip(found["cuda"], row, strict=True))}, [], [])
+    assert f"CUDA C++     {line}" in said
 
 
 def test_doctor_explains_libraries_without_wheels(monkeypatch: pytest.MonkeyPatch) -> None:

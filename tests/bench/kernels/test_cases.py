@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
-from fk_bench.kernels.judge.correctness.cases import trials
+from fk_bench.kernels.judge.correctness import extremes
+from fk_bench.kernels.judge.correctness.cases import case_names, trials
+from fk_bench.kernels.judge.correctness.errors import compare, expect
 from fk_bench.kernels.judge.memory import layout
+from fk_bench.kernels.judge.rows.options import Options
 
 from fastkernels.core import registry
 
@@ -19,7 +24,10 @@ def test_extremes_cover_every_dtype_and_kind(op: str) -> None:
     here = [t.case for t in trials(spec, ("random",), "cpu") if t.gpu_only(spec) is None]
     found = [t.case for t in trials(spec, ("extreme",), "cpu")]
     kinds = KINDS | set(spec.extremes)
-    assert {c.name for c in found} == {f"{c.dtype}:{kind}" for c in here for kind in kinds}
+    declared = {kind.name for kind in extremes.kinds(spec)}
+    values = {c.name for c in found if c.name.partition(":")[2] in kinds - declared}
+    assert values == {f"{c.dtype}:{kind}" for c in here for kind in kinds - declared}
+    assert {c.name.partition(":")[2] for c in found} - kinds <= declared
     assert len(found) == len({c.name for c in found})
     assert all(c.dtype == c.name.partition(":")[0] for c in found)
 
@@ -32,7 +40,7 @@ def test_extremes_have_secret_shapes(op: str) -> None:
     runs = [[t.case.dims for t in trials(spec, ("extreme",), "cpu")] for _ in range(4)]
     drawn = [dims for run in runs for dims in run]
     new = [dims for dims in drawn if dims not in published]
-    assert len(new) > 0.8 * len(drawn)
+    assert len(new) > 0.5 * len(drawn)
     assert all(a != b for i, a in enumerate(runs) for b in runs[:i])
     assert len({str(dims) for dims in new}) > len(runs[0])
 
@@ -50,7 +58,8 @@ def test_edit_makes_the_named_values(op: str) -> None:
     for trial in trials(spec, ("extreme",), "cpu"):
         kind = trial.case.name.partition(":")[2]
         args = trial.make("cpu", torch.Generator().manual_seed(1))
-        assert trial.edit is not None
+        if trial.edit is None or kind not in KINDS:
+            continue
         before = [t.clone() for t in layout.tensors(args)]
         trial.edit(args)
         x = layout.tensors(args[spec.activations[0]])[0]
@@ -64,3 +73,93 @@ def test_edit_makes_the_named_values(op: str) -> None:
         elif kind in ("large", "tiny"):
             ratio = x.float().abs().mean() / before[spec.activations[0]].float().abs().mean()
             assert ratio == pytest.approx(64 if kind == "large" else 2.0**-12, rel=1e-3)
+
+
+# Kinds that follow from the declaration
+
+STRUCTURE = {"rows_apart", "turned", "offset_2_bytes", "offset_4_bytes", "one_dimension", "four_dimensions"}
+DECLARED = {
+    "silu_and_mul": {*STRUCTURE, "outlier_x", "nan", "inf", "no_tokens"},
+    "rms_norm": {*STRUCTURE, "outlier_x", "outlier_weight", "nan", "inf", "no_tokens"},
+    "linear": {*STRUCTURE, "outlier_x", "outlier_weight", "outlier_bias", "nan", "inf", "no_tokens"},
+    "topk_softmax": {"outlier_gating_output", "rows_apart", "no_tokens"},  # a NaN decides between experts
+    "quantize_fp8": {"outlier_x", "rows_apart", "no_tokens"},  # 8-bit floats hold no infinity
+    "attention_decode": {"outlier_key_cache", "outlier_q", "offset_4_bytes", "nan"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", DECLARED)
+def test_declaration_gives_structure_and_values(op: str) -> None:
+    """The kinds that apply to at least one of the op's small cases."""
+    spec, rng = registry.get(op), random.Random(1)
+    small = [c for c in spec.cases if 64 < spec.bytes_moved(c) < 1 << 18]
+    applied = {
+        kind.name for kind in extremes.kinds(spec)
+        if any(extremes.apply(kind, spec, c, rng) is not None for c in small)
+    }  # fmt: skip
+    assert applied >= DECLARED[op], DECLARED[op] - applied
+    assert op not in ("topk_softmax", "quantize_fp8") or not {"nan", "inf"} & applied
+
+
+WITH_OP = [n for n in registry.op_names() if registry.get(n).op is not None]
+
+
+@pytest.mark.parametrize("op", WITH_OP)
+def test_our_ops_pass_their_declared_extremes(op: str) -> None:
+    """On one small case for each kind: structure, outliers, NaN and infinity, as the judge makes them."""
+    spec, rng = registry.get(op), random.Random(5)
+    small = sorted((c for c in spec.cases if 64 < spec.bytes_moved(c) < 1 << 18), key=spec.bytes_moved)
+    assert small
+    for kind in extremes.kinds(spec):
+        for base in rng.sample(small[:12], min(3, len(small))):
+            case = extremes.apply(kind, spec, base, rng)
+            if case is None:
+                continue
+            args = spec.inputs(case, "cpu", torch.Generator().manual_seed(7))
+            if kind.edit is not None:
+                kind.edit(args)
+            want = expect(spec, case, args, "op")
+            result = spec.op(*args)
+            got = [v for v in (result if isinstance(result, (tuple, list)) else (result,)) if v is not None]
+            got += [args[i] for i in want.written]
+            found = compare(spec, case, got, want, nonfinite=kind.nonfinite)
+            assert not found.problem, (kind.name, base.name, found.problem)
+            break
+
+
+def test_structure_is_what_its_name_says() -> None:
+    spec = registry.get("silu_and_mul")
+    case = next(c for c in spec.cases if c.name == "odd_1128")
+    made = {}
+    for kind in extremes.kinds(spec):
+        args = spec.inputs(case, "cpu", torch.Generator().manual_seed(1))
+        before = args[0].clone()
+        if kind.edit is not None:
+            kind.edit(args)
+        made[kind.name] = args[0]
+        if not kind.values and not kind.reshapes:
+            assert torch.equal(args[0], before)
+    assert made["rows_apart"].stride(0) == made["rows_apart"].shape[1] + extremes.PAD
+    assert made["turned"].stride(-1) != 1
+    assert made["nan"].isnan().sum() == 1 and made["inf"].isinf().sum() == 1
+    size = made["offset_4_bytes"].element_size()
+    assert made["offset_4_bytes"].storage_offset() * size == 4
+    assert made["four_dimensions"].dim() >= 4 or made["four_dimensions"].shape == before.shape
+
+
+def test_names_of_cases_are_known_without_a_run() -> None:
+    names = case_names([registry.get("silu_and_mul")], Options())
+    assert {"odd_1128", "bfloat16:rows_apart", "float32:zero", "float16:nan"} <= set(names)
+    chosen = trials(registry.get("silu_and_mul"), ("extreme",), "cpu", ("bfloat16:rows_apart",))
+    assert [t.case.name for t in chosen] == ["bfloat16:rows_apart"]
+
+
+@pytest.mark.parametrize("op", ["relu2"])
+def test_secret_large_case_is_checked_untimed_on_cpu(op: str) -> None:
+    spec, picked = registry.get(op), set()
+    for _ in range(20):
+        (large,) = [t for t in trials(spec, ("random",), "cpu") if t.large]
+        assert not large.timed and large.gpu_only(spec) is None and spec.bytes_moved(large.case) > 1 << 20
+        picked.add(large.case.name)
+    assert len(picked) > 1
+    assert not any(t.large for t in trials(spec, ("random",), "cuda"))

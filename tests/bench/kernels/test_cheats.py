@@ -7,12 +7,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import Row, Status, read
+from fk_bench.kernels import cheats
 from fk_bench.kernels.cheats import Cheat, _gain, catalogue, run_cheats, try_cheat
 from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.scan.scan import REJECT, scan
@@ -90,26 +91,15 @@ def test_cheat_is_caught_and_twin_passes(
     assert verdict.outcome.isprintable(), "a reason has control characters"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one_call_memory",
-        "peeks_row",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("peeks_one", "watches_gaps")),
-    ],
-)
-def test_results_computed_ahead_are_wrong(judge: Judge, name: str) -> None:
-    """Later calls of a batch get new inputs on its way; a busy machine may end the batch before that."""
+@pytest.mark.parametrize("name", ["one_call", "one_call_memory"])
+def test_calls_merged_into_one_are_wrong(judge: Judge, name: str) -> None:
+    """The inputs of one call are there at a time, and its outputs are looked at when it reports its end."""
     cheat = next(c for c in CHEATS if c.name == name)
     judge.candidates = {cheat.op: cheat.file()}
     judge.options = dataclasses.replace(OPTIONS, cases=cheat.sources, names=(str(cheat.case),), scan=False)
-    outcomes = []
-    for _ in range(30):
-        judge.op(cheat.op)
-        outcomes.append(judge.rows[-2].reason)
-        if outcomes[-1].startswith("in a timed call"):
-            return
-    pytest.fail(str(outcomes))
+    judge.op(cheat.op)
+    (row,) = [r for r in judge.rows if r.kind == "case"][-1:]
+    assert row.status is Status.WRONG and "timed call" in row.reason, row.reason
 
 
 @pytest.mark.gpu
@@ -178,6 +168,26 @@ def test_command_counts_cheats(tmp_path: Path) -> None:
     assert (none["ok"], none["cheats"], none["not_run"]) == (False, 0, 1)
     with pytest.raises(UnknownName, match=r"unknown cheat 'nop'.*no_op"):
         run_cheats(OPTIONS, tmp_path / "none.jsonl", folder=folder, names=("nop",))
+
+
+@pytest.mark.parametrize(("took", "seconds"), [(0.5, 10.0), (20.0, 60.0), (200.0, 300.0)])
+def test_busy_machine_gives_cheats_and_twins_more_time(
+    monkeypatch: pytest.MonkeyPatch, took: float, seconds: float
+) -> None:
+    """A twin has the time of any candidate, and a cheat three times its twin's."""
+    given = []
+
+    def rows(judge: Any, cheat: Cheat, file: Path, options: Options) -> list[Any]:
+        given.append(options.case_budget)
+        status = Status.OK if file.parent.name == "honest" else Status.WRONG
+        return [
+            SimpleNamespace(status=status, reason="", metrics={"wall_s": took}, case={"name": "a"}, ci95={})
+        ]
+
+    monkeypatch.setattr(cheats, "_rows", rows)
+    verdict = try_cheat(cast(Any, None), next(c for c in HERE if c.name == "no_op"), OPTIONS)
+    assert not verdict.problem and not verdict.twin_problem
+    assert given == [OPTIONS.case_budget, seconds]
 
 
 def test_every_file_is_in_the_catalogue() -> None:

@@ -66,7 +66,11 @@ def test_lower_precision_shows_in_rms_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(0.0, ""), (2.0, "output 0: 1 of 4096 values wrong, the largest error is 2")]
+    ("value", "said"),
+    [
+        (0.0, ""),
+        (2.0, "output 0: 1 of 4096 values wrong, the largest error is 2; at [60, 1] expected 0, got 2"),
+    ],
 )
 def test_cache_of_which_little_is_written(monkeypatch: pytest.MonkeyPatch, value: float, said: str) -> None:
     """Values that are exact on both sides are left out only where they are the most; the verdict is the same."""
@@ -125,7 +129,7 @@ def test_distances_of_calls_show_each_difference(monkeypatch: pytest.MonkeyPatch
     for side in (mine, theirs):
         side[4][0][1, 1] = torch.nan  # on both sides
         side[0][0][0, 0] = torch.inf
-    assert checks.Checks._distances(mine, theirs).tolist() == [
+    assert checks.Checks.distances(mine, theirs).tolist() == [
         0.0,
         0.5,
         8.0,
@@ -133,5 +137,5 @@ def test_distances_of_calls_show_each_difference(monkeypatch: pytest.MonkeyPatch
         0.0,
     ]
     empty = [[torch.ones(0, 4)]] * 2
-    assert checks.Checks._distances(empty, empty).tolist() == [0.0, 0.0]
-    assert checks.Checks._distances([[]] * 2, [[]] * 2).tolist() == [0.0, 0.0]
+    assert checks.Checks.distances(empty, empty).tolist() == [0.0, 0.0]
+    assert checks.Checks.distances([[]] * 2, [[]] * 2).tolist() == [0.0, 0.0]

@@ -32,7 +32,7 @@ PLACE = {"nbytes": 64, "stride": [1], "arena": 0}
 VALID: dict[str, dict[str, Any]] = {
     "load": {"import_s": 0.1, "baselines": ["cublas"], "compilers": []},
     "use": {"unchecked": [0]}, "prepare": {},
-    "case": {}, "free": {}, "copy": {}, "compiled": {}, "queue": {},
+    "case": {}, "free": {}, "copy": {}, "compiled": {}, "queue": {}, "calls": {},
     "call": {"aliases": [], "live": {"rms_norm": 1}, "refused": {"triton": "no GPU"}},
     "estimate": {"seconds": 1e-5},
     "capture": {"outputs": [[PLACE, {**PLACE, "arena": None, "handle": "0f" * 64, "offset": 8}]]},
@@ -168,7 +168,7 @@ def test_failure_is_never_ok(error: str, reason: str, trusted: bool, lost: bool)
 def test_process_may_report_few_statuses(status: Status) -> None:
     failed = Failed(error=status.value, reason="why", context_lost=False)
     found, reason = messages.believed(failed, False)
-    if status in (Status.COMPILE_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM):
+    if status in (Status.COMPILE_ERROR, Status.RUNTIME_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM):
         assert (found, reason) == (status, "why")
     else:
         assert found is Status.INVALID and status.value in reason

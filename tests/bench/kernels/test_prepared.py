@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from fk_bench.kernels.judge.clock import batches
+from fk_bench.kernels.judge.batches import calls
 from fk_bench.kernels.judge.correctness.cases import trials
 from fk_bench.kernels.judge.correctness.checks import Checks
 from fk_bench.kernels.judge.memory.arena import memory_file
@@ -35,20 +35,45 @@ class Reference(RunnerState):
     def _call(self, args: list[Any]) -> Any:
         return lambda: self.spec.reference(*args)
 
+    def _direct(self, call: Any, args: list[Any]) -> Any:
+        return call, []
+
 
 class Side:
-    """A side in this process; `log` has its commands, and 'packed' for each weight that is prepared."""
+    """A side in this process; `log` has its commands, 'packed' for each weight that is prepared, 'run' for calls."""
 
     trusted, alive, pid = True, True, 0
 
     def __init__(self, state: RunnerState, log: list[str]):
         self.state, self.log = state, log
+        assert state.gate is not None
+        self.gate = state.gate
+        self.todo: list[tuple[int, int]] = []
 
     def ask(self, do: str, fds: tuple[int, ...] = (), **arguments: Any) -> Any:
         self.begin(do, **arguments)
         return self.end()
 
+    def arrived(self, ticket: int) -> None:
+        pass
+
+    def pass_gate(self, ticket: int, nap: float, give: Callable[[], Any] | None = None) -> float:
+        if give is not None:
+            give()
+        self.gate.open(ticket)
+        self.log.append("run")
+        part, held = [x for x in self.todo if x[1] <= ticket], self.state.held
+        self.todo = [x for x in self.todo if x[1] > ticket]
+        self.state.do_calls([slot for slot, _ in part], [0, *(at for _, at in part)])
+        self.state.held = {**held, **self.state.held}
+        self.log.append("end run")
+        return 1e-5
+
     def begin(self, do: str, **arguments: Any) -> None:
+        if do == "calls":
+            self.todo = list(zip(arguments["slots"], arguments["tickets"][1:], strict=True))
+            self.state.held = {}
+            return
         self.log.append(do)
         if (fn := self.state.made.get("packed")) is not None:  # the other side has put its own there
             OPS["linear"].set_candidate(fn)
@@ -92,16 +117,19 @@ def test_weights_are_prepared_outside_timed_calls(
 
     packed = Baseline("packed", "host", lambda: linear, devices=("cpu",), prepares=(Preparation((1,), pack),))
     monkeypatch.setattr(registry, "baselines", lambda name: [packed])
-    monkeypatch.setattr(batches.priority, "raised", lambda pids: contextlib.nullcontext("on"))
+    monkeypatch.setattr(calls.priority, "raised", lambda pids: contextlib.nullcontext("on"))
     apart: list[float] = []
-    distances = Checks._distances
+    distances = Checks.distances
     monkeypatch.setattr(
-        Checks, "_distances", staticmethod(lambda *args: (apart.append(float((d := distances(*args)).max())), d)[1])
+        Checks, "distances", staticmethod(lambda *args: (apart.append(float((d := distances(*args)).max())), d)[1])
     )  # fmt: skip
     spec = registry.get("linear")
     trial = next(t for t in trials(spec, ("random",), "cpu", ("odd_63",)) if t.timed)
     kinds = RunnerState if identity else Reference, RunnerState
-    states = [kind(cast(Any, None), {"arena": fd}) for kind, fd in zip(kinds, files, strict=True)]
+    states = [
+        kind(cast(Any, None), {"arena": fd, "gate": memory_file()})
+        for kind, fd in zip(kinds, files, strict=True)
+    ]
     for state in states:
         state.do_load("linear", "cpu", {}, None if type(state) is Reference else "production", None, 1)
     sides = Side(states[0], []), Side(states[1], log)
@@ -114,7 +142,7 @@ def test_weights_are_prepared_outside_timed_calls(
         assert not (running and entry == "packed")
         running = entry == "run" or (running and entry != "end run")
     assert log.count("run") > 4 * rounds and log.count("prepare") >= 3
-    slots = 2 * seen.timed.baseline.n
+    slots = plan.max_calls
     last = log.index("prepare", len(log) - log[::-1].index("case"))  # the first of the timed batches
     assert (
         log[last + 1 : log.index("end prepare", last)] == ["packed"] * slots

@@ -27,6 +27,7 @@ OWN = {
     "kit/hopper.py": {"files"},
     # C++, compiled by the user's compiler
     "kit/cpp.py": {"clock", "files", "native-library", "process", "value-cache"},
+    "kit/cpu.py": {"files"},  # Linux's list of the CPU's instructions
     "attention/attention_decode_cpp.py": {"native-library", "pointer-cache"},  # addresses are in a structure
     "activation/silu_and_mul_cpp.py": {"native-library"},
     "cache/store_kvcache_cpp.py": {"native-library", "pointer-cache"},  # the same
@@ -153,6 +154,16 @@ REJECTED = [
     ("torch.overrides.TorchFunctionMode", "lazy-tensor"),
     ("async def f(x):\n    return TABLE[x.data_ptr()]", "pointer-cache"),
     ("def f(x):\n    a = id(x)\n    b = a\n    c = b\n    return TABLE[c]", "pointer-cache"),
+    ("import operator\nNAME = 'gc'\noperator.attrgetter(NAME)(torch)", "module-reach"),
+    ("def f(m):\n    return vars(m)['sys']", "module-reach"),
+    ("from operator import attrgetter as a\na('os')(torch)", "module-reach"),
+    ("class M:\n  def __init__(self):\n    self.os = os\n  def f(self):\n    self.os.fork()", "module-reach"),
+    ("class M:\n  def __init__(self):\n    self.os = 1\n  def f(self, m):\n    m.os.fork()", "module-reach"),
+    ("TABLE[1] = 2\ndef f(n):\n    return TABLE.get(int(n.item()))", "value-cache"),
+    ("IDS = {1: 2}\ndef f(x):\n    return IDS.get(int(x.sum().item()))", "value-cache"),
+    ("IDS = {1: 2}\ndef f(x):\n    IDS[3] = x\n    return IDS.get(int(x.item()))", "value-cache"),
+    ("os.environ.setdefault('CUDA_VISIBLE_DEVICES', '1')", "files"),
+    ("del os.environ['TORCH_CUDA_ARCH_LIST']", "files"),
     ("x = 0x" + "f" * 9000 + "\nSTATE[x]: int\ndef f():\n    os.fork()", "process"),
 ]  # fmt: skip
 PASSED = [
@@ -177,6 +188,13 @@ PASSED = [
     "n = 0\nfor i in range(3):\n    n += i",
     "def f(x):\n    return torch.special.expit(x).select(0, 1)",
     "code = 'int x;'\nn = code.count('x')",
+    "class M(torch.nn.Module):\n  def __init__(self, n):\n    self.os = n\n  def f(self):\n    return self.os",
+    "class M:\n  signal: int = 0\n  inspect: int\n  def f(self, gc):\n    self.gc = gc\n    return self.gc + 1",
+    "META = {'gc': 1, 'os': 2}\ndef f(x):\n    return x * META['gc'], getattr(torch, 'float16')",
+    "def f(x, meta):\n    return x * meta.get('threading', 1), 'uses gc.collect'",
+    "SIZES = {1: 64, 2: 128}\ndef f(x, n):\n    return x * SIZES.get(int(n.item()), 256)",
+    "archs = os.environ.get('TORCH_CUDA_ARCH_LIST', '9.0')",
+    "os.environ.setdefault('TORCH_CUDA_ARCH_LIST', '9.0a')\nos.environ['MAX_JOBS'] = '2'",
 ]  # fmt: skip
 WARNED = [
     ("def rms_norm(x):\n    out = torch.empty_like(x)\n    return out", "uninitialized"),
@@ -189,6 +207,7 @@ WARNED = [
     (f"A = {list(range(300))}", "big-constant"),
     ("torch.backends.cuda.matmul.allow_tf32 = True", "global-setting"),
     ("def f():\n    return torch.cuda.is_current_stream_capturing()", "capture-dependent"),
+    ("os.environ.setdefault('TORCH_CUDA_ARCH_LIST', '9.0')", "global-setting"),
     ("try:\n    import helion\nexcept Exception:\n    helion = None", "fallback"),
 ]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fk_bench.core.rows import Status
+from fk_bench.kernels.judge.batches.lane import Timed
 from fk_bench.kernels.judge.clock import timing
-from fk_bench.kernels.judge.clock.batches import Timed
 from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.checks import Checked
 from fk_bench.kernels.judge.correctness.errors import Errors
@@ -92,14 +92,47 @@ def test_interval_has_difference_between_baselines(ratio: float) -> None:
     assert not busy.significant
 
 
-def test_both_sets_of_the_candidate_count() -> None:
+def test_charge_counts_in_the_speedup() -> None:
     candidate, baseline, again = (samples(1e-5, 0.001, seed) for seed in (1, 2, 3))
-    own = samples(2e-5, 0.001, 4)
-    alone, both = (timing.speedup(candidate, baseline, again, own=o) for o in (None, own))
-    assert both.value == pytest.approx(2 / 3, rel=0.01) and alone.value == pytest.approx(1, rel=0.01)
-    assert both.interval[0] < 0.5 and both.interval[1] > 0.9  # the sets differ by a factor of 2
-    late = timing.speedup(candidate, baseline, again, 1e-5, candidate)
-    assert late.value == pytest.approx(0.5, rel=0.01)
+    assert timing.speedup(candidate, baseline, again, 1e-5).value == pytest.approx(0.5, rel=0.01)
+
+
+# Calls alone on a CPU
+
+
+def calls(call_s: float, spread_s: float, seed: int, empty_s: float = 2e-6, count: int = 80) -> Samples:
+    made, rng = Samples(1), np.random.default_rng(seed)
+    for _ in range(count):
+        made.add_call(empty_s + call_s + spread_s * rng.standard_normal(), empty_s)
+    return made
+
+
+def test_request_without_a_call_is_subtracted() -> None:
+    made = calls(1e-5, 1e-6, 1, empty_s=3e-6)
+    assert made.time == pytest.approx(1e-5, rel=0.05) and made.intercept == pytest.approx(3e-6, rel=0.01)
+    found = timing.speedup(made, calls(2e-5, 1e-6, 2), calls(2e-5, 1e-6, 3))
+    assert found.interval[0] < 2 < found.interval[1] and found.value == pytest.approx(2, rel=0.05)
+
+
+def test_calls_alone_have_no_charge_and_no_batches() -> None:
+    mine, theirs = calls(1e-5, 1e-6, 1, empty_s=5e-5), calls(2e-5, 1e-6, 2)
+    assert timing.charge(mine, theirs) == 0.0
+    assert timing.invalid(mine, theirs, 0.0) == "" and timing.counted_alone(mine, theirs) is None
+
+
+@pytest.mark.parametrize(("call_s", "short"), [(1e-6, True), (-1e-6, True), (3e-5, False)])
+def test_call_within_the_noise_is_too_short(call_s: float, short: bool) -> None:
+    """Also next to a slow baseline; it is neither invalid nor a huge speedup."""
+    said = timing.unresolved(calls(call_s, 8e-6, 1), calls(3e-5, 8e-6, 2))
+    assert said.startswith("calls are too short for the clock") is short
+
+
+def test_negative_quantile_of_batches_is_invalid() -> None:
+    """A side that waits in some of its short batches; on a busy machine the baseline's are negative, too."""
+    waits = jittery(1e-5, (0.4, 0.4, -0.5, 0.4, 0.4, -0.5, 0.4, 0.4, -0.5, 0.4))
+    good, busy = samples(1e-5, 0.001, 1), jittery(1e-5, (1, 1, -1, 1, 1, -1, 1, 1, -1, 1))
+    assert waits.time > 0 and "not positive" in timing.invalid(waits, good, 0.0)
+    assert "not positive" not in timing.invalid(waits, busy, 0.0)
 
 
 # Scatter
@@ -132,6 +165,8 @@ def test_calls_that_the_clock_does_not_resolve_are_untimed() -> None:
     noisy = jittery(1e-6, (-3.0, 0.5, 2.0, 5.0, -2.0, 7.0, 0.6))
     near = jittery(1e-6, (1.5, 3.0, 2.0, 4.0, 2.5, 6.0, 4.0))
     assert near.steady and "too short for the clock" in timing.unresolved(noisy, near)
+    long = [jittery(3e-3, tuple(x / 1 for x in (1.5, 3.0, 2.0, 4.0, 2.5, 6.0, 4.0))) for _ in range(2)]
+    assert timing.unresolved(*long).startswith("the times scatter too much: the baseline's")
     precise = samples(1e-6, 0.001, 1)
     assert timing.unresolved(noisy, precise) == ""  # the candidate's own scatter
     assert timing.unresolved(precise, near) == timing.unresolved(precise, precise) == ""

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.kernels.judge.clock.batches import Timed
+from fk_bench.core.rows import Row, Status, Subject, Untimed
+from fk_bench.kernels.judge.batches.lane import Timed
 from fk_bench.kernels.judge.clock.timing import Samples
 from fk_bench.kernels.judge.correctness.checks import Checked, Chosen
 from fk_bench.kernels.judge.correctness.errors import Errors
@@ -53,7 +53,8 @@ def test_refused_case_keeps_its_status(status: Status) -> None:
 
 
 FAILURES = (
-    Status.COMPILE_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM, Status.TIMEOUT, Status.CRASH, Status.INVALID,
+    Status.COMPILE_ERROR, Status.RUNTIME_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM, Status.TIMEOUT, Status.CRASH,
+    Status.INVALID,
     Status.UNSUPPORTED,
 )  # fmt: skip
 
@@ -80,7 +81,7 @@ def test_failure_of_the_judge_is_failed() -> None:
 
 
 def test_extreme_case_needs_no_times() -> None:
-    assert decide(seen(wants_times=False, timed=None)) == Verdict(Status.OK)
+    assert decide(seen(wants_times=False, timed=None)) == Verdict(Status.OK, untimed=Untimed.NOT_WANTED)
 
 
 def test_case_without_baseline_is_not_timed() -> None:

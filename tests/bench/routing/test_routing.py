@@ -271,4 +271,11 @@ def test_judge_replays_shipped_routing() -> None:
             args = trial.make("cpu", torch.Generator().manual_seed(0))
             assert args[at].dtype == torch.int32 and "ids" not in trial.case.dims
             routing = small[trial.case.name.partition("/")[0]]
-            assert any(np.array_equal(args[at].numpy(), c.ids) for c in routing.calls)
+            ids = args[at].numpy()
+            like = [c.ids for c in routing.calls if c.ids.shape == ids.shape]
+            active = {len(np.unique(c)) for c in like}
+            assert (
+                like
+                and len(np.unique(ids)) in active
+                and (ids.size < 9 or not any(np.array_equal(ids, c) for c in like))
+            )

@@ -16,6 +16,7 @@ from support.tiny import KINDS, SIZES, make_tiny
 from transformers import AutoConfig
 
 from fastkernels.models.common import registry
+from fastkernels.models.common.description import Unsupported
 
 # Architectures of the repository, and others that were not looked at when the scaffold was written.
 FIRST = ("qwen2", "olmo2", "granite", "phi3", "starcoder2", "smollm3")
@@ -141,6 +142,39 @@ def test_alibi_is_named_as_unmatched(tmp_path: Path, capsys: Any) -> None:
     tiny("Falcon", alibi=True, num_hidden_layers=1, ffn_hidden_size=80).save_pretrained(tmp_path / "config")
     status, found = scaffold(tmp_path / "config", tmp_path / "out", capsys)
     assert status == 1 and "not a scaled product of queries and keys" in found["unmatched"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "module", "reason"),
+    [
+        ("bloom", "BloomAttention", "a bias by the distance of query and key (ALiBi)"),
+        ("doge", "DogeAttention", "functions of the model's own, whose mask depends on the values"),
+        ("whisper", "WhisperForCausalLM", "its decoder attends to an encoder"),
+        ("zamba2", "Zamba2MambaMixer", "a recurrence inside its module"),
+    ],
+)
+def test_reason_names_the_true_obstacle(
+    model_type: str, module: str, reason: str, tmp_path: Path, capsys: Any
+) -> None:
+    status, found = scaffold(model_type, tmp_path, capsys)
+    reasons = {u["class"].rpartition(".")[2]: u["reason"] for u in found["unmatched"]}
+    assert status == 1 and reason in reasons[module]
+    assert not any("does not run" in text or "cannot build" in text for text in reasons.values())
+
+
+def test_field_without_visible_effect_is_refused(tmp_path: Path, capsys: Any) -> None:
+    """The least sum of an expert's scores has an effect only where it is larger than that sum."""
+    fields = {"moe_num_experts": 4, "moe_k": 2, "num_hidden_layers": 2, "moe_intermediate_size": 48}
+    tiny("Ernie4_5_Moe", **fields).save_pretrained(tmp_path / "config")
+    status, found = scaffold(tmp_path / "config", tmp_path / "out", capsys)
+    assert status == 0 and found["refused"]["moe_norm_min"] == 1e-12
+    assert "rms_norm_eps" not in found["refused"] and "router_aux_loss_coef" not in found["refused"]
+    changed = tiny("Ernie4_5_Moe", **fields, moe_norm_min=5.0)
+    with (
+        registry.using(Path(found["model_file"])),
+        pytest.raises(Unsupported, match=r"moe_norm_min=5\.0 is not supported"),
+    ):
+        registry.describe(changed)
 
 
 @pytest.mark.slow

@@ -314,8 +314,8 @@ def test_port_in_use(compare) -> None:
         (["--slo", "foo:1"], "--slo: 'foo' is not one of"),
         (["--dtype", "int3"], "unknown dtype 'int3'"),
         (["--model", "/nowhere"], "model '/nowhere' has no config.json"),
-        (["--server-args", 'vllm="'], "No closing quotation"),
-        (["--frobnicate"], "No such option"),
+        (["--server-args", 'vllm="'], "--server-args"),
+        (["--frobnicate"], "--frobnicate"),
         (["--resume", "/nowhere"], "/nowhere is not a run of serve-compare"),
     ],
 )

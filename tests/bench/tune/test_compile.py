@@ -18,7 +18,7 @@ def test_failures_of_a_process_are_reported() -> None:
     several = [Choice("reference"), Choice("reference", {"tiles": 16})]
     failed = Compiling({POINT: several}, "cpu", time.monotonic() + 120, processes=1).wait()
     assert list(failed) == [(POINT, "reference tiles=16")]
-    assert "unexpected keyword argument 'tiles'" in failed[POINT, "reference tiles=16"]
+    assert "'tiles'" in failed[POINT, "reference tiles=16"]
 
 
 def test_started_processes_are_used_and_the_others_end() -> None:

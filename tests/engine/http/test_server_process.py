@@ -98,7 +98,7 @@ def test_bad_start_is_reported_without_traceback(tiny, tmp_path):
         port = str(taken.getsockname()[1])
         cases = [
             ([str(tiny), "--port", port], "choose another --port"),
-            ([str(tiny), "--port", "99999"], "less than or equal to 65535"),
+            ([str(tiny), "--port", "99999"], "65535"),
             ([str(tiny), "--host", "192.0.2.1"], "choose another --host"),
             ([str(tmp_path), "--port", "0"], "config.json"),
         ]

@@ -152,9 +152,8 @@ class Traffic:
     ):
         groups = [BlockManager(num_blocks, SIZE, caching, window) for window in (None, *windows)]
         scheduler = Scheduler(groups, seqs, max(budget, seqs), max_waiting=12)
-        self.core = EngineCore(
-            scheduler, CacheModel(num_blocks, SIZE, seqs, max(budget, seqs), windows), depth
-        )
+        self.model = CacheModel(num_blocks, SIZE, seqs, max(budget, seqs), windows)
+        self.core = EngineCore(scheduler, self.model, depth)
         self.live: list[Request] = []
         self.time = self.number = 0
 
@@ -176,6 +175,10 @@ class Traffic:
     def abort(self, index: int) -> None:
         request = self.live.pop(index % len(self.live))
         self.core.end([request])
+
+    def change_weights(self) -> None:
+        self.model.version += 1
+        self.core.scheduler.reset_cache()
 
     def step(self) -> None:
         self.time += 1
@@ -211,6 +214,9 @@ class Traffic:
                     held[block] = held.get(block, 0) + 1
             assert 0 not in held and blocks.num_free == blocks.num_usable - len(held)
             assert all(blocks._refs[b] == n for b, n in held.items())
+            for block in blocks._block.values():
+                oldest = self.model.oldest[group, block * SIZE : (block + 1) * SIZE]
+                assert (oldest == self.model.version).all(), "a named block depends on older weights"
         slots = [r.slot for r in scheduler.running]
         assert sorted(slots + scheduler._slots) == list(range(scheduler.max_num_seqs))
         waiting = [r for r in self.live if r.status is Status.WAITING]
@@ -243,6 +249,10 @@ class TrafficMachine(RuleBasedStateMachine):
     def step(self, times: int) -> None:
         for _ in range(times):
             self.traffic.step()
+
+    @rule()
+    def change_weights(self) -> None:
+        self.traffic.change_weights()
 
     @rule()
     def failed_step(self) -> None:
@@ -286,6 +296,8 @@ def test_traffic_of_many_operations(depth: int, windows: tuple[int, ...]) -> Non
             traffic.step()
         if number % 200 == 0:
             traffic.check()
+        if number % 500 == 180:  # 20 operations before a check
+            traffic.change_weights()
     traffic.drain()
     scheduler = traffic.core.scheduler
     assert all(b.num_free == b.num_usable for b in scheduler.groups) and len(scheduler._waiting) == 0

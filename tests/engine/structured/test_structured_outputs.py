@@ -185,7 +185,7 @@ def test_each_grammar_is_compiled_once(tiny):
         for _ in range(2):
             llm.generate([[5]] * 6, params(structured(regex="[ab]{3}")))
         assert grammars.num_compiled == 1
-        with pytest.raises(ValueError, match=r"structured_outputs: regex cannot be used: .*not closed"):
+        with pytest.raises(ValueError, match="structured_outputs: regex cannot be used: "):
             llm.generate([[5]], params(structured(regex="(")))
         assert grammars.num_compiled == 1 and not llm.llm_engine.requests
 

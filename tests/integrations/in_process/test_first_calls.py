@@ -83,21 +83,41 @@ def test_first_call_decides(theirs: float, cls: type, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("graph", "eager", "won"),
+    ("graph", "eager", "choosing", "won"),
     [
-        ((100, 10), (110, 140), True),  # it saves 90 in a graph and loses 30 where Python takes the time
-        ((100, 80), (110, 140), False),
-        ((100, 99), (100, 100), False),
-        ((10, 11), (110, 90), False),
+        ((100, 10), (140, 110), 50.0, (True, True)),
+        ((100, 10), (110, 140), 0.5, (True, False)),  # its Python takes the time of calls one after the other
+        (
+            (100, 10),
+            (110, 140),
+            1.0,
+            (False, False),
+        ),  # so does that of the choice, by which the host's would lose
+        ((100, 99), (100, 99), 0.0, (True, False)),
+        ((10, 11), (110, 90), 0.0, (False, False)),
     ],
 )
-def test_eager_loss_is_weighed_against_graph_gain(
-    graph: tuple[int, int], eager: tuple[int, int], won: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """graph, eager: times of the host's and of ours."""
+def test_each_mode_is_decided_by_its_own_time(
+    graph: tuple[int, int], eager: tuple[int, int], choosing: float, won: tuple[bool, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """graph, eager: times of the host's and of ours; choosing: of the choice, in a call."""
     monkeypatch.setattr(trials, "interleaved", lambda *_: [[float(t)] * 21 for t in graph])
     monkeypatch.setattr(trials, "_eager", lambda *_: [[float(t)] * 21 for t in eager])
-    assert trials._measured(lambda: 1, lambda: 1, torch.device("cpu")).ours == won
+    found = trials._measured(lambda: 1, lambda: 1, torch.device("cpu"), choosing)
+    assert (found.captured, found.eager) == won
+
+
+def test_module_that_wins_in_graphs_runs_there_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = Host(0.0), torch.randn(3)
+    trial, _ = tried(module, ours(0.0, factor=3))
+    monkeypatch.setattr(trials, "_measured", lambda *_: trials.Choice(True, False, "ours in CUDA graphs"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with torch.no_grad():
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert torch.equal(module(x), x * 2) and trial.restored == 0
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert torch.equal(module(x), x * 3)
 
 
 def test_other_shapes_are_decided_anew() -> None:
@@ -108,7 +128,9 @@ def test_other_shapes_are_decided_anew() -> None:
         module(torch.randn(3))
         module(torch.randn(64))
         module(torch.randn(64))
-    assert [choice.ours for choice in trial.choices.values()] == [True, False] and type(module) is not Host
+    assert [choice.captured for choice in trial.choices.values()] == [True, False] and type(
+        module
+    ) is not Host
 
 
 def _slow_if_long(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Every norm of SGLang and torch against the host's own, without an engine."""
 
+import pytest
 import torch
 from fk_integrations.core.apply import apply
 from fk_integrations.sglang.scheduler import SglangAdapter
@@ -56,3 +57,22 @@ def test_norms_equal_the_hosts(monkeypatch):
         patched.undo()
         assert [type(m) for m in model.modules()] == classes
         torch.testing.assert_close(run(), expected, rtol=0, atol=0)
+
+
+def test_a_named_backend_runs_the_hosts_code():
+    """BaseFusedOp.forward(..., backend=) is accepted by ours, and answers as SGLang does."""
+    from sglang.kernels.spec import KernelBackend
+    from sglang.srt.layers import activation, layernorm
+
+    model = nn.ModuleDict({"norm": layernorm.RMSNorm(64), "act": activation.SiluAndMul()})
+    x = torch.randn(5, 64)
+    expected = {name: module(x, backend=KernelBackend.TORCH) for name, module in model.items()}
+    patched = apply(Alone(), model, Request("patch", ops=("rms_norm", "silu_and_mul")), 0)
+    for name, module in model.items():
+        assert torch.equal(module(x, backend=KernelBackend.TORCH), expected[name])
+        with pytest.raises(NotImplementedError, match="helion"):
+            module(x, backend=KernelBackend.HELION)
+    assert [row["calls"] for row in patched.report()] == [0, 0]
+    assert all(torch.allclose(module(x, backend=None), expected[name]) for name, module in model.items())
+    assert [row["calls"] for row in patched.report()] == [1, 1]
+    patched.undo()

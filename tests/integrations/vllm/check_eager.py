@@ -68,6 +68,32 @@ def test_a_warm_up_runs_each_size_of_prompts(llm):
     assert found == prompt_sizes.of(llm.llm_engine.vllm_config) and {1, 513, 528} <= {*found}
 
 
+def test_patch_runs_prompts_without_the_jit_monitor(llm, stock, monkeypatch):
+    """On a GPU kernels compile there, and vLLM's monitor would report them as compiled during inference."""
+    from triton import knobs
+    from vllm.utils import jit_monitor
+
+    heard, run = [], []
+
+    def compile_a_kernel(worker):
+        run.append(1)
+        if knobs.runtime.jit_post_compile_hook is not None:
+            knobs.runtime.jit_post_compile_hook()
+
+    monkeypatch.setattr(jit_monitor, "_active", True)
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **_: heard.append(1))
+    hook = knobs.runtime.jit_post_compile_hook
+    monkeypatch.setattr(prompt_sizes, "compiles_kernels", lambda worker: True)
+    monkeypatch.setattr(prompt_sizes, "run", compile_a_kernel)
+    report = fastkernels.patch(llm, ops=["rms_norm"])
+    assert (run, heard) == ([1], []) and report.seconds["run prompts"] > 0
+    assert knobs.runtime.jit_post_compile_hook is hook
+    report.undo()
+    assert (run, heard) == ([1], []) and knobs.runtime.jit_post_compile_hook is hook
+    compile_a_kernel(None)
+    assert heard == [1]
+
+
 def test_asleep_the_plugin_adds_one_method(llm, stock):
     from vllm.config import VllmConfig
     from vllm.v1.worker.worker_base import WorkerBase

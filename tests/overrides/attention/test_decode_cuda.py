@@ -21,7 +21,6 @@ from fastkernels.core.tuning import Entry
 from fastkernels.overrides.attention import attention_decode_cuda as cuda
 from fastkernels.overrides.attention.attention_decode import attention_decode
 
-NO_NVRTC = cuda_rtc.unavailable()
 SPEC = registry.get("attention_decode")
 LLAMA: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 16}
 EDGES = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100]
@@ -254,7 +253,7 @@ def test_calls_with_few_keys_use_the_whole_set() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("params", cuda.PARAMS, ids=str)
 def test_every_set_compiles(params: dict[str, int]) -> None:
     others = {**layout(8, 4, 256, 16), "window_left": 99, "softcap": 50.0}

@@ -106,6 +106,8 @@ def test_sinks_reach_flash_attention(op: str, monkeypatch: pytest.MonkeyPatch) -
     assert provider.supports is not None and provider.supports(*args, sinks) is None
     for refused in (sinks.float(), sinks[:4], torch.zeros(16).bfloat16()[::2]):
         assert "needs contiguous bfloat16 sinks of 8 heads" in str(provider.supports(*args, sinks=refused))
+    many = (torch.zeros(1, 79, 64).bfloat16(), *args[1:])
+    assert "up to 64 heads, got 79" in str(provider.supports(*many, torch.zeros(79).bfloat16()))
     provider.fn(*args, sinks)
     assert given["s_aux"] is sinks and given["window_size"] == [127, 0]
     provider.fn(*args)

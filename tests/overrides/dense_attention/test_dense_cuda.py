@@ -67,7 +67,7 @@ def test_measured_shapes_run_the_faster_kernel(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("size", [64, 72, 128])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_kernel_compiles(batch: int, size: int) -> None:

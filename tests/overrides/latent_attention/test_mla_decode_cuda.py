@@ -102,7 +102,7 @@ def test_emulated_sparse_kernel_matches_float64(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize(("box", "params"), [(64, {"pairs": 1}), (16, {}), (64, {"sparse": 1})])
 def test_kernel_compiles(box: int, params: dict[str, int], bf16: bool) -> None:

@@ -15,8 +15,6 @@ from fastkernels.overrides.dense_attention import attention_dense_cuda as dense
 from fastkernels.overrides.kit import hopper
 from fastkernels.overrides.latent_attention import mla_expanded
 
-NO_NVRTC = cuda_rtc.unavailable()
-
 
 def arguments(heads: int, nope: int, rope: int, value: int, device: str = "cpu") -> list[Any]:
     """A prompt, a chunk, a sequence without keys and one with fewer keys than queries; NaN between their keys."""
@@ -53,7 +51,7 @@ def test_emulated_kernel_matches_float64(sizes: tuple[int, ...], keys: int, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("sizes", [(128, 64, 128), (192, 64, 256)])
 def test_products_are_not_waited_for_one_by_one(sizes: tuple[int, ...]) -> None:
     p, said = mla_expanded.plan(*arguments(1, *sizes)[:3]), []

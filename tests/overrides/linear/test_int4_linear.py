@@ -100,7 +100,7 @@ def test_plans_stream_large_weights_for_few_tokens(m: int, n: int, k: int, strea
         assert few.plan(m, n, k, 128, **params).stream == 0
 
 
-@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(("m", "stream"), [(1, 0), (32, 0), (64, 0), (16, 1)])
 def test_int4_kernels_compile_for_hopper(m: int, stream: int) -> None:
     p = few.plan(m, 4096, 4096, 128, True, stream=stream)

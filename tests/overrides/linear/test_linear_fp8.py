@@ -214,7 +214,7 @@ def test_float8_instruction_has_no_transposes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("params", wgmma.PARAMS, ids=str)
 def test_every_set_compiles(params: dict[str, int]) -> None:
     for m, n, bf16, blocks in ((16, 4096, True, False), (64, 28672, False, True)):

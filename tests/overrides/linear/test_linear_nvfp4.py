@@ -64,7 +64,7 @@ def test_emulated_product_matches_float64(
     torch.testing.assert_close(got.double(), want, rtol=4e-3, atol=1e-4)
 
 
-@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(("m", "stream"), [(1, 0), (32, 0), (64, 0), (16, 1)])
 def test_kernels_compile_for_hopper(m: int, stream: int) -> None:
     p = few.plan(m, 4096, 4096, 32, stream=stream, fp4=True)

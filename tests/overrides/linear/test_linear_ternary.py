@@ -108,7 +108,7 @@ def test_emulated_product_matches_reference(
     assert shared <= op.SHARED and warps <= op.MOST_WARPS
 
 
-@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("m", [1, 8])
 def test_kernels_compile_for_hopper(m: int) -> None:
     _, _, options = op.plan(m, 6912, True, False, True)

@@ -242,7 +242,7 @@ def test_plan_covers_the_result_and_fits(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
     ("f", "parts"),
     [
@@ -262,7 +262,7 @@ def test_every_set_compiles(f: int, parts: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
     ("f", "grouped"), [(tiled.NONE, False), (tiled.NONE, True), (tiled.SWIGLU_FP8, True)]
 )

@@ -91,7 +91,7 @@ def test_instruction_has_all_operands() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_NVRTC is not None, reason=str(NO_NVRTC))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("params", wgmma.PARAMS, ids=str)
 def test_every_set_compiles(params: dict[str, int]) -> None:
     for m, n, bf16 in ((16, 4096, True), (64, 6144, False)):

@@ -106,7 +106,7 @@ def test_rows_without_a_local_expert_stay_unwritten(tmp_path: Path) -> None:
     assert torch.equal(got.isnan().all(1), local[ids.flatten().long()] < 0)
 
 
-@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("is_sorted", [True, False])
 def test_mxfp4_kernels_compile_for_hopper(is_sorted: bool) -> None:
     for p in (few.plan(2880, 4, is_sorted, True), few.plan(2880, 1, is_sorted, False)):
@@ -229,7 +229,7 @@ def test_blocks_of_wide_matrices_have_fewer_tokens(width: int, tokens: int) -> N
     assert (reason is None) == (tokens > 0)
 
 
-@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("tokens", [1, 9])  # not sorted, and sorted
 def test_plans_of_experts_compile(tokens: int) -> None:
     ids, w1, w2 = (

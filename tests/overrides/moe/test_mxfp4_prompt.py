@@ -95,8 +95,8 @@ def test_columns_are_in_the_order_of_lanes(tmp_path: Path) -> None:
     assert order(2880).sort().values.equal(torch.arange(2880))
 
 
-@pytest.mark.skipif(cuda_rtc.unavailable() is not None, reason=str(cuda_rtc.unavailable()))
-@pytest.mark.parametrize("glu", [True, False])
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("glu", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_prompt_kernels_compile_for_hopper(glu: bool) -> None:
     p = many.Plan(2880, 4 if glu else 1, glu)
     assert cuda_rtc.nvrtc_compile(many.source(), ("--gpu-architecture=sm_90a", *p.options))[:4] == b"\x7fELF"

@@ -7,18 +7,67 @@ baseline's own process.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fastkernels.core import registry
 from fastkernels.core.baseline import Baseline, inductor, provider
 
 AGAINST = ("production", "host", "reference")
 
+# {module: package that has it}, where the names differ
+PACKAGES = {
+    "sgl_kernel": "sgl-kernel", "flashinfer": "flashinfer-python", "fla": "flash-linear-attention",
+    "deep_gemm": "deep-gemm", "triton_kernels": "triton-kernels",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Production:
+    """The baselines of an op that are production's: kernels of hosts and libraries. Compilers are none.
+
+    usable   names of those that can be tried here; missing: {name: packages} of those whose libraries are not there
+    """
+
+    usable: tuple[str, ...]
+    missing: Mapping[str, tuple[str, ...]]
+
+
+def production(found: Sequence[Baseline]) -> Production:
+    """The baselines of production among those of an op: usable and missing ones."""
+    ours = [b for b in found if b.kind in ("host", "library")]
+    absent = {b.name: packages(b) for b in ours if b.available() is not None}
+    return Production(tuple(b.name for b in ours if b.name not in absent), absent)
+
+
+def packages(baseline: Baseline) -> tuple[str, ...]:
+    """The packages that a baseline needs; of modules that replace each other, the first one's."""
+    modules = [m if isinstance(m, str) else m[0] for m in baseline.modules]
+    names = [m.partition(".")[0] for m in modules]
+    return tuple(dict.fromkeys(PACKAGES.get(n, n) for n in names))
+
+
+def why_provisional(missing: Mapping[str, Sequence[str]], broken: Mapping[str, str]) -> str:
+    """Why a speedup is no score where none of production's kernels can be used, with the command that installs them.
+
+    missing  {baseline: packages}; broken: {baseline: the error with which its library does not load}
+    """
+    parts = [f"{name} is not installed" for name in missing] + [
+        f"{name} does not load ({why[:120]})" for name, why in broken.items()
+    ]
+    wanted = dict.fromkeys(p for ps in missing.values() for p in ps)
+    command = f"pip install {' '.join(wanted)}" if wanted else "repair the installation"
+    return (
+        f"The baseline is no kernel of production: {', '.join(parts)}. Install them ({command}), or name an interpreter"
+        " that has them (--python baseline=PATH)"
+    )
+
 
 def baselines(op: str, against: str, device: str) -> list[Baseline]:
     """The baselines of an op, including those that are not `available` here; empty for an op without a function.
 
-    against  'production': all that production ships, and last the reference, for cases that none of it supports;
+    against  'production': all that production ships, then the reference as Inductor compiles it, and last the
+             reference, for cases that none of these supports;
              'host': vLLM's or SGLang's own; 'reference': plain PyTorch
     Raises UnknownName for an op, and ValueError for an unknown `against`.
     """
@@ -30,7 +79,9 @@ def baselines(op: str, against: str, device: str) -> list[Baseline]:
     reference = Baseline("reference", "reference", lambda: provider(op, "reference"), devices=("cuda", "cpu"))
     found: list[Baseline] = []
     if against != "reference":
-        found += registry.baselines(op) or [inductor(op)]
+        found += registry.baselines(op)
+        if against == "production" and not any(b.kind == "compiler" for b in found):
+            found.append(inductor(op))  # the least that a host runs
         found = [b for b in found if device in b.devices and (against == "production" or b.kind == "host")]
     found = [replace(b, device=device) for b in found]
     # The reference is the fallback for cases that no other baseline supports.

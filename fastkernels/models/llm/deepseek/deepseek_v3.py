@@ -10,7 +10,7 @@ from fastkernels.models.common.architecture import Architecture
 
 def describe(config: Any) -> d.Decoder:
     d.refuse(config, moe_layer_freq=1)
-    return d.latent_decoder(config, d.sigmoid_experts(config))
+    return d.latent_decoder(config, d.sigmoid_experts(config), interleaved=config.rope_interleave)
 
 
 ARCH = Architecture(

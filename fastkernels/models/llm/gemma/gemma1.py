@@ -9,6 +9,7 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
+    d.refuse(config, use_bidirectional_attention=False, hidden_activation=config.hidden_act)
     norm = d.Norm("gemma", config.rms_norm_eps)
     layer = d.Layer(
         d.attention(config, bias=config.attention_bias, out_bias=config.attention_bias),

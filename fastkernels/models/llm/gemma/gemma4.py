@@ -9,10 +9,17 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
-    """Layers with full attention have sizes of their own (per_layer_config). Norms do not add 1 to their weights."""
+    return decoder(config, config.hidden_size_per_layer_input or 0, _experts(config))
+
+
+def decoder(config: Any, size: int, experts: d.ParallelExperts | None) -> d.Decoder:
+    """size: of the layers' own inputs; 0: none. experts: next to each layer's MLP
+
+    Layers with full attention have sizes of their own (per_layer_config). Norms do not add 1 to their weights.
+    """
     d.refuse(config, use_bidirectional_attention="vision")  # text is causal then
     norm, activation = d.Norm(eps=config.rms_norm_eps), d.activation(config, "hidden_activation")
-    first, size = first_shared(config), getattr(config, "hidden_size_per_layer_input", 0)
+    first = first_shared(config)
     if size and config.vocab_size_per_layer_input < config.vocab_size:
         raise d.Unsupported(
             f"config.vocab_size_per_layer_input={config.vocab_size_per_layer_input} is not supported, only"
@@ -36,7 +43,7 @@ def describe(config: Any) -> d.Decoder:
                     "after_attention": "post_attention_layernorm", "before_mlp": "pre_feedforward_layernorm",
                     "after_mlp": "post_feedforward_layernorm",
                 },
-                experts=_experts(config, activation, norm), scaled=True,
+                experts=experts, scaled=True,
             )
         )  # fmt: skip
     return d.Decoder(
@@ -46,11 +53,19 @@ def describe(config: Any) -> d.Decoder:
     )  # fmt: skip
 
 
-def _experts(config: Any, activation: str, norm: d.Norm) -> d.ParallelExperts | None:
-    if not getattr(config, "enable_moe_block", False):
+def _experts(config: Any) -> d.ParallelExperts | None:
+    if not config.enable_moe_block:
         return None
-    sizes = config.num_experts, config.top_k_experts, config.moe_intermediate_size
-    return d.ParallelExperts(d.Experts(*sizes, activation=activation), norm)
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if not getattr(config, name):
+            raise d.Unsupported(
+                f"config.{name}={getattr(config, name)!r} is not supported with enable_moe_block=True"
+            )
+    activation = d.activation(config, "hidden_activation")
+    experts = d.Experts(
+        config.num_experts, config.top_k_experts, config.moe_intermediate_size, activation=activation
+    )  # fmt: skip
+    return d.ParallelExperts(experts, d.Norm(eps=config.rms_norm_eps))
 
 
 def first_shared(config: Any) -> int:

@@ -10,7 +10,7 @@ from fastkernels.models.llm.gemma import gemma4
 
 
 def describe(config: Any) -> d.Decoder:
-    return gemma4.describe(config)
+    return gemma4.decoder(config, size=0, experts=None)
 
 
 ARCH = Architecture(

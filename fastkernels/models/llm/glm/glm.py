@@ -9,7 +9,7 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
-    return d.llama(config, bias=config.attention_bias, interleaved=True)
+    return d.llama(config, partial=True, bias=config.attention_bias, interleaved=True)
 
 
 ARCH = Architecture(

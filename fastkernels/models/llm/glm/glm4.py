@@ -11,7 +11,7 @@ from fastkernels.models.common.architecture import Architecture
 def describe(config: Any) -> d.Decoder:
     norm = d.Norm(eps=config.rms_norm_eps)
     layer = d.Layer(
-        d.attention(config, bias=config.attention_bias, interleaved=True),
+        d.attention(config, partial=True, bias=config.attention_bias, interleaved=True),
         d.Mlp(config.intermediate_size, d.activation(config)), norm, norm, norm, norm,
         names={"after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"},
     )  # fmt: skip

@@ -11,7 +11,7 @@ from fastkernels.models.common.architecture import Architecture
 def describe(config: Any) -> d.Decoder:
     norm = d.Norm(eps=config.rms_norm_eps)
     attention = d.attention(
-        config, bias=config.attention_bias, head_norm=norm if config.use_qk_norm else None
+        config, partial=True, bias=config.attention_bias, head_norm=norm if config.use_qk_norm else None
     )
     dense, experts = d.Mlp(config.intermediate_size, d.activation(config)), d.sigmoid_experts(config)
     layers = tuple(

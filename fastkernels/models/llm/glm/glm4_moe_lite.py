@@ -9,7 +9,9 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
-    return d.latent_decoder(config, d.sigmoid_experts(config), d.dense_layers(config))
+    return d.latent_decoder(
+        config, d.sigmoid_experts(config), d.dense_layers(config), interleaved=config.rope_interleave
+    )
 
 
 ARCH = Architecture(

@@ -9,11 +9,16 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
+    return decoder(config, shared=0)
+
+
+def decoder(config: Any, shared: int) -> d.Decoder:
+    """shared: intermediate size of the shared expert; 0: none"""
     d.refuse(config, hidden_act="silu")
     norm, bias = d.Norm(eps=config.rms_norm_eps), config.attention_bias
     experts = d.Experts(
         config.num_local_experts, config.num_experts_per_tok, config.intermediate_size,
-        shared=getattr(config, "shared_intermediate_size", 0),
+        shared=shared,
     )  # fmt: skip
     layer = d.Layer(
         d.attention(config, bias=bias, out_bias=bias, scale=config.attention_multiplier),

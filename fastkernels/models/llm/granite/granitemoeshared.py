@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.llm.granite.granitemoe import describe as describe
+from fastkernels.models.llm.granite import granitemoe
+
+
+def describe(config: Any) -> d.Decoder:
+    return granitemoe.decoder(config, config.shared_intermediate_size)
+
 
 ARCH = Architecture(
     names=("GraniteMoeSharedForCausalLM",),

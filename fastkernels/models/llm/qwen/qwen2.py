@@ -9,7 +9,7 @@ from fastkernels.models.common.architecture import Architecture
 
 
 def describe(config: Any) -> d.Decoder:
-    return d.llama(config, bias=True)
+    return d.llama(config, d.windows(config), bias=True)
 
 
 ARCH = Architecture(

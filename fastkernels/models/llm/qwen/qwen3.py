@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from fastkernels.models.common import description as d
 from fastkernels.models.common.architecture import Architecture
-from fastkernels.models.llm.llama import LlamaForCausalLM
-from fastkernels.overrides.block.vllm import VllmQwen3DecoderLayer
-
-
-class Qwen3ForCausalLM(LlamaForCausalLM):
-    """config: transformers.Qwen3Config; see LlamaForCausalLM."""
-
-    @staticmethod
-    def decoder_layer(config: Any, prefix: str) -> nn.Module:
-        return VllmQwen3DecoderLayer(config, prefix=prefix)
 
 
 def describe(config: Any) -> d.Decoder:
-    bias = config.attention_bias
-    return d.llama(config, bias=bias, out_bias=bias, head_norm=d.Norm(eps=config.rms_norm_eps))
+    bias, norm = config.attention_bias, d.Norm(eps=config.rms_norm_eps)
+    return d.llama(config, d.windows(config), bias=bias, out_bias=bias, head_norm=norm)
 
 
 ARCH = Architecture(
     names=("Qwen3ForCausalLM",),
     category="llm",
-    model="Qwen3ForCausalLM",
     runner="Generate",
     model_type="qwen3",
     layers=("qwen3_decoder_layer",),

@@ -20,7 +20,7 @@ def describe(config: Any) -> d.Decoder:
             d.attention(config, window, bias=bias, out_bias=bias, head_norm=norm),
             experts if is_sparse(config, i) else dense, before_attention=norm, before_mlp=norm,
         )
-        for i, window in enumerate(d.windows(config))
+        for i, window in enumerate(d.one_window(config))
     )  # fmt: skip
     return d.Decoder(config.vocab_size, config.hidden_size, layers, norm, config.tie_word_embeddings)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import socket
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from fk_bench.kernels.judge.processes import seccomp
 from fk_bench.kernels.judge.processes.cage import STEPS, own_home
+from fk_bench.kernels.judge.processes.sides import CPU_ADDRESS_SPACE, CPU_MEMORY
 from fk_bench.kernels.judge.processes.zygote import Zygote
 from support.cage.children import OPEN, OPTIONS, SUPPORT, hear, needs, run
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cages are for L
 
 def test_root_takes_every_step(steps: dict[str, str]) -> None:
     needs(steps, *steps)
-    assert set(steps) == {*OPEN, "limits", "capabilities", "memory"}
+    assert set(steps) == {*OPEN, "limits", "capabilities", "memory", "groups"}
 
 
 def test_disabled_step_is_reported(zygote: Zygote) -> None:
@@ -71,6 +73,48 @@ say(done.stderr, ctypes.CDLL("/tmp/code.so").twice(21))
 def test_compiler_works_in_cage(zygote: Zygote) -> None:
     """Triton builds its launchers this way."""
     assert run(zygote, BUILDS)[0] == ["", 42]
+
+
+EXTENSION = """
+import os
+os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
+import torch
+from torch.utils.cpp_extension import load_inline
+twice = load_inline("twice", "torch::Tensor twice(torch::Tensor x) { return x * 2; }", functions=["twice"])
+say(twice.twice(torch.ones(3)).tolist(), twice.__file__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_extension_is_built_in_cage(zygote: Zygote, steps: dict[str, str]) -> None:
+    """With the limits of a candidate on a CPU."""
+    needs(steps, "mounts")
+    limits = replace(
+        OPTIONS, memory=CPU_MEMORY, address_space=CPU_ADDRESS_SPACE, core=min(os.sched_getaffinity(0))
+    )
+    with zygote.spawn({"code": EXTENSION}, limits) as child:
+        said = hear(child, 500.0)
+        assert said[:1] == [[2.0, 2.0, 2.0]], child.output_tail()
+        assert said[1].startswith("/tmp/extensions/")
+
+
+TOOLS = """
+import os, shutil, subprocess, torch.utils.cpp_extension as found
+say(found.is_ninja_available(), bool(shutil.which("g++")), os.environ["TORCH_EXTENSIONS_DIR"],
+    os.access(os.environ["TORCH_EXTENSIONS_DIR"], os.W_OK), os.access(os.environ["HOME"], os.W_OK))
+nvcc = shutil.which("nvcc")
+say(subprocess.run([nvcc, "--version"], capture_output=True).returncode if nvcc else None)
+"""
+
+
+def test_compilers_of_extensions_are_visible(zygote: Zygote, steps: dict[str, str]) -> None:
+    """Those of this environment, too, if it is not activated: ninja lies next to its interpreter."""
+    needs(steps, "mounts")
+    (*found, nvcc), _ = run(zygote, TOOLS)
+    assert found == [True, bool(shutil.which("g++")), "/tmp/extensions", True, True]
+    assert nvcc == (0 if shutil.which("nvcc") else None)
 
 
 KERNEL = """
@@ -260,6 +304,59 @@ say(os.popen("echo a shell works").read())
     said, _ = run(zygote, code)
     assert said == [[-1, "Operation not permitted"]] * 3 + ["a shell works\n"]
     assert {"unshare", "io_uring_setup", "chroot", "ptrace"} <= set(seccomp.refused())
+
+
+# Call numbers on x86-64; -1 as a process is this one's error, and not the filter's.
+BY_ARGUMENT = """
+import ctypes, errno, fcntl, os, subprocess, threading, faulthandler
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(number, *args):
+    return libc.syscall(number, *args) == -1 and errno.errorcode[ctypes.get_errno()]
+me, cont = os.getpid(), 18
+spaces = {flag: refused(56, flag | 17, 0, 0, 0, 0) for flag in config["spaces"]}
+say(spaces, refused(435, 0, 0))
+say({name: refused(*call) for name, call in {
+    "child's end": (56, cont, 0, 0, 0, 0), "kill": (62, me, cont), "tkill": (200, me, cont),
+    "tgkill": (234, me, me, cont), "sigqueue": (129, me, cont, None), "tgsigqueue": (297, me, me, cont, None),
+    "pidfd": (424, -1, cont, None, 0), "timer": (222, 0, None, None), "setitimer": (38, 0, None, None),
+    "alarm": (37, 0), "mq_notify": (244, 0, None), "F_SETOWN": (72, 1, 8, me), "F_SETSIG": (72, 1, 10, cont),
+    "F_SETOWN_EX": (72, 1, 15, None), "F_NOTIFY": (72, 1, 1026, 1), "FIOSETOWN": (16, 1, 0x8901, None),
+    "parent's death": (157, 1, cont),
+}.items()})
+"""
+HONEST = """
+import faulthandler, os, signal, subprocess, threading
+import torch
+os.kill(os.getpid(), 0)
+child = os.fork()
+if child == 0:
+    signal.pause()
+os.kill(child, signal.SIGTERM)
+ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+done = []
+thread = threading.Thread(target=done.append, args=(1,))
+thread.start(), thread.join()
+faulthandler.dump_traceback_later(60), faulthandler.cancel_dump_traceback_later()
+torch.set_num_threads(2)
+total = (torch.ones(512, 512) @ torch.ones(512, 512)).sum().item()
+text = subprocess.run(["sh", "-c", "echo a shell"], capture_output=True, text=True, timeout=60).stdout
+say(ended, done, total, text)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
+def test_arguments_that_wake_or_escape_are_refused(zygote: Zygote, steps: dict[str, str]) -> None:
+    """A namespace of its own would give all capabilities inside, and SIGCONT wakes a stopped process."""
+    needs(steps, "seccomp")
+    spaces = [0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000]
+    (found, clone3, wakes), _ = run(zygote, BY_ARGUMENT, spaces=spaces)
+    assert list(found.values()) == ["EPERM"] * len(spaces) and clone3 == "ENOSYS"
+    assert set(wakes.values()) == {"EPERM"}, wakes
+
+
+def test_threads_processes_and_signals_still_work(zygote: Zygote, steps: dict[str, str]) -> None:
+    needs(steps, "seccomp")
+    assert run(zygote, HONEST)[0] == [-15, [1], 512.0**3, "a shell\n"]
 
 
 AFFINITY = """

@@ -1,4 +1,8 @@
-"""From batches on the judge's clock to times: the slope between N and 2N calls, and the reasons for invalid times."""
+"""From requests on the judge's clock to times, and the reasons for invalid times.
+
+On a GPU the time of a call is the slope between batches of N and 2N calls. On a CPU every call is made alone, and the
+time of a request without a call is subtracted: a slope between 0 and 1 calls.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ EARLY = 0.5, 2e-5
 QUANTILES, MANY = (0.1, 0.25, 0.5), 48
 SIGMAS = 2.0  # of a quantile, on both sides
 GIVEN, GIVEN_S = 0.02, 5e-6  # the judge's copy of the inputs may take so much longer on the candidate's side
+SHORT_S = 2e-5  # a longer call is not too short for the clock: other work of the machine disturbs it
 RESOLVED = 6.0  # standard errors: a time that is shorter on both sides says too little
 APART = 0.05  # allowed difference between the judge's clock and the runner's events, in addition to noise
 
@@ -58,6 +63,11 @@ class Samples:
             (self.long_n if double else self.short_n).append(count)
         if events is not None:
             (self.events_double if double else self.events_single).append(events)
+
+    def add_call(self, seconds: float, empty: float) -> None:
+        """Add a call that was made alone, and a request without a call."""
+        self.add(False, empty, None, 0)
+        self.add(True, seconds, None, 1)
 
     @property
     def shorts(self) -> np.ndarray:
@@ -120,12 +130,20 @@ def unresolved(candidate: Samples, baseline: Samples) -> str:
 
     It needs the baseline's scatter: a candidate cannot leave a case untimed by its own.
     """
+    least = min(candidate.spread, 3 * baseline.spread)
+    if not candidate.shorts.any() and abs(candidate.time) < RESOLVED / 2 * least:
+        return (
+            f"calls are too short for the clock: the candidate's take {1e6 * candidate.time:.1f} +- "
+            f"{1e6 * candidate.spread:.1f} us"
+        )
     if candidate.spread > 3 * baseline.spread:
         return ""
     if any(s.time >= RESOLVED * s.spread for s in (candidate, baseline)):
         return ""
     shown = " and ".join(f"{1e6 * s.time:.1f} +- {1e6 * s.spread:.1f} us" for s in (baseline, candidate))
-    return f"calls are too short for the clock: the baseline's and the candidate's take {shown}"
+    long = max(candidate.time, baseline.time) >= SHORT_S
+    why = "the times scatter too much" if long else "calls are too short for the clock"
+    return f"{why}: the baseline's and the candidate's take {shown}"
 
 
 def invalid(
@@ -144,6 +162,8 @@ def invalid(
         return (
             f"twice the calls take no longer ({1e6 * time:.2f} us per call): the clock sees none of the work"
         )
+    if time > 0 and candidate.shorts.any() and _low(candidate) <= 0 < _low(baseline):
+        return f"a fifth of its times are not positive: {1e6 * _low(candidate):.2f} us per call"
     if time <= 0:
         return f"its times scatter too much: {1e6 * time:.1f} +- {1e6 * candidate.spread:.1f} us per call"
     if problem := roofline.too_fast(1e6 * time, 1e6 * floor_s or None):
@@ -281,6 +301,10 @@ def _longer(own: list[float], other: list[float], sigmas: float = 0.0) -> float:
     return float((np.quantile(own, np.maximum(q - width, 0)) - np.quantile(other, q + width)).min())
 
 
+def _low(samples: Samples) -> float:
+    return float(np.percentile(samples.slopes, 20))
+
+
 def _error(values: list[float]) -> float:
     """The standard error of the median, by the median absolute deviation."""
     mad = float(np.median(np.abs(np.array(values) - np.median(values))))
@@ -295,6 +319,8 @@ def charge(candidate: Samples, baseline: Samples) -> float:
     or speeding up the longer one gains nothing. Work that slows the judge's copy of the inputs is charged as well.
     """
     calls = float(np.median(candidate.shorts))
+    if not calls:  # both sides' times have the same requests without a call
+        return 0.0
     extra = candidate.intercept - baseline.overhead
     allowed = max(0.1 * min(candidate.time, baseline.time), STARTING_S) + 3 * baseline.spread * 2**0.5
     late = extra / calls > allowed and extra > 0.1 * max(baseline.overhead, 2e-4)
@@ -325,19 +351,18 @@ class Speedup:
 
 
 def speedup(
-    candidate: Samples, baseline: Samples, again: Samples, charged: float = 0.0, own: Samples | None = None,
-    draws: int = 2000, alone: Alone | None = None,
+    candidate: Samples, baseline: Samples, again: Samples, charged: float = 0.0, draws: int = 2000,
+    alone: Alone | None = None,
 ) -> Speedup:  # fmt: skip
-    """The speedup over both sets of the baseline's batches, and of the candidate's if it has two (`own`).
+    """The speedup over both sets of the baseline's batches.
 
     The interval has the scatter of both sides (the larger of a bootstrap's, paired by round, and Student's) and the
     difference between the two sets, which a busy machine causes. charged: seconds added to each time of the candidate;
     alone: both sides' calls alone are counted.
     """
     alone = alone or Alone(0.0, 0.0, 0.0)
-    a = (candidate.slopes if own is None else (candidate.slopes + own.slopes) / 2) + alone.of(charged)
+    a = candidate.slopes + alone.of(charged)
     b = (baseline.slopes + again.slopes) / 2 + alone.both
-    spread = candidate.spread if own is None else (candidate.spread + own.spread) / 2
     # A candidate that scatters is counted at its 80th percentile: jitter must not gain.
     counted = float(np.median(a)) if candidate.steady else float(np.percentile(a, 80))
     value = float(np.median(b)) / counted
@@ -348,10 +373,9 @@ def speedup(
     low, high = np.percentile(logs, (2.5, 97.5)) if len(logs) else (0.0, 0.0)
     t = t975(max(len(a) - 1, 1))
     between = abs(np.log(again.time / baseline.time)) * 0.75**0.5  # of a side and the mean of two
-    if own is not None and own.time > 0 and candidate.steady:  # of two means of two
-        between = np.hypot(np.log(again.time / baseline.time), np.log(own.time / candidate.time)) / 2
     errors = (
-        spread / counted, (baseline.spread + again.spread) / 2 / baseline.time, between, alone.error / counted,
+        candidate.spread / counted, (baseline.spread + again.spread) / 2 / baseline.time, between,
+        alone.error / counted,
     )  # fmt: skip
     half = max(t * float(np.sqrt(sum(e**2 for e in errors))), (high - low) / 2)
     return Speedup(

@@ -11,11 +11,12 @@ import torch
 
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core.rows import Status
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.correctness.errors import Errors, Expected, compare, expect
 from fk_bench.kernels.judge.memory import layout
 from fk_bench.kernels.judge.memory.arena import Arena
 from fk_bench.kernels.judge.memory.slots import Slots, poison
+from fk_bench.kernels.judge.processes.messages import Used
 from fk_bench.kernels.judge.processes.runner_process import RunnerError, RunnerProcess
 
 REFERENCE = "reference"
@@ -24,7 +25,11 @@ SUSPECTS = 4  # calls whose outputs differ most from the baseline's are compared
 
 
 class Wrong(Exception):
-    """The candidate's outputs are incorrect; the message says which and how."""
+    """The candidate's outputs are incorrect; the message says which and how. recipe: of the slot, see Slots."""
+
+    def __init__(self, reason: str, recipe: dict[str, Any] | None = None):
+        super().__init__(reason)
+        self.recipe = recipe
 
 
 @dataclass
@@ -52,31 +57,39 @@ class Checked:
 
 
 class Checks:
-    """The checks of one case. `allowed` is the baseline's own rms error, once it is known."""
+    """The checks of one case. `allowed` and `of_baseline` are the baseline's own errors, once they are known."""
 
     def __init__(self, spec: OpSpec, case: Case, mode: str):
         self.spec, self.case, self.mode = spec, case, mode
-        self.allowed = 0.0
+        self.allowed, self.of_baseline = 0.0, Errors()
         self._natively = False  # errors of this case are larger than those of rounding
         self.errors = Errors()
+        self.nonfinite = False  # NaN and infinity count as the same
         self.passed_over: dict[str, str] = {}  # {baseline: why it does not serve this case}
+        self.unmade: dict[str, str] = {}  # {baseline: the error with which its library does not load}
+        self.uncalled: dict[str, str] = {}  # {baseline: the error of its call}
         self.unchecked: Sequence[
             int
         ] = ()  # outputs that are not compared: of a baseline in the candidate's place
 
     # -- the baseline
 
-    def choose(self, side: RunnerProcess, arena: Arena, slots: Slots, names: Sequence[str]) -> Chosen:
-        """The fastest of these baselines that is correct here, or the reference; its process is left using it.
+    def choose(
+        self, side: RunnerProcess, arena: Arena, slots: Slots, names: Sequence[str], last: Sequence[str] = ()
+    ) -> Chosen:
+        """The fastest of these baselines that is correct here; its process is left using it. Those of `last` and the
+        reference only serve if no other one does.
 
         The candidate is stopped meanwhile, so it cannot disturb the errors that become tolerances.
         """
         best: Chosen | None = None
-        for name in sorted(names, key=lambda n: n == REFERENCE):
-            if name == REFERENCE and best is not None:
+        least = {*last, REFERENCE}
+        for name in sorted(names, key=lambda n: n in least):
+            if name in least and best is not None and best.name not in least:
                 break
             slots.fill([0] * slots.count)
             arena.publish()
+            used: Used | None = None
             try:
                 used = side.ask("use", baseline=name)
                 if used.unsupported:
@@ -91,6 +104,7 @@ class Checks:
                 seconds = side.ask("estimate", calls=slots.count).seconds
             except RunnerError as error:
                 self.passed_over[name] = str(error)
+                (self.unmade if used is None else self.uncalled)[name] = str(error)
                 if error.fatal:
                     raise
                 continue
@@ -99,7 +113,7 @@ class Checks:
         if best is None:
             return Chosen()
         side.ask("use", baseline=best.name)
-        self.allowed = best.errors.rms
+        self.allowed, self.of_baseline = best.errors.rms, best.errors
         return best
 
     # -- the candidate, untimed
@@ -126,13 +140,23 @@ class Checks:
 
     def hard(
         self, sides: tuple[RunnerProcess, RunnerProcess], arenas: tuple[Arena, Arena], slots: Slots, name: str,
-        change: Callable[[list[Any]], None],
+        change: Callable[[list[Any]], None], nonfinite: bool = False,
     ) -> None:  # fmt: skip
         """Check calls on extreme values of the timed shape, unless the baseline itself fails on them.
 
         Without it a candidate may be right for the shapes of extreme values only. Raises Wrong, RunnerError.
         """
         (candidate, baseline), (arena, other) = sides, arenas
+        self.nonfinite = nonfinite
+        try:
+            self._hard(candidate, baseline, arena, other, slots, name, change)
+        finally:
+            self.nonfinite = False
+
+    def _hard(
+        self, candidate: RunnerProcess, baseline: RunnerProcess, arena: Arena, other: Arena, slots: Slots, name: str,
+        change: Callable[[list[Any]], None],
+    ) -> None:  # fmt: skip
         candidate.stop()
         slots.edit(change)
         other.publish()
@@ -147,13 +171,15 @@ class Checks:
         baseline.stop()
         if errors.problem:
             return
-        usual, self.allowed = self.allowed, max(self.allowed, errors.rms)
+        usual = self.allowed, self.of_baseline
+        self.allowed, self.of_baseline = max(self.allowed, errors.rms), errors.worse(self.of_baseline)
         arena.publish()
         try:
             self._eager(candidate, arena, slots)
         except Wrong as wrong:
-            raise Wrong(f"with extreme values ({name}): {wrong}") from None
-        self.allowed = usual
+            recipe = None if wrong.recipe is None else {**wrong.recipe, "edit": name}
+            raise Wrong(f"with extreme values ({name}): {wrong}", recipe) from None
+        self.allowed, self.of_baseline = usual
 
     def _eager(self, side: RunnerProcess, arena: Arena, slots: Slots) -> dict[str, int]:
         """Call slots 0 and 1 in turn. Then change all inputs: the results of both calls must not change with them."""
@@ -201,7 +227,7 @@ class Checks:
         want = self._expect(slots, slot)
         got = [*outputs, *(args[i] for i in want.written)]
         errors = self._compare(got, want, self.allowed, self.unchecked)
-        self._take(errors, "in a timed call: ")
+        self._take(errors, "in a timed call: ", slots, slot)
         if arena.changed(slot):
             raise Wrong("an argument was written, but the op does not write it")
 
@@ -245,14 +271,14 @@ class Checks:
 
         The oracle decides: it runs for the calls whose outputs differ most from the baseline's.
         """
-        distances = self._distances(outputs, others)
+        distances = self.distances(outputs, others)
         for slot in distances.topk(min(SUSPECTS, len(outputs))).indices.tolist():
             self._verdict(slots, mine, slot, outputs[slot], f"in timed call {slot} of {len(outputs)}: ")
         if mine.changed():
             raise Wrong("an argument was written, but the op does not write it")
 
     @staticmethod
-    def _distances(outputs: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> torch.Tensor:
+    def distances(outputs: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> torch.Tensor:
         """How much the outputs of each call differ; infinite for NaN on one side only. Many calls at once."""
         total = torch.zeros(len(outputs), device=outputs[0][0].device if outputs[0] else "cpu")
         for a, b in zip(zip(*outputs, strict=True), zip(*others, strict=True), strict=True):
@@ -284,20 +310,24 @@ class Checks:
     def _compare(
         self, got: list[torch.Tensor], want: Expected, allowed: float | None, unchecked: Sequence[int]
     ) -> Errors:
-        errors = compare(self.spec, self.case, got, want, allowed, unchecked)
+        errors = compare(
+            self.spec, self.case, got, want, allowed, unchecked, self.of_baseline, self.nonfinite
+        )
         self._natively = self._natively or want.needed
         return errors
 
     def _verdict(
         self, slots: Slots, arena: Arena, slot: int, outputs: list[torch.Tensor], where: str = ""
     ) -> None:
-        self._take(self._errors(slots, arena, slot, outputs, self.allowed, self.unchecked), where)
+        self._take(
+            self._errors(slots, arena, slot, outputs, self.allowed, self.unchecked), where, slots, slot
+        )
         if arena.changed(slot):
             raise Wrong("an argument was written, but the op does not write it")
 
-    def _take(self, errors: Errors, where: str) -> None:
+    def _take(self, errors: Errors, where: str, slots: Slots, slot: int) -> None:
         if errors.problem:
-            raise Wrong(where + errors.problem)
+            raise Wrong(where + errors.problem, slots.recipe_of(slot))
         self.errors = self.errors.worse(errors)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.slots import Slots, poison
 
@@ -36,6 +36,7 @@ class Arena:
         self.slots, self.out_slots = slots, out_slots
         places = slots.count + slots.count // SPARE + 1
         self.cells = secrets.SystemRandom().sample(range(places), slots.count)
+        self._free = next(iter(set(range(places)) - set(self.cells)))
         self.out_start = slots.layout.arena_bytes(places)
         total = max(self.out_start + out_slots * slots.out_bytes, layout.ALIGN)
         self._allocation: ipc.Memory | None = None
@@ -73,6 +74,15 @@ class Arena:
             at = self._places * self.slots.layout.stride
             self.bytes[at:][:shared].copy_(self.slots.private[-shared:])
         self._wait()
+
+    def row(self, slot: int) -> torch.Tensor:
+        """The bytes of a slot's arguments in this memory."""
+        return self._grid[self.cells[slot]]
+
+    @property
+    def spare(self) -> torch.Tensor:
+        """As many bytes that no slot uses."""
+        return self._grid[self._free]
 
     def args_of(self, slot: int) -> list[Any]:
         """A slot's arguments in this memory."""

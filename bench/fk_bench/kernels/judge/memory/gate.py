@@ -1,4 +1,4 @@
-"""A gate for queued GPU work: a side queues a call behind it, and the judge opens it while that side is stopped."""
+"""A gate in front of a call: the judge opens it while the side is stopped. On a GPU it holds queued work back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import time
+from typing import Any
 
 from fk_bench.kernels.judge.memory.ipc import driver_call
 
@@ -18,8 +19,8 @@ class Gate:
     """Three words in a page that the judge and one side map: `opened`, `done` and `turned`. Tickets only grow. `turned`
     says whether the judge has turned signs of the call's input, see producer.py.
 
-    The side may write all words. That gains nothing: inputs are made after it queued its work, so what ran early is
-    wrong, and the judge also takes the time until it has read the outputs.
+    The side may write all words. That gains nothing: inputs are made while it is stopped in front of the gate, so what
+    ran early is wrong, and the judge also looks at the outputs when the end is reported.
     """
 
     def __init__(self, fd: int):
@@ -49,15 +50,26 @@ class Gate:
         """Let the work that waits for this ticket go on, and what was queued before it."""
         self._words[0] = ticket
 
-    def passed(self, ticket: int, seconds: float) -> bool:
-        """Wait until the work behind this ticket reports that it is done; whether it did within so many seconds."""
+    def passed(self, ticket: int, seconds: float, nap: float = 0.0) -> bool:
+        """Wait until the work behind this ticket reports that it is done; whether it did within so many seconds.
+
+        nap  seconds to sleep between looks, where the side needs this thread's core
+        """
         end, words = time.perf_counter() + seconds, self._words
         while words[1] != ticket:
             if time.perf_counter() > end:
                 return False
+            if nap:
+                time.sleep(nap)
         return True
 
-    # -- the side
+    # -- the side, on a CPU
+
+    def words(self) -> Any:
+        """The words: a call may start when [0] has reached its ticket, and then writes the ticket to [1]."""
+        return self._words
+
+    # -- the side, on a GPU
 
     def wait(self, stream: int, ticket: int) -> None:
         """Make the stream wait until the judge has opened the gate. Raises RuntimeError."""

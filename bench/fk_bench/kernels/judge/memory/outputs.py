@@ -6,7 +6,7 @@ import torch
 
 from fk_bench.kernels.judge.memory import ipc, layout
 from fk_bench.kernels.judge.memory.arena import Arena
-from fk_bench.kernels.judge.processes.messages import Place
+from fk_bench.kernels.judge.memory.place import Place
 
 
 class BadPlace(Exception):

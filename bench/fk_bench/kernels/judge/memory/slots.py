@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastkernels.core.spec import OpSpec
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fastkernels.core.spec import OpSpec, Tensor
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory import filling, layout
 from fk_bench.kernels.judge.memory.permutations import Permuter
 
@@ -37,6 +37,36 @@ def split(
     if not written:
         return values, {}
     return values[: -len(written)], dict(zip(written, values[-len(written) :], strict=True))
+
+
+def weights(spec: OpSpec) -> frozenset[int]:
+    """Positions of the arguments that a module holds as weights: their sizes are constants of a model.
+
+    None of a module with a router, whose activations are made for its weights: each token's choice is clear.
+    """
+    if spec.tie_sensitive:
+        return frozenset()
+    varies = {name for name, axis in spec.axes.items() if axis.varies}
+    own = {*spec.activations, *spec.mutates, *(spec.declaration.mutated if spec.arguments else ())}
+    return frozenset(
+        i for i, a in enumerate(spec.arguments)
+        if isinstance(a, Tensor) and i not in own
+        and not any(d.expr.names & varies for _, dims in a.shapes for d in dims)
+    )  # fmt: skip
+
+
+def writable(spec: OpSpec, cls: str | None, args: list[Any]) -> set[int]:
+    """Positions of the arguments that a class may write: what its op mutates, and what the host's own class overwrites.
+
+    A layer of level 3 hands its activations to norms that write them.
+    """
+    if spec.level > 2:
+        return {*spec.activations, *spec.mutates}
+    mutated = {*spec.mutates, *(spec.declaration.mutated if spec.arguments else ())}
+    found = {i for i in mutated if i < len(args) and args[i] is not None}
+    if found:  # without a residual the hosts' norms write nothing
+        found |= {spec.position(n) for t in spec.targets if t.cls == cls for n in t.writes}
+    return found
 
 
 def written_arguments(spec: OpSpec) -> list[int]:
@@ -75,6 +105,9 @@ class Slots:
     """`count` slots of one case; `memory.arena` copies them to the sides.
 
     make   make(generator) -> the arguments of a call with new values; called with secret seeds
+    cls    the class whose modules are called. Its weights are the same in all slots and refreshes, as in a model: what
+           it derives from them is made once
+    recipe of a slot, as `recipe_of` gave it: all slots have its values
     rolls  whether values may be rolled and permuted; not for extreme values, whose positions matter
     """
 
@@ -85,15 +118,26 @@ class Slots:
     mode: str
     rolls: bool = False
     masters: list[list[Any]] = field(default_factory=list)
+    cls: str | None = None
+    recipe: Mapping[str, Any] | None = None
 
     @PHASES.of("inputs")
     def __post_init__(self) -> None:
-        self.masters = [self.make(self._generator())]
+        self.seeds: list[int] = []  # of the masters
+        self._held_seed = secrets.randbits(62) if self.recipe is None else int(self.recipe["weights"])
+        self.masters = [self.make(self._generator(self._held_seed))]
+        self.seeds.append(self._held_seed)
         first = self.masters[0]
         written = set(written_arguments(self.spec)) if self.mode == "op" else set(range(len(first)))
-        if self.mode == "module":  # a module may write its activations and caches, never its weights
+        if self.mode == "module":
             written = {*self.spec.activations, *self.spec.mutates}
-        self.may_change = written
+        self.may_change = written if self.mode == "op" else writable(self.spec, self.cls, first)
+        held = weights(self.spec) if self.mode == "module" else frozenset()
+        self._weights = {p: a for p, a in enumerate(first) if p in held}
+        if self.recipe is not None:
+            self.masters, self.seeds = [], []
+            self.masters.append(self._new())
+        self._steady = {i for i, (p, _) in enumerate(self._positions()) if p in held}
         # Data larger than the cache is cold in every call, whether it has one place or many.
         self.layout = layout.describe(first, FLUSH_BYTES // 2 if self.device == "cuda" else 1 << 62, written)
         self.outs = [Out(o.dtype, tuple(o.shape)) for o in outputs_of(self.spec, first, self.mode)]
@@ -107,9 +151,6 @@ class Slots:
         self.grid = self.private[: self.count * self.layout.stride].view(self.count, self.layout.stride)
         self.plan = self.layout.to_json()
         self._bound: dict[int, list[Any]] = {}
-        self._patched: dict[
-            int, dict[int, torch.Tensor]
-        ] = {}  # {slot: {tensor: its values after a partial renewal}}
         self.factors, self.origin = [1.0] * self.count, [0] * self.count
         self.shifts, self.codes = [0] * self.count, [0] * self.count
         self._alone = self._alone_in_their_regions()
@@ -126,8 +167,23 @@ class Slots:
             self._bound[slot] = layout.bind(self.plan, self.private, slot, self.count)
         return self._bound[slot]
 
-    def _generator(self) -> torch.Generator:
-        return torch.Generator(self.device).manual_seed(secrets.randbits(62))
+    def _new(self, change: Callable[[list[Any]], None] | None = None) -> list[Any]:
+        """New arguments around the weights that modules hold."""
+        self.seeds.append(secrets.randbits(62) if self.recipe is None else int(self.recipe["seed"]))
+        made = self.make(self._generator(self.seeds[-1]))
+        if change is not None:
+            change(made)
+        return [self._weights.get(p, a) for p, a in enumerate(made)]
+
+    def _generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def recipe_of(self, slot: int) -> dict[str, Any]:
+        """All that the values of a slot are made from."""
+        return {
+            "seed": self.seeds[self.origin[slot]], "weights": self._held_seed, "factor": self.factors[slot],
+            "shift": self.shifts[slot], "code": self.codes[slot], "rolls": self.rolls,
+        }  # fmt: skip
 
     # -- inputs
 
@@ -140,14 +196,15 @@ class Slots:
         count = self.count - start if count is None else count
         wanted = min(MASTERS if self.scales else MASTERS_EXACT, count)
         kept = self.masters[1 - wanted :] if self.scales and wanted > 1 else []
-        self.masters = [*kept, *(self.make(self._generator()) for _ in range(wanted - len(kept)))]
+        self.seeds = self.seeds[len(self.masters) - len(kept) :] if kept else []
+        self.masters = [*kept, *(self._new() for _ in range(wanted - len(kept)))]
         self.fill((_drawn(count).argsort() % wanted).tolist(), start)
 
     @PHASES.of("inputs")
     def edit(self, change: Callable[[list[Any]], None]) -> None:
         """Fill all slots with new values that `change` has edited; from now on values are not moved."""
-        made = self.make(self._generator())
-        change(made)
+        self.seeds = []
+        made = self._new(change)
         self.rolls, self._permuter, self.masters = False, None, [made]
         self.fill([0] * self.count)
 
@@ -159,8 +216,6 @@ class Slots:
         Without rolling, a cached output of a master would also give that of its multiple: norms and products scale.
         """
         part = slice(start, start + len(origin))
-        for slot in range(part.start, part.stop):
-            self._patched.pop(slot, None)
         self.origin[part] = origin
         if self._permuter is not None:
             self.codes[part] = self._permuter.draw(origin)
@@ -168,6 +223,9 @@ class Slots:
         self.shifts[part] = (drawn >> 24).tolist()
         span = 0.2 if self.scales else 0.0
         self.factors[part] = (1.0 - span * (drawn & 0xFFFF) / (1 << 16)).tolist()
+        if (recipe := self.recipe) is not None:
+            for own, name in ((self.factors, "factor"), (self.shifts, "shift"), (self.codes, "code")):
+                own[part] = [recipe[name]] * len(origin)  # type: ignore[call-overload]
         if len(origin) == 1:
             for into, value in zip(layout.tensors(self.args_of(start)), self.expected(start), strict=True):
                 into.copy_(value)
@@ -175,16 +233,8 @@ class Slots:
         self._fill_at_once(part)
 
     @PHASES.of("inputs")
-    def renew(self, slot: int, part: bool = False) -> None:
-        """Give one slot new values, from another master if there is one.
-
-        part: only a secret part of one tensor, of any size, so that no look at a few elements shows the change. Where
-        values may not be moved, it is the whole slot.
-        """
-        if part and (found := self._parts()):
-            self._renew_part(slot, secrets.choice(found))
-            return
-        self._patched.pop(slot, None)
+    def renew(self, slot: int) -> None:
+        """Give one slot new values, from another master if there is one."""
         self.origin[slot] = secrets.randbelow(len(self.masters))
         if self._permuter is not None:
             self.codes[slot] = self._permuter.draw([0])[0]
@@ -197,24 +247,6 @@ class Slots:
             # Memory of all slots keeps the values of slot 0.
             if not shared[i] and not self._filled(into, i, slot, [value]):
                 into.copy_(self._value(slot, i, value))
-
-    def _parts(self) -> list[int]:
-        """The tensors of which a part may be renewed: any value may stand at any place."""
-        regions = self._regions()
-        return [
-            i for i, t in enumerate(layout.tensors(self.masters[0]))
-            if self._rolled(i) and scalable(t) and t.numel() > 1 and not regions[i]["shared"]
-        ]  # fmt: skip
-
-    def _renew_part(self, slot: int, i: int) -> None:
-        """Replace some adjacent values of tensor i by others of that tensor; all sizes are equally likely."""
-        old = self.expected(slot)[i]
-        flat, random = old.flatten().clone(), secrets.SystemRandom()
-        size = max(1, int(flat.numel() ** random.random()))
-        at = secrets.randbelow(flat.numel() - size + 1)
-        flat[at : at + size] = old.flatten().roll(1 + secrets.randbelow(flat.numel() - 1))[at : at + size]
-        new = self._patched.setdefault(slot, {})[i] = flat.view(old.shape)
-        layout.tensors(self.args_of(slot))[i].copy_(new)
 
     def _fill_at_once(self, slots: slice) -> None:
         start, count = slots.start, slots.stop - slots.start
@@ -236,7 +268,7 @@ class Slots:
                 continue
             step = self.layout.stride // first.element_size()
             pool = first.as_strided((count, *first.shape), (step, *first.stride()), first.storage_offset())
-            rolled = scalable(first) and self._rolled(i)
+            rolled = self._scaled(i, first) and self._rolled(i)
             for m, value in enumerate([p[i] for p in per_slot]):
                 rows = rows_of[m]
                 if not len(rows):
@@ -246,12 +278,12 @@ class Slots:
                 for at in range(0, len(rows), chunk):
                     part, numbers = rows[at : at + chunk], chosen[m][at : at + chunk]
                     made = value
-                    if self._permuter is not None and self._permuter.permutes(i):
+                    if self._permuter is not None and self._permuted(i):
                         made = self._permuter.apply(i, value, [self.codes[start + s] for s in numbers])
                     elif turns is not None:
                         from_ = [self._shift(start + s, i) for s in numbers]
                         made = turns[torch.tensor(from_, device=self.device)].view(len(part), *value.shape)
-                    if scalable(first):
+                    if self._scaled(i, first):
                         made = made * factor[part].view(-1, *([1] * first.dim())).to(value.dtype)
                     pool[part] = made
         if self.device == "cuda":
@@ -259,9 +291,8 @@ class Slots:
 
     def _filled(self, first: torch.Tensor, i: int, start: int, sources: list[torch.Tensor]) -> bool:
         """Let one kernel write tensor i of the slots from `start`, one for each source; False if it cannot."""
-        scales = scalable(first)
-        permuted = self._permuter is not None and self._permuter.permutes(i)
-        if not self.by_kernel or permuted or not filling.fits(first, scales):
+        scales = self._scaled(i, first)
+        if not self.by_kernel or self._permuted(i) or not filling.fits(first, scales):
             return False
         slots = range(start, start + len(sources))
         shifts = [self._shift(s, i) if scales and self._rolled(i) else 0 for s in slots]
@@ -274,21 +305,26 @@ class Slots:
         master = self.masters[self.origin[slot]]
         tensors = layout.tensors(master)
         shared = [r["shared"] for r in self._regions()]
-        patched = self._patched.get(slot, {})
         return [
-            patched[i] if i in patched else self._value(0 if s else slot, i, self._tensor(0, i) if s else t)
+            self._value(0 if s else slot, i, self._tensor(0, i) if s else t)
             for i, (t, s) in enumerate(zip(tensors, shared, strict=True))
         ]
 
     def _value(self, slot: int, i: int, value: torch.Tensor) -> torch.Tensor:
         """The value of tensor i in a slot, derived from the master's."""
-        if self._permuter is not None:
+        if self._permuter is not None and i not in self._steady:
             value = self._permuter.apply(i, value, [self.codes[slot]])[0]
-        if not scalable(value):
+        if not self._scaled(i, value):
             return value
         if self._rolled(i):
             value = value.flatten().roll(-self._shift(slot, i)).view(value.shape)
         return self.scaled(value, self.factors[slot])
+
+    def _scaled(self, i: int, t: torch.Tensor) -> bool:
+        return scalable(t) and i not in self._steady
+
+    def _permuted(self, i: int) -> bool:
+        return self._permuter is not None and self._permuter.permutes(i) and i not in self._steady
 
     def _rolled(self, i: int) -> bool:
         return self.rolls and self.scales and not self.spec.tie_sensitive and self._alone[i]

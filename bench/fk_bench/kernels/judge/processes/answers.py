@@ -33,6 +33,12 @@ def describe_error(error: BaseException) -> str:
 _OTHER_OUTPUTS = ("PythonKernelHolder", "Unable to cast Python", "is not an instance of 'sequence'")
 
 
+# Triton's errors and NVRTC's, by name: neither is imported for a candidate that does not use it
+_COMPILERS = frozenset(("SyntaxError", "CompilationError", "PTXASError", "OutOfResources", "KernelError"))
+_COMPILER_MODULES = ("triton.compiler.", "torch._dynamo.", "torch._inductor.")
+_COMPILER_TEXTS = ("Error building extension", "Error compiling", "Ninja is required")
+
+
 def _no_memory(text: str) -> bool:
     return "not enough memory" in text or "can't allocate memory" in text
 
@@ -45,7 +51,19 @@ def status_of(error: BaseException) -> str:
         return "signature_mismatch"
     if any(words in text for words in _OTHER_OUTPUTS):
         return "signature_mismatch"
-    return "compile_error"
+    return "compile_error" if _of_a_compiler(error) else "runtime_error"
+
+
+def _of_a_compiler(error: BaseException | None) -> bool:
+    """Whether a compiler raised this error or its cause. Kernels are compiled in the first call."""
+    while error is not None:
+        for kind in type(error).__mro__:
+            if kind.__name__ in _COMPILERS or f"{kind.__module__}.".startswith(_COMPILER_MODULES):
+                return True
+        if str(error).startswith(_COMPILER_TEXTS):
+            return True
+        error = error.__cause__
+    return False
 
 
 def remembered(supports: Callable[..., str | None]) -> Callable[..., str | None]:

@@ -24,7 +24,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from fk_bench.kernels.judge.processes import cage, linux, seccomp  # noqa: F401 (seccomp: nothing is imported for the first time in a cage)
+from fk_bench.kernels.judge.processes import cage, cgroup, linux, seccomp  # noqa: F401 (seccomp: nothing is imported for the first time in a cage)
 
 HEADER = struct.Struct(">Q")
 MAX_FDS = 64
@@ -152,13 +152,14 @@ def _supervise(request: dict[str, Any], fds: list[int], zygote: int) -> None:
     read, write = os.pipe()
     first = os.fork()
     if first == 0:
+        _join(request["join"], report)
         run = _init if own_pids else _runner
         _guarded(run, request, report, number, channel, extra, write)
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # the machine's, even if /proc is replaced later
     _keep_open(0, 1, 2, status, read, proc)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
-    end = _watch(first, options, proc)
+    end = _watch(first, options, proc, request["kills"])
     if own_pids:
         with contextlib.suppress(ValueError):
             end.update(json.loads(os.read(read, 1 << 16)))
@@ -167,10 +168,23 @@ def _supervise(request: dict[str, Any], fds: list[int], zygote: int) -> None:
     os.write(status, json.dumps(end).encode() + b"\n")
 
 
-def _watch(first: int, options: cage.CageOptions, proc: int) -> dict[str, Any]:
+def _join(files: list[str], report: cage.Report) -> None:
+    """Enter the control groups; everything that this process starts is in them, too."""
+    try:
+        cgroup.join(files)
+        report["groups"] = "on" if files else "off: no writable control groups"
+    except OSError as error:
+        report["groups"] = f"off: {error}"
+
+
+def _watch(first: int, options: cage.CageOptions, proc: int, kills: str) -> dict[str, Any]:
     end: dict[str, Any] = {"peak": 0}
     while True:
         pid, status, usage = os.wait4(-1, os.WNOHANG)
+        if kills and not end.get("oom") and cgroup.killed(kills):  # perhaps a child of the runner only
+            end |= {"oom": True, "peak": max(end["peak"], options.memory or 0)}
+            if pid != first:
+                os.kill(first, signal.SIGKILL)
         if pid == first:
             return end | {"status": status, "maxrss": usage.ru_maxrss * 1024}
         if pid:
@@ -235,6 +249,12 @@ def states(pid: int, proc: int) -> dict[int, bool]:
 def _halted(pid: int, task: str, proc: int) -> bool:
     state = _read(proc, f"{pid}/task/{task}/stat").rpartition(")")[2].split()  # its name may hold anything
     return not state or state[0] in _HALTED
+
+
+def used_ns(pids: list[int], proc: int) -> int:
+    """Nanoseconds of CPU time that the tasks of these processes have used; 0 if this kernel does not count them."""
+    tasks = [f"{pid}/task/{task}/schedstat" for pid in pids for task in _tasks(pid, proc)]
+    return sum(int(text.split()[0]) for file in tasks if (text := _read(proc, file)))
 
 
 def _tasks(pid: int, proc: int) -> list[str]:

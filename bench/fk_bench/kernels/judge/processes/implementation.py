@@ -26,6 +26,8 @@ class Implementation:
         self.baselines: dict[str, Any] = {}
         self.made: dict[str, Callable[..., Any]] = {}
         self.prepared: list[Prepared] = []  # the baselines among them that prepare weights; never a candidate
+        self.production: list[str] = []  # baselines of hosts and libraries that can be tried
+        self.missing: dict[str, tuple[str, ...]] = {}  # {such a baseline that is not installed: its packages}
         self.changed: set[str] = set()  # ops with a candidate or a baseline installed
         self.device = "cpu"
         self._known: dict[tuple[str, str, str], Any] = {}  # baselines of ops that were loaded before
@@ -42,6 +44,7 @@ class Implementation:
         for name in self.changed:  # of the previous op, in a process that serves several
             OPS[name].set_candidate(None)
         self.cls, self.baselines, self.made, self.prepared, self.changed = None, {}, {}, [], set()
+        self.production, self.missing = [], {}
         self.device, self.spec = device, registry.get(op)
         self.overload = self.spec.op.overload if self.spec.op is not None else None
         found = {name: self._candidate(name, path) for name, path in candidates.items()}
@@ -89,18 +92,20 @@ class Implementation:
         Those of the last ops are kept, workspaces included: `fk-bench tune` judges a model's ops in turn.
         """
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # libraries that autotune do so once per shape
-        from fk_bench.kernels.judge.baselines import baselines
+        from fk_bench.kernels.judge.baselines import baselines, production
 
         def there(name: str) -> list[Any]:
-            return [
-                b for b in baselines(name, against, self.device)
-                if b.available() is None and (b.graph or self.device == "cpu")
-            ]  # fmt: skip
+            found = baselines(name, against, self.device)
+            theirs = production(found)
+            self.missing |= theirs.missing
+            self.production += theirs.usable
+            return [b for b in found if b.available() is None and (b.graph or self.device == "cpu")]
 
         if self.cls is None:
             key = self.spec.name, against, self.device
             known: tuple[dict[str, Any], dict[str, Callable[..., Any]], list[Prepared]]
-            known = self._known.pop(key, None) or ({b.name: b for b in there(self.spec.name)}, {}, [])
+            here = {b.name: b for b in there(self.spec.name)}
+            known = self._known.pop(key, None) or (here, {}, [])
             self._known[key] = self.baselines, self.made, self.prepared = known
             for old in list(self._known)[:-OPS_KEPT]:
                 del self._known[old]
@@ -108,8 +113,9 @@ class Implementation:
         names = []
         own = self.spec.op is not None
         for name in [self.spec.name] if own else sorted(registry.reached(self.spec.name, parts=True)):
+            usual = {b.name for b in registry.baselines(name)} | {"reference"}
             for b in there(name) if name in OPS else ():
-                if self._made(name, b):
+                if b.name in usual and self._made(name, b):
                     names.append(f"{name}={b.name}")
                     break
         self.baselines = {"our module on " + ", ".join(names): None}

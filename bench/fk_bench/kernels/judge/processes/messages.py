@@ -9,28 +9,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import from_json
 
 from fk_bench.core.rows import Status
 from fk_bench.core.text import printable
+from fk_bench.kernels.judge.memory.place import Count, Place, Strict
 from fk_bench.kernels.judge.processes.protocol import ChannelGarbage
 
 # The failures that a process may report of itself; all others are decided by the judge.
-FAILURES = frozenset({Status.COMPILE_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM})
+FAILURES = frozenset({Status.COMPILE_ERROR, Status.RUNTIME_ERROR, Status.SIGNATURE_MISMATCH, Status.OOM})
 # Our own code may also say that it does not support a call.
 TRUSTED_FAILURES = FAILURES | {Status.UNSUPPORTED}
 LIMIT, CAPTURE_LIMIT = 1 << 18, 8 << 20  # bytes of a message
 
 Text = Annotated[str, Field(max_length=1 << 16), AfterValidator(printable)]
 Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=1 << 40)]
 
 
-class Message(BaseModel):
+class Message(Strict):
     """A reply; fields that the schema does not name are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Hello(Message):
@@ -50,9 +48,13 @@ class Done(Message):
 
 
 class Loaded(Message):
+    """compilers, production: the baselines of these kinds; missing: {a baseline of production: its packages}."""
+
     import_s: Seconds
     baselines: list[Text]
     compilers: list[Text]
+    production: list[Text] = []
+    missing: dict[Text, list[Text]] = {}
 
 
 class Used(Message):
@@ -73,16 +75,6 @@ class Estimated(Message):
     seconds: Seconds
 
 
-class Place(Message):
-    """The memory of an output: in the side's arena, in an allocation of the process, or empty."""
-
-    nbytes: Count
-    stride: list[Count] = Field(max_length=16)
-    arena: Count | None = None
-    handle: Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")] | None = None
-    offset: Count | None = None
-
-
 class Captured(Message):
     outputs: list[list[Place]]
 
@@ -101,7 +93,7 @@ class Traced(Message):
 SCHEMAS: dict[str, type[Message]] = {
     "load": Loaded, "use": Used, "case": Done, "free": Done, "call": Called, "copy": Done, "prepare": Done,
     "estimate": Estimated,
-    "capture": Captured, "run": Ran, "queue": Done, "trace": Traced, "compiled": Done,
+    "capture": Captured, "run": Ran, "calls": Done, "queue": Done, "trace": Traced, "compiled": Done,
 }  # fmt: skip
 M = TypeVar("M", bound=Message)
 

@@ -91,6 +91,7 @@ class RunnerState(Implementation):
         return {
             "import_s": _clock() - start, "baselines": list(self.baselines),
             "compilers": [n for n, b in self.baselines.items() if b is not None and b.kind == "compiler"],
+            "production": self.production, "missing": {n: list(names) for n, names in self.missing.items()},
         }  # fmt: skip
 
     def do_use(self, baseline: str) -> dict[str, Any]:
@@ -113,6 +114,7 @@ class RunnerState(Implementation):
         self.out_metas = outs
         self.args = [layout.bind(plan, memory, cell, size, slots <= APART) for cell in cells]
         self.calls = [self._call(a) for a in self.args]
+        self.direct = [self._direct(call, a) for call, a in zip(self.calls, self.args, strict=True)]
         out_start = arena["outputs"]
         out_bytes = sum(o["nbytes"] for o in outs)
         self.out_slots = []
@@ -127,7 +129,7 @@ class RunnerState(Implementation):
 
     def free(self) -> None:
         """Forget the last case."""
-        self.args, self.calls, self.out_slots = [], [], []
+        self.args, self.calls, self.direct, self.out_slots = [], [], [], []
         self.graphs: list[Any] = []
         self.kept: list[list[torch.Tensor]] = []
         self.held: dict[int, list[torch.Tensor]] = {}
@@ -154,9 +156,25 @@ class RunnerState(Implementation):
         if self.cls is not None:
             if self.spec.build is None:
                 raise Failure("unsupported", f"{self.spec.name}: its modules cannot be built from a case yet")
-            return self.spec.build(self.cls, args)
+            made: list[Any] = []
+            call = self.spec.build(_noted(self.cls, made), args)
+            for module in made:
+                module.prepare()
+            return call
         op = self.overload
         return lambda: op(*args)
+
+    def _direct(self, call: Callable[[], Any], args: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
+        """The function of a timed call on a CPU and its arguments: an installed one without torch's dispatcher.
+
+        So neither side has Python of ours in its time, and a candidate gains nothing by going around it.
+        """
+        op = self.spec.op
+        if self.cls is not None or op is None:
+            return call, []
+        if op.candidate is not None and op.candidate.supports is None:
+            return op.candidate.fn, args
+        return (op.run, args) if args and isinstance(args[0], torch.Tensor) else (call, [])
 
     def _outputs(self, result: Any) -> list[torch.Tensor]:
         values = [v for v in _listed(result) if v is not None]
@@ -291,38 +309,57 @@ class RunnerState(Implementation):
         except Failure:
             raise
         except Exception as error:
+            status = status_of(error)
             raise Failure(
-                status_of(error), f"cannot be captured in a CUDA graph: {describe_error(error)}"
+                "compile_error" if status == "runtime_error" else status,
+                f"cannot be captured in a CUDA graph: {describe_error(error)}",
             ) from None
         for result in results:
             self.metas(result)
         return graph, results
 
     def do_run(self, start: int, count: int) -> dict[str, Any]:
-        """Call the slots from `start` to `start + count`, each once; on a GPU, replay their graphs."""
-        if self.device == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for first, graph in self.graphs:
-                if start <= first < start + count:
-                    graph.replay()
-            end.record()
-            _synchronize()
-            return {"events_s": begin.elapsed_time(end) / 1e3}
-        results: list[Any] = []  # all are held, because the judge may have any of them copied again
+        """GPU: replay the graphs of the slots from `start` to `start + count`."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for first, graph in self.graphs:
+            if start <= first < start + count:
+                graph.replay()
+        end.record()
+        _synchronize()
+        return {"events_s": begin.elapsed_time(end) / 1e3}
+
+    def do_calls(self, slots: list[int], tickets: list[int]) -> dict[str, Any]:
+        """CPU: call these slots in order, each once the judge has opened its gate; -1 stands for no call.
+
+        The first ticket only reports that the command was read. Between gate and report nothing runs but the
+        implementation and the copy of its results; all results are held, because the judge may have any copied again.
+        """
+        assert self.gate is not None
+        words = self.gate.words()
         self.held = {}
-        for call, views in zip(
-            self.calls[start : start + count], self.out_slots[start : start + count], strict=True
-        ):
-            result = call()
-            results.append(result)
+        words[1] = tickets[0]
+        for slot, ticket in zip(slots, tickets[1:], strict=True):
+            if slot < 0:
+                while words[0] < ticket:
+                    pass
+                words[1] = ticket
+                continue
+            call, args = self.direct[slot]
+            views = self.out_slots[slot]
+            while words[0] < ticket:
+                pass
+            result = call(*args)
             if views:
                 for view, value in zip(
                     views, result if isinstance(result, (tuple, list)) else (result,), strict=False
                 ):
                     if value is not None:
                         _copy(view, value)
-        self.held = {start + i: [v for v in _listed(r) if v is not None] for i, r in enumerate(results)}
+            words[1] = ticket
+            self.held[slot] = [v for v in _listed(result) if v is not None]
+        for result in self.held.values():
+            self.metas(result)
         return {}
 
     def do_queue(self, slots: list[int], tickets: list[int]) -> dict[str, Any]:
@@ -384,6 +421,19 @@ class RunnerState(Implementation):
     def _sync(self) -> None:
         if self.device == "cuda":
             _synchronize()
+
+
+def _noted(cls: type, made: list[Any]) -> type:
+    """The class, whose new instances are noted in `made` if it prepares what it derives from its weights."""
+    if not callable(getattr(cls, "prepare", None)):
+        return cls
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        made.append(self)
+
+    init.__wrapped__ = cls.__init__  # type: ignore[attr-defined,misc]
+    return type(cls.__name__, (cls,), {"__init__": init, "__module__": cls.__module__})
 
 
 def _listed(result: Any) -> list[Any]:

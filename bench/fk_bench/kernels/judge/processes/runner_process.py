@@ -14,13 +14,14 @@ from typing import Any, TypeVar, cast
 
 from fk_bench.core.rows import Status
 from fk_bench.core.text import printable
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.processes import messages
 from fk_bench.kernels.judge.processes.messages import Failed, Message
 from fk_bench.kernels.judge.processes.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
 
-STOP_S = 5.0  # a stop takes less than a millisecond
+STOP_S = 30.0  # a stop takes less than a millisecond, but a busy machine may not run a task for seconds
+LOOK_S = 5e-3  # a call that takes longer may have failed
 
 
 class RunnerError(RuntimeError):
@@ -51,14 +52,14 @@ class RunnerProcess:
     """A runner in a child process (`child` has channel, pid, stop, resume, wait, kill and output_tail).
 
     trusted  it runs our own code only: its failures are believed
-    gate     of the GPU work that it queues; None on a CPU
+    gate     in front of its calls (CPU), or of the work that it queues (GPU)
     """
 
-    def __init__(self, child: Any, name: str, timeout: float, trusted: bool):
+    def __init__(self, child: Any, name: str, timeout: float, trusted: bool, gate: Gate | None = None):
         self.child, self.name, self.timeout, self.trusted = child, name, timeout, trusted
         self.channel = Channel(child.channel)
         self.cage: dict[str, str] = {}
-        self.gate: Gate | None = None
+        self.gate = gate
         self.pid = 0  # set by greet
         self.stopped = False
         self.alive = True
@@ -107,10 +108,7 @@ class RunnerProcess:
         try:
             return self.channel.receive_bytes(wait, messages.limit(self._do))
         finally:
-            spent = time.perf_counter() - start
-            self.busy_s += spent
-            for budget in self.budgets:
-                budget.used += spent
+            self._spend(time.perf_counter() - start)
 
     def resume(self) -> None:
         """Let a stopped process run on."""
@@ -126,22 +124,73 @@ class RunnerProcess:
             if not self.child.stop(STOP_S):
                 raise self._dead(Status.INVALID, f"its processes could not be stopped in {STOP_S:g} s")
 
+    def check_stopped(self) -> None:
+        """Raises RunnerError unless the process has not run at all since it was stopped."""
+        if not (self.stopped and self.child.still()):
+            raise self._dead(Status.INVALID, "its process ran while it was stopped")
+
+    def arrived(self, ticket: int) -> None:
+        """Wait until a command that was sent has reported this ticket. Raises RunnerError."""
+        self._passed(ticket, 0.0)
+
+    def pass_gate(self, ticket: int, nap: float, give: Callable[[], Any] | None = None) -> float:
+        """Open its gate and return the seconds until it reports the ticket. Raises RunnerError.
+
+        Its inputs are there, it is stopped in front of the gate, and the clock starts when it is resumed. With `give`,
+        which copies the inputs, it runs, and the clock starts before the copy.
+        """
+        assert self.gate is not None
+        if give is None:
+            self.check_stopped()
+            self.gate.open(ticket)
+            begin = time.perf_counter()
+            self.resume()
+        else:
+            begin = time.perf_counter()
+            give()
+            self.gate.open(ticket)
+        return self._passed(ticket, nap) - begin
+
+    def _passed(self, ticket: int, nap: float) -> float:
+        """Wait until this ticket is reported; returns when that was. Raises RunnerError."""
+        assert self.gate is not None
+        start = time.perf_counter()
+        limit = min([self.timeout, *(max(b.left, 0.01) for b in self.budgets)])
+        try:
+            while not self.gate.passed(ticket, LOOK_S, nap):
+                if self.channel.readable():  # a failure, or its end; a reply is too early
+                    self._end()
+                    raise self._dead(Status.INVALID, "it answered before its calls were made")
+                if time.perf_counter() - start > limit:
+                    break
+            else:
+                return time.perf_counter()
+        finally:
+            self._spend(time.perf_counter() - start)
+        raise self._late(limit)
+
+    def _spend(self, seconds: float) -> None:
+        self.busy_s += seconds
+        for budget in self.budgets:
+            budget.used += seconds
+
     def _guarded(self, action: Callable[[], T], wait: float | None = None) -> T:
         try:
             return action()
         except ChannelTimeout:
-            for budget in self.budgets:
-                if budget.left < 1e-3:
-                    raise self._dead(
-                        Status.TIMEOUT, f"it used its {budget.seconds:g} s for one {budget.of}"
-                    ) from None
-            raise self._dead(Status.TIMEOUT, f"no answer in {wait or self.timeout:g} s") from None
+            raise self._late(wait or self.timeout) from None
         except ChannelGarbage as error:
             raise self._dead(Status.INVALID, f"its process sent {error}") from None
         except ChannelClosed:
             ended = self.child.wait(5.0)
             status = Status.OOM if ended is not None and ended.oom else Status.CRASH
             raise self._dead(status, f"its process ended: {ended or 'it closed its channel'}") from None
+
+    def _late(self, wait: float) -> RunnerError:
+        for budget in self.budgets:
+            if budget.left < 1e-3:
+                return self._dead(Status.TIMEOUT, f"it used its {budget.seconds:g} s for one {budget.of}")
+        return self._dead(Status.TIMEOUT, f"no answer in {wait:g} s")
 
     def _dead(self, status: Status, reason: str) -> RunnerError:
         self.alive = False

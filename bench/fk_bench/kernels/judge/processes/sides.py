@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastkernels.core.env import Environment
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory.arena import memory_file
 from fk_bench.kernels.judge.memory.gate import Gate
 from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
@@ -31,7 +31,9 @@ PRELOAD = (
 )
 # Modules that a first compiled call imports; on a GPU only there, because an import that opens the device is an error
 CPU_PRELOAD = ("torch._inductor.scheduler", "torch.distributed.tensor.experimental")
-CPU_MEMORY = 6 << 30  # bytes of a candidate's process
+CPU_MEMORY = 6 << 30  # bytes of a candidate's processes
+CPU_ADDRESS_SPACE = 32 << 30  # of one of them: an allocation of more fails at once
+GPU_MEMORY = 32 << 30  # of the host, or half of it if that is more: pinned memory and copies of weights
 PACKAGES = (
     "fastkernels",
     "fk_bench",
@@ -68,7 +70,7 @@ class Sides:
         # On a CPU both sides share one core, so that extra threads of a candidate gain nothing.
         self.core = random.choice(sorted(os.sched_getaffinity(0))) if cpu else None
         self._files = {who: memory_file() if cpu else -1 for who in WHO}
-        self._gates = {} if cpu else {who: memory_file() for who in WHO}
+        self._gates = {who: memory_file() for who in WHO}
 
     @property
     def files(self) -> tuple[int, int]:
@@ -98,21 +100,24 @@ class Sides:
             tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
             cage = CageOptions(
                 readable=(*(str(f.resolve()) for f in (*files, *tables)), *_toolchain()), packages=PACKAGES,
-                memory=None if self.device == "cuda" else CPU_MEMORY, core=self.core,
+                memory=_host_memory() if self.device == "cuda" else CPU_MEMORY,
+                address_space=None if self.device == "cuda" else CPU_ADDRESS_SPACE, core=self.core,
             )  # fmt: skip
         else:
             off: dict[str, Any] = dict.fromkeys(STEPS, False)
             home = None if files else own_home()
             cage = CageOptions(**off, memory=None, home=home, core=self.core)
-        fds = {"arena": self._files[who]} if self.device == "cpu" else {"gate": self._gates[who]}
-        side = RunnerProcess(zygote.spawn({}, cage, fds), who, self.timeout, not files)
+        fds = {"gate": self._gates[who]}
+        if self.device == "cpu":
+            fds["arena"] = self._files[who]
+        gate = Gate(self._gates[who])
+        gate.reset()
+        side = RunnerProcess(zygote.spawn({}, cage, fds), who, self.timeout, not files, gate)
         side.greet()
         if cage.mounts:
             self.cage = side.cage
         if self.device == "cuda":
             side.channel.spin_s = 0.05
-            side.gate = Gate(self._gates[who])
-            side.gate.reset()
         return side
 
     def trusted(self, who: str) -> RunnerProcess:
@@ -144,6 +149,11 @@ def _toolchain() -> list[str]:
     found = {Path(p).resolve().parent.parent for n in names if n and (p := shutil.which(n))}
     found |= {Path(p).parent.parent for n in names if n and (p := shutil.which(n))}
     return sorted(str(p) for p in found if p != Path("/") and not p.is_relative_to("/usr"))
+
+
+def _host_memory() -> int:
+    """Bytes of host memory for a candidate that uses a GPU."""
+    return max(GPU_MEMORY, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
 def _memory_of(device: str) -> int:

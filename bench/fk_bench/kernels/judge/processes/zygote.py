@@ -27,16 +27,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fk_bench.kernels.judge.processes import forkserver
+from fk_bench.kernels.judge.processes import cgroup, forkserver
 from fk_bench.kernels.judge.processes.cage import CageOptions
+from fk_bench.kernels.judge.processes.cgroup import Group
 
 log = logging.getLogger("fastkernels")
 
 OUTPUT_KEPT = 64 << 10
 _KEPT = (
-    "PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "CC", "CXX", "FASTKERNELS_PROVIDER", "FASTKERNELS_TUNED",
+    "PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "CC", "CXX", "CPATH", "LIBRARY_PATH", "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH", "FASTKERNELS_PROVIDER", "FASTKERNELS_TUNED",
 )  # fmt: skip
-_KEPT_PREFIXES = ("LC_", "OMP_", "MKL_", "KMP_", "CUDA", "NVIDIA_", "TRITON_", "TORCH", "PYTORCH_", "NCCL_")
+_KEPT_PREFIXES = (
+    "LC_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "CUDA",
+    "NVIDIA_",
+    "TRITON_",
+    "TORCH",
+    "PYTORCH_",
+    "NCCL_",
+    "NVCC_",
+)
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -72,14 +86,19 @@ class Exit:
 class Child:
     """One runner. `channel` is the judge's end of a private socket pair."""
 
-    def __init__(self, pid: int, channel: socket.socket, output: int, status: int, room: Path):
+    def __init__(
+        self, pid: int, channel: socket.socket, output: int, status: int, room: Path, group: Group | None = None
+    ):  # fmt: skip
         self.pid, self.channel, self.room = pid, channel, room
+        self.group = group or Group.none()
         self.exit: Exit | None = None
         self.output_bytes = 0
         self._status = status
         self._tail = bytearray()
         self._first: list[int] = []  # pidfds of the cage's process 1 and the runner
         self._stopped: list[int] = []
+        self._joined = False
+        self._used = 0  # CPU time of the tree when it got SIGSTOP
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
         self._pump = threading.Thread(target=self._read_output, args=(output,), daemon=True)
         self._pump.start()
@@ -121,8 +140,11 @@ class Child:
     def stop(self, timeout: float = 5.0) -> bool:
         """Stop the child with all descendants; True when every task of them is stopped, False after `timeout` s.
 
-        A task that still runs could resume another one that was seen stopped, so all must be seen stopped twice.
+        The kernel freezes them where it can. Elsewhere they get SIGSTOP; a task that still runs could resume another
+        one that was seen stopped, so all must be seen stopped twice.
         """
+        if self._freezes():
+            return self.group.freeze(timeout)
         until, clean = time.monotonic() + timeout, 0
         for fd in self._first:  # most trees have no others, and are then found stopped at once
             with contextlib.suppress(ProcessLookupError):
@@ -140,11 +162,32 @@ class Child:
             if time.monotonic() > until:
                 return False
         self._stopped = list(states)
+        self._used = forkserver.used_ns(self._stopped, self._proc)
         return True
+
+    def _freezes(self) -> bool:
+        """Whether the kernel can freeze the tree: its first process is in the group, and so are all that it starts."""
+        if self.group.freezes and not self._joined:
+            tree = self._tree()[:1]
+            self._joined = bool(tree) and self.group.holds(tree)
+            self.group.freezes = self._joined or not tree
+            return self._joined
+        return self.group.freezes
+
+    def still(self) -> bool:
+        """Whether everything is stopped, and has not run since `stop`."""
+        if self._freezes():
+            return self.group.frozen  # only the judge can thaw it
+        if not all(forkserver.states(self.pid, self._proc).values()):
+            return False
+        return forkserver.used_ns(self._stopped, self._proc) == self._used
 
     def resume(self) -> None:
         """Resume what `stop` has stopped; the tree cannot have changed meanwhile."""
-        for pid in self._stopped:
+        if self._freezes():
+            self.group.thaw()
+            return
+        for pid in reversed(self._stopped):  # the runner first: the clock may run
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
@@ -178,6 +221,7 @@ class Child:
                 os.close(fd)
             self._first = []
             self._status = -1
+            self.group.close()
         shutil.rmtree(self.room, ignore_errors=True)
 
     def __enter__(self) -> Child:
@@ -243,11 +287,17 @@ class Zygote:
         roots = [p for p in roots if Path(p).name not in ("site-packages", "dist-packages")]
         paths = dict.fromkeys([*roots, *kept.get("PYTHONPATH", "").split(os.pathsep)])
         kept["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+        # An environment that is not activated has its ninja and its compilers next to the interpreter.
+        folder = os.path.dirname(os.path.abspath(shutil.which(self.python) or self.python))
+        kept["PATH"] = os.pathsep.join(
+            [*filter(None, kept.get("PATH", os.defpath).split(os.pathsep)), folder]
+        )
         return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/", "OPENBLAS_NUM_THREADS": "1"}
 
     def begin(self) -> None:
         """Start the interpreter, which imports for seconds; `start` waits for it. Raises ZygoteError."""
         self._stop()
+        cgroup.sweep()
         python = shutil.which(self.python)
         if python is None:
             raise ZygoteError(f"there is no interpreter {self.python}")
@@ -309,12 +359,13 @@ class Zygote:
         assert self._control is not None
         room = self.dir / f"{self._count}-{time.time_ns():x}"
         room.mkdir(mode=0o711)
+        group = Group(f"{cgroup.PREFIX}{os.getpid()}-{room.name}", _limit(cage.memory))
         channel, theirs = socket.socketpair()
         read, write = os.pipe()
         status, status_write = os.pipe()
         request = {
             "config": config, "options": asdict(cage), "entry": self.entry, "fds": list(fds), "room": str(room),
-            "number": self._count,
+            "number": self._count, "join": group.joins, "kills": group.kills,
         }  # fmt: skip
         try:
             forkserver.send(self._control, request, [theirs.fileno(), write, status_write, *fds.values()])
@@ -323,12 +374,13 @@ class Zygote:
             for fd in (read, status):
                 os.close(fd)
             channel.close()
+            group.close()
             raise ZygoteError(f"the zygote was lost while it started a runner: {error}") from error
         finally:
             theirs.close()
             os.close(write)
             os.close(status_write)
-        return Child(pid, channel, read, status, room)
+        return Child(pid, channel, read, status, room, group)
 
     def close(self) -> None:
         self._stop()
@@ -345,3 +397,8 @@ class Zygote:
 
 def _how(code: int | None) -> str:
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+
+
+def _limit(memory: int | None) -> int | None:
+    """The bytes at which the kernel ends the tree: more than those at which its supervisor does, which says so."""
+    return None if memory is None else memory + memory // 8

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from fastkernels.core.spec import Case, OpSpec
+from fk_bench.kernels.judge.batches.batches import SINGLES, Batches
+from fk_bench.kernels.judge.batches.calls import Calls
+from fk_bench.kernels.judge.batches.lane import Lane, Timed
 from fk_bench.kernels.judge.clock import timing
-from fk_bench.kernels.judge.clock.batches import SINGLES, Batches, Lane, Timed
 from fk_bench.kernels.judge.correctness.cases import Trial
 from fk_bench.kernels.judge.correctness.checks import Checks, Wrong
 from fk_bench.kernels.judge.memory.arena import Arena
@@ -23,6 +25,8 @@ from fk_bench.kernels.judge.rows.verdict import Evidence
 CHECKED = 3  # slots of the untimed checks
 HARD_BYTES = 64 << 20  # of a timed case's arguments, above which no extreme values are tried
 RANDOM = random.SystemRandom()
+LEAST_SLOTS = 8  # CPU: calls of a side in a round, which wait for each other in turn
+WAKE_S = 1.5e-3  # CPU: seconds of a slot's four requests outside its calls
 SLOWER = 4  # a batch of the slower side may last so many times the usual length
 
 
@@ -31,7 +35,7 @@ class Plan:
     """The effort spent on a case.
 
     rounds, seconds  most rounds, and the target for all of them together; there are at least `least`
-    batch_s          target of a batch of N calls; max_calls: the largest N
+    batch_s          target of a batch of N calls, on a CPU of a round; max_calls: the largest N
     memory           bytes of inputs and outputs
     hard             kinds of extreme values that are also tried
     """
@@ -51,49 +55,57 @@ class CaseRun:
 
     def __init__(
         self, spec: OpSpec, trial: Trial, sides: tuple[RunnerProcess, RunnerProcess], files: tuple[int, int],
-        mode: str, plan: Plan, floor_s: float, identity: bool = False,
+        mode: str, plan: Plan, floor_s: float, identity: bool = False, cls: str | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.trial, self.plan, self.mode, self.identity = spec, trial, plan, mode, identity
         self.candidate, self.baseline = sides
+        self.cls = cls
         self.cost: Case = trial.case
         self.evidence = Evidence(wants_times=trial.timed, floor_s=floor_s)
         self._files, self._arenas = files, list[Arena]()
 
-    def run(self, baselines: Sequence[str], compiled: bool, timed: bool) -> Evidence:
-        """Check and time the case. compiled: also under torch.compile; timed: False to check only."""
+    def run(
+        self, baselines: Sequence[str], compiled: bool, timed: bool, last: Sequence[str] = ()
+    ) -> Evidence:
+        """Check and time the case. compiled: also under torch.compile; timed: False to check only.
+
+        last  the baselines that only serve if no other one does
+        """
         seen = self.evidence
-        seen.wants_times = seen.wants_times and timed
+        seen.wants_times = seen.wants_times and timed and self.trial.recipe is None
         checks = Checks(self.spec, self.trial.case, self.mode)
-        seen.passed_over = checks.passed_over
+        checks.nonfinite = self.trial.is_nonfinite
+        seen.passed_over, seen.unmade, seen.uncalled = checks.passed_over, checks.unmade, checks.uncalled
         try:
             slots, candidate, baseline = self._open(CHECKED, CHECKED)
             # A call without output may launch nothing, and need not take any time.
-            seen.wants_times = seen.wants_times and any(t.numel() for t in candidate.output_views(0))
+            seen.has_output = any(t.numel() for t in candidate.output_views(0))
+            seen.wants_times = seen.wants_times and seen.has_output
             # The cost may depend on values, such as which experts have a token.
             if self.spec.dims_of is not None:
                 self.cost = self.spec.case_of(slots.masters[0], self.trial.case.name)
             self.candidate.stop()
-            seen.chosen = checks.choose(self.baseline, baseline, slots, baselines)
+            seen.chosen = checks.choose(self.baseline, baseline, slots, baselines, last)
             self.baseline.stop()
             if self.identity and seen.chosen.name:
                 self.candidate.ask("use", baseline=seen.chosen.name)
                 # Prepared weights are not those of every batch; with itself as the candidate only times matter.
                 every = range(len(slots.outs))
                 checks.unchecked = every if seen.chosen.prepares else seen.chosen.unchecked
-            repeats = 2 if self.trial.timed else 0
+            repeats = 2 if self.trial.timed and self.trial.recipe is None else 0
             seen.checked = checks.first(self.candidate, candidate, slots, repeats, compiled)
             if seen.chosen.seconds and slots.layout.stride + slots.layout.shared <= HARD_BYTES:
                 hard = self.trial.hard
                 for name in RANDOM.sample(sorted(hard), min(self.plan.hard, len(hard))):
                     sides, arenas = (self.candidate, self.baseline), (candidate, baseline)
-                    checks.hard(sides, arenas, slots, name, hard[name])
+                    checks.hard(sides, arenas, slots, name, hard[name], name in self.trial.nonfinite)
             if seen.wants_times and seen.chosen.seconds:
                 own = self._estimate()
                 seen.timed = self._time(checks, own, 1)
                 if longer := self._again(seen.timed):
                     seen.timed = self._time(checks, own, longer)
         except Wrong as error:
-            seen.wrong = str(error)
+            seen.wrong, seen.recipe = str(error), error.recipe
         except RunnerError as error:
             seen.failure = error
         except RuntimeError as error:  # in the judge itself: no memory for the oracle
@@ -121,25 +133,35 @@ class CaseRun:
 
     def _time(self, checks: Checks, own: float, longer: int) -> Timed:
         fast, slow = sorted((self.evidence.chosen.seconds, own))
+        cuda, plan = self.plan.device == "cuda", self.plan
         n = self._calls(fast, slow, longer)
-        cuda = self.plan.device == "cuda"
-        count = 2 * n + (SINGLES if cuda else 0)
+        # On a GPU a round has six batches, on a CPU each slot is called once on both sides.
+        count, round_s = (
+            (2 * n + SINGLES, 4.5 * n * (fast + slow)) if cuda else (n, n * (fast + slow + WAKE_S))
+        )
         slots, candidate, baseline = self._open(count, 0 if cuda else count)
-        round_s = 4.5 * n * (fast + slow)  # six batches
-        rounds = max(self.plan.least, min(self.plan.rounds, int(self.plan.seconds / round_s)))
+        rounds = max(plan.least, min(plan.rounds, int(plan.seconds / round_s)))
         prepares = self.evidence.chosen.prepares
         lanes = (
             Lane(self.candidate, candidate, prepares=prepares and self.identity),
             Lane(self.baseline, baseline, prepares=prepares),
         )
-        return Batches(slots, n, *lanes, checks, rounds).run()
+        if cuda:
+            return Batches(slots, n, *lanes, checks, rounds).run()
+        return Calls(slots, *lanes, checks, rounds).run()
 
     def _calls(self, fast: float, slow: float, longer: int) -> int:
-        """N for slots of 2N calls: long enough for the faster side, not too long for the slower, within memory."""
+        """N, within memory. On a GPU there are 2N slots: enough for the faster side, not too many for the slower one.
+
+        On a CPU there are N slots, and fewer for calls that take long.
+        """
         slots = self._slots
         per_slot = 4 * slots.layout.stride + slots.out_bytes * (3 if self.plan.device == "cuda" else 2)
         total = (self.plan.memory - 3 * slots.layout.shared) // max(per_slot, 1)
-        fits = (total - SINGLES) // 3 if self.plan.device == "cuda" else total // 2
+        if self.plan.device == "cpu":
+            wanted = int(self.plan.batch_s / (fast + slow + WAKE_S))
+            return max(4, min(longer * max(wanted, LEAST_SLOTS), self.plan.max_calls, total) // 2 * 2)
+        fits = (total - SINGLES) // 3
         wanted = int(self.plan.batch_s / max(fast, 1e-7)) + 1
         most = int(SLOWER * self.plan.batch_s / max(slow, 1e-7)) + 1
         return max(2, min(longer * min(wanted, most, self.plan.max_calls), fits))
@@ -154,12 +176,19 @@ class CaseRun:
         """New slots, and an arena for each side that nothing else shares."""
         self._close()
         slots = self._slots = Slots(
-            self.spec, self._make, self.plan.device, count, self.mode, self.trial.timed
-        )
+            self.spec, self._make, self.plan.device, count, self.mode, self.trial.rolls, cls=self.cls,
+            recipe=self.trial.recipe,
+        )  # fmt: skip
+        if (
+            self.mode == "module"
+        ):  # modules are built around their weights, and prepare what they derive from them
+            slots.fill([0] * slots.count)
         outs = [o.to_json() for o in slots.outs]
         for side, fd in zip((self.candidate, self.baseline), self._files, strict=True):
             arena = Arena(slots, out_slots, fd)
             self._arenas.append(arena)
+            if self.mode == "module":
+                arena.publish()
             side.ask("case", arena.fds, plan=slots.plan, cells=arena.cells, arena=arena.place, outs=outs)
         return slots, self._arenas[0], self._arenas[1]
 

@@ -16,7 +16,8 @@ from fastkernels.core import registry
 from fastkernels.core.spec import OpSpec
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.kernels.judge.clock.phases import PHASES
+from fk_bench.core.wall_time import PHASES
+from fk_bench.kernels.judge.correctness.again import revealed, trial_of
 from fk_bench.kernels.judge.correctness.cases import Trial, trials
 from fk_bench.kernels.judge.processes.sides import Sides
 from fk_bench.kernels.judge.rows import metrics
@@ -92,7 +93,10 @@ class Judge:
         """Judge all cases of an op. All failures become rows."""
         spec = registry.get(name)
         o = self.options
-        found = trials(spec, o.cases, o.device, o.names, o.captures, o.task)
+        if o.values:
+            found = [trial_of(spec, o.values, o.captures)]
+        else:
+            found = trials(spec, o.cases, o.device, o.names, o.captures, o.task)
         mine = {
             n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name, parts=True)
         }
@@ -157,7 +161,19 @@ class Judge:
         seen, case = pair.run(trial)
         verdict = decide(seen)
         row = self.row(pair.spec, trial, verdict.status, verdict.reason)
+        if verdict.status is Status.WRONG and (values := revealed(pair.spec, trial, seen.recipe)):
+            row.case["values"] = values
+            of = row.subject.candidate
+            command = (
+                f"fk-bench kernels {pair.spec.name}{f' --candidate {of}' if of else ''} --values {values}"
+            )
+            sizes = ", ".join(f"{k}={v}" for k, v in row.case["dims"].items())
+            row.reason += f" ({sizes}; {row.case['dtype']})\nthe same values again: {command}"
         if case is not None:
+            if verdict.speedup:
+                row.provisional = pair.provisional
+            if verdict.untimed is not None:
+                row.case["untimed"] = verdict.untimed.value
             metrics.fill(row, seen, verdict, pair.spec, case.cost, pair.loaded["candidate"].import_s)
             if pair.candidates and seen.checked is not None:
                 row.case["candidates"] = {
@@ -240,4 +256,5 @@ class Judge:
             row.metrics["speedup_geomean"] = total.speedup
             if total.ci95 is not None:
                 row.ci95["speedup_geomean"] = total.ci95
+            row.provisional = total.provisional
         return row

@@ -6,8 +6,8 @@ import numpy as np
 
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.core.rows import Row
+from fk_bench.kernels.judge.batches.lane import Timed
 from fk_bench.kernels.judge.clock import timing
-from fk_bench.kernels.judge.clock.batches import Timed
 from fk_bench.kernels.judge.rows.verdict import Evidence, Verdict
 
 
@@ -59,7 +59,7 @@ def _times(row: Row, timed: Timed, verdict: Verdict, size: int, work: int, floor
             row.metrics[f"trace_{name}"] = value
     if not verdict.speedup:
         return
-    found = timing.speedup(timed.candidate, timed.baseline, timed.again, charged, timed.own, alone=alone)
+    found = timing.speedup(timed.candidate, timed.baseline, timed.again, charged, alone=alone)
     row.metrics |= {"speedup": found.value, "again": found.again, "noise": abs(found.again - 1)}
     row.ci95["speedup"] = found.interval
     row.case["significant"] = found.significant

@@ -19,6 +19,7 @@ class Options:
     captures  folder of captures to replay; None: the shipped ones
     cases     sources of cases, from correctness.cases.SOURCES
     names     only cases with these names
+    values    of a wrong case, as its row's case['values'] has them: only this case with these values, untimed
     identity  the candidate is the baseline's own kernel, in a process of its own: every speedup should be 1
     task      exactly these cases instead of those of `cases`: of a task file
     rounds    interleaved rounds, each with N and 2N calls of each side
@@ -38,6 +39,7 @@ class Options:
     against: str = "production"
     cases: tuple[str, ...] = SOURCES
     names: tuple[str, ...] = ()
+    values: str = ""
     task: tuple[Case, ...] = ()
     captures: Path | None = None
     rounds: int = 10
@@ -46,7 +48,7 @@ class Options:
     identity: bool = False
     seconds: float = 1.0
     hard: int = 3
-    timeout: float = 120.0
+    timeout: float = 300.0
     case_budget: float = 300.0
     op_budget: float = 3600.0
     scan: bool = True

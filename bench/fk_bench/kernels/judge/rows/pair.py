@@ -8,8 +8,10 @@ from typing import Any
 
 from fastkernels.core.spec import OpSpec
 from fk_bench.core.rows import Status
+from fk_bench.kernels.judge.baselines import why_provisional
 from fk_bench.kernels.judge.clock import timing
 from fk_bench.kernels.judge.correctness.cases import Trial
+from fk_bench.kernels.judge.correctness.checks import REFERENCE
 from fk_bench.kernels.judge.processes.calling import calling
 from fk_bench.kernels.judge.processes.messages import Loaded
 from fk_bench.kernels.judge.processes.runner_process import Budget, RunnerError, RunnerProcess
@@ -19,10 +21,10 @@ from fk_bench.kernels.judge.rows.options import Options
 from fk_bench.kernels.judge.rows.verdict import Evidence
 
 DEATHS = 3  # after so many deaths a candidate's process is not restarted for the op's other cases
-# CPU rounds are few and short, because every batch needs fresh inputs
-ROUNDS = {"cpu": (4, 4), "cuda": (5, 100)}  # least and most
-BATCH_S = {"cpu": 2e-3, "cuda": 6e-3}  # target seconds of N calls
-MAX_CALLS = {"cpu": 20, "cuda": 768}  # of a batch, N
+# CPU rounds are few and short, because every call needs fresh inputs
+ROUNDS = {"cpu": (4, 8), "cuda": (5, 100)}  # least and most
+BATCH_S = {"cpu": 5e-2, "cuda": 6e-3}  # target seconds of N calls, on a CPU of both sides
+MAX_CALLS = {"cpu": 20, "cuda": 768}  # N
 
 
 class Pair:
@@ -51,6 +53,8 @@ class Pair:
         # Checked once per op, whichever provider runs; a baseline need not compile.
         self.compiled = choice is not None or options.identity
         self.busy_s = 0.0  # time spent waiting for both processes in the last case
+        self.unmade: dict[str, str] = {}  # {baseline: why its library does not load}
+        self.uncompiled: set[str] = set()  # compilers that did not compile the reference
         self.budget = Budget(options.op_budget, "op")
 
     def close(self, failed: bool = False) -> None:
@@ -115,6 +119,7 @@ class Pair:
         if self.candidates:
             candidate.budgets = (self.budget, Budget(self.options.case_budget, "case"))
         before = candidate.busy_s + baseline.busy_s
+        names, last = self._baselines(trial)
         case = CaseRun(
             self.spec,
             trial,
@@ -124,8 +129,11 @@ class Pair:
             plan,
             self._floor(trial),
             self.options.identity,
+            self.calling.cls,
         )
-        seen = case.run(self._baselines(trial), not self.compiled, self.options.timed)
+        seen = case.run(names, not self.compiled, self.options.timed, last)
+        self.uncompiled |= set(self.loaded["baseline"].compilers) & {*seen.unmade, *seen.uncalled}
+        self.unmade |= seen.unmade
         self.compiled = self.compiled or seen.checked is not None
         if seen.failure is not None:
             self._lost(seen.failure)
@@ -138,11 +146,28 @@ class Pair:
         case = trial.case
         return timing.floor_s(self.spec.bytes_moved(case), self.spec.flops(case), case.dtype, self.gpu)
 
-    def _baselines(self, trial: Trial) -> list[str]:
-        """Names of the baselines. Compilers take seconds per shape, so they are used for model shapes only."""
+    def _baselines(self, trial: Trial) -> tuple[list[str], list[str]]:
+        """Names of the baselines, and those among them that only serve a case if no other one does.
+
+        Compilers take seconds per shape, so all cases but those of models' shapes use them last. One that did not
+        compile is not tried again.
+        """
         loaded = self.loaded["baseline"]
-        compilers = [] if "model" in trial.case.tags else loaded.compilers
-        return [n for n in loaded.baselines if n not in compilers] or [self.options.against]
+        names = [n for n in loaded.baselines if n not in self.uncompiled] or [self.options.against]
+        return names, [] if "model" in trial.case.tags else loaded.compilers
+
+    @property
+    def provisional(self) -> str:
+        """Why speedups are no scores; '' if they are, or if the machine has no GPU and makes none."""
+        if self.options.device != "cuda" or "baseline" not in self.loaded:
+            return ""
+        if self.options.against == REFERENCE:
+            return "The baseline is plain PyTorch, as --against reference says"
+        loaded = self.loaded["baseline"]
+        broken = {n: why for n, why in self.unmade.items() if n in loaded.production}
+        if set(loaded.production) - set(broken) or not (loaded.missing or broken):
+            return ""
+        return why_provisional(loaded.missing, broken)
 
     def _lost(self, error: RunnerError, loading: bool = False) -> None:
         """After a failure: the process is restarted, unless it keeps dying or cannot even load."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from fk_bench.core.rows import Status
+from fk_bench.core.rows import Status, Untimed
+from fk_bench.kernels.judge.batches.lane import Timed
 from fk_bench.kernels.judge.clock import timing
-from fk_bench.kernels.judge.clock.batches import Timed
 from fk_bench.kernels.judge.correctness.checks import Checked, Chosen
 from fk_bench.kernels.judge.processes.runner_process import RunnerError
 
@@ -17,8 +18,9 @@ class Evidence:
     """Everything that the judge saw of a case.
 
     refused  status and reason of a case that was not run, because there is no way to call it
-    failure  a process failed; wrong: an output was; broken: the judge itself failed
-    chosen   the baseline, with `passed_over` {another: why not}; checked: the candidate's first calls
+    failure  a process failed; wrong: an output was, with the `recipe` of its values; broken: the judge itself failed
+    chosen   the baseline, with `passed_over` {another: why not}: `unmade` do not load, and calls of `uncalled` fail
+    checked: the candidate's first calls
     timed    the times; None if none were wanted, or the checks ended before
     floor_s  lower bound of a correct call on this machine; 0 if unknown
     """
@@ -26,22 +28,27 @@ class Evidence:
     refused: tuple[Status, str] | None = None
     failure: RunnerError | None = None
     wrong: str = ""
+    recipe: dict[str, Any] | None = None
     broken: str = ""
     chosen: Chosen = field(default_factory=Chosen)
     passed_over: Mapping[str, str] = field(default_factory=dict)
+    unmade: Mapping[str, str] = field(default_factory=dict)
+    uncalled: Mapping[str, str] = field(default_factory=dict)
     checked: Checked | None = None
     wants_times: bool = False
+    has_output: bool = True
     timed: Timed | None = None
     floor_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The status, its reason, and whether the times may be shown as a speedup."""
+    """The status, its reason, and whether the times may be shown as a speedup; if not, `untimed` says why."""
 
     status: Status
     reason: str = ""
     speedup: bool = False
+    untimed: Untimed | None = None
 
 
 def decide(seen: Evidence) -> Verdict:
@@ -59,17 +66,20 @@ def decide(seen: Evidence) -> Verdict:
         return Verdict(Status.WRONG, seen.wrong)
     if seen.checked is None:
         return Verdict(Status.FAILED, "the judge: the case ended without a check")
+    if not seen.has_output:
+        return Verdict(Status.OK, untimed=Untimed.NO_OUTPUT)
     if not seen.wants_times:
-        return Verdict(Status.OK)
+        return Verdict(Status.OK, untimed=Untimed.NOT_WANTED)
     if seen.timed is None:
         why = "; ".join(f"{n}: {r}" for n, r in seen.passed_over.items())
-        return Verdict(Status.OK, f"checked, not timed: no baseline serves this case: {why}")
+        reason = f"checked, not timed: no baseline serves this case: {why}"
+        return Verdict(Status.OK, reason, untimed=Untimed.NO_BASELINE)
     times = seen.timed
-    if why := timing.unsteady(times.baseline, times.again) or timing.unresolved(
-        times.candidate, times.baseline
-    ):
-        off = "" if times.priority == "on" else f" (real-time priority is {times.priority})"
-        return Verdict(Status.OK, why + off)
+    off = "" if times.priority == "on" else f" (real-time priority is {times.priority})"
+    if why := timing.unsteady(times.baseline, times.again):
+        return Verdict(Status.OK, why + off, untimed=Untimed.UNSTEADY)
+    if why := timing.unresolved(times.candidate, times.baseline):
+        return Verdict(Status.OK, why + off, untimed=Untimed.UNRESOLVED)
     if why := timing.invalid(
         times.candidate, times.baseline, seen.floor_s, times.traced.call_s, times.traced.launches
     ):

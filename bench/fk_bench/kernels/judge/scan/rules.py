@@ -184,7 +184,20 @@ PROTECTED = (
 SETTINGS = ("torch.backends", "torch._inductor.config", "torch._dynamo.config", "triton.knobs")
 LOW_PRECISION = ("float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8e4nv", "float8e5")
 EMPTY = ("torch.empty", "torch.empty_like", "torch.empty_strided")
-ENVIRONMENT = ("TRITON_", "CUDA_VISIBLE_DEVICES")  # variables that a kernel may read
+# Variables that a kernel may read, by their beginnings; those of a build, such as of load_inline, it may also set.
+BUILD_ENVIRONMENT = (
+    "TORCH_CUDA_ARCH_LIST",
+    "TORCH_EXTENSIONS_DIR",
+    "TORCH_NVCC_FLAGS",
+    "CUDA_HOME",
+    "MAX_JOBS",
+)
+ENVIRONMENT = ("TRITON_", "TORCHINDUCTOR_", "CUDA_VISIBLE_DEVICES", *BUILD_ENVIRONMENT)
+# Names of functions and attributes that look something up by a string. Elsewhere "gc" is only a word.
+LOOK_UPS = frozenset(
+    ("getattr", "attrgetter", "methodcaller", "vars", "globals", "locals", "__dict__", "__getattribute__",
+     "__getattr__", "getattr_static", "import_module", "__import__", "modules")
+)  # fmt: skip
 
 _LONGEST = 6  # parts of an entry
 # Entries that are no single word, which could also be the name of an attribute.

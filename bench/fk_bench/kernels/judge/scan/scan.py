@@ -84,10 +84,13 @@ class _Visitor(ast.NodeVisitor):
         self.docstrings = {id(n.value) for n in heads if isinstance(n, ast.Expr)}
         self.sized = tree.containing(_is_size)
         self.raising = tree.containing(lambda n: isinstance(n, ast.Raise))
+        self.looks_up = any(map(self._looks_up, tree.nodes))
+        self.fields = self._fields()
+        constants = state.constant_tables(tree)
         for node, pattern, reason in state.counters(tree, self.dotted):
             self.note(node, pattern, reason)
         for function in tree.outermost:
-            for node, pattern, reason in state.keys(function):
+            for node, pattern, reason in state.keys(function, constants):
                 self.note(node, pattern, reason)
             for node in state.uninitialized(function, lambda n: self.dotted(n) in rules.EMPTY):
                 self.note(node, "uninitialized", "memory from torch.empty is returned as it is", WARN)
@@ -173,7 +176,8 @@ class _Visitor(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         name = self.dotted(node)
         self._use(node, name)
-        self._reached(node, node.attr)
+        if not self._is_field(node):
+            self._reached(node, node.attr)
         self._strings(node, node.attr)
         if not name:
             self.visit(node.value)
@@ -210,6 +214,47 @@ class _Visitor(ast.NodeVisitor):
             self.note(node, "module-reach", rules.REASONS["module-reach"].format(f"`{name}`"))
         self.look_up(node, rules.ATTRIBUTES, name)
 
+    def _looks_up(self, node: ast.AST) -> bool:
+        """Whether a node can look up an attribute or a module by a string, other than by a literal `getattr`."""
+        if isinstance(node, ast.Call) and self.dotted(node.func) == "getattr":
+            return False  # a literal name is followed; all others are found below, as names of `getattr`
+        if isinstance(node, ast.Name) and node.id == "getattr":
+            call = self.tree.parents.get(id(node))
+            literal = (
+                isinstance(call, ast.Call) and len(call.args) > 1 and isinstance(call.args[1], ast.Constant)
+            )
+            return not (literal and call.func is node)  # type: ignore[union-attr]
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if isinstance(node, ast.alias):
+            name = node.name.rpartition(".")[2]
+        return name in rules.LOOK_UPS
+
+    def _names_attribute(self, node: ast.Constant) -> bool:
+        call = self.tree.parents.get(id(node))
+        return isinstance(call, ast.Call) and self.dotted(call.func) == "getattr" and node in call.args[1:2]
+
+    def _fields(self) -> set[str]:
+        """Attributes that the file gives its own objects, such as `self.os = 3`; those that hold a module are none."""
+        found: set[str] = set()
+        modules: set[str] = set()
+        for node in self.tree.nodes:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                in_class = isinstance(self.tree.parents.get(id(node)), ast.ClassDef)
+                for target in targets(node):
+                    own = isinstance(target, ast.Attribute) and self._is_self(target.value)
+                    name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+                    if own or (in_class and isinstance(target, ast.Name)):
+                        value = self.dotted(node.value)
+                        parts = set(value.split("."))
+                        (modules if parts & rules.REACHED or (not own and value) else found).add(name)
+        return found - modules
+
+    def _is_self(self, node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id in ("self", "cls") and node.id not in self.names
+
+    def _is_field(self, node: ast.Attribute) -> bool:
+        return node.attr in self.fields and self._is_self(node.value)
+
     def _is_own_op(self, name: str) -> bool:
         """Whether a dotted name leads to what the candidate replaces: the op's kernel, or a class that calls it."""
         place = locate(name)
@@ -223,7 +268,8 @@ class _Visitor(ast.NodeVisitor):
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, (str, bytes)) and id(node) not in self.docstrings:
             self._strings(node, str(node.value))
-            if isinstance(node.value, str) and len(node.value) <= _MAX_NAME:
+            looked_up = self.looks_up or self._names_attribute(node)
+            if looked_up and isinstance(node.value, str) and len(node.value) <= _MAX_NAME:
                 for part in node.value.split("."):  # operator.attrgetter("sys.modules"), vars(m)["sys"]
                     if part in rules.REACHED or part in rules.HIDDEN:
                         self._reached(node, part)
@@ -248,7 +294,8 @@ class _Visitor(ast.NodeVisitor):
             self._getattr(node)
         elif name == "os.getenv" or name.startswith("os.environ."):
             reads = name in ("os.getenv", "os.environ.get") and bool(node.args)
-            self._environment(node, node.args[0] if reads else None)
+            sets = name == "os.environ.setdefault" and bool(node.args)
+            self._environment(node, node.args[0] if reads or sets else None, sets)
         elif name.startswith("fastkernels.core.registry."):
             first = node.args[0] if node.args else None
             if not isinstance(first, ast.Constant) or first.value == self.op:
@@ -284,14 +331,17 @@ class _Visitor(ast.NodeVisitor):
                 node, "downcast", f"{self.tree.text(node.func, 40)}(...) may compute in a smaller type", WARN
             )
 
-    def _environment(self, node: ast.AST, key: ast.AST | None) -> None:
+    def _environment(self, node: ast.AST, key: ast.AST | None, sets: bool = False) -> None:
         name = key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
-        if not name.startswith(rules.ENVIRONMENT):
+        if sets and name.startswith(rules.BUILD_ENVIRONMENT):
+            self.note(node, "global-setting", rules.REASONS["global-setting"].format(name), WARN)
+        elif sets or not name.startswith(rules.ENVIRONMENT):
             self.note(node, "files", f"os.environ[{name or '...'}] is not among what the kernel was given")
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         if self.dotted(node.value) == "os.environ":
-            self._environment(node, node.slice if isinstance(node.ctx, ast.Load) else None)
+            sets = isinstance(node.ctx, ast.Store)
+            self._environment(node, None if isinstance(node.ctx, ast.Del) else node.slice, sets)
         self.generic_visit(node)
 
     # assignments

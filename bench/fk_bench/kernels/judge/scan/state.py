@@ -13,10 +13,39 @@ VALUES = ("item", "tolist")
 _ROUNDS = 4  # a = x.data_ptr(); b = a; c = b; d = c
 
 
-def keys(function: ast.AST) -> Iterator[tuple[ast.AST, str, str]]:
+def constant_tables(tree: Tree) -> frozenset[str]:
+    """Names of tables that the file only reads: literal dictionaries of its top level, such as tile sizes by width."""
+    found = {
+        target.id
+        for node in tree.module.body
+        if isinstance(getattr(node, "value", None), ast.Dict)
+        for target in targets(node)
+        if isinstance(target, ast.Name)
+    }
+    uses = [n for n in tree.nodes if isinstance(n, ast.Name) and n.id in found]
+    stored = [n.id for n in uses if isinstance(n.ctx, ast.Store)]
+    return frozenset(
+        found
+        - {name for name in stored if stored.count(name) > 1}
+        - {n.id for n in uses if isinstance(n.ctx, ast.Load) and not _only_read(n, tree)}
+    )
+
+
+def _only_read(name: ast.Name, tree: Tree) -> bool:
+    """Whether this use of a table is a look-up: TABLE[key], TABLE.get(key), key in TABLE."""
+    parent = tree.parents.get(id(name))
+    if isinstance(parent, ast.Subscript):
+        return parent.value is name and isinstance(parent.ctx, ast.Load)
+    if isinstance(parent, ast.Attribute):
+        return parent.attr in ("get", "items", "keys", "values")
+    return isinstance(parent, ast.Compare)
+
+
+def keys(function: ast.AST, constants: frozenset[str] = frozenset()) -> Iterator[tuple[ast.AST, str, str]]:
     """(node, pattern, reason) where a property that identifies a tensor is used for a lookup.
 
-    `function` is an outermost one: functions inside it see its names.
+    function   an outermost one: functions inside it see its names
+    constants  tables that are only read: the integer that a tensor of one element holds may be looked up in them
     """
     nodes = list(ast.walk(function))
     known: dict[str, str] = {}  # local name: the property of a tensor that it holds
@@ -31,6 +60,8 @@ def keys(function: ast.AST) -> Iterator[tuple[ast.AST, str, str]]:
     identity = _Identity(known)
     for node in nodes:
         for key, values_too in _looked_up(node, identity):
+            if _is_scalar(key) and _table(node) in constants:
+                continue
             what = identity(key)
             if what in VALUES and values_too:
                 yield node, "value-cache", f"{what}() of a tensor is used as a key"
@@ -40,6 +71,26 @@ def keys(function: ast.AST) -> Iterator[tuple[ast.AST, str, str]]:
                     "pointer-cache",
                     f"{what} of a tensor is used as a key, although its values may have changed",
                 )
+
+
+def _is_scalar(key: ast.AST) -> bool:
+    """Whether a key is int(n.item()): the value of a tensor of one element, not of one that was picked or reduced."""
+    call = (
+        key.args[0]
+        if isinstance(key, ast.Call) and getattr(key.func, "id", "") == "int" and key.args
+        else None
+    )
+    method = call.func if isinstance(call, ast.Call) else None
+    return isinstance(method, ast.Attribute) and method.attr == "item" and isinstance(method.value, ast.Name)
+
+
+def _table(node: ast.AST) -> str:
+    """The name of the table in TABLE[key], TABLE.get(key) and `key in TABLE`."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return _root(node.func.value)
+    if isinstance(node, ast.Compare):
+        return _root(node.comparators[0])
+    return _root(node)
 
 
 class _Identity:

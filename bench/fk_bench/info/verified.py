@@ -1,0 +1,39 @@
+"""The test that compares an architecture of ours with transformers, on a tiny random checkpoint in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastkernels.models.common.registry import Model
+
+# Absolute tolerances, which those tests import
+LOGITS = 2e-4  # and relative
+ENCODINGS = 3e-5
+EMBEDDINGS = 2e-5
+
+
+@dataclass(frozen=True)
+class Verified:
+    """test: its id in pytest. tolerance: absolute, of the largest difference; 0: greedy tokens are equal"""
+
+    test: str
+    tolerance: float
+
+    def __str__(self) -> str:
+        return f"{self.test} ({f'within {self.tolerance:g}' if self.tolerance else 'equal tokens'})"
+
+
+def verified(model: Model, architecture: str) -> Verified:
+    """The test of one of the architectures that a model file declares."""
+    arch = model.arch
+    if architecture in arch.text_of:
+        kind = arch.model_type.removesuffix("_text")
+        return Verified(f"tests/models/test_text_models.py::test_text_model_equals_transformers[{kind}]", 0.0)
+    if arch.runner == "Generate":
+        return Verified(
+            f"tests/models/test_models.py::test_logits_equal_transformers[{arch.model_type}]", LOGITS
+        )
+    if arch.inputs == "tokens":
+        return Verified("tests/engine/test_encode.py::test_tiny_bert_equals_transformers", EMBEDDINGS)
+    kind = f"{model.name}_classes" if architecture.endswith("Classification") else model.name
+    return Verified(f"tests/models/test_vision.py::test_encoder_equals_transformers[{kind}]", ENCODINGS)

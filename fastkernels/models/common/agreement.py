@@ -1,0 +1,51 @@
+"""Fields that vLLM applies to any model, in configs of models that transformers builds without them.
+
+A checkpoint with such a field has two meanings, so it is refused by name. Fields that both ignore are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastkernels.models.common.description import Attention, Decoder, Unsupported, ambiguous
+
+
+def check(config: Any, described: Decoder) -> None:
+    """Raise Unsupported for a field of the config that vLLM applies, and that the description does not contain."""
+    _check_windows(config, described)
+    scale = getattr(config, "logit_scale", None)
+    if scale is not None and scale != described.logits_scale:
+        raise Unsupported(ambiguous(config, f"logit_scale={scale!r}", "does not scale its logits"))
+    ropes = [a.rope for layer in described.layers if isinstance(a := layer.attention, Attention)]
+    partial = {1.0 if rope is None else rope.get("partial_rotary_factor", 1.0) for rope in ropes}
+    for name in ("rotary_pct", "rotary_emb_fraction"):
+        factor = getattr(config, name, None)
+        if factor is not None and partial and factor not in partial:
+            raise Unsupported(ambiguous(config, f"{name}={factor!r}", "has another size of rotary embedding"))
+    if getattr(config, "dual_chunk_attention_config", None):
+        raise Unsupported(ambiguous(config, "dual_chunk_attention_config", "has no chunks"))
+    if getattr(config, "is_causal", None) is False:
+        raise Unsupported("config.is_causal=False (bidirectional attention) is not supported, only True")
+
+
+def _check_windows(config: Any, described: Decoder) -> None:
+    """vLLM takes windows from layer_types, or without them has sliding_window in every layer."""
+    types, size = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    ours = [_shorter(layer.attention.window, config) for layer in described.layers]
+    if not any(ours) and getattr(config, "use_sliding_window", None) is False:
+        return
+    size = _shorter(size, config)
+    if types is None:
+        theirs = [size] * len(ours)
+    else:
+        theirs = [size if kind == "sliding_attention" else None for kind in types]
+    if ours == theirs:
+        return
+    has = "has no window" if not any(ours) else f"has a window of {size} in every layer"
+    field = f"sliding_window={size}" if types is None else f"layer_types={types!r} with sliding_window={size}"
+    raise Unsupported(ambiguous(config, field, has))
+
+
+def _shorter(window: int | None, config: Any) -> int | None:
+    """A window, unless it is as long as the context."""
+    return window if window and window < config.max_position_embeddings else None

@@ -1,0 +1,251 @@
+"""Fields of other architectures in a config: ignored as in transformers' model of that name, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.modules import metadata
+from support.tiny import KINDS, MODELS, make_tiny
+
+from fastkernels.core.forward_context import forward_context
+from fastkernels.models.common import build, registry
+from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.description import Decoder, Unsupported
+from fastkernels.models.common.plan import plan
+from fastkernels.overrides.attention.attention import PagedAttention
+
+IDS = torch.tensor([(i * 37) % 500 for i in range(30)])
+# Values with which a field is not neutral. A name with a dot is inside rope_parameters or one of its layer types.
+FIELDS: dict[str, list[Any]] = {
+    "layer_types": ["sliding", "full"],  # all but the first layer, or all layers
+    "sliding_window": [5],
+    "use_sliding_window": [False, True],
+    "max_window_layers": [0],
+    "attention_chunk_size": [4],
+    "partial_rotary_factor": [0.5],
+    "rope.partial_rotary_factor": [0.5],
+    "rotary_pct": [0.5],
+    "rotary_dim": [8],
+    "rope_interleave": [False],
+    "indexer_rope_interleave": [False, True],
+    "rope.factor": [3.0],
+    "rope.mscale": [0.5],
+    "rope.mscale_all_dim": [0.5],
+    "rope.attention_factor": [2.0],
+    "rope_theta": [77.0],
+    "no_rope_layers": [[0] * 9],
+    "no_rope_layer_interval": [2],
+    "head_dim": [16],
+    "global_head_dim": [16],
+    "num_key_value_heads": [1],
+    "num_kv_shared_layers": [1],
+    "query_pre_attn_scalar": [7],
+    "attention_multiplier": [0.3],
+    "attn_logit_softcapping": [0.5],
+    "final_logit_softcapping": [0.5],
+    "logit_scale": [0.3],
+    "logits_scaling": [3.0],
+    "embedding_multiplier": [2.0],
+    "residual_multiplier": [0.5],
+    "attention_bias": [True],
+    "attention_out_bias": [True],
+    "mlp_bias": [True],
+    "bias": [True],
+    "qkv_bias": [True],
+    "use_bias": [True],
+    "use_qkv_bias": [True],
+    "use_qk_norm": [True],
+    "qk_layernorm": [True],
+    "attention_k_eq_v": [True],
+    "clip_qkv": [0.05],
+    "attention_sinks": [True],
+    "is_causal": [False],
+    "use_bidirectional_attention": [True, "all"],
+    "dual_chunk_attention_config": [{"chunk_size": 8, "local_size": 4}],
+    "hidden_act": ["relu", "swish"],
+    "hidden_activation": ["relu"],
+    "use_parallel_residual": [True, False],
+    "rms_norm_eps": [0.1],
+    "layer_norm_eps": [0.1],
+    "norm_eps": [0.1],
+    "norm_epsilon": [0.1],
+    "norm_topk_prob": [True, False],
+    "scoring_func": ["softmax", "sigmoid"],
+    "topk_method": ["greedy", "noaux_tc"],
+    "expert_selection_fn": ["sigmoid"],
+    "n_group": [2],
+    "topk_group": [2],
+    "routed_scaling_factor": [2.5],
+    "num_experts_per_tok": [1],
+    "n_shared_experts": [1],
+    "shared_intermediate_size": [64],
+    "enable_moe_block": [True],
+    "hidden_size_per_layer_input": [16],
+    "mlp_only_layers": [[0]],
+    "decoder_sparse_step": [2],
+    "first_k_dense_replace": [0],
+    "moe_layer_freq": [2],
+    "swiglu_alpha": [0.5],
+    "swiglu_limit": [0.5],
+    "use_routing_bias": [False],
+    "index_topk": [3],
+}  # fmt: skip
+FAST = (
+    "llama",
+    "qwen3",
+    "mixtral",
+    "mistral",
+    "gemma4_unified_text",
+    "smollm3",
+    "granitemoe",
+    "deepseek_v2",
+    "gpt_oss",
+)
+BY_KIND = {kind: MODELS.get(kind, (kind, {}))[1] for kind, _ in MODELS.values()}
+
+
+def with_field(raw: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """The config with one field set."""
+    if name == "layer_types":
+        rest = ["sliding_attention" if value == "sliding" else "full_attention"] * (
+            raw["num_hidden_layers"] - 1
+        )
+        return {
+            **raw,
+            "layer_types": ["full_attention", *rest],
+            "sliding_window": raw.get("sliding_window") or 5,
+        }
+    if not name.startswith("rope."):
+        window = {"sliding_window": raw.get("sliding_window") or 5} if name == "use_sliding_window" else {}
+        return {**raw, **window, name: value}
+    own = name.removeprefix("rope.")
+    rope = raw["rope_parameters"]
+    if "rope_type" in rope:
+        return {**raw, "rope_parameters": {**rope, own: value}}
+    return {**raw, "rope_parameters": {kind: {**p, own: value} for kind, p in rope.items()}}
+
+
+class Checkpoint:
+    """A tiny checkpoint, whose config.json may get other fields, in transformers and here."""
+
+    def __init__(self, folder: Path, work: Path):
+        from transformers import AutoModelForCausalLM
+
+        self.raw = json.loads((folder / "config.json").read_text())
+        self.work = work
+        shutil.copytree(folder, work)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.state = model.state_dict()
+        self.expected = self._run(model)
+        self.described = self.describe(self.raw)
+
+    def write(self, raw: dict[str, Any]) -> None:
+        (self.work / "config.json").write_text(json.dumps(raw))
+
+    def describe(self, raw: dict[str, Any]) -> Decoder:
+        """Our description. Raises Unsupported, CheckpointError."""
+        self.write(raw)
+        config = build.load_config(self.work)
+        plan(config)
+        return registry.describe(config)
+
+    @torch.inference_mode()
+    def ours(self, raw: dict[str, Any]) -> torch.Tensor:
+        self.write(raw)
+        config = build.load_config(self.work)
+        model = build.build(self.work, config, torch.device("cpu"), torch.float32)
+        for layer in model.modules():
+            if isinstance(layer, PagedAttention):
+                layer.kv_cache = tuple(torch.zeros(shape) for shape in layer.cache_shapes(4, 16))
+        with forward_context(metadata([len(IDS)], [len(IDS)], 16)):
+            return model.compute_logits(model(IDS, torch.arange(len(IDS))))
+
+    def theirs(self, raw: dict[str, Any]) -> torch.Tensor | None:
+        """transformers' logits; None if it does not build this, or with other parameters."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.write(raw)
+        try:
+            config = AutoConfig.from_pretrained(self.work)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+            loaded = model.load_state_dict(self.state, strict=False)
+            return None if loaded.missing_keys or loaded.unexpected_keys else self._run(model)
+        except Exception:  # of any kind: transformers has no common one
+            return None
+
+    @torch.inference_mode()
+    def _run(self, model: Any) -> torch.Tensor:
+        return model(IDS[None], use_cache=False).logits[0]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(k, marks=() if k in FAST else pytest.mark.slow) for k in BY_KIND]
+)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    root = tmp_path_factory.mktemp("fields")
+    return Checkpoint(
+        make_tiny(root / "own", request.param, "float32", **BY_KIND[request.param]), root / "work"
+    )
+
+
+def cases(raw: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name=value, the config with it)."""
+    for name, values in FIELDS.items():
+        for value in values:
+            made = with_field(raw, name, value)
+            if made != raw:
+                yield f"{name}={value!r}", made
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(torch.allclose(a, b, atol=3e-4, rtol=3e-4))
+
+
+def test_fields_mean_what_they_mean_in_transformers(checkpoint: Checkpoint) -> None:
+    wrong, ignored, compared = [], {}, 0
+    for case, raw in cases(checkpoint.raw):
+        names = {
+            case.partition("=")[0].rpartition(".")[2],
+            *(k for k in raw if raw[k] != checkpoint.raw.get(k)),
+        }
+        try:
+            described = checkpoint.describe(raw)
+        except (Unsupported, CheckpointError) as error:
+            if not any(name in str(error) for name in names) and checkpoint.theirs(raw) is not None:
+                wrong.append(f"{case}: refused without its name: {error}")
+            continue
+        if described == checkpoint.described:
+            ignored[case] = raw
+            continue
+        expected = checkpoint.theirs(raw)
+        if expected is None:
+            continue
+        compared += 1
+        if not close(checkpoint.ours(raw), expected):
+            wrong.append(f"{case}: other logits than transformers")
+    everything = dict(checkpoint.raw)
+    for raw in ignored.values():
+        everything |= {k: v for k, v in raw.items() if v != checkpoint.raw.get(k)}
+    found = checkpoint.theirs(everything)
+    if found is None or not close(found, checkpoint.expected):
+        for case, raw in ignored.items():
+            alone = checkpoint.theirs(raw)
+            if alone is not None and not close(alone, checkpoint.expected):
+                wrong.append(f"{case}: ignored, and transformers applies it")
+    assert wrong == []
+    assert compared >= 2 and len(ignored) >= 20
+    assert close(checkpoint.ours(checkpoint.raw), checkpoint.expected)
+
+
+def test_every_language_model_is_covered() -> None:
+    assert {f"{KINDS[kind][0]}ForCausalLM" for kind in BY_KIND} == {
+        name for m in registry.models().values() if m.arch.runner == "Generate" for name in m.arch.names
+    }
