@@ -95,6 +95,7 @@ def test_list_of_unknown_kind_is_an_error(capsys: pytest.CaptureFixture[str]) ->
             ["rms_norm", "--host", "keras"],
             "unknown host 'keras'. Known: diffusers, sglang, timm, transformers, vllm.",
         ),
+        (["gelu", "--host", "torch"], "classes of torch.nn have no fork to be put into"),
         (
             ["rms_norm", "--host-version", "9.9"],
             "unknown vllm version '9.9'. Recorded: 0.26.0, 0.32.0, 0.33.0.",
