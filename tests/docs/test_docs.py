@@ -99,7 +99,8 @@ def test_links_and_paths_exist(page: Path) -> None:
     for path in PATHS.findall(re.sub(r"\]\([^)]*\)", "", text)):
         if any(part.partition(".")[0].isupper() for part in path.split("/") if part != "README.md"):
             continue  # a placeholder: overrides/FAMILY/NAME.py
-        assert (ROOT / path).is_file(), path
+        created = f"```python\n# {path}\n" in text  # by a reader who follows the guide
+        assert created or (ROOT / path).is_file(), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

@@ -19,9 +19,10 @@ from typing import Annotated
 import typer
 
 from fk_bench.core.output import fail, last_line
+from fk_bench.e2e.gains import GROUP
 from fk_bench.explain.tables import Table
 from fk_bench.serving.config import ConfigError
-from fk_bench.tables import figure, layers, patch, servers, speeds, steps
+from fk_bench.tables import figure, gains, layers, patch, servers, speeds, steps
 from fk_bench.tables.kernels import kernels
 from fk_bench.tables.origin import Files
 from fk_bench.tables.results import GROUPS, Results, take
@@ -30,6 +31,7 @@ Maker = Callable[[Files], Iterator[Table]]
 # {name of a table: (function, default group)}
 TABLES: dict[str, tuple[Maker, str]] = {
     "summary": (servers.summary_table, "summary"),
+    "gains": (gains.table, GROUP),
     "hosts": (servers.hosts, "hosts"),
     "tails": (servers.tails, "hosts"),
     "loads": (servers.loads, "hosts"),
@@ -57,7 +59,11 @@ OTHERS = {
 }
 DOCUMENTS = ("README.md", "docs/*.md", "docs/reports/*.md")
 RESULTS = "bench/results"
-FIGURE, FIGURE_GROUP = "docs/assets/speedup.svg", "hosts"
+# {figure: (function, group)}; a figure is made if a document shows it
+FIGURES: dict[str, tuple[Callable[[Files], str], str]] = {
+    "docs/assets/models.svg": (gains.figure, GROUP),
+    "docs/assets/speedup.svg": (figure.speedup, "hosts"),
+}
 MARKER = re.compile(
     r"^<!-- table: *(?P<what>[^\n]*?) *-->\n(?P<body>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL
 )
@@ -117,10 +123,11 @@ def outputs(root: Path, results: Results) -> dict[str, tuple[str, str]]:
         for path in sorted(root.glob(pattern)):
             name, before = path.relative_to(root).as_posix(), path.read_text()
             made[name] = before, rewritten(before, results, name)
-    if any(Path(FIGURE).name in before for before, _ in made.values()):
-        path = root / FIGURE
-        drawn = figure.speedup(results.load(FIGURE_GROUP)[0])
-        made[FIGURE] = path.read_text() if path.is_file() else "", drawn
+    documents = [before for before, _ in made.values()]
+    for name, (draw, group) in FIGURES.items():
+        if any(f"{Path(name).name})" in before for before in documents):
+            path = root / name
+            made[name] = path.read_text() if path.is_file() else "", draw(results.load(group)[0])
     return made
 
 
