@@ -142,12 +142,12 @@ def test_every_variable_in_the_sources_is_documented() -> None:
 
 def test_site_navigation_names_exactly_the_pages() -> None:
     named = set(re.findall(r'= "([\w/-]+\.md)" \}', (ROOT / "zensical.toml").read_text()))
-    reports = {page.name for page in (DOCS / "reports").glob("*.md")} - {"index.md"}
+    reports = {page.name for page in (DOCS / "reports").glob("*.md")}
     there = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert named == there - {f"reports/{name}" for name in reports}
-    listed = re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "reports" / "index.md").read_text())
+    listed = re.findall(r"\]\(reports/([\w-]+\.md)\)", (DOCS / "reports.md").read_text())
     assert sorted(listed) == sorted(reports)
-    dates = re.findall(r"^\| (\d{4}-\d\d-\d\d) ", (DOCS / "reports" / "index.md").read_text(), re.MULTILINE)
+    dates = re.findall(r"^\| (\d{4}-\d\d-\d\d) ", (DOCS / "reports.md").read_text(), re.MULTILINE)
     assert len(dates) == len(reports) and dates == sorted(dates, reverse=True)
 
 
