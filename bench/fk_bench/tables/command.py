@@ -22,7 +22,7 @@ from fk_bench.core.output import fail, last_line
 from fk_bench.e2e.gains import GROUP
 from fk_bench.explain.tables import Table
 from fk_bench.serving.config import ConfigError
-from fk_bench.tables import figure, gains, layers, patch, servers, speeds, steps
+from fk_bench.tables import figure, gains, layers, model_plot, patch, servers, speeds, steps
 from fk_bench.tables.kernels import kernels
 from fk_bench.tables.origin import Files
 from fk_bench.tables.results import GROUPS, Results, take
@@ -63,6 +63,8 @@ RESULTS = "bench/results"
 FIGURES: dict[str, tuple[Callable[[Files], str], str]] = {
     "docs/assets/models.svg": (gains.figure, GROUP),
     "docs/assets/speedup.svg": (figure.speedup, "hosts"),
+    "docs/assets/text-models.svg": (model_plot.text, "2026-11-speeds"),
+    "docs/assets/image-models.svg": (model_plot.images, "2026-11-speeds"),
 }
 MARKER = re.compile(
     r"^<!-- table: *(?P<what>[^\n]*?) *-->\n(?P<body>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from fk_bench.core.rows import Machine, Row, Subject
 from fk_bench.e2e.host import make_row
-from fk_bench.tables import speeds
+from fk_bench.serving.config import ConfigError
+from fk_bench.tables import model_plot, speeds
 
 H200 = Machine(gpu="NVIDIA H200", gpus=1, cpu="cpu", cores=2)
 H100 = Machine(gpu="NVIDIA H100 80GB HBM3", gpus=1, cpu="cpu", cores=2)
@@ -173,3 +174,11 @@ def test_pipelines_have_a_row_for_each_batch_and_number_of_steps() -> None:
     assert shown == [
         ["1", "4", "0.6, 0.4", "1.500"], ["1", "28", "0.6, 0.545", "1.100"], ["4", "4", "2.4, 1.92", "1.250"],
     ]  # fmt: skip
+
+
+def test_plot_has_a_dot_for_each_ratio_and_the_paper() -> None:
+    drawn = model_plot.text({"a": text(110.0, 120.0)})
+    assert drawn.count("<title>Llama-3.2-3B, patched,") == 2
+    assert "Llama-3.2-3B, our engine, 32: 1.200" in drawn and "Llama-3.2-3B, paper: 1.04" in drawn
+    with pytest.raises(ConfigError, match="no rows for the plot"):
+        model_plot.images({"a": []})
