@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _LAZY = {
     "patch": ".patch",
     "patch_async": ".patch",
+    "unpatch": ".patch",
+    "unpatch_async": ".patch",
     "Report": ".patch",
     "plan": ".models.common.plan",
     "AsyncLLM": ".engine.async_llm",
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from fastkernels.engine.sampling.sampling_params import SamplingParams
     from fastkernels.engine.structured.params import StructuredOutputsParams
     from fastkernels.models.common.plan import plan
-    from fastkernels.patch import Report, patch, patch_async
+    from fastkernels.patch import Report, patch, patch_async, unpatch, unpatch_async
 
 
 def __getattr__(name: str) -> Any:

@@ -5,19 +5,24 @@ A host is found by its entry point (group `fastkernels.hosts`), which names its 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from fastkernels.core.candidate import resolve
 from fastkernels.core.env import Environment
-from fastkernels.core.reasons import Kind, Reason
+from fastkernels.core.reasons import Kind, Phrase, Reason
 from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.verify import phases
 
@@ -38,6 +43,8 @@ class Request:
     disable     ops that stay off
     strict      a fallback, an unknown host version or an unsupported module is an error
     options     of 'record_start' and 'record_stop' (fk_integrations.core.call_recording)
+    patch       the id of a patch. 'undo', 'report' and 'reset' with an id are about that patch alone: if it is not in
+                place, they change nothing and return no rows. Without an id they are about any
     """
 
     action: str
@@ -46,6 +53,7 @@ class Request:
     disable: tuple[str, ...] = ()
     strict: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    patch: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -57,6 +65,7 @@ class Request:
         return cls(
             raw["action"], None if ops is None else tuple(ops), raw.get("candidates") or {},
             tuple(raw.get("disable") or ()), bool(raw.get("strict")), raw.get("options") or {},
+            raw.get("patch") or "",
         )  # fmt: skip
 
     @classmethod
@@ -70,7 +79,7 @@ class Row:
     """One (rank, op, host class) of a report.
 
     state       'active': ours is in place; 'off': not used; 'planned': engines built from now on
-    calls       runs of the op's body in that process since the patch (or since the last capture)
+    calls       runs of the op's body since the patch (or since the last capture)
     proof       'calls'; 'fell back' if plain PyTorch ran in all of them;
                 'trace' if kernel names in a profiler trace of a replayed step show it; 'uncalled' if steps
                 have run and the model has called no module of the row
@@ -82,6 +91,8 @@ class Row:
     reasons     [{kind, text, modules}]: modules is 0 where the reason concerns the whole row
     measured    what was measured on this chip for the op, a line for each shape and size
     most_tokens the largest batch in which a compiled model runs ours; None: all
+    own         whether `calls` are those of the row's own modules; else the op's in that process, where rows of one op
+                share them
     unlimited   modules outside of the compiled code, which run ours in batches of every size in spite of most_tokens
     """
 
@@ -101,6 +112,7 @@ class Row:
     reasons: list[dict[str, Any]] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
     most_tokens: int | None = None
+    own: bool = False
     unlimited: int = 0
 
     @property
@@ -115,13 +127,12 @@ class Row:
 
 
 def _line(reason: Reason, modules: int) -> str:
-    if reason.kind in (Kind.OTHER_CLASS, Kind.UNRECOGNIZED):
-        return f"{modules} stay with the host: {reason.text}"
-    if reason.kind.left:
-        return f"{modules} left to the host: {reason.text}" if modules else f"left to the host: {reason.text}"
     if reason.kind is Kind.FUSED and modules:
         return f"{modules} fused: {reason.text}"
-    return f"{modules} unsupported: {reason.text}" if modules else reason.text
+    phrase = reason.kind.phrase.value
+    if modules:
+        return f"{modules} {phrase}: {reason.text}"
+    return f"{phrase}: {reason.text}" if reason.kind.left else reason.text
 
 
 def nothing_patched(rows: Sequence[Row], request: Request) -> str | None:
@@ -157,8 +168,8 @@ class Host(Protocol):
         """Carry out the request in every process of the live object; one reply per process, in rank order.
 
         A reply is {'rank', 'pid', 'host', 'version', 'rows': [Row as dict], 'error': str or None}. In a pipeline it
-        also has 'stage': only ranks of one stage have the same modules; it may have 'seconds' of each phase. Raises
-        PatchError for an unreachable process.
+        also has 'stage': only ranks of one stage have the same modules; it may have 'seconds' of each phase, and
+        'lasting' changes that outlive an undo. Raises PatchError for an unreachable process.
         """
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
@@ -179,11 +190,13 @@ def hosts() -> dict[str, Host]:
 class Report:
     """The result of a patch, per (rank, op, host class), with `undo`. Also a context manager.
 
+    target   the live object; None after the undo, so that the report does not keep a model in memory
+    lasting  changes of the processes that outlive an undo
     seconds  {phase: seconds} of the last patch or undo in vLLM or SGLang, of each phase in the slowest process
     """
 
-    def __init__(self, host: Host, target: Any, replies: list[dict[str, Any]]):
-        self.host, self.target, self.undone = host, target, False
+    def __init__(self, host: Host, target: Any, replies: list[dict[str, Any]], patch: str = ""):
+        self.host, self.target, self.undone, self._patch = host, target, False, patch
         self._read(replies)
 
     def _read(self, replies: list[dict[str, Any]]) -> None:
@@ -191,6 +204,7 @@ class Report:
         self.version = replies[0]["version"] if replies else None
         self.rows = [Row(**row) for r in replies for row in r["rows"]]
         self.seconds = phases.slowest(r.get("seconds", {}) for r in replies)
+        self.lasting = list(dict.fromkeys(text for r in replies for text in r.get("lasting", ())))
 
     @property
     def active(self) -> list[Row]:
@@ -216,40 +230,53 @@ class Report:
 
     @property
     def patched_calls(self) -> int:
-        return sum(calls for calls in self._calls().values())
+        return sum(self._calls(self.active).values())
 
-    def _calls(self) -> dict[tuple[int, str], int]:
-        return {(r.rank, r.op): r.calls for r in self.active}  # a counter is per op, not per host class
+    def _calls(self, rows: Iterable[Row]) -> dict[tuple[int, str], int]:
+        """{(rank, op): calls}; rows without a count of their own show the op's."""
+        found: dict[tuple[int, str], int] = {}
+        for r in rows:
+            found[r.rank, r.op] = r.calls + (found.get((r.rank, r.op), 0) if r.own else 0)
+        return found
 
     @property
     def candidates(self) -> dict[str, int]:
         """{op: calls} of the user's candidates in place, over all ranks; `Row.candidate` names the places."""
-        calls: dict[tuple[int, str], int] = {(r.rank, r.op): r.calls for r in self.active if r.candidate}
+        calls = self._calls(r for r in self.active if r.candidate)
         return {op: sum(n for (_, o), n in calls.items() if o == op) for _, op in sorted(calls)}
 
     def refresh(self) -> Report:
-        """Read the counters again from every process."""
-        self._read(_checked(self.host, self.host.call(self.target, Request("report"))))
-        return self
+        """Read the counters again from every process. No rows are left after the patch was undone."""
+        return self._update("report")
 
     def reset(self) -> Report:
         """Set the counters to zero in every process."""
-        self._read(_checked(self.host, self.host.call(self.target, Request("reset"))))
+        return self._update("reset")
+
+    def _update(self, action: str) -> Report:
+        if self.undone:
+            self.rows = []
+        else:
+            self._read(_call(self.host, self.target, Request(action, patch=self._patch)))
         return self
 
     def undo(self) -> None:
-        """Restore everything. A second call does nothing."""
+        """Restore everything. A second call does nothing; after an interruption, it continues."""
         if not self.undone:
-            replies = _checked(self.host, self.host.call(self.target, Request("undo")))
-            self.undone, self.seconds = True, phases.slowest(r.get("seconds", {}) for r in replies)
+            self._end(_call(self.host, self.target, Request("undo", patch=self._patch)))
 
     async def undo_async(self) -> None:
         if not self.undone:
-            replies = _checked(self.host, await self.host.call_async(self.target, Request("undo")))
-            self.undone, self.seconds = True, phases.slowest(r.get("seconds", {}) for r in replies)
+            self._end(await _call_async(self.host, self.target, Request("undo", patch=self._patch)))
+
+    def _end(self, replies: list[dict[str, Any]]) -> None:
+        self.undone, self.seconds = True, phases.slowest(r.get("seconds", {}) for r in replies)
+        self.target = None
 
     async def refresh_async(self) -> Report:
-        self._read(_checked(self.host, await self.host.call_async(self.target, Request("report"))))
+        if self.undone:
+            return self._update("report")
+        self._read(await _call_async(self.host, self.target, Request("report", patch=self._patch)))
         return self
 
     def __enter__(self) -> Report:
@@ -270,6 +297,7 @@ class Report:
             "pids": self.pids,
             "rows": [asdict(r) for r in self.rows],
             "seconds": self.seconds,
+            "lasting": self.lasting,
         }
 
     def __str__(self) -> str:
@@ -285,11 +313,12 @@ class Report:
             state += f"; provider {r.provider}" if r.provider else ""
             state += f"; candidate {r.candidate}" if r.candidate else ""
             state += f"; candidates inside: {', '.join(r.inside)}" if r.inside else ""
-            state += "".join(f"; fell back {n}x: {why}" for why, n in r.fallbacks.items())
-            state += "".join(f"; left to the host {n}x: {why}" for why, n in r.left.items())
+            state += "".join(f"; {Phrase.FELL_BACK.value} {n}x: {why}" for why, n in r.fallbacks.items())
+            state += "".join(f"; {Phrase.LEFT.value} {n}x: {why}" for why, n in r.left.items())
             lines.append(f"  {r.rank:>4} {r.op:<20} {r.host_class:<24} {r.modules:>7} {r.calls:>8}  {state}")
         if self.seconds:
             lines.append(f"  the {'undo' if self.undone else 'patch'} took {phases.line(self.seconds)}")
+        lines += [f"  {text}" for text in self.lasting]
         measured = list(dict.fromkeys(text for r in self.rows for text in r.measured))
         if measured:
             lines.append(
@@ -312,6 +341,62 @@ def _checked(host: Host, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return replies
 
 
+_locks: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+_named_locks: dict[str, threading.Lock] = {}
+
+
+def _lock_of(target: Any) -> threading.Lock:
+    """The lock of a live object or of a host's name. Objects that cannot be keys of a weak dictionary share one."""
+    if isinstance(target, str):
+        return _named_locks.setdefault(target, threading.Lock())
+    try:
+        return _locks.setdefault(target, threading.Lock())
+    except TypeError:
+        return _named_locks.setdefault("", threading.Lock())
+
+
+@contextmanager
+def _alone(host: Host, target: Any) -> Iterator[None]:
+    """Wait until no other thread changes this target. Raises PatchError where the wait would block an event loop."""
+    lock = _lock_of(target)
+    if lock.locked() and _in_a_loop():
+        raise PatchError(
+            f"{host.name}: another patch or undo of this target has not ended yet: await it first"
+        )
+    with lock:
+        yield
+
+
+def _in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@asynccontextmanager
+async def _alone_async(target: Any) -> AsyncIterator[None]:
+    lock, held = _lock_of(target), False
+    try:
+        while not (held := lock.acquire(blocking=False)):
+            await asyncio.sleep(0.01)
+        yield
+    finally:
+        if held:
+            lock.release()
+
+
+def _call(host: Host, target: Any, request: Request) -> list[dict[str, Any]]:
+    with _alone(host, target):
+        return _checked(host, host.call(target, request))
+
+
+async def _call_async(host: Host, target: Any, request: Request) -> list[dict[str, Any]]:
+    async with _alone_async(target):
+        return _checked(host, await host.call_async(target, request))
+
+
 def disagreement(replies: list[dict[str, Any]], request: Request) -> str | None:
     """None if all ranks of a stage patched the same, else the difference, or why nothing was patched."""
     stages: dict[int, dict[int, Any]] = {}
@@ -332,10 +417,10 @@ def _request(ops: Iterable[str] | str | None, candidates: Candidates | None, str
     env = Environment.read()
     if isinstance(ops, str):
         ops = [name.strip() for name in ops.split(",")]
-    names = None if ops is None else check_names(ops)
+    names = env.ops if ops is None else check_names(ops)
     files = resolve(candidates)
-    check_names(env.disable)
-    return Request("patch", names, files, env.disable, env.strict if strict is None else strict)
+    chosen = env.strict if strict is None else strict
+    return Request("patch", names, files, env.disable, chosen, patch=uuid.uuid4().hex)
 
 
 def find_host(target: Any) -> Host:
@@ -364,7 +449,7 @@ def patch(
 
     target      vllm.LLM or LLMEngine, sglang.Engine, fastkernels.LLM, a transformers, timm or diffusers model, a
                 diffusers pipeline, or 'vllm', 'sglang', 'timm', 'diffusers'
-    ops         op names, or one name; None: all that are on by default for the host
+    ops         op names, or one name; None: those of FASTKERNELS_OPS, else all that are on by default for the host
     candidates  {op: path of a file}, or a folder of OP.py files: the user's kernels instead of ours; their code
                 runs in the host's processes
     strict      a fallback, an unknown version or an unsupported module is an error (default: FASTKERNELS_STRICT)
@@ -374,27 +459,58 @@ def patch(
     row, and gives the reasons.
 
     Raises UnknownName for an op or host that does not exist, CandidateError for a folder without candidates, and
-    PatchError if the patch fails or requested ops match nothing; nothing has changed then.
+    PatchError if the patch fails or requested ops match nothing; nothing has changed then. The same holds for an
+    exception from outside, such as Ctrl-C. If that interrupts the way back, too, the next patch or `unpatch` ends it.
     """
     host = find_host(target)
     request = _request(ops, candidates, strict)
-    replies = host.call(target, request)
-    failed = [r for r in replies if r.get("error")]
-    if failed and len(failed) < len(replies):
-        host.call(target, Request("undo"))
-    _checked(host, replies)
-    differs = disagreement(replies, request)
-    if differs:
-        host.call(target, Request("undo"))
-        raise PatchError(f"{host.name}: {differs}; undone")
-    return Report(host, target, replies)
+    undo = Request("undo", patch=request.patch)
+    with _alone(host, target):
+        try:
+            replies = host.call(target, request)
+            failed = [r for r in replies if r.get("error")]
+            if failed and len(failed) < len(replies):
+                host.call(target, undo)
+            _checked(host, replies)
+            differs = disagreement(replies, request)
+            if differs:
+                host.call(target, undo)
+                raise PatchError(f"{host.name}: {differs}; undone")
+            return Report(host, target, replies, request.patch)
+        except PatchError:
+            raise
+        except BaseException as error:
+            log.warning("%s interrupted the patch: everything is put back", type(error).__name__)
+            try:
+                _checked(host, host.call(target, undo))
+            except PatchError as failure:
+                log.warning(
+                    "the interrupted patch was not undone: %s", failure
+                )  # and `error`, the cause, is raised
+            raise
+
+
+def unpatch(target: Any) -> None:
+    """Restore a patched object without its report: after an interruption, of a copy, or of a server with FASTKERNELS=1.
+
+    target   as for `patch`; an object that is not patched stays as it is
+
+    Raises UnknownName for an unknown host, and PatchError if the object cannot be restored now.
+    """
+    host = find_host(target)
+    _call(host, target, Request("undo"))
+
+
+async def unpatch_async(target: Any) -> None:
+    """`unpatch` for an asynchronous engine."""
+    host = find_host(target)
+    await _call_async(host, target, Request("undo"))
 
 
 def patch_from_environment(engine: Any) -> None:
     """Put the candidates of FASTKERNELS_CANDIDATES into an engine of ours that is being built. Raises PatchError."""
     env = Environment.read()
     wanted = {op: path for op, path in env.candidates.items() if op not in env.disable}
-    check_names(env.candidates)
     if wanted:
         patch(engine, candidates=wanted)
 
@@ -408,12 +524,13 @@ async def patch_async(
     """`patch` for an asynchronous engine (vllm AsyncLLM): waits until it is idle."""
     host = find_host(target)
     request = _request(ops, candidates, strict)
-    replies = _checked(host, await host.call_async(target, request))
-    differs = disagreement(replies, request)
-    if differs:
-        await host.call_async(target, Request("undo"))
-        raise PatchError(f"{host.name}: {differs}; undone")
-    return Report(host, target, replies)
+    async with _alone_async(target):
+        replies = _checked(host, await host.call_async(target, request))
+        differs = disagreement(replies, request)
+        if differs:
+            await host.call_async(target, Request("undo", patch=request.patch))
+            raise PatchError(f"{host.name}: {differs}; undone")
+        return Report(host, target, replies, request.patch)
 
 
 class _CallableModule(ModuleType):
@@ -426,5 +543,5 @@ sys.modules[__name__].__class__ = _CallableModule
 
 __all__ = [
     "Host", "PatchError", "Report", "Request", "Row", "disagreement", "find_host", "hosts", "nothing_patched", "patch",
-    "patch_async", "patch_from_environment",
+    "patch_async", "patch_from_environment", "unpatch", "unpatch_async",
 ]  # fmt: skip

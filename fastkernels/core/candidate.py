@@ -137,27 +137,29 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
 _functions: dict[str, Any] = {}  # of the modules loaded, as they were: `install` puts another in their place
 
 
-def install(found: Candidate) -> Callable[[], None] | None:
-    """Run the candidate's function wherever the op is called, its own file's classes included. Returns the undo.
+def install(found: Candidate, note: Callable[[Callable[[], None]], None]) -> bool:
+    """Run the candidate's function wherever the op is called, its own file's classes included.
 
-    The classes' calls go through the op, too: there they are counted, and compilers see one operator. None, and
-    nothing is changed, for a candidate or an op without function. Raises CandidateError; see `fit`.
+    The classes' calls go through the op, too: there they are counted, and compilers see one operator. `note` gets the
+    undo before anything changes. False, and nothing is changed, for a candidate or an op without function. Raises
+    CandidateError; see `fit`.
     """
     op, function = registry.get(found.op).op, found.function
     if op is None or function is None:
-        return None
+        return False
     fitted, supports = fit(function, op)
     previous = op.candidate
     names = vars(found.module)
     before = names[found.op]
-    op.set_candidate(fitted, f"candidate {found.path}", supports)
-    names[found.op] = lambda *args, **kwargs: op.overload(*args, **kwargs)
 
     def undo() -> None:
         names[found.op] = before
         op.set_candidate(*((None,) if previous is None else (previous.fn, previous.name, previous.supports)))
 
-    return undo
+    note(undo)
+    op.set_candidate(fitted, f"candidate {found.path}", supports)
+    names[found.op] = lambda *args, **kwargs: op.overload(*args, **kwargs)
+    return True
 
 
 def from_directory(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -13,16 +13,16 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from importlib.machinery import PathFinder
 from threading import get_ident
 from typing import Any
 
 import torch
 
-from fastkernels.core import registry
+from fastkernels.core import inductor_repair, registry
 from fastkernels.core import tuning as tuned
 from fastkernels.core.env import Environment
 from fastkernels.core.tuning import Key
@@ -114,6 +114,9 @@ class Op:
                 in which all of them are). Inductor of torch 2.13 cannot compile `overload` for these
     plain       of the calls, those that fell back to plain PyTorch
     left        {reason: calls} that a seam left to the host because of the op's table; these are not fallbacks
+    owned       the calls that an integration has attributed to single modules; all others are `unowned`
+
+    `fallbacks` and `left` are replaced, not changed, so that a reader may keep them to compare.
     """
 
     name: str
@@ -121,6 +124,7 @@ class Op:
     key: Key | None = None
     overload: Any = None
     calls: int = 0
+    owned: int = 0
     plain: int = 0
     fallbacks: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
@@ -130,6 +134,7 @@ class Op:
     _order: dict[str, list[Provider]] = field(default_factory=dict)
     _tuned: dict[str, tuned.Lookup[list[Provider] | None]] = field(default_factory=dict)
     _faster: dict[str, tuned.Lookup[Provider | None]] = field(default_factory=dict)
+    _unowned_before: int = 0  # in resets
     _strict: bool = False
     _wanted: str | None = None
     _requested: str | None = None
@@ -260,10 +265,16 @@ class Op:
 
     def reset(self) -> None:
         """Set the counters to zero and read the order of providers from the environment again."""
-        self.calls = self.plain = 0
+        self._unowned_before = self.unowned
+        self.calls = self.owned = self.plain = 0
         self.fallbacks = {}
         self.left = {}
         self.forget()
+
+    @property
+    def unowned(self) -> int:
+        """The calls of this process that belong to no single module, resets included."""
+        return self._unowned_before + self.calls - self.owned
 
     def forget(self) -> None:
         """Drop cached providers and table look-ups; the next call finds them again."""
@@ -357,13 +368,13 @@ class Op:
             raise UnsupportedCase(f"{self.name}: {reason} (FASTKERNELS_STRICT=1)")
         if reason not in self.fallbacks:
             log.warning("%s falls back in pid %d: %s", self.name, os.getpid(), reason)
-        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+        self.fallbacks = {**self.fallbacks, reason: self.fallbacks.get(reason, 0) + 1}
 
     def leave(self, reason: str) -> None:
         """Count a call that stays with the host, which no table lists as slower. Compiled code counts nothing."""
         if torch.compiler.is_dynamo_compiling():  # a count would be a constant of the compiled code
             return
-        self.left[reason] = self.left.get(reason, 0) + 1
+        self.left = {**self.left, reason: self.left.get(reason, 0) + 1}
 
 
 def _described(tensor: torch.Tensor) -> str:
@@ -390,6 +401,7 @@ def define(
         _register(re.sub(r"\(\w!\)", "", schema).replace("(", ".unchanging(", 1), bodies, fake)
         op.unchanging = tuple(i for i, _ in mutated), getattr(torch.ops.fastkernels, name).unchanging
     OPS[name] = op
+    registry.defined.add(name)
     return op
 
 
@@ -408,50 +420,11 @@ def _register(schema: str, bodies: dict[str, Callable[..., Any]], fake: Callable
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         device = getattr(args[0] if args else None, "device", None)
-        if getattr(device, "type", "") == "cpu" and _tracing():
-            _repair_inductor()
+        if getattr(device, "type", "") == "cpu" and inductor_repair.tracing():
+            inductor_repair.repair()
         return fake(*args, **kwargs)
 
     torch.library.register_fake(f"fastkernels::{name}", traced, lib=LIBRARY)
-
-
-def _tracing() -> bool:
-    """Whether torch.compile traces a model in this thread."""
-    with suppress(AttributeError):
-        return torch._guards.TracingContext.try_get() is not None
-    return False
-
-
-@cache
-def _repair_inductor() -> None:
-    """Keep compiled CPU kernels behind the ops that write what they read, in this process from now on.
-
-    Inductor's C++ backend aligns the loops of two kernels before it fuses them, and finds their inputs again. PyTorch
-    up to 2.13 then forgets that an op has written such an input since (pytorch/pytorch issue 185509): the fused kernel
-    no longer depends on that op, and may run before it. Triton's backend does not use this method. The repair is of
-    PyTorch, not of a host: undoing a patch leaves it. Where PyTorch's names differ, its code stays as it is.
-    """
-    try:
-        from torch._inductor.dependencies import StarDep, WeakDep
-        from torch._inductor.scheduler import SchedulerNode
-        from torch.utils._ordered_set import OrderedSet
-
-        node: Any = SchedulerNode
-        stock, config = node.recompute_size_and_body, torch.compiler.config
-        config.cache_key_tag += "fastkernels-1"  # torch's caches may have code from before the repair
-    except (ImportError, AttributeError) as error:
-        log.debug("Inductor stays as it is: %s", error)
-        return
-
-    def recompute_size_and_body(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before: Any = getattr(self, "read_writes", None)
-        found = stock(self, *args, **kwargs)
-        with suppress(AttributeError, TypeError):
-            order = OrderedSet(d for d in before.reads if isinstance(d, (StarDep, WeakDep)))
-            self.set_read_writes(self.read_writes.with_read(order).rename(self.mutation_renames))
-        return found
-
-    node.recompute_size_and_body = recompute_size_and_body
 
 
 @contextmanager

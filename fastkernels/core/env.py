@@ -2,27 +2,63 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+
+from fastkernels.core import registry
+
+log = logging.getLogger("fastkernels")
+ON, OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def _flag(value: str | None) -> bool:
-    return (value or "").strip().lower() in ("1", "true", "yes", "on")
+def _flag(variable: str, value: str | None, default: bool | None = None) -> bool | None:
+    text = (value or "").strip().lower()
+    if text not in ("", *ON, *OFF):
+        raise ValueError(f"{variable}: expected {', '.join(ON)}, or {', '.join(OFF)}, got {value!r}")
+    return text in ON if text else default
 
 
 def _names(value: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (value or "").split(",") if part.strip())
 
 
+def _ops(variable: str, value: str | None) -> tuple[str, ...]:
+    return _known(variable, _names(value))
+
+
+def _known(variable: str, names: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(names)
+    try:
+        registry.check_names(name for name in names if name not in registry.defined)
+    except registry.UnknownName as error:
+        raise ValueError(f"{variable}: {error} `fk-bench list ops` lists all") from None
+    return names
+
+
 def _pairs(variable: str, value: str | None, separator: str) -> dict[str, str]:
-    pairs = {}
+    pairs: dict[str, str] = {}
     for item in _names(value):
-        key, found, rest = item.partition(separator)
+        key, found, rest = (part.strip() for part in item.partition(separator))
         if not found or not key or not rest:
             raise ValueError(f"{variable}: expected OP{separator}VALUE[,OP{separator}VALUE], got {item!r}")
-        pairs[key] = rest
+        if pairs.setdefault(key, rest) != rest:
+            raise ValueError(f"{variable}: {key} is named twice, with {pairs[key]!r} and with {rest!r}")
+    _known(variable, pairs)
     return pairs
+
+
+@cache
+def _warn_of_unknown(names: frozenset[str], known: frozenset[str]) -> None:
+    for name in sorted(names - known):
+        close = difflib.get_close_matches(name, known, n=1)
+        log.warning(
+            "%s is not a variable that FastKernels reads%s", name, f": {close[0]} is" if close else ""
+        )
 
 
 def _count(variable: str, value: str | None) -> int | None:
@@ -61,8 +97,11 @@ def _candidates(variable: str, value: str | None) -> dict[str, str]:
 class Environment:
     """The parsed environment of the process. `read()` parses it again on every call.
 
+    Flags are 1, true, yes or on, and 0, false, no or off. Any other value is an error, as is an op that does not exist.
+
     enabled     FASTKERNELS=1            vLLM and SGLang are patched when they build a model
-    ops         FASTKERNELS_OPS          replace only these ops, comma-separated (default: those on by default)
+    ops         FASTKERNELS_OPS          replace only these ops, comma-separated (default: those on by default); a patch
+                of a live object without `ops` honours it, too
     candidates  FASTKERNELS_CANDIDATES   OP=FILE[,OP=FILE], or a folder of files OP.py: your own kernels
     provider    FASTKERNELS_PROVIDER     OP:NAME[,OP:NAME]: the provider that an op uses
     tuned       FASTKERNELS_TUNED        a tuned table, or a folder of CHIP.json, used before the tables that ship;
@@ -106,24 +145,28 @@ class Environment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
-        """Parse `environ` (default: os.environ). Raises ValueError that names the variable."""
+        """Parse `environ` (default: os.environ). Raises ValueError with the variable and what it accepts."""
         e = os.environ if environ is None else environ
+        _warn_of_unknown(frozenset(name for name in e if name.startswith("FASTKERNELS")), _KNOWN)
         default_cache = os.path.join(e.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fastkernels")
         return cls(
-            enabled=_flag(e.get("FASTKERNELS")),
-            ops=_names(e.get("FASTKERNELS_OPS")) or None,
+            enabled=bool(_flag("FASTKERNELS", e.get("FASTKERNELS"))),
+            ops=_ops("FASTKERNELS_OPS", e.get("FASTKERNELS_OPS")) or None,
             candidates=_candidates("FASTKERNELS_CANDIDATES", e.get("FASTKERNELS_CANDIDATES")),
             provider=_pairs("FASTKERNELS_PROVIDER", e.get("FASTKERNELS_PROVIDER"), ":"),
             tuned=e.get("FASTKERNELS_TUNED") or None,
-            verify=_flag(e["FASTKERNELS_VERIFY"]) if e.get("FASTKERNELS_VERIFY") else None,
-            disable=_names(e.get("FASTKERNELS_DISABLE")),
-            strict=_flag(e.get("FASTKERNELS_STRICT")),
+            verify=_flag("FASTKERNELS_VERIFY", e.get("FASTKERNELS_VERIFY")),
+            disable=_ops("FASTKERNELS_DISABLE", e.get("FASTKERNELS_DISABLE")),
+            strict=bool(_flag("FASTKERNELS_STRICT", e.get("FASTKERNELS_STRICT"))),
             trial_s=_seconds("FASTKERNELS_TRIAL_S", e.get("FASTKERNELS_TRIAL_S"), 300.0),
             report=e.get("FASTKERNELS_REPORT") or None,
-            overlap=_flag(e.get("FASTKERNELS_OVERLAP") or "1"),
+            overlap=bool(_flag("FASTKERNELS_OVERLAP", e.get("FASTKERNELS_OVERLAP"), default=True)),
             graph_tokens=_count("FASTKERNELS_GRAPH_TOKENS", e.get("FASTKERNELS_GRAPH_TOKENS")),
-            keep_graphs=_flag(e.get("FASTKERNELS_KEEP_GRAPHS")),
-            capture=_flag(e.get("FASTKERNELS_CAPTURE")),
+            keep_graphs=bool(_flag("FASTKERNELS_KEEP_GRAPHS", e.get("FASTKERNELS_KEEP_GRAPHS"))),
+            capture=bool(_flag("FASTKERNELS_CAPTURE", e.get("FASTKERNELS_CAPTURE"))),
             cache=e.get("FASTKERNELS_CACHE") or default_cache,
-            interpret=_flag(e.get("TRITON_INTERPRET")),
+            interpret=(e.get("TRITON_INTERPRET") or "").strip().lower() in ON,
         )
+
+
+_KNOWN = frozenset(re.findall(r"\bFASTKERNELS(?:_[A-Z]+)*\b", Environment.__doc__ or ""))

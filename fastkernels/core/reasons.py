@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 
+class Phrase(str, Enum):
+    """The three phrases for what is not ours; docs/patch.md defines them."""
+
+    LEFT = "left to the host"
+    UNSUPPORTED = "unsupported"
+    FELL_BACK = "fell back"
+
+
 class Kind(str, Enum):
     """The outcomes of a patch that need a reason. Values are part of the report's JSON."""
 
@@ -35,6 +43,12 @@ class Kind(str, Enum):
     def left(self) -> bool:
         """Whether the host's code stays by our choice. Such a reason is never an error."""
         return self in (Kind.LEFT_TO_HOST, Kind.UNTUNED, Kind.NO_OP)
+
+    @property
+    def phrase(self) -> Phrase:
+        """The words of reports and logs for a module that is not ours for this reason."""
+        chosen = self.left or self in (Kind.DISABLED, Kind.BATCH_INVARIANT)
+        return Phrase.LEFT if chosen else Phrase.UNSUPPORTED
 
     @property
     def harmless(self) -> bool:

@@ -47,6 +47,8 @@ class DuplicateName(ValueError):
 
 # the note of a host class whose op was never measured in a host
 NOT_MEASURED = "off by default: its op has no `by_default` yet, which follows a measurement in a host"
+# Functional ops of this process without a file in `overrides/`, such as those of a plugin.
+defined: set[str] = set()
 OPS_ROOT = Path(__file__).resolve().parents[1] / "overrides"
 OPS_PACKAGE = "fastkernels.overrides"
 # An assignment at the start of a line is at the top level.

@@ -119,21 +119,21 @@ def test_class_of_a_candidate_calls_its_function_through_the_op(write: Callable[
     text = FUNCTION + CLASS.replace("return x\n", "return silu_and_mul(x=x)\n")
     found = candidate.load("silu_and_mul", write(text))
     made = found.classes["VllmSiluAndMul"]()
-    undo = candidate.install(found)
-    assert undo is not None
+    undo: list[Callable[[], None]] = []
+    assert candidate.install(found, undo.append)
     again = candidate.load("silu_and_mul", found.path)
-    second = candidate.install(again)  # of another engine, say
-    assert again.function is found.function and second is not None
+    assert candidate.install(again, undo.append)  # of another engine, say
+    assert again.function is found.function
     try:
         calls = op.calls
         assert torch.equal(made(x), x[:, :4] + x[:, 4:]) and op.calls == calls + 1
-        second()
+        undo.pop()()
         assert torch.equal(op(x), x[:, :4] + x[:, 4:]) and torch.equal(made(x), op(x))
     finally:
-        undo()
+        undo.pop()()
     calls = op.calls
     assert torch.equal(op(x), before) and torch.equal(made(x), x[:, :4] + x[:, 4:]) and op.calls == calls + 1
-    assert candidate.install(candidate.load("silu_and_mul", write(CLASS))) is None
+    assert not candidate.install(candidate.load("silu_and_mul", write(CLASS)), undo.append) and undo == []
 
 
 ROUTING = "import torch\n\n\ndef topk_softmax(gating_output, topk, renormalize=False):\n"
@@ -144,8 +144,8 @@ ROUTING += "    return 3 * weights, ids.int(), ids.int()\n"
 def test_older_function_runs_without_a_new_argument(write: Callable[[str], str]) -> None:
     op, logits, scales = registry.get("topk_softmax").op, torch.randn(5, 8), torch.rand(8)
     ours, scaled, kept = op(logits, 2)[0], op(logits, 2, True, scales)[0], dict(op.fallbacks)
-    undo = candidate.install(candidate.load("topk_softmax", write(ROUTING)))
-    assert undo is not None
+    undo: list[Callable[[], None]] = []
+    assert candidate.install(candidate.load("topk_softmax", write(ROUTING)), undo.append)
     try:
         for found in (op(logits, 2), op(logits, 2, False, None), op.run(logits, 2, False, None)):
             torch.testing.assert_close(found[0], 3 * ours)
@@ -154,15 +154,19 @@ def test_older_function_runs_without_a_new_argument(write: Callable[[str], str])
         assert "this call of topk_softmax needs the argument scales" in reason
         assert reason.endswith("add scales=None after renormalize")
     finally:
-        undo()
+        undo.pop()()
         op.reset()
     with pytest.raises(
         CandidateError, match=r"topk_softmax\(...\) does not take the op's arguments \(gating_output"
     ):
-        candidate.install(candidate.load("topk_softmax", write("def topk_softmax(gating_output): ...\n")))
+        candidate.install(
+            candidate.load("topk_softmax", write("def topk_softmax(gating_output): ...\n")), undo.append
+        )
     with pytest.raises(CandidateError, match="'renormalize'"):
-        candidate.install(candidate.load("topk_softmax", write(ROUTING.replace("=False", ", scales"))))
-    assert op.candidate is None
+        candidate.install(
+            candidate.load("topk_softmax", write(ROUTING.replace("=False", ", scales"))), undo.append
+        )
+    assert op.candidate is None and undo == []
 
 
 def test_missing_arguments_are_named_up_to_the_needed_one(write: Callable[[str], str]) -> None:

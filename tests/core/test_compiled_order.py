@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._inductor import config, scheduler
 
-from fastkernels.core import dispatch
+from fastkernels.core import inductor_repair
 from fastkernels.core.dispatch import Provider, define
 
 ADDED = define(
@@ -45,6 +45,7 @@ def test_fused_kernel_waits_for_the_op_that_writes_its_input(dynamic: bool) -> N
         found = torch.compile(run, fullgraph=True, dynamic=dynamic)(x, given, bias)
     for ours, right in zip(found, run(x, given, bias), strict=True):
         torch.testing.assert_close(ours, right)
+    assert inductor_repair.lasting() == [inductor_repair.TEXT]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_other_inductor_stays_as_it_is(gone: str, monkeypatch: pytest.MonkeyPatc
     before, tag = node.recompute_size_and_body, torch.compiler.config.cache_key_tag
     with monkeypatch.context() as without:
         without.delattr(gone)
-        dispatch._repair_inductor.__wrapped__()
+        inductor_repair.repair.__wrapped__()
     assert node.recompute_size_and_body is before and torch.compiler.config.cache_key_tag == tag
 
 
@@ -67,5 +68,5 @@ def test_repair_passes_over_nodes_with_other_names(monkeypatch: pytest.MonkeyPat
     node: Any = scheduler.SchedulerNode
     monkeypatch.setattr(node, "recompute_size_and_body", lambda self, *args, **kwargs: (self, args, kwargs))
     with torch.compiler.config.patch(cache_key_tag=""):  # pytest's own would hide it afterwards
-        dispatch._repair_inductor.__wrapped__()
+        inductor_repair.repair.__wrapped__()
     assert node.recompute_size_and_body(3, 4, five=5) == (3, (4,), {"five": 5})

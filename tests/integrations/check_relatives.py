@@ -83,11 +83,10 @@ def test_subclasses_of_attention_and_sparse_gelu_have_reasons():
     assert set(found) == {"attention", "gelu_and_mul"}
     assert found["attention"].host_class == "Attention" and found["attention"].kinds == [Kind.OTHER_CLASS] * 2
     path = "vllm.model_executor.layers."
-    assert (
-        f"2 stay with the host: {path}attention.encoder_only_attention.EncoderOnlyAttention, a subclass"
-        in (found["attention"].reason)
+    assert f"2 unsupported: {path}attention.encoder_only_attention.EncoderOnlyAttention, a subclass" in (
+        found["attention"].reason
     )
-    sparse = f"1 stay with the host: {path}activation.GeluAndMulSparse, which is not one that gelu_and_mul replaces"
+    sparse = f"1 unsupported: {path}activation.GeluAndMulSparse, which is not one that gelu_and_mul replaces"
     assert found["gelu_and_mul"].reason == sparse
     (row,) = rows(model, ("gelu_and_mul",))
     assert row.reason == sparse

@@ -76,7 +76,7 @@ def test_server_patched_by_environment(tmp_path):
         )
         assert rows["attention"]["modules"] == 2 and rows["attention"]["calls"] >= 8 * 2 * 2
     log = (tmp_path / "log").read_text()
-    for line in (*patched, "  off: sampling: not in a live host"):
+    for line in (*patched, "  unsupported: sampling: not in a live host"):
         assert log.count(line) == 1, line
 
 

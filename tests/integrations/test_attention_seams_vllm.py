@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core import versions
+from fk_integrations.core import choose, versions
 from fk_integrations.core.apply import apply
-from fk_integrations.verify import choose
 from fk_integrations.vllm import attention, mla
 from fk_integrations.vllm.host import VllmAdapter
 from support import attention_seams

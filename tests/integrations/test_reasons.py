@@ -183,21 +183,19 @@ def test_subclass_stays_with_the_host_and_has_a_row() -> None:
     name = f"{__name__}.Sub, a subclass"
     mixed = apply(Host(), nn.Sequential(Norm(), Sub(), Sub()), Request("patch", NAMED, strict=True))
     (row,) = mixed.rows
-    assert (row.state, row.modules, row.reason) == ("active", 1, f"2 stay with the host: {name}")
-    with pytest.raises(
-        PatchError, match=rf"nothing to patch: rms_norm \(Norm\): 1 stay with the host: {name}"
-    ):
+    assert (row.state, row.modules, row.reason) == ("active", 1, f"2 unsupported: {name}")
+    with pytest.raises(PatchError, match=rf"nothing to patch: rms_norm \(Norm\): 1 unsupported: {name}"):
         apply(Host(), nn.Sequential(Sub()), Request("patch", NAMED))
 
 
 def test_another_class_of_that_name_has_a_row() -> None:
     namesake = type("Norm", (nn.Module,), {"__module__": "a.model"})
     patched = apply(Host(), nn.Sequential(Norm(), namesake()), Request("patch", NAMED))
-    assert patched.rows[0].reason == "1 stay with the host: a.model.Norm, another class of that name"
+    assert patched.rows[0].reason == "1 unsupported: a.model.Norm, another class of that name"
     namesake.__module__ = "transformers.a"
     patched = apply(Host(), nn.Sequential(Norm(), namesake()), Request("patch", NAMED))
     text = f"a class of transformers, which {__name__.partition('.')[0]} runs as it is"
-    assert patched.rows[0].reason == f"1 stay with the host: transformers.a.Norm, {text}"
+    assert patched.rows[0].reason == f"1 unsupported: transformers.a.Norm, {text}"
     assert with_reason(namesake, "torch", "a subclass") == "transformers.a.Norm, a subclass"
 
 

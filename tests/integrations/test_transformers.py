@@ -77,7 +77,7 @@ def test_norms_of_an_unknown_forward_are_named(monkeypatch: pytest.MonkeyPatch) 
     for module in model.modules():
         if type(module).__name__ == "LlamaRMSNorm":
             module.__class__ = OddRMSNorm
-    found = r"5 stay with the host: .*OddRMSNorm, whose forward is not one that rms_norm replaces"
+    found = r"5 unsupported: .*OddRMSNorm, whose forward is not one that rms_norm replaces"
     with pytest.raises(PatchError, match=found):
         fastkernels.patch(model, ops="rms_norm")
 
@@ -402,7 +402,7 @@ def test_unrecognized_rotation_is_an_error_if_strict(kind: str, monkeypatch: pyt
     if kind != "tables":
         with fastkernels.patch(tiny("Llama")) as report:
             (row,) = [row for row in report.rows if row.op == "rotary_emb"]
-            assert row.state == "off" and found in row.reason and "2 stay with the host" in row.reason
+            assert row.state == "off" and found in row.reason and "2 unsupported" in row.reason
 
 
 def test_function_replaced_after_a_patch_runs(monkeypatch: pytest.MonkeyPatch) -> None:

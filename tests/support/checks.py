@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,3 +101,16 @@ def candidate(tmp_path: Path) -> Callable[[str], str]:
         return str(tmp_path / "candidate.py")
 
     return write
+
+
+def interrupted(run: Callable[[], object], seconds: float) -> bool:
+    """Whether Ctrl-C, sent to this process after so many seconds, ended run()."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        run()
+        timer.cancel()
+        timer.join()  # the signal of a timer that has fired is raised here
+    except KeyboardInterrupt:
+        return True
+    return False

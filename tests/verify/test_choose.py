@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from fk_integrations.core import choose
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
+from fk_integrations.core.journal import Journal
 from fk_integrations.fastkernels.host import FastKernelsAdapter
-from fk_integrations.verify import choose
 from fk_integrations.vllm import compiled
 from torch import nn
 
@@ -239,9 +240,10 @@ def test_choices_are_part_of_the_compile_key(model: Any) -> None:
     entry = tuning.Entry("linear", {"N": 8, "K": 16, "dtype": "float32"}, {"M": 1}, "usual", "usual", "r1")
     keys = []
     for change in ({}, {"speedup": 1.5}, {"provider": "quick"}, {"params": {"tile": 4}}):
-        verified = choose.use("cpu", [dataclasses.replace(entry, **change)], {})
+        journal = Journal()
+        choose.use("cpu", [dataclasses.replace(entry, **change)], journal)
         keys.append(compiled.swapped("key", model))
-        verified.back()
+        journal.undo()
     assert keys[0] == keys[1] and len({before, *keys}) == 4  # times differ from run to run
     assert compiled.swapped("key", model) == before
 

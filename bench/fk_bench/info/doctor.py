@@ -236,12 +236,9 @@ def cuda_row() -> dict[str, Any]:
 def _environment(found: Found) -> Environment:
     try:
         env = Environment.read()
-        registry.check_names([*env.disable, *(env.ops or ()), *env.candidates, *env.provider])
     except ValueError as error:
         found.problems.append(str(error))
         return Environment()
-    except registry.UnknownName as error:
-        found.problems.append(f"environment: {error}")
     for name, path in env.candidates.items():
         if not Path(path).expanduser().is_file():
             found.problems.append(f"FASTKERNELS_CANDIDATES: no file {path} (for {name})")

@@ -226,7 +226,19 @@ def _supports_sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, attn_mask: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None, *_: Any,
 ) -> str | None:  # fmt: skip
-    return None if cu_seqlens_q is None else "scaled_dot_product_attention takes no concatenated sequences"
+    if cu_seqlens_q is not None:
+        return "scaled_dot_product_attention takes no concatenated sequences"
+    return misaligned(q, k, v) if q.is_cuda else None
+
+
+def misaligned(*tensors: torch.Tensor) -> str | None:
+    """Return why cuDNN, which PyTorch may choose, gives wrong results for these tensors, None if it does not.
+
+    It reads 16 bytes at a time and does not check where a tensor begins (torch 2.11, H200: all values wrong).
+    """
+    if any(t.element_size() == 2 and t.data_ptr() % 16 for t in tensors):
+        return "q, k or v does not begin at a multiple of 16 bytes"
+    return None
 
 
 def _sdpa(

@@ -34,6 +34,7 @@ class Adapter:
     profiles_memory_later  whether the host still measures how much memory is left for its KV cache
     first_call     whether modules that no user has named decide by time, at their first calls, if ours runs
     trained        whether users train such models: calls that need gradients then run the host's code
+    several        whether a process may have several such models: each row then counts the calls of its own modules
     faster_on_cpu  whether the host's code on a CPU beats our plain PyTorch, which then goes in only when requested
     """
 
@@ -45,6 +46,7 @@ class Adapter:
     faster_on_cpu = False
     first_call = False
     trained = False
+    several = False
     profiles_memory_later = False
 
     def targets(self, spec: OpSpec, model: Any) -> list[Target]:
@@ -94,9 +96,7 @@ class Adapter:
     def repin(self, module: Any, journal: Journal) -> None:
         """Renew the bound method of the old class that the instance may have cached, after a change of its class."""
         if "_forward_method" in vars(module):
-            old = vars(module)["_forward_method"]
-            module._forward_method = module.forward
-            journal.add(lambda: setattr(module, "_forward_method", old))
+            journal.set_attribute(module, "_forward_method", module.forward)
 
     def shape(self, op: Op, module: Any) -> tuple[Any, ...] | Reason | None:
         """Values of op.key.shape for a module's calls, as `tuning.not_faster` takes them; None: unknown."""

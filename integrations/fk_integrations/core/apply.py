@@ -11,24 +11,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastkernels.core import candidate, registry, tuning
 from fastkernels.core.candidate import Candidate
 from fastkernels.core.env import Environment
-from fastkernels.core.reasons import Kind, Reason
+from fastkernels.core.reasons import Kind, Phrase, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
 from fastkernels.verify import host_time
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import seam
+from fk_integrations.core import choose, seam, trials
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.live_class import copied
 from fk_integrations.core.seam import Seam, Swap
-from fk_integrations.verify import choose, trials
-from fk_integrations.verify.trials import Trial
+from fk_integrations.core.tally import Counts, Tally
+from fk_integrations.core.trials import Trial
+
+if TYPE_CHECKING:
+    from fastkernels.core.dispatch import Op
 
 log = logging.getLogger("fastkernels")
 
@@ -37,9 +39,11 @@ log = logging.getLogger("fastkernels")
 class Patched:
     """The state of one patched process.
 
+    whole       whether the patch is complete; False: it is being made or undone, or that was interrupted
     traced      ops whose kernels a profiler trace has shown
     every_step  ids of the rows whose modules a model calls in every step, or never
     trials      {id of a row: the trial that decides about it, the reasons of its other modules}
+    counts      the calls in the modules of each row, of a host with several models in a process
     seconds     of each phase of the patch
     """
 
@@ -48,16 +52,17 @@ class Patched:
     request: Request
     rank: int
     journal: Journal = field(default_factory=Journal)
+    whole: bool = False
     candidates: dict[str, Candidate] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     traced: set[str] = field(default_factory=set)
     every_step: set[int] = field(default_factory=set)
     trials: dict[int, tuple[Trial, dict[Reason, int]]] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
     seconds: Seconds = field(default_factory=dict)
-    __deepcopy__ = copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a pickled model is the host's
+        return type(None), ()  # copies of a model, and pickled ones, are the host's
 
     @property
     def unchanged(self) -> bool:
@@ -91,51 +96,79 @@ class Patched:
         ops = proving(row.op)
         if not ops:
             return
-        row.calls = sum(op.calls for op in ops)
-        row.fallbacks = {why: n for op in ops for why, n in op.fallbacks.items()}
-        row.left = {why: n for op in ops for why, n in op.left.items()}
+        row.own = self.adapter.several
+        row.calls = self._calls(row, ops)
+        row.fallbacks = self._reasons(row, "fallbacks", ops)
+        row.left = self._reasons(row, "left", ops)
         if not row.calls and not row.candidate:
-            fused = [op for op in fusions_of(row.op) if op.calls]
-            row.calls = sum(op.calls for op in fused)
+            fused = {op.name: calls for op in fusions_of(row.op) if (calls := self._calls(row, [op]))}
+            row.calls = sum(fused.values())
             if fused:
-                row.explain({Reason(Kind.FUSED, f"{fused[0].name} runs in its place"): 0})
+                row.explain({Reason(Kind.FUSED, f"{next(iter(fused))} runs in its place"): 0})
         if row.calls and Kind.CANDIDATE_UNCALLED in row.kinds:
             row.state = "active"
             row.explain({Reason(Kind.CANDIDATE, "candidate"): 0})
         row.proof = "trace" if row.op in self.traced else "calls" if row.calls else ""
-        if row.proof == "calls" and row.calls <= sum(op.plain for op in ops):
+        if row.proof == "calls" and row.calls <= self.counts.plain(row, ops):
             row.proof = "fell back"
+
+    def _calls(self, row: Row, ops: list[Op]) -> int:
+        return self.counts.calls(row, ops) if self.adapter.several else sum(op.calls for op in ops)
+
+    def _reasons(self, row: Row, kind: str, ops: list[Op]) -> dict[str, int]:
+        if self.adapter.several:
+            return self.counts.reasons(row, kind, ops)
+        return {why: n for op in ops for why, n in getattr(op, kind).items()}
 
     def reset(self) -> None:
         from fastkernels.core.dispatch import OPS
 
         for op in OPS.values():
             op.reset()
+        self.counts.clear()
+
+    def meant_by(self, request: Request) -> bool:
+        """Whether an undo, report or reset is about this patch, and not about an earlier one of the same model."""
+        return request.patch in ("", self.request.patch)
 
     def undo(self) -> None:
+        """Restore everything. After an interruption, a second call continues."""
+        self.whole = False
         self.journal.undo()
 
 
-def apply(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patched:
-    """Swap every module that the request names. Raises PatchError; nothing has changed then."""
-    patched = change(adapter, model, request, rank)
+def _nowhere(patched: Patched) -> None:
+    """For callers without a place from which a later call could undo an interrupted patch."""
+
+
+def apply(
+    adapter: Adapter, model: Any, request: Request, rank: int = 0, begun: Callable[[Patched], None] = _nowhere
+) -> Patched:
+    """Swap every module that the request names. Raises PatchError; nothing has changed then.
+
+    begun  gets the patch before anything changes, and keeps it: if this call is interrupted, and the undo in it too,
+           `undo` of that patch restores the rest
+    """
+    patched = change(adapter, model, request, rank, begun)
     patched.reset()
     if rank == 0 or not adapter.whole:
         log.info("%s", summary(patched))
     return patched
 
 
-def change(adapter: Adapter, model: Any, request: Request, rank: int = 0) -> Patched:
+def change(
+    adapter: Adapter, model: Any, request: Request, rank: int = 0, begun: Callable[[Patched], None] = _nowhere
+) -> Patched:
     """`apply`, with the counters as they were."""
     patched = Patched(adapter, model, request, rank)
     try:
+        begun(patched)
         _add_providers(patched)
         _load_candidates(patched)
         verified = choose.Verified(dict(adapter.measured))
         if not adapter.own:
-            verified = choose.verify(adapter, model, request, _device_of(model))
+            verified = choose.verify(adapter, model, request, _device_of(model), patched.journal)
         patched.seconds |= verified.seconds
-        patched.journal.add(verified.back)
         with timed(patched.seconds, "swap modules"):
             _swap_modules(patched)
         _add_measured(patched.rows, verified.measured)
@@ -156,6 +189,7 @@ def _swap_modules(patched: Patched) -> None:
     found = sorted(plan(adapter, request, model), key=lambda pair: seam.find(pair[1].seam).order)
     for spec, target in found:
         patched.rows.append(_apply_target(patched, spec, target))
+    patched.counts.watch()
     patched.rows += _rows_without_a_table(patched, {spec.name for spec, _ in found})
     patched.rows += _called_rows(patched)
     patched.rows += _candidate_rows(patched)
@@ -228,18 +262,19 @@ def _add_providers(patched: Patched) -> None:
                 op.providers = before
                 op.forget()
 
+            patched.journal.add(undo)
             op.providers = (*before, provider)
             op.forget()
-            patched.journal.add(undo)
+    for name in wanted:
+        if name in registry.op_modules() and (op := registry.get(name).op) is not None:
+            op.order(_device(patched.model))  # raises ValueError for an unknown provider
 
 
 def _load_candidates(patched: Patched) -> None:
     for name, path in patched.request.candidates.items():
         with within(Environment.read().trial_s, f"the import of candidate {path}"):
             patched.candidates[name] = found = candidate.load(name, path)
-        undo = candidate.install(found)
-        if undo is not None:
-            patched.journal.add(undo)
+        candidate.install(found, patched.journal.add)
 
 
 def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
@@ -271,11 +306,13 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         compiled = bool(modules) and tuning.chip_of(device.type) in target.compiled
         slower = host_time.slower_to_call(spec.name, device) if compiled else None
         trial = Trial(spec.name, host_class, compiled and slower is None, slower or "")
+    tally = Tally(spec.name) if patched.adapter.several else None
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:
             trained = spec.name if patched.adapter.trained else ""
-            made = Swap(patched.adapter, module, host_class, ours, patched.journal, by_table, trial, trained)
+            journal = patched.journal
+            made = Swap(patched.adapter, module, host_class, ours, journal, by_table, trial, trained, tally)
             stays = _swap(place, made)
             if stays is not None and by_table and place.optional:
                 stays = _unless_requested(stays)
@@ -283,6 +320,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
             row.modules += 1
         else:
             reasons[stays] += 1
+    if tally is not None and row.modules:
+        patched.counts.of[id(row)] = tally
     row.state = "active" if row.modules else "off"
     row.candidate = _candidate_label(patched.candidates.get(spec.name), target.cls) if row.modules else ""
     if not row.modules and not reasons:
@@ -550,11 +589,12 @@ def summary(patched: Patched) -> str:
         lines.append(
             "  patched: " + ", ".join(f"{row.op} ({row.modules} {row.host_class})" for row in active)
         )
-    for title, chosen in _STAYS.items():
-        found: dict[str, dict[str, None]] = {}
+    for phrase in (Phrase.LEFT, Phrase.UNSUPPORTED):
+        title, found = phrase.value, dict[str, dict[str, None]]()
         for row in rows:
             for reason in row.reasons:
-                if chosen(Kind(reason["kind"])):
+                kind = Kind(reason["kind"])
+                if kind not in _SILENT and kind.phrase is phrase:
                     found.setdefault(reason["text"], {})[row.op] = None
         for text, ops in list(found.items())[:3]:
             lines.append(f"  {title}: {', '.join(ops)}: {text}")
@@ -563,13 +603,7 @@ def summary(patched: Patched) -> str:
     return "\n".join(lines)
 
 
-_OTHERS = (Kind.OTHER_CLASS, Kind.UNRECOGNIZED)
-_SILENT = (Kind.NO_SUCH_MODULE, Kind.CANDIDATE, Kind.CANDIDATE_UNCALLED)
-_STAYS: dict[str, Callable[[Kind], bool]] = {
-    "left to the host": lambda kind: kind.left,
-    "stays with the host": lambda kind: kind in _OTHERS,
-    "off": lambda kind: not kind.left and kind not in (*_OTHERS, *_SILENT),
-}
+_SILENT = (Kind.NO_SUCH_MODULE, Kind.CANDIDATE, Kind.CANDIDATE_UNCALLED, Kind.FUSED)
 
 
 def _annotate(patched: Patched) -> None:

@@ -40,22 +40,34 @@ class BeforeConstruction:
             changed,
         )
         self.before: dict[str, str | None] | None = None
+        self.patch = ""
 
     def call(self, request: Request) -> list[dict[str, Any]]:
         """Carry out 'patch', 'undo' or 'report'; see fastkernels.patch.Host.call. Raises PatchError."""
         if request.action == "patch":
             rows = self._planned(request)
-            self._set(self._values(request))
+            values = self._values(request)
+            self.patch = request.patch
+            try:
+                self._set(values)
+            except BaseException:
+                self._restore()
+                raise
             return [self._reply(rows)]
+        if request.patch not in ("", self.patch):
+            return [self._reply([])]
         if request.action == "undo":
-            for name, value in (self.before or {}).items():
-                _set_variable(name, value)
-            self.before = None
-            self.changed()
+            self._restore()
             return [self._reply([])]
         if request.action == "report":
             return reports.read(os.environ.get("FASTKERNELS_REPORT", ""), self.host) or [self._reply([])]
         raise PatchError(f"action {request.action!r} needs a live engine")
+
+    def _restore(self) -> None:
+        for name, value in (self.before or {}).items():
+            _set_variable(name, value)
+        self.before, self.patch = None, ""
+        self.changed()
 
     def _planned(self, request: Request) -> list[Row]:
         if self.before is not None or Environment.read().enabled:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+from fastkernels.core.inductor_repair import lasting
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.journal import Journal
+from fk_integrations.core.live_class import restore
 
 STATE = "_fastkernels_patched"
+# Models share modules, and all patches of a process share op tables and counters: one request at a time.
+_one_at_a_time = threading.RLock()
 
 
 class InProcessHost:
@@ -45,36 +51,94 @@ class InProcessHost:
 
     def call(self, target: Any, request: Request) -> list[dict[str, Any]]:
         """See fastkernels.patch.Host."""
-        if isinstance(target, str):
-            return self.before_construction(request)
-        patched: Patched | None = vars(target).get(STATE)
-        if request.action == "patch":
-            if patched is not None:
-                raise PatchError("this model is patched already: undo that patch first (report.undo())")
-            model = self.model(target)
-            _check_parts(model)
-            patched = apply(self.adapter(), model, request)
-            self.around(target, patched.journal)
-            vars(target)[STATE] = patched
-            forget_compiled(model)
-        elif request.action == "undo" and patched is not None:
-            _check_wrapped(patched.model)
-            del vars(target)[STATE]
-            patched.undo()
-            forget_compiled(patched.model)
-            patched = None
-        elif request.action == "reset" and patched is not None:
-            patched.reset()
-        elif request.action not in ("undo", "report", "reset"):
+        if request.action not in ("patch", "undo", "report", "reset"):
             raise PatchError(f"unknown action {request.action!r}; known: patch, undo, report, reset")
+        with _one_at_a_time:
+            return (
+                self.before_construction(request) if isinstance(target, str) else self._live(target, request)
+            )
+
+    def _live(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        patched = patched_state(target)
+        if patched is not None and not patched.whole:
+            _end(target, patched)  # an interrupted patch or undo
+            patched = None
+        if request.action == "patch":
+            patched = self._patch(target, request, patched)
+        elif request.action == "undo":
+            self._undo(target, request, patched)
+            patched = None
+        elif patched is not None and not patched.meant_by(request):
+            patched = None
+        if request.action == "reset" and patched is not None:
+            patched.reset()
         return [self.reply(patched.report() if patched is not None else [])]
+
+    def _patch(self, target: Any, request: Request, patched: Patched | None) -> Patched:
+        if patched is not None:
+            raise PatchError(f"this model is patched already: {UNDO_FIRST}")
+        model = self.model(target)
+        _check_parts(model)
+        made: list[Patched] = []
+
+        def begun(patched: Patched) -> None:
+            made.append(patched)
+            vars(target)[STATE] = patched
+
+        try:
+            patched = apply(self.adapter(), model, request, begun=begun)
+            self.around(target, patched.journal)
+            forget_compiled(model)
+            patched.whole = True
+        except BaseException:
+            for one in made:
+                _end(target, one)
+            raise
+        return patched
+
+    def _undo(self, target: Any, request: Request, patched: Patched | None) -> None:
+        if patched is not None and patched.meant_by(request):
+            _check_wrapped(patched.model)
+            _end(target, patched)
+        if request.patch:
+            return
+        model = self.model(target)
+        for holder, inner in list(_patches_inside(model)):
+            _check_wrapped(inner.model)
+            _end(holder, inner)
+        if restore(model):  # copies, and modules of a patch of another object
+            forget_compiled(model)
 
     def reply(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"rank": 0, "pid": os.getpid(), "host": self.name, "version": self.version()}
-        return {**head, "rows": rows, "error": None}
+        return {**head, "rows": rows, "error": None, "lasting": lasting()}
 
     async def call_async(self, target: Any, request: Request) -> list[dict[str, Any]]:
         return self.call(target, request)
+
+
+UNDO_FIRST = "undo that patch first (report.undo(), or fastkernels.unpatch(it) without the report)"
+
+
+def patched_state(target: Any) -> Patched | None:
+    """The patch of this very object, complete or interrupted."""
+    found: Patched | None = vars(target).get(STATE)
+    return found
+
+
+def _end(target: Any, patched: Patched) -> None:
+    """Undo a patch, and only then forget it."""
+    patched.undo()
+    forget_compiled(patched.model)
+    if vars(target).get(STATE) is patched:
+        del vars(target)[STATE]
+
+
+def _patches_inside(model: Any) -> Iterator[tuple[Any, Patched]]:
+    """The patches of a model's parts that were made through these parts."""
+    for module in model.modules():
+        if (patched := patched_state(module)) is not None:
+            yield module, patched
 
 
 def _check_parts(model: Any) -> None:
@@ -83,7 +147,7 @@ def _check_parts(model: Any) -> None:
     if held:
         raise PatchError(
             f"{len(held)} modules ({', '.join(held[:2])}{', ...' if held[2:] else ''}) are patched already, through"
-            " another model or pipeline that has them or from which they were copied: undo that patch first"
+            f" another model or pipeline that has them: {UNDO_FIRST}"
         )
 
 

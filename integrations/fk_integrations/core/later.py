@@ -10,7 +10,7 @@ from typing import Any
 from fastkernels.patch import PatchError, Request, Row
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import absent_rows, plan
-from fk_integrations.core.in_process import STATE, InProcessHost
+from fk_integrations.core.in_process import UNDO_FIRST, InProcessHost, patched_state
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.live_class import restore
 
@@ -38,16 +38,22 @@ class Later:
         """Carry out 'patch', 'undo', 'report' or 'reset'. Raises PatchError."""
         if request.action == "patch":
             if self.request is not None:
-                raise PatchError(
-                    f"{self.host.name} is patched already: undo that patch first (report.undo())"
-                )
+                raise PatchError(f"{self.host.name} is patched already: {UNDO_FIRST}")
             if self.host.version() is None:
                 raise PatchError(f"{self.host.name} is not installed in this environment")
+            self.journal.undo()  # what an interrupted undo has left
             rows = self._planned(request)
-            self.hook(self.patch, self.journal)
             self.request = request
+            try:
+                self.hook(self.patch, self.journal)
+            except BaseException:
+                self.journal.undo()
+                self.request = None
+                raise
             return [self.host.reply([vars(row) for row in rows])]
-        alive = [model for model in (*self.built, *self.rest.values()) if STATE in vars(model)]
+        if request.patch and (self.request is None or self.request.patch != request.patch):
+            return [self.host.reply([])]
+        alive = [model for model in (*self.built, *self.rest.values()) if patched_state(model) is not None]
         if request.action == "undo":
             for model in alive:
                 self.host.call(model, request)
@@ -68,8 +74,8 @@ class Later:
         assert self.request is not None
         before = self.rest.pop(model, model)
         try:
-            if STATE in vars(before):  # built in two steps
-                self.host.call(before, Request("undo"))
+            if patched_state(before) is not None:  # built in two steps
+                self.host.call(before, Request("undo", patch=self.request.patch))
                 self.parts.difference_update(self.host.parts(before).values())
             parts = self.host.parts(model)
             new = {name: part for name, part in parts.items() if part not in self.parts}

@@ -18,7 +18,8 @@ from fastkernels.core.dispatch import proving
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.decorated import host_function, plain_function, redecorated
 from fk_integrations.core.journal import Journal
-from fk_integrations.verify.trials import Trial, choosing, sizes_of, wrapper
+from fk_integrations.core.tally import Tally, counted
+from fk_integrations.core.trials import Trial, choosing, sizes_of, wrapper
 
 _LIVE: dict[tuple[type, type, bool, str, bool, bool], type] = {}
 _CLASS: Any = vars(object)["__class__"]
@@ -35,7 +36,8 @@ def live_class(
 
     by_table: wrap each method in `ours.by_table(theirs, ours)`, which picks one of the two per call by a tuned table.
     trial: `trials.choosing` wraps each method and picks by the time of first calls.
-    differentiable: the op, if calls may need gradients; `inference_only` wraps each method. A trial implies it.
+    differentiable: the op, if calls may need gradients; `inference_only` wraps each method, and `counted` counts its
+    calls. A trial implies it.
     """
     op, compiled = (trial.op, trial.compiled) if trial is not None else (differentiable, False)
     key = (host_class, ours, by_table, op, trial is not None, compiled)
@@ -49,6 +51,7 @@ def live_class(
         if op:
             needs = getattr(ours, "needs_host", None)
             methods = {n: inference_only(getattr(host_class, n), m, op, needs) for n, m in methods.items()}
+            methods = {n: counted(m) for n, m in methods.items()}
         body = {
             **methods,
             **_copies(host_class),
@@ -67,30 +70,65 @@ def _shown_as(host_class: type) -> property:
     return property(lambda self: host_class, lambda self, cls: _CLASS.__set__(self, cls))
 
 
-def copied(self: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A copy of an object as copy.copy makes it, with a memo as copy.deepcopy does."""
-    made = object.__new__(type(self))
-    if memo is not None:
-        memo[id(self)] = made
-    state = dict(vars(self)) if memo is None else copy.deepcopy(vars(self), memo)
+def _copies(host_class: type) -> dict[str, Callable[..., Any]]:
+    """Methods with which copies and pickles of an object are the host's: an undo of the original cannot reach them.
+
+    A pickle then loads without FastKernels. A class of the host with methods of its own for this keeps them.
+    """
+    host: Any = _host_of(host_class)
+    plain = all(
+        getattr(host, name, None) is getattr(object, name, None) for name in ("__reduce__", "__reduce_ex__")
+    )
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        # Later protocols accept an object's own class only. Objects without attributes have no state.
+        found: Any = object.__reduce_ex__(self, 1) if plain else host.__reduce_ex__(self, protocol)
+        if not isinstance(found, tuple):
+            return found
+        make, given, *states = found
+        given = tuple(host if value is type(self) else value for value in given)
+        return host if make is type(self) else make, given, *map(_without_ours, states)
+
+    def copied(self: Any) -> Any:
+        theirs = getattr(host, "__copy__", None)
+        return _as_host(theirs(self) if theirs is not None else _rebuilt(host, self, dict(vars(self)), {}))
+
+    def deeply_copied(self: Any, memo: dict[int, Any]) -> Any:
+        theirs = getattr(host, "__deepcopy__", None)
+        if theirs is not None:
+            return _as_host(theirs(self, memo))
+        return _rebuilt(host, self, None, memo)
+
+    return {"__reduce_ex__": reduced, "__copy__": copied, "__deepcopy__": deeply_copied}
+
+
+def _rebuilt(host: type, of: Any, state: dict[str, Any] | None, memo: dict[int, Any]) -> Any:
+    """An object of the host's class with this state, or with a deep copy of the state of `of`."""
+    made: Any = object.__new__(host)
+    memo[id(of)] = made
+    state = copy.deepcopy(_without_ours(vars(of)), memo) if state is None else _without_ours(state)
     getattr(made, "__setstate__", vars(made).update)(state)
     return made
 
 
-def _copies(host_class: type) -> dict[str, Callable[..., Any]]:
-    """Methods with which a pickle has an object of the host's class, which can be imported; copies stay ours."""
-    names = ("__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__")
-    if any(getattr(host_class, name, None) is not getattr(object, name, None) for name in names):
-        return {}
+def _without_ours(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {key: value for key, value in state.items() if not str(key).startswith("_fastkernels")}
 
-    def reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
-        # Later protocols accept an object's own class only. Objects without attributes have no state.
-        found: Any = object.__reduce_ex__(self, 1)
-        make, (_, *given), *states = found
-        kept = ({k: v for k, v in state.items() if not k.startswith("_fastkernels")} for state in states)
-        return make, (host_class, *given), *kept
 
-    return {"__reduce_ex__": reduced, "__copy__": copied, "__deepcopy__": copied}
+def _host_of(cls: type) -> type:
+    """The first class that is not ours."""
+    return next(c for c in cls.__mro__ if not is_ours(c))
+
+
+def _as_host(made: Any) -> Any:
+    """An object that the host's own method has copied, of the host's class."""
+    if is_ours(type(made)):
+        _CLASS.__set__(made, _host_of(type(made)))
+    for key in [key for key in getattr(made, "__dict__", {}) if key.startswith("_fastkernels")]:
+        del vars(made)[key]
+    return made
 
 
 def _method_names(host_class: type, ours: type) -> set[str]:
@@ -102,7 +140,7 @@ def _method_names(host_class: type, ours: type) -> set[str]:
 
 def replace_attribute(
     holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal, by_table: bool = False,
-    trial: Trial | None = None, differentiable: str = "",
+    trial: Trial | None = None, differentiable: str = "", tally: Tally | None = None,
 ) -> Reason | None:  # fmt: skip
     """Replace the object `holder.name` with one of our class and the same state; None, or why not.
 
@@ -113,7 +151,6 @@ def replace_attribute(
         return Reason(Kind.REPLACED, f"its {name}.{patched[0]} was replaced by other code")
     new: Any = object.__new__(live_class(type(old), ours, by_table, trial, differentiable))
     vars(new).update(vars(old))
-    setattr(holder, name, new)
     live = type(new)
 
     def back() -> None:
@@ -127,6 +164,9 @@ def replace_attribute(
             setattr(holder, name, old)
 
     journal.add(back)
+    setattr(holder, name, new)
+    if tally is not None:
+        tally.add(holder, new, journal)
     if trial is not None:
         trial.begin(new, sizes_of(holder), back, journal)
     return None
@@ -200,7 +240,8 @@ def called(cls: type, method: str = "forward") -> dict[str, Any]:
     for step in dis.get_instructions(forward.__code__):
         if step.argval in forward.__code__.co_names:
             kinds.setdefault(step.argval, set()).add(step.opname)
-    found = {name: forward.__globals__.get(name) for name, how in kinds.items() if how == {"LOAD_GLOBAL"}}
+    names = [name for name, how in kinds.items() if how == {"LOAD_GLOBAL"}]
+    found: dict[str, Any] = {name: forward.__globals__.get(name) for name in names}
     return {name: value for name, value in found.items() if plain_function(value) is not None}
 
 
@@ -228,16 +269,18 @@ def until_replaced(
     return wrapper(run, ours)
 
 
-def calling_class(cls: Any, theirs: Any, ours: Any, method: str = "forward") -> type:
+def calling_class(cls: Any, theirs: Any, ours: Any, method: str = "forward", counts: bool = False) -> type:
     """A subclass whose method is the class's, with a name of our own in the place of that of `theirs`.
+
+    counts: the method counts for the tally of its object.
 
     The name is a new global of the class's file. With other globals, torch.compile would not find what forward calls.
     """
-    return _calling_class(cls, theirs, ours, method, getattr(cls, method))
+    return _calling_class(cls, theirs, ours, method, getattr(cls, method), counts)
 
 
 @cache
-def _calling_class(cls: Any, theirs: Any, ours: Any, method: str, decorated: Any) -> type:
+def _calling_class(cls: Any, theirs: Any, ours: Any, method: str, decorated: Any, counts: bool) -> type:
     old, new = host_function(decorated), f"_fastkernels_{ours.__name__}"
     names = {name for name, value in called(cls, method).items() if value is theirs}
     code = old.__code__.replace(co_names=tuple(new if n in names else n for n in old.__code__.co_names))
@@ -246,7 +289,8 @@ def _calling_class(cls: Any, theirs: Any, ours: Any, method: str, decorated: Any
     forward.__kwdefaults__ = old.__kwdefaults__
     update_wrapper(forward, old)
     del forward.__wrapped__  # type: ignore[attr-defined]
-    methods = {method: redecorated(decorated, forward), _CALLS: ours}
+    made = redecorated(decorated, forward)
+    methods = {method: counted(made) if counts else made, _CALLS: ours}
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods}
     return type(cls.__name__, (cls,), {**_copies(cls), **body})
 
@@ -256,9 +300,20 @@ def called_function_of(cls: type) -> Any:
     return vars(cls).get(_CALLS)
 
 
-def restore(model: Any) -> None:
-    """Give the modules of a model and their processors the host's classes, without the journal of their patch."""
+def restore(model: Any) -> bool:
+    """Give the modules of a model and their processors the host's classes, without the journal of their patch.
+
+    Whether any was ours.
+    """
+    changed = False
     for module in model.modules():
         for found in (module, vars(module).get("processor")):
-            while hasattr(type(found), "fastkernels") or _CALLS in vars(type(found)):
+            while is_ours(type(found)):
                 _CLASS.__set__(found, type(found).__mro__[1])
+                changed = True
+    return changed
+
+
+def is_ours(cls: type) -> bool:
+    """Whether a class was made by a patch of a live object."""
+    return "fastkernels" in vars(cls) or _CALLS in vars(cls)

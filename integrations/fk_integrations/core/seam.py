@@ -11,12 +11,13 @@ from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import Target
+from fk_integrations.core import trials
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.live_class import live_class
 from fk_integrations.core.lookalikes import with_reason
-from fk_integrations.verify import trials
-from fk_integrations.verify.trials import Trial
+from fk_integrations.core.tally import Tally
+from fk_integrations.core.trials import Trial
 
 FOLDER = Path(__file__).resolve().parents[1] / "seams"
 
@@ -28,6 +29,7 @@ class Swap:
     by_table  only calls that a tuned table lists as faster run ours
     trial     decides at the first calls whether ours runs; None: always
     differentiable  the op, if calls of the module may need gradients; see live_class.inference_only
+    tally     counts the calls of the row's modules; None where the process has one model
     """
 
     adapter: Adapter
@@ -38,6 +40,7 @@ class Swap:
     by_table: bool = False
     trial: Trial | None = None
     differentiable: str = ""
+    tally: Tally | None = None
 
 
 class Seam:
@@ -76,6 +79,8 @@ def set_live_class(swap: Swap) -> None:
     """Change a module's class, to one whose first calls decide if the swap has a trial."""
     live = live_class(swap.host_class, swap.ours, trial=swap.trial, differentiable=swap.differentiable)
     swap.journal.set_class(swap.module, live)
+    if swap.tally is not None:
+        swap.tally.add(swap.module, swap.module, swap.journal)
     if swap.trial is not None:
         back = partial(setattr, swap.module, "__class__", swap.host_class)
         swap.trial.begin(swap.module, trials.sizes_of(swap.module), back, swap.journal)

@@ -36,6 +36,7 @@ class DiffusersAdapter(Adapter):
     host = "diffusers"
     first_call = True
     trained = True
+    several = True
 
     def __init__(self) -> None:
         self.version = versions.installed("diffusers") or ""
@@ -136,8 +137,7 @@ def _hook(built: Callable[[Any], None], journal: Journal) -> None:
         theirs(self, **kwargs)
         built(self)
 
-    base.register_modules = register_modules
-    journal.add(lambda: setattr(base, "register_modules", theirs))
+    journal.set_attribute(base, "register_modules", register_modules)
 
 
 HOST = DiffusersHost()

@@ -27,9 +27,6 @@ def keep_channels_last(models: Iterable[nn.Module], journal: Journal) -> None:
     new = {m for model in models for m in model.modules() if isinstance(m, host)}.difference(_kept)
     if not new or _NAME not in vars(host):
         return
-    if not _kept:
-        _replace(host)
-    _kept.update(new)
 
     def back() -> None:
         _kept.difference_update(new)
@@ -38,6 +35,9 @@ def keep_channels_last(models: Iterable[nn.Module], journal: Journal) -> None:
             setattr(host, _NAME, ours.replaced)
 
     journal.add(back)
+    if not _kept:
+        _replace(host)
+    _kept.update(new)
 
 
 def _replace(host: Any) -> None:

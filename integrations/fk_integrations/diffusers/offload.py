@@ -42,6 +42,15 @@ def search_quickly(models: Iterable[nn.Module], journal: Journal) -> None:
     new = [m for m in models if m not in _models]
     if not new:
         return
+
+    def back() -> None:
+        for model in new:
+            _models.pop(model, None)
+        while not _models and _replaced:
+            _replaced[-1]()
+            _replaced.pop()
+
+    journal.add(back)
     if not _replaced:
         hooks = importlib.import_module("diffusers.hooks")
         _replace(hooks.group_offloading, "_get_top_level_group_offload_hook", _group_hook)
@@ -49,14 +58,6 @@ def search_quickly(models: Iterable[nn.Module], journal: Journal) -> None:
         _replace(importlib.import_module("diffusers.models.modeling_utils"), "get_parameter_dtype", _dtype)
         _search_once(importlib.import_module("diffusers.pipelines.pipeline_utils").DiffusionPipeline)
     _models.update(dict.fromkeys(new))
-
-    def back() -> None:
-        for model in new:
-            _models.pop(model, None)
-        while not _models and _replaced:
-            _replaced.pop()()
-
-    journal.add(back)
 
 
 def _replace(home: Any, name: str, quick: Callable[..., Any]) -> None:
@@ -74,8 +75,8 @@ def _replace(home: Any, name: str, quick: Callable[..., Any]) -> None:
         if getattr(home, name) is ours:
             setattr(home, name, theirs)
 
-    setattr(home, name, ours)
     _replaced.append(back)
+    setattr(home, name, ours)
 
 
 def _search_once(pipelines: Any) -> None:
@@ -97,8 +98,8 @@ def _search_once(pipelines: Any) -> None:
         if pipelines._execution_device is shown:
             pipelines._execution_device = theirs
 
-    pipelines._execution_device = shown
     _replaced.append(back)
+    pipelines._execution_device = shown
 
 
 def _group_hook(module: nn.Module) -> Any:

@@ -17,13 +17,15 @@ from weakref import WeakKeyDictionary
 
 from fastkernels import __version__
 from fastkernels.core import registry
+from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
+from fk_integrations.core import choose
 from fk_integrations.core.adapter import BATCHES, Adapter
 from fk_integrations.core.apply import Patched, apply, change
 from fk_integrations.core.cancellation import or_undone
-from fk_integrations.verify import choose
+from fk_integrations.core.in_process import UNDO_FIRST
 
 VARIABLE = "FASTKERNELS_CANDIDATES"
 Reply = dict[str, Any]
@@ -112,15 +114,17 @@ def carry_out(runner: Any, request: Request) -> Reply:
     try:
         if request.action == "patch":
             if patched is not None:
-                raise PatchError("this engine is patched already: undo that first")
-            patched = _patches[runner] = _apply(runner, request)
+                raise PatchError(f"this engine is patched already: {UNDO_FIRST}")
+            patched = _apply(runner, request)
+        elif request.action == "undo":
+            if patched is None:
+                return _reply(runner.rank, [])
+            patched.undo()
+            del _patches[runner]
         elif request.action == "report":
             patched = patched or _rows_only(runner)
         elif patched is None:
             raise PatchError("this engine is not patched")
-        elif request.action == "undo":
-            patched.undo()
-            del _patches[runner]
         elif request.action == "reset":
             patched.reset()
         return _reply(runner.rank, patched.report())
@@ -145,12 +149,24 @@ def _apply(runner: Any, request: Request) -> Patched:
     # Our engine has no host code to leave an op to: a disabled op only loses its candidate.
     kept = {op: path for op, path in request.candidates.items() if op not in request.disable}
     request = replace(request, candidates=kept, disable=())
-    return apply(FastKernelsAdapter(runner), runner.model, request, runner.rank)
+
+    def begun(patched: Patched) -> None:
+        _patches[runner] = patched
+
+    try:
+        patched = apply(FastKernelsAdapter(runner), runner.model, request, runner.rank, begun)
+        patched.whole = True
+    except BaseException:
+        if (made := _patches.get(runner)) is not None:
+            made.undo()
+            del _patches[runner]
+        raise
+    return patched
 
 
 def _reply(rank: int, rows: list[dict[str, Any]], error: str | None = None) -> Reply:
     head = {"rank": rank, "pid": os.getpid(), "host": "fastkernels", "version": __version__}
-    return {**head, "rows": rows, "error": error}
+    return {**head, "rows": rows, "error": error, "lasting": lasting()}
 
 
 def _text(error: Exception) -> str:
@@ -161,28 +177,49 @@ def _text(error: Exception) -> str:
 # In the process of the engine
 
 
+class _CaptureError(PatchError):
+    """Graphs of a patched engine cannot be captured. fatal: the engine has ended."""
+
+    def __init__(self, text: str, fatal: bool):
+        super().__init__(text)
+        self.fatal = fatal
+
+
 class EnginePatch:
-    """A patch of an engine, on all of its ranks."""
+    """A patch of an engine, on all of its ranks; `engine.patched` from before the first change to the undo's end."""
 
     def __init__(self, engine: Any, request: Request):
         """Put the request's candidates in; `replies` has the errors. Raises PatchError if graphs cannot be captured."""
         self._engine, self._executor, self._changed = engine, engine.executor, bool(request.candidates)
-        self.replies: list[Reply] = self._executor.call(carry_out, request)
+        self.request, self.whole = request, False
+        engine.patched = self
+        try:
+            self._patch()
+        except BaseException as error:
+            if not getattr(error, "fatal", False):  # a fatal error has ended all ranks
+                self.undo()
+            engine.patched = None
+            raise
+
+    def _patch(self) -> None:
+        self.replies: list[Reply] = self._executor.call(carry_out, self.request)
         failed = [reply for reply in self.replies if reply["error"]]
-        if failed and len(failed) < len(self.replies):
-            self._executor.call(carry_out, Request("undo"))
-        self.failed = bool(failed)
         if failed:
+            if len(failed) < len(self.replies):
+                self._executor.call(carry_out, Request("undo"))
+            self._engine.patched = None
             return
         if self._changed:
             try:
                 self._executor.call("capture")
             except Exception as error:
-                if not getattr(error, "fatal", False):  # a fatal error has ended all ranks
-                    self.undo()
-                raise PatchError(f"the patched model cannot be captured: {error}") from error
-        engine.patched = self
-        engine.reset_prefix_cache()  # keys and values of other code
+                fatal = getattr(error, "fatal", False)
+                raise _CaptureError(f"the patched model cannot be captured: {error}", fatal) from error
+        self._engine.reset_prefix_cache()  # keys and values of other code
+        self.whole = True
+
+    def meant_by(self, request: Request) -> bool:
+        return request.patch in ("", self.request.patch)
 
     def call(self, request: Request) -> list[Reply]:
         """Carry out 'report' or 'reset'."""
@@ -190,11 +227,12 @@ class EnginePatch:
 
     def undo(self) -> list[Reply]:
         """Restore functions and classes, and capture graphs again if anything had changed."""
-        self._engine.patched = None
+        self.whole = False
         self._engine.reset_prefix_cache()
         replies = self._executor.call(carry_out, Request("undo"))
         if self._changed:
             self._executor.call("capture")
+        self._engine.patched = None
         return replies
 
 
@@ -230,7 +268,7 @@ class FastKernelsHost:
 
     async def call_async(self, target: Any, request: Request) -> list[Reply]:
         """The same from a running event loop. A cancelled patch is undone."""
-        undo = partial(asyncio.to_thread, self.call, target, Request("undo"))
+        undo = partial(asyncio.to_thread, self.call, target, Request("undo", patch=request.patch))
         replies: list[Reply] = await or_undone(
             asyncio.to_thread(self.call, target, request), undo if request.action == "patch" else None
         )
@@ -258,13 +296,20 @@ def _engine(target: Any) -> Any:
 
 def _call(engine: Any, request: Request) -> list[Reply]:
     """One request in the thread of the engine, on all of its ranks. Errors come back in a reply."""
-    patched = engine.patched
+    patched: EnginePatch | None = engine.patched
     try:
+        if patched is not None and not patched.whole:
+            patched.undo()  # an interrupted patch or undo
+            patched = None
+        if request.patch and request.action != "patch" and not (patched and patched.meant_by(request)):
+            return [_reply(0, [])]
         if request.action == "report":
             return engine.executor.call(carry_out, request)
+        if request.action == "undo" and patched is None:
+            return [_reply(0, [])]
         if request.action == "patch":
             if patched is not None:
-                raise PatchError("this engine is patched already: undo that first")
+                raise PatchError(f"this engine is patched already: {UNDO_FIRST}")
             if engine.has_unfinished_requests():
                 raise PatchError("the engine has requests under way: wait until it is idle")
             return EnginePatch(engine, request).replies

@@ -40,6 +40,9 @@ class CalledFunction(Seam):
             name = next(n for n, function in called(cls, method).items() if function is theirs)
             file = host_function(getattr(cls, method)).__globals__["__name__"]
             ours = until_replaced(theirs, inference_only(theirs, ours, op), op, name, file)
-        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, method))
+        counts = swap.tally is not None
+        swap.journal.set_class(swap.module, calling_class(cls, theirs, ours, method, counts))
+        if swap.tally is not None:
+            swap.tally.add(swap.module, swap.module, swap.journal)
         swap.adapter.repin(swap.module, swap.journal)
         return None

@@ -22,5 +22,5 @@ class Processor(Seam):
     def swap(self, swap: Swap) -> Reason | None:
         return replace_attribute(
             swap.module, "processor", swap.ours, ("__call__",), swap.journal, trial=swap.trial,
-            differentiable=swap.differentiable,
+            differentiable=swap.differentiable, tally=swap.tally,
         )  # fmt: skip

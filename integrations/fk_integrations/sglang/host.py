@@ -18,8 +18,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
-from fastkernels.core import registry
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
 from fastkernels.core.trial import import_in_child
@@ -33,6 +33,10 @@ SCHEDULER = "sglang.srt.managers.scheduler"
 IDLE_WAIT_S = 10.0  # an answered request leaves the scheduler a step or two later
 RPC_WAIT_S = 1800.0  # in addition to the deadline of trials: graphs may be captured again
 REPLY_WAIT_S = 120.0  # of the other pipeline stages, after the first stage has answered
+LATE_WAIT_MS = 5000  # for the message with which a scheduler confirms a request that has been carried out
+_interrupted: WeakSet[Any] = (
+    WeakSet()
+)  # engines whose socket may still get the confirmation of an earlier request
 
 
 # In every SGLang process
@@ -59,8 +63,6 @@ def register() -> None:
     env = Environment.read()
     if not env.enabled:
         return
-    request = Request.from_environment(env)
-    registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
     if scheduler is not None and not hasattr(scheduler.__init__, "fastkernels_stock"):
         scheduler.__init__ = _patches_its_model(scheduler.__init__)
 
@@ -114,7 +116,7 @@ class SglangHost:
         """The same from a running event loop; the engine must be idle. A cancelled patch is undone."""
         if isinstance(target, str):
             return self._before.call(request)
-        undo = partial(asyncio.to_thread, self._carry_out, target, Request("undo"))
+        undo = partial(asyncio.to_thread, self._carry_out, target, Request("undo", patch=request.patch))
         replies: list[dict[str, Any]] = await or_undone(
             self._call_async(target, request), undo if request.action == "patch" else None
         )
@@ -157,7 +159,7 @@ class SglangHost:
         if failure is not None and not any(r.get("error") for r in trial):
             trial[0]["error"] = failure
         if any(r.get("error") for r in trial):
-            undone = self._carry_out(engine, Request("undo"))
+            undone = self._carry_out(engine, Request("undo", patch=request.patch))
             for reply, undo in zip(trial, undone, strict=True):
                 if undo.get("error"):
                     also = f"the engine could not be put back and must be restarted: {undo['error']}"
@@ -239,9 +241,14 @@ def _send(engine: Any, request: Request) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="fastkernels-") as folder:
         message = json.dumps({**json.loads(request.to_json()), "folder": folder})
         socket = engine.send_to_rpc
-        limit, socket.RCVTIMEO = socket.RCVTIMEO, int(1000 * (RPC_WAIT_S + Environment.read().trial_s))
+        wait_s = RPC_WAIT_S + Environment.read().trial_s
+        limit, socket.RCVTIMEO = socket.RCVTIMEO, int(1000 * wait_s)
+        late = engine in _interrupted
         try:
+            _interrupted.add(engine)
             engine.collective_rpc(RPC, request=message)
+            if not late:
+                _interrupted.discard(engine)
         except Exception as error:
             if RPC in str(error):
                 raise PatchError(
@@ -249,25 +256,33 @@ def _send(engine: Any, request: Request) -> list[dict[str, Any]]:
                     " environment before the engine starts, and SGLANG_PLUGINS (here"
                     f" {os.environ.get('SGLANG_PLUGINS')!r}) must be unset or name it"
                 ) from error
-            raise PatchError(
-                f"SGLang's schedulers could not be reached: {type(error).__name__}: {error}"
-            ) from error
+            if not (
+                late and isinstance(error, AssertionError)
+            ):  # of the earlier request; files tell about this one
+                raise PatchError(
+                    f"SGLang's schedulers could not be reached: {type(error).__name__}: {error}"
+                ) from error
         finally:
             socket.RCVTIMEO = limit
-        return _collect(Path(folder))
+        replies = _collect(Path(folder), wait_s if late else REPLY_WAIT_S)
+        if late:
+            wait_ms = LATE_WAIT_MS
+            while socket.poll(wait_ms):
+                socket.recv_multipart()
+                wait_ms = 0
+            _interrupted.discard(engine)
+        return replies
 
 
-def _collect(folder: Path) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + REPLY_WAIT_S
+def _collect(folder: Path, wait_s: float) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + wait_s
     while True:
         replies = [json.loads(file.read_text()) for file in folder.glob("*.json")]
         if replies and len(replies) >= replies[0]["world"]:
             return sorted(replies, key=lambda r: r["rank"])
         if time.monotonic() > deadline:
             got = sorted(r["rank"] for r in replies)
-            raise PatchError(
-                f"only ranks {got} answered within {REPLY_WAIT_S:.0f} s; the others' state is unknown"
-            )
+            raise PatchError(f"only ranks {got} answered within {wait_s:.0f} s; the others' state is unknown")
         time.sleep(0.01)
 
 

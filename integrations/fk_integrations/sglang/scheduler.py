@@ -16,6 +16,7 @@ from typing import Any
 
 from fastkernels.core.dispatch import Provider
 from fastkernels.core.env import Environment
+from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
@@ -24,6 +25,7 @@ from fk_integrations.core import all_ranks, call_recording, proof, reports, vers
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.heap import Heap, frozen_again
+from fk_integrations.core.in_process import UNDO_FIRST
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.relatives import relatives
 from fk_integrations.sglang import attention, experts, own_kernels
@@ -138,6 +140,7 @@ def patch_after_loading() -> None:
 def _apply(model_runner: Any, request: Request) -> Patched:
     rank, _ = _rank_and_world()
     patched = apply(SglangAdapter(model_runner), model_runner.model, request, rank)
+    patched.whole = True
     _patched.append(patched)
     reports.start("sglang", rank, _reply)
     return patched
@@ -150,10 +153,11 @@ def answer(scheduler: Any, request: str) -> None:
     """Carry out one request and write the reply to FOLDER/RANK.json. Errors go there too: SGLang would hide them."""
     raw = json.loads(request)
     extra: dict[str, Any] = {}
+    wanted = Request.from_json(request)
     try:
         if raw["action"] not in _ACTIONS:
             raise PatchError(f"unknown action {raw['action']!r}; known: {', '.join(_ACTIONS)}")
-        extra = _ACTIONS[raw["action"]](scheduler, Request.from_json(request)) or {}
+        extra = _ACTIONS[raw["action"]](scheduler, wanted) or {}
     except PatchError as error:
         extra = {
             "error": str(error),
@@ -164,22 +168,25 @@ def answer(scheduler: Any, request: str) -> None:
         log.exception("fastkernels: %s failed", raw["action"])
         extra = {"error": f"{type(error).__name__}: {error}"}
     paused = bool(getattr(scheduler, "_engine_paused", False))
-    reply = {**_reply(), "graphs": bool(_captured(_runner(scheduler))), "paused": paused, **extra}
+    reply = {**_reply(wanted), "graphs": bool(_captured(_runner(scheduler))), "paused": paused, **extra}
     file = Path(raw["folder"]) / f"{reply['rank']}.json"
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(reply))
-    os.replace(partial, file)
+    try:
+        partial.write_text(json.dumps(reply))
+        os.replace(partial, file)
+    except FileNotFoundError:
+        log.warning("fastkernels: the caller of %s was interrupted, or has ended", raw["action"])
 
 
-def _reply() -> dict[str, Any]:
+def _reply(request: Request | None = None) -> dict[str, Any]:
     from sglang.srt.distributed.parallel_state import get_pp_group
 
     rank, world = _rank_and_world()
-    rows = _patched[0].report() if _patched else []
+    shown = _patched[0] if _patched and _patched[0].meant_by(request or Request("report")) else None
     return {
         "rank": rank, "world": world, "stage": get_pp_group().rank_in_group, "pid": os.getpid(), "host": "sglang",
-        "version": versions.installed("sglang"), "rows": rows, "error": None,
-        "seconds": _patched[0].seconds if _patched else {},
+        "version": versions.installed("sglang"), "rows": shown.report() if shown else [], "error": None,
+        "seconds": shown.seconds if shown else {}, "lasting": lasting(),
     }  # fmt: skip
 
 
@@ -201,7 +208,7 @@ def _patch(scheduler: Any, request: Request) -> None:
 
 def _patch_now(scheduler: Any, request: Request, heap: Heap) -> None:
     if _patched:
-        raise Refused("this engine is patched already: undo that patch first (report.undo())")
+        raise Refused(f"this engine is patched already: {UNDO_FIRST}")
     runner = _runner(scheduler)
     _refuse(scheduler, runner)
     error: str | None = None
@@ -256,13 +263,13 @@ class Trial:
 
 
 def _undo(scheduler: Any, request: Request) -> dict[str, Any] | None:
+    if not _patched or not _patched[0].meant_by(request):
+        return None
     with frozen_again() as heap:
         return _undo_now(scheduler, heap)
 
 
 def _undo_now(scheduler: Any, heap: Heap) -> dict[str, Any] | None:
-    if not _patched:
-        return None
     runner = _runner(scheduler)
     _refuse(scheduler, runner)
     taken = _patched.pop()
@@ -437,7 +444,7 @@ def _report(scheduler: Any, request: Request) -> None:
 
 
 def _reset(scheduler: Any, request: Request) -> None:
-    if _patched:
+    if _patched and _patched[0].meant_by(request):
         _patched[0].reset()
 
 

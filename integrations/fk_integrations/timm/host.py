@@ -27,6 +27,7 @@ class TimmAdapter(Adapter):
     host = "timm"
     first_call = True
     trained = True
+    several = True
 
     def __init__(self) -> None:
         self.version = versions.installed("timm") or ""
@@ -74,8 +75,7 @@ def _hook(built: Callable[[Any], None], journal: Journal) -> None:
 
     for module in [m for name, m in sys.modules.items() if name.partition(".")[0] == "timm"]:
         if vars(module).get("create_model") is theirs:
-            module.create_model = create_model  # type: ignore[attr-defined]
-            journal.add(functools.partial(setattr, module, "create_model", theirs))
+            journal.set_attribute(module, "create_model", create_model)
 
 
 HOST = TimmHost()

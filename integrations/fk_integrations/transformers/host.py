@@ -60,6 +60,7 @@ class TransformersAdapter(Adapter):
     host = "transformers"
     first_call = True
     trained = True
+    several = True
 
     def __init__(self) -> None:
         self.version = installed_version() or ""

@@ -32,6 +32,16 @@ T = TypeVar("T")
 log = logging.getLogger("fastkernels")
 REWARM_S = 1800.0
 _ABSENT = object()
+
+
+class Interrupted(PatchError):
+    """Ctrl-C reached a worker in the caller's process; nothing has changed, or the next undo restores the rest."""
+
+    def __init__(self, by: KeyboardInterrupt):
+        super().__init__("interrupted by Ctrl-C")
+        self.by = by
+
+
 _KEYS: Counter[str] = Counter()
 _STOCK_HASH: list[Callable[[Any], str]] = []
 
@@ -464,14 +474,19 @@ def synchronize(worker: Any) -> None:
 def together(worker: Any, step: Callable[[], None]) -> None:
     """Run `step` in this rank; raise PatchError in every rank if one failed, so that no rank waits for another."""
     mine: str | None = None
+    interrupt: KeyboardInterrupt | None = None
     try:
         step()
     except PatchError as error:
         mine = str(error)
+    except KeyboardInterrupt as error:
+        mine, interrupt = "interrupted by Ctrl-C", error
     except (Exception, SystemExit) as error:  # a candidate may call sys.exit()
         log.exception("fastkernels: rank %s failed", worker.rank)
         mine = f"{type(error).__name__}: {error}"
     failed = [e for e in _gather(mine) if e is not None]
+    if interrupt is not None:
+        raise Interrupted(interrupt)
     if mine is not None:
         raise PatchError(mine)
     if failed:

@@ -46,8 +46,8 @@ def rewriting(config: Any, journal: Journal | None = None) -> Any:
     if journal is not None and settings.get(key) is None:
         from fk_integrations.vllm.compiler_pass import RewriteOps
 
-        settings[key] = RewriteOps(quantization=False)
         journal.add(lambda: settings.pop(key, None))
+        settings[key] = RewriteOps(quantization=False)
     found = settings.get(key)
     return found if hasattr(found, "quantization") else None
 

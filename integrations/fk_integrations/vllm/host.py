@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastkernels.core import registry
 from fastkernels.core.candidate import CandidateError
 from fastkernels.core.env import Environment
+from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Reason
 from fastkernels.core.trial import import_in_child
 from fastkernels.overrides.linear.linear_fp8_scales import holder_of
@@ -30,6 +30,7 @@ from fk_integrations.core.adapter import BATCHES, Adapter, class_path
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.construction import BeforeConstruction
+from fk_integrations.core.in_process import UNDO_FIRST
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
 from fk_integrations.core.relatives import relatives
@@ -167,11 +168,16 @@ class VllmAdapter(Adapter):
 
 def fastkernels_rpc(self: Any, request: str) -> str:
     """WorkerBase.fastkernels_rpc: carry out a fastkernels.patch.Request (JSON), answer with a reply (JSON)."""
+    from fk_integrations.vllm import compiled
+
     try:
-        extra = _ACTIONS[json.loads(request)["action"]](self, Request.from_json(request))
-        return json.dumps(_reply(self, extra=extra))
+        wanted = Request.from_json(request)
+        extra = _ACTIONS[wanted.action](self, wanted)
+        return json.dumps(_reply(self, extra=extra, request=wanted))
     except KeyError as error:
         return json.dumps(_reply(self, f"unknown action {error}; known: {', '.join(_ACTIONS)}"))
+    except compiled.Interrupted as error:
+        raise error.by from None
     except PatchError as error:
         return json.dumps(_reply(self, str(error)))
     except Exception as error:
@@ -179,12 +185,16 @@ def fastkernels_rpc(self: Any, request: str) -> str:
         return json.dumps(_reply(self, f"{type(error).__name__}: {error}"))
 
 
-def _reply(worker: Any, error: str | None = None, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+def _reply(
+    worker: Any, error: str | None = None, extra: dict[str, Any] | None = None, request: Request | None = None
+) -> dict[str, Any]:
     patched: Patched | None = vars(worker).get(STATE)
+    if patched is not None and not (patched.whole and patched.meant_by(request or Request("report"))):
+        patched = None
     rows = patched.report() if patched is not None else []
     place = {"stage": _stage(worker), "failed_step": vars(worker).get(FAILED)}
     place["seconds"] = {} if patched is None else patched.seconds
-    return {**_process(_rank(worker), rows), **place, "error": error, **(extra or {})}
+    return {**_process(_rank(worker), rows), **place, "error": error, "lasting": lasting(), **(extra or {})}
 
 
 def _reply_while_alive(worker: Any) -> Callable[[], dict[str, Any] | None]:
@@ -216,33 +226,33 @@ def _stage(worker: Any) -> int:
 def _patch(worker: Any, request: Request, live: bool = True) -> None:
     from fk_integrations.vllm import compiled, graphs
 
-    if STATE in vars(worker):
-        raise PatchError("this engine is patched already: undo that patch first (report.undo())")
+    before: Patched | None = vars(worker).get(STATE)
+    if before is not None and before.whole:
+        raise PatchError(f"this engine is patched already: {UNDO_FIRST}")
+    if before is not None:
+        _undo(worker, Request("undo"))  # an interrupted patch or undo
 
     seconds: Seconds = {}
 
+    def begun(patched: Patched) -> None:
+        vars(worker)[STATE] = patched
+
     def change() -> Callable[[], None]:
         adapter = VllmAdapter(worker, request)
-        patched = apply(adapter, worker.get_model(), request, _rank(worker))
+        patched = apply(adapter, worker.get_model(), request, _rank(worker), begun)
         seconds.update(patched.seconds)
         patched.seconds = seconds
         _limit_ranges(worker, adapter.most_tokens, patched)
         key = compiled.swapped(compiled.fingerprint(request), worker.get_model())
-        compiled.add_key(key)
         removal = weakref.finalize(worker, compiled.remove_key, key)  # a worker can go without an undo
         removal.atexit = False
         patched.journal.add(removal)
+        compiled.add_key(key)
         added = vars(worker).pop(graphs.STATE, None)
         if added is not None:
             added.before_capture()
-        vars(worker)[STATE] = patched
         _note_failures(worker, patched.journal)
-
-        def back() -> None:
-            vars(worker).pop(STATE, None)
-            patched.undo()
-
-        return back
+        return patched.undo
 
     with timed(seconds, "rest"):
         if live:
@@ -251,12 +261,20 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
                     kept = compiled.swap(worker, change, lambda: vars(worker)[STATE].unchanged, seconds)
                 vars(worker)[BEFORE] = kept
             except PatchError:
+                if (made := vars(worker).get(STATE)) is not None:
+                    made.undo()
                 _clear_kv_cache(worker)  # a trial step may have written to it
+                vars(worker).pop(STATE, None)
+                raise
+            except KeyboardInterrupt:  # between two steps, in a worker of the caller's process
+                if STATE in vars(worker):
+                    _undo(worker, Request("undo"))
                 raise
         else:
             compiled.together(worker, lambda: _discard(change()))
             if not vars(worker)[STATE].unchanged:
                 prompt_sizes.before_warm_up(worker)
+    vars(worker)[STATE].whole = True
     if _rank(worker) == 0:
         log.info("the change took %s", phases.line(seconds))
     reports.start("vllm", _rank(worker), _reply_while_alive(worker))
@@ -288,19 +306,16 @@ def _undo(worker: Any, request: Request) -> dict[str, Any] | None:
     from fk_integrations.vllm import compiled
 
     patched: Patched | None = vars(worker).get(STATE)
-    if patched is None:
+    if patched is None or not patched.meant_by(request):
         return None
     seconds: Seconds = {}
-
-    def change() -> None:
-        vars(worker).pop(STATE)
-        patched.undo()
 
     with timed(seconds, "rest"):
         before = vars(worker).pop(BEFORE, None)
         with jit_monitor.paused():
-            compiled.swap(worker, change, lambda: patched.unchanged, seconds, before, keep=False)
+            compiled.swap(worker, patched.undo, lambda: patched.unchanged, seconds, before, keep=False)
         _clear_kv_cache(worker)
+        vars(worker).pop(STATE, None)  # last: a second undo continues an interrupted one
     reports.write("vllm", _rank(worker), _reply(worker))
     return {"seconds": seconds}
 
@@ -323,8 +338,8 @@ def _note_failures(worker: Any, journal: Journal) -> None:
         vars(worker).pop("execute_model", None)
         vars(worker).pop(FAILED, None)
 
-    worker.execute_model = execute_model
     journal.add(back)
+    worker.execute_model = execute_model
 
 
 def _clear_kv_cache(worker: Any) -> None:
@@ -349,8 +364,9 @@ def _report(worker: Any, request: Request) -> None:
 
 
 def _reset(worker: Any, request: Request) -> None:
-    if STATE in vars(worker):
-        vars(worker)[STATE].reset()
+    patched: Patched | None = vars(worker).get(STATE)
+    if patched is not None and patched.meant_by(request):
+        patched.reset()
 
 
 def _trace_start(worker: Any, request: Request) -> None:
@@ -405,7 +421,6 @@ def register() -> None:
     copy_to_ray()
     status_route.install()
     request = Request.from_environment(env)
-    registry.check_names([*(request.ops or ()), *request.candidates, *request.disable])
     WorkerBase.fastkernels_key = compiled.fingerprint(request)
     compiled.add_key(WorkerBase.fastkernels_key)
     if stock is None:
@@ -623,7 +638,8 @@ async def _while_paused(engine: Any, request: Request) -> list[dict[str, Any]]:
     pause = asyncio.ensure_future(engine.pause_generation(mode="wait", clear_cache=True))
     try:
         await asyncio.shield(pause)
-        undo = partial(rpc_async, engine, Request("undo")) if request.action == "patch" else None
+        back = Request("undo", patch=request.patch)
+        undo = partial(rpc_async, engine, back) if request.action == "patch" else None
         return await or_undone(rpc_async(engine, request), undo)
     finally:
         await to_the_end(_resume(engine, pause))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from fk_integrations.core import trials
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.live_class import live_class
-from fk_integrations.verify import trials
-from fk_integrations.verify.trials import OWN, Trial, sizes_of
+from fk_integrations.core.trials import OWN, Trial, sizes_of
 from torch import nn
 
 import fastkernels

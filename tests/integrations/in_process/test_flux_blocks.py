@@ -77,7 +77,7 @@ def test_blocks_give_the_hosts_outputs(dtype: torch.dtype, error: float) -> None
     with fastkernels.patch(transformer, ops=OP) as report:
         after = run()
         # ten gated residuals in a call: four in each block of two streams, one in each block of one
-        assert rows(report) == {DOUBLE: (2, 10), SINGLE: (2, 10)} and report.verified
+        assert rows(report) == {DOUBLE: (2, 8), SINGLE: (2, 2)} and report.verified
         assert not any(r.fallbacks for r in report.active)
     assert float((after - before).norm() / before.norm()) < error
     assert [type(m) for m in transformer.modules()] == classes and torch.equal(run(), before)
@@ -177,7 +177,7 @@ def test_changed_projections_stay_with_the_host(feature: Callable[[Any], None], 
         if first == "patch":
             feature(transformer)
         after = run()
-        assert rows(report)[SINGLE] == (2, 10)
+        assert rows(report)[SINGLE] == (2, 2)
     before = run()
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
     assert (before - plain).abs().max() > 1e-3 * plain.abs().max()

@@ -105,7 +105,7 @@ def test_held_out_transformer_gives_the_hosts_output(name: str) -> None:
             active = report.refresh().active
             assert {row.op for row in active if row.calls} == expected
             assert not any(row.fallbacks for row in active)
-            others = [row for row in report.rows if "stay with the host: the processor" in row.reason]
+            others = [row for row in report.rows if "unsupported: the processor" in row.reason]
             assert bool(others) == (name != "pixart")  # processors without a target are listed
         assert torch.equal(model(**inputs, return_dict=False)[0], before)
     assert [type(m) for m in model.modules()] == classes

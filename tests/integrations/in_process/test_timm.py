@@ -99,22 +99,24 @@ def test_patched_models_give_the_hosts_outputs(
     )
     after = run()
     assert modules(report.active) == expected and report.host.name == "timm"
-    assert {r.op: r.calls for r in report.refresh().active} == expected and report.verified
+    calls = {r.op: 0 for r in report.refresh().active}
+    for row in report.active:  # attention of the blocks and of the pooling have a row each
+        calls[row.op] += row.calls
+    assert calls == expected and report.verified
     assert before.std() > 0.1, "the outputs are all alike"
     torch.testing.assert_close(after, before, atol=atol * float(before.abs().max()), rtol=0)
     report.undo()
     assert [type(m) for m in model.modules()] == classes and torch.equal(run(), before)
 
 
-def test_pickled_model_is_the_hosts_and_a_copy_ours() -> None:
+def test_pickled_and_copied_models_are_the_hosts() -> None:
     model = tiny("vit_small_patch16_rope_224", **TINY)
     classes, before = [type(m) for m in model.modules()], runner(model)()
     with fastkernels.patch(model, ops=["layer_norm", "gelu", "attention_dense"]):
-        ours, patched = [type(m) for m in model.modules()], runner(model)()
         copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    assert [type(m) for m in copied.modules()] == ours != classes and torch.equal(runner(copied)(), patched)
-    assert [type(m) for m in loaded.modules()] == classes and torch.equal(runner(loaded)(), before)
-    fastkernels.patch(loaded, ops="gelu").undo()
+    for found in (copied, loaded):
+        assert [type(m) for m in found.modules()] == classes and torch.equal(runner(found)(), before)
+        fastkernels.patch(found, ops="gelu").undo()
 
 
 def test_attention_stays_with_timm_unless_requested() -> None:

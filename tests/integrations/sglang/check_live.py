@@ -15,6 +15,7 @@ from support.checks import (
     RMS_NORM_TWICE,
     check_all_left,
     check_folder,
+    interrupted,
 )
 from support.hosts.sglang_engine import forced, generate, ids, make_engine
 
@@ -69,6 +70,21 @@ def test_patch_runs_in_the_scheduler_and_undo_is_exact(engine, stock):
     assert generate(engine) == stock
     (reply,) = find_host(engine).call(engine, Request("report"))
     assert reply["rows"] == []
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.02, 0.1, 0.3, 0.6])
+def test_interrupted_patch_is_undone(engine, stock, seconds):
+    if not interrupted(lambda: fastkernels.patch(engine, ops=["rms_norm"]), seconds):
+        fastkernels.unpatch(engine)
+    assert generate(engine) == stock
+    report = fastkernels.patch(engine, ops=["rms_norm"])
+    interrupted(report.undo, seconds / 10)
+    report.undo()
+    assert generate(engine) == stock
+    fastkernels.patch(engine, ops=["rms_norm"])  # without its report
+    fastkernels.unpatch(engine)
+    (reply,) = find_host(engine).call(engine, Request("report"))
+    assert reply["rows"] == [] and generate(engine) == stock
 
 
 def test_a_context_manager_and_a_list_of_ops(engine, stock):

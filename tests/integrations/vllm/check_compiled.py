@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from support.checks import RMS_NORM_BUG
+from support.checks import RMS_NORM_BUG, interrupted
 from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
 import fastkernels
@@ -37,4 +37,23 @@ def test_live_patch_is_compiled_in_and_undo_is_exact(llm, stock):
 def test_a_failure_while_compiling_leaves_everything_as_it_was(llm, stock, candidate):
     with pytest.raises(PatchError, match="a bug in the candidate"):
         fastkernels.patch(llm, ops=["rms_norm"], candidates={"rms_norm": candidate(RMS_NORM_BUG)})
+    assert generate(llm) == stock
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.3, 2.0, 6.0])
+def test_interrupted_patch_is_undone(llm, stock, seconds):
+    """The engine's process finishes the patch, and undoes it before the next request."""
+    if not interrupted(lambda: fastkernels.patch(llm, ops=["rms_norm"]), seconds):
+        fastkernels.unpatch(llm)
+    assert generate(llm) == stock
+    fastkernels.patch(llm, ops=["rms_norm"]).undo()
+
+
+def test_interrupted_undo_is_ended_by_the_next(llm, stock):
+    report = fastkernels.patch(llm, ops=["rms_norm"])
+    interrupted(report.undo, 0.3)
+    report.undo()
+    assert generate(llm) == stock
+    fastkernels.patch(llm, ops=["rms_norm"])  # without its report
+    fastkernels.unpatch(llm)
     assert generate(llm) == stock

@@ -20,6 +20,7 @@ from support.checks import (
     check_all_left,
     check_folder,
     check_own_kernels,
+    interrupted,
 )
 from support.hosts.vllm_engine import first_logprobs, generate, make_llm
 
@@ -355,7 +356,7 @@ def test_every_requested_op_has_a_row(llm, caplog):
     (block,) = [r.getMessage() for r in caplog.records if "patched" in r.getMessage()]
     first, patched, *off = block.splitlines()
     assert first == "vllm 0.32.0, rank 0: 5 modules patched" and patched == "  patched: rms_norm (5 RMSNorm)"
-    assert len(off) == 3 and all(line.startswith("  off: ") for line in off)
+    assert len(off) == 3 and all(line.startswith("  unsupported: ") for line in off)
     with fastkernels.patch(llm, ops="rms_norm") as report:
         assert [row.op for row in report.rows] == ["rms_norm"]
     with pytest.raises(PatchError, match=r"nothing to patch: sampling .*not in a live host"):
@@ -463,3 +464,38 @@ def test_calls_are_recorded(llm, stock, tmp_path):
     assert positions and positions[0] in lengths  # the first decoded token follows its prompt
     (norm,) = [m for m in found.modules if m.cls.endswith(".layernorm:RMSNorm")]
     assert norm.count == 5 and norm.args["hidden_size"] == 128
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.02, 0.1, 0.3])
+def test_interrupted_patch_leaves_everything_as_it_was(llm, seconds):
+    before = modules(llm)
+    if not interrupted(lambda: fastkernels.patch(llm, ops=LEAVES), seconds):
+        fastkernels.unpatch(llm)
+    assert modules(llm) == before and "execute_model" not in vars(worker(llm))
+
+
+@pytest.mark.parametrize("step", ["execute_dummy_batch", "_clear_kv_cache"])
+def test_interrupted_change_is_undone_or_ended_by_the_next(llm, step, monkeypatch):
+    """Ctrl-C in a step of a patch, and in the same step of an undo."""
+    from fk_integrations.vllm import host
+
+    before = modules(llm)
+    owner = host if step == "_clear_kv_cache" else worker(llm)
+    report = fastkernels.patch(llm, ops=LEAVES)
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, step, stop, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            report.undo()
+    report.undo()
+    assert modules(llm) == before
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, step, stop, raising=False)
+        if step == "execute_dummy_batch":
+            with pytest.raises(KeyboardInterrupt):
+                fastkernels.patch(llm, ops=LEAVES)
+    fastkernels.unpatch(llm)
+    assert modules(llm) == before and fastkernels.patch(llm, ops=LEAVES).undo() is None

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fk_integrations.core import reports
-from fk_integrations.core.journal import Journal
+from fk_integrations.core.apply import Patched
 from fk_integrations.vllm import compiled, graphs
 from fk_integrations.vllm import host as vllm
 
@@ -255,13 +255,12 @@ class Worker:
 @pytest.fixture
 def patching(monkeypatch):
     """A patch of vLLM without a model and compiled code."""
-    monkeypatch.setattr(
-        vllm,
-        "apply",
-        lambda *args: SimpleNamespace(
-            journal=Journal(), undo=None, report=list, rows=[], rank=0, request=args[2], seconds={}
-        ),
-    )
+
+    def apply(adapter, model, request, rank, begun):
+        begun(patched := Patched(adapter, model, request, rank))
+        return patched
+
+    monkeypatch.setattr(vllm, "apply", apply)
     monkeypatch.setattr(vllm, "_rank", lambda worker: 0)
     monkeypatch.setattr(compiled, "swap", lambda worker, change, unchanged, *_: change())
     monkeypatch.setattr(reports, "start", lambda *args: None)

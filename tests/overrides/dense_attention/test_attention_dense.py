@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.kernels import warm
 
-from fastkernels.overrides.dense_attention.attention_dense import attention_dense
+from fastkernels.overrides.dense_attention.attention_dense import attention_dense, misaligned
 
 Q, K = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8)
 STARTS = torch.tensor([0, 5], dtype=torch.int32)
@@ -85,3 +85,14 @@ def test_gpu_runs_head_sizes_over_256_as_products(size: int, more: tuple[Any, ..
     assert attention_dense._pick("cuda", args, {}).name == name
     assert attention_dense.fallbacks == {}
     attention_dense.reset()
+
+
+@pytest.mark.parametrize(("dtype", "offset", "declined"), [
+    (torch.float16, 0, False), (torch.float16, 2, True), (torch.bfloat16, 1, True), (torch.float16, 8, False),
+    (torch.float32, 1, False),
+])  # fmt: skip
+def test_cudnn_needs_sixteen_byte_alignment(dtype: torch.dtype, offset: int, declined: bool) -> None:
+    memory = torch.empty(64 + offset, dtype=dtype)
+    assert not memory.data_ptr() % 16
+    moved = memory[offset:].view(1, 2, 2, 16)
+    assert (misaligned(memory[:64], moved) is not None) == declined

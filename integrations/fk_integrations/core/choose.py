@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -22,7 +21,8 @@ from fastkernels.verify.measure import Point, named_shape
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import seam
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.verify.ranks import agree
+from fk_integrations.core.journal import Journal
+from fk_integrations.core.ranks import agree
 
 log = logging.getLogger("fastkernels")
 # Ops whose verification has run on a GPU; others are measured with FASTKERNELS_VERIFY=1.
@@ -37,18 +37,19 @@ class Verified:
 
     measured  {op: lines for the report}
     seconds   of each phase, in the rank that measures
-    back      removes the choices from this process
     """
 
     measured: dict[str, list[str]] = field(default_factory=dict)
     seconds: Seconds = field(default_factory=dict)
-    back: Callable[[], None] = lambda: None
 
 
-def verify(adapter: Adapter, model: Any, request: Request, device: torch.device) -> Verified:
+def verify(
+    adapter: Adapter, model: Any, request: Request, device: torch.device, journal: Journal | None = None
+) -> Verified:
     """Use the verified choices for the model's shapes in this process, in all ranks the same.
 
-    With FASTKERNELS_VERIFY=0 only those that are kept. A failure leaves these shapes to the host, with a warning.
+    With FASTKERNELS_VERIFY=0 only those that are kept. A failure leaves these shapes to the host, with a warning. The
+    journal gets the way back to the choices before; without one they stay.
     """
     wanted = Environment.read().verify
     if device.type != "cuda" and wanted is None:
@@ -67,12 +68,11 @@ def verify(adapter: Adapter, model: Any, request: Request, device: torch.device)
     if adapter.own:  # there may be more engines of ours in this process
         new = {entry.point for entry in entries}
         entries += [entry for entry in tuning.verified(chip) if entry.point not in new]
-    return use(chip, entries, found["lines"], {**seconds, **found["seconds"]})
+    use(chip, entries, journal or Journal())
+    return Verified(found["lines"], {**seconds, **found["seconds"]})
 
 
-def use(
-    chip: str, entries: list[Entry], lines: dict[str, list[str]], seconds: Seconds | None = None
-) -> Verified:
+def use(chip: str, entries: list[Entry], journal: Journal) -> None:
     """Put choices into the tables of this process."""
     before = tuning.verified(chip)
 
@@ -81,8 +81,8 @@ def use(
         for op in OPS.values():
             op.forget()
 
+    journal.add(lambda: put(before))
     put(entries)
-    return Verified(lines, seconds or {}, lambda: put(before))
 
 
 def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list[Point]:

@@ -7,6 +7,7 @@ with its neighbours, and an op of ours would stand in its way.
 from __future__ import annotations
 
 import logging
+import reprlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -62,8 +63,8 @@ class Trial:
 
     def begin(self, holder: Any, sizes: Any, back: Callable[[], None], journal: Journal) -> None:
         """Let the first calls of `holder`, which has a live class, decide; `back` makes it the host's again."""
-        vars(holder)[OWN] = _Own(self, sizes, back)
         journal.add(lambda: vars(holder).pop(OWN, None))
+        vars(holder)[OWN] = _Own(self, sizes, back)
         self.modules += 1
 
     def lines(self) -> list[str]:
@@ -171,15 +172,15 @@ def _decide(
         return Choice(False, False, "undecided")
     place = (own.sizes, call)
     if place not in own.trial.choices:
-        counted = [(op, op.calls, op.plain, dict(op.fallbacks), dict(op.left)) for op in OPS.values()]
+        counted = [(op, op.calls, op.owned, op.plain, op.fallbacks, op.left) for op in OPS.values()]
         run = (partial(theirs, module, *args, **kwargs), partial(ours, module, *args, **kwargs))
         shapes = ", ".join(str(list(t.shape)) for t in tensors)
         kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         found = _measured(*run, device, _cost_of_choosing(args, kwargs))
         text = f"{own.trial.host_class.__name__} {kind} {shapes}: {found.text}"
         own.trial.choices[place] = Choice(found.captured, found.eager, text)
-        for op, calls, plain, fallbacks, left in counted:  # what a measurement runs is no proof
-            op.calls, op.plain, op.fallbacks, op.left = calls, plain, fallbacks, left
+        for op, calls, owned, plain, fallbacks, left in counted:  # what a measurement runs is no proof
+            op.calls, op.owned, op.plain, op.fallbacks, op.left = calls, owned, plain, fallbacks, left
     choice = own.choices[call] = own.trial.choices[place]
     if not any(found.captured or found.eager for found in own.choices.values()):
         own.back()  # without a wrapper of ours from now on
@@ -217,7 +218,7 @@ def _measured(
             interleaved([theirs, ours], calls, device, rounds),
         )
     except Exception as error:  # of a kernel, a compiler or a capture
-        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
         log.warning("a module stays with the host: %s", text)
         return Choice(False, False, f"the host's; {text}")
     alone, graphed = (Ratio.of(*reversed(times)) for times in (eager, in_graph))
@@ -236,11 +237,26 @@ def _different(got: Any, want: Any) -> str | None:
             return f"our result is a {type(got).__name__}"
         return next((why for a, b in zip(got, want, strict=True) if (why := _different(a, b))), None)
     if not isinstance(want, torch.Tensor):
-        return None if got == want else f"our result is {got!r}, the host's {want!r}"
+        same = type(got) is type(want) and got == want
+        return None if same else f"our result is {_shown(got)}, the host's {_shown(want)}"
+    if not isinstance(got, torch.Tensor):
+        return f"our result is {_shown(got)}, the host's {_shown(want)}"
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"our result is {tuple(got.shape)} {got.dtype}, the host's {tuple(want.shape)} {want.dtype}"
     error = float((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30))
     return None if error <= ERRORS.get(want.dtype, 1e-4) else f"our result differs by {error:.2g} of its norm"
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: a tensor by its shape and dtype, all else in at most 80 characters."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return reprlib.repr(value)[:80] if _plain(value) else f"a {type(value).__name__}"
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value prints no tensor."""
+    return isinstance(value, (int, float, complex, str, bytes, bool, type(None)))
 
 
 def _eager(subjects: list[Callable[[], Any]], device: torch.device, rounds: int) -> list[list[float]]:
