@@ -35,7 +35,7 @@ def tables(found: Sequence[Row], note: str = "") -> Iterator[Table]:
 
 
 def measured(nearest: Sequence[Sequence[Gain]]) -> Iterator[Table]:
-    """What a patch gained in the nearest measured models: a line for each model, chip and host."""
+    """Gains of a patch in the nearest measured models: a line for each model, chip and host."""
     if nearest:
         columns = ["model", "chip", "host", "time per token", "prompts", "measured"]
         cells = [
