@@ -24,7 +24,7 @@ import typer
 from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.core.tuning import NO_TABLE
 from fk_bench.core import machine, rows
-from fk_bench.core.early_checks import NEEDS
+from fk_bench.core.needs import NEEDS
 from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row
 from fk_bench.core.runs import missing

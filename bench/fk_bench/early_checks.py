@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile, zip_longest
 from pathlib import Path
 
+from fk_bench.core.needs import NEEDS
+
 # what the words in front of the first option are
 OPS = ("kernels", "export")
 MODELS = ("explain", "describe", "patch-compare")
@@ -18,13 +20,6 @@ OP_OPTIONS = {
 }  # fmt: skip
 # options whose value is an architecture of `list models`, or a folder
 ARCHITECTURE_OPTIONS = {"stubs": ("--model",), "kernels": ("--model",), "tune": ("--model",)}
-# what to give to a command that has no small default
-NEEDS = {
-    "tune": "give a model, as in `fk-bench tune qwen3-8b`, a folder with config.json, or ops, as in"
-    " `fk-bench tune linear`; `fk-bench tune all` measures every op that is dispatched by shape",
-    "patch-compare": "give models, as in `fk-bench patch-compare qwen2.5-7b`, or all; or with --out the folder of an"
-    " earlier run, whose rows are shown",
-}
 
 
 def problem(command: str, words: Sequence[str]) -> str | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
-from fk_bench.core import early_checks, hub, output
+from fk_bench import early_checks
+from fk_bench.core import hub, output
 from fk_bench.e2e import model_configs
 
 # runs a command line, and prints after it whether the heavy libraries were imported
@@ -87,7 +88,7 @@ def test_hub_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPat
 
 
 def test_look_up_without_an_answer_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub.socket, "create_connection", lambda address, timeout: time.sleep(30))
+    monkeypatch.setattr(hub.socket, "create_connection", lambda address, timeout: threading.Event().wait())
     monkeypatch.setattr(hub, "getproxies", dict)
     assert not hub.answers("https://hub.invalid", seconds=0.05)
 
