@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from fk_bench import early_checks
+from fk_bench.core import early_checks
 from fk_bench.core.output import fail
 
 # name: (module:function, one-line description)

@@ -10,10 +10,10 @@ from typing import Any
 
 from fk_bench.core import rows
 from fk_bench.core.checkout import checkout_path
+from fk_bench.core.model_names import PUBLIC, public_name
 from fk_bench.core.rows import Row
 from fk_bench.e2e import ratios
 from fk_bench.e2e.comparison import Load
-from fk_bench.e2e.model_configs import PUBLIC, public_name
 
 GROUP = "models-patched"  # of bench/results/tables.json
 DECODES = 32  # output tokens from which a load measures decoding; shorter ones measure prompts

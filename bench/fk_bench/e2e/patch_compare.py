@@ -24,6 +24,7 @@ import typer
 from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.core.tuning import NO_TABLE
 from fk_bench.core import machine, rows
+from fk_bench.core.hub import ModelError
 from fk_bench.core.needs import NEEDS
 from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row
@@ -31,7 +32,6 @@ from fk_bench.core.runs import missing
 from fk_bench.e2e import sharing
 from fk_bench.e2e.comparison import Comparison, Extent, Load
 from fk_bench.e2e.host import HostFailed, vocab_size
-from fk_bench.e2e.model_configs import ModelError
 from fk_bench.e2e.ratios import COMMAND, over_loads, show, summary
 from fk_bench.serving.config import ConfigError, comma_list
 

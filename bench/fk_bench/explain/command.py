@@ -19,10 +19,11 @@ import typer
 
 from fastkernels.core import registry
 from fk_bench.core import machine, rows
+from fk_bench.core.hub import ModelError
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Subject
 from fk_bench.e2e import gains
-from fk_bench.e2e.model_configs import ModelError, load_config
+from fk_bench.e2e.model_configs import load_config
 from fk_bench.explain import tables
 from fk_bench.explain.cost_model import PHASES, Call, Step, step
 from fk_bench.explain.timing import HOSTS, Measured, ProviderTime, measure

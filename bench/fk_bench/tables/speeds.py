@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from fk_bench.core.model_names import PUBLIC, hub_name
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e import ratios
-from fk_bench.e2e.model_configs import PUBLIC, hub_name
 from fk_bench.e2e.ratios import COMMAND, ENGINE, OUTPUT
 from fk_bench.explain.tables import Table
 from fk_bench.tables.origin import Files, machine, origin

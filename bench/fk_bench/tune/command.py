@@ -22,11 +22,13 @@ from fastkernels.core.tuning import REACH, Entry, Table, TableError
 from fastkernels.models.common.registry import models
 from fastkernels.verify.phases import Seconds, timed
 from fk_bench.core import rows
+from fk_bench.core.hub import ModelError
 from fk_bench.core.machine import torch_device
+from fk_bench.core.model_names import is_model
 from fk_bench.core.needs import NEEDS
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.model_configs import ModelError, is_model, load_config
+from fk_bench.e2e.model_configs import load_config
 from fk_bench.kernels import report
 from fk_bench.tune import tuner
 from fk_bench.tune.choice import Choice

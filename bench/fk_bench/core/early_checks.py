@@ -55,20 +55,20 @@ def _check(command: str, words: Sequence[str]) -> None:
                 if model and not known and not Path(model).expanduser().exists():
                     raise UnknownName("model", model, models())
     if command == "tune":
-        from fk_bench.e2e import model_configs
+        from fk_bench.core import model_names
 
         for word in first:
             if word in op_modules() or word == "all":
                 continue
-            if not model_configs.is_model(word):
+            if not model_names.is_model(word):
                 raise UnknownName("op", word, op_modules())
-            model_configs.check_name(word)
+            model_names.check_name(word)
     elif command in MODELS:
-        from fk_bench.e2e import model_configs
+        from fk_bench.core import model_names
 
         for word in first:
             if (command, word) != ("patch-compare", "all"):
-                model_configs.check_name(word)
+                model_names.check_name(word)
     elif command in CHECKPOINTS or command == "serve-compare":
         hosts = {host for v in _values(words, "--hosts") for host in v.split(",")}
         attached = any(word.partition("=")[0] == "--attach" for word in words)
