@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Write the generated pages of the docs site: ops, models, commands and environment variables, from the code itself.
 
-`make docs` runs it before the build. The pages are not in git: `docs/reference/*.md` but `api.md`.
+`make docs` runs it before the build. The pages are in git, so that a checkout has them; a test compares them with the
+code.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ def commands() -> str:
 
     lines = [
         "# Commands", "",
-        "Every command runs without options on a small default, prints tables for people and ends standard output with",
-        "one line of JSON; `--json` leaves only that line. The exit status is not 0 when anything failed.", "",
+        "Commands print tables for people. With `--json`, or if standard output is no terminal, it ends with one line",
+        "of JSON; `--json` leaves only that line. The exit status is not 0 when anything failed.", "",
         row("command", "purpose"), row("---", "---"),
     ]  # fmt: skip
     lines += [row(f"[`fk-bench {name}`](#fk-bench-{name})", line) for name, (_, line) in cli.COMMANDS.items()]
@@ -137,6 +138,8 @@ def commands() -> str:
             default = (
                 "" if p.default in (None, False, (), [], "") or callable(p.default) else f"`{p.default}`"
             )
+            if p.default == sys.executable:  # a path of this machine
+                default = "the interpreter of `fk-bench`"
             lines.append(row(flags, default, getattr(p, "help", None) or ""))
     return "\n".join([*lines, ""])
 
@@ -177,8 +180,14 @@ def environment() -> str:
 
 PAGES = {"ops.md": ops, "models.md": models, "commands.md": commands, "environment.md": environment}
 
+
+def page(name: str) -> str:
+    """The whole text of a page in `PAGES`."""
+    return f"{GENERATED}\n\n{PAGES[name]()}"
+
+
 if __name__ == "__main__":
-    for page, make in PAGES.items():
+    for name in PAGES:
         FOLDER.mkdir(exist_ok=True)
-        (FOLDER / page).write_text(f"{GENERATED}\n\n{make()}")
-        print(f"docs/reference/{page}")
+        (FOLDER / name).write_text(page(name))
+        print(f"docs/reference/{name}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
+
+from fk_bench.core import early_checks
+from fk_bench.core.output import fail
 
 # name: (module:function, one-line description)
 COMMANDS = {
@@ -124,6 +126,8 @@ def main(argv: list[str] | None = None) -> None:
         from fastkernels.core.registry import UnknownName
 
         _end(str(UnknownName("command", args[0], COMMANDS)))
+    if (wrong := early_checks.problem(args[0], args[1:])) is not None:
+        _end(wrong)
     try:
         status = build(args[0])(args, prog_name="fk-bench", standalone_mode=False)
     except BrokenPipeError:
@@ -140,11 +144,9 @@ def main(argv: list[str] | None = None) -> None:
     raise SystemExit(status if isinstance(status, int) else 0)
 
 
-def _end(message: str) -> None:
+def _end(message: str) -> NoReturn:
     line = " ".join(message.split())
-    print(f"error: {line}", file=sys.stderr)
-    print(json.dumps({"ok": False, "error": line}))
-    raise SystemExit(2)
+    fail(line)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ class DuplicateName(ValueError):
     """Two files claim one name. The message names both."""
 
 
+# the note of a host class whose op was never measured in a host
+NOT_MEASURED = "off by default: its op has no `by_default` yet, which follows a measurement in a host"
 # Functional ops of this process without a file in `overrides/`, such as those of a plugin.
 defined: set[str] = set()
 OPS_ROOT = Path(__file__).resolve().parents[1] / "overrides"
@@ -101,7 +103,10 @@ def get(name: str) -> OpSpec:
     spec, targets = op_module(name).SPEC, []
     for host in host_modules().get(family(name), ()):
         listed = importlib.import_module(host).TARGETS.get(name, ())
-        targets += [replace(target, module=host) for target in listed]
+        for target in listed:
+            unmeasured = target.default and not spec.by_default
+            note = target.note or (NOT_MEASURED if unmeasured else "")
+            targets.append(replace(target, module=host, default=target.default and not unmeasured, note=note))
     return replace(spec, targets=tuple(targets))
 
 

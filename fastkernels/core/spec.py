@@ -45,7 +45,7 @@ class Target:
     cls       name of our class (or function)
     seam      a key of SEAMS
     versions  PEP 440 specifier of the host versions that the class is for, '' for all
-    default   whether patch() without a list of ops applies it
+    default   whether patch() without a list of ops applies it, if the op's `by_default` is set
     tried     whether patch() without a list of ops lets the first calls decide, on a GPU, by time against the host
     note      why the class is not applied to live hosts, or how it differs from the host's
     compiled  with `tried`: chips on which code that torch.compile traces keeps ours, which was measured to be faster
@@ -155,6 +155,8 @@ class OpSpec:
 
     How it is used:
     targets      the host classes and functions that it replaces
+    by_default   patch() without a list of ops may replace modules by it: set it after a measurement in a host, or a
+                 decision. Without it, `default` of every target is False
     calls        ops that the modules of this op call
     parts        ops whose modules are submodules of this op's modules, standalone and in our engine
     by_table     functional op whose tuned table decides whether the modules go into a host by default, where it is
@@ -182,6 +184,7 @@ class OpSpec:
     build: Callable[[type, list[Any]], Callable[[], Any]] | None = None
     op: Any = None
     targets: tuple[Target, ...] = ()
+    by_default: bool = False
     tolerance: Mapping[str, Tolerance] = field(default_factory=lambda: dict(TOLERANCE))
     calls: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()

@@ -30,7 +30,9 @@ OPS: dict[str, Callable[[int], None]] = {
     "others": partial(kernels.others, LLAMA),
 }  # fmt: skip
 # Kernels with larger tiles for larger tensors: those with one scale per tensor, and elementwise ones.
-TILES = {"_absmax_kernel", "_tensor_kernel", "_gelu_kernel", "_quick_gelu_kernel", "_l2_norm_kernel"}
+TILES = {
+    "_absmax_kernel", "_tensor_kernel", "_gelu_kernel", "_quick_gelu_kernel", "_l2_norm_kernel", "_softplus_kernel",
+}  # fmt: skip
 TWICE = {"_rms_norm_kernel", "_gemma_rms_norm_kernel"}  # kernels that read many long rows twice
 
 

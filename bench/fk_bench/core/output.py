@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 
-def fail(message: str, status: int = 2) -> NoReturn:
-    """Print an error on standard error and end the command."""
+def fail(message: str, status: int = 2, **more: Any) -> NoReturn:
+    """Print an error on standard error, and for machines as the last line; end the command."""
     print(f"error: {message}", file=sys.stderr)
+    last_line({**more, "ok": False, "error": next(iter(message.splitlines()), "")})
     raise SystemExit(status)
 
 
@@ -39,5 +40,6 @@ def _cell(value: Any) -> str:
 
 
 def last_line(data: dict[str, Any]) -> None:
-    """The line of JSON that ends standard output."""
-    print(json.dumps(data), flush=True)
+    """Print the line of JSON that ends standard output: with --json, or into a pipe or a file."""
+    if "--json" in sys.argv or not sys.stdout.isatty():
+        print(json.dumps(data), flush=True)

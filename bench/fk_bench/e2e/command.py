@@ -235,7 +235,8 @@ def e2e_command(
 
 def sizes_of(model: str, folder: Path) -> str:
     """A folder with the config.json of a public model, if `model` is the name of one; else `model` itself."""
-    from fk_bench.e2e.model_configs import load_config, public_name
+    from fk_bench.core.model_names import public_name
+    from fk_bench.e2e.model_configs import load_config
 
     if public_name(model) is None:
         return model

@@ -2,49 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastkernels.models.common.checkpoint import CheckpointError
-from fastkernels.models.common.checks import check_file
-from fastkernels.models.common.config import from_transformers, plain, text_model
-from fastkernels.models.common.quantization import with_own_file
 from fastkernels.models.common.registry import architectures, by_architecture, models
-
-# {short name: (model type, fields)}: sizes that the model files list, for machines without access to the hub.
-PUBLIC: dict[str, tuple[str, dict[str, Any]]] = {
-    hub_id.rpartition("/")[2].lower(): (m.arch.model_type, dict(fields))
-    for m in models().values()
-    for hub_id, fields in m.arch.public.items()
-}
-_HUB_NAMES = {
-    hub_id.rpartition("/")[2].lower(): hub_id.rpartition("/")[2]
-    for m in models().values()
-    for hub_id in m.arch.public
-}
-_OWNERS = {"", *(hub_id.partition("/")[0].lower() for m in models().values() for hub_id in m.arch.public)}
-
-
-class ModelError(ValueError):
-    """A model without a usable config; the message says why, and what to give instead."""
-
-
-def public_name(model: str) -> str | None:
-    """The key of PUBLIC for a name like 'meta-llama/Llama-3.1-8B-Instruct'; None for other names and for paths."""
-    owner, _, last = model.strip().rpartition("/")
-    name = last.lower()
-    public = name if name in PUBLIC else re.sub(r"(-(instruct|base|chat|hf))?(-v[\d.]+)?$", "", name)
-    known = public in PUBLIC and owner.lower() in _OWNERS and not Path(model).expanduser().exists()
-    return public if known else None
-
-
-def hub_name(model: str) -> str:
-    """The name on the hub of a key of PUBLIC, such as Llama-3.2-3B; other names unchanged."""
-    return _HUB_NAMES.get(model, model)
+from fk_bench.core.hub import ModelError
+from fk_bench.core.model_names import PUBLIC, check_name, public_name, unknown
 
 
 def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
@@ -55,6 +20,9 @@ def load_config(model: str, quantized: bool = False) -> tuple[str, Any]:
 
     Raises ModelError, and Unsupported for a quantization in a file of its own that cannot be read.
     """
+    from fastkernels.models.common.config import text_model
+    from fastkernels.models.common.quantization import with_own_file
+
     path, public = Path(model).expanduser(), public_name(model)
     if public is not None:
         kind, sizes = PUBLIC[public]
@@ -89,6 +57,8 @@ def _check_generates(model: str, architecture: str) -> None:
 
 def _of_type(kind: str, fields: Mapping[str, Any]) -> Any:
     """The config with these fields; others have transformers' defaults."""
+    from fastkernels.models.common.config import plain
+
     names = [next(m.arch.names[0] for m in models().values() if m.arch.model_type == kind)]
     found = plain({**fields, "model_type": kind, "architectures": names})
     if found is not None:  # importing transformers takes seconds
@@ -104,12 +74,13 @@ def _read(model: str, path: Path) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    from fastkernels.models.common.checkpoint import CheckpointError
+    from fastkernels.models.common.checks import check_file
+    from fastkernels.models.common.config import from_transformers
+
+    check_name(model)
     if path.is_file():
         path = path.parent
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json: give the folder of a checkpoint, or of a config alone")
-    if not path.is_dir() and not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", model):
-        raise ModelError(_unknown(model))
     name, _, revision = model.partition("@")
     try:
         if path.is_dir():
@@ -125,12 +96,4 @@ def _read(model: str, path: Path) -> Any:
                 f"{path / 'config.json'} cannot be used: {' '.join(str(error).split())}"
             ) from error
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelError(f"{_unknown(model)} The hub has no config for it: {why}") from error
-
-
-def _unknown(model: str) -> str:
-    known = [*PUBLIC, *models()]
-    close = difflib.get_close_matches(model.lower().rpartition("/")[2], known, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    forms = "a folder with a config.json, a hub id OWNER/NAME, or one of"
-    return f"unknown model {model!r}.{hint} Give {forms} {', '.join(known)}."
+        raise ModelError(f"{unknown(model)} The hub has no config for it: {why}") from error

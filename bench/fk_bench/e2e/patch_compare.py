@@ -24,12 +24,14 @@ import typer
 from fastkernels.core.registry import UnknownName, check_names
 from fastkernels.core.tuning import NO_TABLE
 from fk_bench.core import machine, rows
+from fk_bench.core.hub import ModelError
+from fk_bench.core.needs import NEEDS
 from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row
+from fk_bench.core.runs import missing
 from fk_bench.e2e import sharing
 from fk_bench.e2e.comparison import Comparison, Extent, Load
 from fk_bench.e2e.host import HostFailed, vocab_size
-from fk_bench.e2e.model_configs import ModelError
 from fk_bench.e2e.ratios import COMMAND, over_loads, show, summary
 from fk_bench.serving.config import ConfigError, comma_list
 
@@ -127,6 +129,8 @@ def patch_compare_command(
     Without a model, the rows of --out are shown.
     """
     start = time.monotonic()
+    if not models and out is None:
+        fail(NEEDS["patch-compare"])
     try:
         loads = loads or (ENGINE_LOADS if with_engine else DEFAULT_LOADS)
         plan = [
@@ -161,8 +165,8 @@ def patch_compare_command(
         interpreter = machine.absolute(python or sys.executable)
         if models:
             _check_installed(host, interpreter)
-        elif out is None or not (out / "rows.jsonl").is_file():
-            raise ConfigError("without a model, --out must be the folder of an earlier run's rows.jsonl")
+        elif out is not None and not (out / "rows.jsonl").is_file():
+            raise ConfigError(missing(out))
         folder = out or Path("fk-bench-runs") / time.strftime(f"{COMMAND}-%Y%m%d-%H%M%S")
         folder.mkdir(parents=True, exist_ok=True)
     except (ConfigError, UnknownName) as error:

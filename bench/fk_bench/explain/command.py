@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,9 +19,11 @@ import typer
 
 from fastkernels.core import registry
 from fk_bench.core import machine, rows
+from fk_bench.core.hub import ModelError
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Subject
-from fk_bench.e2e.model_configs import ModelError, load_config
+from fk_bench.e2e import gains
+from fk_bench.e2e.model_configs import load_config
 from fk_bench.explain import tables
 from fk_bench.explain.cost_model import PHASES, Call, Step, step
 from fk_bench.explain.provider_times import HOSTS, Measured, ProviderTime, measure
@@ -151,12 +153,13 @@ def explain_command(
         ]
     except (ConfigError, ModelError, ValueError, LookupError) as error:
         fail(str(error))
-    _run(steps, host, timer, peaks, compilers, _directory(out), markdown, json)
+    measured = _measured(name, config, host)
+    _run(steps, host, timer, peaks, compilers, _directory(out), markdown, json, measured)
 
 
 def _run(
     steps: list[Step], host: str, timer: str, peaks: roofline.Peaks | None, compilers: bool, folder: Path,
-    markdown: bool, quiet: bool,
+    markdown: bool, quiet: bool, measured: list[list[gains.Gain]],
 ) -> None:  # fmt: skip
     path, base = folder / "rows.jsonl", _base()
     known: dict[str, Measured] = {}
@@ -179,14 +182,27 @@ def _run(
             print(tables.markdown(title, columns, cells)) if markdown else table(title, columns, cells)
         for reason in tables.reasons(made):
             print(reason)
+        if not markdown:
+            for title, columns, cells in tables.measured(measured):
+                table(title, columns, cells)
         print(f"rows: {path}\n")
     first = steps[0]
     last_line({
         "command": COMMAND, "ok": True, "model": first.model, "architecture": first.architecture, "host": host,
         "gpu": peaks.name if peaks is not None else None, "timer": timer, "phase": first.phase,
         "tensor_parallel": first.tensor_parallel, "dtype": first.dtype, **answers[0],
-        "steps": answers, "rows": str(path),
+        "steps": answers, "measured": [asdict(gain) for group in measured for gain in group], "rows": str(path),
     })  # fmt: skip
+
+
+def _measured(name: str, config: Any, host: str) -> list[list[gains.Gain]]:
+    """Measured gains of the models nearest to this one; none in an installation without bench/results."""
+    try:
+        known = gains.shipped()
+    except FileNotFoundError:
+        return []
+    sizes = {key: getattr(config, key, None) or 0 for key in ("hidden_size", "num_hidden_layers")}
+    return gains.nearest(known, name, config.model_type, gains.size(sizes), host)
 
 
 def _answer(sums: dict[str, float]) -> dict[str, Any]:

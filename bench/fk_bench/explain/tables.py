@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fk_bench.core.model_names import hub_name
 from fk_bench.core.rows import Row
+from fk_bench.e2e.comparison import Load
+from fk_bench.e2e.gains import Gain
 from fk_bench.kernels.judge.clock import roofline
 
 Table = tuple[str, list[str], list[list[str]]]
@@ -29,6 +32,27 @@ def tables(found: Sequence[Row], note: str = "") -> Iterator[Table]:
         yield _title(each, note), *(_timed(calls, each) if timed else _floors(calls, each))
     if len(steps) > 1 and all("floor_ms" in s.metrics for s in steps):
         yield _growth(steps)
+
+
+def measured(nearest: Sequence[Sequence[Gain]]) -> Iterator[Table]:
+    """Gains of a patch in the nearest measured models: a line for each model, chip and host."""
+    if nearest:
+        columns = ["model", "chip", "host", "time per token", "prompts", "measured"]
+        cells = [
+            [hub_name(found[0].model), found[0].chip, found[0].host, _at(found, True), _at(found, False),
+             max(gain.date for gain in found)]
+            for found in nearest
+        ]  # fmt: skip
+        yield (
+            "Measured gains of the nearest models (REQUESTSxINPUT+OUTPUT tokens; above 1 is faster)",
+            columns,
+            cells,
+        )
+
+
+def _at(found: Sequence[Gain], decoding: bool) -> str:
+    mine = sorted((g for g in found if g.decoding == decoding), key=lambda g: Load.parse(g.load).requests)
+    return ", ".join(f"{gain.load}: {gain.ratio:.2f}" for gain in mine)
 
 
 def _key(row: Row) -> tuple[object, ...]:

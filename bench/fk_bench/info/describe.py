@@ -12,8 +12,9 @@ import typer
 from fastkernels.core import registry
 from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.plan import SIZES, Item, Plan, plan
+from fk_bench.core.hub import ModelError
 from fk_bench.core.output import fail, last_line, table
-from fk_bench.e2e.model_configs import ModelError, load_config
+from fk_bench.e2e.model_configs import load_config
 from fk_bench.kernels.judge.clock import roofline
 
 GPU = "NVIDIA H200"
@@ -82,9 +83,10 @@ def describe_command(
     dtype: Annotated[
         str, typer.Option(help=f"of the weights: {', '.join(SIZES)}; by default the config's")
     ] = "",
-    plain: Annotated[bool, typer.Option("--plain", help="one line a module, for diff")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="one line per module, for diff")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
 ) -> None:
-    """Print the plan of a model: neither weights nor a GPU are needed. The last line is JSON."""
+    """Print the plan of a model: neither weights nor a GPU are needed."""
     if context < 1:
         fail(f"--context {context}: a sequence has at least 1 token")
     if dtype and dtype not in SIZES:
@@ -105,10 +107,11 @@ def describe_command(
         for path, item, count in grouped(made.items)
     ]  # fmt: skip
     columns = ("module", "op", "arguments", "parameters", "shared by", "count")
-    table(f"{name}: {made.architecture}, {made.dtype}", columns, rows)
     cost, hosts = costs(made, context, gpu), patched(made)
-    table("costs", ("of one token", ""), _readable(cost))
-    table("fastkernels.patch()", ("host", "ops that it considers by default"), sorted(hosts.items()))
+    if not json_only:
+        table(f"{name}: {made.architecture}, {made.dtype}", columns, rows)
+        table("costs", ("of one token", ""), _readable(cost))
+        table("fastkernels.patch()", ("host", "ops that it considers by default"), sorted(hosts.items()))
     last_line({"command": "describe", "ok": True, "model": name, "architecture": made.architecture,
                "dtype": made.dtype, "modules": len(made.items), **cost, "patched": hosts})  # fmt: skip
 
@@ -118,8 +121,8 @@ def _readable(cost: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("parameters", f"{cost['parameters'] / 1e9:.3f} billion, {cost['weight_bytes'] / 2**30:.2f} GiB"),
         ("read by a decode step", f"{cost['read_bytes_per_token'] / 2**30:.2f} GiB of weights"),
-        ("KV cache", f"{cost['kv_bytes_per_token'] / 1024:.1f} KiB a token"),
+        ("KV cache", f"{cost['kv_bytes_per_token'] / 1024:.1f} KiB per token"),
         (f"decode at {cost['context']} tokens", f"{cost['decode_flops'] / 1e9:.2f} GFLOP, at least {floor:.0f} us"
          f" on {cost['gpu']}"),
-        (f"prefill of {cost['context']} tokens", f"{cost['prefill_flops_per_token'] / 1e9:.2f} GFLOP a token"),
+        (f"prefill of {cost['context']} tokens", f"{cost['prefill_flops_per_token'] / 1e9:.2f} GFLOP per token"),
     ]  # fmt: skip

@@ -18,6 +18,11 @@ def newest(host: str, version: str | None) -> str:
     """The requested version, or the newest recorded one. Raises ExportError, UnknownName."""
     from fk_integrations.core.signature_diff import hosts, versions
 
+    if host == "torch":
+        raise ExportError(
+            "classes of torch.nn have no fork to be put into: export for one of vllm, sglang, transformers, diffusers"
+            " or timm, or replace them in a live model with fastkernels.patch(model, ops=[...])"
+        )
     if host not in hosts():
         raise registry.UnknownName("host", host, hosts())
     known = versions(host)

@@ -120,7 +120,7 @@ def list_command(
     ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
 ) -> None:
-    """List the ops, the hosts or the models. The last line is JSON."""
+    """List the ops, the hosts or the models."""
     if what not in WHAT:
         fail(str(registry.UnknownName("list", what, WHAT)))
     if definition is not None:

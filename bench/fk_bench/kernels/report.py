@@ -14,6 +14,7 @@ from typing import Any
 from fk_bench.core import pages, rows, stats
 from fk_bench.core.output import table
 from fk_bench.core.rows import Row, Status, Untimed
+from fk_bench.core.runs import missing
 from fk_bench.core.text import printable
 from fk_bench.serving.config import ConfigError
 
@@ -261,7 +262,7 @@ def render(run: Path, found: Sequence[Row] | None = None, warnings: Sequence[str
     if found is None:
         file = run / "rows.jsonl"
         if not file.is_file():
-            raise ConfigError(f"no such run: {run} (it has no rows.jsonl)")
+            raise ConfigError(missing(run))
         found, warnings = rows.read(file)
     if not latest(found):
         raise ConfigError(f"{run / 'rows.jsonl'} has no judged case")

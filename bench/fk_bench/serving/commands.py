@@ -15,6 +15,7 @@ import typer
 
 from fk_bench.core.output import last_line, table
 from fk_bench.core.panels import grouped
+from fk_bench.core.runs import missing
 from fk_bench.serving import options
 from fk_bench.serving.config import CompareConfig, ConfigError, comma_list, resumed
 from fk_bench.serving.options import JSON
@@ -180,10 +181,13 @@ def report_command(
     json_only: JSON = False,
 ) -> None:
     """Render RUN/report.html again from RUN/rows.jsonl."""
+    folder = run if run.is_dir() else run.parent
+    if not (run.exists() and (folder / "rows.jsonl").is_file()):
+        _fail("report", missing(run))
     from fk_bench.serving.report import page
 
     try:
-        path = page.render(run if run.is_dir() else run.parent)
+        path = page.render(folder)
     except ConfigError as error:
         _fail("report", str(error))
     if not json_only:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fk_bench.core import rows, stats
 from fk_bench.core.rows import Row
+from fk_bench.core.runs import missing
 from fk_bench.serving.config import ConfigError
 from fk_bench.serving.summary import HIGHER_IS_BETTER, Cell, cells
 
@@ -22,7 +23,7 @@ def load(path: Path) -> tuple[list[Row], list[str]]:
     """The rows of a run, and warnings about its lines. Raises ConfigError if there is no run."""
     file = path / "rows.jsonl" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"no such run: {path} (a folder with rows.jsonl, or that file)")
+        raise ConfigError(missing(path))
     found, warnings = rows.read(file)
     if not found:
         raise ConfigError(f"{path} has no result row" + (f": {warnings[0]}" if warnings else ""))

@@ -19,9 +19,10 @@ from typing import Annotated
 import typer
 
 from fk_bench.core.output import fail, last_line
+from fk_bench.e2e.gains import GROUP
 from fk_bench.explain.tables import Table
 from fk_bench.serving.config import ConfigError
-from fk_bench.tables import figure, layers, patch, servers, speeds, steps
+from fk_bench.tables import figure, gains, layers, model_plot, patch, servers, speeds, steps
 from fk_bench.tables.kernels import kernels
 from fk_bench.tables.origin import Files
 from fk_bench.tables.results import GROUPS, Results, take
@@ -30,6 +31,7 @@ Maker = Callable[[Files], Iterator[Table]]
 # {name of a table: (function, default group)}
 TABLES: dict[str, tuple[Maker, str]] = {
     "summary": (servers.summary_table, "summary"),
+    "gains": (gains.table, GROUP),
     "hosts": (servers.hosts, "hosts"),
     "tails": (servers.tails, "hosts"),
     "loads": (servers.loads, "hosts"),
@@ -57,7 +59,13 @@ OTHERS = {
 }
 DOCUMENTS = ("README.md", "docs/*.md", "docs/reports/*.md")
 RESULTS = "bench/results"
-FIGURE, FIGURE_GROUP = "docs/assets/speedup.svg", "hosts"
+# {figure: (function, group)}; a figure is made if a document shows it
+FIGURES: dict[str, tuple[Callable[[Files], str], str]] = {
+    "docs/assets/models.svg": (gains.figure, GROUP),
+    "docs/assets/speedup.svg": (figure.speedup, "hosts"),
+    "docs/assets/text-models.svg": (model_plot.text, "2026-11-speeds"),
+    "docs/assets/image-models.svg": (model_plot.images, "2026-11-speeds"),
+}
 MARKER = re.compile(
     r"^<!-- table: *(?P<what>[^\n]*?) *-->\n(?P<body>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL
 )
@@ -117,10 +125,11 @@ def outputs(root: Path, results: Results) -> dict[str, tuple[str, str]]:
         for path in sorted(root.glob(pattern)):
             name, before = path.relative_to(root).as_posix(), path.read_text()
             made[name] = before, rewritten(before, results, name)
-    if any(Path(FIGURE).name in before for before, _ in made.values()):
-        path = root / FIGURE
-        drawn = figure.speedup(results.load(FIGURE_GROUP)[0])
-        made[FIGURE] = path.read_text() if path.is_file() else "", drawn
+    documents = [before for before, _ in made.values()]
+    for name, (draw, group) in FIGURES.items():
+        if any(f"{Path(name).name})" in before for before in documents):
+            path = root / name
+            made[name] = path.read_text() if path.is_file() else "", draw(results.load(group)[0])
     return made
 
 
@@ -146,6 +155,7 @@ def tables_command(
         list[str] | None,
         typer.Option(help="[FOLDER=]NAME: name of a local model in tables (default: the folder's name)"),
     ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
 ) -> None:
     """Write the tables of README.md and docs/ and the README's figure from bench/results, or check them."""
     found = Results(results or root / RESULTS)
@@ -162,12 +172,15 @@ def tables_command(
         changed = {name: texts for name, texts in outputs(root, found).items() if texts[0] != texts[1]}
         for name, (before, after) in changed.items():
             if check:
-                _show(name, before, after)
+                if not json_only:
+                    _show(name, before, after)
             else:
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 (root / name).write_text(after)
     except (ConfigError, OSError, json.JSONDecodeError) as error:
         fail(str(error))
+    if not (check or json_only):
+        print(f"written: {', '.join(changed)}" if changed else "every document is up to date")
     last_line({"command": "tables", "ok": not (check and changed), "changed": list(changed), "taken": taken})
     if check and changed:
         print(f"{', '.join(changed)}: out of date; run `fk-bench tables`", file=sys.stderr)

@@ -26,6 +26,7 @@ GROUPS = {
     "explain": ("explain",),
     "models": ("patch-models",),
     "engines": ("patch-engine",),
+    "models-patched": ("models", "engines"),
     "steps": ("kernels", "linear", "attention", "explain", "servers-vllm"),
 }
 DATED = re.compile(r"\d{4}-\d\d-")  # groups of a dated report begin with its month

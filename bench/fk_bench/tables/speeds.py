@@ -11,12 +11,12 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from fk_bench.core.model_names import PUBLIC, hub_name
 from fk_bench.core.rows import Row, Status
 from fk_bench.e2e import ratios
-from fk_bench.e2e.model_configs import PUBLIC, hub_name
 from fk_bench.e2e.ratios import COMMAND, ENGINE, OUTPUT
 from fk_bench.explain.tables import Table
-from fk_bench.tables.origin import Files, machine
+from fk_bench.tables.origin import Files, machine, origin
 
 LOADS = "1x512+128", "32x512+128", "64x1024+128"
 FORMATS = "formats"  # the command of bench/experiments/checkpoints/formats.py
@@ -46,19 +46,20 @@ def text(files: Files) -> Iterator[Table]:
         if not any(f"{OUTPUT}_{ENGINE}_ratio" in line for line in lines.values()):
             continue
         of_loads = [lines.get(load, {}) for load in LOADS]
-        stock = [line.get(f"stock_{OUTPUT}") for line in of_loads]
         kind = PUBLIC[model][0] if model in PUBLIC else ""
         cells.append([
-            hub_name(model), chip, _joined(stock, _rate), *_ratios([line.get(f"{OUTPUT}_ratio") for line in of_loads]),
-            *_ratios([line.get(f"{OUTPUT}_{ENGINE}_ratio") for line in of_loads]), *_source(kind, file, found),
+            hub_name(model), chip, *_each([line.get(f"{OUTPUT}_ratio") for line in of_loads]),
+            *_each([line.get(f"{OUTPUT}_{ENGINE}_ratio") for line in of_loads]), *_source(kind, file, found)[:2],
         ])  # fmt: skip
         used += found
     if cells:
         at = _at(LOADS)
         columns = [
-            "model", "chip", "stock vLLM, tok/s", "patched / stock", "mean", "our engine / stock", "mean", *SOURCE,
+            "model", "chip", *(f"patched, {_requests(load)}" for load in LOADS),
+            *(f"our engine, {_requests(load)}" for load in LOADS), *SOURCE[:2],
         ]  # fmt: skip
-        yield f"Output tokens/s at {at} ({machine(used)}):", columns, cells
+        title = f"Output tokens/s over stock vLLM's at {at}; columns: requests ({origin(used, files)}):"
+        yield title, columns, cells
 
 
 def formats(files: Files) -> Iterator[Table]:
@@ -111,16 +112,19 @@ def images(files: Files) -> Iterator[Table]:
                     name,
                     str(size),
                     chip,
-                    _joined(host, _rate),
-                    *_ratios(pairs),
-                    *_source(model, file, found),
+                    *_each(pairs),
+                    *_source(model, file, found)[:2],
                 ]
             )
             used += found
     if cells:
         at = ", ".join(map(str, BATCHES))
-        columns = ["model", "host", "pixels", "chip", "host, images/s", "patched / host", "mean", *SOURCE]
-        yield f"Images per second at batch {at} ({machine(used)}):", columns, cells
+        columns = ["model", "host", "pixels", "chip", *(f"batch {batch}" for batch in BATCHES), *SOURCE[:2]]
+        yield (
+            f"Images per second, patched over the host, at batch {at} ({origin(used, files)}):",
+            columns,
+            cells,
+        )
     yield from _pipelines(files)
 
 
@@ -234,8 +238,13 @@ def _ratios(values: Sequence[float | None]) -> list[str]:
     return [_joined(values, "{:.3f}".format), mean]
 
 
-def _rate(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+def _each(values: Sequence[float | None]) -> list[str]:
+    """Return one cell per ratio."""
+    return ["" if value is None else f"{value:.3f}" for value in values]
+
+
+def _requests(load: str) -> str:
+    return load.partition("x")[0]
 
 
 def _joined(values: Sequence[float | None], shown: Callable[[float], str]) -> str:

@@ -22,10 +22,13 @@ from fastkernels.core.tuning import REACH, Entry, Table, TableError
 from fastkernels.models.common.registry import models
 from fastkernels.verify.phases import Seconds, timed
 from fk_bench.core import rows
+from fk_bench.core.hub import ModelError
 from fk_bench.core.machine import torch_device
+from fk_bench.core.model_names import is_model
+from fk_bench.core.needs import NEEDS
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status, Subject
-from fk_bench.e2e.model_configs import ModelError, load_config, public_name
+from fk_bench.e2e.model_configs import load_config
 from fk_bench.kernels import report
 from fk_bench.tune import tuner
 from fk_bench.tune.choice import Choice
@@ -52,7 +55,7 @@ def tune_command(
     ops: Annotated[
         list[str] | None,
         typer.Argument(
-            help="a model, for all its shapes; or op names (default: all that are dispatched by shape)"
+            help="a model, for all its shapes; or op names; all: every op that is dispatched by shape"
         ),
     ] = None,
     model: Annotated[
@@ -122,6 +125,12 @@ def tune_command(
     from fk_bench.kernels.judge.processes.sides import Sides
     from fk_bench.kernels.judge.processes.zygote import ZygoteError
 
+    if not ops and not model:
+        fail(NEEDS["tune"])
+    if ops and "all" in ops:
+        if len(ops) > 1:
+            fail(f"all and {', '.join(op for op in ops if op != 'all')}: give one or the other")
+        ops = None
     start, where = time.perf_counter(), torch_device(device)
     chip = tuning.chip_of(where)
     if against not in ("production", "host"):
@@ -201,7 +210,17 @@ def tune_command(
         given = [word for name, value in words.items() if value for word in (name, value)]
         given += [word for text in shape or () for word in ("--shape", text)]
         given += [word for text in provider or () for word in ("--provider", text)]
-        again = shlex.join(["fk-bench", "tune", *(ops or ()), *given, "--missing", "--out", str(path)])
+        again = shlex.join(
+            [
+                "fk-bench",
+                "tune",
+                *(ops or ([] if model else ["all"])),
+                *given,
+                "--missing",
+                "--out",
+                str(path),
+            ]
+        )
         state.say(
             f"{stopped}: {len(points) - state.done} of {len(points)} points are left. To continue: {again}"
         )
@@ -377,7 +396,7 @@ def _to_compile(points: Sequence[Any], several: Mapping[str, list[Choice]]) -> l
 
 def _has_model(words: Sequence[str]) -> bool:
     names = registry.op_names()
-    return any(word not in names and _is_model(word) for word in words)
+    return any(word not in names and is_model(word) for word in words)
 
 
 def _split(given: tuple[str, ...], model: str, quantization: str) -> tuple[tuple[str, ...], str]:
@@ -387,7 +406,7 @@ def _split(given: tuple[str, ...], model: str, quantization: str) -> tuple[tuple
     """
     if quantization and quantization not in QUANTIZED:
         raise ValueError(f"--quantization {quantization!r} is not {' or '.join(QUANTIZED)}")
-    others = [name for name in given if name not in registry.op_names() and _is_model(name)]
+    others = [name for name in given if name not in registry.op_names() and is_model(name)]
     if not others:
         if quantization:
             raise ValueError("--quantization is for a model: fk-bench tune MODEL")
@@ -414,12 +433,6 @@ def _folder(model: str, folder: Path, quantization: str) -> str:
         raw["quantization_config"] = QUANTIZED[quantization]
     (folder / "config.json").write_text(dumps(raw))
     return str(folder)
-
-
-def _is_model(word: str) -> bool:
-    """Whether a word names a model: ops are named in lower case, digits and underscores."""
-    known = word in models() or public_name(word) is not None or Path(word).expanduser().exists()
-    return known or not word.replace("_", "").isalnum()
 
 
 def _asked(

@@ -80,6 +80,7 @@ def _case(name: str, dims: dict[str, int], approximate: str, dtype: str, weight:
 SPEC = OpSpec(
     name="gelu",
     level=1,
+    by_default=True,
     reference=reference,
     op=gelu,
     cases=(  # GPT-2 XL; Whisper large-v3's encoder, 1500 frames of 30 s; SigLIP so400m, 729 patches an image

@@ -113,6 +113,7 @@ def _case(name: str, dims: dict[str, int], approximate: str, dtype: str, weight:
 SPEC = OpSpec(
     name="gelu_and_mul",
     level=1,
+    by_default=True,
     reference=reference,
     op=gelu_and_mul,
     cases=(  # Gemma 2 9B, and GeGLU with erf at the same size

@@ -55,6 +55,7 @@ quick_gelu = define(
 SPEC = OpSpec(
     name="quick_gelu",
     level=1,
+    by_default=True,
     reference=reference,
     op=quick_gelu,
     cases=(  # CLIP ViT-L/14: 257 patches per image, 77 tokens per text; Qwen2-VL's vision tower, 5120 wide

@@ -54,6 +54,7 @@ relu2 = define(
 SPEC = OpSpec(
     name="relu2",
     level=1,
+    by_default=True,
     reference=reference,
     op=relu2,
     cases=(  # Nemotron-4 15B, and the experts of Nemotron 3 Nano (six per token)

@@ -103,6 +103,7 @@ silu_and_mul = define(
 SPEC = OpSpec(
     name="silu_and_mul",
     level=1,
+    by_default=True,
     reference=reference,
     op=silu_and_mul,
     cases=(

@@ -257,6 +257,7 @@ _SHAPE, _ELEMENTS = "tokens heads head_size", "tokens * heads * head_size"
 SPEC = OpSpec(
     name="merge_state",
     level=1,
+    by_default=True,
     reference=reference,
     op=merge_state,
     cases=(

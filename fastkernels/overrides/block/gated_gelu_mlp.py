@@ -61,6 +61,7 @@ def _case(
 SPEC = OpSpec(
     name="gated_gelu_mlp",
     level=2,
+    by_default=True,
     reference=reference,
     cases=(  # Gemma 2 9B
         _case("decode_1", 1, 3584, 14336, "model"),

@@ -99,6 +99,7 @@ def _case(name: str, tokens: int, hidden: int, intermediate: int, tag: str, dtyp
 SPEC = OpSpec(
     name="gated_mlp",
     level=2,
+    by_default=True,
     reference=reference,
     cases=(
         _case("decode_1", 1, 4096, 14336, "model"),

@@ -63,6 +63,7 @@ FLOPS = f"{cases.FLOPS} + 6 * attended * hidden * intermediate"
 SPEC: OpSpec = OpSpec(
     name="llama_decoder_layer",
     level=3,
+    by_default=True,
     reference=reference,
     cases=cases.layer_cases(
         {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_size": 128, "intermediate": 14336},

@@ -89,6 +89,7 @@ _EXPERTS_READ = "itemsize(dtype) * min(experts, attended * topk) * hidden * inte
 SPEC: OpSpec = OpSpec(
     name="mixtral_decoder_layer",
     level=3,
+    by_default=True,
     reference=reference,
     cases=cases.layer_cases(
         {

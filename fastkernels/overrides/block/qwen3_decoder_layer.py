@@ -9,6 +9,7 @@ from fastkernels.overrides.block import llama_decoder_layer as llama
 SPEC: OpSpec = OpSpec(
     name="qwen3_decoder_layer",
     level=3,
+    by_default=True,
     reference=llama.reference,
     cases=cases.layer_cases(
         {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_size": 128, "intermediate": 12288},

@@ -165,6 +165,7 @@ def _ends(args: list[Any]) -> None:
 SPEC = OpSpec(
     name="embedding",
     level=1,
+    by_default=True,
     reference=reference,
     op=embedding,
     cases=(

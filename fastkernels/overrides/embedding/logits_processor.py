@@ -182,6 +182,7 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
 SPEC = OpSpec(
     name="logits_processor",
     level=1,
+    by_default=True,
     reference=reference,
     op=logits_processor,
     cases=(

@@ -185,6 +185,7 @@ _odd: Callable[..., Case] = partial(_case, tag="odd")
 SPEC = OpSpec(
     name="linear_fp8",
     level=1,
+    by_default=True,
     reference=reference,
     op=linear_fp8,
     cases=(

@@ -387,6 +387,7 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
 SPEC = OpSpec(
     name="parallel_linear",
     level=2,
+    by_default=True,
     reference=linear.reference,
     cases=linear.SPEC.cases,
     arguments=linear.SPEC.arguments,

@@ -285,6 +285,7 @@ def _case(
 SPEC = OpSpec(
     name="fused_experts",
     level=2,
+    by_default=True,
     reference=reference,
     op=fused_experts,
     cases=(

@@ -420,6 +420,7 @@ def _odd(
 SPEC = OpSpec(
     name="fused_experts_fp8",
     level=2,
+    by_default=True,
     reference=reference,
     op=fused_experts_fp8,
     cases=(

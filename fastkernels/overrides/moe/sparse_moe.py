@@ -288,6 +288,7 @@ def _case(
 SPEC = OpSpec(
     name="sparse_moe",
     level=2,
+    by_default=True,
     reference=reference,
     cases=(
         *(case for case in experts.SPEC.cases if "model" in case.tags),

@@ -121,6 +121,7 @@ gemma_rms_norm = define(
 SPEC = OpSpec(
     name="gemma_rms_norm",
     level=1,
+    by_default=True,
     reference=reference,
     op=gemma_rms_norm,
     cases=(  # Gemma 2 9B: four per layer, two of them with a residual; Gemma 3 12B: queries and keys

@@ -100,6 +100,7 @@ l2_norm = define(
 SPEC = OpSpec(
     name="l2_norm",
     level=1,
+    by_default=True,
     reference=reference,
     op=l2_norm,
     cases=(  # Qwen3-Next 80B: queries and keys of a gated delta net, one call each, 16 heads of 128

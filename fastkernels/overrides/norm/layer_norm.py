@@ -160,6 +160,7 @@ _FLOAT32 = {"parameters": "float32"}
 SPEC = OpSpec(
     name="layer_norm",
     level=1,
+    by_default=True,
     reference=reference,
     op=layer_norm,
     cases=(  # GPT-2 XL; DeepSeek-V3.2's indexer keys, with parameters in float32; SigLIP so400m on 16 images

@@ -184,6 +184,7 @@ rms_norm = define(
 SPEC = OpSpec(
     name="rms_norm",
     level=1,
+    by_default=True,
     reference=reference,
     op=rms_norm,
     cases=(

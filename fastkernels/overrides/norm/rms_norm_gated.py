@@ -289,6 +289,7 @@ class MixerRMSNormGated(nn.Module):
 SPEC = OpSpec(
     name="rms_norm_gated",
     level=1,
+    by_default=True,
     reference=reference,
     op=rms_norm_gated,
     cases=(  # Qwen3-Next 80B: heads of a gated delta net; Mamba 2 2.7B; Nemotron-H 8B, in groups

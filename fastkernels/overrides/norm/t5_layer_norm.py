@@ -90,6 +90,7 @@ t5_layer_norm = define(
 SPEC = OpSpec(
     name="t5_layer_norm",
     level=1,
+    by_default=True,
     reference=reference,
     op=t5_layer_norm,
     cases=(  # T5 v1.1 XXL: the text encoder of diffusion models on 512 tokens, and a decoder of 8 sequences

@@ -234,6 +234,7 @@ def _one_large(args: list[Any]) -> None:
 SPEC = OpSpec(
     name="quantize_fp8",
     level=1,
+    by_default=True,
     reference=reference,
     op=quantize_fp8,
     cases=(

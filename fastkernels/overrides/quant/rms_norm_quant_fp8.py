@@ -225,6 +225,7 @@ _DEEPSEEK: dict[str, Any] = {"hidden": 7168, "group": 128, "residual": True}
 SPEC = OpSpec(
     name="rms_norm_quant_fp8",
     level=1,
+    by_default=True,
     reference=reference,
     op=rms_norm_quant_fp8,
     cases=(

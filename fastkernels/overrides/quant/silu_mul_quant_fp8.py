@@ -201,6 +201,7 @@ def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **d
 SPEC = OpSpec(
     name="silu_mul_quant_fp8",
     level=1,
+    by_default=True,
     reference=reference,
     op=silu_mul_quant_fp8,
     cases=(

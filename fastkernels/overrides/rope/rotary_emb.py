@@ -396,6 +396,7 @@ _LLAMA = {"heads": 32, "kv_heads": 8, "head_size": 128}
 SPEC = OpSpec(
     name="rotary_emb",
     level=1,
+    by_default=True,
     reference=reference,
     op=rotary_emb,
     cases=(

@@ -298,6 +298,7 @@ def _deepseek(name: str, tokens: int, dtype: str = "float32") -> Case:
 SPEC = OpSpec(
     name="grouped_topk",
     level=1,
+    by_default=True,
     reference=reference,
     op=grouped_topk,
     cases=(

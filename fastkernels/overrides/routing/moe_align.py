@@ -161,6 +161,7 @@ def _last_expert(args: list[Any]) -> None:
 SPEC = OpSpec(
     name="moe_align",
     level=1,
+    by_default=True,
     reference=reference,
     op=moe_align,
     cases=(

@@ -211,6 +211,7 @@ def _case(name: str, tag: str, dtype: str = "bfloat16", weight: float = 1.0, **d
 SPEC = OpSpec(
     name="moe_sum",
     level=1,
+    by_default=True,
     reference=reference,
     op=moe_sum,
     cases=(

@@ -175,6 +175,7 @@ def _masked(args: list[Any]) -> None:
 SPEC = OpSpec(
     name="topk_softmax",
     level=1,
+    by_default=True,
     reference=reference,
     op=topk_softmax,
     cases=(

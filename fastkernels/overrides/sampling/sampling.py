@@ -295,6 +295,7 @@ _MIXED = {
 SPEC = OpSpec(
     name="sampling",
     level=1,
+    by_default=True,
     reference=reference,
     op=sampling,
     cases=(

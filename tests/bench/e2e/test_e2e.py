@@ -101,8 +101,8 @@ def test_starts_by_phases(tmp_path: Path) -> None:
 
 
 def test_public_name_gives_config_for_dummy_weights(tmp_path: Path) -> None:
+    from fk_bench.core.model_names import PUBLIC
     from fk_bench.e2e.command import sizes_of
-    from fk_bench.e2e.model_configs import PUBLIC
 
     from fastkernels.models.common import config
     from fastkernels.models.common.build import load_config

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from fk_bench.e2e.model_configs import ModelError, load_config
+from fk_bench.core.hub import ModelError
+from fk_bench.e2e.model_configs import load_config
 from fk_bench.explain import cost_model
 from fk_bench.explain.cost_model import Call, Step, group_sums, step
 from fk_bench.kernels.judge.clock import roofline

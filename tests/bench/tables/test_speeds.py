@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from fk_bench.core.rows import Machine, Row, Subject
 from fk_bench.e2e.host import make_row
-from fk_bench.tables import speeds
+from fk_bench.serving.config import ConfigError
+from fk_bench.tables import model_plot, speeds
 
 H200 = Machine(gpu="NVIDIA H200", gpus=1, cpu="cpu", cores=2)
 H100 = Machine(gpu="NVIDIA H100 80GB HBM3", gpus=1, cpu="cpu", cores=2)
@@ -43,11 +44,10 @@ def text(
 def test_text_model_has_ratios_means_and_the_papers_figure() -> None:
     ((title, columns, (cells,)),) = speeds.text({"a": text(110.0, 120.0)})
     assert title.startswith(
-        "Output tokens/s at 1 x (512, 128), 32 x (512, 128), 64 x (1024, 128) (NVIDIA H200;"
+        "Output tokens/s over stock vLLM's at 1 x (512, 128), 32 x (512, 128), 64 x (1024, 128); columns: requests ("
     )
     assert cells == [
-        "Llama-3.2-3B", "H200", "100, 100, -", "1.100, 1.100, -", "1.100", "1.200, 1.200, -", "1.200", "1.04",
-        "2026-11-01", "`a`",
+        "Llama-3.2-3B", "H200", "1.100", "1.100", "", "1.200", "1.200", "", "1.04", "2026-11-01",
     ]  # fmt: skip
     assert len(columns) == len(cells)
 
@@ -56,21 +56,21 @@ def test_text_model_has_ratios_means_and_the_papers_figure() -> None:
 def test_newest_run_of_model_and_chip_counts(newer_first: bool) -> None:
     files = {"old": text(110.0, 120.0), "new": text(130.0, 140.0, 2), "h100": text(90.0, 80.0, machine=H100)}
     ((_, _, cells),) = speeds.text(dict(reversed(files.items())) if newer_first else files)
-    assert [(row[1], row[4], row[9]) for row in cells] == [
-        ("H100", "0.900", "`h100`"),
-        ("H200", "1.300", "`new`"),
+    assert [(row[1], row[2]) for row in cells] == [
+        ("H100", "0.900"),
+        ("H200", "1.300"),
     ]
 
 
 def test_two_runs_in_a_file_are_not_mixed() -> None:
     ((_, _, (cells,)),) = speeds.text({"a": [*text(130.0, 140.0, 2), *text(110.0, 120.0)]})
-    assert cells[4] == "1.300"
+    assert cells[2] == "1.300"
 
 
 def test_experts_are_shown_with_uniform_routing_only() -> None:
     assert not list(speeds.text({"a": text(110.0, 120.0, model="gpt-oss-20b")}))
     ((_, _, (cells,)),) = speeds.text({"a": text(110.0, 120.0, model="gpt-oss-20b", routing="uniform")})
-    assert cells[0] == "gpt-oss-20b" and cells[7] == "1.02"
+    assert cells[0] == "gpt-oss-20b" and cells[8] == "1.02"
 
 
 def test_rows_without_our_engine_are_left_out() -> None:
@@ -143,7 +143,7 @@ def test_image_model_is_compared_with_the_fastest_host_lane() -> None:
     rows = [images(lane, ms) for lane, rounds in lanes.items() for ms in rounds]
     ((_, columns, (cells,)),) = speeds.images({"a": rows})
     assert cells == [
-        "siglip2", "timm", "256", "H100", "-, 382, -", "-, 1.497, -", "1.497", "0.93", "2026-11-03", "`a`",
+        "siglip2", "timm", "256", "H100", "", "1.497", "", "0.93", "2026-11-03",
     ]  # fmt: skip
     assert len(columns) == len(cells)
 
@@ -157,7 +157,7 @@ def test_encoders_have_a_row_for_each_size_of_images() -> None:
         for size, ms in ((256, 11.0), (512, 13.0))
     }
     ((_, columns, cells),) = speeds.images(files)
-    assert [(c[columns.index("pixels")], c[columns.index("mean")]) for c in cells] == [
+    assert [(c[columns.index("pixels")], c[columns.index("batch 8")]) for c in cells] == [
         ("256", "1.100"), ("512", "1.300"),
     ]  # fmt: skip
 
@@ -174,3 +174,11 @@ def test_pipelines_have_a_row_for_each_batch_and_number_of_steps() -> None:
     assert shown == [
         ["1", "4", "0.6, 0.4", "1.500"], ["1", "28", "0.6, 0.545", "1.100"], ["4", "4", "2.4, 1.92", "1.250"],
     ]  # fmt: skip
+
+
+def test_plot_has_a_dot_for_each_ratio_and_the_paper() -> None:
+    drawn = model_plot.text({"a": text(110.0, 120.0)})
+    assert drawn.count("<title>Llama-3.2-3B, patched,") == 2
+    assert "Llama-3.2-3B, our engine, 32: 1.200" in drawn and "Llama-3.2-3B, paper: 1.04" in drawn
+    with pytest.raises(ConfigError, match="no rows for the plot"):
+        model_plot.images({"a": []})

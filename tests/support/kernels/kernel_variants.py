@@ -158,6 +158,7 @@ def others(m: Model, tokens: int) -> None:
         triton("selective_scan", u, u, *scan, empty(m["inner"]), u, empty(m["inner"]), True)
     h, c = (empty(tokens, 640, dtype=F32) for _ in range(2))
     triton("lstm", empty(tokens, 1, 2560), empty(2560, 640), h, c)
+    triton("softplus", x)
 
 
 def experts(m: Model, tokens: int) -> None:

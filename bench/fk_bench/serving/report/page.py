@@ -10,6 +10,7 @@ from typing import Any
 
 from fk_bench.core import pages, rows
 from fk_bench.core.rows import Row, Status
+from fk_bench.core.runs import missing
 from fk_bench.serving import summary
 from fk_bench.serving.config import ConfigError, Level
 from fk_bench.serving.report import csv_file, numbers, requests, verdict
@@ -69,7 +70,7 @@ def render(run: Path) -> Path:
     """Write RUN/report.html and RUN/results.csv. Raises ConfigError if the run has no rows of kernels or servers."""
     file = run / "rows.jsonl"
     if not file.is_file():
-        raise ConfigError(f"no such run: {run} (it has no rows.jsonl)")
+        raise ConfigError(missing(run))
     found, warnings = rows.read(file)
     if not found:
         raise ConfigError(f"{file} has no result row")

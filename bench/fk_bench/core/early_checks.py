@@ -1,0 +1,98 @@
+"""Check the names in a command line before the command's module, and with it torch, is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile, zip_longest
+from pathlib import Path
+
+from fk_bench.core.needs import NEEDS
+
+# what the words in front of the first option are
+OPS = ("kernels", "export")
+MODELS = ("explain", "describe", "patch-compare")
+CHECKPOINTS = ("serve", "capture", "e2e")
+LANGUAGE_HOSTS = {"fastkernels", "vllm", "sglang", "transformers"}
+# options whose value is one op, or several with commas
+OP_OPTIONS = {
+    "stubs": ("--op",), "list": ("--definition",), "patch-compare": ("--ops",), "capture": ("--ops",),
+    "e2e": ("--ops",),
+}  # fmt: skip
+# options whose value is an architecture of `list models`, or a folder
+ARCHITECTURE_OPTIONS = {"stubs": ("--model",), "kernels": ("--model",), "tune": ("--model",)}
+
+
+def problem(command: str, words: Sequence[str]) -> str | None:
+    """The message for a name that does not exist or is missing; None if all that can be checked cheaply is right."""
+    from fastkernels.core.registry import UnknownName
+    from fk_bench.core.hub import ModelError
+
+    if "--help" in words:
+        return None
+    if command in NEEDS and not set(words) - {"--json"}:
+        return NEEDS[command]
+    try:
+        _check(command, words)
+    except (UnknownName, ModelError) as error:
+        return str(error)
+    return None
+
+
+def _check(command: str, words: Sequence[str]) -> None:
+    from fastkernels.core.registry import UnknownName, check_names, op_modules
+
+    first = list(takewhile(lambda word: not word.startswith("-"), words))
+    named = [
+        part for flag in OP_OPTIONS.get(command, ()) for v in _values(words, flag) for part in v.split(",")
+    ]
+    check_names([*(first if command in OPS else ()), *filter(None, map(str.strip, named))])
+    if command in ARCHITECTURE_OPTIONS:
+        from fastkernels.models.common.registry import by_architecture, models
+
+        for flag in ARCHITECTURE_OPTIONS[command]:
+            for model in _values(words, flag):
+                known = model in models() or model in by_architecture()
+                if model and not known and not Path(model).expanduser().exists():
+                    raise UnknownName("model", model, models())
+    if command == "tune":
+        from fk_bench.core import model_names
+
+        for word in first:
+            if word in op_modules() or word == "all":
+                continue
+            if not model_names.is_model(word):
+                raise UnknownName("op", word, op_modules())
+            model_names.check_name(word)
+    elif command in MODELS:
+        from fk_bench.core import model_names
+
+        for word in first:
+            if (command, word) != ("patch-compare", "all"):
+                model_names.check_name(word)
+    elif command in CHECKPOINTS or command == "serve-compare":
+        hosts = {host for v in _values(words, "--hosts") for host in v.split(",")}
+        attached = any(word.partition("=")[0] == "--attach" for word in words)
+        if hosts <= LANGUAGE_HOSTS and not attached:
+            for model in [*first, *_values(words, "--model")]:
+                _check_checkpoint(model)
+
+
+def _check_checkpoint(model: str) -> None:
+    """Raise ModelError for what is neither a folder nor a model of the hub that can be had."""
+    from fk_bench.core import hub
+
+    if Path(model).expanduser().exists():
+        return
+    if not hub.is_id(model):
+        raise hub.ModelError(
+            f"model {model!r} is neither a folder nor a hub id (OWNER/NAME or OWNER/NAME@REVISION)"
+        )
+    hub.check(model)
+
+
+def _values(words: Sequence[str], flag: str) -> Iterator[str]:
+    """The values of an option: `--flag VALUE` and `--flag=VALUE`."""
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            yield value if equals else following

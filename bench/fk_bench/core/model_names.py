@@ -1,0 +1,72 @@
+"""Names of models: public sizes, folders and ids of the hub. Neither torch nor transformers is imported."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+from fastkernels.models.common.registry import models
+from fk_bench.core import hub
+from fk_bench.core.hub import ModelError
+
+# {short name: (model type, fields)}: sizes that the model files list, for machines without access to the hub.
+PUBLIC: dict[str, tuple[str, dict[str, Any]]] = {
+    hub_id.rpartition("/")[2].lower(): (m.arch.model_type, dict(fields))
+    for m in models().values()
+    for hub_id, fields in m.arch.public.items()
+}
+_HUB_NAMES = {
+    hub_id.rpartition("/")[2].lower(): hub_id.rpartition("/")[2]
+    for m in models().values()
+    for hub_id in m.arch.public
+}
+_OWNERS = {"", *(hub_id.partition("/")[0].lower() for m in models().values() for hub_id in m.arch.public)}
+
+
+def public_name(model: str) -> str | None:
+    """The key of PUBLIC for a name like 'meta-llama/Llama-3.1-8B-Instruct'; None for other names and for paths."""
+    owner, _, last = model.strip().rpartition("/")
+    name = last.lower()
+    public = name if name in PUBLIC else re.sub(r"(-(instruct|base|chat|hf))?(-v[\d.]+)?$", "", name)
+    known = public in PUBLIC and owner.lower() in _OWNERS and not Path(model).expanduser().exists()
+    return public if known else None
+
+
+def hub_name(model: str) -> str:
+    """The name on the hub of a key of PUBLIC, such as Llama-3.2-3B; other names unchanged."""
+    return _HUB_NAMES.get(model, model)
+
+
+def is_model(word: str) -> bool:
+    """Whether a word names a model, not an op: ops are named in lower case, digits and underscores."""
+    known = word in models() or public_name(word) is not None or Path(word).expanduser().exists()
+    return known or not word.replace("_", "").isalnum()
+
+
+def check_name(model: str) -> None:
+    """Raise ModelError for a name that `load_config` cannot resolve, without importing torch or transformers."""
+    path = Path(model).expanduser()
+    if public_name(model) is not None or path.is_file() or (model in models() and not path.exists()):
+        return
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"{path} has no config.json: give the folder of a checkpoint, or of a config alone"
+            )
+        return
+    if not hub.is_id(model):
+        raise ModelError(unknown(model))
+    try:
+        hub.check(model)
+    except ModelError as error:
+        raise ModelError(f"{error} {unknown(model)}") from error
+
+
+def unknown(model: str) -> str:
+    known = [*PUBLIC, *models()]
+    close = difflib.get_close_matches(model.lower().rpartition("/")[2], known, n=1, cutoff=0.7)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    forms = "a folder with a config.json, a hub id OWNER/NAME, or one of"
+    return f"unknown model {model!r}.{hint} Give {forms} {', '.join(known)}."

@@ -1,0 +1,11 @@
+"""Messages of commands that need a name: they have no small default."""
+
+from __future__ import annotations
+
+# what to give to a command that has no small default
+NEEDS = {
+    "tune": "give a model, as in `fk-bench tune qwen3-8b`, a folder with config.json, or ops, as in"
+    " `fk-bench tune linear`; `fk-bench tune all` measures every op that is dispatched by shape",
+    "patch-compare": "give models, as in `fk-bench patch-compare qwen2.5-7b`, or all; or with --out the folder of an"
+    " earlier run, whose rows are shown",
+}

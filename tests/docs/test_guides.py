@@ -1,0 +1,66 @@
+"""Each guide, followed literally in a copy of the checkout, ends with passing tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support import guides
+
+ROOT = Path(__file__).parents[2]
+OP_GUIDE = ROOT / "docs" / "add-an-op.md"
+LONG = ("pytest tests/overrides/", "fk-bench kernels")
+
+
+@pytest.fixture(scope="module")
+def with_op(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkout = guides.copy(tmp_path_factory.mktemp("op"))
+    written = guides.write_code(OP_GUIDE, checkout)
+    assert written[0] == "fastkernels/overrides/activation/mish.py" and len(written) == 5
+    return checkout
+
+
+def test_op_guide_names_the_declared_tests() -> None:
+    lines = guides.commands(OP_GUIDE)
+    assert any(line.startswith("pytest tests/core/test_spec.py") for line in lines)
+    assert sum(line.startswith(LONG) for line in lines) == 3
+
+
+def test_op_guide_without_its_long_commands(with_op: Path) -> None:
+    found = {
+        line: guides.run(line, with_op) for line in guides.commands(OP_GUIDE) if not line.startswith(LONG)
+    }
+    signatures = json.loads(found["fk-bench list ops --signatures"].splitlines()[-1])["signatures"]
+    mine = [row for row in signatures if row["op"] == "mish"]
+    assert mine and all(row["exact"] for row in mine)
+    exported = next(text for line, text in found.items() if line.startswith("fk-bench export"))
+    assert "class MishActivation(" in exported and "import fastkernels" not in exported
+    assert "`mish`" in (with_op / "docs" / "reference" / "ops.md").read_text()
+
+
+@pytest.mark.slow
+def test_op_guide_with_its_long_commands(with_op: Path) -> None:
+    found = {line: guides.run(line, with_op) for line in guides.commands(OP_GUIDE) if line.startswith(LONG)}
+    judged = json.loads(found["fk-bench kernels mish"].splitlines()[-1])
+    assert judged["failed"] == 0 and judged["cases"] > 20
+
+
+OFF = """
+import torch
+from torch import nn
+from transformers.activations import MishActivation
+import fastkernels
+
+model = nn.Sequential(MishActivation(), nn.Linear(3, 3), MishActivation())
+report = fastkernels.patch(model)
+assert type(model[0]) is MishActivation, report
+report.undo()
+with fastkernels.patch(model, ops=["mish"]) as report:
+    assert type(model[0]) is not MishActivation, report
+"""
+
+
+def test_new_op_of_the_guide_is_off_until_requested(with_op: Path) -> None:
+    (with_op / "off.py").write_text(OFF)
+    guides.run("python off.py", with_op)
