@@ -31,7 +31,7 @@ KINDS = {
     "attribute": "self.doubled = self.weight.float() * 2",
     "buffer": "self.register_buffer('doubled', self.weight.float() * 2, persistent=False)",
     "parameter": "self.doubled = nn.Parameter(self.weight * 2)",
-    "replaced": "self.doubled = self.weight * 2; self.variance_epsilon = 1e-6; self.weight = nn.Parameter(self.weight * 3)",
+    "replaced": "self.doubled = self.weight * 2; self.training = None; self.weight = nn.Parameter(self.weight * 3)",
 }
 
 
@@ -66,7 +66,10 @@ def run(model: Any) -> torch.Tensor:
 def attributes(model: Any) -> list[dict[str, Any]]:
     """All that modules hold, their tables of parameters, buffers and parts included."""
     return [
-        {k: dict(v) if isinstance(v, dict) else set(v) if isinstance(v, set) else v for k, v in vars(m).items()}
+        {
+            k: dict(v) if isinstance(v, dict) else set(v) if isinstance(v, set) else v
+            for k, v in vars(m).items()
+        }
         for m in model.modules()
     ]
 
@@ -114,7 +117,9 @@ def test_a_failing_prepare_changes_nothing(tmp_path: Path) -> None:
     model = llama()
     before, state = run(model), attributes(model)
     fails = "self.doubled = self.weight * 2; self.weights"
-    with pytest.raises(PatchError, match=r"TransformersLlamaRMSNorm.prepare\(\) failed: AttributeError.*weights"):
+    with pytest.raises(
+        PatchError, match=r"TransformersLlamaRMSNorm.prepare\(\) failed: AttributeError.*weights"
+    ):
         fastkernels.patch(model, ops=["rms_norm"], candidates=candidate(tmp_path, fails))
     assert same(attributes(model), state)
     assert torch.equal(run(model), before)
