@@ -50,7 +50,7 @@ def _made_from(module: Any, ours: type) -> Iterator[Any]:
 
 
 class _Changes:
-    """What `prepare` changes in an object's attributes, from now on until `end`."""
+    """Changes of an object's attributes, from now on until `end`."""
 
     def __init__(self, instance: Any):
         own = vars(instance)
