@@ -23,7 +23,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")  # in which nn.Module keeps it
 def prepare(module: Any, ours: type, journal: Journal) -> None:
     """Call `ours.prepare` on the object of our class that a swap has made of a module, or in it.
 
-    Raises PatchError if it fails, DeadlineError if it takes too long.
+    Raises PatchError if it fails or takes longer than FASTKERNELS_TRIAL_S.
     """
     method: Any = getattr(ours, "prepare", None)
     if not callable(method):
