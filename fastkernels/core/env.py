@@ -118,6 +118,8 @@ class Environment:
     graph_tokens FASTKERNELS_GRAPH_TOKENS the longest prompt in CUDA graphs of a patched vLLM; 0 keeps vLLM's limit
                 (default: by the size of the layers, up to 2048, or 4096 with 8-bit linear layers)
     keep_graphs FASTKERNELS_KEEP_GRAPHS=1 keep the CUDA graphs from before a live patch of vLLM for its undo
+    graphs      FASTKERNELS_GRAPHS=1     what torch.compile traces in a live model will be captured in CUDA graphs by
+                hand; modes with graphs of their own, such as reduce-overhead, are known without it
     capture     FASTKERNELS_CAPTURE=1    record how a host's modules are constructed, for `fk-bench capture`
     cache       FASTKERNELS_CACHE        the folder for compiled kernels, converted models and environments
                 (default: ~/.cache/fastkernels)
@@ -139,6 +141,7 @@ class Environment:
     overlap: bool = True
     graph_tokens: int | None = None
     keep_graphs: bool = False
+    graphs: bool = False
     capture: bool = False
     cache: str = ""
     interpret: bool = False
@@ -163,6 +166,7 @@ class Environment:
             overlap=bool(_flag("FASTKERNELS_OVERLAP", e.get("FASTKERNELS_OVERLAP"), default=True)),
             graph_tokens=_count("FASTKERNELS_GRAPH_TOKENS", e.get("FASTKERNELS_GRAPH_TOKENS")),
             keep_graphs=bool(_flag("FASTKERNELS_KEEP_GRAPHS", e.get("FASTKERNELS_KEEP_GRAPHS"))),
+            graphs=bool(_flag("FASTKERNELS_GRAPHS", e.get("FASTKERNELS_GRAPHS"))),
             capture=bool(_flag("FASTKERNELS_CAPTURE", e.get("FASTKERNELS_CAPTURE"))),
             cache=e.get("FASTKERNELS_CACHE") or default_cache,
             interpret=(e.get("TRITON_INTERPRET") or "").strip().lower() in ON,

@@ -49,6 +49,7 @@ class Target:
     tried     whether patch() without a list of ops lets the first calls decide, on a GPU, by time against the host
     note      why the class is not applied to live hosts, or how it differs from the host's
     compiled  with `tried`: chips on which code that torch.compile traces keeps ours, which was measured to be faster
+    traced    with `compiled`: further ops that such code calls
     computes  scalar arguments of the op that the class has built in: {"approximate": "tanh"}
     writes    arguments that the host's class overwrites although the op does not, with its mutated arguments: ("x",)
     module    module of our class; the registry sets it
@@ -65,6 +66,7 @@ class Target:
     writes: tuple[str, ...] = ()
     tried: bool = False
     compiled: tuple[str, ...] = ()
+    traced: tuple[str, ...] = ()
     module: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from fastkernels.core.spec import Target
 from fastkernels.overrides.dense_attention.attention_dense import attend
 from fastkernels.overrides.dense_attention.timm_projections import in_one_kernel
 from fastkernels.overrides.dense_attention.windows import attend_in_windows, position_bias, relative_positions
-from fastkernels.overrides.kit.chips import H100
+from fastkernels.overrides.kit.chips import H100, H200
 from fastkernels.overrides.kit.modules import changed
 from fastkernels.overrides.rope.rope_nd import rope_nd
 
@@ -441,5 +441,5 @@ TARGETS = {
         _target("timm.layers.attention_pool", "AttentionPoolLatent"),
     ),
     # SwinV2-B, 256 px, bfloat16: 1.29 to 1.38 times the compiled host's images per second
-    "window_attention": (_target("timm.models.swin_transformer_v2", "WindowAttention", (H100,)),),
+    "window_attention": (_target("timm.models.swin_transformer_v2", "WindowAttention", (H100, H200)),),
 }

@@ -305,8 +305,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
     if place.decided and decides and not by_table:
         device = _device_of(patched.model)
         compiled = bool(modules) and tuning.chip_of(device.type) in target.compiled
-        slower = host_time.slower_to_call(spec.name, device) if compiled else None
-        trial = Trial(spec.name, host_class, compiled and slower is None, slower or "")
+        slower = (host_time.slower_to_call(op, device) for op in (spec.name, *target.traced) if compiled)
+        trial = Trial(spec.name, host_class, compiled, next((why for why in slower if why is not None), ""))
     tally = Tally(spec.name) if patched.adapter.several else None
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)

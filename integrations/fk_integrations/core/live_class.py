@@ -19,9 +19,9 @@ from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.decorated import host_function, plain_function, redecorated
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.tally import Tally, counted
-from fk_integrations.core.trials import Trial, choosing, sizes_of, wrapper
+from fk_integrations.core.trials import Trial, choosing, hosts_first, sizes_of, wrapper
 
-_LIVE: dict[tuple[type, type, bool, str, bool, bool], type] = {}
+_LIVE: dict[tuple[type, type, bool, str, bool, bool, bool], type] = {}
 _CLASS: Any = vars(object)["__class__"]
 _CALLS = "fastkernels_calls"  # of classes that call a function of ours
 PREPARED = "_fastkernels_prepared"  # the names that a candidate's `prepare` has added to an object
@@ -41,19 +41,23 @@ def live_class(
     differentiable: the op, if calls may need gradients; `inference_only` wraps each method, and `counted` counts its
     calls. A trial implies it.
     """
-    op, compiled = (trial.op, trial.compiled) if trial is not None else (differentiable, False)
-    key = (host_class, ours, by_table, op, trial is not None, compiled)
+    op = trial.op if trial is not None else differentiable
+    compiled, plainly = (trial.compiled, not trial.plainly) if trial is not None else (False, False)
+    key = (host_class, ours, by_table, op, trial is not None, compiled, plainly)
     if key not in _LIVE:
         methods = {name: getattr(ours, name) for name in _method_names(host_class, ours)}
         if by_table:
             choose = ours.by_table  # type: ignore[attr-defined]
             methods = {name: choose(getattr(host_class, name), own) for name, own in methods.items()}
         if trial is not None:
-            methods = {n: choosing(getattr(host_class, n), own, op, compiled) for n, own in methods.items()}
+            how = (op, compiled, plainly)
+            methods = {n: choosing(getattr(host_class, n), own, *how, n) for n, own in methods.items()}
         if op:
             needs = getattr(ours, "needs_host", None)
             methods = {n: inference_only(getattr(host_class, n), m, op, needs) for n, m in methods.items()}
             methods = {n: counted(m) for n, m in methods.items()}
+        if trial is not None:
+            methods = {n: hosts_first(getattr(host_class, n), m) for n, m in methods.items()}
         body = {
             **methods,
             **_copies(host_class),
@@ -193,7 +197,7 @@ def inference_only(
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if exporting():
             _leave_to_exporter(op)
             return theirs(*args, **kwargs)
         backward = torch.is_grad_enabled() and (_requires_grad(args) or _requires_grad(kwargs.values()))
@@ -209,6 +213,15 @@ def inference_only(
         return ours(*args, **kwargs)
 
     return wrapper(run, ours)
+
+
+@torch._dynamo.assume_constant_result
+def exporting() -> bool:
+    """Whether an exporter records the call.
+
+    Runs also while Dynamo traces: that of torch 2.11 takes is_exporting() in traced code for true.
+    """
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 @torch._dynamo.assume_constant_result

@@ -16,7 +16,7 @@ from torch._dynamo.comptime import comptime
 
 from fastkernels.core.dispatch import OPS, Op, fusions_of, proving
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.trials import wrapper
+from fk_integrations.core.trials import MEASURING, wrapper
 
 log = logging.getLogger("fastkernels")
 ATTRIBUTE = "_fastkernels_calls"
@@ -61,6 +61,8 @@ class Tally:
         return [(op, op.calls, op.owned, op.plain, op.fallbacks, op.left) for op in self.ops]
 
     def end(self, before: State) -> None:
+        if MEASURING:
+            return
         for op, calls, owned, plain, fallbacks, left in before:
             runs = op.calls - calls
             if runs > 0:
@@ -92,7 +94,7 @@ def counted(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that counts what it runs in the object's tally."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # false while an exporter without Dynamo records
             comptime(_note_compiled)
             return method(self, *args, **kwargs)
         tally: Tally | None = vars(self).get(ATTRIBUTE)

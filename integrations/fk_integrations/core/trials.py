@@ -1,7 +1,7 @@
 """The choice between the host's code and ours at a module's first call of a shape, by time on the caller's tensors.
 
-For models of this process that no table describes. Code that torch.compile traces stays the host's: a compiler fuses it
-with its neighbours, and an op of ours would stand in its way.
+For models of this process that no table describes. Code that torch.compile traces keeps ours only of classes, on chips,
+for which that was measured to be faster; elsewhere an op of ours would stand in the way of the compiler's fusions.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import reprlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
+from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from fastkernels.core.dispatch import OPS, proving
 from fastkernels.core.env import Environment
@@ -24,10 +26,15 @@ from fk_integrations.core.journal import Journal
 
 log = logging.getLogger("fastkernels")
 ROUNDS, CPU_ROUNDS, CALLS = 21, 15, 4  # of a graph's calls, or of calls one after the other
-EAGER = 1.02  # a method that chooses adds Python of its own to calls outside of a graph
+EAGER = 1.03  # smaller gains of calls one after the other are noise
+FREE = 0.02  # of such a call of the host's: what our Python may add to it
 ERRORS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the norm of the result
+MOST_SHAPES = 256  # that one module remembers
+UNDECIDED = "undecided"
 COMPILED = "torch.compile fuses the host's code"
+NO_GRAPHS = "without CUDA graphs, calls of ours take too much of the CPU"
 OWN = "_fastkernels_first_call"
+MEASURING: list[Any] = []  # modules that decide now: what they run is no proof
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,8 @@ class Choice:
 class Trial:
     """The decisions about one host class in one patch.
 
-    compiled  whether compiled code keeps ours; else `why_not` is the reason
+    compiled  whether compiled code keeps ours
+    plainly   why compiled code without CUDA graphs keeps the host's; empty: it keeps ours, too
     choices   {what identifies a call: decision}; modules of the same sizes share them
     modules   that began with ours
     restored  of these, how many are the host's again
@@ -56,7 +64,7 @@ class Trial:
     op: str
     host_class: Any
     compiled: bool = False
-    uncompiled: str = ""
+    plainly: str = ""
     choices: dict[Any, Choice] = field(default_factory=dict)
     modules: int = 0
     restored: int = 0
@@ -68,20 +76,29 @@ class Trial:
         self.modules += 1
 
     def lines(self) -> list[str]:
-        compiled = [f"compiled code is the host's: {self.uncompiled}"] if self.uncompiled else []
-        return [
-            f"{self.op} {text}" for text in (*compiled, *(choice.text for choice in self.choices.values()))
-        ]
+        compiled = ["compiled code is ours"] if self.compiled else []
+        if compiled and self.plainly:
+            compiled = [f"compiled code is ours in CUDA graphs only: {self.plainly}"]
+        return [f"{self.op} {text}" for text in (*compiled, *(c.text for c in self.choices.values()))]
 
 
 @dataclass
 class _Own:
-    """The part of a trial that belongs to one module."""
+    """The part of a trial that belongs to one module.
+
+    left     whether all calls but compiled ones are the host's
+    where    the position or name of the first tensor of a call
+    at_once  {(shape, dtype) of that tensor: whether ours runs in the capture of a graph}, of calls whose eager code is
+             the host's. Calls that differ elsewhere share an entry, so that finding it takes next to nothing
+    """
 
     trial: Trial
     sizes: Any
     back: Callable[[], None]
     choices: dict[Any, Choice] = field(default_factory=dict)
+    left: bool = False
+    where: int | str = 0
+    at_once: dict[Any, bool] = field(default_factory=dict)
 
 
 def decides(adapter: Adapter, device: str) -> bool:
@@ -97,15 +114,18 @@ def sizes_of(module: Any) -> Any:
 
 
 def choosing(
-    theirs: Callable[..., Any], ours: Callable[..., Any], op: str, compiled: bool
+    theirs: Callable[..., Any], ours: Callable[..., Any], op: str, compiled: bool, plainly: bool, name: str
 ) -> Callable[..., Any]:
-    """A method that runs `theirs` or `ours`: for each kind of call what took less time the first time."""
+    """A method `name` that runs `theirs` or `ours`: for each kind of call what took less time the first time.
+
+    compiled, plainly: whether compiled code keeps ours, and whether it does so without CUDA graphs.
+    """
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if compiled:
+            if compiled and (plainly or in_graphs()):
                 return ours(self, *args, **kwargs)
-            _leave_to_compiler(op)
+            _leave_to_compiler(op, compiled)
             return theirs(self, *args, **kwargs)
         own: _Own | None = vars(self).get(OWN)
         if own is None:  # undone, and still held by other code
@@ -113,13 +133,69 @@ def choosing(
         call = (*_signature(args), *_signature(kwargs.items()))
         choice = own.choices.get(call)
         if choice is None:
-            choice = _decide(self, own, call, theirs, ours, args, kwargs)
+            choice = _decide(self, own, call, theirs, getattr(type(self), name), args, kwargs)
         use = choice.eager
-        if use != choice.captured and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            use = choice.captured
+        if not use:
+            x = _remember(own, choice, args, kwargs)
+            use = choice.captured and x is not None and capturing(x)
         return (ours if use else theirs)(self, *args, **kwargs)
 
     return wrapper(method, theirs)
+
+
+def hosts_first(theirs: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs `theirs` at once where that is decided, else `method`, which decides or runs ours.
+
+    The host's calls pay for each line here.
+    """
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
+        own: _Own | None = self.__dict__.get(OWN)
+        if own is None or own.left:
+            return theirs(self, *args, **kwargs)
+        where = own.where
+        x = kwargs.get(where) if isinstance(where, str) else args[where] if len(args) > where else None
+        if type(x) is torch.Tensor:
+            captured = own.at_once.get((x.shape, x.dtype))
+            if captured is False or (captured and not capturing(x)):
+                return theirs(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return wrapper(run, method)
+
+
+def capturing(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _remember(own: _Own, choice: Choice, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Let later calls like this one run the host's code at once; its first tensor."""
+    for where, x in (*enumerate(args), *kwargs.items()):
+        if isinstance(x, torch.Tensor):
+            if choice.text != UNDECIDED:
+                if own.where != where or len(own.at_once) >= MOST_SHAPES:
+                    own.where, own.at_once = where, {}
+                own.at_once[x.shape, x.dtype] = choice.captured
+            return x
+    return None
+
+
+@torch._dynamo.assume_constant_result
+def in_graphs() -> bool:
+    """Whether code that torch.compile traces now will run in CUDA graphs, as its mode or FASTKERNELS_GRAPHS says."""
+    if Environment.read().graphs or inductor.triton.cudagraphs:
+        return True
+    compiler: Any = getattr(InstructionTranslator.current_tx().output, "compiler_fn", None)
+    while compiler is not None:
+        config = getattr(compiler, "config", None)  # of torch.compile's mode and options
+        if isinstance(config, dict) and config.get("triton.cudagraphs"):
+            return True
+        if getattr(compiler, "compiler_name", "") == "cudagraphs":
+            return True
+        compiler = getattr(compiler, "__wrapped__", getattr(compiler, "_torchdynamo_orig_backend", None))
+    return False
 
 
 def wrapper(run: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,10 +211,10 @@ def wrapper(run: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch._dynamo.assume_constant_result
-def _leave_to_compiler(op: str) -> None:
+def _leave_to_compiler(op: str, in_graphs_only: bool) -> None:
     """Count a place that is compiled; runs while torch.compile traces it."""
     for found in proving(op):
-        found.leave(COMPILED)
+        found.leave(NO_GRAPHS if in_graphs_only else COMPILED)
 
 
 def _signature(values: Any) -> Iterator[Any]:
@@ -163,39 +239,67 @@ def _signature(values: Any) -> Iterator[Any]:
 
 
 def _decide(
-    module: Any, own: _Own, call: Any, theirs: Callable[..., Any], ours: Callable[..., Any], args: Any, kwargs: Any
+    module: Any, own: _Own, call: Any, theirs: Callable[..., Any], live: Callable[..., Any], args: Any, kwargs: Any
 ) -> Choice:  # fmt: skip
-    """Decide for calls like this one; the host's, undecided, where nothing can be measured now."""
+    """Decide for calls like this one; the host's, undecided, where nothing can be measured now.
+
+    live  the method as calls find it, with all Python that chooses and counts
+    """
     tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
     device = next((t.device for t in tensors), torch.device("cpu"))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return Choice(False, False, "undecided")
+        return Choice(False, False, UNDECIDED)
     place = (own.sizes, call)
     if place not in own.trial.choices:
         counted = [(op, op.calls, op.owned, op.plain, op.fallbacks, op.left) for op in OPS.values()]
-        run = (partial(theirs, module, *args, **kwargs), partial(ours, module, *args, **kwargs))
+        run = (partial(theirs, module, *args, **kwargs), partial(live, module, *args, **kwargs))
         shapes = ", ".join(str(list(t.shape)) for t in tensors)
         kind = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        found = _measured(*run, device, _cost_of_choosing(args, kwargs))
+        MEASURING.append(module)
+        own.choices[call] = Choice(True, True, UNDECIDED)  # while it is measured
+        try:
+            found = _measured(*run, device, cost_of_the_hosts())
+        finally:
+            MEASURING.pop()
+            del own.choices[call]
+            for op, calls, owned, plain, fallbacks, left in counted:
+                op.calls, op.owned, op.plain, op.fallbacks, op.left = calls, owned, plain, fallbacks, left
         text = f"{own.trial.host_class.__name__} {kind} {shapes}: {found.text}"
         own.trial.choices[place] = Choice(found.captured, found.eager, text)
-        for op, calls, owned, plain, fallbacks, left in counted:  # what a measurement runs is no proof
-            op.calls, op.owned, op.plain, op.fallbacks, op.left = calls, owned, plain, fallbacks, left
     choice = own.choices[call] = own.trial.choices[place]
     if not any(found.captured or found.eager for found in own.choices.values()):
-        own.back()  # without a wrapper of ours from now on
-        own.trial.restored += 1
+        if own.trial.compiled:
+            own.left = True
+        else:
+            own.back()  # without a wrapper of ours from now on
+            own.trial.restored += 1
     return choice
 
 
-def _cost_of_choosing(args: Any, kwargs: Any) -> float:
-    """Seconds that a method which chooses adds to a call."""
-    least = float("inf")
+@cache
+def cost_of_the_hosts() -> float:
+    """Seconds that a call takes longer when `hosts_first` runs the host's code."""
+
+    class Host(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    module, x = Host(), torch.zeros(1, 1)
+    own = vars(module)[OWN] = _Own(Trial("", Host), (), lambda: None)
+    own.at_once[x.shape, x.dtype] = True
+    direct, through = Host.forward, hosts_first(Host.forward, Host.forward)
+    return max(_least(partial(through, module, x)) - _least(partial(direct, module, x)), 0.0)
+
+
+def _least(call: Callable[[], Any]) -> float:
+    """The shortest mean time of a call in seconds."""
+    found = float("inf")
     for _ in range(ROUNDS):
         began = time.perf_counter()
-        hash((*_signature(args), *_signature(kwargs.items())))
-        least = min(least, time.perf_counter() - began)
-    return least
+        for _ in range(100):
+            call()
+        found = min(found, (time.perf_counter() - began) / 100)
+    return found
 
 
 def _measured(
@@ -203,10 +307,10 @@ def _measured(
 ) -> Choice:  # fmt: skip
     """Compare results, then times: in a CUDA graph, which ours has to win, and of calls one after the other.
 
-    If ours loses the latter, because it takes more Python, it runs in graphs only, and only if the choice takes next
-    to nothing of a call. Of calls one after the other the fastest count, because a busy CPU delays the others.
+    If ours loses the latter, because it takes more Python, it runs in graphs only, and only if the host's calls outside
+    of graphs stay as fast. Of calls one after the other the fastest count, because a busy CPU delays the others.
 
-    choosing  seconds that the choice adds to a call
+    choosing  seconds that a call of the host's then takes longer
     """
     try:
         if (reason := _different(ours(), theirs())) is not None:
@@ -223,8 +327,8 @@ def _measured(
         return Choice(False, False, f"the host's; {text}")
     alone, graphed = (Ratio.of(*reversed(times)) for times in (eager, in_graph))
     best = [min(times) for times in eager]
-    one_by_one = best[0] >= EAGER * best[1]
-    captured = graphed.low > 1.0 and (one_by_one or choosing * CALLS <= (EAGER - 1) * best[0])
+    one_by_one = best[0] >= EAGER * best[1] and alone.value > 1.0
+    captured = graphed.low > 1.0 and (one_by_one or choosing * CALLS <= FREE * best[0])
     ratio = f"{graphed.value:.3f} ({graphed.low:.3f} to {graphed.high:.3f}), eager {alone.value:.3f}"
     whose = ("ours" if one_by_one else "ours in CUDA graphs") if captured else "the host's"
     return Choice(captured, captured and one_by_one, f"{whose} ({ratio})")

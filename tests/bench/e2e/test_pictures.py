@@ -8,14 +8,14 @@ import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from fk_bench.core.rows import Row, Status, read
 from fk_bench.e2e.pictures.costs import gaps, kind_of
 from fk_bench.e2e.pictures.graphs import Graphed, compile_blocks
-from fk_bench.e2e.pictures.measure import cosine, psnr
+from fk_bench.e2e.pictures.measure import Compiler, Settings, cosine, psnr, run_compiled
 from fk_bench.e2e.pictures.named import build
 from fk_bench.e2e.pictures.omni import too_large
 from fk_bench.e2e.pictures.subjects import Encoder, Pipeline, open_subject
@@ -23,6 +23,8 @@ from support.commands import fk_bench_here, last_json
 from support.tiny import make_tiny_encoder, make_tiny_pipeline
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+
+from fastkernels.core.env import Environment
 
 pytest.importorskip("timm")
 diffusers = pytest.importorskip("diffusers")
@@ -335,6 +337,29 @@ def test_lanes_are_compiled_ahead(tmp_path: Path) -> None:
     done = fk_bench_here("e2e", *TIMM, *lanes, "--requests", "1,2", "--rounds", "1", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(": compiled ahead") == 4 and "not compiled" not in done.stderr
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_patch_is_told_of_graphs_captured_by_hand(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FASTKERNELS_GRAPHS", raising=False)
+    told: list[bool] = []
+
+    class Told:
+        latents = None
+
+        def copy(self) -> Told:
+            return self
+
+        def compile(self, *how: Any) -> None: ...
+
+        def result(self, batch: int, seed: int) -> torch.Tensor:
+            told.append(Environment.read().graphs)
+            return torch.zeros(1)
+
+    how = Compiler("default", blocks=True, graphs=graphs)
+    settings = Settings("timm", "", "float32", (1,), 1, 0, ("compiled",), None, None, how)
+    run_compiled(cast(Any, Told()), settings, "compiled", 1)
+    assert told == [graphs] and not Environment.read().graphs
 
 
 def test_measures_of_distance() -> None:

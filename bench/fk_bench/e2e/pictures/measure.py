@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,6 +24,7 @@ from fk_bench.e2e.pictures import subjects
 from fk_bench.e2e.pictures.costs import costs
 
 LANES = ("stock", "compiled", OMNI, "patched", "patched-compiled")
+GRAPHS = "FASTKERNELS_GRAPHS"
 SHORTEST = 0.2  # seconds of a round
 MOST_CALLS = 200
 ALLOWED = 2.0  # times the host's own distance from float32
@@ -153,8 +156,9 @@ def measure(
         for lane in lanes:  # after all patches: one of them may reset the compiler
             if lane.name.endswith("compiled") and not lane.failed:
                 lane.failed = _failure(partial(_compile, lane, settings.compiler)) or ""
-        for batch in settings.batches:
-            _measure_batch(batch, reference, lanes, settings, say, add)
+        with _captured_by_hand(settings.compiler):
+            for batch in settings.batches:
+                _measure_batch(batch, reference, lanes, settings, say, add)
     finally:
         for lane in reversed(lanes):
             if lane.report is not None:
@@ -166,10 +170,24 @@ def measure(
 def run_compiled(subject: subjects.Subject, settings: Settings, name: str, batch: int) -> None:
     """Run one call of a compiled lane, without CUDA graphs."""
     lane = Lane(name, subject.copy())
-    _patch(lane, settings)
-    _compile(lane, replace(settings.compiler, graphs=False))
-    lane.keep_result(batch, settings.seed)
+    with _captured_by_hand(settings.compiler):
+        _patch(lane, settings)
+        _compile(lane, replace(settings.compiler, graphs=False))
+        lane.keep_result(batch, settings.seed)
     _synchronize()
+
+
+@contextmanager
+def _captured_by_hand(how: Compiler) -> Iterator[None]:
+    """Tell a patch that graphs will be captured of what is compiled here, which no mode of the compiler says."""
+    before = os.environ.get(GRAPHS)
+    if how.graphs:
+        os.environ[GRAPHS] = "1"
+    try:
+        yield
+    finally:
+        if how.graphs:
+            os.environ.pop(GRAPHS) if before is None else os.environ.update({GRAPHS: before})
 
 
 def _failure(work: Callable[[], Any]) -> str | None:
