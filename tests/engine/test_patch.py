@@ -37,6 +37,10 @@ class VllmRMSNorm(torch.nn.Module):
         out = torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon) {more}
         return out if residual is None else (out, residual)
 """
+PREPARE = """
+    def prepare(self):
+        self.own = self.weight.clone()
+"""
 
 
 def run(llm):
@@ -89,6 +93,18 @@ def test_candidate_class_runs_until_undo(llm, tmp_path):
     report.undo()
     assert changed != before == run(llm)
     assert [type(m) for m in llm.llm_engine.executor.runner.model.modules()] == kinds
+
+
+def test_candidate_class_prepares_from_loaded_weights(llm, tmp_path):
+    before, modules = run(llm), list(llm.llm_engine.executor.runner.model.modules())
+    names = [set(vars(m)) for m in modules]
+    text = CLASS.replace("self.weight,", "self.own,").format(more="") + PREPARE
+    with fastkernels.patch(
+        llm, ops=["rms_norm"], candidates={"rms_norm": candidate(tmp_path, text)}
+    ) as report:
+        assert sum(hasattr(m, "own") for m in modules) == sum(row.modules for row in report.active) > 0
+        assert run(llm) == before
+    assert [set(vars(m)) for m in modules] == names
 
 
 def test_bad_candidate_changes_nothing(llm, tmp_path):

@@ -22,6 +22,19 @@ RMS_NORM_TWICE = (
     "        residual.copy_(h)\n"
     "    return (2 * h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight\n"
 )
+# The same in a class, with weights that it doubles itself
+RMS_NORM_PREPARED = (
+    "import torch\n"
+    "class VllmRMSNorm(torch.nn.Module):\n"
+    "    def prepare(self):\n"
+    "        self.doubled = 2 * self.weight\n"
+    "    def forward(self, x, residual=None):\n"
+    "        h = x.float() if residual is None else x.float() + residual.float()\n"
+    "        if residual is not None:\n"
+    "            residual.copy_(h)\n"
+    "        y = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)\n"
+    "        return y * self.doubled if residual is None else (y * self.doubled, residual)\n"
+)
 RMS_NORM_NAN = "def rms_norm(x, weight, eps, *args):\n    return x * float('nan')\n"
 # It passes a trial step of up to three tokens
 RMS_NORM_LATE_BUG = (

@@ -25,6 +25,7 @@ from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import choose, seam_interface, trials
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
+from fk_integrations.core.prepared import prepare
 from fk_integrations.core.seam_interface import Seam, Swap
 from fk_integrations.core.tally import Counts, Tally
 from fk_integrations.core.trials import Trial
@@ -316,6 +317,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
                 patched.adapter, module, host_class, ours, journal, by_table, trial, trained, tally, spec.name
             )
             stays = _swap(place, made)
+            if stays is None:
+                prepare(module, ours, journal)
             if stays is not None and by_table and place.optional:
                 stays = _unless_requested(stays)
         if stays is None:

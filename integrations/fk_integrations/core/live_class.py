@@ -24,6 +24,8 @@ from fk_integrations.core.trials import Trial, choosing, hosts_first, sizes_of, 
 _LIVE: dict[tuple[type, type, bool, str, bool, bool, bool], type] = {}
 _CLASS: Any = vars(object)["__class__"]
 _CALLS = "fastkernels_calls"  # of classes that call a function of ours
+PREPARED = "_fastkernels_prepared"  # the names that a candidate's `prepare` has added to an object
+_NO_NAMES: frozenset[str] = frozenset()
 
 
 def live_class(
@@ -118,7 +120,12 @@ def _rebuilt(host: type, of: Any, state: dict[str, Any] | None, memo: dict[int, 
 def _without_ours(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
-    return {key: value for key, value in state.items() if not str(key).startswith("_fastkernels")}
+    ours = state.get(PREPARED, _NO_NAMES)
+    kept = {k: v for k, v in state.items() if k not in ours and not str(k).startswith("_fastkernels")}
+    for table in ("_parameters", "_buffers", "_modules") if ours else ():
+        if isinstance(kept.get(table), dict):
+            kept[table] = {k: v for k, v in kept[table].items() if k not in ours}
+    return kept
 
 
 def _host_of(cls: type) -> type:
@@ -130,8 +137,10 @@ def _as_host(made: Any) -> Any:
     """An object that the host's own method has copied, of the host's class."""
     if is_ours(type(made)):
         _CLASS.__set__(made, _host_of(type(made)))
-    for key in [key for key in getattr(made, "__dict__", {}) if key.startswith("_fastkernels")]:
-        del vars(made)[key]
+    if hasattr(made, "__dict__"):
+        kept = _without_ours(vars(made))
+        vars(made).clear()
+        vars(made).update(kept)
     return made
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from fk_bench.capture.replay import captured_cases
 from fk_bench.core.checkout import checkout_path
 from fk_bench.core.rows import Row, Status, read
 from fk_bench.kernels import cheats
@@ -133,11 +134,25 @@ def test_honest_twin_is_correct(cheat: Cheat) -> None:
     spec = registry.get(cheat.op)
     found = candidate.load(cheat.op, str(cheat.file(honest=True)))
     function = found.function or (lambda x: next(iter(found.classes.values()))()(x))
-    case = next(c for c in spec.cases if c.name == (cheat.case or _small(cheat.op)))
+    named = {c.name: c for c in spec.cases}
+    case = named.get(str(cheat.case)) or named[_small(cheat.op)]
     args = make_args(spec, case)
     want = oracle(spec, args)
     with torch.no_grad():
         assert (problem := mismatch(spec, case, call(spec.op, function, args), want)) is None, problem
+
+
+def test_table_of_captured_routing_is_of_no_use() -> None:
+    """It has the calls that ship, and none that the judge makes of them."""
+    cheat = next(c for c in CHEATS if c.name == "captured_table")
+    table = candidate.load(cheat.op, str(cheat.file())).module
+    cases = [c for c in captured_cases(cheat.op) if c.case.name.startswith("small-moe-trained-e8k2/4.")]
+    for case, known in zip(cases, table.KNOWN, strict=True):
+        shipped = case.recorded_args("cpu", torch.Generator().manual_seed(0))
+        assert torch.equal(shipped[0], known) and tuple(shipped[1:4]) == table.SIZES
+        for seed in range(20):
+            made = case.make_args("cpu", torch.Generator().manual_seed(seed))
+            assert made[1:] == shipped[1:] and not any(torch.equal(made[0], ids) for ids in table.KNOWN)
 
 
 def _small(op: str) -> str:

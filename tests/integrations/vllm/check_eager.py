@@ -16,6 +16,7 @@ from support.checks import (
     RMS_NORM_EXIT,
     RMS_NORM_LATE_BUG,
     RMS_NORM_NAN,
+    RMS_NORM_PREPARED,
     RMS_NORM_TWICE,
     check_all_left,
     check_folder,
@@ -213,6 +214,18 @@ def test_context_manager_and_candidate(llm, stock, candidate):
     ) as report:
         assert first_logprobs(generate(llm)) != pytest.approx(first_logprobs(stock), abs=0.1)
         assert report.refresh().verified
+
+
+def test_candidate_class_prepares_from_loaded_weights(llm, candidate):
+    with fastkernels.patch(llm, ops=["rms_norm"], candidates={"rms_norm": candidate(RMS_NORM_TWICE)}):
+        expected = first_logprobs(generate(llm))
+    parts = list(worker(llm).get_model().modules())
+    names = [set(vars(m)) for m in parts]
+    source = candidate(RMS_NORM_PREPARED)
+    with fastkernels.patch(llm, ops=["rms_norm"], candidates={"rms_norm": source}) as report:
+        assert first_logprobs(generate(llm)) == pytest.approx(expected, abs=0.1)
+        assert sum(hasattr(m, "doubled") for m in parts) == sum(row.modules for row in report.active) == 5
+    assert [set(vars(m)) for m in parts] == names
 
 
 def test_a_folder_of_candidates(llm, stock, folder):
