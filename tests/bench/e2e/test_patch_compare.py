@@ -138,10 +138,10 @@ def test_unknown_host_and_bad_arguments_are_refused(tmp_path: Path) -> None:
         (["--engine-args", "[1]"], "object"),
         (["--before-construction", "--side-by-side", "2"], "--side-by-side"),
     ):
-        done = fk_bench_here(COMMAND, "m", *args, "--out", tmp_path / "run")
+        done = fk_bench_here(COMMAND, "qwen2.5-0.5b", *args, "--out", tmp_path / "run")
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
     done = fk_bench_here(COMMAND, "--out", tmp_path / "run")
-    assert done.returncode == 2 and "an earlier run's rows.jsonl" in done.stderr
+    assert done.returncode == 2 and "no such run: " in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -153,10 +153,11 @@ def without_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unusable_models_and_folders_are_named(tmp_path: Path, without_host: None) -> None:
     (tmp_path / "file").touch()
-    done = fk_bench_here(COMMAND, "nosuchmodel", tmp_path, "--out", tmp_path / "run")
-    assert done.returncode == 1 and last_json(done)["failed"] == ["nosuchmodel", str(tmp_path)]
-    assert "'nosuchmodel' is neither a folder nor a hub id" in done.stderr and "no config.json" in done.stderr
-    done = fk_bench_here(COMMAND, "nosuchmodel", "--out", tmp_path / "file")
+    for model, says in (("nosuchmodel", "unknown model 'nosuchmodel'"), (tmp_path, "has no config.json")):
+        done = fk_bench_here(COMMAND, "qwen2.5-0.5b", model, "--out", tmp_path / "run")
+        assert done.returncode == 2 and says in done.stderr and says in last_json(done)["error"]
+    assert not (tmp_path / "run").exists()  # refused before the first model
+    done = fk_bench_here(COMMAND, "qwen2.5-0.5b", "--out", tmp_path / "file")
     assert done.returncode == 2 and f"--out {tmp_path / 'file'}: File exists" in done.stderr
 
 
