@@ -22,6 +22,7 @@ FIELDS = {
     "subject",
     "case",
     "round",
+    "provisional",
     "metrics",
     "baseline",
     "ci95",

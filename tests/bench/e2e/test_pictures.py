@@ -296,7 +296,7 @@ def test_batches_of_four_take_fifty_steps(tmp_path: Path) -> None:
         (("--hosts", "timm", "--lanes", "stock,patched,patched"), "each once; they are compared with stock"),
         (("--hosts", "timm", "--steps", "0"), "--steps must be at least 1"),
         (("--hosts", "timm", "--image-size", "-1"), "--image-size and --compile-ahead at least 0"),
-        (("--hosts", "timm", "--ops", "attention_dens"), "--ops: unknown op 'attention_dens'"),
+        (("--hosts", "timm", "--ops", "attention_dens"), "unknown op 'attention_dens'"),
         (("--hosts", "diffusers"), "--hosts diffusers needs MODEL"),
         (("--hosts", "vllm", "--ops", "gelu"), "are for --hosts timm, transformers, diffusers"),
         (("--hosts", "timm", "--cuda-graphs"), "--cuda-graphs needs --compile-blocks"),

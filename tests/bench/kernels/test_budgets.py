@@ -36,7 +36,8 @@ def test_slow_calls_use_up_case_then_op(tmp_path: Path) -> None:
         judge.options = dataclasses.replace(options, case_budget=300.0, op_budget=3600.0)
         judge.op("quick_gelu")
     slow = ran(judge.rows, "relu2")
-    assert len(slow) > 4 and {r.status for r in slow} == {Status.TIMEOUT}
+    assert len(slow) > 4
+    assert {r.status for r in slow} == {Status.TIMEOUT}, [(r.case, r.reason) for r in slow if r.status is Status.OK]
     assert "it used its 1.5 s for one case" in slow[0].reason
     assert any("4 s" in r.reason for r in slow) or "not restarted" in slow[-1].reason
     assert min(r.metrics["wall_s"] for r in slow[-2:]) < 1.5  # without running

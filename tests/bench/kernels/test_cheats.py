@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_cheat_is_caught_and_twin_passes(
     verdict = try_cheat(judge, cheat, OPTIONS, twins=twins)
     assert not verdict.twin_problem, verdict.twin_problem
     assert not verdict.problem, f"{verdict.problem} (the judge said: {verdict.outcome})"
-    assert verdict.outcome.isprintable(), "a reason has control characters"
+    assert all(line.isprintable() for line in verdict.outcome.split("\n")), "a reason has control characters"
 
 
 @pytest.mark.parametrize("name", ["one_call", "one_call_memory"])
@@ -133,7 +134,12 @@ def test_honest_twin_is_correct(cheat: Cheat) -> None:
     """Against float64 on a small case, so that the twin is not a cheat itself."""
     spec = registry.get(cheat.op)
     found = candidate.load(cheat.op, str(cheat.file(honest=True)))
-    function = found.function or (lambda x: next(iter(found.classes.values()))()(x))
+    function = found.function
+    if function is None:
+        module = next(iter(found.classes.values()))
+        if any(p.default is p.empty for p in list(inspect.signature(module).parameters.values())):
+            pytest.skip("the judge builds its class from a case; test_cheat_is_caught_and_twin_passes does")
+        function = module()
     named = {c.name: c for c in spec.cases}
     case = named.get(str(cheat.case)) or named[_small(cheat.op)]
     args = make_args(spec, case)

@@ -39,7 +39,7 @@ OWN = {
     "linear/skinny_linear_cuda.py": {"native-library"},
     "attention/attention_decode_cuda.py": {"native-library"},
     "linear/wgmma_linear_cuda.py": {"native-library"},
-    "linear/tiled_linear_cuda.py": {"native-library"},
+    "linear/tiled_linear_cuda.py": {"native-library", "pointer-cache"},
     "dense_attention/attention_dense_cuda.py": {"native-library"},
     "latent_attention/mla_decode_cuda.py": {"native-library"},
     # cuBLASLt, through ctypes: its proposals are timed at a shape's first call, by one thread

@@ -313,7 +313,7 @@ def test_port_in_use(compare) -> None:
         (["--base", "sglang"], "--base: lane 'sglang' is not one of"),
         (["--slo", "foo:1"], "--slo: 'foo' is not one of"),
         (["--dtype", "int3"], "unknown dtype 'int3'"),
-        (["--model", "/nowhere"], "model '/nowhere' has no config.json"),
+        (["--model", "/nowhere"], "model '/nowhere' is neither a folder nor a hub id"),
         (["--server-args", 'vllm="'], "--server-args"),
         (["--frobnicate"], "--frobnicate"),
         (["--resume", "/nowhere"], "/nowhere is not a run of serve-compare"),

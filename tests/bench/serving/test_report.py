@@ -189,7 +189,7 @@ def test_report_command(tmp_path: Path) -> None:
     assert done.returncode == 0 and last_json(done)["report"] == str(run / "report.html")
     assert "half-written line, skipped" in (run / "report.html").read_text()
     done = fk_bench_here("report", tmp_path)
-    assert done.returncode == 2 and "has no rows.jsonl" in done.stderr
+    assert done.returncode == 2 and "give a folder with rows.jsonl" in done.stderr
     file = run / "rows.jsonl"
     file.write_text(file.read_text().replace('"serve-compare"', '"patch-compare"'))
     done = fk_bench_here("report", run)

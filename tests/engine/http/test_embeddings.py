@@ -78,7 +78,7 @@ def test_text_and_token_ids_give_the_same(url, expected):
         ({"input": "a", "dimensions": 8}, "dimensions", "got 8: this model does not declare Matryoshka"),
         ({"input": "a", "dimensions": 0}, "dimensions", "got 0"),
         ({"input": "a", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "at most 256"),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "got 'int8'"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", 'got "int8"'),
         ({"input": "a", "model": "other"}, "model", "does not exist"),
         ({"input": "a", "temperature": 1}, "temperature", 'unknown field "temperature"'),
     ],

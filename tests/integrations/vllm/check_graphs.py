@@ -234,6 +234,9 @@ class Worker:
         self.vllm_config, self.rank, self.model_runner = config, 0, None
         self.device = torch.device("cpu")
 
+    def init_device(self):
+        pass
+
     def load_model(self):
         self.builder = SimpleNamespace(
             max_cudagraph_size=self.vllm_config.compilation_config.max_cudagraph_capture_size
