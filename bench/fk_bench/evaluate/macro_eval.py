@@ -111,14 +111,14 @@ def _combined(groups: Sequence[Sequence[Outcome | None]], rules: Rules) -> Part:
     return Part(declared, valid, S, C, coverage, S_valid)
 
 
-def _with_intervals(groups: Sequence[Sequence[Outcome | None]], rules: Rules) -> Part:
+def _with_intervals(groups: Sequence[Sequence[Outcome | None]], rules: Rules, draws: int) -> Part:
     whole = _combined(groups, rules)
-    if all(len(group) < 2 for group in groups):  # nothing to draw from
+    if not draws or all(len(group) < 2 for group in groups):  # nothing to draw from
         return whole
     rng = np.random.default_rng(0)
-    picks = [(g, rng.integers(0, max(len(g), 1), (1000, len(g)))) for g in groups]
-    draws = [_combined([[g[i] for i in pick[n]] for g, pick in picks], rules) for n in range(1000)]
-    values = {name: [getattr(d, name) or 0.0 for d in draws] for name in ("score", "S", "C", "coverage")}
+    picks = [(g, rng.integers(0, max(len(g), 1), (draws, len(g)))) for g in groups]
+    drawn = [_combined([[g[i] for i in pick[n]] for g, pick in picks], rules) for n in range(draws)]
+    values = {name: [getattr(d, name) or 0.0 for d in drawn] for name in ("score", "S", "C", "coverage")}
     return replace(whole, ci95={n: tuple(np.percentile(v, (2.5, 97.5)).tolist()) for n, v in values.items()})
 
 
@@ -127,8 +127,9 @@ def macro_eval(
     outcomes: Mapping[Item, Outcome],
     categories: Iterable[str] = (),
     rules: Rules = DEFAULT,
+    draws: int = 1000,
 ) -> MacroEval:
-    """Return the score of a set over the declared items and categories, with those that have no item yet.
+    """Return the score of a set over the declared items and categories, with those that have no item yet. draws: of the bootstrap.
 
     Raises ValueError if nothing is declared, for an item declared twice, and for an outcome that was not declared.
     """
@@ -145,6 +146,9 @@ def macro_eval(
         for name, group in groups.items():
             group.setdefault(str(getattr(item, name)), []).append(outcomes.get(item))
     return MacroEval(
-        _with_intervals(list(groups["category"].values()), rules),
-        {name: {k: _with_intervals([g], rules) for k, g in group.items()} for name, group in groups.items()},
+        _with_intervals(list(groups["category"].values()), rules, draws),
+        {
+            name: {k: _with_intervals([g], rules, draws) for k, g in group.items()}
+            for name, group in groups.items()
+        },
     )

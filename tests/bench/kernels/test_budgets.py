@@ -13,7 +13,7 @@ from fk_bench.kernels.judge import Judge, Options
 from fk_bench.kernels.judge.processes.protocol import Channel
 from fk_bench.kernels.judge.processes.runner_process import Budget, RunnerError, RunnerProcess
 
-SLEEPS = "import time\nimport torch\ndef relu2(x):\n    time.sleep(0.4)\n    return torch.relu(x).square()\n"
+SLEEPS = "import time\nimport torch\ndef relu2(x):\n    time.sleep(0.8)\n    return torch.relu(x).square()\n"
 HONEST = "import torch\ndef quick_gelu(x):\n    return x * torch.sigmoid(1.702 * x)\n"
 
 
@@ -37,7 +37,9 @@ def test_slow_calls_use_up_case_then_op(tmp_path: Path) -> None:
         judge.op("quick_gelu")
     slow = ran(judge.rows, "relu2")
     assert len(slow) > 4
-    assert {r.status for r in slow} == {Status.TIMEOUT}, [(r.case, r.reason) for r in slow if r.status is Status.OK]
+    assert {r.status for r in slow} == {Status.TIMEOUT}, [
+        (r.case, r.reason) for r in slow if r.status is Status.OK
+    ]
     assert "it used its 1.5 s for one case" in slow[0].reason
     assert any("4 s" in r.reason for r in slow) or "not restarted" in slow[-1].reason
     assert min(r.metrics["wall_s"] for r in slow[-2:]) < 1.5  # without running
