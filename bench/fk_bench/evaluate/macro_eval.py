@@ -127,9 +127,9 @@ def macro_eval(
     outcomes: Mapping[Item, Outcome],
     categories: Iterable[str] = (),
     rules: Rules = DEFAULT,
-    draws: int = 1000,
+    draws: int = 1000,  # of the bootstrap; 0: no intervals
 ) -> MacroEval:
-    """Return the score of a set over the declared items and categories, with those that have no item yet. draws: of the bootstrap.
+    """Return the score of a set over the declared items and categories, with those that have no item yet.
 
     Raises ValueError if nothing is declared, for an item declared twice, and for an outcome that was not declared.
     """
