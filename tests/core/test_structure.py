@@ -106,7 +106,7 @@ def imported_module(found: Import) -> str | None:
 
 
 def test_repository_is_small() -> None:
-    """The compressed tree travels to a remote machine together with an archive of a host."""
+    """Clones and copies to other machines stay quick: code, rows of results and generated pages together."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     listed = subprocess.run(
