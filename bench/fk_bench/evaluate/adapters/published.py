@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ LAYOUT = "published"
 PARENTS = ("tasks", "candidate")  # packages around L1, L2, L3, which relative imports count
 NATIVE = (".cu", ".cuh", ".cpp", ".h", ".hpp")
 _PACKAGE = "fastkernels."
-_PROVIDED = "fastkernels.infra.cuda_ext"
+_PROVIDED = ("fastkernels.infra", "fastkernels.infra.cuda_ext")
 _LEVEL = re.compile(r"L[1-4]")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -125,7 +126,7 @@ def _imported(folder: Path, file: Path, tree: ast.Module) -> Iterator[Path]:
                 module = ".".join([*package[: len(package) - node.level + 1], *([module] if module else [])])
             names = [module]
         for name in names:
-            if not name.startswith(_PACKAGE) or name == _PROVIDED:
+            if not name.startswith(_PACKAGE) or name in _PROVIDED:
                 continue
             parts = name.removeprefix("fastkernels.tasks.candidate.").split(".")
             own = folder.joinpath(*parts).with_suffix(".py")
@@ -156,8 +157,12 @@ def _included(source: Path) -> Iterator[Path]:
 
 def bind(folder: Path, op: str, module: str, cls: str) -> Callable[..., Any]:
     """The op's function on a class of the set. The author's code runs."""
-    ext = cuda_ext()
-    found = import_from(folder, module, PARENTS, fastkernels__infra__cuda_ext=ext, __infra__cuda_ext=ext)
+    ext, infra = cuda_ext(), ModuleType("fastkernels.infra")
+    infra.cuda_ext = ext  # type: ignore[attr-defined]
+    provided = {
+        "fastkernels__infra": infra, "__infra": infra, "fastkernels__infra__cuda_ext": ext, "__infra__cuda_ext": ext,
+    }  # fmt: skip
+    found = import_from(folder, module, PARENTS, **provided)
     return FUNCTIONS[op](Modules(getattr(found, cls)))
 
 
