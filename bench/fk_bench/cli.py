@@ -70,6 +70,10 @@ COMMANDS = {
         "routing.command:routing_command",
         "captured and uniform random routing compared: load, hot experts, time of fused_experts",
     ),
+    "eval": (
+        "evaluate.command:eval_command",
+        "the score of sets of candidates: speedup, correctness and coverage in whole models and real hosts",
+    ),
     "capture": (
         "capture.command:capture_command",
         "record the calls that a model makes to each op: shapes, routing, block tables",
