@@ -86,6 +86,7 @@ class Quality:
     calibration: Calibration
     calls: Mapping[str, int] = field(default_factory=dict)  # of the ops that the patch put in
     left: Mapping[str, str] = field(default_factory=dict)  # ops that it left to the host, and why
+    exact: Mapping[str, float] = field(default_factory=dict)  # the metric against float32: 'host', 'patched'
 
     @property
     def c(self) -> float:

@@ -63,6 +63,9 @@ def quality_command(
         float, typer.Option(help="share of the GPU's memory for a host")
     ] = Settings.gpu_share,
     timeout: Annotated[float, typer.Option(help="seconds for a start, a run or a patch")] = Settings.timeout,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="also the distances of host and patched host from float32")
+    ] = False,
     recalibrate: Annotated[bool, typer.Option("--recalibrate", help="measure the scale again")] = False,
     out: Annotated[Path | None, typer.Option(help="folder of the rows (default: a new one)")] = None,
     json_only: Annotated[
@@ -95,7 +98,7 @@ def quality_command(
         settings = {
             host: Settings(
                 machine.absolute(pythons.get(host, sys.executable)), device, "" if dtype == "auto" else dtype, extent,
-                arguments.get(host, {}), gpu_share, image_size, steps, timeout, recalibrate,
+                arguments.get(host, {}), gpu_share, image_size, steps, timeout, recalibrate, exact,
             )
             for host in names
         }  # fmt: skip
@@ -152,6 +155,7 @@ def row_of(
     for value in found.values.values():
         metrics |= {value.metric: value.value, f"{value.metric}_discrepancy": value.discrepancy}
     metrics |= {f"fault_{fault}_c": scale.correctness(d) for fault, d in scale.faults.items()}
+    metrics |= {f"{found.metric}_{run}_from_float32": value for run, value in found.exact.items()}
     status, reason = Status.OK, ""
     if not any(found.calls.values()):
         left = "; ".join(dict.fromkeys(f"{op}: {why}" for op, why in found.left.items()))
@@ -199,6 +203,10 @@ def show(made: list[Row]) -> None:
                 others.append(
                     [row.subject.host, row.subject.candidate, base, cell(row, base, ".5g"), cell(row, name)]
                 )
+        if f"{metric}_host_from_float32" in row.metrics:
+            host, patched = (cell(row, f"{metric}_{run}_from_float32", ".3e") for run in ("host", "patched"))
+            name = f"{metric} from float32, host's {host}"
+            others.append([row.subject.host, row.subject.candidate, name, patched, "-"])
     table(str(made[0].subject.model), columns, shown)
     if others:
         table("All metrics", ["host", "set", "metric", "value", "discrepancy"], others)

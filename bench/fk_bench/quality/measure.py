@@ -47,6 +47,7 @@ class Settings:
     steps: int = 4  # of denoising
     timeout: float = 600.0  # for a start, a run or a patch
     recalibrate: bool = False
+    exact: bool = False  # also the distances from float32, by transformers
 
 
 class Item:
@@ -104,6 +105,16 @@ class Item:
         (self.folder / f"{run}.f32").unlink()
         return found
 
+    def float32(self, folder: Path) -> Any:
+        """The outputs of the model in float32, by transformers. Raises ModelError for a host of images."""
+        if "transformers" not in self.family.hosts:
+            raise ModelError(f"{self.name}: transformers does not run models of {self.family_name}")
+        folder.mkdir()
+        settings = replace(self.settings, python=sys.executable, dtype="float32", engine_args={})
+        item = Item(self.model, "transformers", settings, folder)
+        with item.started(self.model, "float32") as running:
+            return running.outputs("float32")
+
     def digest(self) -> str:
         """What the scale depends on."""
         path, s = Path(self.name), self.settings
@@ -111,9 +122,9 @@ class Item:
         found = {
             "files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()],
             "model": path.name, "host": self.host, "versions": machine.interpreter(s.python).versions,
-            "machine": machine.machine().model_dump(), "commit": machine.commit() if self.host == "fastkernels" else "",
-            "settings": {**asdict(s), "timeout": 0, "recalibrate": 0, "dtype": s.dtype or machine.fast_dtype()},
-            "device": self.device, "family": asdict(self.family),
+            "machine": machine.machine().model_dump(), "device": self.device, "family": asdict(self.family),
+            "commit": machine.commit() if self.host == "fastkernels" else "",
+            "settings": {**asdict(s), "timeout": 0, "recalibrate": 0, "exact": 0}, "dtype": machine.fast_dtype(),
         }  # fmt: skip
         return hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
@@ -219,6 +230,14 @@ def measure(
             )
             found = running.outputs("patched")
             calls = running.ask({"calls": True})["calls"]
+        exact = {}
+        if settings.exact:
+            wide = item.float32(Path(scratch) / "float32")
+            metric = metrics()[item.family.metric]
+            exact = {
+                "host": metric.measure(reference, wide).value,
+                "patched": metric.measure(found, wide).value,
+            }
         values: dict[str, Value] = {m.name: m.measure(found, reference) for m in of_family(item.family_name)}
     left = {op: why for op, state, why in rows["rows"] if state != "active"}
-    return Quality(Path(model).name, host, item.family.metric, values, calibration, calls, left)
+    return Quality(Path(model).name, host, item.family.metric, values, calibration, calls, left, exact)
