@@ -54,7 +54,7 @@ class Measured:
 
 
 class Work:
-    """What both sides of an item do, and how their outputs are compared. seed: secret until the run ends."""
+    """The work of both sides of an item, and the comparison of their outputs. seed: secret until the run ends."""
 
     def __init__(self, entry: Entry, seed: int, vocab: int):
         self.entry, self.seed, self.vocab = entry, seed, vocab
@@ -72,7 +72,7 @@ class Work:
     def run(
         self, side: Side, count: int, key: str, lengths: Sequence[tuple[int, int]] = (), calls: int = 0
     ) -> Done:
-        """One timed piece of work. Raises SideFailed, also for outputs of another number than was asked for."""
+        """One timed piece of work. Raises SideFailed, also if a number of outputs is wrong."""
         if not self.text:
             calls = calls or self.entry.workload.calls
             seed = random.Random(f"{self.seed} {key}").randrange(1 << 30)
@@ -109,7 +109,7 @@ class Done:
 
 
 def checked_tokens(found: Any, lengths: Sequence[int], vocab: int) -> list[list[int]]:
-    """Token ids of every request, exactly as many as were asked for. Raises SideFailed."""
+    """Token ids of every request, exactly `lengths` of them. Raises SideFailed."""
     if not isinstance(found, list) or len(found) != len(lengths):
         raise SideFailed(Reason.INCORRECT, f"{len(lengths)} requests were sent, and {found!r:.80} came back")
     for n, (tokens, wanted) in enumerate(zip(found, lengths, strict=True)):
