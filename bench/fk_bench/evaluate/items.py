@@ -175,7 +175,7 @@ class ItemRun:
         result = Measured(self.entry)
         try:
             with ExitStack() as stack:
-                judge = stack.enter_context(self.open(self.entry.model.small, {}, ()))
+                judge = stack.enter_context(self.open(self.entry.model.small, {}, (), trusted=True))
                 prober = Prober(self, judge, files, readable)
                 result.found = prober.found(retry)
             if not result.found.kept:
@@ -191,11 +191,13 @@ class ItemRun:
             result.outcome, result.reason, result.text = None, error.reason, str(error)
         return result
 
-    def open(self, model: Model, files: Mapping[str, str], readable: Sequence[str]) -> Side:
+    def open(
+        self, model: Model, files: Mapping[str, str], readable: Sequence[str], trusted: bool = False
+    ) -> Side:
         """A process with the model loaded and the files put in. Raises SideFailed."""
         options = options_of(self.entry, model, self.suite, self.dtype, self.launcher.gpu, 2)
         seen = [*readable, *([] if model.timm else [options["model"]])]
-        side = self.launcher.spawn(self.entry.item.host, seen, self.entry.timeout)
+        side = self.launcher.spawn(self.entry.item.host, seen, self.entry.timeout, trusted)
         try:
             side.call("open", **options)
             if files:
