@@ -1,4 +1,4 @@
-"""What a candidate does in a host that the judge of kernels does not see: is it deployed, and does it compile while serving?
+"""Whether a candidate's kernel runs in a compiled host, and whether it is compiled while a server runs.
 
 A candidate's class may return to plain PyTorch while it is traced. In a compiled host its kernel then never runs: it is
 not deployed, which is no speedup of 1. A kernel that is compiled again for each number of rows stalls a server at each
@@ -45,7 +45,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Serving:
-    """What was compiled at batch sizes after the warm-up: {size: {compiler: count}}."""
+    """Compilations at batch sizes after the warm-up: {size: {compiler: count}}."""
 
     sizes: tuple[int, ...]
     compiled: Mapping[int, Mapping[str, int]]
