@@ -100,7 +100,7 @@ def planted(
 
 
 def _reordered(names: list[str], tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-    there, found = set(names), {}
+    there, found = set(names), dict[str, torch.Tensor]()
     for name in names:
         for last, before in _INNER:
             prefix = name.removesuffix(f"{last}.weight")
