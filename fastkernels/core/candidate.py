@@ -182,6 +182,16 @@ def from_directory(path: str | os.PathLike[str]) -> dict[str, str]:
     return {f.stem: str(f) for f in files}
 
 
+def sources_folder(file: Path) -> Path:
+    """The folder with a candidate's own sources: _OP next to OP.py. It need not exist."""
+    return file.parent / f"_{file.stem}"
+
+
+def sources(file: Path) -> list[Path]:
+    """All files in a candidate's folder of sources, sorted."""
+    return sorted(p for p in sources_folder(file).rglob("*") if p.is_file())
+
+
 def _unknown(stem: str) -> str:
     close = difflib.get_close_matches(stem, registry.op_modules(), n=1)
     return f"{stem}.py" + (f" (did you mean {close[0]}.py?)" if close else "")

@@ -54,7 +54,7 @@ class Measured:
 
 
 class Work:
-    """What both sides of an item do, and how their outputs are compared. seed: secret until the run ends."""
+    """The work of both sides of an item, and the comparison of their outputs. seed: secret until the run ends."""
 
     def __init__(self, entry: Entry, seed: int, vocab: int):
         self.entry, self.seed, self.vocab = entry, seed, vocab
@@ -72,7 +72,7 @@ class Work:
     def run(
         self, side: Side, count: int, key: str, lengths: Sequence[tuple[int, int]] = (), calls: int = 0
     ) -> Done:
-        """One timed piece of work. Raises SideFailed, also for outputs of another number than was asked for."""
+        """One timed piece of work. Raises SideFailed, also if a number of outputs is wrong."""
         if not self.text:
             calls = calls or self.entry.workload.calls
             seed = random.Random(f"{self.seed} {key}").randrange(1 << 30)
@@ -109,7 +109,7 @@ class Done:
 
 
 def checked_tokens(found: Any, lengths: Sequence[int], vocab: int) -> list[list[int]]:
-    """Token ids of every request, exactly as many as were asked for. Raises SideFailed."""
+    """Token ids of every request, exactly `lengths` of them. Raises SideFailed."""
     if not isinstance(found, list) or len(found) != len(lengths):
         raise SideFailed(Reason.INCORRECT, f"{len(lengths)} requests were sent, and {found!r:.80} came back")
     for n, (tokens, wanted) in enumerate(zip(found, lengths, strict=True)):
@@ -175,7 +175,7 @@ class ItemRun:
         result = Measured(self.entry)
         try:
             with ExitStack() as stack:
-                judge = stack.enter_context(self.open(self.entry.model.small, {}, ()))
+                judge = stack.enter_context(self.open(self.entry.model.small, {}, (), trusted=True))
                 prober = Prober(self, judge, files, readable)
                 result.found = prober.found(retry)
             if not result.found.kept:
@@ -191,11 +191,13 @@ class ItemRun:
             result.outcome, result.reason, result.text = None, error.reason, str(error)
         return result
 
-    def open(self, model: Model, files: Mapping[str, str], readable: Sequence[str]) -> Side:
+    def open(
+        self, model: Model, files: Mapping[str, str], readable: Sequence[str], trusted: bool = False
+    ) -> Side:
         """A process with the model loaded and the files put in. Raises SideFailed."""
         options = options_of(self.entry, model, self.suite, self.dtype, self.launcher.gpu, 2)
         seen = [*readable, *([] if model.timm else [options["model"]])]
-        side = self.launcher.spawn(self.entry.item.host, seen, self.entry.timeout)
+        side = self.launcher.spawn(self.entry.item.host, seen, self.entry.timeout, trusted)
         try:
             side.call("open", **options)
             if files:

@@ -27,7 +27,7 @@ COMPARED = ("python", "torch", "triton", "transformers", "timm", "diffusers", "v
 
 @dataclass(frozen=True)
 class Context:
-    """What all rows of a run share; only rows with the same context are one evaluation."""
+    """The part that all rows of a run share; only rows with the same context are one evaluation."""
 
     run_id: str
     commit: str | None

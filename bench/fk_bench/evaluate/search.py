@@ -45,7 +45,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Found:
-    """What is left of a set in an item. probes: how many were needed."""
+    """The part of a set that is left in an item. probes: their number."""
 
     kept: tuple[str, ...]
     dropped: tuple[Dropped, ...]

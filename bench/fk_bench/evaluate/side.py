@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from fastkernels.core.compile_cache import requested_folder
 from fk_bench.evaluate.reasons import Reason
-from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions
+from fk_bench.kernels.judge.processes.cage import STEPS, CageOptions, own_home
 from fk_bench.kernels.judge.processes.forkserver import HEADER, send
 from fk_bench.kernels.judge.processes.zygote import Zygote, ZygoteError
 
@@ -26,6 +27,7 @@ CALLS = (
     "alarm",
     "sched_setaffinity",
 )  # of engines; no side is stopped and resumed
+COMPILED = ("cpp", "nvrtc")  # folders of the cache with kernels of ours, by hash of their source
 _COMMON = ("torch", "triton", "fastkernels")
 PRELOAD = {
     "fastkernels": (*_COMMON, "transformers"), "transformers": (*_COMMON, "transformers"), "timm": (*_COMMON, "timm"),
@@ -64,23 +66,32 @@ class Launcher:
         for zygote in self._zygotes.values():
             zygote.close()
 
-    def spawn(self, host: str, readable: Sequence[str], timeout: float) -> Side:
-        """A process for a host, which sees these files and folders. Raises SideFailed."""
+    def spawn(self, host: str, readable: Sequence[str], timeout: float, trusted: bool = False) -> Side:
+        """A process for a host, which sees these files and folders. Raises SideFailed.
+
+        trusted  no candidate will run in it: it is not caged, and fills this user's cache of compiled kernels, of which
+                 each caged process gets a copy
+        """
         if host not in self._zygotes:
             python = self.pythons.get(host, sys.executable)
-            preload = (*PRELOAD.get(host, ("torch", "fastkernels")), "fk_bench.evaluate.worker")
+            more = ("fk_bench.evaluate.hosts.ready",) if host in PRELOAD and not self.gpu else ()
+            preload = (*PRELOAD.get(host, ("torch", "fastkernels")), "fk_bench.evaluate.worker", *more)
             self._zygotes[host] = Zygote(python, preload, entry="fk_bench.evaluate.worker:main")
-        off: dict[str, Any] = {} if self.caged else dict.fromkeys(STEPS, False)
+        off: dict[str, Any] = {} if self.caged and not trusted else dict.fromkeys(STEPS, False)
+        compiled = (
+            [] if off else [str(f) for name in COMPILED for f in sorted(requested_folder(name).glob("*.*"))]
+        )
         cage = CageOptions(
-            **off, readable=tuple(map(os.path.realpath, readable)), packages=PACKAGES, memory=self.memory,
-            processes=1024, threads=self.threads, shm_bytes=4 << 30, tmp_bytes=8 << 30, loopback=True,
-            calls=CALLS,
+            **off, readable=(*map(os.path.realpath, readable), *compiled), packages=PACKAGES, memory=self.memory,
+            home=own_home() if trusted else None, processes=1024, threads=self.threads, shm_bytes=4 << 30,
+            tmp_bytes=8 << 30, loopback=True, calls=CALLS,
         )  # fmt: skip
         try:
-            side = Side(self._zygotes[host].spawn({}, cage), timeout)
+            side = Side(self._zygotes[host].spawn({"compiled": compiled}, cage), timeout)
         except ZygoteError as error:
             raise SideFailed(Reason.RUN_TIME, str(error)) from error
-        self.cage = side.receive()["cage"]
+        report = side.receive()["cage"]
+        self.cage = self.cage if trusted else report
         return side
 
 

@@ -33,7 +33,7 @@ class SuiteError(ValueError):
 
 @dataclass(frozen=True)
 class Workload:
-    """What a host does in a round.
+    """The work of a host in a round.
 
     lengths     (prompt, output) tokens of a request, repeated as needed; of text
     throughput  requests at once, or images of a call; latency: the same for the latency, usually 1

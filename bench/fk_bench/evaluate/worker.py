@@ -6,11 +6,14 @@ The process that sends the messages has the clock and counts tokens; from here i
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from fastkernels.core.compile_cache import requested_folder
 from fk_bench.evaluate.reasons import described
 from fk_bench.kernels.judge.processes import forkserver
 
@@ -58,6 +61,10 @@ def _caches(function: Any) -> list[dict[Any, Any]]:
 
 def main(channel: socket.socket, config: dict[str, Any], fds: dict[str, int]) -> None:
     """Answer messages until the other end is closed."""
+    for file in config["compiled"]:  # visible at their own paths, read-only
+        kept = requested_folder(Path(file).parent.name)
+        kept.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, kept)
     sys.addaudithook(_audit)
     forkserver.send(channel, {"cage": config["cage"]})
     served: Any = None

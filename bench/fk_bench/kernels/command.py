@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fastkernels.core import candidate, registry
-from fastkernels.core.candidate import CandidateError
+from fastkernels.core import registry
+from fastkernels.core.candidate import CandidateError, sources_folder
 from fastkernels.core.registry import UnknownName
 from fastkernels.models.common.registry import models
 from fk_bench.capture.captures import CaptureError
@@ -19,6 +19,7 @@ from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row, Status, append
 from fk_bench.core.text import printable
+from fk_bench.evaluate.sets import read_set
 from fk_bench.info.stubs import selected_ops
 from fk_bench.kernels import task as tasks
 
@@ -291,6 +292,8 @@ def _keep(candidates: dict[str, Path], run: Path) -> None:
         (run / "candidates").mkdir(exist_ok=True)
     for path in candidates.values():
         shutil.copy(path, run / "candidates" / path.name)
+        if (own := sources_folder(path)).is_dir():
+            shutil.copytree(own, run / "candidates" / own.name, dirs_exist_ok=True)
 
 
 def _candidates(path: Path | None, ops: tuple[str, ...]) -> dict[str, Path]:
@@ -299,7 +302,10 @@ def _candidates(path: Path | None, ops: tuple[str, ...]) -> dict[str, Path]:
     if not path.exists():
         raise ValueError(f"--candidate {path}: no such file or folder; `fk-bench stubs` makes some")
     if path.is_dir():
-        return {op: Path(p) for op, p in candidate.from_directory(path).items()}
+        found = read_set(path.name, path)
+        for file in found.declined:
+            print(f"not judged: {printable(f'{file.path}: {file.reason}')}", file=sys.stderr)
+        return {c.op: c.path for c in found.candidates}
     op = path.stem if path.stem in registry.op_names() else ops[0] if len(ops) == 1 else None
     if op is None:
         raise ValueError(f"--candidate {path}: name the file after its op, or name one op in the command")

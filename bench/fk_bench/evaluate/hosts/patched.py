@@ -1,4 +1,4 @@
-"""What all hosts of an item share: candidates are checked and put in, and their calls are counted."""
+"""The base of all hosts of an item: candidates are checked and put in, and their calls are counted."""
 
 from __future__ import annotations
 

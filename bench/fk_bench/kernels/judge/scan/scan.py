@@ -155,7 +155,7 @@ class _Visitor(ast.NodeVisitor):
 
     def _import(self, node: ast.AST, name: str) -> None:
         name = name[:_MAX_NAME]
-        if name == "inspect.signature":
+        if name in rules.ALLOWED_IMPORTS:
             return
         if not self.look_up(node, rules.IMPORTS, name):
             self._note_use(node, name)
