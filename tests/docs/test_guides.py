@@ -69,6 +69,7 @@ def test_new_op_of_the_guide_is_off_until_requested(with_op: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_model_guide_is_followed_to_a_green_end(tmp_path: Path) -> None:
     """All its commands, with random weights for the checkpoint; then the tests that cover every model."""
     checkout = guides.copy(tmp_path / "checkout")
