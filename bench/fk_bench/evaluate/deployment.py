@@ -1,4 +1,4 @@
-"""Whether a candidate's kernel runs in a compiled host, and whether it is compiled while a server runs.
+"""What the judge of kernels does not see: whether a candidate runs in a host, and whether it compiles while serving.
 
 A candidate's class may return to plain PyTorch while it is traced. In a compiled host its kernel then never runs: it is
 not deployed, which is no speedup of 1. A kernel that is compiled again for each number of rows stalls a server at each
@@ -45,7 +45,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Serving:
-    """Compilations at batch sizes after the warm-up: {size: {compiler: count}}."""
+    """What was compiled at batch sizes after the warm-up: {size: {compiler: count}}."""
 
     sizes: tuple[int, ...]
     compiled: Mapping[int, Mapping[str, int]]
