@@ -79,14 +79,20 @@ class Patched:
         torch.nn.modules.module.register_module_forward_pre_hook(count)
 
     def live(self) -> dict[str, Any]:
-        """{"live": {op: calls}} of the candidates; a class in another process counts its modules."""
+        """{"live": {op: calls}, "modules": {op: number}} of the candidates.
+
+        The calls of a class in another process are its modules.
+        """
         if self.report is None:
-            return {"live": {}}
+            return {"live": {}, "modules": {}}
         found = dict(self.report.refresh().candidates)
         for row in self.report.active:
             if row.candidate and not found.get(row.op) and row.op in self._classes:
                 seen = self._counts.get(row.op, 0)
                 found[row.op] = seen or (row.modules if self.remote else 0)
-        return {"live": found}
+        modules: dict[str, int] = {}
+        for row in self.report.active:
+            modules[row.op] = modules.get(row.op, 0) + row.modules
+        return {"live": found, "modules": modules}
 
     remote = False  # whether the modules are in other processes
