@@ -215,10 +215,11 @@ class Evaluation:
 
     def _item(self, launcher: Any, one: CandidateSet, entry: Entry) -> None:
         from fk_bench.evaluate.items import ItemRun
+        from fk_bench.evaluate.side import set_files
 
         dtype = machine.fast_dtype() if self.suite.dtype == "auto" else self.suite.dtype
         files, name = one.files, one.name
-        readable = sorted({str(one.folder), *(str(Path(p).parent) for p in files.values())})
+        readable = set_files(sorted({one.folder, *(Path(p).parent for p in files.values())}))
         if name == SELFTEST and not files:
             files = selftest.write(entry.item.host, one.folder)
         if entry.item not in results.items_done(self.rows, name):
