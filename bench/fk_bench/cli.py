@@ -46,6 +46,10 @@ COMMANDS = {
         "e2e.patch_compare:patch_compare_command",
         "a host against itself, stock and patched in turn, for many models",
     ),
+    "quality": (
+        "quality.command:quality_command",
+        "whether a model's outputs stay right with a set's kernels in a host: calibrated correctness c",
+    ),
     "kernels": (
         "kernels.command:kernels_command",
         "judge ops case by case: a candidate, or our own, against production",

@@ -48,11 +48,18 @@ class Value:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The scale of an item. faults: discrepancy of the reference with each planted fault."""
+    """The scale of an item.
+
+    faults     discrepancy of the reference with each planted fault
+    unplanted  faults that could not be planted, and why; those that do not concern the model are left out
+    runs       discrepancy of the reference from itself in each run; the noise is their 95th percentile
+    """
 
     noise: float
     bound: float
     faults: Mapping[str, float] = field(default_factory=dict)
+    unplanted: Mapping[str, str] = field(default_factory=dict)
+    runs: Mapping[str, float] = field(default_factory=dict)
 
     def correctness(self, discrepancy: float) -> float:
         return correctness(discrepancy, self.noise, self.bound)
@@ -64,8 +71,8 @@ class Calibration:
 
     @property
     def sensitive(self) -> bool:
-        """Whether faults were planted, all were seen, and the noise is below the bound."""
-        return bool(self.faults) and not self.unseen and self.noise < self.bound
+        """Whether all faults that concern the model were planted and seen, and the noise is below the bound."""
+        return bool(self.faults) and not self.unseen and not self.unplanted and self.noise < self.bound
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,9 @@ class Quality:
     metric: str  # the one that c is made of
     values: Mapping[str, Value]
     calibration: Calibration
+    calls: Mapping[str, int] = field(default_factory=dict)  # of the ops that the patch put in
+    left: Mapping[str, str] = field(default_factory=dict)  # ops that it left to the host, and why
+    exact: Mapping[str, float] = field(default_factory=dict)  # the metric against float32: 'host', 'patched'
 
     @property
     def c(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.patch import PatchError, Request
+from fk_integrations.core import asleep
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.journal import Journal
@@ -59,6 +60,7 @@ class InProcessHost:
             )
 
     def _live(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        asleep.wake_all()
         patched = patched_state(target)
         if patched is not None and not patched.whole:
             _end(target, patched)  # an interrupted patch or undo
