@@ -25,6 +25,7 @@ from fk_bench.quality.calibration import THRESHOLD
 
 PHASES = ("throughput", "latency")
 PROBE_LENGTHS = ((19, 6), (40, 5), (3, 8))  # (prompt, output) tokens of a probe
+CPU_KV_BYTES = 256 << 20  # of vLLM's cache on a CPU, where its default is a share of the machine's memory
 SERVED = (2, 3, 5, 7)  # batch sizes of a probe after the first, at which nothing may compile
 VOCAB_MARGIN = 10  # ids below are special in most vocabularies
 
@@ -149,6 +150,7 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
         "host": entry.item.host, "kind": work.kind, "model": where, "dtype": dtype, "gpu": gpu,
         "load_format": "dummy" if dummy else "auto", "max_model_len": longest, "max_num_seqs": count,
         "kv_tokens": -(-count * longest * 33 // 32 // 16) * 16, "tensor_parallel": entry.item.ranks,
+        "kv_bytes": CPU_KV_BYTES if entry.item.host == "vllm" and not gpu else None,
         "gpu_share": round(0.85 / sides, 3), "engine_args": dict(entry.engine_args), "compiled": entry.compiled,
         "arguments": dict(model.arguments), "image_size": model.image_size,
     }  # fmt: skip
