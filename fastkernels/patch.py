@@ -91,8 +91,8 @@ class Row:
     reasons     [{kind, text, modules}]: modules is 0 where the reason concerns the whole row
     measured    what was measured on this chip for the op, a line for each shape and size
     most_tokens the largest batch in which a compiled model runs ours; None: all
-    own         whether `calls` are those of the row's own modules; else the op's in that process, where rows of one op
-                share them
+    own         whether `calls` are those of the row's own modules; else, in our engine, the op's in that process, where
+                rows of one op share them
     unlimited   modules outside of the compiled code, which run ours in batches of every size in spite of most_tokens
     """
 

@@ -59,6 +59,7 @@ QUICK_CASES = (  # at least one of each op
     "resnet_7", "siglip_32", "mla_small", "mobile_3x3", "rt_detr_20", "pyramid_8", "spp_13",
     "dinov3_7b", "dinov3_mlp", "parakeet_16", "swinv2_b_3",
 )  # fmt: skip
+EVERY_KERNEL = "linear:cuda-wgmma,attention_decode:triton-split"  # no tuned table has a small model's shapes
 LENGTHS = ("--input-len", "512", "--output-len", "128")
 FIRST_TOKENS = ("--load", "c=4,in=1920,out=8,prompts=48")
 PREFILLS = ("--load", "c=1,in=600,out=8,prompts=40", "--load", "c=8,in=512,out=8,prompts=240", *FIRST_TOKENS)
@@ -143,9 +144,6 @@ def _models(a: Settings) -> list[Part]:
         made.append(
             Part("model-fp8", (experiment("checkpoints/make_checkpoint", a.fp8_model, *tokenizer, *fp8),), 60)
         )
-    if a.text_model and a.hosts:
-        text = experiment("checkpoints/make_checkpoint", a.file("text-fp8"), "--model", a.text_model, *fp8)
-        made.append(Part("text-fp8", (text,), 30, gpus=0))
     return made
 
 
@@ -306,7 +304,6 @@ def _hosts(a: Settings) -> list[Part]:
     """Start-up times and measurements inside a host."""
     start = ("llama-3.1-8b", "--startup", "--load-format", "dummy", "--dtype", "bfloat16")
     made = [Part("startup", (fk("e2e", *start, "--rounds", "2", "--out", a.file("startup")),), 50)]
-    half = ("--decode", "32:10240,8:2048,1:512", "--prefill", "16:10220") if a.quick else ()
     if "vllm" in a.hosts:
         made += _many_models(a.hosts["vllm"], a)
     for host, python in a.hosts.items():
@@ -316,21 +313,13 @@ def _hosts(a: Settings) -> list[Part]:
         made += [
             Part(f"kv-blocks-{host}", tuple((*e, *fk("e2e", *start, *cache)) for e in (stock, patched)), 150),
         ]
-        settings = ("--every-kernel", "--seconds", "400", "--out", a.file("quality.jsonl"), *half)
-        if host in a.engines:
-            settings = (*settings, "--engine", a.engines[host])
-        # In FP8 the perplexity of 20,000 tokens has a standard deviation of 0.12%; the goal is 0.1%.
-        fp8 = (a.file("text-fp8"), "--way", "start", "--prefill", "16:101178")
-        texts = {"quality": (a.text_model,), "quality-fp8": fp8}
-        for name, (text, *way) in texts.items() if a.text_model else ():
-            quality = experiment(
-                "quality/quality", "--host", host, "--model", text, *way, *settings, python=python
-            )
-            made.append(
-                Part(
-                    f"{name}-{host}", (quality,), 200 if a.quick else 330, after=("text-fp8",) if way else ()
-                )
-            )
+        if a.text_model:
+            length = ("--sequences", "16" if a.quick else "32", "--batch", "32", "--new", "64", "--exact")
+            settings = ("--hosts", host, "--python", f"{host}={python}", *length, "--out", a.file("quality"))
+            if host in a.engines:
+                settings = (*settings, "--engine-args", f"{host}={a.engines[host]}")
+            quality = ("env", f"FASTKERNELS_PROVIDER={EVERY_KERNEL}", *fk("quality", a.text_model, *settings))
+            made.append(Part(f"quality-{host}", (quality,), 330))
         made += [_works(a, host, letter, features) for letter, features in WORKS[host].items()]
     return made
 

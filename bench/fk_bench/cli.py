@@ -46,6 +46,10 @@ COMMANDS = {
         "e2e.patch_compare:patch_compare_command",
         "a host against itself, stock and patched in turn, for many models",
     ),
+    "quality": (
+        "quality.command:quality_command",
+        "whether a model's outputs stay right with a set's kernels in a host: calibrated correctness c",
+    ),
     "kernels": (
         "kernels.command:kernels_command",
         "judge ops case by case: a candidate, or our own, against production",
@@ -65,6 +69,10 @@ COMMANDS = {
     "routing": (
         "routing.command:routing_command",
         "captured and uniform random routing compared: load, hot experts, time of fused_experts",
+    ),
+    "eval": (
+        "evaluate.command:eval_command",
+        "the score of sets of candidates: speedup, correctness and coverage in whole models and real hosts",
     ),
     "capture": (
         "capture.command:capture_command",

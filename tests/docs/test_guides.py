@@ -9,7 +9,9 @@ import pytest
 from support import guides
 
 ROOT = Path(__file__).parents[2]
-OP_GUIDE = ROOT / "docs" / "add-an-op.md"
+OP_GUIDE, MODEL_GUIDE, TUNE_GUIDE = (
+    ROOT / "docs" / f"{page}.md" for page in ("add-an-op", "add-a-model", "tune")
+)
 LONG = ("pytest tests/overrides/", "fk-bench kernels")
 
 
@@ -64,3 +66,36 @@ with fastkernels.patch(model, ops=["mish"]) as report:
 def test_new_op_of_the_guide_is_off_until_requested(with_op: Path) -> None:
     (with_op / "off.py").write_text(OFF)
     guides.run("python off.py", with_op)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_model_guide_is_followed_to_a_green_end(tmp_path: Path) -> None:
+    """All its commands, with random weights for the checkpoint; then the tests that cover every model."""
+    checkout = guides.copy(tmp_path / "checkout")
+    words = {"CHECKPOINT": "my_folder/checkpoint", "SOURCE": "random weights"}
+    for line in guides.commands(MODEL_GUIDE):
+        if line.startswith("python tests/support/recorded_names.py"):
+            assert guides.write_code(MODEL_GUIDE, checkout) == ["tests/support/tiny.py"] * 2
+            guides.run("python tests/support/tiny.py my_folder/checkpoint hyperclovax", checkout)
+        output = guides.run(line, checkout, words)
+        assert "hyperclovax" in output.lower() or line.startswith(("mv", "python", "pytest")), line
+    for rest in (
+        "tests/models/test_foreign_fields.py -k every",
+        "tests/models/test_in_transformers.py -k classes",
+    ):
+        guides.run(f"pytest {rest}", checkout)
+
+
+@pytest.mark.slow
+def test_tunable_op_of_the_guide_is_tuned(tmp_path: Path) -> None:
+    """`Make an op tunable` ends with a table."""
+    section = tmp_path / "section.md"
+    section.write_text(TUNE_GUIDE.read_text().partition("## Make an op tunable")[2])
+    checkout = guides.copy(tmp_path / "checkout")
+    assert len(guides.write_code(section, checkout)) == 2
+    for line in guides.commands(section):
+        output = guides.run(line, checkout)
+    result = json.loads(output.splitlines()[-1])
+    assert result["command"] == "tune", result
+    assert json.loads((checkout / "mine.json").read_text())["entries"]

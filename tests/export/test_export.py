@@ -586,7 +586,7 @@ def test_fork_file_has_one_function_of_a_name() -> None:
 
 def test_fork_file_replaces_methods_of_the_host_class(tmp_path: Path) -> None:
     """In real transformers, without this package: the class is the host's with our forward."""
-    (tmp_path / "pasted.py").write_text(exported("rms_norm", "transformers", "5.19.0"))
+    (tmp_path / "pasted.py").write_text(exported("rms_norm", "transformers", "5.24.0"))
     code = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])

@@ -19,7 +19,7 @@ from fastkernels.export.exporter import ExportError, fork_targets
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TESTS = Path(__file__).parents[1]
-VERSIONS = {"vllm": "0.32.0", "sglang": "0.5.23", "transformers": "5.19.0"}
+VERSIONS = {"vllm": "0.32.0", "sglang": "0.5.23", "transformers": "5.24.0"}
 ROPES = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},

@@ -39,7 +39,8 @@ def blocks(page: Path, language: str) -> list[str]:
 def write_code(page: Path, checkout: Path) -> list[str]:
     """Put each block of Python that names its file into the file; the files. A block names it in its first line.
 
-    `# FILE` is a new file, `# at the end of FILE` goes there, and `# at the end of `f` in FILE` into that function.
+    `# FILE` is a new file, `# at the end of FILE` goes there, and `# at the end of `f` in FILE` into that function or
+    table.
     """
     written = []
     for block in blocks(page, "python"):
@@ -51,7 +52,10 @@ def write_code(page: Path, checkout: Path) -> list[str]:
         text = file.read_text() if file.exists() else ""
         assert bool(text) == ("at the end of" in first), f"{first}: new files have no text yet"
         if function:
-            at = text.find("\n\n\n", text.index(f"def {function}("))
+            table = text.find(f"\n{function}: dict")
+            at = text.find(
+                "\n}" if table >= 0 else "\n\n\n", table if table >= 0 else text.index(f"def {function}(")
+            )
             end = at if at >= 0 else len(text.rstrip())
             file.write_text(f"{text[:end].rstrip()}\n{code.rstrip()}\n{text[end:]}")
         else:
@@ -73,8 +77,9 @@ def run(line: str, checkout: Path, words: dict[str, str] | None = None) -> str:
     given = {"SOURCE_DIR": site_packages, **(words or {})}
     first, *rest = [given.get(word, word) for word in shlex.split(line)]
     path = os.pathsep.join(str(checkout / part) for part in ("", "integrations", "bench", "tests"))
+    program = [sys.executable, *PROGRAMS[first]] if first in PROGRAMS else [first]
     done = subprocess.run(
-        [sys.executable, *PROGRAMS[first], *rest], cwd=checkout, capture_output=True, text=True, check=False,
+        [*program, *rest], cwd=checkout, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

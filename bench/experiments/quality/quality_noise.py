@@ -2,17 +2,18 @@
 
     quality_noise.py SmolLM2-135M-Instruct --out rows.jsonl [--fp8]
 
-Runs the model of transformers on quality.py's text on a CPU: bfloat16 between ops; every norm and linear layer computes
-in float32 and rounds once. The variants split each sum into two halves: of the squares in norms, of the products in
-linear layers, or both; nothing else differs. Rows: KL(unchanged || changed) and KL(float32 || changed) in nats a token,
-and the perplexity relative to the unchanged model with a standard error as if tokens were independent. The unchanged
-model runs twice; a divergence there is a bug of the script, and the exit status is 1. --fp8: linear layers of the
-decoder in float8 with a scale a row, inputs with a scale a token; float32 uses the same weights.
+Runs the model of transformers on the text of `fk-bench quality` on a CPU: bfloat16 between ops; every norm and linear
+layer computes in float32 and rounds once. The variants split each sum into two halves: of the squares in norms, of
+the products in linear layers, or both; nothing else differs. Rows: KL(unchanged || changed) and KL(float32 || changed)
+in nats a token, and the perplexity relative to the unchanged model with a standard error as if tokens were independent.
+The unchanged model runs twice; a divergence there is a bug of the script, and the exit status is 1. --fp8: linear
+layers of the decoder in float8 with a scale a row, inputs with a scale a token; float32 uses the same weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -26,12 +27,54 @@ import torch
 import torch.nn.functional as F
 from experiments.checkpoints.make_checkpoint import FP8, LINEAR, quantized
 from experiments.common.results import Results
-from experiments.quality.quality_exact import model_of
-from experiments.quality.quality_plan import Sequence, english, plan, tokens_of
-from experiments.quality.quality_record import compare
+from fk_bench.quality.text import english, tokens_of
+from safetensors.torch import load_file
 
 WHOLE = "nothing"
 CHANGES = {WHOLE: (), "norms": ("norms",), "linears": ("linears",), "both": ("norms", "linears")}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's weights in float32; quantized weights are multiplied by their scales."""
+    found = {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+    scales = {n: found.pop(n).float() for n in list(found) if n.endswith(".weight_scale")}
+    return {n: t.float() * scales.get(f"{n}_scale", 1.0) for n, t in found.items()}
+
+
+def exact_model(folder: Path) -> Any:
+    """Return the model in float32. Raises ValueError for weights that do not fit."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    missing, unknown = model.load_state_dict(weights(folder), strict=False)
+    if unknown or not set(missing) <= {"lm_head.weight"}:
+        raise ValueError(f"{folder}: the model has no {unknown or 'weights for'} {missing}")
+    model.tie_weights()
+    return model.eval()
+
+
+def cut(tokens: list[int], least: int, length: int) -> list[list[int]]:
+    """Return sequences of `length` tokens with `least` that have a context. Raises ValueError for a short text."""
+    count = -(-least // (length - 1))
+    if count * length > len(tokens):
+        raise ValueError(
+            f"the text has {len(tokens)} tokens, {count * length} are needed; use a longer --text"
+        )
+    return [tokens[i * length : (i + 1) * length] for i in range(count)]
+
+
+def compare(
+    logits: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return KL(reference || logits) in nats, and each token's log-probability by `logits`, in float64.
+
+    logits, reference: [n, vocabulary]; tokens: [n].
+    """
+    q, p = (torch.log_softmax(x.double(), -1) for x in (logits, reference))
+    return (p.exp() * (p - q)).sum(-1), q.gather(-1, tokens[:, None])[:, 0]
 
 
 def summed(x: torch.Tensor, halves: bool) -> torch.Tensor:
@@ -94,32 +137,32 @@ def change(model: torch.nn.Module, parts: tuple[str, ...]) -> None:
 
 @torch.inference_mode()
 def divergences(
-    folder: Path, sequences: list[Sequence], fp8: bool = False
+    folder: Path, sequences: list[list[int]], fp8: bool = False
 ) -> dict[str, dict[str, list[float]]]:
     """Return, for each variant and each token but a sequence's first: KL from the unchanged model and from float32, and
     how much less probable the token is than in the unchanged model, in nats.
     """
     from transformers import AutoModelForCausalLM
 
-    exact = model_of(folder, "cpu")
+    exact = exact_model(folder)
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     if fp8:
         quantize(rounded, exact)
     kinds = ("kl", "kl_exact", "loss")
     found: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds} for name in CHANGES}
 
-    def logits(model: Any, sequence: Sequence) -> torch.Tensor:
-        return model(torch.tensor([sequence.tokens[:-1]])).logits[0].float()
+    def logits(model: Any, sequence: list[int]) -> torch.Tensor:
+        return model(torch.tensor([sequence[:-1]])).logits[0].float()
 
     for sequence in sequences:
-        tokens = torch.tensor(sequence.tokens[1:])
+        tokens = torch.tensor(sequence[1:])
         wanted = logits(exact, sequence)
         change(rounded, CHANGES[WHOLE])
         host = logits(rounded, sequence)
         for name, parts in CHANGES.items():
             change(rounded, parts)
             own = logits(rounded, sequence)
-            kl, of_token, _ = compare(own, host, tokens)
+            kl, of_token = compare(own, host, tokens)
             found[name]["kl"] += kl.tolist()
             found[name]["kl_exact"] += compare(own, wanted, tokens)[0].tolist()
             found[name]["loss"] += (compare(host, host, tokens)[1] - of_token).tolist()
@@ -140,10 +183,11 @@ def main() -> None:
     if args.tokens < 1 or args.length < 2:
         parser.error(f"--tokens {args.tokens} and --length {args.length}: at least 1 and 2")
     text = args.text.read_text() if args.text else english()
-    cut = plan(tokens_of(args.model, text), {}, [], 1, (1, args.tokens), args.length).prefill
+    vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    sequences = cut(tokens_of(args.model, vocabulary, text), args.tokens, args.length)
     results = Results("quality-noise", args.out, baseline=WHOLE)
     results.versions["transformers"] = version("transformers")
-    for name, found in divergences(args.model, cut, args.fp8).items():
+    for name, found in divergences(args.model, sequences, args.fp8).items():
         count = len(found["kl"])
         metrics = {kind: math.fsum(values) / count for kind, values in found.items()}
         metrics["perplexity_rel"] = math.expm1(metrics.pop("loss"))

@@ -88,9 +88,7 @@ def _routing(capture: Capture, where: str) -> Routing:
     listed = (capture.model_extra or {}).get("routing")
     op = capture.ops.get("fused_experts")
     if not listed or op is None or not op.calls:
-        raise CaptureError(
-            f"{where} has no routing; bench/experiments/routing/capture_routing.py makes such captures"
-        )
+        raise CaptureError(f"{where} has no routing: it needs calls of fused_experts and a list `routing`")
     shape = next(a.shape for a in op.calls[0].args if a.name == "w1")
     assert shape is not None
     calls = []

@@ -31,7 +31,8 @@ class Adapter:
     profiles_memory_later  whether the host still measures how much memory is left for its KV cache
     first_call     whether modules that no user has named decide by time, at their first calls, if ours runs
     trained        whether users train such models: calls that need gradients then run the host's code
-    several        whether a process may have several such models: each row then counts the calls of its own modules
+    several        whether a process may have several such models, each with calls from outside: calls are counted
+                   module by module; else see EngineCounts
     faster_on_cpu  whether the host's code on a CPU beats our plain PyTorch, which then goes in only when requested
     """
 
@@ -60,6 +61,10 @@ class Adapter:
     def modules(self, model: Any) -> Iterable[Any]:
         """The modules of a model in which seams look for a host's classes, each once."""
         return model.modules()  # type: ignore[no-any-return]
+
+    def compiled(self, model: Any) -> Iterable[Any]:
+        """The modules inside of compiled code, whose calls run no method of theirs."""
+        return ()
 
     def torch_targets(self, spec: OpSpec) -> list[Target]:
         """The op's targets for classes of torch.nn, which models of every host use."""

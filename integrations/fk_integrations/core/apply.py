@@ -24,6 +24,7 @@ from fastkernels.verify import host_time
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import choose, seam_interface, trials
 from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.engine_counts import EngineCounts
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.prepared import prepare
 from fk_integrations.core.seam_interface import Seam, Swap
@@ -31,7 +32,7 @@ from fk_integrations.core.tally import Counts, Tally
 from fk_integrations.core.trials import Trial
 
 if TYPE_CHECKING:
-    from fastkernels.core.dispatch import Op
+    pass
 
 log = logging.getLogger("fastkernels")
 
@@ -44,7 +45,7 @@ class Patched:
     traced      ops whose kernels a profiler trace has shown
     every_step  ids of the rows whose modules a model calls in every step, or never
     trials      {id of a row: the trial that decides about it, the reasons of its other modules}
-    counts      the calls in the modules of each row, of a host with several models in a process
+    counts      the calls in the modules of each row
     seconds     of each phase of the patch
     """
 
@@ -59,8 +60,11 @@ class Patched:
     traced: set[str] = field(default_factory=set)
     every_step: set[int] = field(default_factory=set)
     trials: dict[int, tuple[Trial, dict[Reason, int]]] = field(default_factory=dict)
-    counts: Counts = field(default_factory=Counts)
+    counts: Counts | EngineCounts = field(init=False)
     seconds: Seconds = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.counts = Counts() if self.adapter.several else EngineCounts()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # copies of a model, and pickled ones, are the host's
@@ -97,12 +101,12 @@ class Patched:
         ops = proving(row.op)
         if not ops:
             return
-        row.own = self.adapter.several
-        row.calls = self._calls(row, ops)
-        row.fallbacks = self._reasons(row, "fallbacks", ops)
-        row.left = self._reasons(row, "left", ops)
+        row.own = not self.adapter.own
+        row.calls = self.counts.calls(row, ops)
+        row.fallbacks = self.counts.reasons(row, "fallbacks", ops)
+        row.left = self.counts.reasons(row, "left", ops)
         if not row.calls and not row.candidate:
-            fused = {op.name: calls for op in fusions_of(row.op) if (calls := self._calls(row, [op]))}
+            fused = {op.name: calls for op in fusions_of(row.op) if (calls := self.counts.calls(row, [op]))}
             row.calls = sum(fused.values())
             if fused:
                 row.explain({Reason(Kind.FUSED, f"{next(iter(fused))} runs in its place"): 0})
@@ -112,14 +116,6 @@ class Patched:
         row.proof = "trace" if row.op in self.traced else "calls" if row.calls else ""
         if row.proof == "calls" and row.calls <= self.counts.plain(row, ops):
             row.proof = "fell back"
-
-    def _calls(self, row: Row, ops: list[Op]) -> int:
-        return self.counts.calls(row, ops) if self.adapter.several else sum(op.calls for op in ops)
-
-    def _reasons(self, row: Row, kind: str, ops: list[Op]) -> dict[str, int]:
-        if self.adapter.several:
-            return self.counts.reasons(row, kind, ops)
-        return {why: n for op in ops for why, n in getattr(op, kind).items()}
 
     def reset(self) -> None:
         from fastkernels.core.dispatch import OPS
@@ -190,14 +186,24 @@ def _swap_modules(patched: Patched) -> None:
     found = sorted(plan(adapter, request, model), key=lambda pair: seam_interface.find(pair[1].seam).order)
     for spec, target in found:
         patched.rows.append(_apply_target(patched, spec, target))
-    patched.counts.watch()
     patched.rows += _rows_without_a_table(patched, {spec.name for spec, _ in found})
     patched.rows += _called_rows(patched)
     patched.rows += _candidate_rows(patched)
     patched.rows += absent_rows(adapter, request, model, patched.rows, rank)
     patched.rows = _without_absent(patched.rows)
+    _watch(patched)
     _annotate(patched)
     patched.rows += _uncovered_rows(adapter, request, model, rank)
+
+
+def _watch(patched: Patched) -> None:
+    """Count the calls of all rows from now on."""
+    counts = patched.counts
+    if isinstance(counts, EngineCounts):
+        ops = [row.op for row in patched.rows if row.state == "active"]
+        counts.watch_rows(ops, patched.adapter, patched.model, patched.journal)
+    else:
+        counts.watch()
 
 
 def plan(adapter: Adapter, request: Request, model: Any = None) -> Iterator[tuple[OpSpec, Target]]:
@@ -307,14 +313,24 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
         compiled = bool(modules) and tuning.chip_of(device.type) in target.compiled
         slower = (host_time.slower_to_call(op, device) for op in (spec.name, *target.traced) if compiled)
         trial = Trial(spec.name, host_class, compiled, next((why for why in slower if why is not None), ""))
-    tally = Tally(spec.name) if patched.adapter.several else None
+    tally = None if patched.adapter.own else Tally(spec.name)
+    inside = tally if patched.adapter.several else None  # the seam counts the calls
     for module in modules:
         stays = _stays(patched, spec, module, by_table, requested)
         if stays is None:
             trained = spec.name if patched.adapter.trained else ""
             journal = patched.journal
             made = Swap(
-                patched.adapter, module, host_class, ours, journal, by_table, trial, trained, tally, spec.name
+                patched.adapter,
+                module,
+                host_class,
+                ours,
+                journal,
+                by_table,
+                trial,
+                trained,
+                inside,
+                spec.name,
             )
             stays = _swap(place, made)
             if stays is None:
@@ -323,6 +339,8 @@ def _apply_target(patched: Patched, spec: OpSpec, target: Target) -> Row:
                 stays = _unless_requested(stays)
         if stays is None:
             row.modules += 1
+            if tally is not None and inside is None:
+                tally.modules.append(module)
         else:
             reasons[stays] += 1
     if tally is not None and row.modules:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dis
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, update_wrapper
 from types import FunctionType
 from typing import Any
@@ -334,6 +334,14 @@ def restore(model: Any) -> bool:
                 _CLASS.__set__(found, type(found).__mro__[1])
                 changed = True
     return changed
+
+
+def parts(owner: Any, depth: int) -> Iterator[Any]:
+    """Objects that are not modules, in a module's attributes: methods, schemes, their kernels."""
+    for name, value in vars(owner).items():
+        if depth and hasattr(value, "__dict__") and not name.startswith("_") and not callable(value):
+            yield value
+            yield from parts(value, depth - 1)
 
 
 def is_ours(cls: type) -> bool:

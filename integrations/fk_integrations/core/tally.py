@@ -53,9 +53,13 @@ class Tally:
 
     def add(self, module: Any, holder: Any, journal: Journal) -> None:
         """Count the calls of a module. `holder`, itself or a part of it, has methods that `counted` wraps."""
+        self.mark(holder, journal)
+        self.modules.append(module)
+
+    def mark(self, holder: Any, journal: Journal) -> None:
+        """Have this object, whose methods `counted` wraps, count here."""
         journal.add(lambda: vars(holder).pop(ATTRIBUTE, None))
         vars(holder)[ATTRIBUTE] = self
-        self.modules.append(module)
 
     def begin(self) -> State:
         return [(op, op.calls, op.owned, op.plain, op.fallbacks, op.left) for op in self.ops]
@@ -74,9 +78,9 @@ class Tally:
                     self.calls += runs
                     self.plain += max(op.plain - plain, 0)
             if op.name in self.proving and op.fallbacks is not fallbacks:
-                _add_new(self.fallbacks, op.fallbacks, fallbacks)
+                add_new(self.fallbacks, op.fallbacks, fallbacks)
             if op.name in self.proving and op.left is not left:
-                _add_new(self.left, op.left, left)
+                add_new(self.left, op.left, left)
 
     def has(self, other: Tally) -> bool:
         """Whether a module of another row is inside one of these modules, which may compute it."""
@@ -84,7 +88,7 @@ class Tally:
         return other is not self and any(id(module) in inside for module in other.modules)
 
 
-def _add_new(to: dict[str, int], now: Mapping[str, int], before: Mapping[str, int]) -> None:
+def add_new(to: dict[str, int], now: Mapping[str, int], before: Mapping[str, int]) -> None:
     for reason, calls in now.items():
         if calls > (old := before.get(reason, 0)):
             to[reason] = to.get(reason, 0) + calls - old

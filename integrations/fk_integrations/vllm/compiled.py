@@ -24,6 +24,7 @@ from fastkernels.patch import PatchError, Request
 from fastkernels.verify.cache import add_piece, source_digest
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.heap import Heap, frozen_again
+from fk_integrations.core.live_class import parts
 from fk_integrations.vllm import prompt_sizes
 from fk_integrations.vllm.compile_threads import several
 from fk_integrations.vllm.kept import Address, Kept, addresses, refusal
@@ -82,19 +83,11 @@ def swapped(key: str, model: Any) -> str:
     digest = hashlib.sha256(key.encode())
     add_piece(digest, "verified", json.dumps(tuning.choices()).encode())
     for name, module in model.named_modules():
-        for part in [module, *_parts(module, depth=3)]:
+        for part in [module, *parts(module, depth=3)]:
             ours = vars(type(part)).get("fastkernels")
             if ours is not None:
                 add_piece(digest, name, f"{ours.__module__}.{ours.__qualname__}".encode())
     return digest.hexdigest()
-
-
-def _parts(owner: Any, depth: int) -> Iterator[Any]:
-    """Objects that are not modules, in a module's attributes: methods, schemes, their kernels."""
-    for name, value in vars(owner).items():
-        if depth and hasattr(value, "__dict__") and not name.startswith("_") and not callable(value):
-            yield value
-            yield from _parts(value, depth - 1)
 
 
 def _tables(path: Path) -> list[Path]:

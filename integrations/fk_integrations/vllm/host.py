@@ -6,6 +6,7 @@ Known: 0.26.0, 0.32.0 and 0.33.0. Asleep, the plugin only adds WorkerBase.fastke
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -13,6 +14,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.cancellation import or_undone, to_the_end
 from fk_integrations.core.construction import BeforeConstruction
+from fk_integrations.core.engine_counts import EngineCounts
 from fk_integrations.core.host_op import HostOp
 from fk_integrations.core.in_process import UNDO_FIRST
 from fk_integrations.core.journal import Journal
@@ -45,6 +48,11 @@ PREFIX = "FASTKERNELS"  # of our variables
 STATE = "_fastkernels_patched"
 BEFORE = "_fastkernels_before"
 FAILED = "_fastkernels_failed_step"
+# Methods of a worker that run its model
+STEPS = (
+    "execute_model", "sample_tokens", "execute_dummy_batch", "determine_available_memory", "compile_or_warm_up_model",
+    "apply_model",
+)  # fmt: skip
 ENDED = "the engine has ended (it was shut down, or a step failed: see its log), so nothing is left to patch or undo"
 ASLEEP = "the engine is asleep or paused, so no step can be run: wake_up() or resume_generation(), then patch or undo"
 
@@ -88,6 +96,13 @@ class VllmAdapter(Adapter):
         from fk_integrations.vllm import attention
 
         return (module for _, module in attention.named_modules(model))
+
+    def compiled(self, model: Any) -> Iterator[Any]:
+        from fk_integrations.vllm import fusions
+
+        if self.worker is not None:
+            for part in fusions.compiled_parts(self.worker.vllm_config, model):
+                yield from part.modules()
 
     def providers(self) -> Mapping[str, Provider]:
         from fk_integrations.vllm import own_kernels
@@ -212,9 +227,10 @@ def _patch(worker: Any, request: Request, live: bool = True) -> None:
         if added is not None:
             added.before_capture()
         _note_failures(worker, patched.journal)
+        inside.enter_context(_count_steps(worker, patched))
         return patched.undo
 
-    with timed(seconds, "rest"):
+    with timed(seconds, "rest"), contextlib.ExitStack() as inside:
         if live:
             try:
                 with jit_monitor.paused():
@@ -300,6 +316,20 @@ def _note_failures(worker: Any, journal: Journal) -> None:
 
     journal.add(back)
     worker.execute_model = execute_model
+
+
+def _count_steps(worker: Any, patched: Patched) -> AbstractContextManager[None]:
+    """Have rows count what this worker runs, and not what other engines and models of the process do.
+
+    Returns a context in which everything counts, for the patch's own steps.
+    """
+    counts = patched.counts
+    assert isinstance(counts, EngineCounts)
+    counts.only_steps()
+    for name in STEPS:
+        if (stock := getattr(worker, name, None)) is not None:
+            patched.journal.set_attribute(worker, name, counts.during(stock))
+    return counts.running()
 
 
 def _clear_kv_cache(worker: Any) -> None:

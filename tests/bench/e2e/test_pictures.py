@@ -229,7 +229,7 @@ def omni(tmp_path: Path) -> tuple[str, ...]:
 
 
 def test_vllm_omni_makes_the_same_images(tmp_path: Path, omni: tuple[str, ...]) -> None:
-    status, last, rows = run(tmp_path / "run", *omni, "--requests", "1,4", "--steps", "28", "--channels-last")
+    status, last, rows = run(tmp_path / "run", *omni, "--requests", "1,4", "--steps", "4", "--channels-last")
     assert status == 0, last
     found = [row for row in rows if row.subject.lane == "vllm-omni"]
     assert [(row.case["batch"], row.round) for row in found] == [(1, 0), (1, 1), (4, 0), (4, 1)]
@@ -276,6 +276,7 @@ def test_vllm_omni_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert too_large(14 * gib) == "" and too_large(20 * gib) == wanted
 
 
+@pytest.mark.slow
 def test_batches_of_four_take_fifty_steps(tmp_path: Path) -> None:
     pipe = make_tiny_pipeline(tmp_path / "sdxl")
     more = ("--image-size", "32", "--steps", "50", "--dtype", "float32", "--requests", "4")

@@ -55,10 +55,12 @@ def test_parts_use_existing_commands_and_options(tmp_path: Path) -> None:
                 scripts.add(Path(line[1]).stem)
                 text = (ROOT / line[1]).read_text()
                 assert all(f'"{option}"' in text for option in options), line
-    assert seen == {"kernels", "diff", "explain", "e2e", "patch-compare", "serve-compare", "tables", "tune"}
+    assert seen == {
+        "kernels", "diff", "explain", "e2e", "patch-compare", "quality", "serve-compare", "tables", "tune"
+    }  # fmt: skip
     assert {
         "make_checkpoint", "ragged_prompts", "skinny_linear", "linear_fp8", "decode_attention", "decode_step",
-        "quality", "works_with", "formats", "linear_int4",
+        "works_with", "formats", "linear_int4",
     } <= scripts  # fmt: skip
 
 
@@ -122,18 +124,14 @@ def test_two_gpu_parts_have_two_after_prerequisites(tmp_path: Path) -> None:
     assert "== servers-tp2: left out, it needs 2 GPUs" in one and "--tensor-parallel" not in one
 
 
-def test_quality_runs_text_model_in_bf16_and_fp8(tmp_path: Path) -> None:
+def test_quality_runs_text_model_in_each_host(tmp_path: Path) -> None:
     more = '{"attention_backend": "triton"}'
     found = commands(planned(tmp_path, SGLANG_ENGINE=more))
-    (write,) = found["text-fp8"]
     text = given(tmp_path.parent)["TEXT_MODEL"]
-    assert after(write, "--model") == [text] and after(write, "--quantize") == ["fp8"]
-    for host, engine in (("vllm", []), ("sglang", [more])):
-        (own,), (fp8,) = found[f"quality-{host}"], found[f"quality-fp8-{host}"]
-        assert after(own, "--model") == [text] and after(own, "--way") == []
-        assert after(fp8, "--model") == [write[2]] and after(fp8, "--way") == ["start"]
-        assert after(own, "--engine") == after(fp8, "--engine") == engine
-        assert after(own, "--prefill") == [] and after(fp8, "--prefill") == ["16:101178"]
+    for host, engine in (("vllm", []), ("sglang", [f"sglang={more}"])):
+        (line,) = found[f"quality-{host}"]
+        assert line[3:5] == ["quality", text] and after(line, "--hosts") == [host] and "--exact" in line
+        assert after(line, "--engine-args") == engine
     assert not [
         name for name in commands(planned(tmp_path, TEXT_MODEL="")) if name.startswith(("quality", "text"))
     ]

@@ -251,10 +251,14 @@ def test_impossible_place_of_the_baseline_is_its_failure(fd: int) -> None:
 numbers = st.one_of(st.integers(0, 40), st.integers(0, 1 << 40))
 
 
+@pytest.fixture
+def made(fd: int) -> Batches:
+    return batches(fd, 1, "module")
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(st.data())
-def test_any_place_is_mapped_inside_its_argument_or_wrong(fd: int, data: st.DataObject) -> None:
-    made = batches(fd, 1, "module")
+def test_any_place_is_mapped_inside_its_argument_or_wrong(made: Batches, data: st.DataObject) -> None:
     arena, good = made.candidate.arena, places(made)
     place = good[0][0]
     changes = {

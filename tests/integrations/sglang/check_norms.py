@@ -59,6 +59,37 @@ def test_norms_equal_the_hosts(monkeypatch):
         torch.testing.assert_close(run(), expected, rtol=0, atol=0)
 
 
+def test_a_part_that_never_runs_shows_no_calls():
+    """Rows of one op in one model count the calls of their own modules."""
+    from sglang.srt.layers import layernorm
+
+    tower = nn.Sequential(nn.RMSNorm(64, 1e-5), nn.RMSNorm(64, 1e-5))
+    model = nn.ModuleDict(
+        {"norms": nn.Sequential(*(layernorm.RMSNorm(64) for _ in range(3))), "tower": tower}
+    )
+    classes = [type(m) for m in model.modules()]
+    patched = apply(Alone(), model, Request("patch", ops=("rms_norm",)), 0)
+    x = torch.randn(5, 64)
+
+    def rows():
+        return [
+            (row["modules"], row["calls"], row["proof"])
+            for row in patched.report()
+            if row["state"] == "active"
+        ]
+
+    with torch.no_grad():
+        model["norms"](x)
+        assert sorted(rows()) == [(2, 0, "uncalled"), (3, 3, "calls")]
+        model["tower"](x)
+        assert sorted(rows()) == [(2, 2, "calls"), (3, 3, "calls")]
+        patched.reset()
+        model["tower"](x)
+        assert [calls for _, calls, _ in sorted(rows())] == [2, 0]
+    patched.undo()
+    assert [type(m) for m in model.modules()] == classes
+
+
 def test_a_named_backend_runs_the_hosts_code():
     """BaseFusedOp.forward(..., backend=) is accepted by ours, and answers as SGLang does."""
     from sglang.kernels.spec import KernelBackend

@@ -39,6 +39,12 @@ def llm():
 
 
 @pytest.fixture(scope="module")
+def other(llm):
+    """A second engine. It stays to the end: its shutdown ends the process groups of both."""
+    return make_llm(os.environ["TINY_LLAMA"])
+
+
+@pytest.fixture(scope="module")
 def stock(llm):
     return generate(llm)
 
@@ -240,6 +246,47 @@ def test_reset_sets_the_counters_to_zero(llm):
         assert report.reset().patched_calls == 0 and not report.verified
         generate(llm, tokens=1)
         assert report.refresh().patched_calls == 3 * 5
+
+
+def test_calls_of_another_engine_prove_nothing(llm, other):
+    from fastkernels.core.dispatch import OPS
+
+    with fastkernels.patch(llm, ops=LEAVES) as a, fastkernels.patch(other, ops=LEAVES) as b:
+        a.reset()
+        b.reset()
+        generate(other, tokens=1)
+        OPS["rms_norm"](torch.randn(2, 8), torch.ones(8), 1e-6, None, None, False)  # of no engine
+        assert not any(row.calls for row in a.refresh().active) and not a.verified
+        assert {row.op: row.calls for row in b.refresh().active}["rms_norm"] == 3 * 5 and b.verified
+        a.reset()
+        generate(llm, tokens=1)
+        calls = {(row.op, row.host_class): row.calls for row in a.refresh().active}
+        assert a.verified and b.refresh().patched_calls == 3 * (5 + 2)  # vLLM shares rotary embeddings
+        assert calls.pop(("rotary_emb", "ApplyRotaryEmb")) == 0  # it is inside the other, which computes all
+        assert list(calls.values()) == [3 * 5, 3 * 2, 3 * 2] and a.patched_calls == 3 * (5 + 2 + 2)
+
+
+def test_a_part_that_never_runs_shows_no_calls(llm):
+    """Norms of another class, in a tower like that of a model with images."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.models.commandr import RMSNorm
+
+    model = worker(llm).get_model()
+    with set_current_vllm_config(llm.llm_engine.vllm_config):
+        model.tower = torch.nn.Sequential(RMSNorm(16), RMSNorm(16))
+    try:
+        with fastkernels.patch(llm, ops="rms_norm") as report:
+            generate(llm, tokens=1)
+            report.reset()
+            generate(llm, tokens=1)
+            rows = {row.modules: (row.calls, row.proof) for row in report.refresh().active}
+            assert rows == {5: (3 * 5, "calls"), 2: (0, "uncalled")}
+            llm.apply_model(lambda model: model.tower[0](torch.randn(3, 16)) and None)
+            rows = {row.modules: (row.calls, row.proof) for row in report.refresh().active}
+            assert rows == {5: (3 * 5, "calls"), 2: (1, "calls")}
+        assert {type(part) for part in model.tower} == {RMSNorm}
+    finally:
+        del model.tower
 
 
 def test_disable(llm, monkeypatch):

@@ -177,17 +177,24 @@ class Pipeline(Subject):
         return {"seed": seed, **self._prompts(batch, seed)}
 
     def result(self, batch: int, seed: int) -> torch.Tensor:
+        return self.with_latents(self.inputs(batch, seed))[0].float().clone()
+
+    def with_latents(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images, and the latents before the decoder; the images again if the pipeline does not show them."""
+
         def keep(pipe: Any, step: int, timestep: Any, state: dict[str, Any]) -> dict[str, Any]:
             self.latents = state["latents"].float().clone()
             return {}
 
         shows = "callback_on_step_end" in inspect.signature(self.target.__call__).parameters
         more = {"callback_on_step_end": keep} if shows else {}
-        return self.run({**self.inputs(batch, seed), **more}).float().clone()
+        made = self.run({**inputs, **more})
+        return made, made if self.latents is None else self.latents
 
     def run(self, inputs: dict[str, Any]) -> torch.Tensor:
-        given = {name: value for name, value in inputs.items() if name != "seed"}
-        noise = torch.Generator().manual_seed(inputs["seed"])
+        given, seed = {name: value for name, value in inputs.items() if name != "seed"}, inputs["seed"]
+        noise: Any = [torch.Generator().manual_seed(s) for s in (seed if isinstance(seed, list) else [seed])]
+        noise = noise if isinstance(seed, list) else noise[0]  # a generator an image, or one for the batch
         size = {"height": self.image_size, "width": self.image_size} if self.image_size else {}
         made = self.target(
             **given, num_inference_steps=self.steps, output_type="pt", generator=noise, **size

@@ -44,6 +44,8 @@ class CageOptions:
     threads         of torch's CPU operations
     core            the only core that the runner and its children use; None: those of the judge
     home            PRIVATE's variables, for trusted code; None: private directories
+    loopback        bring the loopback device of the own network up: engines talk to their workers over it
+    calls           system calls that seccomp allows, which no kernel needs: an engine sets timers and cores
     """
 
     net: bool = True
@@ -65,6 +67,8 @@ class CageOptions:
     threads: int = 1
     core: int | None = None
     home: Mapping[str, str] | None = None
+    loopback: bool = False
+    calls: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> CageOptions:
@@ -104,6 +108,11 @@ def leave(options: CageOptions) -> Report:
             report[name] = f"off: {error.strerror} (root without CAP_SYS_ADMIN?)"
     if wanted and (os.geteuid() != 0 or len(refused) == len(wanted)):
         _user_namespace(wanted, report)
+    if options.loopback and report["net"] == "on":
+        try:
+            linux.loopback_up()
+        except OSError as error:
+            report["net"] = f"on, without loopback: {error.strerror}"
     if _step(report, "memory", options.memory is not None) and not os.path.exists(_CHILDREN):
         report["memory"] = "off: this kernel does not list the children of a process"
     return report
@@ -176,7 +185,7 @@ def lock(options: CageOptions, report: Report, room: str, slot: int) -> None:
         from fk_bench.kernels.judge.processes import seccomp
 
         try:
-            seccomp.enter()
+            seccomp.enter(options.calls)
         except OSError as error:
             report["seccomp"] = f"off: {error.strerror}"
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import socket
+import struct
 
 CLONE = {
     "mounts": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000,
@@ -18,6 +21,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 2
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 36, 38, 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 
+_SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture
 _AT_RECURSIVE = 0x8000
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
@@ -37,6 +41,13 @@ def _bytes(path: str | None) -> bytes | None:
 
 def unshare(flags: int) -> None:
     _checked("unshare", _libc.unshare(ctypes.c_int(flags)))
+
+
+def loopback_up() -> None:
+    """Bring the loopback device of this network namespace up."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as device:
+        request = struct.pack("16sh14x", b"lo", _IFF_UP | _IFF_RUNNING)
+        fcntl.ioctl(device, _SIOCSIFFLAGS, request)
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:

@@ -36,7 +36,7 @@ def needed(packages: Iterable[str], extra: Iterable[str]) -> list[str]:
     for variable in LIBRARY_VARIABLES:
         found += os.environ.get(variable, "").split(":")
     found += [*glob.glob("/opt/nvidia*"), *glob.glob("/opt/cuda*"), *extra]
-    return [p for p in dict.fromkeys(found) if os.path.isabs(p) and p != "/" and os.path.exists(p)]
+    return [p for p in dict.fromkeys(map(str, found)) if os.path.isabs(p) and p != "/" and os.path.exists(p)]
 
 
 def _package_paths(module: object) -> list[str]:

@@ -12,6 +12,7 @@ import os
 import platform
 import signal
 import struct
+from collections.abc import Collection
 
 from fk_bench.kernels.judge.processes import linux
 
@@ -128,13 +129,17 @@ def _if_call(number: int, lines: list[_Line]) -> list[_Line]:
     return [(_JUMP_EQUAL, 0, len(lines), number), *lines]
 
 
-def enter() -> None:
-    """Install the filter for this process and all its children. Raises OSError. Needs no_new_privs."""
+def enter(allowed: Collection[str] = ()) -> None:
+    """Install the filter for this process and all its children, without the calls `allowed`. Raises OSError.
+
+    Needs no_new_privs.
+    """
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}")
     arch, calls = _ARCHITECTURES[machine]
-    lines = _code(arch, sorted(calls.values()), _by_argument(list(_ARCHITECTURES).index(machine)))
+    refused = sorted(number for name, number in calls.items() if name not in allowed)
+    lines = _code(arch, refused, _by_argument(list(_ARCHITECTURES).index(machine)))
     code = ctypes.create_string_buffer(lines, len(lines))
     program = _Program(len(lines) // struct.calcsize("HBBI"), ctypes.addressof(code))
     linux.prctl(linux.PR_SET_SECCOMP, _FILTER, ctypes.addressof(program))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fastkernels.core.candidate import sources_folder
 from fastkernels.core.env import Environment
 from fk_bench.core.wall_time import PHASES
 from fk_bench.kernels.judge.memory.arena import memory_file
@@ -98,8 +99,10 @@ class Sides:
         if files and self.caged:
             own = Environment.read().tuned  # ops that call others need the tables in the cage, too
             tables = [p] if own and (p := Path(own).expanduser().resolve()).exists() else []
+            own_sources = [d for f in files if (d := sources_folder(f)).is_dir()]
             cage = CageOptions(
-                readable=(*(str(f.resolve()) for f in (*files, *tables)), *_toolchain()), packages=PACKAGES,
+                readable=(*(str(f.resolve()) for f in (*files, *own_sources, *tables)), *_toolchain()),
+                packages=PACKAGES,
                 memory=_host_memory() if self.device == "cuda" else CPU_MEMORY,
                 address_space=None if self.device == "cuda" else CPU_ADDRESS_SPACE, core=self.core,
             )  # fmt: skip

@@ -13,6 +13,7 @@ from uuid import uuid4
 import torch
 
 from fastkernels.core import registry
+from fastkernels.core.candidate import sources
 from fastkernels.core.spec import OpSpec
 from fk_bench.core import machine
 from fk_bench.core.rows import Row, Status, Subject
@@ -54,6 +55,11 @@ def judge_ops(
     if options.starts > 1:
         judge.conclude(merged(runs))
     return judge.finish()
+
+
+def python_sources(file: Path) -> list[Path]:
+    """The Python files among a candidate's own sources, which are scanned like the candidate."""
+    return [f for f in sources(file) if f.suffix == ".py"]
 
 
 class Judge:
@@ -100,7 +106,11 @@ class Judge:
         mine = {
             n: p for n, p in self.candidates.items() if n == name or n in registry.reached(name, parts=True)
         }
-        findings = {p: scan(Path(p), op) for op, p in mine.items()} if self.options.scan else {}
+        findings = (
+            {f: scan(f, op) for op, p in mine.items() for f in (Path(p), *python_sources(Path(p)))}
+            if self.options.scan
+            else {}
+        )
         self._warnings = [f"{Path(p).name}: {f}" for p, found_in in findings.items() for f in found_in]
         if rejected := [f"{Path(p).name}: {why}" for p, fs in findings.items() if (why := rejections(fs))]:
             self._add(self.row(spec, None, Status.REJECTED, "; ".join(rejected)))

@@ -1,0 +1,68 @@
+"""Folders of a suite's models: a configuration, and random weights that are the same in every host."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fk_bench.evaluate.suites import Model
+
+FORMAT = 2  # of the folders; another number makes all of them again
+
+
+def folder(model: Model, kind: str) -> Path:
+    """The folder of a model's configuration and, unless each host draws them, weights. Made once, in the cache."""
+    from fastkernels.core.env import Environment
+
+    config = _config(model)
+    saved = model.weights == "saved" and kind == "text"
+    key = hashlib.sha256(json.dumps([FORMAT, saved, config], sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(Environment.read().cache) / "models" / f"suite-{key}"
+    if not (path / "config.json").is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / "model"
+            if saved:
+                _save(config, made)
+            else:
+                made.mkdir()
+                (made / "config.json").write_text(json.dumps(config))
+            made.chmod(0o755)  # the user of a cage reads it, too
+            for file in made.iterdir():
+                file.chmod(0o644)
+            os.replace(made, path)
+    return path
+
+
+def _config(model: Model) -> dict[str, Any]:
+    if not model.public:
+        return dict(model.config)
+    from fk_bench.e2e.model_configs import load_config
+
+    _, config = load_config(model.public)
+    return {**config.to_dict(), **model.config}
+
+
+def _save(config: dict[str, Any], path: Path) -> None:
+    """Write a causal model. Matrices keep the scale of their inputs, so that every layer counts in the logits."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {k: v for k, v in config.items() if k != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                std = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
+                weight.normal_(0.0, std, generator=generator)
+            elif name.endswith("bias"):
+                weight.zero_()
+            else:
+                weight.normal_(1.0, 0.1, generator=generator)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)

@@ -1,0 +1,55 @@
+"""The kernels tier of an evaluation: the ops of a set alone, and ops on the set's own lower levels, by the judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastkernels.core import registry
+from fk_bench.core.rows import Row, Status
+
+MOST_ABOVE = 2  # ops that call those of a set of primitives only
+
+
+def judged(
+    files: Mapping[str, str],
+    settings: Mapping[str, Any],
+    device: str,
+    caged: bool,
+    add: Callable[[Row, str], None],
+) -> None:
+    """Judge the set; `add` gets the summary row of each op, with 'independent' or 'composed'.
+
+    settings  of the suite: sources of cases, rounds, seconds of a case, most_cases of an op (0: all)
+    """
+    for op, path in files.items():
+        _judge([op], {op: path}, settings, device, caged, "independent", add)
+    above = [op for op in files if registry.reached(op, parts=True) & files.keys()]
+    if not above:
+        above = [op for op in registry.op_names() if registry.reached(op, parts=True) & files.keys()][
+            :MOST_ABOVE
+        ]
+    _judge(above, files, settings, device, caged, "composed", add)
+
+
+def _judge(
+    ops: list[str], files: Mapping[str, str], settings: Mapping[str, Any], device: str, caged: bool, how: str,
+    add: Callable[[Row, str], None],
+) -> None:  # fmt: skip
+    from fk_bench.kernels.judge import Options, judge_ops
+    from fk_bench.kernels.judge.correctness.cases import case_names
+
+    most, sources = int(settings.get("most_cases", 0)), tuple(settings.get("sources", ("random", "held-out")))
+    given: dict[str, Any] = {
+        "device": device, "cage": caged, "cases": sources, "rounds": int(settings.get("rounds", 5)), "hard": 0,
+        "seconds": float(settings.get("seconds", 1.0)), "timeout": 120.0,
+    }  # fmt: skip
+    for op in ops:
+        named = tuple(case_names([registry.get(op)], Options(**given)))[:most] if most else ()
+        found = judge_ops([op], {n: Path(p) for n, p in files.items()}, Options(**given, names=named))
+        summary = next((r for r in found if r.kind == "op"), found[-1])
+        wrong = (r.reason for r in found if r.kind == "case" and r.status not in (Status.OK, Status.SKIPPED))
+        summary.subject.op = op
+        summary.reason = summary.reason and f"{summary.reason}: {next(wrong, '')}"[:500]
+        add(summary, how)

@@ -1,0 +1,92 @@
+"""The base of all hosts of an item: candidates are checked and put in, and their calls are counted."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+import fastkernels
+from fastkernels.core import candidate, registry
+from fastkernels.patch import PatchError, Report
+from fk_bench.evaluate.reasons import Reason, described
+
+
+class Patched:
+    """A host that may run the candidates of a set, and of none other: ops without a file stay as they are."""
+
+    target: Any  # of fastkernels.patch
+    report: Report | None = None
+
+    def __init__(self, options: dict[str, Any]):
+        self.options = options
+        self._classes: dict[str, tuple[type, ...]] = {}
+        self._counts: dict[str, int] = {}
+
+    def check(self, files: dict[str, str]) -> dict[str, Any]:
+        """Import the files. Returns {"failed": {op: error}}."""
+        failed = {}
+        for op, path in files.items():
+            try:
+                found = candidate.load(op, path)
+                self._classes[op] = tuple(found.classes.values())
+                if found.function is not None and (spec := registry.get(op)).op is not None:
+                    candidate.fit(found.function, spec.op)
+            except (Exception, SystemExit) as error:
+                failed[op] = described(error)
+        return {"failed": failed}
+
+    def patch(self, files: dict[str, str]) -> dict[str, Any]:
+        """Put the candidates in. Returns {"patched": whether they are in place, "failed": {op: error}}."""
+        try:
+            self.report = fastkernels.patch(self.target, ops=list(files), candidates=files)
+        except PatchError as error:
+            failed = {op: found for op, path in files.items() if (found := self._alone(op, path)) is not None}
+            return {"failed": failed, "text": str(error)[:500], "patched": False}
+        rows = self.report.rows
+        active = {row.op for row in rows if row.state == "active" or row.candidate}
+        failed = {}
+        for op in files.keys() - active:
+            refused = [
+                r["text"] for row in rows if row.op == op for r in row.reasons if r["kind"] == "unsupported"
+            ]
+            reason = Reason.UNSUPPORTED if refused else Reason.UNUSED
+            text = (refused or [row.reason for row in rows if row.op == op] or [""])[0]
+            failed[op] = {"reason": reason.value, "text": text[:500], "files": []}
+        return {"failed": failed, "patched": True}
+
+    def _alone(self, op: str, path: str) -> dict[str, Any] | None:
+        """Why the candidate cannot be put in by itself. Ours decides whether the model has a place for the op."""
+        try:
+            fastkernels.patch(self.target, ops=[op], candidates={op: path}).undo()
+        except PatchError as error:
+            reason = Reason.UNUSED
+            with contextlib.suppress(PatchError):
+                fastkernels.patch(self.target, ops=[op]).undo()
+                reason = Reason.UNSUPPORTED
+            return {"reason": reason.value, "text": str(error)[:500], "files": []}
+        return None
+
+    def watch(self) -> None:
+        """Count calls of modules that are a candidate's class, from now on; slow, so never in a timed process."""
+
+        def count(module: torch.nn.Module, args: Any) -> None:
+            for op, classes in self._classes.items():
+                if isinstance(module, classes):
+                    self._counts[op] = self._counts.get(op, 0) + 1
+
+        torch.nn.modules.module.register_module_forward_pre_hook(count)
+
+    def live(self) -> dict[str, Any]:
+        """{"live": {op: calls}} of the candidates; a class in another process counts its modules."""
+        if self.report is None:
+            return {"live": {}}
+        found = dict(self.report.refresh().candidates)
+        for row in self.report.active:
+            if row.candidate and not found.get(row.op) and row.op in self._classes:
+                seen = self._counts.get(row.op, 0)
+                found[row.op] = seen or (row.modules if self.remote else 0)
+        return {"live": found}
+
+    remote = False  # whether the modules are in other processes

@@ -1,0 +1,247 @@
+"""Suites: declared items (models x workloads x hosts) as data, with a digest that every row carries.
+
+`suites/NAME.toml` are shipped; a path to a file of the same form works, too. docs/evaluate.md describes the fields.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastkernels.core.registry import UnknownName
+from fk_bench.evaluate import hosts
+from fk_bench.evaluate.macro_eval import Item
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FOLDER = Path(__file__).with_name("suites")
+KINDS = ("text", "images")
+_T = TypeVar("_T")
+
+
+class SuiteError(ValueError):
+    """A suite cannot be used; the message names the entry and what it may be."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work of a host in a round.
+
+    lengths     (prompt, output) tokens of a request, repeated as needed; of text
+    throughput  requests at once, or images of a call; latency: the same for the latency, usually 1
+    calls       of a model in a round; of images
+    """
+
+    kind: str
+    about: str
+    throughput: int
+    latency: int = 1
+    rounds: int = 5
+    lengths: tuple[tuple[int, int], ...] = ()
+    calls: int = 8
+
+    @property
+    def longest(self) -> int:
+        return max((a + b for a, b in self.lengths), default=0)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model by its configuration; weights are random and the same in all hosts.
+
+    config    fields of a configuration of transformers, with model_type; or public: the name of known sizes
+    timm      a name of timm instead; arguments: of its constructor
+    probe     fields that make it small, for the search for culprits
+    weights   'saved': a checkpoint is written once; 'dummy': each host draws its own
+    """
+
+    category: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    public: str = ""
+    timm: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    probe: Mapping[str, Any] = field(default_factory=dict)
+    weights: str = "saved"
+    image_size: int = 0
+
+    @property
+    def small(self) -> Model:
+        """The model that probes run."""
+        if self.timm:
+            return replace(self, arguments={**self.arguments, **self.probe})
+        return replace(self, config={**self.config, **self.probe})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An item with all that is needed to measure it. minutes: expected, by the suite's own machine."""
+
+    item: Item
+    model: Model
+    workload: Workload
+    minutes: float
+    compiled: bool
+    timeout: float
+    engine_args: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        i = self.item
+        return f"{i.model}/{i.workload}/{i.host}" + (f"/tp{i.ranks}" if i.ranks > 1 else "")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """All that is declared.
+
+    memory_gib, threads  of one process; 0 threads: all cores
+    kernels              options of the judge for the ops of a set
+    """
+
+    name: str
+    about: str
+    device: str
+    categories: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    memory_gib: float
+    threads: int
+    dtype: str
+    kernels: Mapping[str, Any]
+    digest: str
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load(name: str) -> Suite:
+    """Read a suite by name or path. Raises SuiteError, and UnknownName for the name."""
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not path.is_file():
+        raise UnknownName("suite", name, [*names(), "a path of a .toml file"])
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SuiteError(f"suite {path}: {error}") from error
+    return read(data, path.stem)
+
+
+def read(data: Mapping[str, Any], name: str) -> Suite:
+    """A suite from its tables. Raises SuiteError."""
+    digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+    workloads = {k: _workload(k, v) for k, v in _table(data, "workloads").items()}
+    models = {k: _model(k, v) for k, v in _table(data, "models").items()}
+    entries = tuple(_entry(n, given, models, workloads) for n, given in enumerate(data.get("items", ())))
+    if not entries:
+        raise SuiteError(f"suite {name}: no [[items]]")
+    found = [e.item for e in entries]
+    if twice := next((e.name for e in entries if found.count(e.item) > 1), None):
+        raise SuiteError(f"suite {name}: {twice} is declared twice")
+    categories = tuple(data.get("categories", sorted({m.category for m in models.values()})))
+    if unknown := sorted({e.item.category for e in entries} - {*categories}):
+        raise SuiteError(
+            f"suite {name}: category {unknown[0]!r} is not one of its categories: {', '.join(categories)}"
+        )
+    return Suite(
+        name, data.get("about", ""), data.get("device", "any"), categories, entries,
+        float(data.get("memory_gib", 16)), int(data.get("threads", 0)), data.get("dtype", "auto"),
+        data.get("kernels", {}), digest,
+    )  # fmt: skip
+
+
+def _table(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = data.get(key)
+    if not isinstance(found, Mapping) or not found:
+        raise SuiteError(f"a suite needs a table [{key}.NAME], got {found!r}")
+    return found
+
+
+def _made(what: str, cls: type[_T], given: Mapping[str, Any]) -> _T:
+    try:
+        return cls(**given)
+    except TypeError as error:
+        known = ", ".join(getattr(cls, "__dataclass_fields__", ()))
+        raise SuiteError(f"{what}: {error}; fields: {known}") from None
+
+
+def _workload(name: str, given: Mapping[str, Any]) -> Workload:
+    lengths = tuple((int(a), int(b)) for a, b in given.get("lengths", ()))
+    made = _made(f"workload {name}", Workload, {**given, "lengths": lengths})
+    if made.kind not in KINDS:
+        raise SuiteError(f"workload {name}: kind {made.kind!r} is not one of {', '.join(KINDS)}")
+    if (made.kind == "text") != bool(lengths) or min((min(p) for p in lengths), default=1) < 1:
+        raise SuiteError(f"workload {name}: text needs lengths = [[prompt, output], ...], images none")
+    if min(made.throughput, made.latency, made.calls) < 1 or made.rounds < 3:
+        raise SuiteError(f"workload {name}: throughput, latency and calls are at least 1, rounds at least 3")
+    return made
+
+
+def _model(name: str, given: Mapping[str, Any]) -> Model:
+    made = _made(f"model {name}", Model, given)
+    if bool(made.config) + bool(made.public) + bool(made.timm) != 1 and not (made.public and made.config):
+        raise SuiteError(f"model {name}: give one of config, public or timm")
+    if made.config and not made.public:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        kind = made.config.get("model_type", "")
+        if kind not in CONFIG_MAPPING_NAMES:
+            raise SuiteError(f"model {name}: {UnknownName('model_type', str(kind), CONFIG_MAPPING_NAMES)}")
+    if made.public:
+        from fk_bench.core.model_names import PUBLIC, public_name
+
+        if public_name(made.public) is None:
+            raise SuiteError(f"model {name}: {UnknownName('public model', made.public, PUBLIC)}")
+    return made
+
+
+def _entry(
+    n: int, given: Mapping[str, Any], models: Mapping[str, Model], workloads: Mapping[str, Workload]
+) -> Entry:
+    where = f"item {n + 1}"
+    values = dict(given)
+    for key, known in (("model", models), ("workload", workloads), ("host", hosts.NAMES)):
+        if values.get(key) not in known:
+            raise SuiteError(f"{where}: {UnknownName(key, str(values.get(key)), known)}")
+    model, workload = models[values["model"]], workloads[values["workload"]]
+    item = Item(
+        model.category,
+        values.pop("model"),
+        values.pop("workload"),
+        values.pop("host"),
+        values.pop("ranks", 1),
+    )
+    if f"{item.host}/{workload.kind}" not in hosts.HOSTS and (item.host in ("timm",)) != (
+        workload.kind == "images"
+    ):
+        raise SuiteError(f"{where}: {item.host} has no workload of {workload.kind}")
+    if (item.host == "timm") != bool(model.timm):
+        raise SuiteError(
+            f"{where}: host {item.host} and model {item.model} do not fit: timm's models are for timm"
+        )
+    return _made(where, Entry, {
+        "item": item, "model": model, "workload": workload, "minutes": 1.0, "compiled": False, "timeout": 300.0,
+        "engine_args": {}, **values,
+    })  # fmt: skip
+
+
+def of_model(suite: Suite, model: str) -> Suite:
+    """The part of a suite that is about one model; its digest names the part, too. Raises UnknownName."""
+    kept = tuple(e for e in suite.entries if e.item.model == model)
+    if not kept:
+        raise UnknownName("model of the suite", model, sorted({e.item.model for e in suite.entries}))
+    categories = tuple({e.item.category: None for e in kept})
+    return replace(
+        suite,
+        name=f"{suite.name}:{model}",
+        entries=kept,
+        categories=categories,
+        digest=f"{suite.digest}:{model}",
+    )

@@ -1,0 +1,153 @@
+"""`fk-bench quality`: rows of sensitive, insensitive and wrong items, bad input, and real hosts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fk_bench.cli import main
+from fk_bench.core.rows import Status, read
+from fk_bench.quality.calibration import Calibration, Quality, Value
+from fk_bench.quality.command import row_of
+from support.tiny import make_tiny_llama
+
+ROOT = Path(__file__).parents[3]
+SCALE = Calibration(0.01, 0.1, {"residual": 0.5, "head": 0.4, "scale": 0.03})
+GOOD = Quality("m", "vllm", "kl", {"kl": Value("kl", 2e-4, "nats", 0.01)}, SCALE, {"rms_norm": 3})
+WRONG = """
+import torch.nn.functional as F
+
+def silu_and_mul(x):
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up * FACTOR
+"""
+
+
+def command(*words: object) -> tuple[int, dict[str, Any], str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "fk_bench.cli", "quality", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    return done.returncode, json.loads(done.stdout.splitlines()[-1] if done.stdout else "{}"), done.stderr
+
+
+def test_row_says_whether_the_item_is_valid() -> None:
+    def row(found: Quality | str) -> tuple[Status, str]:
+        made = row_of(found, "m", "vllm", "mine", "r", {})
+        return made.status, made.reason
+
+    assert row(GOOD) == (Status.OK, "")
+    assert row(replace(GOOD, values={"kl": Value("kl", 0.01, "nats", 0.07)})) == (
+        Status.WRONG, "c is 0.333, at least 0.9 is needed",
+    )  # fmt: skip
+    blind = replace(GOOD, calibration=replace(SCALE, faults={"scale": 0.012}))
+    assert row(blind) == (Status.INVALID, "insensitive: the planted fault scale gives c = 0.978")
+    missing = replace(GOOD, calibration=replace(SCALE, unplanted={"head": "int8"}))
+    assert row(missing) == (Status.INVALID, "insensitive: head could not be planted: int8")
+    noisy = replace(GOOD, calibration=replace(SCALE, noise=0.2))
+    assert "the noise 0.2000 is not below the bound 0.1" in row(noisy)[1]
+    unused = replace(GOOD, calls={"rms_norm": 0}, left={"linear": "no such shape"})
+    assert row(unused) == (Status.FAILED, "no kernel of the set ran (linear: no such shape)")
+    assert row("vllm ended") == (Status.FAILED, "vllm ended")
+    broken = row_of(
+        replace(GOOD, values={"kl": Value("kl", float("nan"), "nats", float("nan"))}), "m", "h", "s", "r", {}
+    )
+    assert broken.status == Status.WRONG and broken.metrics["c"] == 0 and "kl" not in broken.metrics
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("m", "--hosts", "vlm"), "unknown host 'vlm'"),
+        (("/nowhere", "--hosts", "transformers"), "no config.json"),
+        (("--set", "a=/nowhere"), "there is no folder /nowhere"),
+        (("--sequences", "0"), "at least 1"),
+        (("--hosts", "timm"), "give a model"),
+        (("--engine-args", "vllm=3"), "must be an object"),
+        (("--python", "vllm"), "HOST=VALUE"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["quality", *words, "--out", str(tmp_path), "--json"])
+    assert ended.value.code in (1, 2) and message in capsys.readouterr().out.splitlines()[-1]
+
+
+SHORT = ("--sequences", 4, "--batch", 2, "--prompts", "6,12", "--new", 4)
+
+
+def candidates(folder: Path, factor: float) -> Path:
+    folder.mkdir()
+    (folder / "silu_and_mul.py").write_text(WRONG.replace("FACTOR", str(factor)))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "host",
+    [
+        "fastkernels",
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        pytest.param("sglang", marks=pytest.mark.sglang),
+    ],
+)
+def test_host_accepts_a_right_set_and_finds_a_wrong_one(host: str, tmp_path: Path) -> None:
+    model = make_tiny_llama(tmp_path / "llama", dtype="float32")
+    python = ROOT / (".venv" if host == "fastkernels" else f".venv-{host}") / "bin/python"
+    if not python.exists():
+        pytest.skip(f"no {python.parent.parent}: run `make setup`")
+    right, wrong = candidates(tmp_path / "right", 1.0), candidates(tmp_path / "wrong", 1.2)
+    status, last, errors = command(
+        model, "--hosts", host, "--python", f"{host}={python}", "--set", f"right={right}", "--set", f"wrong={wrong}",
+        "--out", tmp_path / "run", "--dtype", "float32", "--exact", *SHORT,
+    )  # fmt: skip
+    rows, _ = read(tmp_path / "run/rows.jsonl")
+    assert [r.status for r in rows] == [Status.OK, Status.WRONG], errors[-3000:] + json.dumps(last)
+    good, bad = (r.metrics for r in rows)
+    assert status == 1 and good["c"] >= 0.99 and bad["c"] < 0.9 and rows[0].case["sensitive"]
+    assert rows[0].case["calls"]["silu_and_mul"] > 0 and set(rows[0].case["noise_of"]) == {
+        "again",
+        "batches",
+        "reorder",
+    }
+    assert good["kl_host_from_float32"] < 1e-6 < bad["kl_patched_from_float32"]
+    assert {"perplexity", "top1", "matching_tokens", "rank_overlap"} <= good.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["fastkernels", "transformers"])
+def test_embedder_is_measured_on_a_fixed_corpus(host: str, tmp_path: Path) -> None:
+    from support.minilm import minilm_path
+
+    _, last, errors = command(
+        minilm_path(), "--hosts", host, "--out", tmp_path, "--sequences", 8, "--dtype", "float32"
+    )
+    (row,), _ = read(tmp_path / "rows.jsonl")
+    assert row.status == Status.OK and row.case["sensitive"], errors[-3000:] + json.dumps(last)
+    assert row.metrics["embedding_cosine"] > 0.999 and row.metrics["ndcg"] > 0.5
+
+
+@pytest.mark.slow
+def test_images_of_timm_and_diffusers_are_measured(tmp_path: Path) -> None:
+    from support.tiny import make_tiny_pipeline
+
+    pipeline = make_tiny_pipeline(tmp_path / "pipeline")
+    for host, model, more in (
+        ("timm", "vit_tiny_patch16_224", ()), ("diffusers", pipeline, ("--image-size", 32, "--steps", 2)),
+    ):  # fmt: skip
+        out = tmp_path / host
+        _, last, errors = command(
+            model, "--hosts", host, "--out", out, "--sequences", 4, "--batch", 2, "--dtype", "float32", *more
+        )
+        (row,), _ = read(out / "rows.jsonl")
+        assert row.status == Status.OK and row.metrics["c"] > 0.9, errors[-3000:] + json.dumps(last)
+        assert {"reorder", "fresh", "again", "batches"} <= set(row.case["noise_of"])
