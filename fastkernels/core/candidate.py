@@ -173,7 +173,7 @@ def from_directory(path: str | os.PathLike[str]) -> dict[str, str]:
     files = sorted(f for f in folder.glob("*.py") if not f.name.startswith("_"))
     if not files:
         raise CandidateError(f"candidates: the folder {path} has no file OP.py; `fk-bench stubs` makes some")
-    wrong = [_unknown(f.stem) for f in files if f.stem not in registry.op_modules()]
+    wrong = [_unknown(f.stem) for f in files if not registry.known(f.stem)]
     if wrong:
         raise CandidateError(
             f"candidates: not named after an op in {path}: {', '.join(wrong)}. Rename them, or begin the names of"
@@ -209,7 +209,7 @@ def resolve(candidates: Mapping[str, Any] | str | os.PathLike[str] | None) -> di
 
 def _import(op: str, file: Path) -> ModuleType:
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-    name = f"fastkernels_candidate_{op}_{digest}"
+    name = f"fastkernels_candidate_{op.replace('.', '_')}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

@@ -415,6 +415,20 @@ def direct_calls(device: torch.device) -> Iterator[None]:
         _direct.remove(thread)
 
 
+@contextmanager
+def only(provider: str) -> Iterator[None]:
+    """Run this provider of every op that has one of that name, whatever is tuned or requested: for oracles."""
+    kept = [(op, op._order, op._tuned) for op in OPS.values()]
+    for op, _, _ in kept:
+        if found := [p for p in op.providers if p.name == provider]:
+            op._order, op._tuned = dict.fromkeys(("cpu", "cuda"), found), {}
+    try:
+        yield
+    finally:
+        for op, order, table in kept:
+            op._order, op._tuned = order, table
+
+
 def observe(around: Callable[[Any, Provider], Provider] | None) -> None:
     """Replace every provider of every op by `around(op, provider)`; None restores the providers.
 

@@ -93,13 +93,32 @@ def host_modules() -> dict[str, tuple[str, ...]]:
 
 
 def family(name: str) -> str:
-    """The folder of the op's file. Raises UnknownName."""
+    """The folder of the op's file; '' for a spec without one. Raises UnknownName."""
+    if name in _added:
+        return ""
     return op_modules()[check_names([name])[0]].split(".")[-2]
 
 
-@cache
+_added: dict[str, OpSpec] = {}
+
+
+def add(*specs: OpSpec) -> None:
+    """Let `get` know specs without a file, such as those of a model's blocks; later ones replace earlier ones."""
+    _added.update({spec.name: spec for spec in specs})
+
+
+def known(name: str) -> bool:
+    """Whether `get` knows this name."""
+    return name in _added or name in op_modules()
+
+
 def get(name: str) -> OpSpec:
     """The op's SPEC, with the targets that the host files of its family list. Raises UnknownName."""
+    return _added[name] if name in _added else _from_file(name)
+
+
+@cache
+def _from_file(name: str) -> OpSpec:
     spec, targets = op_module(name).SPEC, []
     for host in host_modules().get(family(name), ()):
         listed = importlib.import_module(host).TARGETS.get(name, ())
@@ -146,7 +165,7 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
     """The names as a tuple. Raises UnknownName for the first that is not an op."""
     names = tuple(names)
     for name in names:
-        if name not in op_modules():
+        if not known(name):
             raise UnknownName("op", name, op_modules())
     return names
 

@@ -45,13 +45,15 @@ def _check(command: str, words: Sequence[str]) -> None:
     named = [
         part for flag in OP_OPTIONS.get(command, ()) for v in _values(words, flag) for part in v.split(",")
     ]
-    check_names([*(first if command in OPS else ()), *filter(None, map(str.strip, named))])
+    ops = [*(first if command in OPS else ()), *filter(None, map(str.strip, named))]
+    check_names([op for op in ops if not _is_block(op)])
     if command in ARCHITECTURE_OPTIONS:
         from fastkernels.models.common.registry import by_architecture, models
+        from fk_bench.core.model_names import public_name
 
         for flag in ARCHITECTURE_OPTIONS[command]:
             for model in _values(words, flag):
-                known = model in models() or model in by_architecture()
+                known = model in models() or model in by_architecture() or public_name(model)
                 if model and not known and not Path(model).expanduser().exists():
                     raise UnknownName("model", model, models())
     if command == "tune":
@@ -75,6 +77,14 @@ def _check(command: str, words: Sequence[str]) -> None:
         if hosts <= LANGUAGE_HOSTS and not attached:
             for model in [*first, *_values(words, "--model")]:
                 _check_checkpoint(model)
+
+
+def _is_block(name: str) -> bool:
+    """Whether a name can be that of a block of a model, MODEL.KIND."""
+    from fastkernels.models.common.registry import models
+
+    model, dot, _ = name.partition(".")
+    return bool(dot) and model in models()
 
 
 def _check_checkpoint(model: str) -> None:

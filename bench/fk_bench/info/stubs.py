@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +10,12 @@ from typing import Annotated
 import typer
 
 from fastkernels.core import registry
+from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.ops import ops_of_model
 from fastkernels.models.common.registry import models
 from fk_bench.core.output import fail, last_line, table
+from fk_bench.info import model_blocks
 
 COMMAND = "stubs"
 
@@ -25,6 +29,8 @@ def host_classes(name: str, host: str | None = None) -> tuple[str, list[type]]:
     from fk_integrations.core import signature_diff
 
     spec = registry.get(name)
+    if "." in name:  # a block of a model: the class that our engine builds it with
+        return spec.targets[0].host, [registry.target_class(spec.targets[0])]
     if host is not None and host not in signature_diff.hosts():
         raise registry.UnknownName("host", host, signature_diff.hosts())
     offered = dict.fromkeys(t.host for t in spec.targets)
@@ -41,7 +47,9 @@ def source(name: str, host: str | None = None, folder: str = "candidates/") -> s
     from fk_bench.info.stub_source import Stub
 
     _, classes = host_classes(name, host)
-    return Stub(registry.get(name), registry.op_module(name)).text(classes, folder)
+    spec = registry.get(name)
+    where = importlib.import_module(spec.targets[0].module) if "." in name else registry.op_module(name)
+    return Stub(spec, where).text(classes, folder)
 
 
 def selected_ops(ops: Sequence[str], level: int | None, model: str | None) -> list[str]:
@@ -49,7 +57,7 @@ def selected_ops(ops: Sequence[str], level: int | None, model: str | None) -> li
     names = list(dict.fromkeys(registry.check_names(ops))) if ops else registry.op_names()
     if model is not None:
         path = ops_of_model(model)
-        names = [n for n in names if n in path]
+        names = [n for n in names if n in path or "." in n]
     if level is not None:
         levels = sorted({registry.get(n).level for n in registry.op_names()})
         if level not in levels:
@@ -59,7 +67,10 @@ def selected_ops(ops: Sequence[str], level: int | None, model: str | None) -> li
 
 
 def stubs_command(
-    level: Annotated[int | None, typer.Option(help="only ops of this level: 1, 2 or 3")] = None,
+    level: Annotated[
+        int | None,
+        typer.Option(help="only ops of this level: 1, 2 or 3; with --model also its blocks, up to 4"),
+    ] = None,
     op: Annotated[list[str] | None, typer.Option(help="only this op; repeatable")] = None,
     model: Annotated[
         str | None, typer.Option(help=f"only ops that this model uses: {', '.join(models())}")
@@ -74,13 +85,18 @@ def stubs_command(
 ) -> None:
     """Write a candidate file for each op: correct as it is (it calls the reference), for you to make fast."""
     try:
-        names = selected_ops(op or (), level, model)
+        named = list(op or ())
+        inferred = model or model_blocks.model_of(named)
+        blocks = model_blocks.register(inferred)[1] if inferred and (level or named) else ()
+        names = [] if level == 4 and blocks else selected_ops(named, level, model)
+        if not named and level:
+            names += model_blocks.of_level(blocks, [level])
         if host is not None:
             names = [n for n in names if registry.get(n).op is not None or host_classes(n, host)[1]]
         if not names:
             fail("no op matches --op, --level, --model and --host together")
         texts = {name: source(name, host, f"{out}/") for name in names}
-    except registry.UnknownName as error:
+    except (registry.UnknownName, CheckpointError, Unsupported) as error:
         fail(str(error))
     try:
         out.mkdir(parents=True, exist_ok=True)

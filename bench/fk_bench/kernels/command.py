@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 import time
@@ -13,13 +14,16 @@ import typer
 from fastkernels.core import registry
 from fastkernels.core.candidate import CandidateError, sources_folder
 from fastkernels.core.registry import UnknownName
+from fastkernels.models.common.checkpoint import CheckpointError
+from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.registry import models
 from fk_bench.capture.captures import CaptureError
 from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row, Status, append
 from fk_bench.core.text import printable
-from fk_bench.evaluate.sets import read_set
+from fk_bench.evaluate.sets import LIBRARIES, read_set
+from fk_bench.info import model_blocks
 from fk_bench.info.stubs import selected_ops
 from fk_bench.kernels import task as tasks
 
@@ -29,8 +33,16 @@ AGAINST = ("production", "host", "reference")
 
 def kernels_command(
     ops: Annotated[list[str] | None, typer.Argument(help="op names (default: all)")] = None,
-    level: Annotated[list[int] | None, typer.Option(help="all ops of this level")] = None,
-    model: Annotated[str, typer.Option(help=f"only ops that this model uses: {', '.join(models())}")] = "",
+    level: Annotated[
+        list[int] | None,
+        typer.Option(help="all ops of this level; with --model also the model's blocks, up to 4"),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help=f"only ops that this model uses, and its blocks: a folder, or {', '.join(models())}"
+        ),
+    ] = "",
     candidate: Annotated[
         Path | None, typer.Option(help="a file OP.py, or a directory of them (default: our own overrides)")
     ] = None,
@@ -141,13 +153,17 @@ def kernels_command(
         values=values,
     )  # fmt: skip
     try:
+        blocks: tuple[str, ...] = ()
+        if inferred := model or model_blocks.model_of([*(ops or ()), *_stems(candidate)]):
+            text, blocks = model_blocks.register(inferred)
+            options = dataclasses.replace(options, model=text)
         candidates = _candidates(candidate, tuple(ops or ()))
-        names = _ops(tuple(ops or ()), tuple(level or ()), model, candidates)
+        names = _ops(tuple(ops or ()), tuple(level or ()), model, candidates, blocks)
         damaged = _damaged(names, options)
         _check_case_names(names, options)
         if values:
             trial_of(registry.get(names[0]), values, captures)
-    except (UnknownName, CandidateError, CaptureError, ValueError) as error:
+    except (UnknownName, CandidateError, CaptureError, CheckpointError, Unsupported, ValueError) as error:
         fail(str(error))
     run = _directory(out)
     try:
@@ -299,30 +315,42 @@ def _keep(candidates: dict[str, Path], run: Path) -> None:
 def _candidates(path: Path | None, ops: tuple[str, ...]) -> dict[str, Path]:
     if path is None:
         return {}
-    if not path.exists():
+    if not path.exists() and str(path) not in LIBRARIES:
         raise ValueError(f"--candidate {path}: no such file or folder; `fk-bench stubs` makes some")
-    if path.is_dir():
+    if not path.is_file():
         found = read_set(path.name, path)
         for file in found.declined:
             print(f"not judged: {printable(f'{file.path}: {file.reason}')}", file=sys.stderr)
         return {c.op: c.path for c in found.candidates}
-    op = path.stem if path.stem in registry.op_names() else ops[0] if len(ops) == 1 else None
+    op = path.stem if registry.known(path.stem) else ops[0] if len(ops) == 1 else None
     if op is None:
         raise ValueError(f"--candidate {path}: name the file after its op, or name one op in the command")
     return {op: path}
 
 
-def _ops(ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: dict[str, Path]) -> list[str]:
-    """The requested ops; by default all, or with candidates theirs and all ops that call one of them."""
-    if 4 in levels:
-        raise ValueError("--level 4: to run a whole model with a candidate, use `fk-bench e2e --candidate`")
-    if unknown := [n for n in levels if n not in (1, 2, 3)]:
-        raise ValueError(f"--level {unknown[0]}: the levels of ops are 1, 2 and 3")
+def _stems(candidate: Path | None) -> list[str]:
+    """The names of a candidate's file, or of those of a folder."""
+    if candidate is None:
+        return []
+    return [p.stem for p in (sorted(candidate.glob("*.py")) if candidate.is_dir() else [candidate])]
+
+
+def _ops(
+    ops: tuple[str, ...], levels: tuple[int, ...], model: str, candidates: dict[str, Path],
+    blocks: tuple[str, ...] = (),
+) -> list[str]:  # fmt: skip
+    """The requested ops and blocks; by default all, or with candidates theirs and all ops that call one of them."""
+    if 4 in levels and not model:
+        raise ValueError("--level 4 is a whole model: name it with --model")
+    if unknown := [n for n in levels if n not in (1, 2, 3, 4)]:
+        raise ValueError(f"--level {unknown[0]}: the levels are 1, 2, 3 and 4")
     names = selected_ops((), None, model) if model else registry.op_names()
     if ops and ops != ("all",):
         names = list(registry.check_names(ops))
     elif levels:
-        names = [n for n in names if registry.get(n).level in levels]
+        names = [n for n in names if registry.get(n).level in levels] + model_blocks.of_level(blocks, levels)
+    elif candidates:
+        names = [*names, *blocks]
     with_one = [n for n in names if n in candidates or registry.reached(n, parts=True) & set(candidates)]
     if candidates and not with_one:
         raise ValueError(

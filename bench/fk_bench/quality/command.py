@@ -115,7 +115,8 @@ def quality_command(
         model = str(small_model())
     made: list[Row] = []
     run = uuid4().hex[:12]
-    for name, files in (candidates or {OURS: None}).items():
+    measured: dict[str, Mapping[str, str] | None] = {**candidates} if candidates else {OURS: None}
+    for name, files in measured.items():
         for host in names:
             print(f"{Path(model).name} in {host}, {name} ...", file=sys.stderr, flush=True)
             chosen = comma_list("--ops", ops, str) if ops else None

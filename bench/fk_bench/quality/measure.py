@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from fk_bench.quality.families import FAMILIES, Family, family_of, outputs, prep
 from fk_bench.quality.metrics.metric import metrics, of_family
 
 WORKER = Path(__file__).with_name("worker.py")
+NEED_LIBRARY = ("embedding", "image")  # families that run and whose metrics come from torchmetrics
 IN_PLACE = ("timm", "diffusers")  # hosts whose faults are planted in a running engine
 
 
@@ -60,6 +62,10 @@ class Item:
         if host not in self.family.hosts:
             raise ModelError(
                 f"{model}: {host} does not run models of {self.family_name}; {', '.join(self.family.hosts)} do"
+            )
+        if self.family_name in NEED_LIBRARY and find_spec("torchmetrics") is None:
+            raise ModelError(
+                f"metrics of {self.family_name} need torchmetrics: pip install 'fastkernels[quality]'"
             )
         self.name, self.model = model, model
         if host not in IN_PLACE and not any(Path(model).glob("*.safetensors")):
@@ -116,7 +122,7 @@ class Item:
             return running.outputs("float32")
 
     def digest(self) -> str:
-        """What the scale depends on."""
+        """A hash of all that the scale depends on."""
         path, s = Path(self.name), self.settings
         files = sorted(path.rglob("*")) if path.is_dir() else []
         found = {

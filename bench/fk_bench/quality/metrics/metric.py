@@ -54,10 +54,12 @@ def metrics() -> dict[str, Metric]:
         if file.stem in ("__init__", Path(__file__).stem, OUTPUTS):
             continue
         module = importlib.import_module(f"fk_bench.quality.metrics.{file.stem}")
-        (kind,) = [
-            c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__
+        kinds = [
+            c
+            for _, c in inspect.getmembers(module, inspect.isclass)
+            if issubclass(c, Metric) and c is not Metric
         ]
-        found[kind.name] = kind()
+        found |= {kind.name: kind() for kind in kinds}
     return found
 
 

@@ -30,17 +30,25 @@ class Implementation:
         self.missing: dict[str, tuple[str, ...]] = {}  # {such a baseline that is not installed: its packages}
         self.changed: set[str] = set()  # ops with a candidate or a baseline installed
         self.device = "cpu"
+        self._blocks: Any = None  # fastkernels.models.common.block_tasks, if blocks of a model are judged
         self._known: dict[tuple[str, str, str], Any] = {}  # baselines of ops that were loaded before
 
     def load_implementation(
         self, op: str, device: str, candidates: dict[str, str], against: str | None, cls: str | None,
-        choice: tuple[str, dict[str, Any]] | None,
+        choice: tuple[str, dict[str, Any]] | None, model: str = "",
     ) -> None:  # fmt: skip
         """Import the op, and the candidates or (against) the baselines.
 
         cls     the class whose module is called; None: the op's function
         choice  (provider, parameters): use only this provider of ours
+        model   text of the model whose blocks are known; see models.common.block_tasks
         """
+        if model:
+            from fastkernels.models.common import block_tasks  # an op alone needs no model
+
+            block_tasks.register(model)
+            block_tasks.place_only({})
+        self._blocks = block_tasks if model else None
         for name in self.changed:  # of the previous op, in a process that serves several
             OPS[name].set_candidate(None)
         self.cls, self.baselines, self.made, self.prepared, self.changed = None, {}, {}, [], set()
@@ -51,6 +59,8 @@ class Implementation:
         if choice is not None:
             self._only(op, *choice)
         own = found.get(op)
+        if self._blocks is not None:
+            self._blocks.place_only({n: c.classes for n, c in found.items() if n != op})
         if cls is not None:
             self.cls = own.classes.get(cls) if own is not None else registry.op_class(op, cls)
             if self.cls is None:
@@ -154,6 +164,15 @@ class Implementation:
             for fn in self.prepared:
                 stack.enter_context(fn.renewed())
             yield
+
+    @contextmanager
+    def placed(self) -> Iterator[dict[str, int]]:
+        """The calls of candidates for blocks inside a block of a higher level, {block: calls}, at the end."""
+        if self._blocks is None:
+            yield {}
+            return
+        with self._blocks.counting() as calls:
+            yield calls
 
     def _put(
         self, op: str, fn: Callable[..., Any], label: str, supports: Callable[..., str | None] | None = None

@@ -74,10 +74,12 @@ class RunnerState(Implementation):
         cls: str | None,
         threads: int,
         choice: tuple[str, dict[str, Any]] | None = None,
+        model: str = "",
     ) -> dict[str, Any]:
         """Import the op, and the candidates or (against) the baselines.
 
         cls     the class whose module is called; None: the op's function
+        model   text of the model whose blocks are known; see models.common.block_tasks
         choice  (provider, parameters): use only this provider of ours
         """
         start = _clock()
@@ -87,7 +89,7 @@ class RunnerState(Implementation):
             self.channel.spin_s = 0.05
             torch.zeros(1, device="cuda")  # creates the context, which calls of the driver need
         self.free()
-        self.load_implementation(op, device, candidates, against, cls, choice)
+        self.load_implementation(op, device, candidates, against, cls, choice, model)
         return {
             "import_s": _clock() - start, "baselines": list(self.baselines),
             "compilers": [n for n, b in self.baselines.items() if b is not None and b.kind == "compiler"],
@@ -198,13 +200,15 @@ class RunnerState(Implementation):
         """Make one eager call into an output slot. Counters show which ops ran."""
         before = {name: op.calls for name, op in OPS.items()}
         refused_before = {name: dict(op.fallbacks) for name, op in OPS.items()}
-        with self.preparing():
+        with self.preparing(), self.placed() as parts:
             result = self._outputs(self.calls[slot]())
         self._sync()
         self.metas(result)
         self.held[out] = result
         self.do_copy(out)
-        live = {n: op.calls - before.get(n, 0) for n, op in OPS.items() if op.calls > before.get(n, 0)}
+        live = {
+            n: op.calls - before.get(n, 0) for n, op in OPS.items() if op.calls > before.get(n, 0)
+        } | parts
         inputs = layout.tensors(self.args[slot])
         aliases = [i for i, r in enumerate(result) if r.numel() and any(overlap(r, t) for t in inputs)]
         refused = {

@@ -82,7 +82,7 @@ class Pair:
                 "load", op=self.spec.name, device=self.options.device,
                 candidates={n: str(Path(p).resolve()) for n, p in mine.items()},
                 against=None if mine else against, cls=self._cls(who, mine), threads=1,
-                choice=self.choice if who == "candidate" else None,
+                choice=self.choice if who == "candidate" else None, model=self.options.model,
             )  # fmt: skip
         return self.sides["candidate"], self.sides["baseline"]
 

@@ -73,7 +73,7 @@ class _Visitor(ast.NodeVisitor):
         self.found: set[Finding] = set()
         self.in_function = 0
         # A module of several ops has no kernel of its own: the ops that it calls are judged with it.
-        self.composed = op in registry.op_modules() and registry.get(op).op is None
+        self.composed = registry.known(op) and registry.get(op).op is None
         self.inherits = False
         self.bound = _bound(tree)
         self.names: dict[str, str] = {}  # name in the file: its dotted name

@@ -1,0 +1,52 @@
+"""The blocks of the model that a command names: levels 2, 3 and 4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastkernels.core import registry
+from fastkernels.models.common.registry import by_architecture, find, models
+from fk_bench.core.model_names import PUBLIC, public_name
+
+
+def config_of(model: str) -> Any:
+    """The config of an architecture's name (sizes of its file, or transformers' defaults), a public name or a folder.
+
+    Raises UnknownName, CheckpointError.
+    """
+    from fastkernels.models.common import build, shrunk
+
+    if Path(model).expanduser().exists():
+        return build.load_config(Path(model).expanduser())
+    public, found = public_name(model), models().get(model) or by_architecture().get(model)
+    if found is None and public is None:
+        raise registry.UnknownName("model", model, [*models(), *PUBLIC])
+    if found is not None:
+        kind, sizes = found.arch.model_type, dict(next(iter(found.arch.public.values()), {}))
+    else:
+        kind, sizes = PUBLIC[str(public)]
+    names = [next(m.arch.names[0] for m in models().values() if m.arch.model_type == kind)]
+    return shrunk.config_of({"dtype": "bfloat16", **sizes, "model_type": kind, "architectures": names})
+
+
+def register(model: str) -> tuple[str, tuple[str, ...]]:
+    """(the model's text, the names of its blocks), which the registry then knows.
+
+    Raises UnknownName, CheckpointError, and Unsupported for a model without a block that can be judged.
+    """
+    from fastkernels.models.common import block_tasks, blocks
+
+    config = config_of(model)
+    text = blocks.text_of(find(config.architectures[0], config).name, config)
+    return text, block_tasks.register(text)
+
+
+def model_of(names: Sequence[str]) -> str:
+    """The model of a block's name, MODEL.KIND; '' if there is no such name."""
+    return next((n.partition(".")[0] for n in names if n.partition(".")[0] in models() and "." in n), "")
+
+
+def of_level(names: Sequence[str], levels: Sequence[int]) -> list[str]:
+    return [n for n in names if registry.get(n).level in levels]

@@ -1,0 +1,145 @@
+"""Blocks of a model as tasks: references against transformers, structure, and what is declined."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from fk_bench.info import model_blocks
+
+from fastkernels.core import registry
+from fastkernels.models.common import block_tasks, blocks
+from fastkernels.models.common.description import Unsupported
+from fastkernels.models.common.registry import models
+from fastkernels.overrides.attention.vllm import VllmAttention
+
+FEW = ("llama", "gpt_neox", "gemma4", "deepseek_v32", "gpt_oss", "mixtral", "bert", "dinov3")
+# Blocks that are declined: {model: part of the reason}
+DECLINED = {
+    "swinv2": "differ in width", "vjepa2": "takes table", "siglip": "takes patches", "dinov3": "takes patches",
+    "gemma4": "KV cache of another layer",
+}  # fmt: skip
+
+
+def arguments(name: str, case: str = "", seed: int = 0) -> list[Any]:
+    """Of a small case, the last one by default."""
+    spec = registry.get(name)
+    small = [c for c in spec.cases if c.dims["small"] or "odd" in c.tags]
+    chosen = next(c for c in small if c.name == case) if case else small[-1]
+    return spec.inputs(chosen, "cpu", torch.Generator().manual_seed(seed))
+
+
+def wide(args: list[Any]) -> list[Any]:
+    return [
+        (a.double() if a.is_floating_point() else a.clone()) if isinstance(a, torch.Tensor) else a
+        for a in args
+    ]
+
+
+def check(model: str) -> tuple[str, ...]:
+    _, names = model_blocks.register(model)
+    for name in names:
+        spec = registry.get(name)
+        args = arguments(name)
+        got = spec.build(registry.target_class(spec.targets[0]), copy.deepcopy(args))()  # type: ignore[misc]
+        want = spec.reference(*wide(args))
+        assert want[0].dtype == torch.float64, name
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        small = next(c for c in spec.cases if "odd" in c.tags)
+        drawn = spec.vary(small, random.Random(1))
+        assert drawn.dims.get("small") == small.dims.get("small") and drawn.dims != small.dims
+        assert spec.bytes_moved(drawn) > 0 and spec.flops(drawn) > 0
+    return names
+
+
+@pytest.mark.parametrize("model", FEW)
+def test_our_blocks_equal_their_references(model: str) -> None:
+    names = check(model)
+    assert len(names) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_model_has_judgeable_blocks() -> None:
+    without = [name for name in models() if name != "swinv2" and not check(name)]
+    assert not without
+
+
+@pytest.mark.parametrize("model", DECLINED)
+def test_undescribable_block_is_declined_with_reason(model: str) -> None:
+    try:
+        text, _ = model_blocks.register(model)
+    except Unsupported as error:
+        assert DECLINED[model] in str(error)
+    else:
+        assert any(DECLINED[model] in why for why in blocks.of(text).declined.values())
+
+
+def test_layer_reference_equals_transformers() -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    model_blocks.register("llama")
+    spec = registry.get("llama.decoder_layer")
+    args = wide(arguments("llama.decoder_layer", "small_prefill"))
+    given = dict(zip((a.name for a in spec.arguments), args, strict=True))
+    small = block_tasks.block("llama.decoder_layer").small.config
+    config = LlamaConfig(**{k: v for k, v in small.to_dict().items() if k not in ("architectures", "dtype")})
+    config._attn_implementation = "eager"
+    layer, rope = LlamaDecoderLayer(config, 0).double(), LlamaRotaryEmbedding(config)
+    weights = {n: t for n, t in given.items() if n.endswith("weight")}
+    qkv = weights.pop("self_attn.qkv_proj.weight").split([64, 32, 32])
+    gate_up = weights.pop("mlp.gate_up_proj.weight").chunk(2)
+    names = [f"self_attn.{n}_proj.weight" for n in "qkv"] + [f"mlp.{n}_proj.weight" for n in ("gate", "up")]
+    layer.load_state_dict({**weights, **dict(zip(names, (*qkv, *gate_up), strict=True))})
+    x, starts = given["hidden_states"] + given["residual"], given["cu_seqlens_q"].tolist()
+    out, residual, *_ = spec.reference(*args)
+    for first, end in pairwise(starts):
+        n = end - first
+        mask = torch.full((n, n), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        table = rope(x[None, first:end], torch.arange(n)[None])
+        want = layer(x[None, first:end], attention_mask=mask, position_embeddings=table)
+        want = want[0] if isinstance(want, tuple) else want
+        got = (out + residual)[first:end]
+        torch.testing.assert_close(got, want.reshape(got.shape), atol=1e-6, rtol=1e-6)
+
+
+def test_reference_ignores_candidates_and_placed_blocks() -> None:
+    _, names = model_blocks.register("llama")
+    args = arguments("llama.decoder_layer")
+    want = registry.get("llama.decoder_layer").reference(*wide(args))
+    ours = registry.target_class(registry.get("llama.mlp").targets[0])
+
+    class VllmLlamaMLP(ours):  # type: ignore[misc, valid-type]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(x)
+
+    op = registry.get("rms_norm").op
+    try:
+        block_tasks.place_only({"llama.mlp": {"VllmLlamaMLP": VllmLlamaMLP}})
+        op.set_candidate(lambda x, *rest: torch.zeros_like(x))
+        got = registry.get("llama.decoder_layer").reference(*wide(args))
+    finally:
+        op.set_candidate(None)
+        block_tasks.place_only({})
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert "llama.model" in names
+
+
+def test_window_and_small_sizes_lower_the_cost() -> None:
+    model_blocks.register("gemma4")
+    windowed = registry.get("gemma4.attention_0")
+    case = next(c for c in windowed.cases if c.name == "decode_1")
+    layer = next(
+        m for m in block_tasks.block("gemma4.attention_0").module(False).modules() if type(m) is VllmAttention
+    )
+    args = dict(case.dims, seq_lens=[layer.window_left + 1])
+    short = replace(case, dims=args)
+    long = replace(case, dims={**case.dims, "seq_lens": [layer.window_left + 4001]})
+    assert windowed.bytes_moved(long) <= windowed.bytes_moved(short) + 2 * 16 * layer.head_size * 8
