@@ -1,7 +1,7 @@
 """Modules whose eager calls are the host's have the host's class, until code is compiled or a CUDA graph is captured.
 
-A wrapper of ours around each such call would cost an eager model more than it can gain: its CPU is the limit. One module
-for each size stays awake and sees the shapes of new calls; see trials.
+A wrapper of ours around each such call would cost an eager model more than it can gain: its CPU is the limit. One
+module for each size stays awake and sees the shapes of new calls; see trials.
 """
 
 from __future__ import annotations
