@@ -18,7 +18,7 @@ from fastkernels.models.common.description import Unsupported
 from fastkernels.models.common.registry import models
 from fastkernels.overrides.attention.vllm import VllmAttention
 
-FEW = ("llama", "gpt_neox", "gemma4", "deepseek_v32", "gpt_oss", "mixtral", "bert", "dinov3")
+FEW = ("llama", "gpt_neox", "gemma4", "deepseek_v32", "gpt_oss", "mixtral", "bert", "dinov3", "mpt")
 # Blocks that are declined: {model: part of the reason}
 DECLINED = {
     "swinv2": "differ in width", "vjepa2": "takes table", "siglip": "takes patches", "dinov3": "takes patches",

@@ -47,7 +47,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @models_of(
-    {*CACHES, "phi3", "olmo2", "cohere2", "gpt_neox", "bitnet", "granitemoeshared", "glm4", "gemma4_experts"}
+    {
+        *CACHES,
+        "phi3",
+        "olmo2",
+        "cohere2",
+        "gpt_neox",
+        "bitnet",
+        "granitemoeshared",
+        "glm4",
+        "gemma4_experts",
+        "mpt",
+    }
 )
 def test_greedy_equals_transformers(folder: Path, greedy: Any) -> None:
     outputs = LLM(str(folder), device="cpu", max_model_len=256, num_blocks=100).generate(PROMPTS, GREEDY)

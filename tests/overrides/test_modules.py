@@ -212,8 +212,10 @@ def test_attention_prefill_then_decode_equals_torch(host: str) -> None:
 
 
 def test_attention_rejects_unsupported_arguments() -> None:
-    with pytest.raises(ValueError, match="alibi_slopes"):
+    with pytest.raises(ValueError, match="1 ALiBi slopes for 6 heads"):
         VllmAttention(6, 12, 0.3, alibi_slopes=[0.1])
+    with pytest.raises(ValueError, match="use_alibi_sqrt"):
+        VllmAttention(6, 12, 0.3, alibi_slopes=[0.1] * 6, use_alibi_sqrt=True)
     with pytest.raises(ValueError, match="is_cross_attention=True"):
         SGLangRadixAttention(6, 12, 0.3, 2, 0, is_cross_attention=True)
     with pytest.raises(ValueError, match="6 query heads cannot share 4"):

@@ -173,7 +173,7 @@ class DecoderAttention(HeadNorms, LlamaAttention):
         self.attn = VllmAttention(
             self.num_heads, a.head_size, a.head_size**-0.5 if a.scale is None else a.scale,
             num_kv_heads=self.num_kv_heads, logits_soft_cap=a.softcap or None, per_layer_sliding_window=a.window,
-            prefix=f"{prefix}.attn", sinks=getattr(self, "sinks", None),
+            prefix=f"{prefix}.attn", sinks=getattr(self, "sinks", None), alibi_slopes=self._own_slopes(a),
         )  # fmt: skip
         if a.by_head:
             self.queries = a.heads // a.kv_heads  # that share a key head
@@ -214,6 +214,11 @@ class DecoderAttention(HeadNorms, LlamaAttention):
     def _fuses(self, qkv: torch.Tensor) -> bool:
         one_eps = self.v_norm is None or self.v_norm.variance_epsilon == self.q_norm.variance_epsilon
         return self.norms != "wide" and one_eps and super()._fuses(qkv)
+
+    def _own_slopes(self, a: Attention) -> list[float] | None:
+        """ALiBi's slopes of this rank's heads."""
+        first = self.num_heads * parallel.get_tp_rank()
+        return None if a.slopes is None else a.slopes[first : first + self.num_heads]
 
     def _load_sinks(self, param: nn.Parameter, loaded: torch.Tensor) -> None:
         size, rank = len(param), parallel.get_tp_rank()

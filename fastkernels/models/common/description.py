@@ -64,6 +64,7 @@ class Attention:
     value_norm    the norm of each value head; it has no weight
     keys_as_values  values are the projected keys, before their norm and the rotary embedding
     shared        the earlier layer whose keys and values this one reads: it has no projection of its own for them
+    alibi         the largest exponent of ALiBi's slopes, 8 in the paper; None: no ALiBi
     """
 
     heads: int
@@ -85,6 +86,16 @@ class Attention:
     value_norm: Norm | None = None
     keys_as_values: bool = False
     shared: int | None = None
+    alibi: float | None = None
+
+    @property
+    def slopes(self) -> list[float] | None:
+        """The slope of each head (ALiBi, Press et al., arXiv 2108.12409), in the order of MPT's code."""
+        if self.alibi is None:
+            return None
+        count = 1 << (self.heads - 1).bit_length()
+        found = [2.0 ** (-self.alibi * (i + 1) / count) for i in range(count)]
+        return found if count == self.heads else [*found[1::2], *found[::2]][: self.heads]
 
     @property
     def kv_channels(self) -> int:

@@ -11,7 +11,7 @@ def longest(config: Any) -> int | None:
 
     Qwen's recipe for long texts adds YaRN to a config and leaves max_position_embeddings as it was.
     """
-    own = getattr(config, "max_position_embeddings", None)
+    own = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
     for rope in _ropes(config):
         factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
         if own and rope.get("rope_type", rope.get("type")) == "yarn" and factor and original:

@@ -281,6 +281,7 @@ def _attention(a: Attention, hidden: int, path: str, arch: Architecture) -> Iter
         "scale": a.scale,
         "per_layer_sliding_window": a.window,
         "logits_soft_cap": a.softcap or None,
+        "alibi": a.alibi,
     }
     arguments |= {k: v for k, v in optional.items() if v is not None}
     if a.shared is not None:

@@ -12,7 +12,7 @@ MOST: dict[str, int] = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "ffn_dim": 96, "ffn_hidden_size": 96,
     "shared_intermediate_size": 40, "shared_expert_intermediate_size": 40, "prefix_dense_intermediate_size": 80,
     "word_embed_proj_dim": 64, "vocab_size": 256, "vocab_size_per_layer_input": 256, "n_inner": 96, "n_embd": 64,
-    "hidden_size_per_layer_input": 24, "head_dim": 16, "global_head_dim": 24, "num_attention_heads": 4, "n_head": 4,
+    "hidden_size_per_layer_input": 24, "head_dim": 16, "global_head_dim": 24, "num_attention_heads": 4, "n_head": 4, "d_model": 64, "n_heads": 4, "max_seq_len": 512,
     "num_global_key_value_heads": 1, "n_routed_experts": 8, "num_experts": 8, "num_local_experts": 8,
     "num_experts_per_tok": 2, "top_k_experts": 2, "n_group": 2, "topk_group": 1, "kv_lora_rank": 48, "q_lora_rank": 40,
     "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 20, "qk_head_dim": 40, "index_topk": 9,
@@ -53,7 +53,7 @@ def small(given: Mapping[str, Any]) -> dict[str, Any]:
         name: small(value) if name.endswith("_config") and isinstance(value, dict) else _least(name, value)
         for name, value in given.items()
     }
-    if "num_attention_heads" not in made or "hidden_size" not in made:
+    if "num_attention_heads" not in made or "hidden_size" not in made:  # such as d_model
         return {**made, "dtype": "float32"}
     heads = given.get("num_attention_heads")
     for name in KV_HEADS:

@@ -69,12 +69,13 @@ class PagedAttention(nn.Module):
     key_cache, value_cache: [blocks, block_size, num_kv_heads, head_size]; with an fp8 cache, a key is the stored value
     times k_scale, a value the stored value times v_scale. The step's AttentionMetadata comes from forward_context; its
     backend attends, or the ops where it has none. Layers of another kv_group have block tables of their own. sinks:
-    [num_heads], the logit of one more key of each head, whose value is 0.
+    [num_heads], the logit of one more key of each head, whose value is 0. alibi_slopes: [num_heads] float32, of ALiBi.
     """
 
     kv_cache: tuple[torch.Tensor, torch.Tensor] | None
     kv_group = 0
     sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
 
     def _build(
         self,
@@ -123,9 +124,11 @@ class PagedAttention(nn.Module):
         q = query.view(-1, self.num_heads, self.head_size)
         k = None if key is None else key.view(-1, self.num_kv_heads, self.head_size)
         v = None if value is None else value.view(-1, self.num_kv_heads, self.head_size)
-        if metadata.backend is not None:
+        if metadata.backend is not None and self.alibi_slopes is None:  # the ops have ALiBi
             return metadata.backend.forward(self, q, k, v, metadata).view(-1, self.num_heads * self.head_size)
-        sinks = () if self.sinks is None else (self.sinks,)  # not every candidate takes them
+        sinks: tuple[Any, ...] = () if self.sinks is None else (self.sinks,)  # not every candidate takes them
+        if self.alibi_slopes is not None:
+            sinks = self.sinks, self.alibi_slopes
         if k is not None and v is not None:
             store_kvcache(k, v, key_cache, value_cache, metadata.slot_mapping, self.k_scale, self.v_scale)
         if metadata.decode_only:
@@ -195,9 +198,9 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         batch = (None,)
     layer.kv_cache, layer.k_scale, layer.v_scale = (step[0], step[1]), k_scale, v_scale
     context = cases.metadata(step, padded)
-    flat = [t.flatten(1) for t in (query, key, value)]
 
     def call() -> tuple[torch.Tensor, ...]:
+        flat = [t.flatten(1) for t in (query, key, value)]  # copies, if rows are apart
         with forward_context(context):
             return layer(*flat, *batch).view(query.shape), step[0], step[1]
 
@@ -263,6 +266,7 @@ SPEC = OpSpec(
     vary=_vary,
     extremes={"huge_key": _huge_key, "equal_keys": _equal_keys},
     activations=("value", "value_cache"),  # the result is linear in the values
+    contained="query",
     build=_build,
     tolerance=attention_prefill.SPEC.tolerance,
     calls=("store_kvcache", "attention_prefill", "attention_decode"),

@@ -23,10 +23,18 @@ from fastkernels.overrides.attention import (
     fa3,
     flashinfer,
 )
-from fastkernels.overrides.attention.paged_cache import check, memory, no_sinks, supports_triton, take_blocks
+from fastkernels.overrides.attention.paged_cache import (
+    check,
+    memory,
+    no_alibi,
+    no_sinks,
+    supports_triton,
+    take_blocks,
+)
 from fastkernels.overrides.attention.selection import propose_decode
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, overlap
+from fastkernels.overrides.kit.softmax import weights_of
 
 
 def reference(
@@ -42,11 +50,12 @@ def reference(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q: [B, Hq, D], the last token of each sequence; caches: [blocks, block_size, Hkv, D]; seq_lens: [B] int32.
 
     block_table: [B, max_blocks]; entries past seq_len are not read. max_seqlen_k: at least the largest seq_len.
-    The rest, sinks among it, as in attention_prefill. Returns [B, Hq, D] in q's dtype; zeros where seq_len is 0.
+    The rest, sinks and alibi_slopes among it, as in attention_prefill. Returns [B, Hq, D] in q's dtype; zeros where seq_len is 0.
     """
     check("attention_decode", q, key_cache, value_cache)
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -68,15 +77,19 @@ def reference(
     scores = torch.einsum("bhgd,bkhd->bhgk", grouped, keys) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(acc).view(1, kv_heads, -1, 1)
+        scores = scores + slopes * (at - (seq_lens[:, None] - 1))[:, None, None]
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
     if sinks is not None:
         column = sinks.to(acc).view(1, kv_heads, -1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
     else:
-        weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+        weights = weights_of(scores)
     return torch.einsum("bhgk,bkhd->bhgd", weights, values).reshape(q.shape).to(q.dtype)
 
 
+ALIBI = 12  # position of the argument alibi_slopes
 MIN_SPLIT = 256  # keys: a smaller split costs more to combine than it saves
 
 
@@ -84,8 +97,8 @@ MIN_SPLIT = 256  # keys: a smaller split costs more to combine than it saves
 def _attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
-    sink_ptr, block_size, n_heads, group, D, scale, v_scale, window_left, softcap,
-    SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
+    sink_ptr, slope_ptr, block_size, n_heads, group, D, scale, v_scale, window_left, softcap,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
@@ -121,6 +134,9 @@ def _attention_decode_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SOFTCAP:
             scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+        if ALIBI:
+            slopes = tl.load(slope_ptr + heads, mask=rows < group, other=0.0)
+            scores += slopes[:, None] * (cols - (n_k - 1)).to(tl.float32)[None, :]
         seen = inside
         if WINDOW:
             seen = seen & (cols >= n_k - 1 - window_left)
@@ -198,12 +214,13 @@ def _triton(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check("attention_decode", q, key_cache, value_cache)
     batch, heads, d = q.shape
-    if d > 256 and sinks is None and splits is None:
+    if d > 256 and sinks is None and alibi_slopes is None and splits is None:
         layout = q, key_cache, value_cache, seq_lens, block_table
         if attention_decode_split.supports_split(*layout) is None:
             # It takes 0.45 to 0.83 of the time of the kernel here (head size 512, H100, 2026-11-27).
@@ -225,9 +242,9 @@ def _triton(
     early = q.dtype != torch.float32
     _attention_decode_kernel[(batch, kv_heads, splits)](
         q, key_cache, value_cache, out, part, lse, seq_lens, block_table, *q.stride()[:2],
-        *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), sinks, key_cache.shape[1], heads,
-        group, d, scale * k_scale, v_scale, window_left, softcap, SINKS=sinks is not None, WINDOW=window_left >= 0,
-        SOFTCAP=softcap > 0,
+        *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), sinks, alibi_slopes, key_cache.shape[1], heads,
+        group, d, scale * k_scale, v_scale, window_left, softcap, SINKS=sinks is not None, ALIBI=alibi_slopes is not None,
+        WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT,
         BLOCK_G=max(next_power_of_2(group), 16), BLOCK_N=32 if block_d >= 256 else 64, BLOCK_D=block_d,
         num_warps=8 if block_d > 256 else 4, num_stages=2, **overlap(q.device, early=early),
@@ -291,6 +308,7 @@ def _key(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> tuple[tuple[Any, ...], tuple[int, int]]:
     block_size, kv_heads, head_size = key_cache.shape[1:]
     shape = q.shape[1], kv_heads, head_size, block_size, max(window_left + 1, 0), key_cache.dtype
@@ -319,24 +337,24 @@ def _own(module: Any, args: list[Any]) -> list[Any]:
 attention_decode = define(
     "attention_decode(Tensor q, Tensor key_cache, Tensor value_cache, Tensor seq_lens, Tensor block_table,"
     " SymInt max_seqlen_k, float scale, int window_left=-1, float softcap=0.0, float k_scale=1.0,"
-    " float v_scale=1.0, Tensor? sinks=None) -> Tensor",
+    " float v_scale=1.0, Tensor? sinks=None, Tensor? alibi_slopes=None) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
         # As fast as FA3 and XQA or faster in all measured batches and contexts; they take what it does not support.
         Provider(
             "cuda-split",
             attention_decode_cuda.decode_cuda,
-            supports=attention_decode_cuda.supports_cuda,
+            supports=no_alibi(attention_decode_cuda.supports_cuda, ALIBI),
             params=attention_decode_cuda.PARAMS,
             fits=attention_decode_cuda.fits,
             out=True,
         ),
-        Provider("fa3", _fa3, module=fa3.MODULES, supports=fa3.supports, out=True),
+        Provider("fa3", _fa3, module=fa3.MODULES, supports=no_alibi(fa3.supports, ALIBI), out=True),
         Provider("triton", _triton, supports=supports_triton, out=True),
         Provider(
             "triton-split",
             attention_decode_split.decode_split,
-            supports=no_sinks(attention_decode_split.supports_split),
+            supports=no_alibi(no_sinks(attention_decode_split.supports_split), ALIBI),
             params=attention_decode_split.PARAMS,
             fits=attention_decode_split.fits,
             out=True,
@@ -345,21 +363,21 @@ attention_decode = define(
             "flashinfer",
             flashinfer.decode,
             module="flashinfer",
-            supports=no_sinks(flashinfer.supports_decode),
+            supports=no_alibi(no_sinks(flashinfer.supports_decode), ALIBI),
         ),
         Provider(
             "cpp",
             attention_decode_cpp.decode_cpp,
             devices=("cpu",),
             missing=attention_decode_cpp.missing,
-            supports=attention_decode_cpp.supports_cpp,
+            supports=no_alibi(attention_decode_cpp.supports_cpp, ALIBI),
             out=True,
         ),
         Provider(
             "sdpa",
             attention_decode_cpu.decode_sdpa,
             devices=("cpu",),
-            supports=no_sinks(attention_decode_cpu.supports_sdpa),
+            supports=no_alibi(no_sinks(attention_decode_cpu.supports_sdpa), ALIBI),
         ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
@@ -406,6 +424,9 @@ SPEC = OpSpec(
         _case("graph", [600, 63, 1], "odd", "float32", max_seqlen_k=4096, **_SMALL),
         _case("sinks", [5, 1, 131, 0], "odd", "float32", sinks=True, window_left=20, **_SMALL),
         _case("sinks_splits", [600, 63], "odd", "float32", sinks=True, **_SMALL),
+        _case("alibi", [5, 1, 131, 0], "odd", "float32", alibi=True, **_SMALL),
+        _case("alibi_splits", [600, 63], "odd", alibi=True, heads=6, kv_heads=6, head_size=64),
+        _case("alibi_32", [1024] * 32, "model", alibi=True, heads=32, kv_heads=32, head_size=128),  # MPT-7B
         _case("fp8", [5, 17, 600], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
     arguments=(
@@ -416,6 +437,7 @@ SPEC = OpSpec(
         Scalar("max_seqlen_k"),
         *cases.SCALARS,
         cases.SINKS,
+        cases.ALIBI,
     ),
     outputs=(Tensor("out", "sequences heads head_size", "queries"),),
     axes=cases.AXES,
@@ -424,6 +446,7 @@ SPEC = OpSpec(
     flops=cases.FLOPS,
     extremes={**cases.EXTREMES, "one_key": lambda args: args[3].fill_(1)},
     activations=("value_cache",),  # the result is linear in the values
+    contained="q",
     tolerance=cases.TOLERANCE,
     baseline="fa3",
 )

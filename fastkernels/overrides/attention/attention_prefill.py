@@ -15,8 +15,16 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.shapes import varied
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases, fa3, flashinfer
-from fastkernels.overrides.attention.paged_cache import check, memory, no_sinks, supports_triton, take_blocks
+from fastkernels.overrides.attention.paged_cache import (
+    check,
+    memory,
+    no_alibi,
+    no_sinks,
+    supports_triton,
+    take_blocks,
+)
 from fastkernels.overrides.kit.launch import next_power_of_2
+from fastkernels.overrides.kit.softmax import weights_of
 
 
 def reference(
@@ -35,6 +43,7 @@ def reference(
     v_scale: float = 1.0,
     padded: bool = True,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q: [T, Hq, D]; caches: [blocks, block_size, Hkv, D]; cu_seqlens_q: [B + 1] and seq_lens: [B] int32.
 
@@ -44,6 +53,7 @@ def reference(
     key_cache * k_scale and values value_cache * v_scale. Returns [T, Hq, D] in q's dtype; a query without keys, or past
     cu_seqlens_q[B] (padding), gives zeros. With padded=False padding rows are undefined, which saves a launch that
     zeroes the output. sinks: [Hq], attention sinks (GPT-OSS): the logit of one more key of each head, whose value is 0.
+    alibi_slopes: [Hq] float32 (ALiBi, arXiv 2108.12409): times (key's position - query's) is added to the logits.
     """
     check("attention_prefill", q, key_cache, value_cache)
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -63,6 +73,8 @@ def reference(
             scores = softcap * torch.tanh(scores / softcap)
         last = torch.arange(n_keys - n, n_keys, device=q.device)[:, None]
         at = torch.arange(n_keys, device=q.device)[None, :]
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.to(acc).view(-1, group, 1, 1) * (at - last)
         seen = at <= last
         if window_left >= 0:
             seen &= at >= last - window_left
@@ -71,7 +83,7 @@ def reference(
             column = sinks.to(acc).view(-1, group, 1, 1).expand(*scores.shape[:-1], 1)
             weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
         else:
-            weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+            weights = weights_of(scores)
         out[rows] = torch.einsum("hgnk,khd->nhgd", weights, values).reshape(n, *q.shape[1:]).to(q.dtype)
     return out
 
@@ -80,8 +92,8 @@ def reference(
 def _attention_prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,
-    sink_ptr, batch, kv_heads, D, scale, v_scale, window_left, softcap, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
-    SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    sink_ptr, slope_ptr, batch, kv_heads, D, scale, v_scale, window_left, softcap, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # One program per (block of queries, key head). Its BLOCK_M rows are BLOCK_Q queries of the GROUP heads that share
@@ -132,6 +144,9 @@ def _attention_prefill_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             if SOFTCAP:
                 scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
+            if ALIBI:
+                slopes = tl.load(slope_ptr + heads)
+                scores += slopes[:, None] * (cols[None, :] - last[:, None]).to(tl.float32)
             seen = (cols[None, :] <= last[:, None]) & inside[None, :]
             if WINDOW:
                 seen = seen & (cols[None, :] >= last[:, None] - window_left)
@@ -194,6 +209,7 @@ def _triton(
     v_scale: float = 1.0,
     padded: bool = True,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     check("attention_prefill", q, key_cache, value_cache)
@@ -208,9 +224,9 @@ def _triton(
     _attention_prefill_kernel[((q.shape[0] // (block_m // group) + batch) * kv_heads,)](
         q, key_cache, value_cache, out, cu_seqlens_q, seq_lens, block_table, *q.stride()[:2],
         *key_cache.stride()[:3], *value_cache.stride()[:3], *out.stride()[:2], block_table.stride(0),
-        sinks, batch, kv_heads, q.shape[2], scale * k_scale, v_scale, window_left, softcap,
-        BLOCK_SIZE=key_cache.shape[1], GROUP=group, SINKS=sinks is not None, WINDOW=window_left >= 0,
-        SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        sinks, alibi_slopes, batch, kv_heads, q.shape[2], scale * k_scale, v_scale, window_left, softcap,
+        BLOCK_SIZE=key_cache.shape[1], GROUP=group, SINKS=sinks is not None, ALIBI=alibi_slopes is not None,
+        WINDOW=window_left >= 0, SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return out
@@ -228,19 +244,21 @@ def _fa3_prefill(
     )  # fmt: skip
 
 
+ALIBI = 15  # position of the argument alibi_slopes
 attention_prefill = define(
     "attention_prefill(Tensor q, Tensor key_cache, Tensor value_cache, Tensor cu_seqlens_q, Tensor seq_lens,"
     " Tensor block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, int window_left=-1,"
-    " float softcap=0.0, float k_scale=1.0, float v_scale=1.0, bool padded=True, Tensor? sinks=None) -> Tensor",
+    " float softcap=0.0, float k_scale=1.0, float v_scale=1.0, bool padded=True, Tensor? sinks=None,"
+    " Tensor? alibi_slopes=None) -> Tensor",
     fake=lambda q, *args, **kwargs: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     providers=(
-        Provider("fa3", _fa3_prefill, module=fa3.MODULES, supports=fa3.supports, out=True),
+        Provider("fa3", _fa3_prefill, module=fa3.MODULES, supports=no_alibi(fa3.supports, ALIBI), out=True),
         Provider("triton", _triton, supports=supports_triton, out=True),
         Provider(
             "flashinfer",
             flashinfer.prefill,
             module="flashinfer",
-            supports=no_sinks(flashinfer.supports_prefill),
+            supports=no_alibi(no_sinks(flashinfer.supports_prefill), ALIBI),
         ),
         Provider("reference", reference, devices=("cuda", "cpu")),
     ),
@@ -282,6 +300,10 @@ SPEC = OpSpec(
         _case("padding", [5, 1], [5, 17], "odd", padding=3, **_SMALL),
         _case("empty_sequence", [4, 0, 2], [4, 0, 19], "odd", **_SMALL),
         _case("sinks", [5, 1, 9], [5, 17, 31], "odd", "float32", sinks=True, window_left=11, **_SMALL),
+        _case("alibi", [5, 1, 9], [5, 17, 31], "odd", "float32", alibi=True, **_SMALL),
+        _case(
+            "alibi_2k", [2048], [2048], "model", alibi=True, heads=32, kv_heads=32, head_size=128
+        ),  # MPT-7B
         _case("fp8", [5, 1, 9], [5, 17, 70], "odd", "float8_e4m3fn", scales=(0.5, 0.75), **_SMALL),
     ),
     arguments=(
@@ -295,6 +317,7 @@ SPEC = OpSpec(
         *cases.SCALARS,
         Scalar("padded", value="padding > 0"),
         cases.SINKS,
+        cases.ALIBI,
     ),
     outputs=(Tensor("out", "tokens heads head_size", "queries", bytes=_ATTENDED),),
     axes={**cases.AXES, **cases.RAGGED},
@@ -303,6 +326,7 @@ SPEC = OpSpec(
     vary=_vary,
     extremes={**cases.EXTREMES, "nothing_cached": lambda args: args[4].copy_(args[3].diff())},
     activations=("value_cache",),  # the result is linear in the values
+    contained="q",
     tolerance=cases.TOLERANCE,
     baseline="fa3",
 )

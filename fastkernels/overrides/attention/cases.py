@@ -21,7 +21,7 @@ import torch
 
 from fastkernels.core.case import TOLERANCE as USUAL
 from fastkernels.core.case import Case, Tolerance
-from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
+from fastkernels.core.declaration import Axis, Call, Scalar, Tensor, uniform
 from fastkernels.core.expressions import Expr
 from fastkernels.core.forward_context import AttentionMetadata
 from fastkernels.core.shapes import near, near_size, unless
@@ -82,6 +82,7 @@ SCALARS = (
     Scalar("k_scale", dim="scales", index=0),
     Scalar("v_scale", dim="scales", index=1),
 )
+ALIBI = Tensor("alibi_slopes", "heads", "float32", when="alibi", values=uniform(0.0, 0.5))
 SINKS = Tensor("sinks", "heads", "queries", when="sinks")  # a weight, in the dtype of the model
 FLOPS = "4 * pairs * heads * head_size"
 

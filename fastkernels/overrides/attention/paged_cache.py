@@ -59,8 +59,19 @@ def no_sinks(supports: Callable[..., str | None]) -> Callable[..., str | None]:
     return checked
 
 
+def no_alibi(supports: Callable[..., str | None], position: int) -> Callable[..., str | None]:
+    """`supports` of a kernel without ALiBi: it refuses calls with slopes, the argument at `position` and the last."""
+
+    def checked(*args: Any, alibi_slopes: torch.Tensor | None = None, **kwargs: Any) -> str | None:
+        if alibi_slopes is not None or any(a is not None for a in args[position:]):
+            return "it has no ALiBi"
+        return supports(*args[:position], **kwargs)
+
+    return checked
+
+
 def supports_triton(
-    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any, sinks: Any = None
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, *_: Any, **__: Any
 ) -> str | None:
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"dtype {q.dtype} is not float16, bfloat16 or float32"

@@ -42,7 +42,7 @@ class VllmAttention(PagedAttention):
         super().__init__()
         sinks = extra_impl_args.pop("sinks", None)
         refuse(
-            prefix or "Attention", alibi_slopes=alibi_slopes, use_alibi_sqrt=use_alibi_sqrt, quant_config=quant_config,
+            prefix or "Attention", use_alibi_sqrt=use_alibi_sqrt, quant_config=quant_config,
             attn_type=None if attn_type == AttentionType.DECODER else attn_type, attn_backend=attn_backend,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             mm_prefix_clamp_sliding_window=mm_prefix_clamp_sliding_window,
@@ -53,6 +53,12 @@ class VllmAttention(PagedAttention):
             window = getattr(cache_config, "sliding_window", None)
         left = None if window is None else window - 1
         self._build(num_heads, head_size, scale, num_kv_heads, left, logits_soft_cap or 0.0)
+        if alibi_slopes is not None:
+            if len(alibi_slopes) != num_heads:
+                raise ValueError(
+                    f"{len(alibi_slopes)} ALiBi slopes for {num_heads} heads: one each is needed"
+                )
+            self.__dict__["alibi_slopes"] = torch.tensor(alibi_slopes, dtype=torch.float32)
         self.__dict__["sinks"] = sinks  # a parameter of the caller, not one more of this module
         self.layer_name = prefix
 
