@@ -72,9 +72,9 @@ class Launcher:
         """
         if host not in self._zygotes:
             python = self.pythons.get(host, sys.executable)
-            more = ("fk_bench.evaluate.hosts.ready",) if host in PRELOAD and not self.gpu else ()
-            preload = (*PRELOAD.get(host, ("torch", "fastkernels")), "fk_bench.evaluate.worker", *more)
-            self._zygotes[host] = Zygote(python, preload, entry="fk_bench.evaluate.worker:main")
+            more = ("fk_bench.evaluate.run.hosts.ready",) if host in PRELOAD and not self.gpu else ()
+            preload = (*PRELOAD.get(host, ("torch", "fastkernels")), "fk_bench.evaluate.run.worker", *more)
+            self._zygotes[host] = Zygote(python, preload, entry="fk_bench.evaluate.run.worker:main")
         off: dict[str, Any] = {} if self.caged and not trusted else dict.fromkeys(STEPS, False)
         compiled = (
             [] if off else [str(f) for name in COMPILED for f in sorted(requested_folder(name).glob("*.*"))]
