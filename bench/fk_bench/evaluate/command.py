@@ -136,7 +136,8 @@ def _read_set(text: str) -> CandidateSet:
     name, equals, folder = text.partition("=")
     if not equals or not name or not folder:
         raise ConfigError(f"--set {text!r}: give NAME=DIR")
-    return read_set(name, Path(folder).expanduser().resolve())
+    path = Path(folder).expanduser()
+    return read_set(name, path.resolve() if path.is_dir() else path)
 
 
 def _estimate(suite: Suite, count: int, json_only: bool) -> None:
@@ -207,6 +208,8 @@ class Evaluation:
             self.pythons, memory, self.suite.threads, self.caged, bool(machine.machine().gpus)
         ) as launcher:
             for one in self.sets:
+                for file in one.declined:
+                    self.say(f"{one.name}: {file.path} is for no op: {file.reason}")
                 if self.kernels:
                     self._kernels(one)
                 for entry in self.suite.entries:
@@ -270,7 +273,9 @@ class Evaluation:
             gap = results.gap_of(self.rows, one.name)
             row = results.score_row(self.context, one.name, self.suite, found, gap)
             self.add([row])
-            lines.append({"set": one.name, **row.metrics, "ci95": row.ci95, "parts": row.case["parts"]})
+            declined = {str(d.path): d.reason for d in one.declined}
+            parts = {"ci95": row.ci95, "parts": row.case["parts"], "declined": declined}
+            lines.append({"set": one.name, **row.metrics, **parts})
         page = report.write(self.folder, self.suite, self.rows, scored)
         if not json_only:
             report.show(self.suite, self.rows, scored)

@@ -22,12 +22,9 @@ MOST_BYTES = 256 << 20  # of an answer
 PACKAGES = (
     "fastkernels", "fk_bench", "fk_integrations", "vllm", "sglang", "sgl_kernel", "flashinfer", "timm", "transformers",
 )  # fmt: skip
-CALLS = (
-    "setitimer",
-    "timer_create",
-    "alarm",
-    "sched_setaffinity",
-)  # of engines; no side is stopped and resumed
+CALLS = (  # of engines and ZeroMQ; no side is stopped and resumed
+    "setitimer", "timer_create", "alarm", "sched_setaffinity", "sched_setparam", "sched_setscheduler",
+)  # fmt: skip
 COMPILED = ("cpp", "nvrtc")  # folders of the cache with kernels of ours, by hash of their source
 _COMMON = ("torch", "triton", "fastkernels")
 PRELOAD = {

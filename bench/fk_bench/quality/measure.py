@@ -26,9 +26,9 @@ from fk_bench.core import hub, machine
 from fk_bench.core.hub import ModelError
 from fk_bench.e2e.host import HostProcess
 from fk_bench.quality import faults, structured, text
-from fk_bench.quality.calibration import Calibration, Quality, Value, noise_of
+from fk_bench.quality.calibration import Calibration, Quality, noise_of
 from fk_bench.quality.families import FAMILIES, Family, family_of, outputs, prepare
-from fk_bench.quality.metrics.metric import metrics, of_family
+from fk_bench.quality.metrics.metric import Value, metrics, of_family
 
 WORKER = Path(__file__).with_name("worker.py")
 NEED_LIBRARY = ("embedding", "image")  # families that run and whose metrics come from torchmetrics

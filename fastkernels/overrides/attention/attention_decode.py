@@ -287,6 +287,7 @@ def _fa3(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return fa3.attend(

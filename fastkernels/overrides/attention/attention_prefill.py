@@ -236,7 +236,7 @@ def _fa3_prefill(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
     window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
-    sinks: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, alibi_slopes: None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return fa3.attend(
         q, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, scale,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from fk_bench.cli import main
 from fk_bench.core.rows import Status, read
-from fk_bench.quality.calibration import Calibration, Quality, Value
+from fk_bench.quality.calibration import Calibration, Quality
 from fk_bench.quality.command import row_of
+from fk_bench.quality.metrics.metric import Value
 from support.tiny import make_tiny_llama
 
 ROOT = Path(__file__).parents[3]

@@ -15,9 +15,9 @@ import torch
 from torch._dynamo.comptime import comptime
 
 from fastkernels.core.dispatch import OPS, Op, fusions_of, proving
-from fk_integrations.core.asleep import TALLY as ATTRIBUTE
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.trials import MEASURING, wrapper
+from fk_integrations.live.asleep import TALLY as ATTRIBUTE
+from fk_integrations.live.trials import MEASURING, wrapper
 
 log = logging.getLogger("fastkernels")
 _alive: WeakSet[Tally] = WeakSet()

@@ -21,10 +21,10 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from fastkernels.core.dispatch import OPS, proving
 from fastkernels.core.env import Environment
 from fastkernels.verify.measure import Ratio, interleaved
-from fk_integrations.core import asleep
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.asleep import FIRST_CALL as OWN
 from fk_integrations.core.journal import Journal
+from fk_integrations.live import asleep
+from fk_integrations.live.asleep import FIRST_CALL as OWN
 
 log = logging.getLogger("fastkernels")
 ROUNDS, CPU_ROUNDS, CALLS = 21, 15, 4  # of a graph's calls, or of calls one after the other
