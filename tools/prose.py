@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Check that the project's prose is plain English: `python tools/prose.py [PATH ...]`.
 
-Covers Markdown, CUDA comments, and in Python docstrings, comments, message strings and the length of test names.
+Covers Markdown, CUDA comments, and in Python docstrings, comments, message strings and the length of test names. In
+the pages of docs/, sentences and table cells have a limit, too.
 The word list is tools/prose_words.txt; exceptions are in tools/prose_allow.txt. Prints one line a finding and exits
 with 1 if there is any. Uses the standard library only, so that it runs without an environment and without a network.
 """
@@ -22,7 +23,12 @@ HERE = Path(__file__).resolve().parent
 DEFAULT = ["README.md", "CONTRIBUTING.md", "docs", "fastkernels", "integrations", "bench", "tests", "tools"]
 SUFFIXES = {".md", ".py", ".cu", ".cuh", ".hpp", ".cpp"}
 SKIPPED = {"__pycache__", "build", "dist", "site", "node_modules"}
-LONGEST_TEST_NAME = 60
+LONGEST_TEST_NAME, LONGEST_SENTENCE, LONGEST_CELL = 60, 35, 25  # characters; words
+# Pages for readers. Reports are records, and their tables have the words of their time
+PAGES, RECORDS = (
+    ("README.md", "CONTRIBUTING.md", "docs/"),
+    ("docs/reports/", "docs/history/", "docs/reference/"),
+)
 
 CODE_SPAN = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 LINK_TARGET = re.compile(r"(?<=\])\([^)\s]*\)|https?://\S+|<!--.*?-->", re.DOTALL)
@@ -33,6 +39,13 @@ HEADING = re.compile(r"\s*#{1,6} ")
 CLAUSE_SUBJECT = re.compile(
     r"(?:^|(?<=[.!?:;] )|(?<=[.!?]\n))\s*(?:What|Who)(?:\s+[^\s?]+){3,}?(?:[.;](?=\s|$)|$)"
 )
+SENTENCE_END = re.compile(r"(?<=[.!?;:])[\"')]*\s+")  # or of a part that a reader can take in alone
+# "0.96 ms a token"; "once a second" has no quantity
+PER = re.compile(
+    r"\b(?:us|ms|s|GB|MB|[KMG]iB|bytes|tokens|launches|values|seconds|minutes)\s+"
+    r"an?\s+(?:token|step|layer|call|second|request|head|row|round|image|GPU|sequence|module|cell|program|prompt|model|rank)\b"
+)
+SINCE = re.compile(r"\bsince(?=\s*(?:[.;:)]|$))")
 CLAUSE_HINT = "begin with the thing itself: a noun (a docstring: a verb or a noun)"
 
 
@@ -107,10 +120,29 @@ def markdown(source: str) -> Iterator[Text]:
             if HEADING.match(line):
                 yield Text(number, line.lstrip("# "), heading=True)
                 continue
-            line = BULLET.sub("", line)
+            line = BULLET.sub("", line, count=1)
         if line.strip():
             first = first if block else number
             block.append(line)
+
+
+def too_long(source: str) -> Iterator[tuple[int, str, str]]:
+    """(line, first words, hint) of sentences and cells of a page with too many words.
+
+    Code is one word of a sentence; a cell may list names.
+    """
+    lines = source.splitlines()
+    for text in markdown(source):
+        first = lines[text.line - 1]
+        cell = first.lstrip().startswith("|")
+        most = LONGEST_CELL if cell else LONGEST_SENTENCE
+        if first.startswith("    ") and not BULLET.match(first):
+            continue  # code
+        for part in text.text.split("|") if cell else SENTENCE_END.split(text.text):
+            count = sum(any(c.isalnum() or c == "`" * (not cell) for c in word) for word in part.split())
+            if count > most:
+                line = text.line_of(text.text.index(part))
+                yield line, " ".join(part.split()[:4]) + " ...", f"{count} words: at most {most}"
 
 
 def python_comments(source: str) -> Iterator[Text]:
@@ -176,6 +208,12 @@ def check(path: Path, source: str, known: list[tuple[re.Pattern[str], str]]) -> 
             yield Finding(
                 shown, text.line_of(start), " ".join(match.group().split()[:4]) + " ...", CLAUSE_HINT
             )
+    if shown.startswith(PAGES) and not shown.startswith(RECORDS) and not source.startswith("<!-- generated"):
+        yield from (Finding(shown, *found) for found in too_long(source))
+        for text in markdown(source):
+            for pattern, hint in ((PER, "per, not a"), (SINCE, "state since when")):
+                for match in pattern.finditer(text.text):
+                    yield Finding(shown, text.line_of(match.start()), " ".join(match.group().split()), hint)
     if path.suffix == ".py":
         for line, name in long_test_names(ast.parse(source)):
             yield Finding(shown, line, name, f"{len(name)} characters: at most {LONGEST_TEST_NAME}")

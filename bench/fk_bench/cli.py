@@ -21,7 +21,7 @@ COMMANDS = {
     ),
     "list": (
         "info.listing:list_command",
-        "ops, hosts or models; --signatures: how exactly each op matches each host version",
+        "ops, hosts, models or workloads; --signatures: how exactly each op matches each host version",
     ),
     "describe": (
         "info.describe:describe_command",

@@ -147,6 +147,8 @@ class OpSpec:
     tolerance    by the case's dtype; 'float8_e4m3fn' is for outputs of that dtype, which `reference` gives unrounded
                  from float64 arguments
     activations  positions or names of the arguments whose values can be of any size: where adversarial values go
+    contained    position or name of the argument whose NaN and infinity change only the results for which `reference`
+                 gives NaN or infinity, to unspecified values. None: they have the results of `reference`
     extremes     {name: edit(args)}: in-place edits that make inputs specific to this op (empty experts, masked logits)
     tie_sensitive  a tie between inputs decides what is computed, such as a token's experts. `inputs` avoids ties, and
                  the judge changes values only as `permutable` allows
@@ -193,6 +195,7 @@ class OpSpec:
     baseline: str = "reference"
     batch_invariant: bool = False
     activations: tuple[Any, ...] = (0,)
+    contained: Any = None
     tie_sensitive: bool = False
     permutable: Callable[..., Permutable] | None = None
     extremes: Mapping[str, Callable[[list[Any]], None]] = field(default_factory=dict)
@@ -204,6 +207,8 @@ class OpSpec:
             object.__setattr__(self, name, value)
 
         keep("activations", tuple(self.position(a) if isinstance(a, str) else a for a in self.activations))
+        if isinstance(self.contained, str):
+            keep("contained", self.position(self.contained))
         if isinstance(self.flops, str):
             keep("flops", self.declaration.expression(self.flops))
         if not self.arguments:

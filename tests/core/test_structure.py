@@ -21,6 +21,7 @@ HOSTS = {"vllm", "sglang", "diffusers", "timm", "sgl_kernel", "flashinfer", "fla
 # Only the host itself imports these modules, so they may subclass its classes.
 LOADED_BY_HOST = {
     "fk_integrations.vllm.compiler_pass": "vllm",
+    "fk_bench.quality.engines.vllm_forced": "vllm",
     # never imported: the exporter copies its text into a file for a fork
     "fastkernels.export.plain.fork_attention": "diffusers",
     "fastkernels.export.plain.scaled_mm_vllm": "vllm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -36,7 +37,8 @@ SLOW = {
     "fused_experts_swigluoai": ("all", "elsewhere", "floats_63"), "gated_residual": ("odd_63",),
     "grouped_topk": ("odd_63", "bias"), "lstm": ("wide", "even", "half", "odd_63"), "merge_state": ("odd_63",),
     "moe_align": ("few", "chunks"), "qk_norm_rope": ("odd_63",), "quantize_fp8": ("group_63", "token_1000"),
-    "rope_axes": ("four",), "rope_nd": ("odd_63", "pairs_63"), "rope_store_kvcache": ("smollm2",), "rotary_emb": ("smollm2",),
+    "rope_axes": ("four",), "rope_nd": ("odd_63", "pairs_63"),
+    "rope_store_kvcache": ("smollm2",), "rotary_emb": ("smollm2",),
     "silu_mul_quant_fp8": ("group_63", "token_63"), "topk_softmax": ("odd_160",), "upsample_conv": ("wide",),
 }  # fmt: skip
 INTERPRETED = [
@@ -92,6 +94,19 @@ def test_values(name: str, case: Case) -> None:
 @pytest.mark.parametrize(("name", "case"), INTERPRETED, ids=IDS)
 def test_triton_interpreted(name: str, case: Case, interpreted: dict[tuple[str, str], str | None]) -> None:
     assert interpreted[name, case.name] is None
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
+def test_providers_take_all_arguments_of_their_op(name: str) -> None:
+    """Those for a GPU, too. The op passes its arguments by position, and `out` by name."""
+    op = registry.get(name).op
+    given = [None] * len(op.overload._schema.arguments)
+    for provider in op.providers:
+        inspect.signature(provider.fn).bind(*given, **({"out": None} if provider.out else {}))
+        if provider.supports is not None:
+            inspect.signature(provider.supports).bind(*given)
+        if provider.fits is not None:
+            inspect.signature(provider.fits).bind({}, *given)
 
 
 def widen(value: Any) -> Any:

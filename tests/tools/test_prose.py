@@ -54,6 +54,35 @@ def test_code_questions_and_headings_are_no_findings(tmp_path: Path, name: str, 
     assert (result.returncode, result.stdout) == (0, "")
 
 
+LONG = "word " * 36
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (f"Short.\n\n{LONG}.\n", 3),
+        ("| a | b |\n| --- | --- |\n| a | " + "word " * 26 + "|\n", 3),
+        ("It takes 0.9 ms a" + " token.\n", 1),
+        ("It was faster, and is " + "since.\n", 1),
+    ],
+)
+def test_pages_have_limits_that_reports_do_not(tmp_path: Path, text: str, line: int) -> None:
+    for folder in ("docs", "docs/reports"):
+        (tmp_path / folder).mkdir()
+    result = check(tmp_path, "docs/a.md", text)
+    assert result.returncode == 1 and result.stdout.startswith(f"docs/a.md:{line}: ")
+    assert (
+        check(tmp_path, "docs/reports/a.md", text).returncode == check(tmp_path, "a.md", text).returncode == 0
+    )
+
+
+def test_clauses_names_and_other_cells_do_not_add_up(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    cells = "| " + "word " * 20 + "| " + "`name`, " * 30 + "|\n"
+    result = check(tmp_path, "docs/a.md", f"{'word ' * 20}: {'word ' * 20}.\n\n{cells}")
+    assert (result.returncode, result.stdout) == (0, "")
+
+
 def test_missing_path_is_an_error(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, TOOL, "no-such-folder"], cwd=tmp_path, capture_output=True, text=True

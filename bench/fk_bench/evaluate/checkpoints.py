@@ -44,7 +44,12 @@ def _config(model: Model) -> dict[str, Any]:
     from fk_bench.e2e.model_configs import load_config
 
     _, config = load_config(model.public)
-    return {**config.to_dict(), **model.config}
+    found = {**config.to_dict(), **model.config}
+    if found.get("layer_types"):
+        found["layer_types"] = found["layer_types"][
+            : found["num_hidden_layers"]
+        ]  # of a model with fewer layers
+    return found
 
 
 def _save(config: dict[str, Any], path: Path) -> None:

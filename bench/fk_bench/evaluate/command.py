@@ -6,36 +6,25 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import uuid4
 
 import typer
 
-from fastkernels.core.candidate import CandidateError, from_directory
 from fastkernels.core.registry import UnknownName
 from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status
 from fk_bench.evaluate import results, selftest
 from fk_bench.evaluate.results import Context
+from fk_bench.evaluate.sets import CandidateSet, SetError, read_set
 from fk_bench.evaluate.suites import Entry, Suite, SuiteError, load, of_model
 from fk_bench.serving.config import ConfigError
 
 SELFTEST = "do-nothing"
-
-
-@dataclass(frozen=True)
-class CandidateSet:
-    """A set by name: {op: file}; files of its folder that are not usable, with reasons."""
-
-    name: str
-    files: Mapping[str, str]
-    readable: tuple[str, ...]
-    declined: Mapping[str, str]
 
 
 def eval_command(
@@ -110,12 +99,12 @@ def eval_command(
             found = [_read_set(text) for text in sets or ()]
             if len({s.name for s in found}) < len(found):
                 raise ConfigError("--set: two sets of one name")
-        except (ConfigError, SuiteError, UnknownName, CandidateError) as error:
+        except (ConfigError, SuiteError, UnknownName, SetError) as error:
             fail(str(error))
         if self_test:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fk-selftest-")))
             folder.chmod(0o755)
-            found = [CandidateSet(SELFTEST, {}, (str(folder),), {})]
+            found = [CandidateSet(SELFTEST, folder, ())]
         run = out or Path("fk-bench-runs") / time.strftime("eval-%Y%m%d-%H%M%S")
         run.mkdir(parents=True, exist_ok=True)
         evaluation = Evaluation(
@@ -147,9 +136,8 @@ def _read_set(text: str) -> CandidateSet:
     name, equals, folder = text.partition("=")
     if not equals or not name or not folder:
         raise ConfigError(f"--set {text!r}: give NAME=DIR")
-    path = Path(folder).expanduser().resolve()
-    files = {op: str(Path(p).resolve()) for op, p in from_directory(path).items()}
-    return CandidateSet(name, files, (str(path),), {})
+    path = Path(folder).expanduser()
+    return read_set(name, path.resolve() if path.is_dir() else path)
 
 
 def _estimate(suite: Suite, count: int, json_only: bool) -> None:
@@ -186,7 +174,7 @@ class Evaluation:
             versions |= {k: v for k, v in machine.interpreter(python).versions.items() if k == name}
         self.context = Context(
             uuid4().hex[:12], machine.commit(), machine.machine(), versions, suite.name, suite.digest,
-            {s.name: results.digest_of(s.files) for s in sets},
+            {s.name: results.digest_of(s.folder, s.files) for s in sets},
         )  # fmt: skip
         self.rows: list[Row] = []
         self.seed = secrets.randbits(48)
@@ -220,6 +208,8 @@ class Evaluation:
             self.pythons, memory, self.suite.threads, self.caged, bool(machine.machine().gpus)
         ) as launcher:
             for one in self.sets:
+                for file in one.declined:
+                    self.say(f"{one.name}: {file.path} is for no op: {file.reason}")
                 if self.kernels:
                     self._kernels(one)
                 for entry in self.suite.entries:
@@ -228,16 +218,16 @@ class Evaluation:
 
     def _item(self, launcher: Any, one: CandidateSet, entry: Entry) -> None:
         from fk_bench.evaluate.items import ItemRun
+        from fk_bench.evaluate.side import set_files
 
         dtype = machine.fast_dtype() if self.suite.dtype == "auto" else self.suite.dtype
-        files, name = dict(one.files), one.name
+        files, name = one.files, one.name
+        readable = set_files(sorted({one.folder, *(Path(p).parent for p in files.values())}))
         if name == SELFTEST and not files:
-            files = selftest.write(entry.item.host, Path(one.readable[0]))
+            files = selftest.write(entry.item.host, one.folder)
         if entry.item not in results.items_done(self.rows, name):
             began = time.monotonic()
-            found = ItemRun(entry, self.suite, launcher, dtype, self.seed, self.say).measure(
-                files, one.readable
-            )
+            found = ItemRun(entry, self.suite, launcher, dtype, self.seed, self.say).measure(files, readable)
             extra = {
                 "dtype": dtype, "seed": self.seed, "cage": launcher.cage, "seconds": round(time.monotonic() - began, 1)
             }  # fmt: skip
@@ -248,7 +238,7 @@ class Evaluation:
             rest = {op: files[op] for op in done.case["kept"] if op not in slow}
             if slow and rest:
                 found = ItemRun(entry, self.suite, launcher, dtype, self.seed, self.say).measure(
-                    rest, one.readable
+                    rest, readable
                 )
                 self.add(results.item_rows(self.context, name, found, "best", {"left_out": sorted(slow)}))
 
@@ -283,7 +273,9 @@ class Evaluation:
             gap = results.gap_of(self.rows, one.name)
             row = results.score_row(self.context, one.name, self.suite, found, gap)
             self.add([row])
-            lines.append({"set": one.name, **row.metrics, "ci95": row.ci95, "parts": row.case["parts"]})
+            declined = {str(d.path): d.reason for d in one.declined}
+            parts = {"ci95": row.ci95, "parts": row.case["parts"], "declined": declined}
+            lines.append({"set": one.name, **row.metrics, **parts})
         page = report.write(self.folder, self.suite, self.rows, scored)
         if not json_only:
             report.show(self.suite, self.rows, scored)

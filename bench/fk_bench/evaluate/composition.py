@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,27 @@ def judged(
 
     settings  of the suite: sources of cases, rounds, seconds of a case, most_cases of an op (0: all)
     """
+    passed = {}
     for op, path in files.items():
-        _judge([op], {op: path}, settings, device, caged, "independent", add)
-    above = [op for op in files if registry.reached(op, parts=True) & files.keys()]
-    if not above:
-        above = [op for op in registry.op_names() if registry.reached(op, parts=True) & files.keys()][
-            :MOST_ABOVE
-        ]
-    _judge(above, files, settings, device, caged, "composed", add)
+        (row,) = _judge([op], {op: path}, settings, device, caged)
+        if row.status is Status.OK:
+            passed[op] = path
+        add(row, "independent")
+    for row in _judge(_above(passed), passed, settings, device, caged):
+        add(row, "composed")
+
+
+def _above(files: Mapping[str, str]) -> list[str]:
+    """Ops that run those of the set: its own, else those that run most of them."""
+    counts = {op: len(registry.reached(op, parts=True) & files.keys()) for op in registry.op_names()}
+    own = [op for op in files if counts[op]]
+    return own or sorted((op for op, n in counts.items() if n), key=lambda op: (-counts[op], op))[:MOST_ABOVE]
 
 
 def _judge(
-    ops: list[str], files: Mapping[str, str], settings: Mapping[str, Any], device: str, caged: bool, how: str,
-    add: Callable[[Row, str], None],
-) -> None:  # fmt: skip
+    ops: list[str], files: Mapping[str, str], settings: Mapping[str, Any], device: str, caged: bool
+) -> Iterator[Row]:  # fmt: skip
+    """The summary row of each op."""
     from fk_bench.kernels.judge import Options, judge_ops
     from fk_bench.kernels.judge.correctness.cases import case_names
 
@@ -52,4 +59,4 @@ def _judge(
         wrong = (r.reason for r in found if r.kind == "case" and r.status not in (Status.OK, Status.SKIPPED))
         summary.subject.op = op
         summary.reason = summary.reason and f"{summary.reason}: {next(wrong, '')}"[:500]
-        add(summary, how)
+        yield summary

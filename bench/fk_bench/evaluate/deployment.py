@@ -1,4 +1,4 @@
-"""What a candidate does in a host that the judge of kernels does not see: is it deployed, and does it compile while serving?
+"""What the judge of kernels does not see: whether a candidate runs in a host, and whether it compiles while serving.
 
 A candidate's class may return to plain PyTorch while it is traced. In a compiled host its kernel then never runs: it is
 not deployed, which is no speedup of 1. A kernel that is compiled again for each number of rows stalls a server at each

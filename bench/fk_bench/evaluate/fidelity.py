@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fk_bench.evaluate.macro_eval import DEFAULT
+from fk_bench.quality.calibration import correctness, noise_of
 
-THRESHOLD = DEFAULT.threshold
 UNITS = {"text": "nats per token", "images": "relative error"}
 BOUNDS = {"text": 0.1, "images": 0.1}  # discrepancies at which correctness is 0
 
@@ -37,12 +36,6 @@ class Fidelity:
 
 def fidelity(kind: str, found: Sequence[float], own: Sequence[float]) -> Fidelity:
     """found, own: discrepancies of the rounds, of the set and of the baseline itself."""
-    noise = float(np.percentile(own, 95))
+    noise = noise_of([min(d, 1.0) for d in own])
     discrepancy = float(np.mean(found))
-    return Fidelity(kind, discrepancy, noise, _correctness(discrepancy, noise, BOUNDS[kind]))
-
-
-def _correctness(discrepancy: float, noise: float, bound: float) -> float:
-    if not discrepancy < bound:  # also NaN
-        return 0.0
-    return 1.0 if discrepancy <= noise else (bound - discrepancy) / (bound - noise)
+    return Fidelity(kind, discrepancy, noise, correctness(discrepancy, noise, BOUNDS[kind]))

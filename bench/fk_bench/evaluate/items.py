@@ -15,15 +15,17 @@ import numpy as np
 
 from fk_bench.core.stats import paired_ratio
 from fk_bench.evaluate import checkpoints
-from fk_bench.evaluate.fidelity import THRESHOLD, Fidelity, fidelity
+from fk_bench.evaluate.fidelity import Fidelity, fidelity
 from fk_bench.evaluate.macro_eval import Outcome
 from fk_bench.evaluate.reasons import Reason
 from fk_bench.evaluate.search import Dropped, Found, Probe, search
 from fk_bench.evaluate.side import Launcher, Side, SideFailed
 from fk_bench.evaluate.suites import Entry, Model, Suite
+from fk_bench.quality.calibration import THRESHOLD
 
 PHASES = ("throughput", "latency")
 PROBE_LENGTHS = ((19, 6), (40, 5), (3, 8))  # (prompt, output) tokens of a probe
+CPU_KV_BYTES = 256 << 20  # of vLLM's cache on a CPU, where its default is a share of the machine's memory
 SERVED = (2, 3, 5, 7)  # batch sizes of a probe after the first, at which nothing may compile
 VOCAB_MARGIN = 10  # ids below are special in most vocabularies
 
@@ -79,33 +81,33 @@ class Work:
             side.call("prepare", batch=count, seed=seed, calls=calls)
             seconds, _ = side.timed("run")
             which = random.Random().randrange(calls)  # drawn after the work: any call may be the one
-            return Done(seconds, count * calls, image=(count, seed, calls, which))
+            return Done(seconds, count * calls, image=(count, seed, calls, which), output=output(side, which))
         prompts, wanted = self.requests(count, lengths or self.entry.workload.lengths, key)
         seconds, found = side.timed("generate", prompts=prompts, lengths=wanted)
         tokens = checked_tokens(found.get("tokens"), wanted, self.vocab)
         return Done(seconds, sum(wanted), prompts=prompts, tokens=tokens)
 
-    def discrepancy(self, done: Done, side: Side, judge: Side) -> list[float]:
+    def discrepancy(self, done: Done, judge: Side) -> list[float]:
         """How far outputs are from those of the baseline, which `judge` is: text by token, images one value."""
         if self.text:
             found = judge.call("score", prompts=done.prompts, outputs=done.tokens)["scores"]
             return [max(best - own, 0.0) for request in found for own, best in request]
         count, seed, calls, which = done.image
-        mine = output(side, which)
         judge.call("prepare", batch=count, seed=seed, calls=calls)
         judge.call("run")
-        return [relative_error(mine, output(judge, which))]
+        return [relative_error(done.output, output(judge, which))]
 
 
 @dataclass(frozen=True)
 class Done:
-    """One piece of work. image: batch, seed, calls of the round, and the call whose output is compared."""
+    """One piece of work. image: batch, seed, calls of the round, and the call whose output is compared: `output`."""
 
     seconds: float
     work: int
     prompts: list[list[int]] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     image: tuple[int, int, int, int] = (0, 0, 0, 0)
+    output: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
 
 
 def checked_tokens(found: Any, lengths: Sequence[int], vocab: int) -> list[list[int]]:
@@ -148,6 +150,7 @@ def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, 
         "host": entry.item.host, "kind": work.kind, "model": where, "dtype": dtype, "gpu": gpu,
         "load_format": "dummy" if dummy else "auto", "max_model_len": longest, "max_num_seqs": count,
         "kv_tokens": -(-count * longest * 33 // 32 // 16) * 16, "tensor_parallel": entry.item.ranks,
+        "kv_bytes": CPU_KV_BYTES if entry.item.host == "vllm" and not gpu else None,
         "gpu_share": round(0.85 / sides, 3), "engine_args": dict(entry.engine_args), "compiled": entry.compiled,
         "arguments": dict(model.arguments), "image_size": model.image_size,
     }  # fmt: skip
@@ -228,7 +231,7 @@ class ItemRun:
                     continue
                 seconds = {name: d.seconds for name, d in done.items()}
                 result.rounds.append(Round(phase, r, seconds, done["set"].work))
-                other.append(statistics.fmean(self.work.discrepancy(done["set"], mine, base)))
+                other.append(statistics.fmean(self.work.discrepancy(done["set"], base)))
                 own.append(self._own(done["baseline"], base))
             self.say(f"{self.entry.name}: {phase} measured")
         live = mine.call("live").get("live")
@@ -238,7 +241,7 @@ class ItemRun:
 
     def _own(self, done: Done, base: Side) -> float:
         """The baseline's discrepancy from itself."""
-        return statistics.fmean(self.work.discrepancy(done, base, base))
+        return statistics.fmean(self.work.discrepancy(done, base))
 
 
 def conclude(result: Measured) -> None:
@@ -278,7 +281,7 @@ class Prober:
     def _baseline(self) -> None:
         """The baseline's own discrepancy and compilations in the same probe."""
         done = self._work(self.judge)
-        self.noise = [statistics.fmean(self.run.work.discrepancy(d, self.judge, self.judge)) for d in done]
+        self.noise = [statistics.fmean(self.run.work.discrepancy(d, self.judge)) for d in done]
         self.compiled = self._served(self.judge)
 
     def found(self, retry: bool) -> Found:
@@ -313,12 +316,14 @@ class Prober:
                     )
                 side.call("watch")
                 done = self._work(side)
-                apart = [statistics.fmean(run.work.discrepancy(d, side, self.judge)) for d in done]
+                apart = [statistics.fmean(run.work.discrepancy(d, self.judge)) for d in done]
                 found = fidelity(run.entry.workload.kind, apart, self.noise)
                 if found.correctness < THRESHOLD:
                     return Probe(reason=Reason.INCORRECT, text=str(found), unused=frozenset(unused))
-                live = side.call("live")["live"]
-                idle = [op for op in ops if op not in unused and not live.get(op)]
+                answer = side.call("live")
+                idle = [op for op in ops if op not in unused and not answer["live"].get(op)]
+                unused |= {op for op in idle if not answer["modules"].get(op)}
+                idle = [op for op in idle if op not in unused]
                 if idle:
                     why = Reason.NOT_DEPLOYED, "in place, and no call of the model ran it"
                     return Probe(dict.fromkeys(idle, why), unused=frozenset(unused))

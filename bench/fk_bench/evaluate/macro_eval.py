@@ -145,10 +145,5 @@ def macro_eval(
     for item in items:
         for name, group in groups.items():
             group.setdefault(str(getattr(item, name)), []).append(outcomes.get(item))
-    return MacroEval(
-        _with_intervals(list(groups["category"].values()), rules, draws),
-        {
-            name: {k: _with_intervals([g], rules, draws) for k, g in group.items()}
-            for name, group in groups.items()
-        },
-    )
+    by = {n: {k: _with_intervals([g], rules, draws) for k, g in of.items()} for n, of in groups.items()}
+    return MacroEval(_with_intervals(list(groups["category"].values()), rules, draws), by)

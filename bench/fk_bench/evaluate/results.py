@@ -62,13 +62,11 @@ class Context:
         )
 
 
-def digest_of(files: Mapping[str, str]) -> str:
-    """Of a set: its files by op, and helpers in the same folders."""
-    made = hashlib.sha256()
-    folders = sorted({Path(p).parent for p in files.values()})
-    for path in sorted({p for f in folders for p in f.glob("*.py")} | {Path(p) for p in files.values()}):
+def digest_of(folder: Path, files: Mapping[str, str]) -> str:
+    """Of a set: the Python files of its folder, and those that our tools take in their place."""
+    made = hashlib.sha256(repr(sorted(files)).encode())
+    for path in sorted({*folder.rglob("*.py"), *map(Path, files.values())}):
         made.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    made.update(repr(sorted(files)).encode())
     return made.hexdigest()[:16]
 
 

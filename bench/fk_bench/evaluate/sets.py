@@ -6,9 +6,10 @@ layout is adapted: each of its files becomes such a file.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +18,9 @@ from fastkernels.core.candidate import CandidateError
 from fk_bench.evaluate.adapters.foreign_files import Adapted, digest_of, write
 
 PLAIN = "plain"  # the layout of files that our tools take as they are
-FOLDERS = ("published",)  # modules of fk_bench.evaluate.adapters
+# Modules of fk_bench.evaluate.adapters: layouts of folders, and libraries, which are sets by their names
+FOLDERS = ("published", "trace", "kernelbench", "hf_kernels")
+LIBRARIES = ("liger", "quack", "fla")
 ADAPTED = Path("fk-bench-runs") / "adapted"
 
 
@@ -66,10 +69,15 @@ def layout_of(folder: Path) -> str:
 def read_set(name: str, folder: Path, out: Path | None = None) -> CandidateSet:
     """Read a set. Nothing in it is imported. Raises SetError.
 
-    out  where adapted files go; None: a folder below ADAPTED with the name and a digest of the set
+    folder  of candidates; or one of LIBRARIES, unless there is such a folder
+    out     where adapted files go; None: a folder below ADAPTED with the name and a digest of the set
     """
     if not folder.is_dir():
-        raise SetError(f"set {name}: there is no folder {folder}")
+        if str(folder) in LIBRARIES:
+            return _library(name, str(folder), out)
+        raise SetError(
+            f"set {name}: there is no folder {folder}, and it is no library ({', '.join(LIBRARIES)})"
+        )
     layout = layout_of(folder)
     if layout == PLAIN:
         try:
@@ -91,6 +99,30 @@ def read_set(name: str, folder: Path, out: Path | None = None) -> CandidateSet:
         SetFile(op, write(a, layout, out).resolve(), a.source, layout) for op, a in sorted(chosen.items())
     )
     return CandidateSet(name, folder, files, tuple(declined))
+
+
+def _library(name: str, library: str, out: Path | None) -> CandidateSet:
+    """The functions of an installed library, one file per op."""
+    module = _module(library)
+    version = _version(module.PACKAGE)
+    if version is None:
+        raise SetError(f"set {name}: {library} is not installed here (package {module.PACKAGE})")
+    out = out or ADAPTED / f"{library}-{version}"
+    out.mkdir(parents=True, exist_ok=True)
+    source = Path(str(module.__file__))
+    files = (
+        SetFile(op, write(Adapted(op, {}, {}), library, out).resolve(), source, library)
+        for op in sorted(module.FUNCTIONS)
+    )
+    return CandidateSet(name, Path(library), tuple(files))
+
+
+def _version(package: str) -> str | None:
+    """The version of an installed package, by the name that it is imported by."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    distributions = metadata.packages_distributions().get(package, [])
+    return metadata.version(distributions[0]) if distributions else "local"
 
 
 def _chosen(name: str, folder: Path, layout: str) -> tuple[Mapping[str, Adapted], list[Declined]]:

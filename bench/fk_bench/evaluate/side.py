@@ -8,7 +8,8 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastkernels.core.compile_cache import requested_folder
@@ -21,12 +22,9 @@ MOST_BYTES = 256 << 20  # of an answer
 PACKAGES = (
     "fastkernels", "fk_bench", "fk_integrations", "vllm", "sglang", "sgl_kernel", "flashinfer", "timm", "transformers",
 )  # fmt: skip
-CALLS = (
-    "setitimer",
-    "timer_create",
-    "alarm",
-    "sched_setaffinity",
-)  # of engines; no side is stopped and resumed
+CALLS = (  # of engines and ZeroMQ; no side is stopped and resumed
+    "setitimer", "timer_create", "alarm", "sched_setaffinity", "sched_setparam", "sched_setscheduler",
+)  # fmt: skip
 COMPILED = ("cpp", "nvrtc")  # folders of the cache with kernels of ours, by hash of their source
 _COMMON = ("torch", "triton", "fastkernels")
 PRELOAD = {
@@ -178,6 +176,12 @@ class Side:
         said = self.child.output_tail(4000).strip().splitlines()
         tail = f"; its last output: {said[-1][:200]}" if said else ""
         return SideFailed(reason, f"{what} ({exit_}){tail}", files_in("\n".join(said)))
+
+
+def set_files(folders: Iterable[str | Path]) -> list[str]:
+    """All files of these folders. A cage gets copies, so that it reads them whatever the modes of the folders are."""
+    found = (p for folder in folders for p in sorted(Path(folder).rglob("*")))
+    return [str(p) for p in found if p.is_file() and "__pycache__" not in p.parts]
 
 
 def files_in(text: str) -> list[str]:

@@ -75,11 +75,11 @@ def _floors(calls: Sequence[Row], total: Row) -> tuple[list[str], list[list[str]
         "module",
         "op",
         "calls",
-        "MB a call",
-        "MFLOP a call",
+        "MB per call",
+        "MFLOP per call",
         "bound by",
-        "floor us a call",
-        "floor ms a step",
+        "floor us per call",
+        "floor ms per step",
         "%",
     ]
     whole = total.metrics.get("floor_ms")
@@ -105,8 +105,8 @@ def _share(part: float | None, whole: float | None) -> str:
 
 def _timed(calls: Sequence[Row], total: Row) -> tuple[list[str], list[list[str]]]:
     host = total.subject.host or ""
-    columns = ["module", "op", "calls", "MB a call", "floor us", f"{host} us", "ours us", "best us",
-               "floor ms a step", f"{host} ms a step", "gain ms a step"]  # fmt: skip
+    columns = ["module", "op", "calls", "MB per call", "floor us", f"{host} us", "ours us", "best us",
+               "floor ms per step", f"{host} ms per step", "gain ms per step"]  # fmt: skip
     cells = []
     for r in calls:
         m, count = r.metrics, r.case["count"]

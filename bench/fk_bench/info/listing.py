@@ -1,4 +1,4 @@
-"""`fk-bench list ops|hosts|models`: what exists; with --signatures, how exactly it matches the hosts."""
+"""`fk-bench list ops|hosts|models|workloads`: what exists; with --signatures, how exactly it matches the hosts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastkernels.core import registry
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.info.verified import verified
 
-WHAT = ("ops", "hosts", "models")
+WHAT = ("ops", "hosts", "models", "workloads")
 
 
 def signature_rows() -> list[dict[str, Any]]:
     """Rows {op, host, version, class, path, exact, difference, lacks, inherits} for every op, host and version."""
-    from fk_integrations.core.signature_diff import comparisons
+    from fk_integrations.signatures.diff import comparisons
 
     return [c.to_dict() for c in comparisons()]
 
@@ -42,7 +42,7 @@ def op_rows() -> list[dict[str, Any]]:
 
 def host_rows() -> list[dict[str, Any]]:
     """Rows {host, recorded, ops}: the hosts that ops have classes for, and their recorded versions."""
-    from fk_integrations.core.signature_diff import hosts, versions
+    from fk_integrations.signatures.diff import hosts, versions
 
     specs = [registry.get(name) for name in registry.op_names()]
     return [
@@ -73,6 +73,20 @@ def model_rows() -> list[dict[str, Any]]:
         for name in architectures()
         for found in [find(name)]
     ]
+
+
+def workload_rows() -> list[dict[str, Any]]:
+    """Rows of all items of the shipped suites of `fk-bench eval`."""
+    from fk_bench.evaluate import suites
+
+    return [
+        {
+            "suite": suite.name, "model": e.item.model, "workload": e.item.workload, "host": e.item.host,
+            "category": e.item.category, "about": e.workload.about, "minutes": e.minutes, "digest": suite.digest,
+        }
+        for suite in map(suites.load, suites.names())
+        for e in suite.entries
+    ]  # fmt: skip
 
 
 def _about(module: ModuleType) -> str:
@@ -107,7 +121,7 @@ def _print_definition(op: str, json_only: bool) -> None:
 
 
 def list_command(
-    what: Annotated[str, typer.Argument(help="ops, hosts or models")] = "ops",
+    what: Annotated[str, typer.Argument(help="ops, hosts, models or workloads")] = "ops",
     signatures: Annotated[
         bool,
         typer.Option(
@@ -120,7 +134,7 @@ def list_command(
     ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="only the line of JSON")] = False,
 ) -> None:
-    """List the ops, the hosts or the models."""
+    """List the ops, the hosts, the models, or the workloads of `fk-bench eval`."""
     if what not in WHAT:
         fail(str(registry.UnknownName("list", what, WHAT)))
     if definition is not None:
@@ -136,7 +150,7 @@ def list_command(
             _print_signatures(rows)
         last_line({"signatures": rows})
         return
-    rows = {"ops": op_rows, "hosts": host_rows, "models": model_rows}[what]()
+    rows = {"ops": op_rows, "hosts": host_rows, "models": model_rows, "workloads": workload_rows}[what]()
     if not json_only and rows:
         # The table has to fit the screen; the line of JSON has every column.
         columns = [c for c in rows[0] if c not in ("cases", "calls", "verified")]

@@ -22,7 +22,7 @@ from fk_bench.core.machine import torch_device
 from fk_bench.core.output import fail, last_line
 from fk_bench.core.rows import Row, Status, append
 from fk_bench.core.text import printable
-from fk_bench.evaluate.sets import read_set
+from fk_bench.evaluate.sets import LIBRARIES, read_set
 from fk_bench.info import model_blocks
 from fk_bench.info.stubs import selected_ops
 from fk_bench.kernels import task as tasks
@@ -315,9 +315,9 @@ def _keep(candidates: dict[str, Path], run: Path) -> None:
 def _candidates(path: Path | None, ops: tuple[str, ...]) -> dict[str, Path]:
     if path is None:
         return {}
-    if not path.exists():
+    if not path.exists() and str(path) not in LIBRARIES:
         raise ValueError(f"--candidate {path}: no such file or folder; `fk-bench stubs` makes some")
-    if path.is_dir():
+    if not path.is_file():
         found = read_set(path.name, path)
         for file in found.declined:
             print(f"not judged: {printable(f'{file.path}: {file.reason}')}", file=sys.stderr)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from fk_bench.quality.metrics.metric import Value
 
 THRESHOLD = 0.9  # the least c of a valid item; a planted fault must stay below it
 
@@ -30,20 +31,6 @@ def noise_of(discrepancies: Sequence[float]) -> float:
     if not discrepancies or not all(0 <= d <= 1 for d in discrepancies):
         raise ValueError(f"noise needs discrepancies in [0, 1], got {list(discrepancies)}")
     return float(np.percentile(discrepancies, 95))
-
-
-@dataclass(frozen=True)
-class Value:
-    """One metric of one run against the reference. The discrepancy is in [0, 1], 0 for equal outputs."""
-
-    metric: str
-    value: float
-    unit: str
-    discrepancy: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.discrepancy <= 1 and not math.isnan(self.discrepancy):
-            raise ValueError(f"{self.metric}: a discrepancy lies in [0, 1], got {self.discrepancy}")
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ def quality_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="a checkpoint's folder; a folder with only a config.json gets random weights (default: a tiny random"
-            " Llama); for timm a name, for diffusers a pipeline's folder"
+            help="a checkpoint's folder or hub id (default: a tiny random Llama); a public name as llama-3.2-1b, or a"
+            " folder with only a config.json, gets random weights; for timm a name, for diffusers a pipeline's folder"
         ),
     ] = "",
     sets: Annotated[
@@ -41,9 +41,7 @@ def quality_command(
             "--set", help="NAME=DIR or DIR of candidates, alone patched (default: our own overrides)"
         ),
     ] = None,
-    hosts: Annotated[
-        str, typer.Option(help=f"comma-separated: {', '.join(HOSTS)}")
-    ] = "fastkernels,transformers",
+    hosts: Annotated[str, typer.Option(help=f"comma-separated: {', '.join(HOSTS)}")] = "transformers",
     python: Annotated[list[str] | None, typer.Option(help="HOST=PATH of its interpreter")] = None,
     ops: Annotated[
         str, typer.Option(help="of our overrides, comma-separated (default: what patch() chooses)")
@@ -93,6 +91,10 @@ def quality_command(
         candidates = _candidates(sets or [])
         if ops and candidates:
             raise ConfigError("--ops are of our overrides: leave it out with --set")
+        if "fastkernels" in names and not candidates:
+            raise ConfigError(
+                "--hosts fastkernels: our engine runs our overrides already; give candidates with --set"
+            )
         if not model and not set(names) <= {"fastkernels", "vllm", "sglang", "transformers"}:
             raise ConfigError("give a model: a name of timm, or a pipeline's folder for diffusers")
         settings = {
@@ -115,7 +117,8 @@ def quality_command(
         model = str(small_model())
     made: list[Row] = []
     run = uuid4().hex[:12]
-    for name, files in (candidates or {OURS: None}).items():
+    measured: dict[str, Mapping[str, str] | None] = {**candidates} if candidates else {OURS: None}
+    for name, files in measured.items():
         for host in names:
             print(f"{Path(model).name} in {host}, {name} ...", file=sys.stderr, flush=True)
             chosen = comma_list("--ops", ops, str) if ops else None

@@ -29,8 +29,8 @@ class Family:
 FAMILIES = {
     "text": Family("kl", 0.1, ("fastkernels", "vllm", "sglang", "transformers")),
     "embedding": Family("embedding_cosine", 0.1, ("fastkernels", "transformers")),
-    "vision": Family("kl", 0.1, ("timm",)),
-    "image": Family("psnr", 0.1, ("diffusers",)),
+    "vision": Family("kl", 0.05, ("timm",)),
+    "image": Family("latent_cosine", 0.05, ("diffusers",)),
     "detection": Family("mean_ap", 0.2),
     "segmentation": Family("mean_iou", 0.2),
     "speech": Family("word_error_rate", 0.2),

@@ -45,6 +45,7 @@ _NORM = re.compile(r"(norm\w*|ln_?\w*|layernorm\w*)(\.\d+)?\.(weight|bias)$", re
 _INNER = (
     ("down_proj", ("gate_proj", "up_proj")), ("fc2", ("fc1",)), ("w2", ("w1", "w3")), ("c_proj", ("c_fc",)),
     ("dense_4h_to_h", ("dense_h_to_4h",)), ("output.dense", ("intermediate.dense",)),
+    ("net.2", ("net.0.proj",)), ("down_proj", ("gate_up_proj",)),
 )  # fmt: skip
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -100,7 +101,7 @@ def planted(
 
 
 def _reordered(names: list[str], tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-    there, found = set(names), {}
+    there, found = set(names), dict[str, torch.Tensor]()
     for name in names:
         for last, before in _INNER:
             prefix = name.removesuffix(f"{last}.weight")
@@ -160,7 +161,7 @@ def faulty_checkpoint(model: Path, fault: str, folder: Path) -> Path:
     changed = planted(fault, where, tensor, heads_of(config), gemma)
     folder.mkdir()
     edited = {where[name] for name in changed}
-    for file in (f for f in model.iterdir() if f.is_file()):
+    for file in model.iterdir():  # folders, too: an embedder has one that names its pooling
         if file in edited:
             weights = load_file(file)
             save_file(

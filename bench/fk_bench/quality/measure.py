@@ -17,19 +17,21 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fastkernels.core.env import Environment
-from fk_bench.core import machine
+from fk_bench.core import hub, machine
 from fk_bench.core.hub import ModelError
 from fk_bench.e2e.host import HostProcess
 from fk_bench.quality import faults, structured, text
-from fk_bench.quality.calibration import Calibration, Quality, Value, noise_of
+from fk_bench.quality.calibration import Calibration, Quality, noise_of
 from fk_bench.quality.families import FAMILIES, Family, family_of, outputs, prepare
-from fk_bench.quality.metrics.metric import metrics, of_family
+from fk_bench.quality.metrics.metric import Value, metrics, of_family
 
 WORKER = Path(__file__).with_name("worker.py")
+NEED_LIBRARY = ("embedding", "image")  # families that run and whose metrics come from torchmetrics
 IN_PLACE = ("timm", "diffusers")  # hosts whose faults are planted in a running engine
 
 
@@ -61,6 +63,10 @@ class Item:
             raise ModelError(
                 f"{model}: {host} does not run models of {self.family_name}; {', '.join(self.family.hosts)} do"
             )
+        if self.family_name in NEED_LIBRARY and find_spec("torchmetrics") is None:
+            raise ModelError(
+                f"metrics of {self.family_name} need torchmetrics: pip install 'fastkernels[quality]'"
+            )
         self.name, self.model = model, model
         if host not in IN_PLACE and not any(Path(model).glob("*.safetensors")):
             if self.family_name != "text":
@@ -79,6 +85,8 @@ class Item:
         """An engine of the host. Raises HostFailed."""
         s, extent = self.settings, self.settings.extent
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
+        if "FASTKERNELS" in os.environ:  # the reference is the unpatched host
+            hidden["FASTKERNELS"] = "0"
         options = {
             "family": self.family_name, "model": model, "folder": str(self.folder), "engine_args": dict(s.engine_args),
             "dtype": s.dtype or machine.fast_dtype(), "batch": extent.batch, "longest": extent.longest,
@@ -116,11 +124,11 @@ class Item:
             return running.outputs("float32")
 
     def digest(self) -> str:
-        """What the scale depends on."""
+        """A hash of all that the scale depends on."""
         path, s = Path(self.name), self.settings
-        files = sorted(path.rglob("*")) if path.is_dir() else []
+        files = [f for f in sorted(path.rglob("*")) if f.is_file()] if path.is_dir() else []
         found = {
-            "files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()],
+            "files": [_stamp(f) for f in files],
             "model": path.name, "host": self.host, "versions": machine.interpreter(s.python).versions,
             "machine": machine.machine().model_dump(), "device": self.device, "family": asdict(self.family),
             "commit": machine.commit() if self.host == "fastkernels" else "",
@@ -181,6 +189,35 @@ class Item:
         return Calibration(noise_of([*noise.values()]), self.family.bound, found, unplanted, noise)
 
 
+def _stamp(file: Path) -> tuple[str, int, int | str]:
+    """A file's name, size, and time, or a small one's content: configs are written anew for each run."""
+    size = file.stat().st_size
+    small = size < 1 << 16
+    return (
+        file.name,
+        size,
+        hashlib.sha256(file.read_bytes()).hexdigest() if small else file.stat().st_mtime_ns,
+    )
+
+
+def folder_of(model: str, folder: Path) -> str:
+    """The folder of a checkpoint: a path, a model of the hub, or a public name as llama-3.2-1b, of which only the sizes
+    are known. Raises ModelError.
+    """
+    from fk_bench.e2e.command import sizes_of
+
+    if Path(model).expanduser().exists():
+        return str(Path(model).expanduser())
+    if (known := sizes_of(model, folder)) != model:
+        return known
+    if not hub.is_id(model):
+        raise ModelError(f"model {model!r} is neither a folder, nor a public name, nor a hub id (OWNER/NAME)")
+    from fastkernels.models.common.checkpoint import resolve
+
+    hub.check(model)
+    return str(resolve(model))
+
+
 @dataclass
 class Running:
     """An engine of an item that runs."""
@@ -208,7 +245,8 @@ def measure(
 ) -> Quality:
     """The quality of one item.
 
-    model       a checkpoint's folder, or one with only a config.json, which gets random weights; for timm a name
+    model       a checkpoint's folder or hub id; a folder with only a config.json, or a public name, gets random
+                weights; for timm a name, for diffusers a pipeline's folder
     candidates  {op: file}, which alone are patched; None: our own overrides, those of `ops` (None: the default ones)
     device      cpu, cuda; '': the settings'
 
@@ -220,7 +258,8 @@ def measure(
     if device:
         settings = replace(settings, device=device)
     with tempfile.TemporaryDirectory(prefix="fk-quality-") as scratch:
-        item = Item(model, host, settings, Path(scratch))
+        path = model if host in IN_PLACE else folder_of(model, Path(scratch))
+        item = Item(path, host, settings, Path(scratch))
         calibration = item.calibration()
         with item.started(item.model, "set") as running:
             reference = running.outputs("reference")

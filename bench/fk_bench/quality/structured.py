@@ -9,6 +9,7 @@ norm keeps its weights, and its planted faults show whether that suffices.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,18 +27,21 @@ def checkpoint(model: Path, folder: Path, seed: int = 0) -> Path:
         tokens = torch.randint(config.get_text_config().vocab_size, (4, 64))
         before = made(input_ids=tokens).logits.std(-1).mean()
         if (norm := last_norm(made)) is not None:
-            norm.weight.mul_(LOGITS / before)
+            shift = float(not norm.weight.any())  # Gemma's norms multiply by weight + 1
+            norm.weight.copy_((norm.weight + shift) * (LOGITS / before) - shift)
     made.bfloat16().save_pretrained(folder)
     for file in model.glob("tokenizer*"):
         (folder / file.name).symlink_to(file.resolve())
     return folder
 
 
-def last_norm(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The norm behind the last layer, which hands its output to the head."""
-    norms = [
-        m
-        for n, m in model.named_modules()
-        if n in ("model.norm", "transformer.ln_f", "model.final_layernorm")
-    ]
-    return norms[-1] if norms else None
+def last_norm(model: torch.nn.Module) -> Any:
+    """The norm behind the last layer, which hands its output to the head; None if it has another name."""
+    names = (
+        "model.norm",
+        "transformer.ln_f",
+        "model.final_layernorm",
+        "gpt_neox.final_layer_norm",
+        "backbone.norm_f",
+    )
+    return next((m for n, m in model.named_modules() if n in names), None)

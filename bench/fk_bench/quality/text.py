@@ -55,7 +55,7 @@ class Extent:
 
     @property
     def longest(self) -> int:
-        return max(self.prompts) + self.new + 1
+        return max(self.prompts) + self.new + 16  # SGLang keeps a few tokens free
 
 
 def cut(tokens: Sequence[int], extent: Extent) -> list[Forced]:

@@ -64,37 +64,32 @@ def text(files: Files) -> Iterator[Table]:
 
 def formats(files: Files) -> Iterator[Table]:
     """Number formats and cut models: our engine next to vLLM, medians of runs at four loads."""
-    cells, used = [], []
+    times, rates, own, used = [], [], [], []
     for (name, chip, layers), (file, found) in _newest(files, _is_format, ("layers",)).items():
         ours, host = (_medians(found, engine) for engine in ("fastkernels", "vllm"))
-        steps = [
-            (ours[load][0], host[load][0]) if load in ours and load in host else None for load in FORMAT_LOADS
-        ]
-        rates = [
-            ours[load][1] / host[load][1] if load in ours and load in host else None for load in FORMAT_LOADS
-        ]
-        if any(rates):
-            each = f"{chip.split()[-1]} each" if "own_gpu" in found[0].case else chip
-            shapes = str(found[0].case.get("shapes", ""))
-            kind, fields = PUBLIC[shapes] if name in PUBLISHED and shapes in PUBLIC else ("", {})
-            cells.append([
-                name, shapes, str(layers), each,
-                _joined([pair and pair[1] for pair in steps], "{:.2f}".format),
-                _joined([pair and pair[0] for pair in steps], "{:.2f}".format),
-                *_ratios([pair and pair[1] / pair[0] for pair in steps]), *_ratios(rates),
-                *_source(kind if layers == fields.get("num_hidden_layers") else "", file, found),
-            ])  # fmt: skip
-            used += found
-    if cells:
-        columns = [
-            "format", "shapes of", "layers", "chip", "vLLM, ms a token", "ours, ms", "vLLM / ours", "mean",
-            "tokens/s, ours / vLLM", "mean", *SOURCE,
-        ]  # fmt: skip
-        yield (
-            f"Time per output token and output tokens/s at {_at(FORMAT_LOADS)} ({machine(used)}):",
-            columns,
-            cells,
+        both = [load if load in ours and load in host else None for load in FORMAT_LOADS]
+        if not any(both):
+            continue
+        each = f"{chip.split()[-1]} each" if "own_gpu" in found[0].case else chip
+        shapes = str(found[0].case.get("shapes", ""))
+        kind, fields = PUBLIC[shapes] if name in PUBLISHED and shapes in PUBLIC else ("", {})
+        paper, measured, _ = _source(kind if layers == fields.get("num_hidden_layers") else "", file, found)
+        head = [name, shapes, str(layers), each]
+        times.append(
+            [*head, *_ratios([None if x is None else host[x][0] / ours[x][0] for x in both]), measured]
         )
+        rates.append([*head, *_ratios([None if x is None else ours[x][1] / host[x][1] for x in both]), paper])
+        own.append([*head, *("" if load is None else f"{ours[load][0]:.2f}" for load in both)])
+        used += found
+    if used:
+        head = ["format", "shapes of", "layers", "chip", *map(_at_one, FORMAT_LOADS)]
+        yield (
+            f"vLLM's time per output token over ours ({origin(used, files)}):",
+            [*head, "mean", "measured"],
+            times,
+        )
+        yield "Output tokens/s of our engine over vLLM's:", [*head, "mean", "paper"], rates
+        yield "Milliseconds per output token of our engine:", head, own
 
 
 def images(files: Files) -> Iterator[Table]:
@@ -137,14 +132,14 @@ def _pipelines(files: Files) -> Iterator[Table]:
         if host and ours:
             cells.append([
                 model, str(found[0].subject.host), chip, str(batch), str(steps),
-                f"{batch / host:.3g}, {batch / ours:.3g}", f"{ours / host:.3f}", *_source(model, file, found),
+                f"{batch / host:.3g}", f"{batch / ours:.3g}", f"{ours / host:.3f}", *_source(model, file, found),
             ])  # fmt: skip
             used += found
     if cells:
         columns = [
-            "model", "host", "chip", "batch", "steps", "host, patched: seconds", "patched / host", *SOURCE,
+            "model", "host", "chip", "batch", "steps", "host, s", "patched, s", "host / patched", *SOURCE,
         ]  # fmt: skip
-        yield f"Seconds a batch of images ({machine(used)}):", columns, cells
+        yield f"Seconds per batch of images ({machine(used)}):", columns, cells
 
 
 def _is_text(row: Row) -> bool:
@@ -217,8 +212,12 @@ def _medians(rows: Sequence[Row], host: str) -> dict[str, tuple[float, float]]:
 
 
 def _at(loads: Sequence[str]) -> str:
-    parts = (load.partition("x") for load in loads)
-    return ", ".join(f"{requests} x ({tokens.replace('+', ', ')})" for requests, _, tokens in parts)
+    return ", ".join(map(_at_one, loads))
+
+
+def _at_one(load: str) -> str:
+    requests, _, tokens = load.partition("x")
+    return f"{requests} x ({tokens.replace('+', ', ')})"
 
 
 def _fastest(rows: Sequence[Row], batch: int, patched: bool) -> float | None:
@@ -232,10 +231,9 @@ def _fastest(rows: Sequence[Row], batch: int, patched: bool) -> float | None:
 
 
 def _ratios(values: Sequence[float | None]) -> list[str]:
-    """Return the ratios, and their geometric mean."""
+    """Return one cell per ratio, and their geometric mean."""
     found = [v for v in values if v is not None]
-    mean = f"{math.exp(statistics.fmean(map(math.log, found))):.3f}" if found else ""
-    return [_joined(values, "{:.3f}".format), mean]
+    return [*_each(values), f"{math.exp(statistics.fmean(map(math.log, found))):.3f}" if found else ""]
 
 
 def _each(values: Sequence[float | None]) -> list[str]:
@@ -245,12 +243,6 @@ def _each(values: Sequence[float | None]) -> list[str]:
 
 def _requests(load: str) -> str:
     return load.partition("x")[0]
-
-
-def _joined(values: Sequence[float | None], shown: Callable[[float], str]) -> str:
-    if all(v is None for v in values):
-        return ""
-    return ", ".join("-" if v is None else shown(v) for v in values)
 
 
 def _source(paper: str, file: str, rows: Sequence[Row]) -> list[str]:

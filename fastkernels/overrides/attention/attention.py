@@ -198,9 +198,9 @@ def _build(cls: type, args: list[Any]) -> Callable[[], Any]:
         batch = (None,)
     layer.kv_cache, layer.k_scale, layer.v_scale = (step[0], step[1]), k_scale, v_scale
     context = cases.metadata(step, padded)
-    flat = [t.flatten(1) for t in (query, key, value)]
 
     def call() -> tuple[torch.Tensor, ...]:
+        flat = [t.flatten(1) for t in (query, key, value)]  # copies, if rows are apart
         with forward_context(context):
             return layer(*flat, *batch).view(query.shape), step[0], step[1]
 
@@ -266,6 +266,7 @@ SPEC = OpSpec(
     vary=_vary,
     extremes={"huge_key": _huge_key, "equal_keys": _equal_keys},
     activations=("value", "value_cache"),  # the result is linear in the values
+    contained="query",
     build=_build,
     tolerance=attention_prefill.SPEC.tolerance,
     calls=("store_kvcache", "attention_prefill", "attention_decode"),

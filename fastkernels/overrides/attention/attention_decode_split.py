@@ -330,6 +330,7 @@ def decode_split(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     sinks: None = None,
+    alibi_slopes: None = None,
     out: torch.Tensor | None = None,
     **params: int,
 ) -> torch.Tensor:

@@ -20,6 +20,7 @@ from fastkernels.overrides.attention import cases, fa3
 from fastkernels.overrides.dense_attention import attention_dense_cuda, wide_heads
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
+from fastkernels.overrides.kit.softmax import weights_of
 
 Spans = Iterator[tuple[slice, slice, slice]]
 
@@ -54,7 +55,7 @@ def reference(
             scores = scores.masked_fill(~attn_mask, float("-inf"))
         elif attn_mask is not None:
             scores = scores + attn_mask.to(acc)
-        weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+        weights = weights_of(scores)
         out[at_q] = torch.einsum("bhqk,bkhd->bqhd", weights, wide_v).to(q.dtype)
     return out
 
@@ -450,6 +451,7 @@ SPEC = OpSpec(
     flops="4 * pairs * heads * head_size",
     extremes=cases.EXTREMES,
     activations=("v",),  # the result is linear in the values
+    contained="q",
     calls=("qk_norm_rope", "rope_nd"),  # FLUX's processor, and layers of timm
     baseline="sdpa",
 )  # fmt: skip

@@ -251,4 +251,5 @@ SPEC = OpSpec(
     constraints=("batch % windows == 0", "tokens <= 1024"),
     flops="4 * batch * tokens * tokens * heads * head_size",
     activations=("v",),  # the result is linear in the values
+    contained="q",
 )  # fmt: skip

@@ -55,20 +55,28 @@ def quantize_rows(
     min_absmax: float,
     ue8m0: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference of the quantizing ops: y [..., N] in float32 or float64; see quantize_fp8.reference."""
+    """Reference of the quantizing ops: y [..., N] in float32 or float64; see quantize_fp8.reference.
+
+    NaN stays NaN and has no part in a scale, as in the hosts' kernels.
+    """
     if scale is not None:
         return quantized(y, scale.to(y.dtype).reshape(1)), scale.to(y.dtype).reshape(1)
     if group_size == 0:
-        absmax = y.abs().amax() if y.numel() else y.new_zeros(())
+        absmax = _sizes(y).amax() if y.numel() else y.new_zeros(())
         scales = scales_of(absmax.reshape(1), min_absmax, ue8m0)
         return quantized(y, scales), scales
     size = y.shape[-1] if group_size < 0 else group_size
     groups = y.unflatten(-1, (y.shape[-1] // size, size))
-    absmax = groups.abs().amax(dim=-1)
+    absmax = _sizes(groups).amax(dim=-1)
     if scale_ub is not None:
         absmax = absmax.minimum(scale_ub.to(y.dtype))
     scales = scales_of(absmax, min_absmax, ue8m0)
     return quantized(groups, scales.unsqueeze(-1)).flatten(-2), scales
+
+
+def _sizes(y: torch.Tensor) -> torch.Tensor:
+    """Absolute values; 0 for NaN."""
+    return y.abs().nan_to_num(nan=0.0, posinf=float("inf"))
 
 
 def check(name: str, columns: int, scale: torch.Tensor | None, group_size: int) -> None:
@@ -138,9 +146,11 @@ def fp8_inverse(scale):
 
 @triton.jit
 def to_fp8(y):
-    y = tl.minimum(tl.maximum(y, -448.0), 448.0)
+    y = tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:  # round by adding and subtracting the power of two whose last bit is the fourth of y
         exponent = (y.to(tl.int32, bitcast=True) >> 23) & 0xFF
         power = ((tl.maximum(exponent, 121) + 20) << 23).to(tl.float32, bitcast=True)
-        y = tl.where(y < 0, -((-y + power) - power), (y + power) - power)
+        rounded = tl.where(y < 0, -((-y + power) - power), (y + power) - power)
+        bits = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return tl.where(y == y, bits, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)  # it loses NaN, too
     return y.to(tl.float8e4nv)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fastkernels.overrides.attention.paged_cache import take_blocks
+from fastkernels.overrides.kit.softmax import weights_of
 
 MOST_SCORES = 1 << 24  # in memory at a time
 
@@ -37,6 +38,6 @@ def attend_rows(
             if n > 1 or n_keys < n:
                 last = torch.arange(n_keys - n + first, n_keys - n + first + count)
                 scores.masked_fill_((torch.arange(n_keys) > last[:, None])[:, None], float("-inf"))
-            weights = torch.softmax(scores, dim=-1).nan_to_num_(0.0)
+            weights = weights_of(scores)
             out[rows] = (weights.flatten(0, 1) @ keys[:, :head_size_v]).view(count, heads, -1) * k_scale
     return out

@@ -16,6 +16,7 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases, fa3
 from fastkernels.overrides.attention.paged_cache import take_blocks
+from fastkernels.overrides.kit.softmax import weights_of
 from fastkernels.overrides.latent_attention import mla_cases, mla_decode_cuda, mla_fa3, mla_triton
 from fastkernels.overrides.latent_attention.mla_cpu import attend_rows
 
@@ -47,7 +48,7 @@ def reference(
         keys.masked_fill(~seen[:, :, None], 0) * k_scale
     )  # past the end of a sequence the cache may hold NaN
     scores = torch.einsum("bhd,bkd->bhk", q.to(acc), keys) * scale
-    weights = torch.softmax(scores.masked_fill(~seen[:, None], float("-inf")), dim=-1).nan_to_num(0.0)
+    weights = weights_of(scores.masked_fill(~seen[:, None], float("-inf")))
     return torch.einsum("bhk,bkr->bhr", weights, keys[..., :head_size_v]).to(q.dtype)
 
 
@@ -123,6 +124,7 @@ SPEC = OpSpec(
     constraints=("max_seqlen_k >= max(seq_lens)",),
     values=cases.values,
     flops=mla_cases.FLOPS,
+    contained="q",
     extremes={**mla_cases.EXTREMES, "one_key": lambda args: args[2].fill_(1)},
     tolerance=cases.TOLERANCE,
     baseline="fa3",

@@ -14,6 +14,7 @@ from fastkernels.core.shapes import varied
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases
 from fastkernels.overrides.attention.paged_cache import take_blocks
+from fastkernels.overrides.kit.softmax import weights_of
 from fastkernels.overrides.latent_attention import mla_cases, mla_triton
 from fastkernels.overrides.latent_attention.mla_cpu import attend_rows
 
@@ -51,7 +52,7 @@ def reference(
         scores = torch.einsum("nhd,kd->hnk", q[rows].to(acc), keys) * scale
         last = torch.arange(n_keys - n, n_keys, device=q.device)[:, None]
         seen = torch.arange(n_keys, device=q.device)[None, :] <= last
-        weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1).nan_to_num(0.0)
+        weights = weights_of(scores.masked_fill(~seen, float("-inf")))
         out[rows] = torch.einsum("hnk,kr->nhr", weights, keys[:, :head_size_v]).to(q.dtype)
     return out
 
@@ -135,6 +136,7 @@ SPEC = OpSpec(
     values=cases.values,
     flops=mla_cases.FLOPS,
     vary=_vary,
+    contained="q",
     extremes={**mla_cases.EXTREMES, "nothing_cached": lambda args: args[3].copy_(args[2].diff())},
     tolerance=cases.TOLERANCE,
 )

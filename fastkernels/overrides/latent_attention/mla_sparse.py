@@ -18,6 +18,7 @@ from fastkernels.overrides.attention import cases
 from fastkernels.overrides.attention.paged_cache import take_blocks
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, overlap
+from fastkernels.overrides.kit.softmax import weights_of
 from fastkernels.overrides.latent_attention import mla_cases, mla_decode_cuda, mla_triton, sparse_cases
 
 MOST_GATHERED = 1 << 26  # numbers of keys that the reference has in memory at a time
@@ -60,7 +61,7 @@ def reference(
         keys = take_blocks(flat, blocks * size + at[some] % size).to(acc) * k_scale
         keys = keys.masked_fill(~own[some, :, None], 0)  # the cache may hold NaN where nothing was stored
         scores = torch.einsum("thd,tkd->thk", q[some].to(acc), keys) * scale
-        weights = scores.masked_fill(~own[some, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+        weights = weights_of(scores.masked_fill(~own[some, None], float("-inf")))
         out[some] = torch.einsum("thk,tkr->thr", weights, keys[..., :head_size_v]).to(q.dtype)
     return out
 
@@ -301,6 +302,7 @@ SPEC = OpSpec(
     values=_values,
     flops="2 * chosen * heads * (2 * latent + rope)",
     vary=_vary,
+    contained="q",
     extremes={**mla_cases.EXTREMES, "none_chosen": _none_chosen},
     tolerance=cases.TOLERANCE,
 )

@@ -209,6 +209,8 @@ def _supports_triton(
 ) -> str | None:  # fmt: skip
     if hidden_states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"dtype {hidden_states.dtype} is not float32, float16 or bfloat16"
+    if hidden_states.dtype == torch.float32 and hidden_states.is_cuda:
+        return "tensor cores add products of float8 with 14 bits, too few for a result in float32"
     if (reason := unsupported_fp8(hidden_states.device)) is not None:
         return reason
     for name, w, scale in (("w1", w1, w1_scale), ("w2", w2, w2_scale)):

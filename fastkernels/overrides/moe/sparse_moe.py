@@ -249,6 +249,12 @@ def _values(call: Call) -> Mapping[str, torch.Tensor]:
     return {"x": x, "gate": gate}
 
 
+def _large(args: list[Any]) -> None:
+    """Large values that leave the gate's logits: rounding these to bfloat16 would decide the weights of large ones."""
+    args[0].mul_(64)
+    args[1].mul_(1 / 64)
+
+
 def _experts_hit(args: SimpleNamespace) -> int | None:
     if args.x.is_meta:
         return None
@@ -332,6 +338,7 @@ SPEC = OpSpec(
     values=_values,
     flops="6 * tokens * topk * hidden * intermediate",
     tie_sensitive=True,
+    extremes={"large": _large},
     permutable=lambda *args: Permutable(rows=(0,), columns=(0, 1)),
     build=_build,
     calls=("linear", "topk_softmax", "fused_experts"),

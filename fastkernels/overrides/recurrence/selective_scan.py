@@ -23,6 +23,11 @@ BLOCK = 32  # channels of a program
 T = torch.Tensor
 
 
+def _check(u: T) -> None:
+    if u.dim() != 3:
+        raise ValueError(f"selective_scan: u {tuple(u.shape)} must be [batch, T, channels]")
+
+
 def reference(
     u: T, delta: T, A: T, B: T, C: T, state: T, D: T | None = None, z: T | None = None, delta_bias: T | None = None,
     delta_softplus: bool = False,
@@ -31,6 +36,7 @@ def reference(
 
     D, delta_bias: [channels]. Computed in at least float32. Returns the outputs in u's dtype and the new state.
     """
+    _check(u)
     wide = torch.promote_types(u.dtype, torch.float32)
     x, dt, keys, queries, s = (v.to(wide) for v in (u, delta, B, C, state))
     if delta_bias is not None:
@@ -115,6 +121,7 @@ def _triton(
     u: T, delta: T, A: T, B: T, C: T, state: T, D: T | None = None, z: T | None = None, delta_bias: T | None = None,
     delta_softplus: bool = False,
 ) -> T:  # fmt: skip
+    _check(u)
     batch, tokens, channels = u.shape
     out = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     if out.numel() == 0:

@@ -79,7 +79,7 @@ def test_triton_and_extension_builds_are_counted(tmp_path, monkeypatch):
             triton.compile(source, target=GPUTarget("cuda", 90, 32))
         except RuntimeError as error:  # no ptxas here
             pytest.skip(str(error)[:100])
-        with pytest.raises(Exception, match="nothing.cpp|nothing"):
+        with pytest.raises(Exception, match="nothing"):
             cpp_extension.load("nothing", [str(tmp_path / "nothing.cpp")], build_directory=str(tmp_path))
     assert counted == Counter({"triton": 1, "nvcc": 1})
 

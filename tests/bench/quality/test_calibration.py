@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from fk_bench.quality.calibration import Calibration, Quality, Value, correctness, noise_of
+from fk_bench.quality.calibration import Calibration, Quality, correctness, noise_of
+from fk_bench.quality.metrics.metric import Value
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -34,6 +34,8 @@ def test_reordered_model_is_the_same_and_faults_differ(kind: str, tmp_path: Path
         with torch.inference_mode():
             return loaded(input_ids=tokens).last_hidden_state
 
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling/config.json").write_text("{}")
     reference = hidden(model)
     for name in (faults.REORDER, *faults.FAULTS):
         gap = (
@@ -42,6 +44,7 @@ def test_reordered_model_is_the_same_and_faults_differ(kind: str, tmp_path: Path
             .max()
         )
         assert gap < 1e-6 if name == faults.REORDER else gap > 1e-3, name
+    assert (tmp_path / f"{kind}-{faults.REORDER}/1_Pooling/config.json").is_file()
     (changed,) = (tmp_path / f"{kind}-{faults.REORDER}").glob("*.safetensors")
     (before,) = model.glob("*.safetensors")
     differ = [n for n, t in load_file(before).items() if not torch.equal(t, load_file(changed)[n])]

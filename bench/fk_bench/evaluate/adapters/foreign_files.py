@@ -28,12 +28,14 @@ class Adapted:
     """A file of a foreign layout that can stand for an op.
 
     files   {path in the op's folder: the author's file}; the first is the one that the set names
+    texts   {path in the op's folder: text} of sources that are parts of one file, such as a JSON document
     facts   literals that `bind` of the layout gets
     """
 
     op: str
     files: Mapping[str, Path]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def source(self) -> Path:
@@ -48,9 +50,13 @@ def write(found: Adapted, layout: str, out: Path) -> Path:
     for name, source in found.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, folder / name)
+    for name, text in found.texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
     digest = digest_of(found.files)
+    origin = next(iter(found.files), f"the kernel of {layout}")
     text = HEADER.format(
-        op=found.op, origin=next(iter(found.files)), folder=folder.name, digest=digest, layout=layout,
+        op=found.op, origin=origin, folder=folder.name, digest=digest, layout=layout,
         facts=dict(found.facts),
     )  # fmt: skip
     file.write_text(text, encoding="utf-8")

@@ -293,16 +293,21 @@ def _embedding(make: Modules) -> Callable[..., Any]:
     return embedding
 
 
+def _numbers(*values: Any) -> list[Any]:
+    """Sizes of two dimensions; one number where both are equal, as the published models write them."""
+    return [v[0] if len(set(v)) == 1 else tuple(v) for v in values]
+
+
 def _convolution(make: Modules) -> Callable[..., Any]:
     def convolution(
         x, weight, bias=None, stride=(1,), padding=(0,), dilation=(1,), groups=1, transposed=False,
         output_padding=(0,),
     ):  # fmt: skip
         refuse(transposed=transposed, dimensions=None if x.dim() == 4 else x.dim() - 2)
-        numbers = [tuple(v) * 2 if len(v) == 1 else tuple(v) for v in (stride, padding, dilation)]
+        size, *numbers = _numbers(weight.shape[2:], stride, padding, dilation)
         module = make(
-            x.device, x.shape[1], weight.shape[0], tuple(weight.shape[2:]), stride=numbers[0],
-            padding=numbers[1], groups=groups, dilation=numbers[2], bias=bias is not None,
+            x.device, x.shape[1], weight.shape[0], size, stride=numbers[0], padding=numbers[1], groups=groups,
+            dilation=numbers[2], bias=bias is not None,
         )  # fmt: skip
         return give(module, weight=weight, **({"bias": bias} if bias is not None else {}))(x)
 
@@ -312,8 +317,7 @@ def _convolution(make: Modules) -> Callable[..., Any]:
 def _pool(make: Modules) -> Callable[..., Any]:
     def pool(x, window, stride=(), padding=(0,), maximum=False, ceil_mode=False, count_include_pad=True):
         refuse(mean=not maximum, dimensions=None if x.dim() == 4 else x.dim() - 2)
-        numbers = [tuple(v) * 2 if len(v) == 1 else tuple(v) for v in (window, stride or window, padding)]
-        return make(x.device, *numbers, ceil_mode)(x)
+        return make(x.device, *_numbers(window, stride or window, padding), ceil_mode)(x)
 
     return pool
 
@@ -329,9 +333,10 @@ def _interpolate(make: Modules) -> Callable[..., Any]:
     def interpolate(x, size, mode="nearest", align_corners=False, scales=()):
         refuse(scales=tuple(scales) or None)
         corners = None if mode == "nearest" else align_corners
-        return make(x.device)(
-            x, size=tuple(size), mode=names.get((mode, x.dim() - 2), mode), align_corners=corners
-        )
+        factors = {new / old for new, old in zip(size, x.shape[2:], strict=True)}
+        # The published models give a factor where there is one.
+        wanted = {"scale_factor": factors.pop()} if len(factors) == 1 else {"size": tuple(size)}
+        return make(x.device)(x, mode=names.get((mode, x.dim() - 2), mode), align_corners=corners, **wanted)
 
     return interpolate
 

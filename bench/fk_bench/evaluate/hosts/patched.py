@@ -22,7 +22,7 @@ class Patched:
     def __init__(self, options: dict[str, Any]):
         self.options = options
         self._classes: dict[str, tuple[type, ...]] = {}
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, int] | None = None  # calls of modules by op, if they are watched
 
     def check(self, files: dict[str, str]) -> dict[str, Any]:
         """Import the files. Returns {"failed": {op: error}}."""
@@ -71,22 +71,33 @@ class Patched:
     def watch(self) -> None:
         """Count calls of modules that are a candidate's class, from now on; slow, so never in a timed process."""
 
+        counts = self._counts = {}
+
         def count(module: torch.nn.Module, args: Any) -> None:
+            of = getattr(
+                type(module), "fastkernels", type(module)
+            )  # the class that a live class got methods from
             for op, classes in self._classes.items():
-                if isinstance(module, classes):
-                    self._counts[op] = self._counts.get(op, 0) + 1
+                if issubclass(of, classes):
+                    counts[op] = counts.get(op, 0) + 1
 
         torch.nn.modules.module.register_module_forward_pre_hook(count)
 
     def live(self) -> dict[str, Any]:
-        """{"live": {op: calls}} of the candidates; a class in another process counts its modules."""
+        """{"live": {op: calls}, "modules": {op: number}} of the candidates.
+
+        Modules stand for the calls of a class without a function that is in another process, or not watched.
+        """
         if self.report is None:
-            return {"live": {}}
+            return {"live": {}, "modules": {}}
         found = dict(self.report.refresh().candidates)
         for row in self.report.active:
             if row.candidate and not found.get(row.op) and row.op in self._classes:
-                seen = self._counts.get(row.op, 0)
-                found[row.op] = seen or (row.modules if self.remote else 0)
-        return {"live": found}
+                watched = self._counts is not None and not self.remote
+                found[row.op] = (self._counts or {}).get(row.op, 0) if watched else row.modules
+        modules: dict[str, int] = {}
+        for row in self.report.active:
+            modules[row.op] = modules.get(row.op, 0) + row.modules
+        return {"live": found, "modules": modules}
 
     remote = False  # whether the modules are in other processes

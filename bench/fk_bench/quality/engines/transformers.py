@@ -16,8 +16,8 @@ class Engine:
         kind = AutoModelForCausalLM if options["family"] == "text" else AutoModel
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = getattr(torch, options["dtype"])
-        found = kind.from_pretrained(model, dtype=dtype, **options["engine_args"])
-        self.target: Any = found.to(self.device).eval()
+        self.target: Any = kind.from_pretrained(model, dtype=dtype, **options["engine_args"]).eval()
+        self.target.to(self.device)
 
     @torch.inference_mode()
     def decode(self, prompts: list[list[int]], tasks: list[dict[str, Any]]) -> list[list[int]]:

@@ -5,13 +5,26 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fk_bench.quality.calibration import Value
-
 OUTPUTS = "outputs"  # the one file without a metric, next to this one
+
+
+@dataclass(frozen=True)
+class Value:
+    """One metric of one run against the reference. The discrepancy is in [0, 1], 0 for equal outputs."""
+
+    metric: str
+    value: float
+    unit: str
+    discrepancy: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.discrepancy <= 1 and not math.isnan(self.discrepancy):
+            raise ValueError(f"{self.metric}: a discrepancy lies in [0, 1], got {self.discrepancy}")
 
 
 class Metric:
@@ -54,10 +67,12 @@ def metrics() -> dict[str, Metric]:
         if file.stem in ("__init__", Path(__file__).stem, OUTPUTS):
             continue
         module = importlib.import_module(f"fk_bench.quality.metrics.{file.stem}")
-        (kind,) = [
-            c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__
+        kinds = [
+            c
+            for _, c in inspect.getmembers(module, inspect.isclass)
+            if issubclass(c, Metric) and c is not Metric
         ]
-        found[kind.name] = kind()
+        found |= {kind.name: kind() for kind in kinds}
     return found
 
 

@@ -104,6 +104,28 @@ class QuickGELU(nn.Module):
     def forward(self, x):
         return _C.quick_gelu(x)
 """
+POOL = """
+import torch.nn as nn
+import torch.nn.functional as F
+
+class MaxPool2d(nn.Module):
+    def __init__(self, kernel_size, stride=None, padding=0, ceil_mode=False):
+        super().__init__()
+        assert (kernel_size, stride, padding) in ((3, 2, 1), ((3, 2), 1, 0)), (kernel_size, stride, padding)
+        self.given = kernel_size, stride, padding, 1, ceil_mode
+
+    def forward(self, x):
+        return F.max_pool2d(x, *self.given)
+"""
+INTERPOLATE = """
+import torch.nn as nn
+import torch.nn.functional as F
+
+class Interpolate(nn.Module):
+    def forward(self, x, size=None, scale_factor=None, mode="nearest", align_corners=None):
+        assert (size is None) == (scale_factor == 2.0)
+        return F.interpolate(x, size, scale_factor, mode, align_corners)
+"""
 CPP = """
 #include <torch/extension.h>
 #include "factor.h"
@@ -200,6 +222,36 @@ def test_result_is_written_into_the_given_output(tmp_path):
     parts, out = torch.randn(5, 3, 63), torch.full((5, 63), torch.nan)
     moe_sum(parts, out)
     torch.testing.assert_close(out, parts.sum(1))
+
+
+def test_sizes_reach_a_class_as_published_models_write_them(tmp_path):
+    pool = function(tmp_path / "pool", "pool", max_pool2d=POOL)
+    interpolate = function(tmp_path / "interpolate", "interpolate", interpolate=INTERPOLATE)
+    x = torch.randn(1, 3, 9, 7)
+    for window, stride, padding in (((3, 3), (2,), (1, 1)), ((3, 2), (1, 1), (0,))):
+        want = torch.nn.functional.max_pool2d(x, window, stride, padding)
+        torch.testing.assert_close(pool(x, window, stride, padding, True), want)
+    for size, mode in (((18, 14), "nearest"), ((18, 10), "linear")):
+        reference = sys.modules[registry.op_modules()["interpolate"]].reference
+        torch.testing.assert_close(interpolate(x, size, mode), reference(x, size, mode))
+
+
+def documented() -> str:
+    """The table of targets, as docs/foreign-candidates.md has it."""
+    targets = list(published.targets().values())
+    lines = ["| target | class | op |", "| --- | --- | --- |"]
+    lines += [f"| L{t.level}/{t.name} | {t.cls} | {t.op} |" for t in targets if t.op]
+    why: dict[str, list[str]] = {}
+    for t in targets:
+        if not t.op and "a block of a model's plan" not in t.reason:
+            why.setdefault(t.reason, []).append(f"L{t.level}/{t.name}")
+    lines += ["", "| not adapted | why |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {', '.join(names)} | {reason} |" for reason, names in why.items())])
+
+
+def test_docs_have_the_table_of_targets():
+    page = Path(__file__).parents[4] / "docs" / "foreign-candidates.md"
+    assert documented() in page.read_text(), f"the table must be:\n{documented()}"
 
 
 @pytest.mark.slow  # builds an extension

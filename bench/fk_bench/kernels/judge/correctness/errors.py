@@ -116,7 +116,8 @@ def compare(
     unchecked  positions that are not compared (a baseline whose correct outputs may differ)
     allowed    the baseline's own rms error, which a candidate may exceed by FACTOR; None: only the reference's counts,
                and errors are not compared with the size of each value
-    nonfinite  whether NaN and infinity are the same: formulas of equal values differ in which of them they give
+    nonfinite  whether NaN and infinity are the same: formulas of equal values differ in which of them they give. Of
+               an op that contains them, results for which the oracle has one are unspecified
     baseline   the baseline's errors in `excess` and `bins`, of which a candidate may have twice as large ones
 
     Where the dtypes are known, the error of an honest kernel is first taken to be that of rounding. It has no smaller
@@ -127,9 +128,11 @@ def compare(
         total = Errors()
         for i, (a, b, n) in enumerate(zip(got, want.all(), native, strict=True)):
             if i not in unchecked:
-                label = f"output {i}" if i < len(want.outputs) else "a written argument"
+                output = i if i < len(want.outputs) else None
+                label = f"output {i}" if output is not None else "a written argument"
+                errors = baseline or Errors()
                 total = total.worse(
-                    _compare(spec, case, label, a, b, n, allowed, baseline or Errors(), finite, nonfinite)
+                    _compare(spec, case, label, a, b, n, allowed, errors, finite, nonfinite, output)
                 )
         return total
 
@@ -151,8 +154,12 @@ def _compare(
     baseline: Errors,
     finite_only: bool = False,
     nonfinite: bool = False,
+    output: int | None = None,
 ) -> Errors:
-    """Compare one tensor. finite_only: infinite values and NaN in `native` are a problem."""
+    """Compare one tensor: an output of that number, or a written argument.
+
+    finite_only: infinite values and NaN in `native` are a problem.
+    """
     if got.shape != want.shape:
         return Errors(f"{label} has shape {tuple(got.shape)} instead of {tuple(want.shape)}")
     if got.dtype != native.dtype:
@@ -176,7 +183,8 @@ def _compare(
     scale = torch.where(w.isfinite(), w, 0.0).pow(2).mean().sqrt()
     g, n = got.to(wide), native.to(wide)
     own = torch.where((n == w) | (n.isnan() & w.isnan()), 0.0, (n - w).abs())
-    near = _Near.of(w, own, scale)
+    products = spec.flops(case) > CONTRACTS * count
+    near = _Near.of(w, own, scale, row_of(spec, output, w.dim()) if products else -1)
     place = None
     if count >= SPARSE:  # perhaps a cache, of which little is written
         inexact = (g != w) | (n != w)
@@ -189,7 +197,7 @@ def _compare(
     # Values beyond the dtype's range are infinite, also in the reference.
     same = (g == w) | (g.isnan() & (w.isnan() | n.isnan())) | (n.isinf() & (g == n))
     if nonfinite:
-        same = same | ~(g.isfinite() | w.isfinite())
+        same = same | ~(w.isfinite() if spec.contained is not None else g.isfinite() | w.isfinite())
     error = torch.where(same, 0.0, (g - w).abs())
     finite = w.isfinite()
     magnitude = torch.where(finite, w.abs(), 0.0)
@@ -210,7 +218,7 @@ def _compare(
     step = torch.finfo(got.dtype).tiny * torch.finfo(got.dtype).eps  # the distance of the smallest numbers
     beyond = (error - tolerance.rtol * magnitude - step).clamp(min=0) / near.scale.clamp(min=1e-300)
     # Only sums of products have errors that do not shrink with their result.
-    contracts = spec.level > 1 or spec.flops(case) > CONTRACTS * count
+    contracts = spec.level > 1 or products
     around = limit if contracts else limit / RELATIVE
     bins = near.bins(w, known, known_own, factor)
     theirs = torch.tensor(baseline.bins or (0.0,) * BINS, dtype=bins.mine.dtype, device=w.device)
@@ -261,25 +269,43 @@ def _compare(
     return Errors(problem, rms, largest, excess_s, tuple(bins.mine.tolist()) if allowed is None else ())
 
 
+def row_of(spec: OpSpec, output: int | None, dims: int) -> int:
+    """The dimension of an output that is a row of sums of products: the last one whose size is a constant of a model.
+
+    Of an image [B, C, H, W] these are its channels: they are sums of the same values with other weights, so that all
+    may have the errors of the largest. The columns of an equal image are all the same, perhaps a small difference of
+    large products.
+    """
+    if output is None or output >= len(spec.outputs):
+        return -1
+    for _, shape in spec.outputs[output].shapes:
+        if len(shape) == dims and not any(d.star for d in shape):
+            for i in range(1, dims + 1):
+                names = [n for n in shape[-i].expr.names if n in spec.axes]
+                if names and not any(spec.axes[n].varies for n in names):
+                    return -i
+    return -1
+
+
 @dataclass
 class _Near:
     """The surroundings of each value: the rms of the expected values, and the reference's largest error, in its row.
 
-    Rows of fewer than ROW values say too little: there both are the whole tensor's.
+    See `row_of`. Rows of fewer than ROW values say too little: there both are the whole tensor's.
     """
 
     scale: torch.Tensor
     own: torch.Tensor
 
     @classmethod
-    def of(cls, w: torch.Tensor, own: torch.Tensor, scale: torch.Tensor) -> _Near:
+    def of(cls, w: torch.Tensor, own: torch.Tensor, scale: torch.Tensor, dim: int = -1) -> _Near:
         known_own = torch.where(own.isfinite(), own, 0.0)
-        if not w.dim() or w.shape[-1] < ROW:
+        if not w.dim() or w.shape[dim] < ROW:
             return cls(scale.expand(w.shape), known_own.max().expand(w.shape))
-        rms = torch.where(w.isfinite(), w, 0.0).pow(2).mean(-1, keepdim=True).sqrt()
+        rms = torch.where(w.isfinite(), w, 0.0).pow(2).mean(dim, keepdim=True).sqrt()
         return cls(
             torch.maximum(rms, scale / QUIET).expand(w.shape),
-            known_own.amax(-1, keepdim=True).expand(w.shape),
+            known_own.amax(dim, keepdim=True).expand(w.shape),
         )
 
     def only(self, chosen: torch.Tensor) -> _Near:

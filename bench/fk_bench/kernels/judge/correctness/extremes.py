@@ -32,7 +32,8 @@ class Kind:
     sizes      sizes(case) -> the case with other sizes; None if the op has none of these
     values     the change leaves the layout as it is, so it can also be tried on a timed case
     reshapes   the results have to be those of the usual shape
-    nonfinite  the arguments have NaN or infinite values: where the oracle has one, any of them is right
+    nonfinite  the arguments have NaN or infinite values: where the oracle has one, any of them is right, or any value
+               at all if the op contains them
     """
 
     name: str
@@ -51,9 +52,9 @@ def kinds(spec: OpSpec) -> Iterator[Kind]:
         if isinstance(argument, Tensor):
             yield Kind(f"outlier_{argument.name}", _on(i, _outlier), values=True)
     if spec.activations and not spec.tie_sensitive:
-        first = spec.activations[0]
-        yield Kind("nan", _on(first, _put(float("nan"))), values=True, nonfinite=True)
-        yield Kind("inf", _on(first, _put(float("inf"))), values=True, nonfinite=True)
+        first = spec.activations[0] if spec.contained is None else spec.contained
+        for name in ("nan", "inf"):
+            yield Kind(name, _on(first, _put(float(name))), values=True, nonfinite=True)
     placed = [*spec.activations, *(i for i in spec.declaration.mutated if i not in spec.activations)]
     yield Kind("rows_apart", _placed(placed, _rows_apart))
     yield Kind("turned", _placed(placed, _turned))

@@ -9,10 +9,10 @@ from typing import Any
 
 from fastkernels.patch import PatchError, Request, Row
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import absent_rows, plan
-from fk_integrations.core.in_process import UNDO_FIRST, InProcessHost, patched_state
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.live_class import restore
+from fk_integrations.live.live_class import restore
+from fk_integrations.patching.apply import absent_rows, plan
+from fk_integrations.patching.in_process import UNDO_FIRST, InProcessHost, patched_state
 
 log = logging.getLogger("fastkernels")
 

@@ -19,10 +19,10 @@ from fastkernels.patch import Request
 from fastkernels.verify import cache, measure, phases
 from fastkernels.verify.measure import Point, named_shape
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import seam_interface
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.ranks import agree
+from fk_integrations.patching import seam_interface
 
 log = logging.getLogger("fastkernels")
 # Ops whose verification has run on a GPU; others are measured with FASTKERNELS_VERIFY=1.

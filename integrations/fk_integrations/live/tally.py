@@ -16,10 +16,10 @@ from torch._dynamo.comptime import comptime
 
 from fastkernels.core.dispatch import OPS, Op, fusions_of, proving
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.trials import MEASURING, wrapper
+from fk_integrations.live.asleep import TALLY as ATTRIBUTE
+from fk_integrations.live.trials import MEASURING, wrapper
 
 log = logging.getLogger("fastkernels")
-ATTRIBUTE = "_fastkernels_calls"
 _alive: WeakSet[Tally] = WeakSet()
 State = list[tuple[Op, int, int, int, dict[str, int], dict[str, int]]]
 

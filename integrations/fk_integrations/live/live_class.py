@@ -16,10 +16,10 @@ from torch.autograd import forward_ad
 
 from fastkernels.core.dispatch import proving
 from fastkernels.core.reasons import Kind, Reason
-from fk_integrations.core.decorated import host_function, plain_function, redecorated
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.tally import Tally, counted
-from fk_integrations.core.trials import Trial, choosing, hosts_first, sizes_of, wrapper
+from fk_integrations.live.decorated import host_function, plain_function, redecorated
+from fk_integrations.live.tally import Tally, counted
+from fk_integrations.live.trials import Trial, choosing, hosts_first, sizes_of, wrapper
 
 _LIVE: dict[tuple[type, type, bool, str, bool, bool, bool], type] = {}
 _CLASS: Any = vars(object)["__class__"]

@@ -11,13 +11,13 @@ from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import Target
-from fk_integrations.core import trials
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.live_class import live_class
 from fk_integrations.core.lookalikes import with_reason
-from fk_integrations.core.tally import Tally
-from fk_integrations.core.trials import Trial
+from fk_integrations.live import trials
+from fk_integrations.live.live_class import live_class
+from fk_integrations.live.tally import Tally
+from fk_integrations.live.trials import Trial
 
 FOLDER = Path(__file__).resolve().parents[1] / "seams"
 

@@ -10,9 +10,10 @@ from typing import Any
 from fastkernels.core.inductor_repair import lasting
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.live_class import restore
+from fk_integrations.live import asleep
+from fk_integrations.live.live_class import restore
+from fk_integrations.patching.apply import Patched, apply
 
 STATE = "_fastkernels_patched"
 # Models share modules, and all patches of a process share op tables and counters: one request at a time.
@@ -59,6 +60,7 @@ class InProcessHost:
             )
 
     def _live(self, target: Any, request: Request) -> list[dict[str, Any]]:
+        asleep.wake_all()
         patched = patched_state(target)
         if patched is not None and not patched.whole:
             _end(target, patched)  # an interrupted patch or undo

@@ -11,7 +11,7 @@ import reprlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial, update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -23,17 +23,17 @@ from fastkernels.core.env import Environment
 from fastkernels.verify.measure import Ratio, interleaved
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
+from fk_integrations.live import asleep
+from fk_integrations.live.asleep import FIRST_CALL as OWN
 
 log = logging.getLogger("fastkernels")
 ROUNDS, CPU_ROUNDS, CALLS = 21, 15, 4  # of a graph's calls, or of calls one after the other
 EAGER = 1.03  # smaller gains of calls one after the other are noise
-FREE = 0.02  # of such a call of the host's: what our Python may add to it
 ERRORS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the norm of the result
 MOST_SHAPES = 256  # that one module remembers
 UNDECIDED = "undecided"
 COMPILED = "torch.compile fuses the host's code"
 NO_GRAPHS = "without CUDA graphs, calls of ours take too much of the CPU"
-OWN = "_fastkernels_first_call"
 MEASURING: list[Any] = []  # modules that decide now: what they run is no proof
 
 
@@ -59,6 +59,8 @@ class Trial:
     choices   {what identifies a call: decision}; modules of the same sizes share them
     modules   that began with ours
     restored  of these, how many are the host's again
+    group     those whose eager calls are the host's, and that have its class for these
+    awake     {sizes: the module that stays awake, to see the shapes of new calls}
     """
 
     op: str
@@ -68,10 +70,13 @@ class Trial:
     choices: dict[Any, Choice] = field(default_factory=dict)
     modules: int = 0
     restored: int = 0
+    group: asleep.Group = field(default_factory=asleep.Group)
+    awake: dict[Any, _Own] = field(default_factory=dict)
 
     def begin(self, holder: Any, sizes: Any, back: Callable[[], None], journal: Journal) -> None:
         """Let the first calls of `holder`, which has a live class, decide; `back` makes it the host's again."""
         journal.add(lambda: vars(holder).pop(OWN, None))
+        journal.add(self.group.wake)
         vars(holder)[OWN] = _Own(self, sizes, back)
         self.modules += 1
 
@@ -87,6 +92,7 @@ class _Own:
     """The part of a trial that belongs to one module.
 
     left     whether all calls but compiled ones are the host's
+    rests    whether the module sleeps after a call that is the host's
     where    the position or name of the first tensor of a call
     at_once  {(shape, dtype) of that tensor: whether ours runs in the capture of a graph}, of calls whose eager code is
              the host's. Calls that differ elsewhere share an entry, so that finding it takes next to nothing
@@ -97,6 +103,7 @@ class _Own:
     back: Callable[[], None]
     choices: dict[Any, Choice] = field(default_factory=dict)
     left: bool = False
+    rests: bool = False
     where: int | str = 0
     at_once: dict[Any, bool] = field(default_factory=dict)
 
@@ -130,6 +137,8 @@ def choosing(
         own: _Own | None = vars(self).get(OWN)
         if own is None:  # undone, and still held by other code
             return theirs(self, *args, **kwargs)
+        if own.trial.group.asleep:  # a call of other shapes, or one that is ours
+            own.trial.group.wake()
         call = (*_signature(args), *_signature(kwargs.items()))
         choice = own.choices.get(call)
         if choice is None:
@@ -146,20 +155,25 @@ def choosing(
 def hosts_first(theirs: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that runs `theirs` at once where that is decided, else `method`, which decides or runs ours.
 
-    The host's calls pay for each line here.
+    The host's calls pay for each line and each call of Python here.
     """
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return method(self, *args, **kwargs)
         own: _Own | None = self.__dict__.get(OWN)
-        if own is None or own.left:
+        if own is None:
+            return theirs(self, *args, **kwargs)
+        if own.left:
+            own.trial.group.sleep(self)
             return theirs(self, *args, **kwargs)
         where = own.where
         x = kwargs.get(where) if isinstance(where, str) else args[where] if len(args) > where else None
         if type(x) is torch.Tensor:
             captured = own.at_once.get((x.shape, x.dtype))
-            if captured is False or (captured and not capturing(x)):
+            if captured is not None and not (captured and capturing(x)):
+                if own.rests and own.trial.group.allowed:
+                    own.trial.group.sleep(self)
                 return theirs(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 
@@ -178,6 +192,7 @@ def _remember(own: _Own, choice: Choice, args: Any, kwargs: Any) -> torch.Tensor
                 if own.where != where or len(own.at_once) >= MOST_SHAPES:
                     own.where, own.at_once = where, {}
                 own.at_once[x.shape, x.dtype] = choice.captured
+                own.rests = own.trial.awake.setdefault(own.sizes, own) is not own
             return x
     return None
 
@@ -258,7 +273,7 @@ def _decide(
         MEASURING.append(module)
         own.choices[call] = Choice(True, True, UNDECIDED)  # while it is measured
         try:
-            found = _measured(*run, device, cost_of_the_hosts())
+            found = _measured(*run, device)
         finally:
             MEASURING.pop()
             del own.choices[call]
@@ -276,41 +291,11 @@ def _decide(
     return choice
 
 
-@cache
-def cost_of_the_hosts() -> float:
-    """Seconds that a call takes longer when `hosts_first` runs the host's code."""
-
-    class Host(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    module, x = Host(), torch.zeros(1, 1)
-    own = vars(module)[OWN] = _Own(Trial("", Host), (), lambda: None)
-    own.at_once[x.shape, x.dtype] = True
-    direct, through = Host.forward, hosts_first(Host.forward, Host.forward)
-    return max(_least(partial(through, module, x)) - _least(partial(direct, module, x)), 0.0)
-
-
-def _least(call: Callable[[], Any]) -> float:
-    """The shortest mean time of a call in seconds."""
-    found = float("inf")
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        for _ in range(100):
-            call()
-        found = min(found, (time.perf_counter() - began) / 100)
-    return found
-
-
-def _measured(
-    theirs: Callable[[], Any], ours: Callable[[], Any], device: torch.device, choosing: float = 0.0
-) -> Choice:  # fmt: skip
+def _measured(theirs: Callable[[], Any], ours: Callable[[], Any], device: torch.device) -> Choice:
     """Compare results, then times: in a CUDA graph, which ours has to win, and of calls one after the other.
 
-    If ours loses the latter, because it takes more Python, it runs in graphs only, and only if the host's calls outside
-    of graphs stay as fast. Of calls one after the other the fastest count, because a busy CPU delays the others.
-
-    choosing  seconds that a call of the host's then takes longer
+    If ours loses the latter, because it takes more Python, it runs in graphs only. Of calls one after the other the
+    fastest count, because a busy CPU delays the others.
     """
     try:
         if (reason := _different(ours(), theirs())) is not None:
@@ -328,7 +313,7 @@ def _measured(
     alone, graphed = (Ratio.of(*reversed(times)) for times in (eager, in_graph))
     best = [min(times) for times in eager]
     one_by_one = best[0] >= EAGER * best[1] and alone.value > 1.0
-    captured = graphed.low > 1.0 and (one_by_one or choosing * CALLS <= FREE * best[0])
+    captured = graphed.low > 1.0
     ratio = f"{graphed.value:.3f} ({graphed.low:.3f} to {graphed.high:.3f}), eager {alone.value:.3f}"
     whose = ("ours" if one_by_one else "ours in CUDA graphs") if captured else "the host's"
     return Choice(captured, captured and one_by_one, f"{whose} ({ratio})")

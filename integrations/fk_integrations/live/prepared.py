@@ -15,7 +15,7 @@ from fastkernels.core.trial import within
 from fastkernels.overrides.linear.linear_fp8_scales import holder_of
 from fastkernels.patch import PatchError
 from fk_integrations.core.journal import ABSENT, Journal
-from fk_integrations.core.live_class import PREPARED
+from fk_integrations.live.live_class import PREPARED
 
 _TABLES = ("_parameters", "_buffers", "_modules")  # in which nn.Module keeps its attributes
 

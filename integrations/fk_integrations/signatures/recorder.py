@@ -1,6 +1,6 @@
 """Record a host version's signatures and source fingerprints from its unpacked wheel, by AST: nothing is imported.
 
-    python -m fk_integrations.core.signature_recorder HOST VERSION SOURCE_DIR [--add module.path:Name ...]
+    python -m fk_integrations.signatures.recorder HOST VERSION SOURCE_DIR [--add module.path:Name ...]
 
 writes HOST/signatures/VERSION.json (versions.py says what the files of older versions have):
 
@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from fk_integrations.core import versions
-from fk_integrations.core.host_classes import LISTED
-from fk_integrations.core.surface import Package
+from fk_integrations.signatures.host_classes import LISTED
+from fk_integrations.signatures.surface import Package
 
 METHODS = (
     "__init__", "forward", "forward_native", "apply", "embedding", "forward_extend", "forward_decode",
@@ -255,7 +255,7 @@ def write(data: dict[str, Any], folder: Path = versions.PACKAGE) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m fk_integrations.core.signature_recorder", description="Record a host version."
+        prog="python -m fk_integrations.signatures.recorder", description="Record a host version."
     )
     parser.add_argument("host")
     parser.add_argument("version")

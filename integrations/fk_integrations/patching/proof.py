@@ -6,7 +6,7 @@ from typing import Any
 
 from fastkernels.core import registry
 from fastkernels.patch import PatchError
-from fk_integrations.core.apply import Patched
+from fk_integrations.patching.apply import Patched
 
 _profiler: list[Any] = []
 

@@ -17,8 +17,8 @@ from fastkernels.core.counters import Counters
 from fastkernels.core.dispatch import Op, fusions_of, proving
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.live_class import is_ours, parts
-from fk_integrations.core.tally import Counts, Tally, add_new, counted
+from fk_integrations.live.live_class import is_ours, parts
+from fk_integrations.live.tally import Counts, Tally, add_new, counted
 
 
 class EngineCounts(Counts):

@@ -11,7 +11,7 @@ from fastkernels.core.env import Environment
 from fastkernels.patch import PatchError, Request, Row
 from fk_integrations.core import reports
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import absent_rows, plan
+from fk_integrations.patching.apply import absent_rows, plan
 
 
 class BeforeConstruction:

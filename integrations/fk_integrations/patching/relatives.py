@@ -11,9 +11,9 @@ from torch import nn
 
 from fastkernels.core import registry
 from fastkernels.core.reasons import Kind, Reason
-from fk_integrations.core import seam_interface
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.lookalikes import with_reason
+from fk_integrations.patching import seam_interface
 
 # {op: parts of the names of classes of its family}, for classes whose name contains no class of a target
 FAMILIES = {

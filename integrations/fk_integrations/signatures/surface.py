@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fk_integrations.core.signature_recorder import Sources
+    from fk_integrations.signatures.recorder import Sources
 
 Key = tuple[str, str]  # (module, name) of a definition
 FIRST = ("self", "cls")

@@ -22,14 +22,15 @@ from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request, Row, nothing_patched
 from fastkernels.verify import host_time
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import choose, seam_interface, trials
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.engine_counts import EngineCounts
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.prepared import prepare
-from fk_integrations.core.seam_interface import Seam, Swap
-from fk_integrations.core.tally import Counts, Tally
-from fk_integrations.core.trials import Trial
+from fk_integrations.live import trials
+from fk_integrations.live.engine_counts import EngineCounts
+from fk_integrations.live.prepared import prepare
+from fk_integrations.live.tally import Counts, Tally
+from fk_integrations.live.trials import Trial
+from fk_integrations.patching import choose, seam_interface
+from fk_integrations.patching.seam_interface import Seam, Swap
 
 if TYPE_CHECKING:
     pass

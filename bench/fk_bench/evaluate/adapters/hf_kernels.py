@@ -1,0 +1,103 @@
+"""Packages of the Hugging Face `kernels` format: layers that replace the forward of a module, without a constructor.
+
+A folder holds such packages, or is one: Python files below build/VARIANT/, with classes in a module `layers`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fk_bench.evaluate.adapters.foreign_files import Adapted, Unadapted
+from fk_bench.evaluate.adapters.loading import import_from
+
+LAYOUT = "hf_kernels"
+# Layer: the op, and the attributes that the layer's forward reads, as arguments of the op
+LAYERS: dict[str, tuple[str, dict[str, str]]] = {
+    "RMSNorm": ("rms_norm", {"weight": "weight", "variance_epsilon": "eps"}),
+    "LlamaRMSNorm": ("rms_norm", {"weight": "weight", "variance_epsilon": "eps"}),
+    "LigerRMSNorm": ("rms_norm", {"weight": "weight", "variance_epsilon": "eps"}),
+    "LayerNorm": ("layer_norm", {"weight": "weight", "bias": "bias", "variance_epsilon": "eps"}),
+    "SiluAndMul": ("silu_and_mul", {}),
+    "GeluAndMul": ("gelu_and_mul", {}),
+    "QuickGELU": ("quick_gelu", {}),
+}
+# The value of an argument that a layer fixes; another one is not supported
+FIXED = {"gelu_and_mul": {"approximate": "none"}}
+
+
+def recognizes(folder: Path) -> bool:
+    """Whether the folder is or holds packages with a folder build."""
+    return bool(_packages(folder))
+
+
+def _packages(folder: Path) -> list[Path]:
+    return [p for p in (folder, *sorted(folder.iterdir())) if p.is_dir() and any(p.glob("build/*"))]
+
+
+def _layers_of(package: Path) -> Path | None:
+    """The module `layers` of the variant that needs no special build, else of the first one."""
+    variants = sorted(p for p in package.glob("build/*") if p.is_dir())
+    variants.sort(key=lambda p: "universal" not in p.name)
+    files = (
+        f for v in variants for name in ("layers.py", "layers/__init__.py") for f in sorted(v.rglob(name))
+    )
+    return next(files, None)
+
+
+def adapted(folder: Path) -> Iterator[tuple[Path, Adapted | Unadapted]]:
+    """Each layer of each package, with the op that it corresponds to, or why there is none."""
+    for package in _packages(folder):
+        file = _layers_of(package)
+        if file is None:
+            yield package, Unadapted("has no module `layers`")
+            continue
+        top = file.parent.parent if file.name == "__init__.py" else file.parent
+        root = top.parent if (top / "__init__.py").exists() else top
+        files = {str(f.relative_to(root)): f for f in sorted(root.rglob("*")) if f.is_file()}
+        name = str(file.relative_to(root))
+        ordered = {name: file} | files
+        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for layer in _classes(file):
+            if layer in LAYERS:
+                yield file, Adapted(LAYERS[layer][0], ordered, {"module": module, "layer": layer})
+            else:
+                yield file, Unadapted(f"layer {layer} corresponds to no op")
+
+
+def _classes(file: Path) -> list[str]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return []
+    return [n.name for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+
+
+def bind(folder: Path, op: str, module: str, layer: str) -> Callable[..., Any]:
+    """The op's function on the layer's forward. The author's code runs."""
+    from fastkernels.core import registry
+
+    cls = getattr(import_from(folder, module), layer)
+    instance = cls.__new__(cls)
+    nn.Module.__init__(instance)
+    attributes = LAYERS[layer][1]
+    spec = registry.get(op)
+    names = [a.name for a in spec.arguments]
+    passed = names[:1]
+
+    def call(*given: Any) -> Any:
+        values = dict(zip(names, (*given, *(spec.defaults[n] for n in names[len(given) :])), strict=True))
+        fixed = {**spec.defaults, **FIXED.get(op, {})}
+        for name in names:
+            used = name in passed or name in attributes.values()
+            if not used and values[name] is not fixed[name] and values[name] != fixed[name]:
+                raise NotImplementedError(f"the layer has no {name} (here {values[name]!r})")
+        for attribute, name in attributes.items():
+            instance.__dict__[attribute] = values[name]
+        return instance(*(values[n] for n in passed))
+
+    return call

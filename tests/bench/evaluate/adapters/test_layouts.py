@@ -1,0 +1,176 @@
+"""Candidates of other benchmarks and libraries: each layout on an example, against the op's reference."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fk_bench.evaluate.sets import SetError, layout_of, read_set
+
+from fastkernels.core import candidate, registry
+from fastkernels.core.definition import definition
+
+TRACE_OWN = """
+import torch
+
+def run(x, weight, eps, residual, cast_x_before_out_mul, out, new_residual):
+    new_residual.copy_(x + residual)
+    h = new_residual.float()
+    out.copy_((h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight)
+"""
+KERNELBENCH = """
+import torch
+import torch.nn as nn
+
+class ModelNew(nn.Module):
+    def __init__(self, normalized_shape):
+        super().__init__()
+        self.ln = nn.LayerNorm(normalized_shape=normalized_shape)
+
+    def forward(self, x):
+        return self.ln(x)
+"""
+LAYERS = """
+import torch
+import torch.nn as nn
+from ._ops import normalized
+
+class RMSNorm(nn.Module):
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states):
+        return normalized(hidden_states, self.weight, self.variance_epsilon)
+
+class Unknown(nn.Module):
+    def forward(self, x):
+        return x
+"""
+OPS = """
+def normalized(x, weight, eps):
+    h = x.float()
+    return (h * (h.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
+"""
+LIGER = """
+from torch.nn.functional import layer_norm
+
+def layer_norm_forward(X, W, B, eps):
+    return layer_norm(X, X.shape[-1:], W, B, eps), X, None, None, 0, 0
+"""
+
+
+def reference(op: str):
+    registry.get(op)
+    return sys.modules[registry.op_modules()[op]].reference
+
+
+def functions(folder: Path, out: Path, layout: str):
+    """The functions of a set, by op, and why its other files are declined."""
+    assert layout_of(folder) == layout
+    found = read_set("theirs", folder, out)
+    assert {c.layout for c in found.candidates} == {layout}
+    loaded = {c.op: candidate.load(c.op, str(c.path)).function for c in found.candidates}
+    for op, function in loaded.items():
+        candidate.fit(function, registry.get(op).op)
+    return loaded, {d.reason for d in found.declined}
+
+
+def solution(definition: str, text: str, into: bool, **spec: str) -> str:
+    sources = [{"path": "kernel.py", "content": text}]
+    stated = {"language": "python", "entry_point": "kernel.py::run", "destination_passing_style": into} | spec
+    return json.dumps({"name": "mine", "definition": definition, "spec": stated, "sources": sources})
+
+
+def test_solution_for_our_own_definition_becomes_the_op(tmp_path):
+    spec = registry.get("rms_norm")
+    name = definition(spec)["name"]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "mine.json").write_text(solution(name, TRACE_OWN, into=True))
+    (tmp_path / "set" / "other.json").write_text(solution("gqa_paged_decode_h32", TRACE_OWN, into=True))
+    (tmp_path / "set" / "cuda.json").write_text(solution(name, "", into=True, language="cuda"))
+    made, declined = functions(tmp_path / "set", tmp_path / "out", "trace")
+    x, residual, weight = torch.randn(5, 63), torch.randn(5, 63), torch.randn(63)
+    want, total = reference("rms_norm")(x, weight, 1e-5, residual)
+    torch.testing.assert_close(made["rms_norm"](x, weight, 1e-5, residual, None, True), want)
+    torch.testing.assert_close(residual, total)
+    assert any("gqa_paged_decode_h32 corresponds to no op" in d for d in declined)
+    assert any("language 'cuda'" in d for d in declined)
+
+
+def test_solution_for_an_upstream_definition_becomes_the_op(tmp_path):
+    (tmp_path / "set").mkdir()
+    text = "def run(A, B):\n    return {'C': A @ B.T}\n"
+    (tmp_path / "set" / "gemm.json").write_text(solution("gemm_n63_k128", text, into=False))
+    made, _ = functions(tmp_path / "set", tmp_path / "out", "trace")
+    x, weight = torch.randn(7, 128), torch.randn(63, 128)
+    torch.testing.assert_close(made["linear"](x, weight), x @ weight.T)
+    with pytest.raises(NotImplementedError, match="bias"):
+        made["linear"](x, weight, torch.randn(63))
+
+
+def test_source_outside_of_a_solution_is_declined(tmp_path):
+    document = json.loads(solution("gemm_n63_k128", "", into=False))
+    document["sources"][0]["path"] = "../kernel.py"
+    (tmp_path / "gemm.json").write_text(json.dumps(document))
+    with pytest.raises(SetError, match="outside the solution's folder"):
+        read_set("theirs", tmp_path, tmp_path / "out")
+
+
+def test_model_new_becomes_the_op_of_its_problem(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "40_LayerNorm.py").write_text(KERNELBENCH)
+    (tmp_path / "set" / "23_Softmax.py").write_text(KERNELBENCH)
+    made, declined = functions(tmp_path / "set", tmp_path / "out", "kernelbench")
+    x, weight, bias = torch.randn(5, 63), torch.randn(63), torch.randn(63)
+    want = reference("layer_norm")(x, weight, bias, 1e-5)
+    torch.testing.assert_close(made["layer_norm"](x, weight, bias, 1e-5), want)
+    assert declined == {"problem Softmax has the mathematics of no op"}
+
+
+def test_layer_of_a_hub_package_becomes_the_op(tmp_path):
+    package = tmp_path / "set" / "norms" / "build" / "torch-universal" / "norms"
+    package.mkdir(parents=True)
+    for name, text in {"__init__": "from . import layers\n", "layers": LAYERS, "_ops": OPS}.items():
+        (package / f"{name}.py").write_text(text)
+    made, declined = functions(tmp_path / "set", tmp_path / "out", "hf_kernels")
+    x, weight = torch.randn(5, 63), torch.randn(63)
+    want, _ = reference("rms_norm")(x, weight, 1e-5)
+    torch.testing.assert_close(made["rms_norm"](x, weight, 1e-5), want)
+    with pytest.raises(NotImplementedError, match="residual"):
+        made["rms_norm"](x, weight, 1e-5, x.clone())
+    assert declined == {"layer Unknown corresponds to no op"}
+
+
+def test_library_is_a_set_by_its_name(tmp_path, monkeypatch):
+    with pytest.raises(SetError, match="quack is not installed here"):
+        read_set("quack", Path("quack"), tmp_path / "out")
+    package = tmp_path / "site" / "liger_kernel" / "ops"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("")
+    (package / "layer_norm.py").write_text(LIGER)
+    monkeypatch.syspath_prepend(str(package.parent.parent))
+    found = read_set("liger", Path("liger"), tmp_path / "out")
+    assert {"layer_norm", "rms_norm", "silu_and_mul"} <= set(found.files)
+    made = candidate.load("layer_norm", found.files["layer_norm"]).function
+    x, weight, bias = torch.randn(5, 63), torch.randn(63), torch.randn(63)
+    want = reference("layer_norm")(x, weight, bias, 1e-5)
+    torch.testing.assert_close(made(x, weight, bias, 1e-5), want)
+
+
+def test_library_functions_take_the_arguments_of_their_ops():
+    from fk_bench.evaluate.adapters import fla, hf_kernels, kernelbench, liger, quack, trace
+
+    named = [*fla.FUNCTIONS, *liger.FUNCTIONS, *quack.FUNCTIONS, *kernelbench.FUNCTIONS]
+    named += [op for op, _ in (*hf_kernels.LAYERS.values(), *trace.UPSTREAM.values())]
+    registry.check_names(named)
+
+
+def test_folder_with_two_files_for_one_op_is_an_error(tmp_path):
+    for file in ("26_GELU_.py", "88_MinGPTNewGelu.py"):
+        (tmp_path / file).write_text(KERNELBENCH)
+    with pytest.raises(SetError, match="are both for gelu; remove one"):
+        read_set("theirs", tmp_path, tmp_path / "out")

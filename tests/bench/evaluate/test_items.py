@@ -1,0 +1,135 @@
+"""Items in real processes of our engine: what breaks is dropped and named, cheats gain nothing, twins pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fk_bench.evaluate import suites
+from fk_bench.evaluate.items import ItemRun, Measured
+from fk_bench.evaluate.reasons import Reason
+from fk_bench.evaluate.side import Launcher, set_files
+from fk_bench.info.stubs import source
+
+CHEATS = Path(__file__).parents[2] / "cheats" / "eval"
+SUITE = suites.read(
+    {
+        "threads": 1,
+        "workloads": {"w": {"kind": "text", "about": "", "throughput": 2, "rounds": 3, "lengths": [[9, 6], [3, 8]]}},
+        "models": {
+            "m": {
+                "category": "text",
+                "config": {
+                    "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
+                    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+                },
+            }
+        },
+        "items": [{"model": "m", "workload": "w", "host": "fastkernels", "timeout": 60}],
+    },
+    "test",
+)  # fmt: skip
+STUBS = ("linear", "logits_processor", "rms_norm", "rope_store_kvcache", "silu_and_mul")
+HEAD = "import os, sys, time\nimport torch\nimport torch.nn.functional as F\n\n"
+CORRECT = "d = x.shape[-1] // 2\n    return F.silu(x[..., :d]) * x[..., d:]"
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    with Launcher({}, 3 << 30, threads=1) as made:
+        yield made
+
+
+def measure(
+    launcher: Launcher, files: dict[str, Path], timeout: float = 60.0, retry: bool = True
+) -> Measured:
+    from dataclasses import replace
+
+    entry = replace(SUITE.entries[0], timeout=timeout)
+    run = ItemRun(entry, SUITE, launcher, "float32", 5, print)
+    readable = set_files({path.parent for path in files.values()})
+    return run.measure({op: str(path) for op, path in files.items()}, readable, retry)
+
+
+def write(folder: Path, body: str, head: str = HEAD) -> dict[str, Path]:
+    """A candidate silu_and_mul with this body."""
+    (folder / "silu_and_mul.py").write_text(f"{head}def silu_and_mul(x):\n    {body}\n")
+    return {"silu_and_mul": folder / "silu_and_mul.py"}
+
+
+def test_crashing_file_of_five_is_dropped_and_named(launcher, tmp_path):
+    for op in STUBS:
+        (tmp_path / f"{op}.py").write_text(source(op))
+    write(tmp_path, "raise ValueError('odd size')")
+    found = measure(launcher, {op: tmp_path / f"{op}.py" for op in STUBS})
+    assert found.found.kept == tuple(op for op in STUBS if op != "silu_and_mul")
+    (dropped,) = found.found.dropped
+    assert (dropped.op, dropped.reason) == ("silu_and_mul", Reason.RUN_TIME)
+    assert "ValueError: odd size" in dropped.text
+    assert found.outcome is not None and found.outcome.correctness == 1.0
+    assert all(found.live[op] for op in found.found.kept)
+    assert len(found.rounds) == 6 and all(r.seconds["set"] > 0 for r in found.rounds)
+
+
+BROKEN = {
+    "exits": ("os._exit(3)", HEAD, Reason.RUN_TIME),
+    "hangs": ("time.sleep(1e6)", HEAD, Reason.TIME_LIMIT),
+    "takes all memory": ("keep = [torch.ones(1 << 28) for _ in range(99)]", HEAD, Reason.MEMORY_LIMIT),
+    "does not import": (CORRECT, "import no_such_module\n", Reason.IMPORT),
+    "exits at import": (CORRECT, "raise SystemExit(0)\n", Reason.IMPORT),
+    "is wrong": ("return torch.zeros_like(x[..., : x.shape[-1] // 2])", HEAD, Reason.INCORRECT),
+    "refuses calls": ("raise NotImplementedError('no such size')", HEAD, Reason.UNSUPPORTED),
+    "breaks graphs": (
+        "return torch.compile(lambda y: (torch._dynamo.graph_break(), y)[1], fullgraph=True)(x)", HEAD, Reason.GRAPHS,
+    ),
+    "compiles while serving": (
+        "return torch.compile(_f, backend='eager', dynamic=False)(x)",
+        HEAD + f"def _f(x):\n    {CORRECT}\n\n\n", Reason.COMPILES_WHILE_SERVING,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BROKEN)
+def test_candidate_that_breaks_has_its_reason(launcher, tmp_path, what):
+    body, head, reason = BROKEN[what]
+    found = measure(launcher, write(tmp_path, body, head), timeout=8.0 if what == "hangs" else 60.0)
+    assert found.outcome is None
+    (dropped,) = found.found.dropped
+    assert (dropped.op, dropped.reason) == ("silu_and_mul", reason), dropped.text
+
+
+@pytest.mark.slow
+def test_flood_of_output_changes_nothing(launcher, tmp_path):
+    found = measure(launcher, write(tmp_path, f"sys.stdout.write('x' * 1000000)\n    {CORRECT}"))
+    assert found.outcome is not None and found.outcome.correctness == 1.0
+
+
+@pytest.mark.slow
+def test_without_retry_a_crash_ends_the_item(launcher, tmp_path):
+    found = measure(launcher, write(tmp_path, "raise ValueError"), retry=False)
+    assert (found.outcome, found.found.kept, found.reason) == (None, (), Reason.RUN_TIME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["early_end", "patched_sampler", "skipped_layers", "detects_probe"])
+def test_cheat_is_incorrect(launcher, name):
+    found = measure(launcher, {"silu_and_mul": CHEATS / f"{name}.py"})
+    reasons = {found.reason, *(d.reason for d in found.found.dropped)}
+    assert Reason.INCORRECT in reasons
+    assert found.outcome is None or found.outcome.correctness < 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(p.stem for p in (CHEATS / "honest").glob("*.py")))
+def test_honest_twin_is_valid(launcher, name):
+    found = measure(launcher, {"silu_and_mul": CHEATS / "honest" / f"{name}.py"})
+    assert found.outcome is not None and found.outcome.correctness == 1.0, found.text
+
+
+@pytest.mark.slow
+def test_replayed_answers_are_never_needed(launcher):
+    """Prompts are fresh, so a candidate that keeps answers computes all of them."""
+    found = measure(launcher, {"silu_and_mul": CHEATS / "replays_prompts.py"})
+    assert found.outcome is not None and found.outcome.correctness == 1.0
+    assert found.outcome.throughput < 2

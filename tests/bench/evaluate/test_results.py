@@ -1,0 +1,158 @@
+"""Scores, resuming and the selftest's verdict on recorded rows: nothing runs."""
+
+from __future__ import annotations
+
+import pytest
+from fk_bench.core.rows import Machine, Status
+from fk_bench.evaluate import report, results, selftest, suites
+from fk_bench.evaluate.fidelity import fidelity
+from fk_bench.evaluate.items import PHASES, Measured, Round, checked_tokens, conclude
+from fk_bench.evaluate.reasons import Reason
+from fk_bench.evaluate.results import Context
+from fk_bench.evaluate.search import Dropped, Found
+from fk_bench.evaluate.side import SideFailed
+
+SUITE = suites.load("smoke")
+VERSIONS = {"torch": "2.13.0", "python": "3.11.7"}
+CONTEXT = Context("run", "abc", Machine(cpu="Xeon"), VERSIONS, SUITE.name, SUITE.digest, {"mine": "f00"})
+
+
+def measured(entry, speed=1.0, apart=0.0, live=None, dropped=(), kept=("rms_norm",)) -> Measured:
+    """An item whose set takes 1 / speed of the baseline's time, which scatters by 1%."""
+    made = Measured(entry, Found(kept, tuple(dropped), (), 1))
+    scatter = (1.0, 1.01, 0.99, 1.005, 0.995)
+    for phase in PHASES:
+        for n, s in enumerate(scatter):
+            seconds = {"baseline": s, "set": scatter[-1 - n] / speed}
+            made.rounds.append(Round(phase, n, seconds, work=10))
+    made.live = {"rms_norm": 7} if live is None else live
+    made.fidelity = fidelity(entry.workload.kind, [apart] * 5, [0.0] * 5)
+    conclude(made)
+    return made
+
+
+def rows_of(*found: Measured, variant: str = "record"):
+    return [row for f in found for row in results.item_rows(CONTEXT, "mine", f, variant, {})]
+
+
+def score(rows):
+    return results.scores(SUITE, rows, "mine")
+
+
+def test_do_nothing_set_scores_one():
+    rows = rows_of(*(measured(e) for e in SUITE.entries))
+    assert score(rows).kept.overall.score == pytest.approx(1.0, abs=1e-6)
+    assert selftest.outside([r for r in rows if r.kind == results.ITEM]) == []
+
+
+@pytest.mark.parametrize(("speed", "apart"), [(1.2, 0.0), (0.8, 0.0), (1.0, 0.02)])
+def test_selftest_sees_speed_and_wrong_outputs(speed, apart):
+    row = rows_of(measured(SUITE.entries[0], speed, apart))[-1]
+    assert selftest.outside([row])
+
+
+def test_slower_set_keeps_its_candidates_in_the_score():
+    rows = rows_of(*(measured(e, 0.8) for e in SUITE.entries))
+    assert score(rows).kept.overall.score == pytest.approx(0.8, rel=0.01)
+
+
+def test_best_subset_is_shown_apart_from_the_score():
+    rows = rows_of(*(measured(e, 0.8) for e in SUITE.entries))
+    rows += rows_of(measured(SUITE.entries[0], 1.1), variant="best")
+    found = score(rows)
+    assert found.kept.overall.score == pytest.approx(0.8, rel=0.01)
+    assert found.best is not None and found.best.overall.score > found.kept.overall.score
+
+
+def test_wrong_and_empty_sets_are_at_the_floor():
+    wrong = score(rows_of(*(measured(e, 3.0, apart=0.5) for e in SUITE.entries))).kept.overall
+    empty = score([]).kept.overall
+    for part in (wrong, empty):
+        assert (part.S, part.C, part.coverage, part.score) == (pytest.approx(0.5), 0.0, 0.0, 0.0)
+
+
+def test_item_in_which_no_candidate_ran_counts_as_not_run():
+    made = measured(SUITE.entries[0], live={"rms_norm": 0})
+    assert (made.outcome, made.reason) == (None, Reason.NOT_DEPLOYED)
+    assert score(rows_of(made)).kept.overall.valid == 0
+
+
+def test_partly_run_suite_has_less_coverage():
+    part = score(rows_of(*(measured(e) for e in SUITE.entries[:3]))).kept.overall
+    assert part.coverage == pytest.approx(0.5)  # three of three items of text, none of two of images
+
+
+def test_dropped_candidate_counts_only_as_is():
+    crash = [Dropped("silu_and_mul", Reason.RUN_TIME, "boom")]
+    found = score(rows_of(*(measured(e, dropped=crash) for e in SUITE.entries)))
+    assert found.kept.overall.score == pytest.approx(1.0, abs=1e-6)
+    assert found.as_is.overall.score == 0.0
+    harmless = [Dropped("silu_and_mul", Reason.UNSUPPORTED, "other shape")]
+    assert (
+        score(rows_of(*(measured(e, dropped=harmless) for e in SUITE.entries))).as_is.overall.coverage == 1.0
+    )
+
+
+def test_item_measured_twice_counts_once():
+    rows = rows_of(measured(SUITE.entries[0], 2.0), measured(SUITE.entries[0], 1.0))
+    assert results.items_done(rows, "mine")[SUITE.entries[0].item].metrics[
+        "throughput_speedup"
+    ] == pytest.approx(1.0)
+
+
+def test_rounds_without_their_item_count_nothing():
+    rows = rows_of(measured(SUITE.entries[0]))[:-1]
+    assert results.items_done(rows, "mine") == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"commit": "def"}, "commit"),
+        ({"machine": Machine(gpu="NVIDIA H200", cpu="Xeon")}, "chip"),
+        ({"versions": {**VERSIONS, "torch": "2.12.0"}}, "torch"),
+        ({"digest": "0"}, "suite digest"),
+        ({"sets": {"mine": "bad"}}, "files of the set mine"),
+    ],
+)
+def test_rows_of_another_evaluation_are_told_apart(change, told):
+    from dataclasses import replace
+
+    row = rows_of(measured(SUITE.entries[0]))[-1]
+    assert CONTEXT.differs(row) == ""
+    assert told in replace(CONTEXT, **change).differs(row)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        [[1, 2]],
+        [[1, 2], [1]],
+        [[1, 2], [1, 2, 3, 4]],
+        [[1, 2], [1, 2, 99]],
+        [[1, 2], [1, 2, True]],
+        [[1, 2], "abc"],
+    ],
+)
+def test_tokens_other_than_requested_are_refused(found):
+    assert checked_tokens([[1, 2], [3, 4, 5]], [2, 3], 10)
+    with pytest.raises(SideFailed) as failed:
+        checked_tokens(found, [2, 3], 10)
+    assert failed.value.reason is Reason.INCORRECT
+
+
+def test_statuses_say_why_an_item_failed():
+    made = measured(SUITE.entries[0])
+    made.outcome, made.reason = None, Reason.TIME_LIMIT
+    assert rows_of(made)[-1].status is Status.TIMEOUT
+
+
+def test_page_and_line_hold_the_score(tmp_path):
+    rows = rows_of(measured(SUITE.entries[0], dropped=[Dropped("gelu", Reason.IMPORT, "SyntaxError: <b>")]))
+    found = score(rows)
+    page = report.write(tmp_path, SUITE, rows, {"mine": found}).read_text()
+    line = results.score_line("mine", found.kept.overall)
+    assert "coverage 0.167" in line and line in page
+    assert "gelu (import): SyntaxError: &lt;b&gt;" in page
+    assert "not run" in page
