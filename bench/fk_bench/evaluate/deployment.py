@@ -45,7 +45,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Serving:
-    """What was compiled at batch sizes after the warm-up: {size: {compiler: count}}."""
+    """Compilations at batch sizes after the warm-up: {size: {compiler: count}}."""
 
     sizes: tuple[int, ...]
     compiled: Mapping[int, Mapping[str, int]]
