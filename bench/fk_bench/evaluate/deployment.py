@@ -1,4 +1,4 @@
-"""What the judge of kernels does not see: whether a candidate runs in a host, and whether it compiles while serving.
+"""Deployment and serving: whether a candidate runs in a compiled host, and whether it compiles while serving.
 
 A candidate's class may return to plain PyTorch while it is traced. In a compiled host its kernel then never runs: it is
 not deployed, which is no speedup of 1. A kernel that is compiled again for each number of rows stalls a server at each
