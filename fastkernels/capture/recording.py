@@ -151,9 +151,9 @@ def record(
         recording.save("captures/mine", {"model": ..., "host": ..., "scenario": ...})
 
     Arguments are recorded before the op's body changes them. For float tensors only shape, strides and dtype are kept;
-    integers (routing, block tables, slots, lengths) decide the work of a kernel, so their values are kept. With `floats`
-    rows of float tensors are kept, too. See Limits for the sizes. Use an eager engine that is built and warm: the replay of a CUDA graph runs no body. Raises
-    RuntimeError while another recording runs.
+    integers (routing, block tables, slots, lengths) decide the work of a kernel, so their values are kept. With
+    `floats` rows of float tensors are kept, too. See Limits for the sizes. Use an eager engine that is built and warm:
+    the replay of a CUDA graph runs no body. Raises RuntimeError while another recording runs.
     """
     recording = start(Limits(budget, tensor, signatures, values, floats))
     try:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.overrides.attention.paged_cache import check, memory
-from fastkernels.overrides.cache.store_kvcache import fp8_refusal
+from fastkernels.overrides.kit.fp8 import fp8_refusal
 from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, tickets
 from fastkernels.overrides.kit.overlap import follow, overlap
 

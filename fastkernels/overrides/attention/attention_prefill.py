@@ -92,7 +92,8 @@ def reference(
 def _attention_prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,
-    sink_ptr, slope_ptr, batch, kv_heads, D, scale, v_scale, window_left, softcap, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    sink_ptr, slope_ptr, batch, kv_heads, D, scale, v_scale, window_left, softcap,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     SINKS: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip

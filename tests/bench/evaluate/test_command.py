@@ -8,8 +8,8 @@ import pytest
 from fk_bench.cli import main
 from fk_bench.core import machine, rows
 from fk_bench.evaluate import suites
+from fk_bench.evaluate.adapters.sets import read_set
 from fk_bench.evaluate.run import command, results
-from fk_bench.evaluate.sets import read_set
 
 SUITE = suites.load("smoke")
 

@@ -18,9 +18,9 @@ from fastkernels.core.registry import UnknownName
 from fk_bench.core import machine, rows
 from fk_bench.core.output import fail, last_line, table
 from fk_bench.core.rows import Row, Status
+from fk_bench.evaluate.adapters.sets import CandidateSet, SetError, read_set
 from fk_bench.evaluate.run import results, selftest
 from fk_bench.evaluate.run.results import Context
-from fk_bench.evaluate.sets import CandidateSet, SetError, read_set
 from fk_bench.evaluate.suites import HOSTS, Entry, Suite, SuiteError, load, of_model
 from fk_bench.serving.config import ConfigError
 
