@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,34 @@ def test_candidate_that_breaks_has_its_reason(launcher, tmp_path, what):
 def test_flood_of_output_changes_nothing(launcher, tmp_path):
     found = measure(launcher, write(tmp_path, f"sys.stdout.write('x' * 1000000)\n    {CORRECT}"))
     assert found.outcome is not None and found.outcome.correctness == 1.0
+
+
+CAGED = """import os, signal, socket
+import torch
+import torch.nn.functional as F
+
+with socket.create_server(("127.0.0.1", 0)) as server:
+    socket.create_connection(server.getsockname(), 5).close()
+signal.setitimer(signal.ITIMER_REAL, 0)
+if {host!r} in os.listdir("/") or [name for name in os.environ if "SECRET" in name]:
+    raise RuntimeError("files or secrets of the user are visible")
+try:
+    socket.create_connection(("192.0.2.1", 80), 1)
+except OSError as error:
+    assert error.errno == 101, error  # the network is unreachable
+
+
+"""
+
+
+@pytest.mark.slow
+def test_cage_of_a_host_has_loopback_alone(launcher, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("without root, the cage depends on the machine")
+    hidden = next(n for n in ("srv", "media", "mnt", "opt", "home") if Path(f"/{n}").is_dir())
+    found = measure(launcher, write(tmp_path, CORRECT, CAGED.format(host=hidden)))
+    assert launcher.cage["net"] == "on" and launcher.cage["seccomp"] == "on"
+    assert found.outcome is not None and found.outcome.correctness == 1.0, found.text
 
 
 @pytest.mark.slow

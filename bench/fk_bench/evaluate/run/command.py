@@ -28,9 +28,7 @@ SELFTEST = "do-nothing"
 
 
 def eval_command(
-    suite: Annotated[
-        str, typer.Argument(help="smoke, default, full, or a .toml file of the same form")
-    ] = "smoke",
+    suite: Annotated[str, typer.Argument(help="smoke, default, or a .toml file of the same form")] = "smoke",
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=DIR", help="a folder of candidates OP.py; repeatable"),
