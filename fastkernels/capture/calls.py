@@ -29,6 +29,15 @@ def is_value(op: str, name: str, tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or name in FLOAT_VALUES.get(op, ())
 
 
+def is_sampled(tensor: torch.Tensor) -> bool:
+    """Whether rows of this float tensor can be kept."""
+    return (
+        tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        and tensor.dim() > 0
+        and tensor.numel() > 0
+    )
+
+
 def describe(arguments: Sequence[Any], given: Sequence[Any]) -> list[dict[str, Any]]:
     """The signature: for each argument of the schema its name, and of
 

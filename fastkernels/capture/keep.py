@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fastkernels.capture.calls import digest
+
 SCHEMA = "fastkernels.capture/1"
 Values = tuple[tuple[str, Any], ...]  # (argument, digest of its tensor, or its number) of one call
 
@@ -23,25 +25,42 @@ class Limits:
     tensor      bytes of one tensor; values of larger tensors are dropped
     signatures  signatures of one op: the most frequent and a few large ones
     values      sets of values of one signature, spread over the run
+    floats      bytes of the rows that are kept of a float tensor; 0: float tensors have no values
     """
 
     budget: int = 1 << 20
     tensor: int = 256 << 10
     signatures: int = 32
     values: int = 8
+    floats: int = 0
+
+
+SAMPLE = "sample"  # the number of a call, in the values of calls whose floats are kept
 
 
 @dataclass
 class Calls:
-    """The calls of one signature. `seen` counts each set of values; `kept` holds the tensors of some sets."""
+    """The calls of one signature. `seen` counts each set of values; `kept` holds the tensors of some sets.
+
+    floats  {set of values: {argument: digest of its rows}}
+    """
 
     args: list[dict[str, Any]]
     count: int = 0
     seen: dict[Values, int] = field(default_factory=dict)
     kept: dict[Values, dict[str, torch.Tensor]] = field(default_factory=dict)
     too_large: set[str] = field(default_factory=set)
+    floats: dict[Values, dict[str, str]] = field(default_factory=dict)
 
-    def add(self, values: Values, tensors: Mapping[str, torch.Tensor], most: int, rng: random.Random) -> None:
+    def add(
+        self,
+        values: Values,
+        tensors: Mapping[str, torch.Tensor],
+        most: int,
+        rng: random.Random,
+        floats: Mapping[str, torch.Tensor] | None = None,
+        most_bytes: int = 0,
+    ) -> None:
         """Count a call. Beyond `most` sets of values, every set has the same chance to be kept (reservoir sampling)."""
         self.count += 1
         self.seen[values] = self.seen.get(values, 0) + 1
@@ -53,6 +72,22 @@ class Calls:
             del self.kept[rng.choice(list(self.kept))]
         # A copy: on the CPU the tensor may be a buffer that the engine reuses every step.
         self.kept[values] = {name: tensor.clone() for name, tensor in tensors.items()}
+        if floats:
+            rows = {name: rows_of(tensor, most_bytes) for name, tensor in floats.items()}
+            self.floats[values] = {name: digest(tensor) for name, tensor in rows.items()}
+            self.kept[values] |= {self.floats[values][name]: tensor for name, tensor in rows.items()}
+
+
+def rows_of(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """Rows of a tensor that fit into `most` bytes, evenly spread over those that are not 0, as [rows, channels]."""
+    rows = tensor.detach().reshape(-1, tensor.shape[-1])
+    room = max(most // max(rows.shape[1] * rows.element_size(), 1), 1)
+    if len(rows) > room:
+        used = rows.ne(0).any(1).nonzero().flatten()
+        used = used if len(used) else torch.arange(len(rows), device=rows.device)
+        at = torch.linspace(0, len(used) - 1, min(room, len(used)), device=used.device).long()
+        rows = rows[used[at]]
+    return rows.to("cpu", copy=True).contiguous()
 
 
 def choose(calls: Mapping[str, Calls], most: int) -> list[Calls]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fastkernels.capture.calls import describe, digest, is_dynamic, is_value
-from fastkernels.capture.keep import SCHEMA, Calls, Limits, Values, choose, to_json, within
+from fastkernels.capture.calls import describe, digest, is_dynamic, is_sampled, is_value
+from fastkernels.capture.keep import SAMPLE, SCHEMA, Calls, Limits, Values, choose, to_json, within
 from fastkernels.core import dispatch
 from fastkernels.core.dispatch import Op, Provider
 
@@ -60,6 +60,7 @@ class Recording:
         tensors: dict[str, torch.Tensor] = {}
         values: list[tuple[str, Any]] = []
         too_large = set()
+        floats: dict[str, torch.Tensor] = {}
         for argument, value in zip(arguments, given, strict=True):
             if isinstance(value, torch.Tensor) and is_value(op, argument.name, value):
                 if value.numel() * value.element_size() > self.limits.tensor:
@@ -71,10 +72,15 @@ class Recording:
                 values.append((argument.name, name))
             elif is_dynamic(argument):
                 values.append((argument.name, value))
+            elif self.limits.floats and isinstance(value, torch.Tensor) and is_sampled(value):
+                floats[argument.name] = value
         with self._lock:
             calls = self._ops.setdefault(op, {}).setdefault(json.dumps(signature), Calls(signature))
             calls.too_large |= too_large
-            calls.add(tuple(values), tensors, self.limits.values, self._random)
+            if floats:  # each call has values of its own
+                values.append((SAMPLE, calls.count))
+            limits = self.limits
+            calls.add(tuple(values), tensors, limits.values, self._random, floats, limits.floats)
 
     def to_dict(
         self, meta: Mapping[str, Any] | None = None
@@ -95,7 +101,7 @@ class Recording:
         rows, missing = [], 0
         for calls in chosen:
             sets = [
-                {"count": n, "args": dict(values)}
+                {"count": n, "args": {k: v for k, v in values if k != SAMPLE} | calls.floats.get(values, {})}
                 for values, n in calls.seen.items()
                 if (id(calls), values) in kept
             ]
@@ -133,6 +139,7 @@ def record(
     tensor: int = Limits.tensor,
     signatures: int = Limits.signatures,
     values: int = Limits.values,
+    floats: int = Limits.floats,
 ) -> Iterator[Recording]:
     """Record every call of our ops in this process, in all threads, until the block ends.
 
@@ -144,11 +151,11 @@ def record(
         recording.save("captures/mine", {"model": ..., "host": ..., "scenario": ...})
 
     Arguments are recorded before the op's body changes them. For float tensors only shape, strides and dtype are kept;
-    integers (routing, block tables, slots, lengths) decide the work of a kernel, so their values are kept. See Limits
-    for the sizes. Use an eager engine that is built and warm: the replay of a CUDA graph runs no body. Raises
-    RuntimeError while another recording runs.
+    integers (routing, block tables, slots, lengths) decide the work of a kernel, so their values are kept. With
+    `floats` rows of float tensors are kept, too. See Limits for the sizes. Use an eager engine that is built and warm:
+    the replay of a CUDA graph runs no body. Raises RuntimeError while another recording runs.
     """
-    recording = start(Limits(budget, tensor, signatures, values))
+    recording = start(Limits(budget, tensor, signatures, values, floats))
     try:
         yield recording
     finally:

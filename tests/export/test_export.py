@@ -19,7 +19,7 @@ from typing import Any
 import exported as runner
 import pytest
 import torch
-from fk_integrations.core import signature_diff as compare
+from fk_integrations.signatures import diff as compare
 from support.kernels import warm
 
 from fastkernels.core import cuda_rtc, forward_context, registry

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core import signature_diff as compare
+from fk_integrations.signatures import diff as compare
 
 from fastkernels.core import registry
 from fastkernels.export.exporter import ExportError, export, fork_targets

@@ -6,7 +6,7 @@ import pkgutil
 
 import pytest
 from fk_integrations.core.adapter import class_path
-from fk_integrations.core.apply import absent_rows
+from fk_integrations.patching.apply import absent_rows
 from torch import nn
 
 from fastkernels.core import registry

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core import choose, versions
-from fk_integrations.core.apply import apply
+from fk_integrations.core import versions
+from fk_integrations.patching import choose
+from fk_integrations.patching.apply import apply
 from fk_integrations.vllm import attention, mla
 from fk_integrations.vllm.host import VllmAdapter
 from support import attention_seams

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fk_integrations.core import reports
-from fk_integrations.core.construction import BeforeConstruction
+from fk_integrations.patching.construction import BeforeConstruction
 
 from fastkernels.patch import PatchError, Request
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import apply
+from fk_integrations.patching.apply import apply
 from torch import nn
 
 from fastkernels.core import registry

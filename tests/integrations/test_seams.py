@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fk_integrations.core import seam_interface
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.seam_interface import Seam, Swap
+from fk_integrations.patching import seam_interface
+from fk_integrations.patching.seam_interface import Seam, Swap
 
 from fastkernels.core import registry
 from fastkernels.core.spec import SEAMS
@@ -51,7 +51,7 @@ def test_a_file_without_exactly_one_seam_is_an_error(
 
     classes = "".join(f"class Wall{i}(Seam): pass\n" for i in range(count))
     (tmp_path / f"wall{count}.py").write_text(
-        f"from fk_integrations.core.seam_interface import Seam\n{classes}"
+        f"from fk_integrations.patching.seam_interface import Seam\n{classes}"
     )
     monkeypatch.setattr(seam_interface, "FOLDER", tmp_path)
     monkeypatch.setattr(fk_integrations.seams, "__path__", [str(tmp_path)])

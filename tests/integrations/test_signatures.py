@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fk_integrations.core import signature_diff as compare
-from fk_integrations.core import signature_recorder as record
 from fk_integrations.core import versions
+from fk_integrations.signatures import diff as compare
+from fk_integrations.signatures import recorder as record
 from torch import nn
 
 from fastkernels.core import registry

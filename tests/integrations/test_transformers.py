@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core.apply import apply
+from fk_integrations.patching.apply import apply
 from fk_integrations.transformers.host import TransformersAdapter
 
 import fastkernels

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core import apply as apply_module
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import Patched, apply, plan
+from fk_integrations.patching import apply as apply_module
+from fk_integrations.patching.apply import Patched, apply, plan
 from torch import nn
 
 from fastkernels.core import registry, tuning

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import Patched, apply, plan
 from fk_integrations.core.host_op import HostOp
+from fk_integrations.patching.apply import Patched, apply, plan
 from torch import nn
 
 from fastkernels.core import tuning

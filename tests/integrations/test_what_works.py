@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import apply
+from fk_integrations.patching.apply import apply
 
 from fastkernels.core.reasons import Kind, Reason
 from fastkernels.patch import PatchError, Request, Row, disagreement

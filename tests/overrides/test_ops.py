@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -93,6 +94,19 @@ def test_values(name: str, case: Case) -> None:
 @pytest.mark.parametrize(("name", "case"), INTERPRETED, ids=IDS)
 def test_triton_interpreted(name: str, case: Case, interpreted: dict[tuple[str, str], str | None]) -> None:
     assert interpreted[name, case.name] is None
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
+def test_providers_take_all_arguments_of_their_op(name: str) -> None:
+    """Those for a GPU, too. The op passes its arguments by position, and `out` by name."""
+    op = registry.get(name).op
+    given = [None] * len(op.overload._schema.arguments)
+    for provider in op.providers:
+        inspect.signature(provider.fn).bind(*given, **({"out": None} if provider.out else {}))
+        if provider.supports is not None:
+            inspect.signature(provider.supports).bind(*given)
+        if provider.fits is not None:
+            inspect.signature(provider.fits).bind({}, *given)
 
 
 def widen(value: Any) -> Any:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core import choose
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.journal import Journal
 from fk_integrations.fastkernels.host import FastKernelsAdapter
+from fk_integrations.patching import choose
+from fk_integrations.patching.apply import Patched, apply
 from fk_integrations.vllm import compiled
 from torch import nn
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from fk_integrations.core import choose
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.ranks import agree
+from fk_integrations.patching import choose
 
 from fastkernels.core import tuning
 from fastkernels.core.tuning import Entry

@@ -22,6 +22,7 @@ from fk_bench.e2e.host import HOSTS, HostFailed, HostProcess
 from fk_bench.serving.config import comma_list
 
 COMMAND = "capture"
+SAMPLE, ROWS_BYTES = "sample", 32 << 10  # bytes of the rows of one float tensor
 HOST_PROCESS = Path(__file__).with_name("host_process.py")
 
 
@@ -45,9 +46,17 @@ def capture_command(
     dtype: Annotated[
         str, typer.Option(help="of weights and activations; auto: the host's default")
     ] = "bfloat16",
-    budget: Annotated[int, typer.Option(help="total KiB of values")] = 1024,
+    budget: Annotated[
+        int | None,
+        typer.Option(
+            help="total KiB of values (default: 1024; with --values sample 8192)", show_default=False
+        ),
+    ] = None,
     signatures: Annotated[int, typer.Option(help="most frequent signatures to keep per op")] = 32,
-    values: Annotated[int, typer.Option(help="sets of values to keep per signature")] = 8,
+    values: Annotated[
+        str,
+        typer.Option(help="sets of values to keep per signature; sample: 8, with rows of float tensors, too"),
+    ] = "8",
     engine_args: Annotated[str, typer.Option(help="JSON of more engine arguments")] = "{}",
     timeout: Annotated[
         float, typer.Option(help="seconds for the startup, and for each wave of requests")
@@ -66,7 +75,11 @@ def capture_command(
         wanted = check_names(comma_list("--ops", ops, str)) if ops else ()
         if host not in HOSTS:
             raise UnknownName("host", host, HOSTS)
-        if min(budget, signatures, values) < 1:
+        sampled = values == SAMPLE
+        if not sampled and not values.isdecimal():
+            raise ValueError(f"--values {values!r} is neither a number nor {SAMPLE!r}")
+        sets, kib = 8 if sampled else int(values), (8192 if sampled else 1024) if budget is None else budget
+        if min(kib, signatures, sets) < 1:
             raise ValueError("--budget, --signatures and --values must be at least 1")
         python = machine.absolute(python)
         _check_installed(host, python)
@@ -83,7 +96,7 @@ def capture_command(
         "device": "cuda" if machine.machine().gpus else "cpu", "commit": machine.commit(),
         "time": time.strftime("%Y-%m-%d", time.gmtime()),
     }  # fmt: skip
-    limits = {"budget": budget << 10, "signatures": signatures, "values": values}
+    limits = {"budget": kib << 10, "signatures": signatures, "values": sets, "floats": sampled * ROWS_BYTES}
     settings = {**_sizes(waves), "model": model, "dtype": dtype, "engine_args": extra, "ops": list(wanted)}
     try:
         off = _run(host, python, settings, waves, limits, folder, meta, timeout)

@@ -36,15 +36,24 @@ class Engine:
 def fastkernels(options: dict[str, Any]) -> Engine:
     import fastkernels
     from fastkernels import LLM, SamplingParams, capture
+    from fastkernels.models.common import build, checkpoint, registry
 
     settings = {
         "dtype": options["dtype"], "skip_tokenizer_init": True, "max_model_len": options["max_model_len"],
-        "max_num_seqs": options["max_num_seqs"], "num_blocks": options["kv_tokens"] // 16 + 1, "enforce_eager": True,
+        "max_num_seqs": options["max_num_seqs"], "enforce_eager": True,
     }  # fmt: skip
+    config = build.load_config(checkpoint.resolve(options["model"]))
+    if registry.find(config.architectures[0]).arch.runner == "Generate":
+        settings["num_blocks"] = options["kv_tokens"] // 16 + 1
+    else:  # without generated tokens
+        settings["max_model_len"] = min(settings["max_model_len"], config.max_position_embeddings)
     with capture.record_modules() as modules:
         llm = LLM(options["model"], **{**settings, **options["engine_args"]})
 
     def generate(requests: Requests) -> int:
+        if llm.llm_engine.kind == "Encode":
+            llm.embed([{"prompt_token_ids": r["prompt"]} for r in requests])
+            return sum(len(r["prompt"]) for r in requests)
         params = [SamplingParams(ignore_eos=True, detokenize=False, **_how(r)) for r in requests]
         outputs = llm.generate([{"prompt_token_ids": r["prompt"]} for r in requests], params)
         return sum(len(o.outputs[0].token_ids) for o in outputs)

@@ -15,7 +15,7 @@ from fastkernels.capture import extent
 from fastkernels.core import registry
 from fastkernels.core.spec import Case, OpSpec
 from fk_bench.capture.captures import Argument, Capture, SignatureCalls, load_all
-from fk_bench.capture.renewal import renewed
+from fk_bench.capture.renewal import JITTER, renewed
 
 CACHE_BYTES = 4 << 20
 CACHES = ("key_cache", "value_cache")
@@ -96,7 +96,13 @@ def _cases(spec: OpSpec, capture: Capture, wrong: list[str]) -> Iterator[Capture
                     f"{capture.folder}: {spec.name} {name} is not a call of the op ({why}); left out"
                 )
                 continue
-            case = Case(name, dims, _dtype(arguments), call.count * count / seen, tags=("captured",))
+            floats = {a.name for a in arguments if _sampled(a, replayed)}
+            if floats and (spec.tie_sensitive or spec.permutable is not None):
+                replayed = {n: v for n, v in replayed.items() if n not in floats}  # real values have ties
+                floats = set()
+            tags = ("captured", "values") if floats else ("captured",)
+            name += ":values" if floats else ""
+            case = Case(name, dims, _dtype(arguments), call.count * count / seen, tags=tags)
             yield CapturedCase(spec.name, capture.name, case, arguments, replayed)
 
 
@@ -160,12 +166,41 @@ def _dtype(arguments: tuple[Argument, ...]) -> str:
 
 def _stand_in(argument: Argument, values: Mapping[str, Any]) -> Any:
     """The argument without memory, with all that dims_of needs."""
-    if argument.name in values:
+    if argument.name in values and not _sampled(argument, values):
         return values[argument.name]
     if argument.shape is None:
         return _value(argument)
     dtype = getattr(torch, argument.dtype or "")
     return torch.empty_strided(argument.shape, argument.strides or [], dtype=dtype, device="meta")
+
+
+def _sampled(argument: Argument, values: Mapping[str, Any]) -> bool:
+    """Whether the value is rows of the argument, as `capture --values sample` keeps them; see rows_of."""
+    if argument.name not in values or argument.dtype is None or not _is_float(argument.dtype):
+        return False
+    channels = (argument.shape or [1])[-1]
+    found = values[argument.name]
+    return (
+        isinstance(found, torch.Tensor)
+        and found.dim() == 2
+        and found.shape[-1] == channels
+        and not (argument.name in ROUTING and list(found.shape) == argument.shape)
+    )
+
+
+def _rows(argument: Argument, rows: torch.Tensor, device: str, generator: torch.Generator) -> torch.Tensor:
+    """Values like the recorded rows: other rows of them, each number changed by up to JITTER.
+
+    Channels keep their outliers. The recorded numbers themselves are public.
+    """
+    count = math.prod(argument.shape or []) // max(rows.shape[1], 1)
+    if len(rows) == count:
+        at = torch.randperm(count, generator=generator, device=device)
+    else:
+        at = torch.randint(len(rows), (count,), generator=generator, device=device)
+    found = rows.to(device)[at].float()
+    change = torch.rand(found.shape, generator=generator, device=device) * 2 - 1
+    return (found * (1 + JITTER * change)).view(argument.shape or [])
 
 
 def _value(argument: Argument) -> Any:
@@ -228,7 +263,9 @@ def _make(spec: OpSpec, captured: CapturedCase, device: str, generator: torch.Ge
             args.append(captured.values.get(argument.name, _value(argument)))
             continue
         content = captured.values.get(argument.name)
-        if content is not None:
+        if content is not None and _sampled(argument, captured.values):
+            content = _rows(argument, content, device, generator)
+        elif content is not None:
             content = content.clone()
         else:
             content = made[i] if i < len(made) else None

@@ -221,7 +221,7 @@ class Toggled:
 
     def _call(self, action: str) -> list[dict[str, Any]]:
         if self.host == "fastkernels":  # its runner is in this process
-            from fk_integrations.core import proof
+            from fk_integrations.patching import proof
 
             if action == "trace_stop":
                 return [proof.stop()]

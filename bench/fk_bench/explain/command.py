@@ -63,7 +63,7 @@ class TimedCall:
 @cache
 def patched(op: str, host: str) -> bool:
     """Whether patch() without a list of ops puts this op into a live host."""
-    from fk_integrations.core import seam_interface
+    from fk_integrations.patching import seam_interface
 
     return any(t.default and seam_interface.find(t.seam).live for t in registry.get(op).targets_for(host))
 

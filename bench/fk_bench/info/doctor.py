@@ -144,7 +144,7 @@ def installed_hosts(pythons: dict[str, str], found: Found) -> Iterator[Installed
 
 def seam_rows(installed: Installed, specs: list[OpSpec], env: Environment) -> Iterator[dict[str, Any]]:
     """Rows {op, host, version, class, seam, state, reason}; states: 'on', 'asked' (only if named in ops=), 'off'."""
-    from fk_integrations.core.signature_recorder import Sources
+    from fk_integrations.signatures.recorder import Sources
 
     sources = Sources(installed.source)
     for spec in specs:
@@ -158,8 +158,8 @@ def seam_rows(installed: Installed, specs: list[OpSpec], env: Environment) -> It
 def _state(
     spec: OpSpec, target: Target, installed: Installed, sources: Any, env: Environment
 ) -> tuple[str, str]:
-    from fk_integrations.core.signature_recorder import describe
     from fk_integrations.core.versions import unknown_source
+    from fk_integrations.signatures.recorder import describe
 
     if spec.name in env.disable:
         return "off", "FASTKERNELS_DISABLE"

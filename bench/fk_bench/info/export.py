@@ -16,7 +16,7 @@ from fk_bench.core.output import fail
 
 def newest(host: str, version: str | None) -> str:
     """The requested version, or the newest recorded one. Raises ExportError, UnknownName."""
-    from fk_integrations.core.signature_diff import hosts, versions
+    from fk_integrations.signatures.diff import hosts, versions
 
     if host == "torch":
         raise ExportError(

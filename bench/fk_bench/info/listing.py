@@ -17,7 +17,7 @@ WHAT = ("ops", "hosts", "models", "workloads")
 
 def signature_rows() -> list[dict[str, Any]]:
     """Rows {op, host, version, class, path, exact, difference, lacks, inherits} for every op, host and version."""
-    from fk_integrations.core.signature_diff import comparisons
+    from fk_integrations.signatures.diff import comparisons
 
     return [c.to_dict() for c in comparisons()]
 
@@ -42,7 +42,7 @@ def op_rows() -> list[dict[str, Any]]:
 
 def host_rows() -> list[dict[str, Any]]:
     """Rows {host, recorded, ops}: the hosts that ops have classes for, and their recorded versions."""
-    from fk_integrations.core.signature_diff import hosts, versions
+    from fk_integrations.signatures.diff import hosts, versions
 
     specs = [registry.get(name) for name in registry.op_names()]
     return [

@@ -26,7 +26,7 @@ def host_classes(name: str, host: str | None = None) -> tuple[str, list[type]]:
     Runners of experts are left out: they are built from the host's own parts and only forward the call to the op.
     Raises UnknownName for a host without recorded signatures. Returns ('', []) for an op without classes there.
     """
-    from fk_integrations.core import signature_diff
+    from fk_integrations.signatures import diff as signature_diff
 
     spec = registry.get(name)
     if "." in name:  # a block of a model: the class that our engine builds it with

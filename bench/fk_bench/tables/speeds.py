@@ -75,8 +75,10 @@ def formats(files: Files) -> Iterator[Table]:
         kind, fields = PUBLIC[shapes] if name in PUBLISHED and shapes in PUBLIC else ("", {})
         paper, measured, _ = _source(kind if layers == fields.get("num_hidden_layers") else "", file, found)
         head = [name, shapes, str(layers), each]
-        times.append([*head, *_ratios([load and host[load][0] / ours[load][0] for load in both]), measured])
-        rates.append([*head, *_ratios([load and ours[load][1] / host[load][1] for load in both]), paper])
+        times.append(
+            [*head, *_ratios([None if x is None else host[x][0] / ours[x][0] for x in both]), measured]
+        )
+        rates.append([*head, *_ratios([None if x is None else ours[x][1] / host[x][1] for x in both]), paper])
         own.append([*head, *("" if load is None else f"{ours[load][0]:.2f}" for load in both)])
         used += found
     if used:

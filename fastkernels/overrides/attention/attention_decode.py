@@ -55,7 +55,8 @@ def reference(
     """q: [B, Hq, D], the last token of each sequence; caches: [blocks, block_size, Hkv, D]; seq_lens: [B] int32.
 
     block_table: [B, max_blocks]; entries past seq_len are not read. max_seqlen_k: at least the largest seq_len.
-    The rest, sinks and alibi_slopes among it, as in attention_prefill. Returns [B, Hq, D] in q's dtype; zeros where seq_len is 0.
+    The rest, sinks and alibi_slopes among it, as in attention_prefill. Returns [B, Hq, D] in q's dtype; zeros where
+    seq_len is 0.
     """
     check("attention_decode", q, key_cache, value_cache)
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -98,7 +99,8 @@ def _attention_decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, len_ptr, table_ptr, q_stride_b, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, table_stride,
     sink_ptr, slope_ptr, block_size, n_heads, group, D, scale, v_scale, window_left, softcap,
-    SINKS: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr,
     MIN_SPLIT: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     follow(OVERLAP)
@@ -242,9 +244,9 @@ def _triton(
     early = q.dtype != torch.float32
     _attention_decode_kernel[(batch, kv_heads, splits)](
         q, key_cache, value_cache, out, part, lse, seq_lens, block_table, *q.stride()[:2],
-        *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), sinks, alibi_slopes, key_cache.shape[1], heads,
-        group, d, scale * k_scale, v_scale, window_left, softcap, SINKS=sinks is not None, ALIBI=alibi_slopes is not None,
-        WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
+        *key_cache.stride()[:3], *value_cache.stride()[:3], block_table.stride(0), sinks, alibi_slopes,
+        key_cache.shape[1], heads, group, d, scale * k_scale, v_scale, window_left, softcap,
+        SINKS=sinks is not None, ALIBI=alibi_slopes is not None, WINDOW=window_left >= 0, SOFTCAP=softcap > 0,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", SPLITS=splits, MIN_SPLIT=MIN_SPLIT,
         BLOCK_G=max(next_power_of_2(group), 16), BLOCK_N=32 if block_d >= 256 else 64, BLOCK_D=block_d,
         num_warps=8 if block_d > 256 else 4, num_stages=2, **overlap(q.device, early=early),
@@ -287,6 +289,7 @@ def _fa3(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return fa3.attend(

@@ -74,8 +74,8 @@ def supports_cpp(
 def decode_cpp(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, seq_lens: torch.Tensor,
     block_table: torch.Tensor, max_seqlen_k: int, scale: float, window_left: int = -1, softcap: float = 0.0,
-    k_scale: float = 1.0, v_scale: float = 1.0, sinks: torch.Tensor | None = None, splits: int | None = None,
-    out: torch.Tensor | None = None,
+    k_scale: float = 1.0, v_scale: float = 1.0, sinks: torch.Tensor | None = None,
+    alibi_slopes: None = None, splits: int | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Nothing past a sequence's end is read. splits: parts of each sequence's keys (default: by the threads).
 

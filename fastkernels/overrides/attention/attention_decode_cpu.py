@@ -30,6 +30,7 @@ def decode_sdpa(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, seq_lens: torch.Tensor,
     block_table: torch.Tensor, max_seqlen_k: int, scale: float, window_left: int = -1, softcap: float = 0.0,
     k_scale: float = 1.0, v_scale: float = 1.0, sinks: None = None,
+    alibi_slopes: None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Nothing past a sequence's end has an effect. Queries that share a key head are a sequence of queries for SDPA.
 

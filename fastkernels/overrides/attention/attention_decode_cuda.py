@@ -307,6 +307,7 @@ def decode_cuda(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: None = None,
     out: torch.Tensor | None = None,
     **params: int,
 ) -> torch.Tensor:

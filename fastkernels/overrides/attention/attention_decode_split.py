@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fastkernels.overrides.attention.paged_cache import check, memory
-from fastkernels.overrides.cache.store_kvcache import fp8_refusal
+from fastkernels.overrides.kit.fp8 import fp8_refusal
 from fastkernels.overrides.kit.launch import multiprocessors, next_power_of_2, tickets
 from fastkernels.overrides.kit.overlap import follow, overlap
 
@@ -330,6 +330,7 @@ def decode_split(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     sinks: None = None,
+    alibi_slopes: None = None,
     out: torch.Tensor | None = None,
     **params: int,
 ) -> torch.Tensor:

@@ -92,7 +92,8 @@ def reference(
 def _attention_prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_ptr, len_ptr, table_ptr, q_stride_t, q_stride_h,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, out_stride_t, out_stride_h, table_stride,
-    sink_ptr, slope_ptr, batch, kv_heads, D, scale, v_scale, window_left, softcap, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    sink_ptr, slope_ptr, batch, kv_heads, D, scale, v_scale, window_left, softcap,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     SINKS: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -236,7 +237,7 @@ def _fa3_prefill(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor, block_table: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, scale: float,
     window_left: int = -1, softcap: float = 0.0, k_scale: float = 1.0, v_scale: float = 1.0, padded: bool = True,
-    sinks: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, alibi_slopes: None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     return fa3.attend(
         q, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_q, max_seqlen_k, scale,

@@ -90,6 +90,7 @@ def decode(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     sinks: None = None,
+    alibi_slopes: None = None,
 ) -> torch.Tensor:
     """Run XQA with arguments of attention_decode.reference that `supports_decode` accepts."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # XQA does not write rows without keys
@@ -249,6 +250,7 @@ def prefill(
     v_scale: float = 1.0,
     padded: bool = True,
     sinks: None = None,
+    alibi_slopes: None = None,
 ) -> torch.Tensor:
     """Run FlashInfer with arguments of attention_prefill.reference that `supports_prefill` accepts.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastkernels.overrides.cache.store_kvcache import fp8_refusal
+from fastkernels.overrides.kit.fp8 import fp8_refusal
 
 MAX_HEAD_SIZE = 512  # of Triton's kernels: that of Gemma 4's layers with full attention
 

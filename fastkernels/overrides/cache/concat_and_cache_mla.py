@@ -12,7 +12,8 @@ from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Call, Scalar, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec
-from fastkernels.overrides.cache.store_kvcache import CACHE_AXES, fp8_refusal, random_slots, round_e4m3
+from fastkernels.overrides.cache.store_kvcache import CACHE_AXES, random_slots, round_e4m3
+from fastkernels.overrides.kit.fp8 import fp8_refusal
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 

@@ -12,8 +12,16 @@ from fastkernels.core.case import Case, Tolerance
 from fastkernels.core.declaration import Axis, Call, Tensor
 from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.spec import OpSpec
-from fastkernels.overrides.cache.store_kvcache import CACHE_AXES, fp8_refusal, random_slots
-from fastkernels.overrides.kit.fp8 import FP8, fp8_inverse, fp8_scale, quantized, scales_of, to_fp8
+from fastkernels.overrides.cache.store_kvcache import CACHE_AXES, random_slots
+from fastkernels.overrides.kit.fp8 import (
+    FP8,
+    fp8_inverse,
+    fp8_refusal,
+    fp8_scale,
+    quantized,
+    scales_of,
+    to_fp8,
+)
 from fastkernels.overrides.kit.launch import next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 

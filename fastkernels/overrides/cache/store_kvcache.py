@@ -16,6 +16,7 @@ from fastkernels.core.expressions import Expr
 from fastkernels.core.forward_context import once_per_step
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.cache import store_kvcache_cpp
+from fastkernels.overrides.kit.fp8 import fp8_refusal
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 
@@ -98,13 +99,6 @@ def check(
 
 
 @cache
-def fp8_refusal(device: torch.device) -> str | None:
-    """Return why Triton cannot convert from and to float8_e4m3fn on the device, None if it can."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        return "Triton converts to float8_e4m3fn from compute capability 8.9 on"
-    return None
-
-
 def _supports_triton(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,18 @@ GROUP_EPS = 1e-10  # least absolute maximum of a group, in both hosts
 MAX_COLUMNS = 65536
 # Triton's interpreter (3.6) converts to float8 without rounding to nearest even and without carrying.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def fp8_refusal(device: torch.device) -> str | None:
+    """Return why Triton cannot convert from and to float8_e4m3fn on the device, None if it can."""
+    if device.type == "cuda" and _capability(device) < (8, 9):
+        return "Triton converts to float8_e4m3fn from compute capability 8.9 on"
+    return None
+
+
+@lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def scales_of(absmax: torch.Tensor, min_absmax: float, ue8m0: bool) -> torch.Tensor:

@@ -17,7 +17,8 @@ from fastkernels.core.dispatch import Provider, define
 from fastkernels.core.expressions import Expr
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.cache import concat_and_cache_mla
-from fastkernels.overrides.cache.store_kvcache import CACHE_AXES, fp8_refusal, random_slots, round_e4m3
+from fastkernels.overrides.cache.store_kvcache import CACHE_AXES, random_slots, round_e4m3
+from fastkernels.overrides.kit.fp8 import fp8_refusal
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.norm import rms_norm

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastkernels.overrides.cache.store_kvcache import fp8_refusal
+from fastkernels.overrides.kit.fp8 import fp8_refusal
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2, shared_memory
 from fastkernels.overrides.kit.overlap import follow, overlap
 

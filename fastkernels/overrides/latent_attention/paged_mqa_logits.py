@@ -19,7 +19,7 @@ from fastkernels.core.shapes import near, near_size, varied
 from fastkernels.core.spec import OpSpec
 from fastkernels.overrides.attention import cases
 from fastkernels.overrides.attention.paged_cache import take_blocks
-from fastkernels.overrides.cache.store_kvcache import fp8_refusal
+from fastkernels.overrides.kit.fp8 import fp8_refusal
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.latent_attention import sparse_cases

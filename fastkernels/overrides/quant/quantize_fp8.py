@@ -18,6 +18,7 @@ from fastkernels.overrides.kit.fp8 import (
     check,
     empty_outputs,
     fp8_inverse,
+    fp8_refusal,
     fp8_scale,
     laid_out,
     quantize_rows,
@@ -111,7 +112,7 @@ def supports_triton(
         return f"column-major scales of x with {x.dim()} dimensions"
     if x.numel() >= 1 << 38:
         return f"{x.numel()} values are more than 2^38"
-    return unsupported_rows(x)
+    return fp8_refusal(x.device) or unsupported_rows(x)
 
 
 def quantize_triton(

@@ -16,6 +16,7 @@ from fastkernels.overrides.kit.fp8 import (
     check,
     empty_outputs,
     fp8_inverse,
+    fp8_refusal,
     fp8_scale,
     laid_out,
     quantize_rows,
@@ -130,7 +131,12 @@ def _supports_triton(
         return f"column-major scales of x with {x.dim()} dimensions"
     if residual is not None and (rows(residual) or (1,))[0] != (rows(x) or (1,))[0]:
         return f"residual has strides {residual.stride()}, x {x.stride()}: their rows differ"
-    return unsupported_rows(x) or unsupported_rows(weight, "weight") or unsupported_rows(residual, "residual")
+    return (
+        fp8_refusal(x.device)
+        or unsupported_rows(x)
+        or unsupported_rows(weight, "weight")
+        or unsupported_rows(residual, "residual")
+    )
 
 
 def _triton(

@@ -18,6 +18,7 @@ from fastkernels.overrides.kit.fp8 import (
     check,
     empty_outputs,
     fp8_inverse,
+    fp8_refusal,
     fp8_scale,
     laid_out,
     quantize_rows,
@@ -107,7 +108,7 @@ def _supports_triton(
         return f"column-major scales of x with {x.dim()} dimensions"
     if x.numel() >= 1 << 31:
         return f"{x.numel()} values are 2^31 or more"
-    return unsupported_rows(x)
+    return fp8_refusal(x.device) or unsupported_rows(x)
 
 
 def _triton(

@@ -21,11 +21,10 @@ from fastkernels.overrides.cache import store_kvcache
 from fastkernels.overrides.cache.store_kvcache import (
     CACHE_AXES,
     CACHE_SHAPE,
-    fp8_refusal,
     random_slots,
     round_e4m3,
 )
-from fastkernels.overrides.kit.fp8 import FP8
+from fastkernels.overrides.kit.fp8 import FP8, fp8_refusal
 from fastkernels.overrides.kit.launch import cdiv, next_power_of_2
 from fastkernels.overrides.kit.overlap import follow, launch_kernel
 from fastkernels.overrides.norm import rms_norm

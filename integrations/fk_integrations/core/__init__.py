@@ -1,4 +1,1 @@
-"""The patcher: adapters, seams, apply, choices, proof and reports; signatures and versions of hosts.
-
-One room, because a patch and its undo run through all of it.
-"""
+"""The base of a patch: the adapter of a host, the journal, ranks, reports, versions of hosts."""

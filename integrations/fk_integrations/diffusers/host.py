@@ -15,12 +15,12 @@ from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import versions
 from fk_integrations.core.adapter import Adapter, class_path
-from fk_integrations.core.in_process import InProcessHost
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.later import Later
 from fk_integrations.core.lookalikes import PACKAGES, first_package, lookalikes, uncovered
 from fk_integrations.diffusers.layout import keep_channels_last
 from fk_integrations.diffusers.offload import search_quickly
+from fk_integrations.patching.in_process import InProcessHost
+from fk_integrations.patching.later import Later
 from fk_integrations.transformers.host import TransformersAdapter
 
 # {op: parts of the names of classes that may compute it}

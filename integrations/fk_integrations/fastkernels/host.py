@@ -21,12 +21,12 @@ from fastkernels.core.inductor_repair import lasting
 from fastkernels.core.reasons import Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.patch import PatchError, Request
-from fk_integrations.core import choose
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import Patched, apply, change
 from fk_integrations.core.cancellation import or_undone
 from fk_integrations.core.host_op import BATCHES, HostOp
-from fk_integrations.core.in_process import UNDO_FIRST
+from fk_integrations.patching import choose
+from fk_integrations.patching.apply import Patched, apply, change
+from fk_integrations.patching.in_process import UNDO_FIRST
 
 VARIABLE = "FASTKERNELS_CANDIDATES"
 Reply = dict[str, Any]

@@ -1,1 +1,1 @@
-"""The seams of Target.seam: one class a file, found by the file's stem (fk_integrations.core.seam_interface)."""
+"""The seams of Target.seam: one class a file, found by the file's stem (fk_integrations.patching.seam_interface)."""

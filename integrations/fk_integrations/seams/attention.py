@@ -6,7 +6,7 @@ from typing import Any
 
 from fastkernels.core.reasons import Reason
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.seam_interface import Seam, Swap
+from fk_integrations.patching.seam_interface import Seam, Swap
 
 
 class Attention(Seam):

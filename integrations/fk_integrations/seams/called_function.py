@@ -7,9 +7,9 @@ from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.decorated import host_function
-from fk_integrations.core.live_class import called, callers, calling_class, inference_only, until_replaced
-from fk_integrations.core.seam_interface import Seam, Swap
+from fk_integrations.live.decorated import host_function
+from fk_integrations.live.live_class import called, callers, calling_class, inference_only, until_replaced
+from fk_integrations.patching.seam_interface import Seam, Swap
 
 
 class CalledFunction(Seam):

@@ -7,7 +7,7 @@ from typing import Any
 from fastkernels.core.reasons import Reason
 from fk_integrations.core.adapter import Adapter
 from fk_integrations.core.expert_layers import in_float8
-from fk_integrations.core.seam_interface import Seam, Swap
+from fk_integrations.patching.seam_interface import Seam, Swap
 
 
 class Experts(Seam):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fk_integrations.core.seam_interface import Seam
+from fk_integrations.patching.seam_interface import Seam
 
 
 class Function(Seam):

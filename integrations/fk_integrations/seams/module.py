@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastkernels.core.reasons import Reason
-from fk_integrations.core.seam_interface import Seam, Swap, other_classes, set_live_class
+from fk_integrations.patching.seam_interface import Seam, Swap, other_classes, set_live_class
 
 
 class Module(Seam):

@@ -6,8 +6,8 @@ from typing import Any
 
 from fastkernels.core.reasons import Kind, Reason
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.live_class import called, calling_class
-from fk_integrations.core.seam_interface import Seam, Swap
+from fk_integrations.live.live_class import called, calling_class
+from fk_integrations.patching.seam_interface import Seam, Swap
 
 METHOD = "_compute_routing"
 SCORES = {"grouped_topk": ("softmax", "sigmoid"), "fused_topk": ("softmax",)}  # that our functions compute

@@ -26,7 +26,7 @@ from fastkernels.core.trial import import_in_child
 from fastkernels.patch import PatchError, Request
 from fk_integrations.core import versions
 from fk_integrations.core.cancellation import or_undone
-from fk_integrations.core.construction import BeforeConstruction
+from fk_integrations.patching.construction import BeforeConstruction
 
 RPC = "fastkernels_rpc"
 SCHEDULER = "sglang.srt.managers.scheduler"

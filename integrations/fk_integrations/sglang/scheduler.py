@@ -21,13 +21,14 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.trial import within
 from fastkernels.patch import PatchError, Request
 from fastkernels.verify.phases import Seconds, timed
-from fk_integrations.core import all_ranks, call_recording, proof, reports, versions
+from fk_integrations.core import all_ranks, call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.heap import Heap, frozen_again
 from fk_integrations.core.host_op import HostOp
-from fk_integrations.core.in_process import UNDO_FIRST
-from fk_integrations.core.relatives import relatives
+from fk_integrations.patching import proof
+from fk_integrations.patching.apply import Patched, apply
+from fk_integrations.patching.in_process import UNDO_FIRST
+from fk_integrations.patching.relatives import relatives
 from fk_integrations.sglang import host_ops, own_kernels
 from fk_integrations.sglang.attention import backends
 

@@ -12,10 +12,10 @@ from fastkernels.core.reasons import Reason
 from fastkernels.patch import Request
 from fk_integrations.core import versions
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.in_process import InProcessHost
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.later import Later
 from fk_integrations.core.lookalikes import PACKAGES, first_package, lookalikes, uncovered
+from fk_integrations.patching.in_process import InProcessHost
+from fk_integrations.patching.later import Later
 
 # {op: parts of the names of classes that may compute it}
 LOOKS_LIKE = {"attention_dense": ("Attention", "Attn"), "rms_norm": ("RmsNorm",)}

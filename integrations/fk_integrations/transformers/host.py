@@ -22,9 +22,9 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.core.spec import OpSpec, Target
 from fastkernels.overrides.block.gated_gelu_mlp import GatedGeluMLP
 from fk_integrations.core.adapter import Adapter, class_path
-from fk_integrations.core.in_process import InProcessHost
-from fk_integrations.core.live_class import called, called_function_of, callers
 from fk_integrations.core.lookalikes import PACKAGES, first_package, no_op
+from fk_integrations.live.live_class import called, called_function_of, callers
+from fk_integrations.patching.in_process import InProcessHost
 from fk_integrations.transformers.architectures import needs
 from fk_integrations.transformers.recognition import (
     MODELS,

@@ -12,7 +12,7 @@ from fastkernels.core import registry
 from fastkernels.core.spec import Target
 from fk_integrations.core import versions
 from fk_integrations.core.adapter import class_path
-from fk_integrations.core.decorated import host_function, plain_function
+from fk_integrations.live.decorated import host_function, plain_function
 
 MODELS = "transformers.models."
 

@@ -24,7 +24,7 @@ from fastkernels.patch import PatchError, Request
 from fastkernels.verify.cache import add_piece, source_digest
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core.heap import Heap, frozen_again
-from fk_integrations.core.live_class import parts
+from fk_integrations.live.live_class import parts
 from fk_integrations.vllm import prompt_sizes
 from fk_integrations.vllm.compile_threads import several
 from fk_integrations.vllm.kept import Address, Kept, addresses, refusal

@@ -28,15 +28,15 @@ from fastkernels.verify import phases
 from fastkernels.verify.phases import Seconds, timed
 from fk_integrations.core import all_ranks, call_recording, reports, versions
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.apply import Patched, apply
 from fk_integrations.core.cancellation import or_undone, to_the_end
-from fk_integrations.core.construction import BeforeConstruction
-from fk_integrations.core.engine_counts import EngineCounts
 from fk_integrations.core.host_op import HostOp
-from fk_integrations.core.in_process import UNDO_FIRST
 from fk_integrations.core.journal import Journal
 from fk_integrations.core.lookalikes import lookalikes
-from fk_integrations.core.relatives import relatives
+from fk_integrations.live.engine_counts import EngineCounts
+from fk_integrations.patching.apply import Patched, apply
+from fk_integrations.patching.construction import BeforeConstruction
+from fk_integrations.patching.in_process import UNDO_FIRST
+from fk_integrations.patching.relatives import relatives
 from fk_integrations.vllm import flat_models, jit_monitor, prompt_sizes, status_route
 
 if TYPE_CHECKING:
@@ -360,13 +360,13 @@ def _reset(worker: Any, request: Request) -> None:
 
 
 def _trace_start(worker: Any, request: Request) -> None:
-    from fk_integrations.core import proof
+    from fk_integrations.patching import proof
 
     proof.start(worker.device)
 
 
 def _trace_stop(worker: Any, request: Request) -> dict[str, Any]:
-    from fk_integrations.core import proof
+    from fk_integrations.patching import proof
 
     found = proof.stop()
     if STATE in vars(worker):

@@ -16,8 +16,8 @@ from fastkernels.core.reasons import Kind, Reason
 from fastkernels.patch import Request
 from fastkernels.verify.measure import named_shape
 from fk_integrations.core.adapter import Adapter
-from fk_integrations.core.choose import modules_of
 from fk_integrations.core.journal import Journal
+from fk_integrations.patching.choose import modules_of
 from fk_integrations.vllm import fusions
 from fk_integrations.vllm.plain_forms import PLAIN
 

@@ -20,6 +20,7 @@ from fk_bench.kernels.judge.correctness.cases import Trial
 from support.kernels.op_cases import call, mismatch, oracle
 
 from fastkernels import capture
+from fastkernels.capture.keep import rows_of
 from fastkernels.core import registry
 
 RECORDED = {name for each in captures.load_all()[0] for name in each.ops}
@@ -419,3 +420,64 @@ def test_dead_host_is_reported_with_its_log(tmp_path: Path, capsys: Any) -> None
     )
     assert status == 1 and "block_size 3 is not a power of two" in error
     assert "Traceback" not in error.splitlines()[0]
+
+
+# Values of float tensors
+
+
+def outliers() -> torch.Tensor:
+    """Rows [300, 64] with a channel that is 50 times as large as the others."""
+    x = torch.randn(300, 64, generator=generator())
+    x[:, 5] *= 50
+    return x
+
+
+@pytest.fixture
+def sampled(tmp_path: Path) -> Path:
+    norm, router = registry.get("rms_norm").op, registry.get("topk_softmax").op
+    with capture.record(floats=2048) as recording:
+        for i in range(3):
+            norm(outliers() * (i + 1), torch.full((64,), 2.0), 1e-5)
+        router(torch.randn(7, 8), 2, True)
+    recording.save(tmp_path / "made", {"model": "m", "host": "here"})
+    return tmp_path / "made"
+
+
+def test_sampled_values_keep_outlier_channels(sampled: Path) -> None:
+    cases = replay.captured_cases("rms_norm", sampled)
+    assert len(cases) == 3 and all(c.case.name.endswith(":values") for c in cases)
+    assert sum(c.case.weight for c in cases) == 3
+    largest = []
+    for case in cases:
+        x, weight, *_ = case.make_args("cpu", generator(1))
+        assert x.shape == (300, 64) and case.case.dims["hidden"] == 64
+        scale = x.square().mean(0).sqrt()
+        assert scale.argmax() == 5 and scale[5] > 20 * scale.median()
+        assert (weight - 2).abs().max() <= 0.2001
+        largest.append(float(scale[5]))
+    assert max(largest) > 2 * min(largest)  # each call has values of its own
+
+
+def test_sampled_values_are_fresh_in_every_batch(sampled: Path) -> None:
+    case = replay.captured_cases("rms_norm", sampled)[0]
+    a, b = (case.make_args("cpu", generator(seed))[0] for seed in (1, 2))
+    assert not torch.equal(a, b) and torch.isin(a, outliers()).float().mean() < 0.1
+    assert torch.equal(a, case.make_args("cpu", generator(1))[0])
+
+
+def test_sampled_values_of_choices_are_not_replayed(sampled: Path) -> None:
+    (case,) = replay.captured_cases("topk_softmax", sampled)
+    assert "values" not in case.case.tags and not case.case.name.endswith(":values")
+
+
+def test_sampled_rows_skip_zeros() -> None:
+    x = torch.zeros(100, 16)
+    x[40:44] = 1.0
+    rows = rows_of(x, 3 * 64)
+    assert rows.shape == (3, 16) and bool(rows.ne(0).all())
+
+
+def test_unknown_kind_of_values_is_refused(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["capture", "--values", "all"])
+    assert "'all' is neither a number nor 'sample'" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fk_bench import cli
 from fk_bench.info import doctor, verdict
-from fk_integrations.core import signature_diff
+from fk_integrations.signatures import diff as signature_diff
 
 from fastkernels.core import registry
 

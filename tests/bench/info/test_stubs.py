@@ -15,7 +15,7 @@ import torch
 from fk_bench import cli
 from fk_bench.info import stub_source, stubs
 from fk_bench.kernels.judge.scan import scan
-from fk_integrations.core import signature_diff
+from fk_integrations.signatures import diff as signature_diff
 from support.commands import fk_bench, last_json
 from support.kernels.op_cases import call, make_args, mutated
 from torch import nn

@@ -164,6 +164,8 @@ REJECTED = [
     ("IDS = {1: 2}\ndef f(x):\n    IDS[3] = x\n    return IDS.get(int(x.item()))", "value-cache"),
     ("os.environ.setdefault('CUDA_VISIBLE_DEVICES', '1')", "files"),
     ("del os.environ['TORCH_CUDA_ARCH_LIST']", "files"),
+    ("os.environ.pop('CUDA_VISIBLE_DEVICES', None)", "files"),
+    ("from fk_bench.evaluate.adapters.loading import sys", "judge"),
     ("x = 0x" + "f" * 9000 + "\nSTATE[x]: int\ndef f():\n    os.fork()", "process"),
 ]  # fmt: skip
 PASSED = [
@@ -208,6 +210,7 @@ WARNED = [
     ("torch.backends.cuda.matmul.allow_tf32 = True", "global-setting"),
     ("def f():\n    return torch.cuda.is_current_stream_capturing()", "capture-dependent"),
     ("os.environ.setdefault('TORCH_CUDA_ARCH_LIST', '9.0')", "global-setting"),
+    ("os.environ.pop('TORCH_CUDA_ARCH_LIST', None)", "global-setting"),
     ("try:\n    import helion\nexcept Exception:\n    helion = None", "fallback"),
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fk_integrations.core.proof import covered
+from fk_integrations.patching.proof import covered
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core import asleep, trials
-from fk_integrations.core.asleep import FIRST_CALL, TALLY
+from fk_integrations.live import asleep, trials
+from fk_integrations.live.asleep import FIRST_CALL, TALLY
 from torch import nn
 from torch._dynamo.callback import callback_handler
 

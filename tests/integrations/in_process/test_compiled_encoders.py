@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fk_integrations.core import trials
+from fk_integrations.live import trials
 from torch._dynamo.backends.registry import lookup_backend
 
 import fastkernels

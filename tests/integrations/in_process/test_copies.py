@@ -160,7 +160,7 @@ class Own(nn.GELU):
 
 
 def test_classes_with_copy_methods_keep_them() -> None:
-    from fk_integrations.core.live_class import live_class
+    from fk_integrations.live.live_class import live_class
 
     class Ours:
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from fk_integrations.core import trials
 from fk_integrations.core.journal import Journal
-from fk_integrations.core.live_class import live_class
-from fk_integrations.core.trials import OWN, Trial, sizes_of
+from fk_integrations.live import trials
+from fk_integrations.live.live_class import live_class
+from fk_integrations.live.trials import OWN, Trial, sizes_of
 from torch import nn
 
 import fastkernels
@@ -381,7 +381,7 @@ def test_without_verify_defaults_are_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch
 
 
 def test_replaced_processor_is_not_put_back() -> None:
-    from fk_integrations.core.live_class import replace_attribute
+    from fk_integrations.live.live_class import replace_attribute
 
     class Processor:
         def __call__(self, attn: Any, x: torch.Tensor) -> torch.Tensor:

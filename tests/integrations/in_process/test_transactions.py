@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import transformers
-from fk_integrations.core import seam_interface
-from fk_integrations.core.in_process import STATE
 from fk_integrations.core.journal import Journal
+from fk_integrations.patching import seam_interface
+from fk_integrations.patching.in_process import STATE
 from torch import nn
 
 import fastkernels

@@ -66,7 +66,7 @@ def arguments():
 
 
 def patch(layer, ops=("fused_experts",), **more):
-    from fk_integrations.core.apply import apply
+    from fk_integrations.patching.apply import apply
 
     runner = SimpleNamespace(server_args=SimpleNamespace(pp_size=1, enable_deterministic_inference=False))
     return apply(SglangAdapter(runner), nn.ModuleList([layer]), Request("patch", ops=ops, **more))
@@ -89,7 +89,7 @@ def test_the_hosts_method_runs_ours_on_its_own_weights(options):
 
 
 def test_experts_stay_the_hosts_unless_requested(monkeypatch):
-    from fk_integrations.core import apply as apply_module
+    from fk_integrations.patching import apply as apply_module
 
     monkeypatch.setattr(apply_module, "_by_table", lambda spec, model: spec.name == "fused_experts")
     monkeypatch.setattr(apply_module.tuning, "untuned", lambda op, device: None)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fk_integrations.core.apply import apply
+from fk_integrations.patching.apply import apply
 from fk_integrations.sglang.scheduler import SglangAdapter
 from sglang.srt.runtime_context import get_parallel
 from torch import nn

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fk_integrations.core.apply import apply
+from fk_integrations.patching.apply import apply
 from fk_integrations.sglang.scheduler import SglangAdapter
 from support.hosts.ropes import rope_inputs, rope_options
 

@@ -23,7 +23,7 @@ BACKEND = "CPU_MLA"  # on a CPU with AMX, vLLM has another one by default, whose
 
 
 def test_decode_of_a_layer_is_replaced_and_undone(tmp_path):
-    from fk_integrations.core.apply import apply
+    from fk_integrations.patching.apply import apply
     from fk_integrations.vllm.host import VllmAdapter
     from vllm import distributed
     from vllm.config import AttentionConfig, CacheConfig, VllmConfig, set_current_vllm_config
@@ -88,7 +88,7 @@ def experts_of(rank, w1, w2):
 
 def test_experts_of_two_ranks_add_up():
     """Without data parallelism each rank has all tokens, and vLLM's all-reduce adds the parts of its experts."""
-    from fk_integrations.core.apply import apply
+    from fk_integrations.patching.apply import apply
     from fk_integrations.vllm.host import VllmAdapter
 
     from fastkernels.overrides.moe import fused_experts
@@ -170,7 +170,7 @@ def test_groups_are_chosen_by_ours_and_undo_is_exact(tmp_path, gpu_routers):
 
 def test_softmax_router_runs_ours_and_refuses_sigmoid():
     """Without an engine: vLLM's own kernel for this router is for GPUs."""
-    from fk_integrations.core.apply import apply
+    from fk_integrations.patching.apply import apply
     from fk_integrations.vllm.host import VllmAdapter
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 

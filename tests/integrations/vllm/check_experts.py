@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fk_integrations.core.apply import apply
+from fk_integrations.patching.apply import apply
 from fk_integrations.vllm import experts
 from fk_integrations.vllm.host import VllmAdapter
 from support.hosts import plain_experts

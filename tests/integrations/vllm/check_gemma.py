@@ -31,7 +31,7 @@ def test_norms_equal_the_hosts(tmp_path):
 
     A router's GateLinear has no class of ours: `linear` replaces its quant_method.
     """
-    from fk_integrations.core.apply import apply
+    from fk_integrations.patching.apply import apply
     from fk_integrations.vllm.host import VllmAdapter
     from torch import nn
     from vllm import distributed

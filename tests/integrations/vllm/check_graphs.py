@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fk_integrations.core import reports
-from fk_integrations.core.apply import Patched
+from fk_integrations.patching.apply import Patched
 from fk_integrations.vllm import compiled, graphs
 from fk_integrations.vllm import host as vllm
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fk_integrations.core.apply import apply
+from fk_integrations.patching.apply import apply
 from fk_integrations.vllm.host import VllmAdapter
 from support.hosts.ropes import rope_inputs, rope_options
 from vllm.config import VllmConfig, set_current_vllm_config

@@ -355,7 +355,7 @@ def test_gpu_result_matches_reference(params: dict[str, int]) -> None:
     ):
         case = Case("gpu", {"seq_lens": [*EDGES, 700, 3000], **dims})
         args = make_args(SPEC, case, "cuda")
-        if (reason := cuda.supports_cuda(*args)) is not None:
+        if (reason := cuda.supports_cuda(*args[:-1])) is not None:  # without the slopes of ALiBi
             pytest.skip(reason)
         if not cuda.fits(params, *args):
             continue

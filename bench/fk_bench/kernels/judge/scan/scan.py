@@ -294,7 +294,7 @@ class _Visitor(ast.NodeVisitor):
             self._getattr(node)
         elif name == "os.getenv" or name.startswith("os.environ."):
             reads = name in ("os.getenv", "os.environ.get") and bool(node.args)
-            sets = name == "os.environ.setdefault" and bool(node.args)
+            sets = name in ("os.environ.setdefault", "os.environ.pop") and bool(node.args)
             self._environment(node, node.args[0] if reads or sets else None, sets)
         elif name.startswith("fastkernels.core.registry."):
             first = node.args[0] if node.args else None

@@ -1,0 +1,294 @@
+"""`fk-bench eval`: the score of sets of candidates over a suite of whole models in real hosts."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+from uuid import uuid4
+
+import typer
+
+from fastkernels.core.registry import UnknownName
+from fk_bench.core import machine, rows
+from fk_bench.core.output import fail, last_line, table
+from fk_bench.core.rows import Row, Status
+from fk_bench.evaluate.adapters.sets import CandidateSet, SetError, read_set
+from fk_bench.evaluate.run import results, selftest
+from fk_bench.evaluate.run.results import Context
+from fk_bench.evaluate.suites import HOSTS, Entry, Suite, SuiteError, load, of_model
+from fk_bench.serving.config import ConfigError
+
+SELFTEST = "do-nothing"
+
+
+def eval_command(
+    suite: Annotated[
+        str, typer.Argument(help="smoke, default, full, or a .toml file of the same form")
+    ] = "smoke",
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=DIR", help="a folder of candidates OP.py; repeatable"),
+    ] = None,
+    model: Annotated[str, typer.Option(help="only the suite's items of this model")] = "",
+    host: Annotated[
+        str, typer.Option(help="only the suite's items in this host; the others count as not run")
+    ] = "",
+    self_test: Annotated[
+        bool,
+        typer.Option(
+            "--selftest", help="a set of trivial subclasses: every item must be 1 within its interval"
+        ),
+    ] = False,
+    best: Annotated[
+        bool,
+        typer.Option(
+            "--best", help="also measure without the candidates that are slower by themselves; unranked"
+        ),
+    ] = False,
+    no_kernels: Annotated[
+        bool, typer.Option("--no-kernels", help="skip the judge: no composition gap")
+    ] = False,
+    python: Annotated[list[str] | None, typer.Option(help="HOST=PATH of its interpreter")] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="print minutes per item; nothing runs")
+    ] = False,
+    no_cage: Annotated[
+        bool, typer.Option("--no-cage", help="run the hosts as this user, without a cage")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="continue a run of another commit, chip, versions, suite or set")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="folder of the run (default: fk-bench-runs/eval-TIME); with rows, it is continued"),
+    ] = None,
+    json_only: Annotated[
+        bool, typer.Option("--json", help="only the line of JSON on standard output")
+    ] = False,
+) -> None:
+    """Score sets of candidates on whole models in real hosts: speedups against the same host without the set,
+    correctness and coverage, each with an interval.
+
+    Candidates that break a model are dropped and named; slower ones stay. Finished items of --out are not run again.
+    """
+    with ExitStack() as stack:
+        try:
+            chosen = load(suite)
+            if model:
+                chosen = of_model(chosen, model)
+            if host and host not in {e.item.host for e in chosen.entries}:
+                raise UnknownName("host of the suite", host, sorted({e.item.host for e in chosen.entries}))
+            pythons = _pythons(python or ())
+            if estimate:
+                _estimate(chosen, max(len(sets or ()), 1), json_only)
+                return
+            if self_test and sets:
+                raise ConfigError("--selftest makes its own set: give no --set")
+            if not self_test and not sets:
+                raise ConfigError(
+                    "give --set NAME=DIR, or --selftest; `fk-bench stubs` makes a folder of candidates"
+                )
+            if chosen.device == "cuda" and not machine.machine().gpus:
+                raise ConfigError(f"suite {chosen.name} needs a GPU, and there is none here: use smoke")
+            found = [_read_set(text) for text in sets or ()]
+            if len({s.name for s in found}) < len(found):
+                raise ConfigError("--set: two sets of one name")
+        except (ConfigError, SuiteError, UnknownName, SetError) as error:
+            fail(str(error))
+        if self_test:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fk-selftest-")))
+            folder.chmod(0o755)
+            found = [CandidateSet(SELFTEST, folder, ())]
+        run = out or Path("fk-bench-runs") / time.strftime("eval-%Y%m%d-%H%M%S")
+        run.mkdir(parents=True, exist_ok=True)
+        evaluation = Evaluation(
+            chosen, found, run, pythons, not no_cage, not no_kernels and not self_test, best
+        )
+        try:
+            evaluation.resume(force)
+        except ConfigError as error:
+            fail(str(error))
+        evaluation.run(host)
+        ok = evaluation.finish(json_only, self_test)
+    if not ok:
+        raise SystemExit(1)
+
+
+def _pythons(given: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if name not in HOSTS or not equals:
+            raise ConfigError(f"--python {text!r}: give HOST=PATH, HOST one of {', '.join(HOSTS)}")
+        found[name] = machine.absolute(path)
+    return found
+
+
+def _read_set(text: str) -> CandidateSet:
+    name, equals, folder = text.partition("=")
+    if not equals or not name or not folder:
+        raise ConfigError(f"--set {text!r}: give NAME=DIR")
+    path = Path(folder).expanduser()
+    return read_set(name, path.resolve() if path.is_dir() else path)
+
+
+def _estimate(suite: Suite, count: int, json_only: bool) -> None:
+    """Print minutes; those of each further set are about half, because the host alone is measured with each set."""
+    lines = [[e.name, e.item.category, e.minutes * count] for e in suite.entries]
+    total = sum(e.minutes for e in suite.entries) * count
+    if not json_only:
+        table(f"{suite.name}: minutes for {count} set(s)", ["item", "category", "minutes"], lines)
+        print(f"{total:.1f} minutes, without the kernels of the sets")
+    minutes = {e.name: e.minutes * count for e in suite.entries}
+    last_line(
+        {
+            "command": results.COMMAND,
+            "ok": True,
+            "suite": suite.name,
+            "digest": suite.digest,
+            "minutes": minutes,
+        }
+    )
+
+
+class Evaluation:
+    """One run: its rows are appended as they are made, so that it can be continued."""
+
+    def __init__(
+        self, suite: Suite, sets: Sequence[CandidateSet], folder: Path, pythons: dict[str, str], caged: bool,
+        kernels: bool, best: bool,
+    ):  # fmt: skip
+        self.suite, self.sets, self.folder = suite, sets, folder
+        self.pythons, self.caged, self.kernels, self.best = pythons, caged, kernels, best
+        self.path = folder / "rows.jsonl"
+        versions = dict(machine.interpreter(sys.executable).versions)
+        for name, python in pythons.items():
+            versions |= {k: v for k, v in machine.interpreter(python).versions.items() if k == name}
+        self.context = Context(
+            uuid4().hex[:12], machine.commit(), machine.machine(), versions, suite.name, suite.digest,
+            {s.name: results.digest_of(s.folder, s.files) for s in sets},
+        )  # fmt: skip
+        self.rows: list[Row] = []
+        self.seed = secrets.randbits(48)
+
+    def resume(self, force: bool) -> None:
+        """Read the rows of an earlier run. Raises ConfigError if they are of another evaluation."""
+        if not self.path.exists():
+            return
+        found, warnings = rows.read(self.path)
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        why = next((w for r in found if (w := self.context.differs(r))), "")
+        if why and not force:
+            raise ConfigError(
+                f"--out {self.folder} holds another evaluation: {why}. Use another folder, or --force"
+            )
+        self.rows = [r for r in found if not self.context.differs(r)]
+
+    def add(self, made: Sequence[Row]) -> None:
+        rows.append(self.path, made)
+        self.rows += made
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def run(self, host: str) -> None:
+        from fk_bench.evaluate.run.side import Launcher
+
+        memory = int(self.suite.memory_gib * 2**30)
+        with Launcher(
+            self.pythons, memory, self.suite.threads, self.caged, bool(machine.machine().gpus)
+        ) as launcher:
+            for one in self.sets:
+                for file in one.declined:
+                    self.say(f"{one.name}: {file.path} is for no op: {file.reason}")
+                if self.kernels:
+                    self._kernels(one)
+                for entry in self.suite.entries:
+                    if not host or entry.item.host == host:
+                        self._item(launcher, one, entry)
+
+    def _item(self, launcher: Any, one: CandidateSet, entry: Entry) -> None:
+        from fk_bench.evaluate.run.items import ItemRun
+        from fk_bench.evaluate.run.side import set_files
+
+        dtype = machine.fast_dtype() if self.suite.dtype == "auto" else self.suite.dtype
+        files, name = one.files, one.name
+        readable = set_files(sorted({one.folder, *(Path(p).parent for p in files.values())}))
+        if name == SELFTEST and not files:
+            files = selftest.write(entry.item.host, one.folder)
+        if entry.item not in results.items_done(self.rows, name):
+            began = time.monotonic()
+            found = ItemRun(entry, self.suite, launcher, dtype, self.seed, self.say).measure(files, readable)
+            extra = {
+                "dtype": dtype, "seed": self.seed, "cage": launcher.cage, "seconds": round(time.monotonic() - began, 1)
+            }  # fmt: skip
+            self.add(results.item_rows(self.context, name, found, "record", extra))
+        done = results.items_done(self.rows, name)[entry.item]
+        if self.best and entry.item not in results.items_done(self.rows, name, "best"):
+            slow = results.slower(self.rows, name) & {*done.case["kept"]}
+            rest = {op: files[op] for op in done.case["kept"] if op not in slow}
+            if slow and rest:
+                found = ItemRun(entry, self.suite, launcher, dtype, self.seed, self.say).measure(
+                    rest, readable
+                )
+                self.add(results.item_rows(self.context, name, found, "best", {"left_out": sorted(slow)}))
+
+    def _kernels(self, one: CandidateSet) -> None:
+        from fk_bench.evaluate.run import composition
+
+        if any(r.kind == results.OP and r.case.get("set") == one.name for r in self.rows):
+            return
+        device = "cuda" if machine.machine().gpus else "cpu"
+        made: list[Row] = []
+
+        def add(row: Row, how: str) -> None:
+            self.say(
+                f"{one.name}: {row.subject.op} {how}: {row.status.value} {row.metrics.get('speedup_geomean', '')}"
+            )
+            made.append(self.context.row(
+                one.name, {"kind": results.OP, "how": how}, row.subject, status=row.status, reason=row.reason,
+                metrics=row.metrics, ci95=row.ci95, provisional=row.provisional,
+            ))  # fmt: skip
+
+        composition.judged(one.files, self.suite.kernels, device, self.caged, add)
+        self.add(made)  # all or none, so that a continued run judges again what was interrupted
+
+    def finish(self, json_only: bool, self_test: bool) -> bool:
+        """Print the tables and the score, write the page, end with JSON. Returns whether everything declared ran."""
+        from fk_bench.evaluate.run import report
+
+        scored, lines = {}, []
+        for one in self.sets:
+            found = results.scores(self.suite, self.rows, one.name)
+            scored[one.name] = found
+            gap = results.gap_of(self.rows, one.name)
+            row = results.score_row(self.context, one.name, self.suite, found, gap)
+            self.add([row])
+            declined = {str(d.path): d.reason for d in one.declined}
+            parts = {"ci95": row.ci95, "parts": row.case["parts"], "declined": declined}
+            lines.append({"set": one.name, **row.metrics, **parts})
+        page = report.write(self.folder, self.suite, self.rows, scored)
+        if not json_only:
+            report.show(self.suite, self.rows, scored)
+            print(f"rows: {self.path}; page: {page}\n")
+        wanted = [
+            results.items_done(self.rows, s.name).get(e.item) for s in self.sets for e in self.suite.entries
+        ]
+        ok = all(r is not None and r.status in (Status.OK, Status.SKIPPED) for r in wanted)
+        if self_test:
+            outside = selftest.outside([r for r in wanted if r is not None])
+            for text in outside:
+                print(f"selftest: {text}", file=sys.stderr)
+            ok = ok and not outside
+        last_line({
+            "command": results.COMMAND, "ok": ok, "suite": self.suite.name, "digest": self.suite.digest,
+            "results": lines, "rows": str(self.path), "report": str(page),
+        })  # fmt: skip
+        return ok

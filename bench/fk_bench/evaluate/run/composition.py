@@ -1,0 +1,62 @@
+"""The kernels tier of an evaluation: the ops of a set alone, and ops on the set's own lower levels, by the judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastkernels.core import registry
+from fk_bench.core.rows import Row, Status
+
+MOST_ABOVE = 2  # ops that call those of a set of primitives only
+
+
+def judged(
+    files: Mapping[str, str],
+    settings: Mapping[str, Any],
+    device: str,
+    caged: bool,
+    add: Callable[[Row, str], None],
+) -> None:
+    """Judge the set; `add` gets the summary row of each op, with 'independent' or 'composed'.
+
+    settings  of the suite: sources of cases, rounds, seconds of a case, most_cases of an op (0: all)
+    """
+    passed = {}
+    for op, path in files.items():
+        (row,) = _judge([op], {op: path}, settings, device, caged)
+        if row.status is Status.OK:
+            passed[op] = path
+        add(row, "independent")
+    for row in _judge(_above(passed), passed, settings, device, caged):
+        add(row, "composed")
+
+
+def _above(files: Mapping[str, str]) -> list[str]:
+    """Ops that run those of the set: its own, else those that run most of them."""
+    counts = {op: len(registry.reached(op, parts=True) & files.keys()) for op in registry.op_names()}
+    own = [op for op in files if counts[op]]
+    return own or sorted((op for op, n in counts.items() if n), key=lambda op: (-counts[op], op))[:MOST_ABOVE]
+
+
+def _judge(
+    ops: list[str], files: Mapping[str, str], settings: Mapping[str, Any], device: str, caged: bool
+) -> Iterator[Row]:  # fmt: skip
+    """The summary row of each op."""
+    from fk_bench.kernels.judge import Options, judge_ops
+    from fk_bench.kernels.judge.correctness.cases import case_names
+
+    most, sources = int(settings.get("most_cases", 0)), tuple(settings.get("sources", ("random", "held-out")))
+    given: dict[str, Any] = {
+        "device": device, "cage": caged, "cases": sources, "rounds": int(settings.get("rounds", 5)), "hard": 0,
+        "seconds": float(settings.get("seconds", 1.0)), "timeout": 120.0,
+    }  # fmt: skip
+    for op in ops:
+        named = tuple(case_names([registry.get(op)], Options(**given)))[:most] if most else ()
+        found = judge_ops([op], {n: Path(p) for n, p in files.items()}, Options(**given, names=named))
+        summary = next((r for r in found if r.kind == "op"), found[-1])
+        wrong = (r.reason for r in found if r.kind == "case" and r.status not in (Status.OK, Status.SKIPPED))
+        summary.subject.op = op
+        summary.reason = summary.reason and f"{summary.reason}: {next(wrong, '')}"[:500]
+        yield summary

@@ -1,0 +1,124 @@
+"""Engines that generate text: greedy, of exact lengths, and scores of given tokens after the same prefix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fk_bench.evaluate.run.hosts.patched import Patched
+
+Ids = list[list[int]]
+Scores = list[list[list[float]]]  # of each request and token: its log probability, and that of the likeliest
+
+
+def _tables(entries: list[Any], ids: list[int]) -> list[list[float]]:
+    """[log probability of the token, of the likeliest] from a host's tables {token: Logprob}."""
+    return [[e[t].logprob, max(v.logprob for v in e.values())] for e, t in zip(entries, ids, strict=True)]
+
+
+class Engine(Patched):
+    """vLLM or our engine: both have LLM and SamplingParams."""
+
+    def __init__(self, options: dict[str, Any]):
+        super().__init__(options)
+        from fk_bench.e2e import offline
+
+        build = {"fastkernels": offline.fastkernels, "vllm": offline.vllm}[options["host"]]
+        _, _, self.target = build(options)
+        self.remote = options["host"] == "vllm"
+
+    def _params(self, **given: Any) -> Any:
+        if self.options["host"] == "vllm":
+            from vllm import SamplingParams
+        else:
+            from fastkernels import SamplingParams
+        return SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **given)
+
+    def _run(self, prompts: Ids, params: list[Any]) -> Any:
+        return self.target.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+    def generate(self, prompts: Ids, lengths: list[int]) -> dict[str, Any]:
+        outputs = self._run(prompts, [self._params(max_tokens=n) for n in lengths])
+        return {"tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+
+    def score(self, prompts: Ids, outputs: Ids) -> dict[str, Any]:
+        whole = [p + o for p, o in zip(prompts, outputs, strict=True)]
+        params = [self._params(max_tokens=1, prompt_logprobs=1)] * len(whole)
+        found = self._run(whole, params)
+        return {
+            "scores": [
+                _tables(f.prompt_logprobs[len(p) :], o)
+                for f, p, o in zip(found, prompts, outputs, strict=True)
+            ]
+        }
+
+
+class SGLang(Patched):
+    remote = True
+
+    def __init__(self, options: dict[str, Any]):
+        super().__init__(options)
+        from fk_bench.e2e import offline
+
+        _, _, self.target = offline.sglang(options)
+
+    def generate(self, prompts: Ids, lengths: list[int]) -> dict[str, Any]:
+        params = [{"temperature": 0, "max_new_tokens": n, "ignore_eos": True} for n in lengths]
+        found = self.target.generate(input_ids=prompts, sampling_params=params)
+        return {"tokens": [list(o["output_ids"]) for o in found]}
+
+    def score(self, prompts: Ids, outputs: Ids) -> dict[str, Any]:
+        whole = [p + o for p, o in zip(prompts, outputs, strict=True)]
+        found = self.target.generate(
+            input_ids=whole, sampling_params=[{"temperature": 0, "max_new_tokens": 1}] * len(whole),
+            return_logprob=True, logprob_start_len=[0] * len(whole), top_logprobs_num=[1] * len(whole),
+        )  # fmt: skip
+        scores: Scores = []
+        for one, prompt in zip(found, prompts, strict=True):
+            meta, first = one["meta_info"], len(prompt)
+            own, top = meta["input_token_logprobs"][first:], meta["input_top_logprobs"][first:]
+            scores.append([[o[0], max(o[0], t[0][0])] for o, t in zip(own, top, strict=True)])
+        return {"scores": scores}
+
+
+class Transformers(Patched):
+    """A causal model of transformers, with `generate` as users call it: a padded batch."""
+
+    def __init__(self, options: dict[str, Any]):
+        super().__init__(options)
+        from transformers import AutoModelForCausalLM
+
+        dtype = getattr(torch, options["dtype"])
+        model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype)
+        self.target = model.eval().to("cuda" if options["gpu"] else "cpu")
+
+    def _padded(self, rows: Ids) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and mask, padded on the left: [B, T]."""
+        longest = max(map(len, rows))
+        ids = [[0] * (longest - len(r)) + r for r in rows]
+        mask = [[0] * (longest - len(r)) + [1] * len(r) for r in rows]
+        device = self.target.device
+        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+    @torch.inference_mode()
+    def generate(self, prompts: Ids, lengths: list[int]) -> dict[str, Any]:
+        ids, mask = self._padded(prompts)
+        most = max(lengths)
+        out = self.target.generate(
+            input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=most, min_new_tokens=most,
+            pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        new = out[:, ids.shape[1] :].tolist()
+        return {"tokens": [row[:n] for row, n in zip(new, lengths, strict=True)]}
+
+    @torch.inference_mode()
+    def score(self, prompts: Ids, outputs: Ids) -> dict[str, Any]:
+        scores: Scores = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            ids = torch.tensor([prompt + output], device=self.target.device)
+            logits = self.target(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
+            table = logits.log_softmax(-1)  # [tokens, V]
+            own = table.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            scores.append([[a, b] for a, b in zip(own.tolist(), table.amax(-1).tolist(), strict=True)])
+        return {"scores": scores}

@@ -1,0 +1,363 @@
+"""One item: the search for the part of a set that runs, and interleaved rounds of the host with and without it."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from base64 import b64decode
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fk_bench.core.stats import paired_ratio
+from fk_bench.evaluate.macro_eval import Outcome
+from fk_bench.evaluate.reasons import Reason
+from fk_bench.evaluate.run import checkpoints
+from fk_bench.evaluate.run.fidelity import Fidelity, fidelity
+from fk_bench.evaluate.run.search import Dropped, Found, Probe, search
+from fk_bench.evaluate.run.side import Launcher, Side, SideFailed
+from fk_bench.evaluate.suites import Entry, Model, Suite
+from fk_bench.quality.calibration import THRESHOLD
+
+PHASES = ("throughput", "latency")
+PROBE_LENGTHS = ((19, 6), (40, 5), (3, 8))  # (prompt, output) tokens of a probe
+CPU_KV_BYTES = 256 << 20  # of vLLM's cache on a CPU, where its default is a share of the machine's memory
+SERVED = (2, 3, 5, 7)  # batch sizes of a probe after the first, at which nothing may compile
+VOCAB_MARGIN = 10  # ids below are special in most vocabularies
+
+
+@dataclass
+class Round:
+    """Seconds of the same work on both sides, by the clock of this process."""
+
+    phase: str
+    number: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    work: int = 0  # output tokens, or images
+
+
+@dataclass
+class Measured:
+    """The result of an item for one set. outcome: None if the item counts as not run; then reason and text."""
+
+    entry: Entry
+    found: Found = field(default_factory=lambda: Found((), (), (), 0))
+    rounds: list[Round] = field(default_factory=list)
+    outcome: Outcome | None = None
+    fidelity: Fidelity | None = None
+    ci95: dict[str, tuple[float, float]] = field(default_factory=dict)
+    live: dict[str, int] = field(default_factory=dict)
+    reason: Reason | None = None
+    text: str = ""
+
+
+class Work:
+    """The work of both sides of an item, and the comparison of their outputs. seed: secret until the run ends."""
+
+    def __init__(self, entry: Entry, seed: int, vocab: int):
+        self.entry, self.seed, self.vocab = entry, seed, vocab
+        self.text = entry.workload.kind == "text"
+
+    def requests(
+        self, count: int, lengths: Sequence[tuple[int, int]], key: str
+    ) -> tuple[list[list[int]], list[int]]:
+        """Fresh prompts: no two rounds share one."""
+        draw = random.Random(f"{self.seed} {key}")
+        pairs = [lengths[i % len(lengths)] for i in range(count)]
+        prompts = [[draw.randrange(VOCAB_MARGIN, self.vocab) for _ in range(n)] for n, _ in pairs]
+        return prompts, [n for _, n in pairs]
+
+    def run(
+        self, side: Side, count: int, key: str, lengths: Sequence[tuple[int, int]] = (), calls: int = 0
+    ) -> Done:
+        """One timed piece of work. Raises SideFailed, also if a number of outputs is wrong."""
+        if not self.text:
+            calls = calls or self.entry.workload.calls
+            seed = random.Random(f"{self.seed} {key}").randrange(1 << 30)
+            side.call("prepare", batch=count, seed=seed, calls=calls)
+            seconds, _ = side.timed("run")
+            which = random.Random().randrange(calls)  # drawn after the work: any call may be the one
+            return Done(seconds, count * calls, image=(count, seed, calls, which), output=output(side, which))
+        prompts, wanted = self.requests(count, lengths or self.entry.workload.lengths, key)
+        seconds, found = side.timed("generate", prompts=prompts, lengths=wanted)
+        tokens = checked_tokens(found.get("tokens"), wanted, self.vocab)
+        return Done(seconds, sum(wanted), prompts=prompts, tokens=tokens)
+
+    def discrepancy(self, done: Done, judge: Side) -> list[float]:
+        """How far outputs are from those of the baseline, which `judge` is: text by token, images one value."""
+        if self.text:
+            found = judge.call("score", prompts=done.prompts, outputs=done.tokens)["scores"]
+            return [max(best - own, 0.0) for request in found for own, best in request]
+        count, seed, calls, which = done.image
+        judge.call("prepare", batch=count, seed=seed, calls=calls)
+        judge.call("run")
+        return [relative_error(done.output, output(judge, which))]
+
+
+@dataclass(frozen=True)
+class Done:
+    """One piece of work. image: batch, seed, calls of the round, and the call whose output is compared: `output`."""
+
+    seconds: float
+    work: int
+    prompts: list[list[int]] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    image: tuple[int, int, int, int] = (0, 0, 0, 0)
+    output: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+
+
+def checked_tokens(found: Any, lengths: Sequence[int], vocab: int) -> list[list[int]]:
+    """Token ids of every request, exactly `lengths` of them. Raises SideFailed."""
+    if not isinstance(found, list) or len(found) != len(lengths):
+        raise SideFailed(Reason.INCORRECT, f"{len(lengths)} requests were sent, and {found!r:.80} came back")
+    for n, (tokens, wanted) in enumerate(zip(found, lengths, strict=True)):
+        if not isinstance(tokens, list) or len(tokens) != wanted:
+            count = len(tokens) if isinstance(tokens, list) else 0
+            raise SideFailed(Reason.INCORRECT, f"request {n}: {count} tokens came back instead of {wanted}")
+        if not all(type(t) is int and 0 <= t < vocab for t in tokens):
+            raise SideFailed(Reason.INCORRECT, f"request {n}: an output is no token id below {vocab}")
+    return found
+
+
+def output(side: Side, call: int) -> np.ndarray:
+    found = side.call("output", call=call).get("output")
+    try:
+        return np.frombuffer(b64decode(found or ""), np.float32)
+    except (ValueError, TypeError) as error:
+        raise SideFailed(Reason.INCORRECT, f"an output that is no array: {error}") from None
+
+
+def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
+    """|found - wanted| / |wanted|; infinite for another size, and for what is not finite."""
+    if found.size != wanted.size or not np.isfinite(found).all():
+        return math.inf
+    below = float(np.linalg.norm(wanted.astype(np.float64)))
+    return float(np.linalg.norm(found.astype(np.float64) - wanted)) / max(below, 1e-30)
+
+
+def options_of(entry: Entry, model: Model, suite: Suite, dtype: str, gpu: bool, sides: int) -> dict[str, Any]:
+    """The options of `hosts.open_host`."""
+    work = entry.workload
+    longest = max(work.longest, max(map(sum, PROBE_LENGTHS))) + 16
+    count = max(work.throughput, work.latency, *SERVED)
+    where = model.timm or str(checkpoints.folder(model, work.kind))
+    dummy = model.weights == "dummy" or work.kind == "images"
+    return {
+        "host": entry.item.host, "kind": work.kind, "model": where, "dtype": dtype, "gpu": gpu,
+        "load_format": "dummy" if dummy else "auto", "max_model_len": longest, "max_num_seqs": count,
+        "kv_tokens": -(-count * longest * 33 // 32 // 16) * 16, "tensor_parallel": entry.item.ranks,
+        "kv_bytes": CPU_KV_BYTES if entry.item.host == "vllm" and not gpu else None,
+        "gpu_share": round(0.85 / sides, 3), "engine_args": dict(entry.engine_args), "compiled": entry.compiled,
+        "arguments": dict(model.arguments), "image_size": model.image_size,
+    }  # fmt: skip
+
+
+def vocab_of(entry: Entry) -> int:
+    if entry.workload.kind != "text":
+        return 0
+    from fk_bench.e2e.host import vocab_size
+
+    return vocab_size(str(checkpoints.folder(entry.model, "text")))
+
+
+class ItemRun:
+    """Measures an item for a set. say: progress, a line at a time."""
+
+    def __init__(
+        self, entry: Entry, suite: Suite, launcher: Launcher, dtype: str, seed: int, say: Callable[[str], None]
+    ):  # fmt: skip
+        self.entry, self.suite, self.launcher, self.dtype, self.say = entry, suite, launcher, dtype, say
+        self.work = Work(entry, seed, vocab_of(entry))
+
+    def measure(self, files: Mapping[str, str], readable: Sequence[str], retry: bool = True) -> Measured:
+        """The result for {op: file}. retry: whether culprits are dropped; without, the set runs whole or not at all."""
+        result = Measured(self.entry)
+        try:
+            with ExitStack() as stack:
+                judge = stack.enter_context(self.open(self.entry.model.small, {}, (), trusted=True))
+                prober = Prober(self, judge, files, readable)
+                result.found = prober.found(retry)
+            if not result.found.kept:
+                result.reason, result.text = _nothing_left(result.found)
+                return result
+            kept = {op: files[op] for op in result.found.kept}
+            with (
+                self.open(self.entry.model, {}, ()) as base,
+                self.open(self.entry.model, kept, readable) as mine,
+            ):
+                self._rounds(result, base, mine)
+        except SideFailed as error:
+            result.outcome, result.reason, result.text = None, error.reason, str(error)
+        return result
+
+    def open(
+        self, model: Model, files: Mapping[str, str], readable: Sequence[str], trusted: bool = False
+    ) -> Side:
+        """A process with the model loaded and the files put in. Raises SideFailed."""
+        options = options_of(self.entry, model, self.suite, self.dtype, self.launcher.gpu, 2)
+        seen = [*readable, *([] if model.timm else [options["model"]])]
+        side = self.launcher.spawn(self.entry.item.host, seen, self.entry.timeout, trusted)
+        try:
+            side.call("open", **options)
+            if files:
+                side.call("check", files=dict(files))
+                failed = side.call("patch", files=dict(files))["failed"]
+                if lost := sorted(failed.keys() & files.keys()):
+                    raise SideFailed(Reason.UNSUPPORTED, f"{lost[0]}: {failed[lost[0]]['text']}")
+            elif self.entry.workload.kind == "images":
+                side.call("patch", files={})  # compiles, if the item is compiled
+        except BaseException:
+            side.child.close()
+            raise
+        return side
+
+    def _rounds(self, result: Measured, base: Side, mine: Side) -> None:
+        sides = {"baseline": base, "set": mine}
+        own: list[float] = []
+        other: list[float] = []
+        load = self.entry.workload
+        counts = dict(zip(PHASES, (load.throughput, load.latency), strict=True))
+        for phase, count in counts.items():
+            for r in range(-1, load.rounds):  # -1 warms up
+                done = {}
+                order = list(sides) if r % 2 else list(reversed(sides))
+                for name in order:
+                    done[name] = self.work.run(sides[name], count, f"{phase} {r}")
+                if r < 0:
+                    continue
+                seconds = {name: d.seconds for name, d in done.items()}
+                result.rounds.append(Round(phase, r, seconds, done["set"].work))
+                other.append(statistics.fmean(self.work.discrepancy(done["set"], base)))
+                own.append(self._own(done["baseline"], base))
+            self.say(f"{self.entry.name}: {phase} measured")
+        live = mine.call("live").get("live")
+        result.live = {str(k): int(v) for k, v in live.items()} if isinstance(live, dict) else {}
+        result.fidelity = fidelity(self.entry.workload.kind, other, own)
+        conclude(result)
+
+    def _own(self, done: Done, base: Side) -> float:
+        """The baseline's discrepancy from itself."""
+        return statistics.fmean(self.work.discrepancy(done, base))
+
+
+def conclude(result: Measured) -> None:
+    """Fill in the outcome and its intervals from the rounds."""
+    speeds = {}
+    for phase in PHASES:
+        mine = [r for r in result.rounds if r.phase == phase]
+        ratio, interval = paired_ratio(
+            [r.seconds["baseline"] for r in mine], [r.seconds["set"] for r in mine]
+        )
+        speeds[phase] = ratio
+        if interval is not None:
+            result.ci95[phase] = interval
+    if not any(result.live.values()):
+        result.reason, result.text = Reason.NOT_DEPLOYED, "no candidate ran"
+        return
+    assert result.fidelity is not None
+    result.outcome = Outcome(speeds["throughput"], speeds["latency"], result.fidelity.correctness)
+    if result.fidelity.correctness < THRESHOLD:
+        result.reason, result.text = Reason.INCORRECT, str(result.fidelity)
+
+
+def _nothing_left(found: Found) -> tuple[Reason, str]:
+    if not found.dropped:
+        return Reason.UNUSED, "the model calls no op of the set"
+    first = found.dropped[0]
+    return first.reason, f"all candidates were dropped; {first.op}: {first.text}"
+
+
+class Prober:
+    """Cheap probes of parts of a set: a small model, a few short requests, then batches of other sizes."""
+
+    def __init__(self, run: ItemRun, judge: Side, files: Mapping[str, str], readable: Sequence[str]):
+        self.run, self.judge, self.files, self.readable = run, judge, files, readable
+        self._baseline()
+
+    def _baseline(self) -> None:
+        """The baseline's own discrepancy and compilations in the same probe."""
+        done = self._work(self.judge)
+        self.noise = [statistics.fmean(self.run.work.discrepancy(d, self.judge)) for d in done]
+        self.compiled = self._served(self.judge)
+
+    def found(self, retry: bool) -> Found:
+        if retry:
+            return search(self.files, self.probe)
+        whole = self.probe(tuple(sorted(self.files)))
+        kept = self.files.keys() - whole.unused
+        if whole.passed:
+            return Found(tuple(sorted(kept)), (), tuple(sorted(whole.unused)), 1)
+        lost = whole.failed or dict.fromkeys(kept, (whole.reason or Reason.RUN_TIME, whole.text))
+        return Found((), tuple(Dropped(op, *why) for op, why in lost.items()), (), 1)
+
+    def probe(self, ops: tuple[str, ...]) -> Probe:
+        self.run.say(f"{self.run.entry.name}: probe of {', '.join(ops)}")
+        files = {op: self.files[op] for op in ops}
+        run = self.run
+        try:
+            with run.open(run.entry.model.small, {}, self.readable) as side:
+                if failed := _failures(side.call("check", files=files), ops):
+                    return Probe(failed)
+                answer = side.call("patch", files=files)
+                refused = _failures(answer, ops)
+                unused = {op for op, (reason, _) in refused.items() if reason is Reason.UNUSED}
+                if len(unused) < len(refused) or not answer.get("patched"):
+                    lost = {op: why for op, why in refused.items() if op not in unused}
+                    return Probe(
+                        lost,
+                        None if refused else Reason.UNSUPPORTED,
+                        str(answer.get("text"))[:500],
+                        (),
+                        frozenset(unused),
+                    )
+                side.call("watch")
+                done = self._work(side)
+                apart = [statistics.fmean(run.work.discrepancy(d, self.judge)) for d in done]
+                found = fidelity(run.entry.workload.kind, apart, self.noise)
+                if found.correctness < THRESHOLD:
+                    return Probe(reason=Reason.INCORRECT, text=str(found), unused=frozenset(unused))
+                answer = side.call("live")
+                idle = [op for op in ops if op not in unused and not answer["live"].get(op)]
+                unused |= {op for op in idle if not answer["modules"].get(op)}
+                idle = [op for op in idle if op not in unused]
+                if idle:
+                    why = Reason.NOT_DEPLOYED, "in place, and no call of the model ran it"
+                    return Probe(dict.fromkeys(idle, why), unused=frozenset(unused))
+                compiled = self._served(side)
+                if compiled > self.compiled:
+                    text = f"{compiled} compilations in batches of {SERVED} after warm-up, the host {self.compiled}"
+                    return Probe(reason=Reason.COMPILES_WHILE_SERVING, text=text, unused=frozenset(unused))
+                return Probe(unused=frozenset(unused))
+        except SideFailed as error:
+            return Probe(reason=error.reason, text=str(error), files=error.files)
+
+    def _work(self, side: Side) -> list[Done]:
+        work = self.run.work
+        return [
+            work.run(side, count, f"probe {count}", PROBE_LENGTHS, calls=2)
+            for count in (len(PROBE_LENGTHS), 1)
+        ]
+
+    def _served(self, side: Side) -> int:
+        """Compilations in batches of sizes that were not seen before."""
+        before = side.compilations
+        for count in SERVED:
+            self.run.work.run(side, count, f"served {count}", PROBE_LENGTHS, calls=1)
+        return side.compilations - before
+
+
+def _failures(found: Mapping[str, Any], ops: Sequence[str]) -> dict[str, tuple[Reason, str]]:
+    """The failures that a process reports for these ops."""
+    failed = found.get("failed")
+    if not isinstance(failed, dict):
+        return {}
+    try:
+        return {
+            op: (Reason(failed[op]["reason"]), str(failed[op]["text"])[:500]) for op in ops if op in failed
+        }
+    except (KeyError, TypeError, ValueError):
+        raise SideFailed(Reason.RUN_TIME, "a report of failures that cannot be read") from None

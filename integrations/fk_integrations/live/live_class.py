@@ -1,0 +1,349 @@
+"""Subclasses of a host's classes that run our methods."""
+
+from __future__ import annotations
+
+import copy
+import dis
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, update_wrapper
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+
+from fastkernels.core.dispatch import proving
+from fastkernels.core.reasons import Kind, Reason
+from fk_integrations.core.journal import Journal
+from fk_integrations.live.decorated import host_function, plain_function, redecorated
+from fk_integrations.live.tally import Tally, counted
+from fk_integrations.live.trials import Trial, choosing, hosts_first, sizes_of, wrapper
+
+_LIVE: dict[tuple[type, type, bool, str, bool, bool, bool], type] = {}
+_CLASS: Any = vars(object)["__class__"]
+_CALLS = "fastkernels_calls"  # of classes that call a function of ours
+PREPARED = "_fastkernels_prepared"  # the names that a candidate's `prepare` has added to an object
+_NO_NAMES: frozenset[str] = frozenset()
+
+
+def live_class(
+    host_class: type, ours: type, by_table: bool = False, trial: Trial | None = None, differentiable: str = ""
+) -> type:
+    """A subclass of the host's class with our methods; its constructor, loaders and isinstance checks stay.
+
+    `ours.live_methods` names the methods, default ("forward",); a candidate may leave the list to the class that it
+    replaces.
+
+    by_table: wrap each method in `ours.by_table(theirs, ours)`, which picks one of the two per call by a tuned table.
+    trial: `trials.choosing` wraps each method and picks by the time of first calls.
+    differentiable: the op, if calls may need gradients; `inference_only` wraps each method, and `counted` counts its
+    calls. A trial implies it.
+    """
+    op = trial.op if trial is not None else differentiable
+    compiled, plainly = (trial.compiled, not trial.plainly) if trial is not None else (False, False)
+    key = (host_class, ours, by_table, op, trial is not None, compiled, plainly)
+    if key not in _LIVE:
+        methods = {name: getattr(ours, name) for name in _method_names(host_class, ours)}
+        if by_table:
+            choose = ours.by_table  # type: ignore[attr-defined]
+            methods = {name: choose(getattr(host_class, name), own) for name, own in methods.items()}
+        if trial is not None:
+            how = (op, compiled, plainly)
+            methods = {n: choosing(getattr(host_class, n), own, *how, n) for n, own in methods.items()}
+        if op:
+            needs = getattr(ours, "needs_host", None)
+            methods = {n: inference_only(getattr(host_class, n), m, op, needs) for n, m in methods.items()}
+            methods = {n: counted(m) for n, m in methods.items()}
+        if trial is not None:
+            methods = {n: hosts_first(getattr(host_class, n), m) for n, m in methods.items()}
+        body = {
+            **methods,
+            **_copies(host_class),
+            **({"__class__": _shown_as(host_class)} if op else {}),
+            "__module__": host_class.__module__,
+            "__qualname__": host_class.__qualname__,
+            "fastkernels": ours,
+            "fastkernels_tried": trial is not None,
+        }
+        _LIVE[key] = type(host_class.__name__, (host_class,), body)
+    return _LIVE[key]
+
+
+def _shown_as(host_class: type) -> property:
+    """`__class__` of an object: the host's class, by which hosts and PyTorch look objects up or derive classes."""
+    return property(lambda self: host_class, lambda self, cls: _CLASS.__set__(self, cls))
+
+
+def _copies(host_class: type) -> dict[str, Callable[..., Any]]:
+    """Methods with which copies and pickles of an object are the host's: an undo of the original cannot reach them.
+
+    A pickle then loads without FastKernels. A class of the host with methods of its own for this keeps them.
+    """
+    host: Any = _host_of(host_class)
+    plain = all(
+        getattr(host, name, None) is getattr(object, name, None) for name in ("__reduce__", "__reduce_ex__")
+    )
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        # Later protocols accept an object's own class only. Objects without attributes have no state.
+        found: Any = object.__reduce_ex__(self, 1) if plain else host.__reduce_ex__(self, protocol)
+        if not isinstance(found, tuple):
+            return found
+        make, given, *states = found
+        given = tuple(host if value is type(self) else value for value in given)
+        return host if make is type(self) else make, given, *map(_without_ours, states)
+
+    def copied(self: Any) -> Any:
+        theirs = getattr(host, "__copy__", None)
+        return _as_host(theirs(self) if theirs is not None else _rebuilt(host, self, dict(vars(self)), {}))
+
+    def deeply_copied(self: Any, memo: dict[int, Any]) -> Any:
+        theirs = getattr(host, "__deepcopy__", None)
+        if theirs is not None:
+            return _as_host(theirs(self, memo))
+        return _rebuilt(host, self, None, memo)
+
+    return {"__reduce_ex__": reduced, "__copy__": copied, "__deepcopy__": deeply_copied}
+
+
+def _rebuilt(host: type, of: Any, state: dict[str, Any] | None, memo: dict[int, Any]) -> Any:
+    """An object of the host's class with this state, or with a deep copy of the state of `of`."""
+    made: Any = object.__new__(host)
+    memo[id(of)] = made
+    state = copy.deepcopy(_without_ours(vars(of)), memo) if state is None else _without_ours(state)
+    getattr(made, "__setstate__", vars(made).update)(state)
+    return made
+
+
+def _without_ours(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    ours = state.get(PREPARED, _NO_NAMES)
+    kept = {k: v for k, v in state.items() if k not in ours and not str(k).startswith("_fastkernels")}
+    for table in ("_parameters", "_buffers", "_modules") if ours else ():
+        if isinstance(kept.get(table), dict):
+            kept[table] = {k: v for k, v in kept[table].items() if k not in ours}
+    return kept
+
+
+def _host_of(cls: type) -> type:
+    """The first class that is not ours."""
+    return next(c for c in cls.__mro__ if not is_ours(c))
+
+
+def _as_host(made: Any) -> Any:
+    """An object that the host's own method has copied, of the host's class."""
+    if is_ours(type(made)):
+        _CLASS.__set__(made, _host_of(type(made)))
+    if hasattr(made, "__dict__"):
+        kept = _without_ours(vars(made))
+        vars(made).clear()
+        vars(made).update(kept)
+    return made
+
+
+def _method_names(host_class: type, ours: type) -> set[str]:
+    forward = {"forward"} if hasattr(ours, "forward") else set()
+    if hasattr(ours, "live_methods"):
+        return {*ours.live_methods, *forward}
+    return forward or set(getattr(host_class, "live_methods", ("forward",)))
+
+
+def replace_attribute(
+    holder: Any, name: str, ours: type, methods: tuple[str, ...], journal: Journal, by_table: bool = False,
+    trial: Trial | None = None, differentiable: str = "", tally: Tally | None = None,
+) -> Reason | None:  # fmt: skip
+    """Replace the object `holder.name` with one of our class and the same state; None, or why not.
+
+    methods: an instance that has one of these as an attribute of its own was patched by other code.
+    """
+    old = getattr(holder, name)
+    if patched := [m for m in methods if m in vars(old)]:
+        return Reason(Kind.REPLACED, f"its {name}.{patched[0]} was replaced by other code")
+    new: Any = object.__new__(live_class(type(old), ours, by_table, trial, differentiable))
+    vars(new).update(vars(old))
+    live = type(new)
+
+    def back() -> None:
+        # The user may hold ours, to put it back later: unfuse_qkv_projections does.
+        _CLASS.__set__(new, type(old))
+        kept = {key: value for key, value in vars(new).items() if not key.startswith("_fastkernels")}
+        same = kept.keys() == vars(old).keys() and all(kept[key] is vars(old)[key] for key in kept)
+        found = getattr(holder, name)
+        # Of another class: set since, e.g. an adapter's. Of ours: diffusers makes objects of the same class again.
+        if type(found) is live or (found is new and same):
+            setattr(holder, name, old)
+
+    journal.add(back)
+    setattr(holder, name, new)
+    if tally is not None:
+        tally.add(holder, new, journal)
+    if trial is not None:
+        trial.begin(new, sizes_of(holder), back, journal)
+    return None
+
+
+@cache
+def inference_only(
+    theirs: Callable[..., Any], ours: Callable[..., Any], op: str, needs: Callable[[Any], str | None] | None = None
+) -> Callable[..., Any]:  # fmt: skip
+    """Make a function that runs `ours`, but `theirs` in a call that needs gradients: our kernels compute none.
+
+    A call needs gradients if one of its tensors, or a parameter of a module among its arguments, requires them; in
+    forward mode every call does. `theirs` also runs in torch.func.vmap, under an exporter, whose result must not need
+    our ops, and if needs(self) is a reason: why the parts that ours does not call have to run, as they are now.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if exporting():
+            _leave_to_exporter(op)
+            return theirs(*args, **kwargs)
+        backward = torch.is_grad_enabled() and (_requires_grad(args) or _requires_grad(kwargs.values()))
+        if backward or forward_ad._current_level >= 0:
+            _note(op, "the call needs gradients; inference runs ours in torch.no_grad()")
+            return theirs(*args, **kwargs)
+        if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
+            _note(op, "torch.func transforms the call")
+            return theirs(*args, **kwargs)
+        if needs is not None and (reason := needs(args[0])) is not None:
+            _note(op, reason)
+            return theirs(*args, **kwargs)
+        return ours(*args, **kwargs)
+
+    return wrapper(run, ours)
+
+
+@torch._dynamo.assume_constant_result
+def exporting() -> bool:
+    """Whether an exporter records the call.
+
+    Runs also while Dynamo traces: that of torch 2.11 takes is_exporting() in traced code for true.
+    """
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
+@torch._dynamo.assume_constant_result
+def _leave_to_exporter(op: str) -> None:
+    """Count a place that torch.export, torch.jit.trace or an ONNX exporter records."""
+    for found in proving(op)[:1]:
+        found.leave("an exporter records the host's code")
+
+
+def _requires_grad(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found = value.requires_grad
+        elif isinstance(value, torch.nn.Module):
+            found = _requires_grad(value.parameters())
+        elif isinstance(value, (tuple, list)):
+            found = _requires_grad(value)
+        else:
+            found = isinstance(value, dict) and _requires_grad(value.values())
+        if found:
+            return True
+    return False
+
+
+@torch._dynamo.assume_constant_result
+def _note(op: str, reason: str) -> None:
+    """Count a call that runs the host's code; in compiled code once, while it is traced."""
+    for found in proving(op)[:1]:
+        found.note(reason)
+
+
+def called(cls: type, method: str = "forward") -> dict[str, Any]:
+    """{name: function} of the global functions that a method of the class calls by name."""
+    forward = host_function(getattr(cls, method, None))
+    if not isinstance(forward, FunctionType):
+        return {}
+    kinds: dict[str, set[str]] = {}
+    for step in dis.get_instructions(forward.__code__):
+        if step.argval in forward.__code__.co_names:
+            kinds.setdefault(step.argval, set()).add(step.opname)
+    names = [name for name, how in kinds.items() if how == {"LOAD_GLOBAL"}]
+    found: dict[str, Any] = {name: forward.__globals__.get(name) for name in names}
+    return {name: value for name, value in found.items() if plain_function(value) is not None}
+
+
+def callers(cls: type) -> dict[Any, str]:
+    """{global function: the method of the class that calls it by name}; of several, forward."""
+    own = (name for name, value in vars(cls).items() if isinstance(value, FunctionType))
+    methods = [*own, "forward"]
+    return {function: name for name in methods for function in called(cls, name).values()}
+
+
+@cache
+def until_replaced(
+    theirs: Any, ours: Callable[..., Any], op: str, name: str, file: str
+) -> Callable[..., Any]:
+    """Make a function that runs `ours`, until other code replaces the function `name` of the host's file."""
+    namespace = vars(sys.modules[file])
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = namespace[name]
+        if found is theirs:
+            return ours(*args, **kwargs)
+        _note(op, f"{name} was replaced by other code after the patch")
+        return found(*args, **kwargs)
+
+    return wrapper(run, ours)
+
+
+def calling_class(cls: Any, theirs: Any, ours: Any, method: str = "forward", counts: bool = False) -> type:
+    """A subclass whose method is the class's, with a name of our own in the place of that of `theirs`.
+
+    counts: the method counts for the tally of its object.
+
+    The name is a new global of the class's file. With other globals, torch.compile would not find what forward calls.
+    """
+    return _calling_class(cls, theirs, ours, method, getattr(cls, method), counts)
+
+
+@cache
+def _calling_class(cls: Any, theirs: Any, ours: Any, method: str, decorated: Any, counts: bool) -> type:
+    old, new = host_function(decorated), f"_fastkernels_{ours.__name__}"
+    names = {name for name, value in called(cls, method).items() if value is theirs}
+    code = old.__code__.replace(co_names=tuple(new if n in names else n for n in old.__code__.co_names))
+    old.__globals__[new] = ours
+    forward = FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
+    forward.__kwdefaults__ = old.__kwdefaults__
+    update_wrapper(forward, old)
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    made = redecorated(decorated, forward)
+    methods = {method: counted(made) if counts else made, _CALLS: ours}
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods}
+    return type(cls.__name__, (cls,), {**_copies(cls), **body})
+
+
+def called_function_of(cls: type) -> Any:
+    """Our function that a class of `calling_class` calls; None for any other class."""
+    return vars(cls).get(_CALLS)
+
+
+def restore(model: Any) -> bool:
+    """Give the modules of a model and their processors the host's classes, without the journal of their patch.
+
+    Whether any was ours.
+    """
+    changed = False
+    for module in model.modules():
+        for found in (module, vars(module).get("processor")):
+            while is_ours(type(found)):
+                _CLASS.__set__(found, type(found).__mro__[1])
+                changed = True
+    return changed
+
+
+def parts(owner: Any, depth: int) -> Iterator[Any]:
+    """Objects that are not modules, in a module's attributes: methods, schemes, their kernels."""
+    for name, value in vars(owner).items():
+        if depth and hasattr(value, "__dict__") and not name.startswith("_") and not callable(value):
+            yield value
+            yield from parts(value, depth - 1)
+
+
+def is_ours(cls: type) -> bool:
+    """Whether a class was made by a patch of a live object."""
+    return "fastkernels" in vars(cls) or _CALLS in vars(cls)

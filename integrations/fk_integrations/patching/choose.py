@@ -1,0 +1,211 @@
+"""Choices for the shapes of a model that no table lists: kept from an earlier start, or measured now."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from fastkernels.core import registry, tuning
+from fastkernels.core.dispatch import OPS
+from fastkernels.core.env import Environment
+from fastkernels.core.spec import OpSpec
+from fastkernels.core.tuning import Chip, Entry, Table
+from fastkernels.patch import Request
+from fastkernels.verify import cache, measure, phases
+from fastkernels.verify.measure import Point, named_shape
+from fastkernels.verify.phases import Seconds, timed
+from fk_integrations.core.adapter import Adapter
+from fk_integrations.core.journal import Journal
+from fk_integrations.core.ranks import agree
+from fk_integrations.patching import seam_interface
+
+log = logging.getLogger("fastkernels")
+# Ops whose verification has run on a GPU; others are measured with FASTKERNELS_VERIFY=1.
+TRIED = "linear", "attention_decode"
+SECONDS = 85.0  # of a measurement, with compiling
+WAIT_S = SECONDS + 60  # that other ranks wait for it
+
+
+@dataclass
+class Verified:
+    """The outcome for one model.
+
+    measured  {op: lines for the report}
+    seconds   of each phase, in the rank that measures
+    """
+
+    measured: dict[str, list[str]] = field(default_factory=dict)
+    seconds: Seconds = field(default_factory=dict)
+
+
+def verify(
+    adapter: Adapter, model: Any, request: Request, device: torch.device, journal: Journal | None = None
+) -> Verified:
+    """Use the verified choices for the model's shapes in this process, in all ranks the same.
+
+    With FASTKERNELS_VERIFY=0 only those that are kept. A failure leaves these shapes to the host, with a warning. The
+    journal gets the way back to the choices before; without one they stay.
+    """
+    wanted = Environment.read().verify
+    if device.type != "cuda" and wanted is None:
+        return Verified()
+    seconds: Seconds = {}
+    try:
+        with timed(seconds, "find shapes"):
+            chip = tuning.chip_of(device.type)
+            points = points_of(adapter, model, request, chip)
+        text = agree(adapter.ranks(), lambda: _choices(adapter, points, device, chip, wanted), WAIT_S)
+    except Exception as error:
+        log.warning("shapes without a table entry stay with the host: %s: %s", type(error).__name__, error)
+        return Verified()
+    found = json.loads(text)
+    entries = [Entry(**{**raw, "ci95": tuple(raw["ci95"])}) for raw in found["entries"]]
+    if adapter.own:  # there may be more engines of ours in this process
+        new = {entry.point for entry in entries}
+        entries += [entry for entry in tuning.verified(chip) if entry.point not in new]
+    use(chip, entries, journal or Journal())
+    return Verified(found["lines"], {**seconds, **found["seconds"]})
+
+
+def use(chip: str, entries: list[Entry], journal: Journal) -> None:
+    """Put choices into the tables of this process."""
+    before = tuning.verified(chip)
+
+    def put(several: Any) -> None:
+        tuning.set_verified(chip, several)
+        for op in OPS.values():
+            op.forget()
+
+    journal.add(lambda: put(before))
+    put(entries)
+
+
+def points_of(adapter: Adapter, model: Any, request: Request, chip: str) -> list[Point]:
+    """Shapes of the modules that ours may replace and that no table lists for this chip, with the key's sizes.
+
+    Most important sizes come first, for all shapes. LM heads come last: their weights may not leave enough memory.
+    """
+    found: dict[tuple[str, tuple[Any, ...]], list[Any]] = {}
+    heads: dict[tuple[str, tuple[Any, ...]], list[Any]] = {}
+    for name in registry.op_names():
+        spec = registry.get(name)
+        op = spec.tuned_by
+        if op is None or op.key is None or op.key.propose is None or _settled(adapter, request, spec):
+            continue
+        if op.name not in TRIED and not Environment.read().verify:
+            continue
+        listed = {e.place for e in tuning.entries(op.name, chip)}
+        own = modules_of(adapter, model, spec)
+        here = adapter.of(op.name)
+        more = [(m, here.whole_shape(op, m)) for m in here.heads(model)] if name == op.name else []
+        for into, several in ((found, own), (heads, more)):
+            for module, shape in several:
+                if shape is None:
+                    continue
+                if Entry(op.name, named_shape(op.name, shape), {}, None, "", "").place not in listed:
+                    into.setdefault((op.name, shape), []).append(module)
+    last = {place: modules for place, modules in heads.items() if place not in found}
+    points = [
+        (part is last, i, Point(op, shape, sizes, tuple(modules)))
+        for part in (found, last)
+        for (op, shape), modules in part.items()
+        for i, sizes in enumerate(adapter.of(op).points(registry.get(op).op))
+    ]
+    return [point for *_, point in sorted(points, key=lambda each: each[:2])]
+
+
+def _settled(adapter: Adapter, request: Request, spec: OpSpec) -> bool:
+    """Whether nothing is to be chosen for this op: the user has, or it is not to run."""
+    names = {spec.name, spec.tuned_by.name}
+    chosen = {*request.candidates, *request.disable, *Environment.read().provider}
+    listed = request.ops is None or bool(names & set(request.ops))
+    return bool(names & chosen) or not listed or bool(adapter.batch_invariant() and not spec.batch_invariant)
+
+
+def modules_of(adapter: Adapter, model: Any, spec: OpSpec) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The modules that the op can replace, each with the values of the key's shape."""
+    found = []
+    for target in adapter.targets(spec, model):
+        place, host_class = seam_interface.find(target.seam), seam_interface.host_class(target)
+        if not place.live or host_class is None:
+            continue
+        supports = getattr(registry.target_class(target), "supports", None)
+        for module in place.modules(adapter, model, spec.name, host_class):
+            if supports is not None and supports(module) is not None:
+                continue
+            shape = adapter.of(spec.tuned_by.name).whole_shape(spec.tuned_by, module)
+            if shape is not None:
+                found.append((module, shape))
+    return found
+
+
+def _choices(
+    adapter: Adapter, points: list[Point], device: torch.device, chip: str, wanted: bool | None
+) -> str:
+    """The entries, the report's lines and the seconds for these points, as JSON. Measures what is not kept."""
+    if not points:
+        return json.dumps({"entries": [], "lines": {}, "seconds": {}})
+    seconds: Seconds = {}
+    with timed(seconds, "read choices"):
+        facts = cache.facts(chip, adapter.host, adapter.version)
+        table = cache.kept(facts)
+    kept = {e.point for e in table.entries}
+    missing = [p for p in points if Entry(p.op, *p.named(), None, "", "").point not in kept]
+    lines: dict[str, list[str]] = {}
+    if missing and wanted is not False:
+        outcome, table = _measure(adapter, missing, device, facts, table)
+        seconds |= outcome.seconds
+        if outcome.stopped is not None:
+            rest = sum(str(p) not in outcome.said for p in missing)
+            text = (
+                f"{rest} of {len(missing)} points were not measured and stay with the host: {outcome.stopped}"
+            )
+            log.warning("%s", text)
+            lines.setdefault(missing[0].op, []).append(text)
+    by_point = {e.point: e for e in table.entries}
+    entries = []
+    for point in sorted(points, key=lambda p: (p.op, str(p.shape), p.sizes)):
+        entry = by_point.get(Entry(point.op, *point.named(), None, "", "").point)
+        if entry is not None:
+            entries.append(json.loads(entry.to_json()))
+            said = table.runs[entry.run].get("measured", {}).get(str(point), {})
+            lines.setdefault(point.op, []).append(line(entry, said, adapter.own))
+    return json.dumps({"entries": entries, "lines": lines, "seconds": seconds})
+
+
+def _measure(
+    adapter: Adapter, points: list[Point], device: torch.device, facts: dict[str, str], table: Table
+) -> tuple[measure.Outcome, Table]:
+    log.info(
+        "%d points of %s are measured on this %s against %s kernels, in at most %.0f s "
+        "(FASTKERNELS_VERIFY=0 keeps those)",
+        len(points), ", ".join(sorted({p.op for p in points})), facts["chip"],
+        "the usual" if adapter.own else "the host's", SECONDS,
+    )  # fmt: skip
+    run = f"verified {datetime.now(timezone.utc).isoformat(timespec='seconds')}"
+    with measure.small_workspaces(release=adapter.profiles_memory_later):
+        outcome = measure.measure(points, run, device, Chip.of(device.type), SECONDS, own=adapter.own)
+    made = Table(facts["chip"], {run: {"facts": facts, "measured": outcome.said}}, tuple(outcome.entries))
+    if outcome.entries:
+        cache.keep(made, facts)
+    won = sum(e.faster for e in outcome.entries)
+    log.info(
+        "ours is faster at %d of %d points: measured in %s", won, len(points), phases.line(outcome.seconds)
+    )
+    return outcome, table.merged(made)
+
+
+def line(entry: Entry, said: dict[str, str], own: bool = False) -> str:
+    """Return the report's text for one point: the provider that runs, and the host's time over each proposal's.
+
+    own: in our engine the usual kernel takes the place of the host's.
+    """
+    whose = "as usual" if own else "the host's"
+    winner = entry.provider if entry.faster else f"{entry.baseline}, {whose}"
+    tried = ", ".join(f"{name}: {text}" for name, text in said.items()) or "no proposal"
+    return f"{entry}: {winner} ({tried})"

@@ -1,0 +1,101 @@
+"""Kernels on chips that were never measured: Triton's compile for sm_80 and sm_100, CUDA C++ declines by name."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.kernels import ahead
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.compiler.errors import CompilationError
+
+from fastkernels.core import cuda_rtc, registry
+from fastkernels.overrides.kit import fp8, hopper
+from fastkernels.overrides.linear import linear_fp8_triton
+
+CAPABILITIES = (80, 100)
+QUICK = {"embedding", "gelu", "l2_norm", "layer_norm"}
+TRITON = [
+    (op.name, p.name)
+    for name in registry.op_names() if (op := registry.get(name).op) is not None
+    for p in op.providers if p.name.startswith("triton")
+]  # fmt: skip
+CUDA = [
+    (op.name, p.name)
+    for name in registry.op_names() if (op := registry.get(name).op) is not None
+    for p in op.providers if p.name.startswith("cuda")
+]  # fmt: skip
+
+
+def provider(op: str, name: str) -> Any:
+    return next(p for p in registry.get(op).op.providers if p.name == name)
+
+
+def cases(op: str) -> list[Any]:
+    return [c for c in registry.get(op).cases if "odd" in c.tags]
+
+
+def launches(op: str, name: str) -> list[ahead.Launch]:
+    spec, fn = registry.get(op), provider(op, name).fn
+    problem: Exception | None = None
+    for case in cases(op)[:6]:
+        args = spec.inputs(case, "cpu", torch.Generator().manual_seed(0))
+        try:
+            if found := ahead.launched(lambda args=args: fn(*args)):  # type: ignore[misc]
+                return found
+        except Exception as error:  # a case that this provider does not support
+            problem = error
+    raise AssertionError(f"{op}: no small case launches a kernel of {name}: {problem}")
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted here")
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [pytest.param(*pair, marks=() if pair[0] in QUICK else pytest.mark.slow) for pair in TRITON],
+)
+def test_triton_kernels_compile_for_unmeasured_chips(
+    op: str, name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for launch in launches(op, name):
+        for capability in CAPABILITIES:
+            try:
+                ahead.compile_for(launch, capability)
+            except CompilationError as error:  # float8 on Ampere
+                assert capability == 80 and "fp8e4nv not supported" in str(error)
+                assert declines(op, name, (8, 0), monkeypatch)
+
+
+def _on(device: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def declines(op: str, name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The reason why a provider does not support any case of the op on such a GPU; '' if it supports one."""
+    spec, found = registry.get(op), provider(op, name)
+    for module in (fp8, linear_fp8_triton):
+        monkeypatch.setattr(module, "_capability", lambda device: capability)
+    monkeypatch.setattr(cuda_rtc, "unavailable", lambda: None)
+    monkeypatch.setattr(hopper, "_capability", lambda device: capability)
+    reasons = []
+    for case in spec.cases:
+        args = spec.declaration.blank(case)
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                reasons.append(found.supports(*(_on("cuda", a) for a in args)))
+        except RuntimeError:  # it slices a tensor, which needs PyTorch with CUDA
+            reasons.append(found.supports(*(_on("meta", a) for a in args)))
+    return "" if None in reasons else next((r for r in reasons if "Hopper" in r), reasons[0])
+
+
+@pytest.mark.parametrize(("op", "name"), CUDA)
+def test_cuda_kernels_decline_other_chips_by_name(
+    op: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for capability in ((8, 0), (10, 0)):
+        reason = declines(op, name, capability, monkeypatch)
+        assert "Hopper" in reason and f"{capability[0]}.{capability[1]}" in reason, reason

@@ -1,0 +1,85 @@
+"""Compile the Triton kernels that a call launches for another chip, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TYPES = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8e4nv",
+    "int64": "i64", "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "i1",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+class _Driver:
+    """As much of a driver as the launches of our kernels read."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+
+@contextmanager
+def launches() -> Iterator[list[Launch]]:
+    """Note the launches of Triton kernels in this context instead of making them."""
+    found: list[Launch] = []
+    run, active = JITFunction.run, triton.runtime.driver._active
+
+    def note(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
+        found.append((self, args, kwargs))
+
+    JITFunction.run = note
+    triton.runtime.driver._active = _Driver()
+    try:
+        yield found
+    finally:
+        JITFunction.run, triton.runtime.driver._active = run, active
+
+
+def launched(call: Callable[[], Any]) -> list[Launch]:
+    """The launches of a call, the first of each kernel. What the call computes from their results may fail."""
+    with launches() as found:
+        try:
+            call()
+        except Exception:
+            if not found:
+                raise
+    return list({launch[0].fn.__name__: launch for launch in reversed(found)}.values())
+
+
+def compile_for(launch: Launch, capability: int) -> None:
+    """Compile a launch's kernel to machine code. Raises triton's errors."""
+    kernel, args, kwargs = launch
+    names = [p.name for p in kernel.params]
+    given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    signature, constants, attributes = {}, {}, {}
+    for i, p in enumerate(kernel.params):
+        value = given.get(p.name, p.default if p.has_default else None)
+        if p.is_constexpr or value is None or isinstance(value, torch.dtype):
+            signature[p.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[p.name] = f"*{TYPES[str(value.dtype).removeprefix('torch.')]}"
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, bool):
+            signature[p.name] = "i1"
+        elif isinstance(value, int):
+            signature[p.name] = "i32" if abs(value) < 1 << 31 else "i64"
+        else:
+            signature[p.name] = "fp32"
+    options = {k: v for k, v in kwargs.items() if k in OPTIONS}
+    source = ASTSource(kernel, signature, constants, attributes)
+    triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
